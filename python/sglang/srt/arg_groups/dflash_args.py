@@ -1,0 +1,176 @@
+"""DFLASH's server arguments: what we refuse, what we default, what we read from the draft checkpoint.
+
+Runs once, in the main process, inside SGLang's resolution pipeline; children receive the result. The record is
+sealed there: values are read through `resolving_view` and decided through `declare_resolution`.
+"""
+
+import json
+import logging
+import os
+from typing import Any
+
+from sglang_dflash.srt.configs.draft_config import (
+    DFlashDraftConfig,
+    check_draft_fits_target,
+    parse_draft_config,
+)
+
+logger = logging.getLogger(__name__)
+
+SOURCE = "sglang_dflash"
+DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
+CPU_ATTENTION_BACKEND = "torch_native"
+# SGLang sizes the KV pool by free memory, which on a laptop is nearly all of it, and zeroes every byte at start-up.
+CPU_MAX_TOTAL_TOKENS = 65536
+
+# Verify logits are [requests * block_size, vocab] in float32: an unbounded batch would not fit. SGLang caps its
+# other speculative algorithms at the same number.
+DEFAULT_MAX_RUNNING_REQUESTS = 48
+
+# (ServerArgs field, value that is fine, what to tell the user)
+_NOT_SUPPORTED = (
+    ("pp_size", 1, "pipeline parallelism (--pp-size)"),
+    ("attn_dp_size", 1, "DP attention (--enable-dp-attention)"),
+    ("attn_cp_size", 1, "context parallelism (--attn-cp-size)"),
+    ("disaggregation_mode", "null", "prefill/decode disaggregation (--disaggregation-mode)"),
+    ("enable_lora", (None, False), "LoRA adapters (--enable-lora)"),
+    ("enable_hierarchical_cache", False, "hierarchical KV cache (--enable-hierarchical-cache)"),
+    ("enable_unified_memory", False, "the unified memory pool (--enable-unified-memory)"),
+    ("enable_hisparse", False, "hierarchical sparse attention (--enable-hisparse)"),
+    ("enable_two_batch_overlap", False, "two-batch overlap (--enable-two-batch-overlap)"),
+    ("enable_pdmux", False, "PD multiplexing (--enable-pdmux)"),
+    ("enable_watermark", False, "watermarking (--enable-watermark)"),
+    ("speculative_adaptive", False, "adaptive speculation (--speculative-adaptive)"),
+    ("speculative_num_steps", (None, 1), "--speculative-num-steps: a DFlash draft fills its block in one step"),
+    ("speculative_eagle_topk", (None, 1), "--speculative-eagle-topk: a DFlash block is a chain, not a tree"),
+    ("speculative_draft_window_size", None, "--speculative-draft-window-size"),
+    ("speculative_draft_sink_size", None, "--speculative-draft-sink-size"),
+    ("speculative_token_map", None, "--speculative-token-map: a DFlash draft shares the target's vocabulary"),
+    ("speculative_use_rejection_sampling", False, "--speculative-use-rejection-sampling: drafted tokens are one-hot guesses"),
+    ("speculative_use_block_verification", False, "--speculative-use-block-verification: of no use for one-hot guesses"),
+)
+
+
+def default_cpu_args(server_args: Any, previous: Any) -> None:
+    """Resolution hook around SGLang's `handle_cpu_backends`, installed only where the CPU stand-in serves."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    args = resolving_view(server_args)
+    if args.device == "cpu" and args.attention_backend is None:
+        declare_resolution(server_args, SOURCE, attention_backend=CPU_ATTENTION_BACKEND)
+    if args.device == "cpu" and args.max_total_tokens is None and args.mem_fraction_static is None:
+        declare_resolution(server_args, SOURCE, max_total_tokens=CPU_MAX_TOTAL_TOKENS)
+    previous(server_args)
+
+
+def check_draft_path(server_args: Any, previous: Any) -> None:
+    """Resolution hook around SGLang's `handle_speculative_decoding`, whose first act for any algorithm is to load
+    the draft's config: say what is wrong with the path before that fails somewhere deep."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    args = resolving_view(server_args)
+    if (args.speculative_algorithm or "").upper() == "DFLASH":
+        path = args.speculative_draft_model_path
+        if path is None:
+            raise ValueError("DFLASH needs a draft: give --speculative-draft-model-path.")
+        looks_local = os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1
+        if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
+            raise ValueError(f"--speculative-draft-model-path {path!r}: no config.json there.")
+    previous(server_args)
+
+
+def resolve_dflash_args(server_args: Any) -> None:
+    """Validate and complete DFLASH's arguments. Raises ValueError naming everything that is wrong."""
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view, resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    args = resolving_view(server_args)
+    _refuse_unsupported(args)
+    draft = load_and_check_draft_config(args)
+    block_size = _choose_block_size(args, draft)
+    prefill_backend, _ = attention_backends_of(resolved_view(server_args))
+    declare_resolution(
+        server_args,
+        SOURCE,
+        # SGLang sizes KV reservations from steps and topk for every algorithm; a chain is 1 and 1.
+        speculative_num_steps=1,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=block_size,
+        speculative_draft_attention_backend=_choose_draft_attention(args, prefill_backend),
+        max_running_requests=args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS,
+    )
+    if args.max_running_requests is None or block_size != draft.block_size:
+        logger.info(
+            "DFLASH: block size %d (draft trained with %d), at most %d running requests.",
+            block_size,
+            draft.block_size,
+            args.max_running_requests,
+        )
+
+
+def load_and_check_draft_config(args: Any) -> DFlashDraftConfig:
+    """Read the draft's config and hold it against the target's. Raises DraftConfigError, or ValueError for a target
+    that cannot be served with a draft."""
+    from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
+
+    overrides = json.loads(args.json_model_override_args)
+    target = get_config(
+        args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision, model_override_args=overrides
+    )
+    draft = get_config(
+        args.speculative_draft_model_path,
+        trust_remote_code=args.trust_remote_code,
+        revision=args.speculative_draft_model_revision,
+        model_override_args=overrides,
+    )
+    checkpoint = args.speculative_draft_model_path
+    if getattr(draft, "architectures", None) != ["DFlashDraftModel"]:
+        raise ValueError(
+            f"{checkpoint!r} is not a DFlash draft: its architectures are {getattr(draft, 'architectures', None)}, "
+            "expected ['DFlashDraftModel']."
+        )
+    config = parse_draft_config(draft, checkpoint)
+    check_draft_fits_target(config, get_hf_text_config(target), checkpoint)
+    return config
+
+
+def _refuse_unsupported(args: Any) -> None:
+    found = []
+    for field, allowed, description in _NOT_SUPPORTED:
+        value = getattr(args, field)
+        if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
+            found.append(description)
+    if args.device != "cpu" and not args.device.startswith("cuda"):
+        found.append(f"device {args.device!r} (only cuda and cpu)")
+    if args.device == "cpu" and args.attention_backend != CPU_ATTENTION_BACKEND:
+        found.append(f"--attention-backend {args.attention_backend} on a CPU (only {CPU_ATTENTION_BACKEND})")
+    if found:
+        raise ValueError("DFLASH does not support:\n  - " + "\n  - ".join(found))
+
+
+def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
+    """--speculative-num-draft-tokens and --speculative-dflash-block-size are two names of one number."""
+    named = {
+        "--speculative-num-draft-tokens": args.speculative_num_draft_tokens,
+        "--speculative-dflash-block-size": args.speculative_dflash_block_size,
+    }
+    given = {flag: int(value) for flag, value in named.items() if value is not None}
+    if len(set(given.values())) > 1:
+        raise ValueError(f"DFLASH's block size was given twice, with different values: {given}.")
+    block_size = next(iter(given.values()), draft.block_size)
+    if block_size < 1:
+        raise ValueError(f"DFLASH's block size must be positive, got {block_size}.")
+    return block_size
+
+
+def _choose_draft_attention(args: Any, prefill_backend: str) -> str:
+    if args.device == "cpu":
+        return CPU_ATTENTION_BACKEND
+    backend = args.speculative_draft_attention_backend or prefill_backend
+    if backend not in DRAFT_ATTENTION_BACKENDS:
+        raise ValueError(
+            f"DFLASH's draft cannot run on attention backend {backend!r}: "
+            f"give --speculative-draft-attention-backend {'|'.join(DRAFT_ATTENTION_BACKENDS)}."
+        )
+    return backend

@@ -1,0 +1,187 @@
+"""What a DFlash draft checkpoint's config.json says, checked once and frozen.
+
+Format: z-lab/dflash. A flat Qwen3 config plus `block_size`, `num_target_layers` and
+`dflash_config: {mask_token_id, target_layer_ids}`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+
+
+class DraftConfigError(ValueError):
+    """A draft checkpoint that cannot be served; the message names every field at fault."""
+
+    def __init__(self, checkpoint: str, problems: Sequence[str]):
+        self.problems = tuple(problems)
+        super().__init__(f"DFLASH draft {checkpoint!r} cannot be served:\n  - " + "\n  - ".join(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashDraftConfig:
+    """One draft, in this project's terms.
+
+    `block_size` counts the anchor (the bonus token) and the mask tokens after it. `target_layer_ids` are
+    0-based and name layer OUTPUTS: entry i is Hugging Face's `hidden_states[i + 1]`.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    layer_types: tuple[str, ...]
+    sliding_window: int | None  # tokens a sliding layer sees, the query itself included
+    sliding_is_causal: bool  # whether a sliding layer is causal inside the block
+
+
+def spread_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """The target layers z-lab's drafts read when a checkpoint names none: one per draft layer, spread evenly
+    from layer 1 to layer L-3 (0-based layer outputs; z-lab/dflash, `build_target_layer_ids`)."""
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    first, last = 1, num_target_layers - 3
+    if last < first:
+        raise ValueError(f"a target of {num_target_layers} layers is too shallow to spread {num_draft_layers} ids over")
+    step = (last - first) / (num_draft_layers - 1)
+    return tuple(round(first + step * i) for i in range(num_draft_layers))
+
+
+def parse_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
+    """Read a draft's `PretrainedConfig`.
+
+    Raises DraftConfigError naming every missing or contradictory field at once.
+    """
+    fields = _FieldReader(hf_config)
+    hidden_size = fields.positive_int("hidden_size")
+    num_layers = fields.positive_int("num_hidden_layers")
+    vocab_size = fields.positive_int("vocab_size")
+    block_size = fields.positive_int("block_size")
+    mask_token_id = fields.token_id("mask_token_id", vocab_size)
+    num_target_layers = fields.positive_int("num_target_layers")
+    layer_types = fields.layer_types(num_layers)
+    sliding_window = None
+    if SLIDING_ATTENTION in layer_types:
+        sliding_window = fields.positive_int("sliding_window")
+    layer_ids = fields.target_layer_ids(num_target_layers, num_layers)
+    is_causal = fields.optional_bool("is_causal")
+    if is_causal and FULL_ATTENTION in layer_types:
+        fields.problems.append("is_causal is true, but full-attention DFlash layers see their whole block")
+    if fields.problems:
+        raise DraftConfigError(checkpoint, fields.problems)
+    return DFlashDraftConfig(
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        vocab_size=vocab_size,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        num_target_layers=num_target_layers,
+        target_layer_ids=layer_ids,
+        layer_types=layer_types,
+        sliding_window=sliding_window,
+        sliding_is_causal=is_causal is not False,
+    )
+
+
+def check_draft_fits_target(draft: DFlashDraftConfig, target_text_config: Any, checkpoint: str) -> None:
+    """Raise DraftConfigError unless the draft was made for a target of these dimensions."""
+    problems = []
+    for name, drafted in (
+        ("hidden_size", draft.hidden_size),
+        ("vocab_size", draft.vocab_size),
+        ("num_hidden_layers", draft.num_target_layers),
+    ):
+        wanted = getattr(target_text_config, name)
+        if drafted != wanted:
+            what = "num_target_layers" if name == "num_hidden_layers" else name
+            problems.append(f"{what} is {drafted}, but the target's {name} is {wanted}")
+    if problems:
+        raise DraftConfigError(checkpoint, problems)
+
+
+class _FieldReader:
+    """Reads fields from `dflash_config` first, then from the top level, and collects what is wrong."""
+
+    def __init__(self, hf_config: Any):
+        self.problems: list[str] = []
+        self._config = hf_config
+        nested = getattr(hf_config, "dflash_config", None)
+        if nested is not None and not isinstance(nested, dict):
+            self.problems.append(f"dflash_config must be an object, got {type(nested).__name__}")
+            nested = None
+        self._nested = nested or {}
+
+    def get(self, name: str) -> Any:
+        value = self._nested.get(name)
+        return getattr(self._config, name, None) if value is None else value
+
+    def positive_int(self, name: str) -> int:
+        value = self.get(name)
+        if value is None:
+            self.problems.append(f"{name} is missing")
+        elif not _is_int(value) or value < 1:
+            self.problems.append(f"{name} must be a positive integer, got {value!r}")
+        else:
+            return value
+        return 1
+
+    def token_id(self, name: str, vocab_size: int) -> int:
+        value = self.get(name)
+        if value is None:
+            self.problems.append(f"dflash_config.{name} is missing")
+        elif not _is_int(value) or not 0 <= value < vocab_size:
+            self.problems.append(f"dflash_config.{name} is {value!r}, outside the vocabulary of {vocab_size} tokens")
+        else:
+            return value
+        return 0
+
+    def optional_bool(self, name: str) -> bool | None:
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            self.problems.append(f"{name} must be true or false, got {value!r}")
+            return None
+        return value
+
+    def layer_types(self, num_layers: int) -> tuple[str, ...]:
+        value = self.get("layer_types")
+        if value is None:
+            return (FULL_ATTENTION,) * num_layers
+        if not isinstance(value, (list, tuple)) or len(value) != num_layers:
+            self.problems.append(f"layer_types must list one entry per draft layer ({num_layers}), got {value!r}")
+            return (FULL_ATTENTION,) * num_layers
+        unknown = sorted({str(kind) for kind in value} - {FULL_ATTENTION, SLIDING_ATTENTION})
+        if unknown:
+            self.problems.append(f"layer_types has unknown entries {unknown}")
+        return tuple(value)
+
+    def target_layer_ids(self, num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+        ids = self.get("target_layer_ids")
+        if ids is None:
+            try:
+                return spread_target_layer_ids(num_target_layers, num_draft_layers)
+            except ValueError as error:
+                self.problems.append(str(error))
+                return ()
+        if not isinstance(ids, (list, tuple)) or not ids or not all(_is_int(i) for i in ids):
+            self.problems.append(f"dflash_config.target_layer_ids must be a non-empty list of integers, got {ids!r}")
+            return ()
+        # SGLang captures a layer's output as the next layer's input, in ascending order and once each.
+        if any(not 0 <= i < num_target_layers for i in ids):
+            self.problems.append(f"dflash_config.target_layer_ids {list(ids)} leave the target's {num_target_layers} layers")
+        elif max(ids) == num_target_layers - 1:
+            self.problems.append(
+                f"dflash_config.target_layer_ids names the last target layer ({max(ids)}): SGLang captures a layer's "
+                "output at the input of the next one, and the last layer has none"
+            )
+        if list(ids) != sorted(set(ids)):
+            self.problems.append(f"dflash_config.target_layer_ids must be ascending without repeats, got {list(ids)}")
+        return tuple(ids)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,61 @@
+"""Stand-in for `sgl_kernel` where its CUDA build cannot be loaded (see ../../runtime.py).
+
+Pure-Python submodules are lent from the installed package; the few functions SGLang's CPU path calls are
+written here in PyTorch. Any other name resolves to a function that says what is missing when it is called:
+SGLang imports many kernels it never launches on a CPU.
+"""
+
+import os as _os
+import sys as _sys
+
+import torch as _torch
+
+_here = _os.path.dirname(_os.path.abspath(__file__))
+__path__ = [
+    _candidate
+    for _candidate in (_os.path.join(_entry, "sgl_kernel") for _entry in _sys.path)
+    if _os.path.isdir(_candidate) and _os.path.abspath(_candidate) != _here
+][:1]
+
+
+def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
+    """Write freshly allocated slots into the request table.
+
+    `out_cache_loc` [sum(end - start)] is packed request by request; row i fills columns start[i]..end[i]-1 of
+    `req_to_token` [max_reqs, pool_len].
+    """
+    rows, columns = _packed_rows_and_columns(req_pool_indices, start_offset, end_offset)
+    req_to_token[rows, columns] = out_cache_loc[: rows.numel()].to(req_to_token.dtype)
+
+
+def assign_extend_cache_locs_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
+    """The inverse: read columns start[i]..end[i]-1 of every request into `out_cache_loc`, packed."""
+    rows, columns = _packed_rows_and_columns(req_pool_indices, start_offset, end_offset)
+    out_cache_loc[: rows.numel()] = req_to_token[rows, columns].to(out_cache_loc.dtype)
+
+
+def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
+    """Move accepted KV between slots. Only token trees need it; SGLang calls it once per pool with no rows."""
+    if tgt_loc.numel() and not _torch.equal(tgt_loc, src_loc):
+        raise NotImplementedError(
+            "sgl_kernel.copy_all_layer_kv_cache_cpu: moving KV between slots is not available in the CPU stand-in"
+        )
+
+
+def _packed_rows_and_columns(req_pool_indices, start_offset, end_offset):
+    lengths = (end_offset - start_offset).long()
+    owner = _torch.repeat_interleave(_torch.arange(lengths.numel()), lengths)
+    first = _torch.cumsum(lengths, 0) - lengths
+    columns = _torch.arange(owner.numel()) - first[owner] + start_offset.long()[owner]
+    return req_pool_indices.long()[owner], columns
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{name} is not available in the CPU stand-in of sglang-dflash")
+
+    missing.__name__ = name
+    return missing

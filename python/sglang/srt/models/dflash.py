@@ -1,0 +1,272 @@
+"""The DFlash draft model (arXiv 2602.06036, section 3) on SGLang's layers.
+
+A few Qwen3-style layers that fill a block of mask tokens in one forward. Two things set it apart from a language
+model: its context is not its own tokens but hidden states captured from the target, whose keys and values are
+written straight into the KV pool of every layer (`write_context_kv`); and the block's tokens attend to each other
+in both directions. Embedding and LM head are the target's.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.models.qwen2 import Qwen2MLP
+from sglang.srt.models.utils import apply_qk_norm
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils import add_prefix
+from sglang.srt.utils.hf_transformers.common import get_rope_config
+from torch import nn
+
+from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig, parse_draft_config
+
+
+class DFlashAttention(nn.Module):
+    """Attention of one draft layer over committed context (in the KV pool) and the block."""
+
+    def __init__(self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str):
+        super().__init__()
+        tp_size = get_parallel().tp_size
+        total_heads = hf_config.num_attention_heads
+        total_kv_heads = hf_config.num_key_value_heads
+        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // total_heads
+        if total_heads % tp_size or max(total_kv_heads, tp_size) % min(total_kv_heads, tp_size):
+            raise ValueError(
+                f"DFLASH draft with {total_heads} attention heads and {total_kv_heads} KV heads cannot be split over --tp {tp_size}"
+            )
+        self.num_heads = total_heads // tp_size
+        self.num_kv_heads = max(1, total_kv_heads // tp_size)
+        self.head_dim = head_dim
+        self.q_size = self.num_heads * head_dim
+        self.kv_size = self.num_kv_heads * head_dim
+        bias = bool(getattr(hf_config, "attention_bias", False))
+        self.qkv_proj = QKVParallelLinear(
+            hf_config.hidden_size,
+            head_dim,
+            total_heads,
+            total_kv_heads,
+            bias=bias,
+            quant_config=quant_config,
+            prefix=add_prefix("qkv_proj", prefix),
+        )
+        self.o_proj = RowParallelLinear(
+            total_heads * head_dim,
+            hf_config.hidden_size,
+            bias=bias,
+            quant_config=quant_config,
+            prefix=add_prefix("o_proj", prefix),
+        )
+        self.q_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps)
+        rope_theta, rope_scaling = get_rope_config(hf_config)
+        self.rotary_emb = get_rope(
+            head_dim,
+            rotary_dim=head_dim,
+            max_position=hf_config.max_position_embeddings,
+            base=rope_theta,
+            rope_scaling=rope_scaling,
+        )
+        if not (hasattr(self.rotary_emb, "cos_sin_cache") and self.rotary_emb.rotary_dim == head_dim):
+            raise ValueError(f"DFLASH draft: RoPE of kind {rope_scaling} is not supported")
+        sliding = draft.layer_types[layer_id] == SLIDING_ATTENTION
+        causal = sliding and draft.sliding_is_causal
+        self.attn = RadixAttention(
+            self.num_heads,
+            head_dim,
+            head_dim**-0.5,
+            num_kv_heads=self.num_kv_heads,
+            layer_id=layer_id,
+            # A config's window counts the query itself; RadixAttention's counts the tokens before it.
+            sliding_window_size=draft.sliding_window - 1 if sliding else -1,
+            # To SGLang's backends, non-causal attention over the pool is the "encoder only" kind.
+            attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
+            prefix=add_prefix("attn", prefix),
+        )
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch) -> torch.Tensor:
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k = apply_qk_norm(q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim)
+        q, k = self.rotary_emb(positions, q, k)
+        attended = self.attn(q, k, v, forward_batch)
+        output, _ = self.o_proj(attended)
+        return output
+
+    def context_kv_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The K and V rows of `qkv_proj`: weight [2 * kv_size, hidden], bias [2 * kv_size] or None."""
+        if not isinstance(self.qkv_proj.quant_method, UnquantizedLinearMethod):
+            raise ValueError(
+                "DFLASH reads the K/V rows of its draft's qkv_proj, which is quantized here "
+                f"({type(self.qkv_proj.quant_method).__name__}): "
+                "give --speculative-draft-model-quantization unquant, and an unquantized draft"
+            )
+        bias = self.qkv_proj.bias
+        return self.qkv_proj.weight[self.q_size :], None if bias is None else bias[self.q_size :]
+
+
+class DFlashDecoderLayer(nn.Module):
+    def __init__(self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str):
+        super().__init__()
+        self.self_attn = DFlashAttention(hf_config, draft, layer_id, quant_config, add_prefix("self_attn", prefix))
+        self.mlp = Qwen2MLP(
+            hidden_size=hf_config.hidden_size,
+            intermediate_size=hf_config.intermediate_size,
+            hidden_act=hf_config.hidden_act,
+            quant_config=quant_config,
+            prefix=add_prefix("mlp", prefix),
+        )
+        self.input_layernorm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
+
+    def forward(self, positions, hidden_states, residual, forward_batch):
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states, forward_batch)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class DFlashDraftModel(nn.Module):
+    """A z-lab DFlash checkpoint: `layers.*`, `fc`, `hidden_norm`, `norm`."""
+
+    def __init__(self, config, quant_config=None, prefix: str = ""):
+        super().__init__()
+        self.config = config
+        self.draft = parse_draft_config(config, getattr(config, "_name_or_path", "draft"))
+        hidden_size = config.hidden_size
+        self.layers = nn.ModuleList(
+            DFlashDecoderLayer(config, self.draft, layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix))
+            for layer_id in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(hidden_size, eps=config.rms_norm_eps)
+        self.fc = ReplicatedLinear(
+            len(self.draft.target_layer_ids) * hidden_size,
+            hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=add_prefix("fc", prefix),
+        )
+        self.hidden_norm = RMSNorm(hidden_size, eps=config.rms_norm_eps)
+        self._embed_tokens = None  # not a submodule of ours: the target owns it
+        self._kv_weight = self._kv_bias = self._k_norm_weight = None
+
+    def borrow_embedding(self, embed_tokens: nn.Module) -> None:
+        """Use the target's token embedding. Kept out of the module tree, so that its weights stay the target's."""
+        self._embed_tokens = (embed_tokens,)
+
+    def get_attention_sliding_window_size(self) -> int | None:
+        """Asked by SGLang's backends when they plan sliding layers."""
+        return None if self.draft.sliding_window is None else self.draft.sliding_window - 1
+
+    @torch.no_grad()
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> LogitsProcessorOutput:
+        """Run blocks through the draft.
+
+        input_ids, positions: [num_blocks * block_size] int64. The embedding is looked up here and not handed in,
+        because SGLang casts `input_embeds` to bfloat16. Returns hidden states [num_blocks * block_size, hidden]
+        after the final norm; the head belongs to the drafter.
+        """
+        hidden_states, residual = self._embed_tokens[0](input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden_states)
+
+    @torch.no_grad()
+    def write_context_kv(
+        self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor, kv_pool
+    ) -> None:
+        """Turn captured target states into context: every layer's K and V of these positions, into the pool.
+
+        aux_hidden: [n, num_aux * hidden], outputs of the target layers in ascending order, concatenated.
+        positions, cache_loc: [n] int64.
+        """
+        keys, values = self.project_context_kv(aux_hidden, positions)
+        for i, layer in enumerate(self.layers):
+            kv_pool.set_kv_buffer(layer.self_attn.attn, cache_loc, keys[:, i], values[:, i])
+
+    def project_context_kv(self, aux_hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (normed, rotated) and values of all layers: two tensors [n, layers, kv_heads, head_dim].
+
+        All layers read the same context, so one GEMM over their stacked K/V weights serves them all.
+        """
+        if self._kv_weight is None:
+            self.stack_kv_weights()
+        attention = self.layers[0].self_attn
+        context = self.hidden_norm(self.fc(aux_hidden)[0])
+        kv = F.linear(context, self._kv_weight, self._kv_bias)
+        kv = kv.view(-1, len(self.layers), 2, attention.num_kv_heads, attention.head_dim)
+        keys, values = kv.unbind(2)
+        keys = _rms_norm(keys, self._k_norm_weight, attention.k_norm.variance_epsilon)
+        return _rotate(keys, positions, attention.rotary_emb), values
+
+    def stack_kv_weights(self) -> None:
+        """Gather what `project_context_kv` reads from all layers. Raises ValueError if it is quantized."""
+        weights, biases = zip(*(layer.self_attn.context_kv_weight() for layer in self.layers))
+        self._kv_weight = torch.cat(weights)
+        self._kv_bias = None if biases[0] is None else torch.cat(biases)
+        self._k_norm_weight = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])[:, None]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load a checkpoint. Raises ValueError naming tensors that are missing, unknown or of another shape."""
+        stacked = {
+            "q_proj": ("qkv_proj", "q"),
+            "k_proj": ("qkv_proj", "k"),
+            "v_proj": ("qkv_proj", "v"),
+            "gate_proj": ("gate_up_proj", 0),
+            "up_proj": ("gate_up_proj", 1),
+        }
+        params = dict(self.named_parameters())
+        loaded: set[str] = set()
+        problems = []
+        for name, tensor in weights:
+            name = name.removeprefix("model.")
+            if "rotary_emb." in name:
+                continue
+            part = next((p for p in stacked if f".{p}." in name), None)
+            fused_name = name.replace(part, stacked[part][0]) if part else name
+            param = params.get(fused_name)
+            if param is None:
+                problems.append(f"{name}: a DFlash draft has no such tensor")
+                continue
+            load = getattr(param, "weight_loader", default_weight_loader)
+            try:
+                load(param, tensor, stacked[part][1]) if part else load(param, tensor)
+            except (AssertionError, RuntimeError, ValueError) as error:
+                problems.append(f"{name} {tuple(tensor.shape)} does not fit {tuple(param.shape)} ({error})")
+            loaded.add(fused_name)
+        problems += [f"{name}: missing" for name in sorted(set(params) - loaded)]
+        if problems:
+            raise ValueError("DFLASH draft weights do not match its config:\n  - " + "\n  - ".join(problems))
+        self._kv_weight = None  # restacked on the next use, also after a weight update
+        return loaded
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dim in float32, as SGLang's, with a weight per layer: x [n, layers, heads, dim],
+    weight [layers, 1, dim]."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * weight).to(x.dtype)
+
+
+def _rotate(x: torch.Tensor, positions: torch.Tensor, rotary_emb) -> torch.Tensor:
+    """Rotate x [n, ..., dim] by RoPE at `positions` [n], from the embedding's own table (so YaRN and the other
+    scalings are in it). SGLang's call rotates a query along with the key, which context does not have."""
+    cos, sin = rotary_emb.cos_sin_cache.index_select(0, positions).to(x.dtype).chunk(2, dim=-1)
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[-1],)
+    cos, sin = cos.view(shape), sin.view(shape)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+EntryClass = DFlashDraftModel

@@ -1,0 +1,170 @@
+"""The values that flow through one speculative cycle, and the two that SGLang carries or plans with."""
+
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
+from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
+from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind, KVLocPlan
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+
+@dataclass
+class DFlashDraftInput(SpecInput):
+    """What crosses from one cycle to the next, one row per running request.
+
+    bonus_tokens: [bs] int64, the newest token of each request, which has no KV yet.
+    new_seq_lens: [bs] int64, tokens with committed KV; the bonus token sits at this position.
+
+    Under overlap scheduling SGLang sets `future_indices` and relays both values itself; the tensors here are then
+    stale until the next forward resolves them.
+    """
+
+    bonus_tokens: torch.Tensor
+    new_seq_lens: torch.Tensor
+    future_indices: torch.Tensor | None = None
+    # [bs] int32 on the host: slots reserved per request. An upper bound of the lengths, for attention backends that
+    # do not want exact ones. Set by prepare_for_decode, valid in that step only.
+    reserved_lens_cpu: torch.Tensor | None = None
+
+    # Read by SGLang's relay for every algorithm; EAGLE's state, of which DFLASH has none.
+    topk_p = topk_index = hidden_states = None
+
+    def __post_init__(self):
+        super().__init__(spec_input_type=SpecInputType.DFLASH_DRAFT)
+        self.num_tokens_per_req = 1
+        self.num_tokens_for_logprob_per_req = 1
+
+    @classmethod
+    def empty(cls, device: torch.device) -> "DFlashDraftInput":
+        nothing = torch.empty((0,), dtype=torch.int64, device=device)
+        return cls(bonus_tokens=nothing, new_seq_lens=nothing)
+
+    def prepare_for_decode(self, batch) -> None:
+        """Reserve KV slots for the coming cycle. The scheduler calls this before each decode step.
+
+        Twice a block per request: under overlap `kv_committed_len` lags one step behind what the running forward
+        will have committed.
+        """
+        batch.maybe_evict_swa()
+        reqs = batch.reqs
+        if not reqs:
+            return
+        block_size = get_spec().speculative_num_draft_tokens
+        current, reserved, num_new = page_aligned_decode_alloc_lens(
+            reqs, reserve=2 * block_size, page_size=batch.token_to_kv_pool_allocator.page_size
+        )
+        current_cpu = torch.tensor(current, dtype=torch.int32)
+        reserved_cpu = torch.tensor(reserved, dtype=torch.int32)
+        alloc_for_spec_decode(
+            batch.tree_cache,
+            batch.req_to_token_pool,
+            reqs=reqs,
+            req_pool_indices=batch.req_pool_indices,
+            cur_kv_lens=current_cpu.to(batch.device, non_blocking=True),
+            cur_kv_lens_cpu=current_cpu,
+            nxt_kv_lens=reserved_cpu.to(batch.device, non_blocking=True),
+            nxt_kv_lens_cpu=reserved_cpu,
+            num_needed_tokens=num_new,
+            batch=batch,
+        )
+        for req in reqs:
+            req.decode_batch_idx += 1
+        # Exact without overlap; with it, SGLang replaces both by the published lengths before the forward.
+        batch.seq_lens_cpu = torch.tensor([req.kv.kv_committed_len for req in reqs], dtype=torch.int64)
+        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        self.reserved_lens_cpu = reserved_cpu
+
+    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
+        self.reserved_lens_cpu = None
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+            return
+        self.bonus_tokens = self.bonus_tokens[new_indices]
+        self.new_seq_lens = self.new_seq_lens[new_indices]
+
+    def merge_batch(self, other: "DFlashDraftInput") -> None:
+        self.reserved_lens_cpu = None
+        if self.future_indices is not None:
+            self.future_indices = torch.cat([self.future_indices, other.future_indices])
+            return
+        self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
+        self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """One decode step's batch, fixed before drafting: bs requests, blocks of B slots.
+
+    seq_lens: [bs] int64, committed length n; the block covers positions n .. n+B-1.
+    positions: [bs, B] int64.
+    cache_loc: [bs * B] int64, the request table's slots of those positions.
+    kv_loc_plan: SGLang's translation of those slots, shared by the draft and the verify forward.
+    host_lens: [bs] on the host, n + B, exactly, where SGLang knows lengths on the host; else an upper bound.
+    """
+
+    bs: int
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    positions: torch.Tensor
+    cache_loc: torch.Tensor
+    kv_loc_plan: KVLocPlan
+    host_lens: torch.Tensor
+    bonus_tokens: torch.Tensor
+    can_run_cuda_graph: bool
+
+
+@dataclass
+class DFlashVerifyInput(SpecInput):
+    """Tells an attention backend to run blocks of `draft_token_num` tokens: the target's verify chain, and the
+    draft's block (whose layers say themselves that they are not causal). No mask: both follow from the lengths.
+    """
+
+    draft_token_num: int
+    capture_hidden_mode: CaptureHiddenMode
+    draft_token: torch.Tensor | None = None  # [bs * B] int64
+    positions: torch.Tensor | None = None  # [bs * B] int64
+    # Read by SGLang's backends for every verify; a chain has one candidate per position and no mask.
+    topk: int = 1
+    custom_mask: torch.Tensor | None = None
+
+    def __post_init__(self):
+        super().__init__(spec_input_type=SpecInputType.DFLASH_VERIFY)
+        self.num_tokens_per_req = self.draft_token_num
+        self.num_tokens_for_logprob_per_req = self.draft_token_num
+
+    def generate_attn_arg_prefill(
+        self,
+        *,
+        req_pool_indices: torch.Tensor,
+        paged_kernel_lens: torch.Tensor,
+        paged_kernel_lens_sum: int,
+        translator,
+        plan: KVLocPlan,
+        kv_start_idx: torch.Tensor | None = None,
+        kv_indices_buf: torch.Tensor | None = None,
+        kind: IdSpaceKind = IdSpaceKind.FULL,
+    ):
+        """FlashInfer's CSR arguments: (kv_indices, kv_indptr, qo_indptr, mask), int32.
+
+        `paged_kernel_lens` [bs] are committed lengths; each request also reads its own block.
+        """
+        bs, width, device = req_pool_indices.numel(), self.draft_token_num, req_pool_indices.device
+        lengths = paged_kernel_lens + width
+        kv_indptr = torch.zeros(bs + 1, dtype=torch.int32, device=device)
+        torch.cumsum(lengths, dim=0, out=kv_indptr[1:])
+        qo_indptr = torch.arange(0, (bs + 1) * width, width, dtype=torch.int32, device=device)
+        if kv_indices_buf is None:
+            kv_indices_buf = torch.empty(paged_kernel_lens_sum + bs * width, dtype=torch.int32, device=device)
+        translator.pack_read_stream(
+            plan,
+            req_pool_indices=req_pool_indices,
+            seq_lens=lengths,
+            indptr=kv_indptr,
+            out=kv_indices_buf,
+            kv_start_idx=kv_start_idx,
+            kind=kind,
+        )
+        return kv_indices_buf, kv_indptr, qo_indptr, self.custom_mask

@@ -1,0 +1,85 @@
+"""Checks at the edges: which requests DFLASH serves, and which targets."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+# (name, what a request must say for us to refuse it). Penalties depend on the tokens before each position, and a
+# block's tokens are not known when the penalties are accumulated; approximating them would change the output.
+_REFUSED_PARAMS = (
+    ("frequency_penalty", lambda p: p.frequency_penalty != 0.0),
+    ("presence_penalty", lambda p: p.presence_penalty != 0.0),
+    ("repetition_penalty", lambda p: p.repetition_penalty != 1.0),
+    ("min_new_tokens", lambda p: p.min_new_tokens > 0),
+)
+
+
+def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
+    """SGLang asks this for every request. Returns the message of an HTTP 400, or None to serve the request.
+
+    Whatever DFLASH cannot serve exactly as the target alone would is refused by name.
+    """
+    refused = [name for name, is_used in _REFUSED_PARAMS if is_used(req.sampling_params)]
+    if req.custom_logit_processor is not None:
+        refused.append("custom_logit_processor")
+    if req.return_hidden_states:
+        refused.append("return_hidden_states")
+    if getattr(req, "return_sampling_mask", False):
+        refused.append("return_sampling_mask")
+    if refused:
+        return f"DFLASH speculative decoding does not support {', '.join(refused)} yet."
+    return None
+
+
+def check_target_model(target_model: Any, num_aux_layers: int) -> None:
+    """Raise ValueError unless SGLang's implementation of the target can lend what a DFlash draft needs."""
+    name = type(target_model).__name__
+    if not (hasattr(target_model, "set_dflash_layers_to_capture") or hasattr(target_model, "set_eagle3_layers_to_capture")):
+        raise ValueError(f"DFLASH needs hidden states from {num_aux_layers} target layers, and {name} cannot capture any.")
+    if getattr(target_model, "lm_head", None) is None or not hasattr(target_model, "get_input_embeddings"):
+        raise ValueError(f"DFLASH borrows the target's embedding and LM head, and {name} does not expose them.")
+
+
+class PhaseClock:
+    """Wall time per phase of the cycle, for the benchmark. Off, and free, unless PHASE_TIMES names a file.
+
+    Times are the host's. On a CPU that is the phase itself; on CUDA, where the host runs ahead, only launch time.
+    """
+
+    VARIABLE = "SGLANG_DFLASH_PHASE_TIMES"
+    _WRITE_EVERY = 32
+
+    def __init__(self, path: str | None):
+        self._path = path
+        self._seconds: dict[str, float] = {}
+        self._cycles = 0
+        self._rows = 0
+
+    @classmethod
+    def from_environment(cls) -> "PhaseClock":
+        return cls(os.environ.get(cls.VARIABLE))
+
+    def start(self) -> None:
+        if self._path:
+            self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Book the time since the last call under `phase`."""
+        if self._path:
+            now = time.perf_counter()
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
+            self._last = now
+
+    def end_cycle(self, num_requests: int) -> None:
+        """Count a cycle; every so often write the totals since start-up, as JSON."""
+        if not self._path:
+            return
+        self._cycles += 1
+        self._rows += num_requests
+        if self._cycles % self._WRITE_EVERY == 0:
+            totals = {"cycles": self._cycles, "rows": self._rows, "seconds": self._seconds}
+            partial = f"{self._path}.part"
+            Path(partial).write_text(json.dumps(totals))
+            os.replace(partial, self._path)

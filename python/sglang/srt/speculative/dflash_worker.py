@@ -1,0 +1,255 @@
+"""The conductor of a speculative cycle: draft -> verify -> accept -> commit.
+
+Speaks SGLang's spec-V2 worker contract to the scheduler (docs/contracts.md) and holds no per-request state: what
+crosses a cycle is the bonus token and the length (`DFlashDraftInput`), which SGLang relays.
+
+At decode entry with committed length n, target and draft KV exist for positions 0..n-1 in the same slots, and the
+bonus token at position n has neither. The block covers n..n+B-1. After a drafts are kept the committed length is
+n + a + 1, and draft KV for n..n+a comes from the aux hidden states of this step's verify.
+"""
+
+import logging
+
+import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask, draft_pp_context
+
+from sglang_dflash.srt.speculative.acceptance import accept_matching_prefix
+from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput
+from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_target_model
+from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
+from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows
+
+logger = logging.getLogger(__name__)
+
+
+class DFlashWorker(BaseSpecWorker):
+    """Built by the scheduler once the target's weights are loaded; from then on it stands in for the target's worker."""
+
+    def __init__(self, server_args, gpu_id: int, nccl_port: int, target_worker: TpModelWorker):
+        super().__init__()
+        self._target_worker = target_worker
+        target_runner = target_worker.model_runner
+        if mambaish_config(target_runner.model_config) is not None:
+            raise ValueError("DFLASH does not support targets with Mamba or linear-attention layers yet.")
+        self.device = target_worker.device
+        spec = get_spec()
+        # Two numbers, kept apart on purpose: verify may one day take only the first slots of a drafted block.
+        self.draft_width = self.verify_width = spec.speculative_num_draft_tokens
+        # Read by SGLang's metrics.
+        self.speculative_num_steps = spec.speculative_num_steps
+        self.speculative_num_draft_tokens = self.verify_width
+        with draft_pp_context():
+            self._draft_worker = TpModelWorker(
+                server_args=server_args,
+                gpu_id=gpu_id,
+                nccl_port=nccl_port,
+                is_draft_worker=True,
+                # The draft runs at the target's positions, whatever its own config says about its length.
+                context_length=target_runner.model_config.context_len,
+                draft_attention_backend=spec.speculative_draft_attention_backend,
+            )
+        draft_model = self._draft_worker.model_runner.model
+        check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
+        self._drafter = DFlashDrafter(self._draft_worker.model_runner, target_runner.model, self.draft_width)
+        self._verify_positions = torch.arange(self.verify_width, device=self.device)
+        self._clock = PhaseClock.from_environment()
+        logger.info(
+            "sglang-dflash %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
+            type(self).__name__,
+            self.draft_width,
+            draft_model.draft.num_hidden_layers,
+            list(draft_model.draft.target_layer_ids),
+            spec.speculative_draft_attention_backend,
+        )
+
+    def __getattr__(self, name):
+        # SGLang treats this worker as the target's in many places. Guarded, or a lookup before __init__ recurses.
+        if name == "_target_worker":
+            raise AttributeError(name)
+        return getattr(self._target_worker, name)
+
+    # -- start-up ---------------------------------------------------------------------------------------------
+
+    def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        target_pool = self._target_worker.model_runner.token_to_kv_pool
+        draft_pool = self._draft_worker.model_runner.token_to_kv_pool
+        if draft_pool.size != target_pool.size:
+            raise RuntimeError(
+                f"DFLASH shares the target's KV slots, but the pools differ: {draft_pool.size} and {target_pool.size} tokens"
+            )
+
+    def init_attention_backends(self):
+        with draft_pp_context():
+            super().init_attention_backends()
+
+    def init_cuda_graphs(self):
+        with draft_pp_context():
+            super().init_cuda_graphs()
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple:
+        """SGLang copies lengths to the host each step if any of these asks for it."""
+        return (self._target_worker.model_runner.attn_backend, self._draft_worker.model_runner.attn_backend)
+
+    def weight_update_runners(self):
+        return [("draft", self._draft_worker.model_runner)]
+
+    # -- one step ---------------------------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None
+    ) -> GenerationBatchResult:
+        """Called once per scheduler step with a prefill, mixed, or decode batch."""
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self._prefill(batch, on_publish)
+        return self._decode(batch, on_publish, grammar_barrier)
+
+    def _prefill(self, batch, on_publish) -> GenerationBatchResult:
+        """Target prefill, capturing every token's aux hidden states; the draft's KV of those tokens is written before
+        this returns, because the scheduler may then hand the slots to the prefix cache."""
+        result = self._target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
+        )
+        plan, result.kv_loc_plan = result.kv_loc_plan, None
+        # The very object the batch holds: SGLang then knows that prefill did not change the lengths.
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        positions = _extend_positions(batch.prefix_lens, batch.extend_lens).to(self.device, non_blocking=True)
+        # Tensor parallelism may pad the token dimension; padding rows come last.
+        aux_hidden = result.logits_output.hidden_states[: positions.numel()]
+        self._drafter.prefill(aux_hidden, positions, plan.write_ids(self._draft_worker.model_runner.kv_index_translator))
+        result.logits_output.hidden_states = None  # or SGLang copies them to the host
+        result.next_draft_input = DFlashDraftInput(
+            bonus_tokens=result.next_token_ids.long(), new_seq_lens=result.new_seq_lens
+        )
+        return result
+
+    def _decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
+        clock = self._clock
+        clock.start()
+        cycle = self._begin_cycle(batch)
+        clock.lap("prepare")
+        block = self._drafter.propose(cycle)
+        clock.lap("draft")
+        target_out = self._verify(batch, cycle, block)
+        logits_output = target_out.logits_output
+        clock.lap("verify")
+        target_tokens = self._target_tokens(batch, cycle, block, logits_output.next_token_logits, grammar_barrier)
+        verdict = accept_matching_prefix(block.tokens, target_tokens)
+        commit_lens = verdict.accept_len + 1
+        new_seq_lens = cycle.seq_lens + commit_lens
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        if batch.return_logprob:
+            compute_spec_logprobs(
+                batch, logits_output, verdict.out_tokens.flatten(), chain_stride=self.verify_width
+            )
+        clock.lap("accept")
+        self._drafter.commit(cycle, logits_output.hidden_states, verdict)
+        logits_output.hidden_states = None
+        clock.lap("commit")
+        clock.end_cycle(cycle.bs)
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=verdict.out_tokens.flatten(),
+            accept_lens=commit_lens,
+            next_draft_input=DFlashDraftInput(bonus_tokens=verdict.bonus, new_seq_lens=new_seq_lens),
+            new_seq_lens=new_seq_lens,
+            can_run_cuda_graph=target_out.can_run_cuda_graph,
+            speculative_num_draft_tokens=self.verify_width,
+            routed_experts_output=target_out.routed_experts_output,
+            indexer_topk_output=target_out.indexer_topk_output,
+        )
+
+    def _begin_cycle(self, batch) -> Cycle:
+        seq_lens = batch.seq_lens
+        positions = seq_lens[:, None] + self._verify_positions
+        table = self._target_worker.model_runner.req_to_token_pool.req_to_token
+        cache_loc = table[batch.req_pool_indices[:, None], positions].flatten().long()
+        draft_input: DFlashDraftInput = batch.spec_info
+        if batch.seq_lens_cpu is not None:
+            host_lens = batch.seq_lens_cpu + self.verify_width
+        else:
+            host_lens = draft_input.reserved_lens_cpu
+        plan = self._target_worker.model_runner.kv_index_translator.plan(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=seq_lens,
+            seq_lens_cpu=batch.seq_lens_cpu if batch.seq_lens_cpu is not None else host_lens,
+            write_virtual=cache_loc,
+            read_extent=self.verify_width,
+        )
+        return Cycle(
+            bs=seq_lens.numel(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=seq_lens,
+            positions=positions,
+            cache_loc=cache_loc,
+            kv_loc_plan=plan,
+            host_lens=host_lens,
+            bonus_tokens=draft_input.bonus_tokens,
+            can_run_cuda_graph=batch.can_run_decode_cuda_graph,
+        )
+
+    def _verify(self, batch, cycle: Cycle, block: DraftBlock) -> GenerationBatchResult:
+        """One causal target forward over all blocks: logits [bs * B, vocab] and aux hidden states of every row.
+
+        The scheduler restores the batch's fields after this step, so they may be overwritten.
+        """
+        runner = self._target_worker.model_runner
+        tokens = block.tokens.flatten()
+        batch.input_ids = tokens
+        batch.out_cache_loc = cycle.cache_loc
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.seq_lens_cpu = cycle.host_lens
+        batch.seq_lens_sum = int(cycle.host_lens.sum())
+        batch.spec_info = DFlashVerifyInput(
+            draft_token_num=self.verify_width,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            draft_token=tokens,
+            positions=cycle.positions.flatten(),
+        )
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            runner,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            return_hidden_states_before_norm=False,
+            kv_loc_plan=cycle.kv_loc_plan,
+        )
+        return self._target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+
+    def _target_tokens(self, batch, cycle: Cycle, block: DraftBlock, logits: torch.Tensor, grammar_barrier) -> torch.Tensor:
+        """The target's token after each block position, [bs, B], under each request's own sampling parameters."""
+        info = batch.sampling_info
+        if info.logit_bias is not None:
+            logits.add_(repeat_rows(info.logit_bias, self.verify_width))
+        if batch.has_grammar:
+            mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=GrammarTree.from_linear_chain(block.tokens),
+                sampling_info=info,
+                device=logits.device,
+                barrier=grammar_barrier,
+            )
+            if mask is not None:
+                mask.apply(logits)
+        if batch.return_logprob and not info.is_all_greedy:
+            logits = logits.clone()  # sampling overwrites them, and the log probabilities are still to be read
+        sampler = self._target_worker.model_runner.sampler
+        return draw_target_tokens(logits, info, cycle.positions.flatten(), self.verify_width, sampler)
+
+
+def _extend_positions(prefix_lens: list[int], extend_lens: list[int]) -> torch.Tensor:
+    """Positions of a prefill's packed tokens, [sum(extend_lens)] int64: each request goes on after its prefix."""
+    extend = torch.tensor(extend_lens, dtype=torch.int64)
+    first = torch.tensor(prefix_lens, dtype=torch.int64) - (extend.cumsum(0) - extend)
+    return torch.arange(int(extend.sum())) + first.repeat_interleave(extend)

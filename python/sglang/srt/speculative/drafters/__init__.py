@@ -1,0 +1,30 @@
+"""Drafters: how a block is proposed, and what a drafter keeps of a verified one."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.dflash_info import Cycle
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBlock:
+    """tokens: [bs, B] int64, in target vocabulary. Column 0 is the bonus token of the previous cycle (the anchor)."""
+
+    tokens: torch.Tensor
+
+
+class Drafter(Protocol):
+    """What differs between speculative algorithms of this family. The cycle around it is the worker's."""
+
+    def prefill(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
+        """Take in prompt tokens. aux_hidden: [n, num_aux * hidden]; positions, cache_loc: [n] int64."""
+
+    def propose(self, cycle: Cycle) -> DraftBlock:
+        """Draft a block per request."""
+
+    def commit(self, cycle: Cycle, aux_hidden: torch.Tensor, verdict: Verdict) -> None:
+        """Take in what was verified. aux_hidden: [bs * B, num_aux * hidden], row 0 of a block its anchor's. Valid in
+        this step only: the next target forward may overwrite it."""

@@ -1,0 +1,40 @@
+"""What the target would say after every position of a verified block."""
+
+import dataclasses
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.utils.async_probe import sanitize_nan_logits
+
+# Fields of SamplingBatchInfo that hold one row per request and shape the target's distribution.
+_PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
+
+
+def draw_target_tokens(
+    logits: torch.Tensor, sampling_info, positions: torch.Tensor, block_size: int, sampler
+) -> torch.Tensor:
+    """The target's token after each block position, [bs, B] int64.
+
+    logits: [bs * B, vocab], already biased and masked; sampled requests overwrite it (SGLang's sampler works in place).
+    positions: [bs * B] int64, the position each row's input token has: SGLang seeds its draws with it.
+    Greedy requests take the argmax. Otherwise SGLang's own sampler draws, once per row, under the row's own request:
+    the same joint top-k / top-p / min-p filter and seeds as without speculation.
+    """
+    if sampling_info.is_all_greedy:
+        sanitize_nan_logits(logits, "DFLASH verify")
+        return logits.argmax(dim=-1).view(-1, block_size)
+    per_row = {name: repeat_rows(getattr(sampling_info, name), block_size) for name in _PER_REQUEST}
+    drawn = sampler(
+        LogitsProcessorOutput(next_token_logits=logits),
+        dataclasses.replace(sampling_info, **per_row),
+        return_logprob=False,
+        top_logprobs_nums=[],
+        token_ids_logprobs=[],
+        positions=positions,
+    )
+    return drawn.long().view(-1, block_size)
+
+
+def repeat_rows(per_request: torch.Tensor | None, block_size: int) -> torch.Tensor | None:
+    """[bs, ...] -> [bs * block_size, ...], one row per block position."""
+    return None if per_request is None else per_request.repeat_interleave(block_size, dim=0)
