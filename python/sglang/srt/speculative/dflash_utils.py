@@ -42,6 +42,21 @@ def check_target_model(target_model: Any, num_aux_layers: int) -> None:
         raise ValueError(f"DFLASH borrows the target's embedding and LM head, and {name} does not expose them.")
 
 
+def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
+    """Raise RuntimeError unless the draft's KV pool mirrors the target's slots within the bytes SGLang set aside for it.
+
+    SGLang sizes the target's pool by target + draft bytes per token, the latter from the draft's config; where it cannot
+    read that it only guesses, and says so in a warning.
+    """
+    target_pool, draft_pool = target_runner.token_to_kv_pool, draft_runner.token_to_kv_pool
+    if draft_pool.size != target_pool.size:
+        raise RuntimeError(f"DFLASH shares KV slots, but target and draft pool hold {target_pool.size} and {draft_pool.size}")
+    budgeted = target_runner.kv_cache_configurator.dflash_draft_cell_size_per_token
+    allocated = sum(draft_pool.get_kv_size_bytes()) / draft_pool.k_buffer[0].shape[0]
+    if budgeted is None or allocated > budgeted:
+        raise RuntimeError(f"DFLASH draft KV takes {allocated} bytes a token, but {budgeted} were budgeted")
+
+
 class PhaseClock:
     """Wall time per phase of the cycle, for the benchmark. Off, and free, unless PHASE_TIMES names a file.
 

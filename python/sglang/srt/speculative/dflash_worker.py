@@ -22,7 +22,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from sglang_dflash.srt.speculative.acceptance import accept_matching_prefix
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput
-from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_target_model
+from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_kv_budget, check_target_model
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows
@@ -80,12 +80,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
-        target_pool = self._target_worker.model_runner.token_to_kv_pool
-        draft_pool = self._draft_worker.model_runner.token_to_kv_pool
-        if draft_pool.size != target_pool.size:
-            raise RuntimeError(
-                f"DFLASH shares the target's KV slots, but the pools differ: {draft_pool.size} and {target_pool.size} tokens"
-            )
+        check_kv_budget(self._target_worker.model_runner, self._draft_worker.model_runner)
 
     def init_attention_backends(self):
         with draft_pp_context():

@@ -1,0 +1,31 @@
+# Two commands do everything: `make serve` and `make test`. The first use of either sets up .venv.
+TARGET ?= models/tiny-qwen3-code
+DRAFT ?= models/tiny-qwen3-code-dflash
+ARGS ?=
+# Any Python from 3.11 on; override with `make PYTHON=...`.
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: serve test bench tiny clean
+
+serve: $(READY)
+	$(BIN)/python -m sglang.launch_server --model-path $(TARGET) --speculative-algorithm DFLASH --speculative-draft-model-path $(DRAFT) $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python benchmark/bench.py $(ARGS)
+
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "sglang-dflash needs Python 3.11 or newer; give one with make PYTHON=..."; exit 1; }
+	@test -d $(VENV) || echo "Setting up $(VENV): SGLang and its dependencies, about 9 GB, a few minutes."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test,bench]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

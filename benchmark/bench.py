@@ -1,0 +1,163 @@
+"""Throughput and acceptance with and without DFLASH, same settings, same prompts, one run.
+
+    python benchmark/bench.py                       # the bundled pair; what `make bench` runs
+    python benchmark/bench.py --target T --draft D --concurrency 1 8 --max-new-tokens 256
+    python benchmark/bench.py --peer-env SGLANG_PLUGINS=none    # also SGLang's built-in DFLASH (needs a GPU)
+
+Writes a table, the raw figures and a plot to benchmark/results/.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import report
+from serving import DRAFT, ROOT, TARGET, Server, dflash_arguments, heldout_prompts, serve
+
+RESULTS = ROOT / "benchmark" / "results"
+PHASE_TIMES = "SGLANG_DFLASH_PHASE_TIMES"
+
+
+@dataclass
+class Load:
+    """One server at one concurrency.
+
+    seconds: wall time of the whole request set. accepted[k]: blocks in which exactly k drafted tokens were kept.
+    phase_ms: milliseconds per cycle by phase; "rest" is everything outside our worker (scheduler, detokenizer, HTTP).
+    """
+
+    server: str
+    concurrency: int
+    requests: int
+    output_tokens: int
+    seconds: float
+    cycles: int = 0
+    accepted: list[int] = field(default_factory=list)
+    phase_ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens per verified block, bonus token included."""
+        blocks = sum(self.accepted)
+        return sum((k + 1) * n for k, n in enumerate(self.accepted)) / blocks if blocks else None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of blocks in which the draft's k-th token was kept, k = 1.."""
+        blocks = sum(self.accepted)
+        kept = list(itertools.accumulate(reversed(self.accepted)))[::-1]
+        return [n / blocks for n in kept[1:]] if blocks else []
+
+
+def main() -> None:
+    args = _parse_arguments()
+    prompts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
+    common = ["--model-path", args.target, "--dtype", args.dtype, *args.server_args.split()]
+    plans = [("no speculation", common, {}, {})]
+    with tempfile.TemporaryDirectory() as scratch:
+        phase_file = Path(scratch) / "phases.json"
+        dflash = [*common, *dflash_arguments(args.draft)]
+        plans.append(("DFLASH", dflash, {PHASE_TIMES: str(phase_file)}, {}))
+        if args.peer_env or args.peer_python:
+            peer_env = dict(pair.split("=", 1) for pair in args.peer_env)
+            options = {"python": args.peer_python or sys.executable}
+            plans.append(("built-in DFLASH", [*dflash, *args.peer_args.split()], peer_env, options))
+        loads = []
+        for name, arguments, env, options in plans:
+            with serve(*arguments, env={"OMP_NUM_THREADS": str(args.threads), **env}, **options) as server:
+                measure(server, prompts[:4], 4, args.max_new_tokens, name)  # warm up
+                for concurrency in args.concurrency:
+                    load = measure_with_phases(server, prompts, concurrency, args, name, phase_file)
+                    loads.append(load)
+                    print(report.line(load, loads), flush=True)
+    heading = {
+        "date": str(date.today()),
+        "command": "make bench" if args.is_default else "python benchmark/bench.py " + " ".join(args.raw),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "versions": {name: version(name) for name in ("sglang", "sglang-dflash", "torch")},
+        "threads": args.threads,
+        "dtype": args.dtype,
+        "max_new_tokens": args.max_new_tokens,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    stem = RESULTS / args.name
+    stem.with_suffix(".json").write_text(json.dumps({**heading, "loads": [asdict(load) for load in loads]}, indent=1))
+    stem.with_suffix(".md").write_text(report.markdown(heading, loads, stem.name))
+    report.plot(loads, stem.with_suffix(".png"))
+    print(f"\n{report.table(loads)}\nwritten: {stem.relative_to(ROOT)}.md, .json, .png")
+
+
+def measure_with_phases(server: Server, prompts, concurrency: int, args, name: str, phase_file: Path) -> Load:
+    before = _read_phases(phase_file)
+    load = measure(server, prompts, concurrency, args.max_new_tokens, name, args.requests_per_slot)
+    after = _read_phases(phase_file)
+    if name == "DFLASH" and after["cycles"] > before["cycles"]:
+        load.cycles = after["cycles"] - before["cycles"]
+        spent = {k: after["seconds"][k] - before["seconds"].get(k, 0.0) for k in after["seconds"]}
+        load.phase_ms = {k: 1000 * seconds / load.cycles for k, seconds in spent.items()}
+        load.phase_ms["rest"] = 1000 * load.seconds / load.cycles - sum(load.phase_ms.values())
+    return load
+
+
+def measure(
+    server: Server, prompts: list[str], concurrency: int, max_new_tokens: int, name: str, requests_per_slot: int = 6
+) -> Load:
+    """Send a fixed set of greedy requests, `concurrency` at a time, and time the set as a whole."""
+    server.post("/flush_cache", {})
+    chosen = list(itertools.islice(itertools.cycle(prompts), max(12, concurrency * requests_per_slot)))
+    params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    requests = [{"text": text, "sampling_params": params} for text in chosen]
+    start = time.perf_counter()
+    answers = [answer["meta_info"] for answer in server.generate_many(requests, concurrency)]
+    seconds = time.perf_counter() - start
+    histograms = [answer.get("spec_correct_drafts_histogram") or [] for answer in answers]
+    accepted = [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
+    return Load(
+        server=name,
+        concurrency=concurrency,
+        requests=len(requests),
+        output_tokens=sum(answer["completion_tokens"] for answer in answers),
+        seconds=seconds,
+        accepted=accepted,
+    )
+
+
+def _read_phases(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {"cycles": 0, "seconds": {}}
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=str(TARGET.relative_to(ROOT)))
+    parser.add_argument("--draft", default=str(DRAFT.relative_to(ROOT)))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--requests-per-slot", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=1, help="PyTorch threads of each server")
+    parser.add_argument("--server-args", default="", help="more flags, for every server")
+    parser.add_argument("--peer-env", nargs="+", default=[], help="NAME=VALUE that make a server run the built-in DFLASH")
+    parser.add_argument("--peer-python", help="its interpreter, if another one")
+    parser.add_argument("--peer-args", default="", help="its additional flags")
+    parser.add_argument("--name", default="bench", help="of the files in benchmark/results/")
+    args = parser.parse_args()
+    args.raw = sys.argv[1:]
+    args.is_default = not args.raw
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Start SGLang servers and talk to them. Shared by the benchmarks and the tests."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "models" / "tiny-qwen3-code"
+DRAFT = ROOT / "models" / "tiny-qwen3-code-dflash"
+HELDOUT_PROMPTS = ROOT / "benchmark" / "tiny" / "prompts" / "heldout.jsonl"
+START_TIMEOUT_S = 240
+
+
+class ServerDied(RuntimeError):
+    """The process ended before it was ready; the message ends with its output."""
+
+
+@dataclass
+class Server:
+    """A running server. `generate` speaks SGLang's native API; use `url` for anything else."""
+
+    url: str
+    process: subprocess.Popen
+    log_path: Path
+
+    def generate(self, **request: Any) -> Any:
+        """POST /generate; returns the decoded answer, or raises urllib.error.HTTPError."""
+        return self.post("/generate", request)
+
+    def generate_many(self, requests: Sequence[dict], concurrency: int) -> list[Any]:
+        """POST every request, at most `concurrency` at a time; answers in the order of the requests."""
+        with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(lambda request: self.generate(**request), requests))
+
+    def post(self, path: str, body: dict, timeout: float = 600) -> Any:
+        request = urllib.request.Request(
+            self.url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            answer = response.read()
+        try:
+            return json.loads(answer)
+        except json.JSONDecodeError:
+            return answer.decode()
+
+    def get(self, path: str, timeout: float = 60) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=timeout) as response:
+            answer = response.read().decode()
+        return json.loads(answer) if answer.startswith(("{", "[")) else answer
+
+    def log(self) -> str:
+        """Everything the server and its children have printed."""
+        return self.log_path.read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def serve(
+    *arguments: str | Path, env: dict[str, str] | None = None, python: str = sys.executable, timeout: float = START_TIMEOUT_S
+) -> Iterator[Server]:
+    """Run `python -m sglang.launch_server ARGUMENTS` until the block ends. Raises ServerDied if it never gets ready."""
+    port = _free_port()
+    command = [python, "-m", "sglang.launch_server", "--port", str(port), *map(str, arguments)]
+    with tempfile.NamedTemporaryFile("wb", suffix=".log", prefix="sglang-", delete=False) as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, start_new_session=True
+        )
+    server = Server(url=f"http://127.0.0.1:{port}", process=process, log_path=Path(log.name))
+    try:
+        _wait_until_ready(server, timeout)
+        yield server
+    finally:
+        stop(process)
+        server.log_path.unlink()
+
+
+def dflash_arguments(draft: str | Path = DRAFT) -> list[str]:
+    """The flags that turn DFLASH on."""
+    return ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a server and all its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def heldout_prompts() -> list[dict]:
+    """Prompts neither the bundled target nor its drafts were trained on: {"id", "text", "num_tokens", ...}."""
+    with open(HELDOUT_PROMPTS) as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _wait_until_ready(server: Server, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise ServerDied(f"exit code {server.process.returncode}; its output ends:\n{server.log()[-4000:]}")
+        # /health answers 503 until the warm-up request has gone through.
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+            server.get("/health", timeout=5)
+            return
+        time.sleep(0.3)
+    raise ServerDied(f"not ready after {timeout} s; its output ends:\n{server.log()[-4000:]}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
