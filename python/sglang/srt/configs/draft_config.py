@@ -10,6 +10,7 @@ from typing import Any
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
+MAX_LAYERS = 10_000  # far beyond any model; keeps a garbled config from being allocated for
 
 
 class DraftConfigError(ValueError):
@@ -48,8 +49,8 @@ def spread_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tu
     first, last = 1, num_target_layers - 3
     if last < first:
         raise ValueError(f"a target of {num_target_layers} layers is too shallow to spread {num_draft_layers} ids over")
-    step = (last - first) / (num_draft_layers - 1)
-    return tuple(round(first + step * i) for i in range(num_draft_layers))
+    # Multiplied before it is divided, as z-lab's is: ties then round the same way.
+    return tuple(round(first + i * (last - first) / (num_draft_layers - 1)) for i in range(num_draft_layers))
 
 
 def parse_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
@@ -59,15 +60,17 @@ def parse_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
     """
     fields = _FieldReader(hf_config)
     hidden_size = fields.positive_int("hidden_size")
-    num_layers = fields.positive_int("num_hidden_layers")
+    num_layers = fields.positive_int("num_hidden_layers", at_most=MAX_LAYERS)
     vocab_size = fields.positive_int("vocab_size")
     block_size = fields.positive_int("block_size")
     mask_token_id = fields.token_id("mask_token_id", vocab_size)
-    num_target_layers = fields.positive_int("num_target_layers")
+    num_target_layers = fields.positive_int("num_target_layers", at_most=MAX_LAYERS)
     layer_types = fields.layer_types(num_layers)
     sliding_window = None
     if SLIDING_ATTENTION in layer_types:
         sliding_window = fields.positive_int("sliding_window")
+        if sliding_window == 1:
+            fields.problems.append("sliding_window is 1, which leaves a layer nothing but the query itself")
     layer_ids = fields.target_layer_ids(num_target_layers, num_layers)
     is_causal = fields.optional_bool("is_causal")
     if is_causal and FULL_ATTENTION in layer_types:
@@ -120,12 +123,13 @@ class _FieldReader:
         value = self._nested.get(name)
         return getattr(self._config, name, None) if value is None else value
 
-    def positive_int(self, name: str) -> int:
+    def positive_int(self, name: str, at_most: int | None = None) -> int:
         value = self.get(name)
         if value is None:
             self.problems.append(f"{name} is missing")
-        elif not _is_int(value) or value < 1:
-            self.problems.append(f"{name} must be a positive integer, got {value!r}")
+        elif not _is_int(value) or value < 1 or (at_most is not None and value > at_most):
+            bound = "" if at_most is None else f" of at most {at_most}"
+            self.problems.append(f"{name} must be a positive integer{bound}, got {value!r}")
         else:
             return value
         return 1
@@ -163,7 +167,7 @@ class _FieldReader:
         ids = self.get("target_layer_ids")
         if ids is None:
             try:
-                return spread_target_layer_ids(num_target_layers, num_draft_layers)
+                ids = spread_target_layer_ids(num_target_layers, num_draft_layers)
             except ValueError as error:
                 self.problems.append(str(error))
                 return ()

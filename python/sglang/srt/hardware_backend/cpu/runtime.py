@@ -28,6 +28,8 @@ def activate() -> None:
     if is_active():  # a child: the switch and the path came with it
         return
     os.environ[CPU_ENGINE_SWITCH] = "1"
+    # torch.compile wants a C++ compiler, which a plain machine may lack; SGLang compiles a few helpers for any device.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     sys.path.insert(0, STAND_IN_DIR)
     logger.warning(
         "sglang-dflash: no CUDA driver on this machine; serving on the CPU with PyTorch stand-ins for sgl_kernel."

@@ -36,6 +36,7 @@ class _BlockPlan:
         return self.masks[key]
 
     def _build_mask(self, causal: bool, window: int, group: int) -> torch.Tensor | None:
+        # A window reaches `window` tokens back, and as far ahead where attention is not causal, as in SGLang's FA3.
         keys = self.key_positions[None, None, :]
         queries = self.query_positions[:, :, None]
         if not causal and window < 0 and bool((self.lengths == keys.shape[-1]).all()):
@@ -44,9 +45,9 @@ class _BlockPlan:
         if causal:
             seen = seen & (keys <= queries)
         if window >= 0:
-            # The window is counted from the anchor for every slot of a non-causal block, from the query in a chain.
-            first = queries if causal else queries[:, :1]
-            seen = seen & (keys >= first - window)
+            seen = seen & (keys >= queries - window)
+            if not causal:
+                seen = seen & (keys <= queries + window)
         seen = seen.expand(-1, self.query_positions.shape[1], -1)
         return seen.repeat(1, group, 1)[:, None]
 
@@ -56,7 +57,6 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
 
     def init_forward_metadata(self, forward_batch) -> None:
         super().init_forward_metadata(forward_batch)
-        self._block_plan = None
         if forward_batch.forward_mode.is_target_verify():
             self._block_plan = self._plan_blocks(forward_batch)
 

@@ -42,6 +42,30 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
         )
 
 
+@_torch.library.custom_op("sgl_kernel::murmur_hash32_cpu", mutates_args=())
+def _murmur_hash32_cpu(seed: _torch.Tensor, positions: _torch.Tensor, col_indices: _torch.Tensor) -> _torch.Tensor:
+    """MurmurHash3 (x86, 32 bit) of (seed, position, column): seeds draws under --enable-deterministic-inference.
+
+    seed [n] uint64, positions [n], col_indices [m] -> [n, m] uint32.
+    """
+    low_half = 0xFFFFFFFF
+    seed = seed.view(_torch.int64)[:, None]
+    words = (seed & low_half, (seed >> 32) & low_half, positions.long()[:, None] & low_half, col_indices.long()[None])
+    state = _torch.zeros((), dtype=_torch.int64)
+    for word in words:  # int64 products wrap, and their low 32 bits are right all the same
+        word = _rotate_left_32((word * 0xCC9E2D51) & low_half, 15)
+        state = _rotate_left_32(state ^ ((word * 0x1B873593) & low_half), 13)
+        state = (state * 5 + 0xE6546B64) & low_half
+    state = state ^ 4 * len(words)
+    for shift, multiplier in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        state = (state ^ (state >> shift)) * multiplier & low_half
+    return state.to(_torch.uint32)
+
+
+def _rotate_left_32(word, bits):
+    return ((word << bits) | (word >> (32 - bits))) & 0xFFFFFFFF
+
+
 def _packed_rows_and_columns(req_pool_indices, start_offset, end_offset):
     lengths = (end_offset - start_offset).long()
     owner = _torch.repeat_interleave(_torch.arange(lengths.numel()), lengths)

@@ -1,0 +1,134 @@
+"""A DFlash draft in plain PyTorch, for the tests: no cache, no batching, no SGLang, one request at a time.
+
+Written from the paper (arXiv 2602.06036, section 3) and from what z-lab's own model does, not from ours. It computes
+in float64, so that what a comparison shows is the rounding of the float32 code under test.
+"""
+
+import math
+
+import torch
+from torch.nn.functional import linear, silu
+
+
+class ReferenceDFlash:
+    """One draft. `config`: the checkpoint's config.json as a dict; `weights`: its tensors by name."""
+
+    def __init__(self, config: dict, weights: dict[str, torch.Tensor]):
+        self.config = config
+        self.weights = {name: tensor.double() for name, tensor in weights.items()}
+        self.num_layers = config["num_hidden_layers"]
+        self.num_heads = config["num_attention_heads"]
+        self.num_kv_heads = config["num_key_value_heads"]
+        self.head_dim = config.get("head_dim") or config["hidden_size"] // self.num_heads
+
+    def context_kv(self, aux_hidden: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values that each layer keeps of a context: per layer two tensors [n, kv_heads, head_dim].
+
+        aux_hidden: [n, num_aux * hidden], row p for position p. A layer's input norm is for the block only.
+        """
+        context = self._norm("hidden_norm", self._linear("fc", aux_hidden.double()))
+        positions = torch.arange(context.shape[0])
+        return [self._keys_values(layer, context, positions) for layer in range(self.num_layers)]
+
+    def block_hidden(
+        self, embeddings: torch.Tensor, context: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Final hidden states [B, hidden] of the block that follows the context.
+
+        embeddings: [B, hidden], the anchor's and the mask token's, from the target's table.
+        """
+        anchor = context[0][0].shape[0]
+        positions = anchor + torch.arange(embeddings.shape[0])
+        hidden = embeddings.double()
+        for layer in range(self.num_layers):
+            name = f"layers.{layer}"
+            normed = self._norm(f"{name}.input_layernorm", hidden)
+            query = self._linear(f"{name}.self_attn.q_proj", normed).view(-1, self.num_heads, self.head_dim)
+            query = self._rotate(self._norm(f"{name}.self_attn.q_norm", query), positions)
+            block_keys, block_values = self._keys_values(layer, normed, positions)
+            keys, values = (
+                torch.cat([context[layer][0], block_keys]),
+                torch.cat([context[layer][1], block_values]),
+            )
+            attended = self._attend(layer, query, keys, values, anchor)
+            hidden = hidden + self._linear(f"{name}.self_attn.o_proj", attended)
+            normed = self._norm(f"{name}.post_attention_layernorm", hidden)
+            gated = silu(self._linear(f"{name}.mlp.gate_proj", normed)) * self._linear(
+                f"{name}.mlp.up_proj", normed
+            )
+            hidden = hidden + self._linear(f"{name}.mlp.down_proj", gated)
+        return self._norm("norm", hidden)
+
+    def sees(self, layer: int, query: int, key: int) -> bool:
+        """Whether the block slot at position `query` attends to position `key`.
+
+        A full layer sees everything. In a sliding layer of window W (the query counts) the window reaches back from the
+        query; such a layer is causal unless the config says `is_causal: false`, and then sees as far ahead.
+        """
+        config = self.config
+        if (config.get("layer_types") or ["full_attention"] * self.num_layers)[layer] == "full_attention":
+            return True
+        if config.get("is_causal") is False or config["dflash_config"].get("is_causal") is False:
+            return abs(key - query) < config["sliding_window"]
+        return query - config["sliding_window"] < key <= query
+
+    def _attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, anchor: int
+    ) -> torch.Tensor:
+        output = torch.empty_like(query)
+        for slot in range(query.shape[0]):
+            seen = [key for key in range(keys.shape[0]) if self.sees(layer, anchor + slot, key)]
+            for head in range(self.num_heads):
+                shared = head * self.num_kv_heads // self.num_heads
+                scores = keys[seen, shared] @ query[slot, head] / math.sqrt(self.head_dim)
+                output[slot, head] = torch.softmax(scores, dim=0) @ values[seen, shared]
+        return output.flatten(1)
+
+    def _keys_values(
+        self, layer: int, states: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        name = f"layers.{layer}.self_attn"
+        keys = self._linear(f"{name}.k_proj", states).view(-1, self.num_kv_heads, self.head_dim)
+        values = self._linear(f"{name}.v_proj", states).view(-1, self.num_kv_heads, self.head_dim)
+        return self._rotate(self._norm(f"{name}.k_norm", keys), positions), values
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        mean_square = x.square().mean(dim=-1, keepdim=True)
+        return x / torch.sqrt(mean_square + self.config["rms_norm_eps"]) * self.weights[f"{name}.weight"]
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """RoPE on x [n, heads, head_dim]: dimension i turns together with dimension i + head_dim / 2."""
+        frequencies, magnitude = rope_frequencies(self.config, self.head_dim)
+        angles = (positions[:, None].double() * frequencies)[:, None]
+        turn = torch.polar(torch.full_like(angles, magnitude), angles)
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.complex(first, second) * turn
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def rope_frequencies(config: dict, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Radians per position of each pair of dimensions [head_dim / 2], and the factor on queries and keys.
+
+    Plain RoPE, or YaRN (arXiv 2309.00071): pairs that turn often enough within the original length keep their speed,
+    slow ones are slowed by `factor`, those between blend linearly.
+    """
+    theta, pairs = config["rope_theta"], head_dim // 2
+    frequencies = theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    scaling = config.get("rope_scaling")
+    if scaling is None:
+        return frequencies, 1.0
+    if scaling["rope_type"] != "yarn":
+        raise NotImplementedError(scaling["rope_type"])
+    original = scaling["original_max_position_embeddings"]
+
+    def pair_that_turns(times: float) -> float:
+        return pairs * math.log(original / (2 * math.pi * times)) / math.log(theta)
+
+    low = max(math.floor(pair_that_turns(scaling.get("beta_fast", 32))), 0)
+    high = min(math.ceil(pair_that_turns(scaling.get("beta_slow", 1))), head_dim - 1)
+    slowed = ((torch.arange(pairs, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    blended = frequencies * (1 - slowed) + frequencies / scaling["factor"] * slowed
+    return blended, 0.1 * math.log(scaling["factor"]) + 1.0

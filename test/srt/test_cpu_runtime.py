@@ -1,0 +1,224 @@
+"""The CPU runtime: when it switches itself on, what its stand-in for `sgl_kernel` computes, and what it says about
+what it lacks."""
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+
+NOTICE = "no CUDA driver on this machine"
+
+
+def load_stand_in():
+    """The stand-in, whichever `sgl_kernel` this process runs on."""
+    path = Path(runtime.STAND_IN_DIR) / "sgl_kernel" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("sgl_kernel_stand_in", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+stand_in = load_stand_in()
+
+
+def murmur3_32(data: bytes) -> int:
+    """MurmurHash3_x86_32 of whole 4-byte words, seed 0 (Appleby's public-domain algorithm)."""
+    rotate = lambda x, r: (x << r | x >> (32 - r)) & 0xFFFFFFFF
+    state = 0
+    for i in range(0, len(data), 4):
+        word = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & 0xFFFFFFFF
+        state = rotate(state ^ (rotate(word, 15) * 0x1B873593 & 0xFFFFFFFF), 13) * 5 + 0xE6546B64 & 0xFFFFFFFF
+    state ^= len(data)
+    state = (state ^ state >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    state = (state ^ state >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return state ^ state >> 16
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1)), min_size=1, max_size=4),
+    st.lists(st.integers(0, 2**20), min_size=1, max_size=4),
+)
+def test_seeded_draws_hash_seed_position_and_column(rows, columns):
+    seeds = torch.tensor([s - 2**64 if s >= 2**63 else s for s, _ in rows]).view(torch.uint64)
+    hashed = stand_in._murmur_hash32_cpu(seeds, torch.tensor([p for _, p in rows]), torch.tensor(columns))
+    for (seed, position), row in zip(rows, hashed.tolist(), strict=True):
+        for column, found in zip(columns, row, strict=True):
+            words = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little")
+            assert found == murmur3_32(words)
+
+
+# -- its functions ------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def tables(draw):
+    """(rows, table [reqs, pool_len], start, end): each request's columns start..end-1 are to be moved."""
+    pool_len = draw(st.integers(1, 12))
+    num_rows = draw(st.integers(1, 6))
+    rows = draw(st.permutations(range(num_rows)))[: draw(st.integers(1, num_rows))]
+    bounds = [sorted(draw(st.lists(st.integers(0, pool_len), min_size=2, max_size=2))) for _ in rows]
+    table = torch.arange(num_rows * pool_len, dtype=torch.int32).view(num_rows, pool_len) + 100
+    start, end = torch.tensor(bounds, dtype=draw(st.sampled_from([torch.int32, torch.int64]))).unbind(1)
+    return torch.tensor(rows), table, start, end
+
+
+@settings(max_examples=150, deadline=None)
+@given(tables())
+def test_assign_req_to_token_pool(case):
+    rows, table, start, end = case
+    slots = torch.arange(int((end - start).sum()) + 3) + 5000  # longer than needed, as SGLang's may be
+    expected, taken = table.clone(), 0
+    for row, first, last in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
+        for column in range(first, last):
+            expected[row, column] = slots[taken]
+            taken += 1
+    stand_in.assign_req_to_token_pool_cpu(rows, table, start, end, slots, table.shape[1])
+    assert torch.equal(table, expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tables())
+def test_assign_extend_cache_locs(case):
+    rows, table, start, end = case
+    expected = []
+    for row, first, last in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
+        expected += table[row, first:last].tolist()
+    slots = torch.full((len(expected) + 2,), -1)
+    before = table.clone()
+    stand_in.assign_extend_cache_locs_cpu(rows, table, start, end, slots, table.shape[1])
+    assert slots.tolist() == [*expected, -1, -1]
+    assert torch.equal(table, before)
+
+
+def test_copy_all_layer_kv_cache():
+    nothing = torch.empty(0, dtype=torch.int64)
+    stand_in.copy_all_layer_kv_cache_cpu(None, None, nothing, nothing)
+    stand_in.copy_all_layer_kv_cache_cpu(None, None, torch.tensor([3, 4]), torch.tensor([3, 4]))
+    with pytest.raises(NotImplementedError, match="copy_all_layer_kv_cache_cpu"):
+        stand_in.copy_all_layer_kv_cache_cpu(None, None, torch.tensor([3]), torch.tensor([4]))
+
+
+def test_an_unknown_function_names_itself_when_called():
+    """Not when imported: SGLang imports many kernels it never launches on a CPU."""
+    function = stand_in.verify_tree_greedy_cpu
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.verify_tree_greedy_cpu.*CPU"):
+        function(1, candidates=2)
+
+
+def test_dunder_names_are_not_invented():
+    """Or import machinery and copying would take the stand-in's answer for a real attribute."""
+    assert not hasattr(stand_in, "__wrapped__")
+    assert not hasattr(stand_in, "__file_of_another__")
+
+
+# -- when it switches itself on -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare_machine(monkeypatch):
+    """A process as it was before any activation, on a machine with the CUDA kernels installed and no driver."""
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != runtime.STAND_IN_DIR])
+    monkeypatch.delenv(runtime.CPU_ENGINE_SWITCH, raising=False)
+    monkeypatch.setattr(runtime, "_has_cuda_kernels", lambda: True)
+    monkeypatch.setattr(runtime, "_can_load", lambda library: False)
+    monkeypatch.setattr(runtime, "_has_other_accelerator", lambda: False)
+
+
+def test_needed_where_the_driver_is_missing(bare_machine):
+    assert runtime.needs_stand_in()
+
+
+@pytest.mark.parametrize("what", ["_has_other_accelerator", "_can_load"])
+def test_not_needed_with_a_driver_or_another_accelerator(what, bare_machine, monkeypatch):
+    monkeypatch.setattr(runtime, what, lambda *_: True)
+    assert not runtime.needs_stand_in()
+
+
+def test_not_needed_without_the_cuda_kernels(bare_machine, monkeypatch):
+    """A CPU build of SGLang brings kernels of its own."""
+    monkeypatch.setattr(runtime, "_has_cuda_kernels", lambda: False)
+    assert not runtime.needs_stand_in()
+
+
+@pytest.mark.parametrize(
+    "patch", ["torch.version.hip", "torch.xpu.is_available", "torch.backends.mps.is_available"]
+)
+def test_other_accelerators_are_seen(patch, monkeypatch):
+    monkeypatch.setattr("torch.version.hip", None)
+    monkeypatch.setattr("torch.xpu.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    assert not runtime._has_other_accelerator()
+    monkeypatch.setattr(patch, "6.4" if patch.endswith("hip") else lambda: True)
+    assert runtime._has_other_accelerator()
+
+
+def test_libraries_are_really_tried():
+    assert runtime._can_load("libc.so.6")
+    assert not runtime._can_load("libno-such-library.so.1")
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_the_entry_point_activates_only_where_needed(needed, bare_machine, monkeypatch):
+    from sglang_dflash.srt.plugins import entry_points
+
+    monkeypatch.setattr(runtime, "needs_stand_in", lambda: needed)
+    assert entry_points.prepare_platform() is None
+    assert runtime.is_active() is needed
+    assert (os.environ.get(runtime.CPU_ENGINE_SWITCH) == "1") is needed
+
+
+def test_activation_speaks_once(bare_machine, caplog):
+    """A child inherits `sys.path`, and with it the knowledge that the notice has been given."""
+    with caplog.at_level(logging.WARNING):
+        runtime.activate()
+        runtime.activate()
+    assert [NOTICE in record.message for record in caplog.records].count(True) == 1
+    assert sys.path[0] == runtime.STAND_IN_DIR
+    assert sys.path.count(runtime.STAND_IN_DIR) == 1
+
+
+# -- in real processes ----------------------------------------------------------------------------------------------
+
+PARENT = """
+import multiprocessing
+
+def child(queue):
+    import sgl_kernel
+    from sgl_kernel.scalar_type import scalar_types
+    queue.put((sgl_kernel.__file__, scalar_types.uint4.size_bits))
+
+if __name__ == "__main__":
+    import sglang
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    print(*queue.get(timeout=100))
+    process.join()
+"""
+
+
+@pytest.mark.skipif(not runtime.needs_stand_in(), reason="this machine can load the real kernels")
+def test_spawned_children_run_on_the_stand_in_and_keep_quiet(tmp_path):
+    """Also: pure-Python submodules come from the installed package."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    environment = {name: value for name, value in os.environ.items() if name != runtime.CPU_ENGINE_SWITCH}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    file, bits = done.stdout.split()[-2:]
+    assert Path(file).is_relative_to(runtime.STAND_IN_DIR)
+    assert bits == "4"
+    assert (done.stdout + done.stderr).count(NOTICE) == 1

@@ -1,0 +1,322 @@
+"""Reading and checking a draft's config.json: what is valid, what is named when it is not, and that nothing an author
+may put there crashes us in any other way."""
+
+import itertools
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import DRAFT, TARGET
+from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+from sglang_dflash.srt.configs.draft_config import (
+    DFlashDraftConfig,
+    DraftConfigError,
+    check_draft_fits_target,
+    parse_draft_config,
+    spread_target_layer_ids,
+)
+
+VALID = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "vocab_size": 100,
+    "block_size": 8,
+    "num_target_layers": 12,
+    "dflash_config": {"mask_token_id": 99, "target_layer_ids": [1, 5, 9]},
+}
+SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 16}
+
+
+def parse(changes: dict | None = None, nested: dict | None = None) -> DFlashDraftConfig:
+    """Parse VALID with these changes; None as a value removes the field."""
+    merged = {**VALID, **(changes or {})}
+    if nested is not None:
+        merged["dflash_config"] = {**VALID["dflash_config"], **nested}
+    fields = {name: value for name, value in merged.items() if value is not None}
+    return parse_draft_config(SimpleNamespace(**fields), "some/draft")
+
+
+def problems_of(changes: dict | None = None, nested: dict | None = None) -> tuple[str, ...]:
+    with pytest.raises(DraftConfigError) as caught:
+        parse(changes, nested)
+    message = str(caught.value)
+    assert "some/draft" in message
+    assert all(problem in message for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def test_a_valid_config():
+    draft = parse()
+    assert draft.block_size == 8
+    assert draft.mask_token_id == 99
+    assert draft.target_layer_ids == (1, 5, 9)
+    assert draft.layer_types == ("full_attention",) * 3
+    assert draft.sliding_window is None
+
+
+def test_bundled_pair_is_valid():
+    draft = parse_draft_config(SimpleNamespace(**json.loads((DRAFT / "config.json").read_text())), str(DRAFT))
+    target = SimpleNamespace(**json.loads((TARGET / "config.json").read_text()))
+    check_draft_fits_target(draft, target, str(DRAFT))
+    assert draft.block_size >= 8
+
+
+@pytest.mark.parametrize("causal, expected", [(None, True), (True, True), (False, False)])
+def test_sliding_layers(causal, expected):
+    """Without `is_causal` a sliding layer is causal inside the block, as SGLang and the published drafts have it."""
+    draft = parse({**SLIDING, "is_causal": causal})
+    assert draft.sliding_window == 16
+    assert draft.sliding_is_causal is expected
+
+
+def test_fields_may_be_nested_or_at_the_top():
+    """`dflash_config` wins, the top level fills in."""
+    nested = parse({"block_size": None}, {"block_size": 4})
+    top = parse({"mask_token_id": 1}, {"mask_token_id": None})
+    both = parse({"block_size": 4}, {"block_size": 2})
+    assert (nested.block_size, top.mask_token_id, both.block_size) == (4, 1, 2)
+
+
+REQUIRED = ["hidden_size", "num_hidden_layers", "vocab_size", "block_size", "num_target_layers"]
+
+
+@pytest.mark.parametrize("field", REQUIRED)
+def test_a_missing_field_is_named(field):
+    assert any(field in problem and "missing" in problem for problem in problems_of({field: None}))
+
+
+@pytest.mark.parametrize("field", REQUIRED)
+@pytest.mark.parametrize("value", [0, -1, "8", 2.0, True, [8]])
+def test_a_field_that_is_no_positive_integer_is_named(field, value):
+    assert any(field in problem and repr(value) in problem for problem in problems_of({field: value}))
+
+
+@pytest.mark.parametrize(
+    "nested, words",
+    [
+        ({"mask_token_id": None}, ["mask_token_id", "missing"]),
+        ({"mask_token_id": 100}, ["mask_token_id", "100", "vocabulary"]),
+        ({"mask_token_id": -1}, ["mask_token_id", "-1", "vocabulary"]),
+        ({"mask_token_id": "<mask>"}, ["mask_token_id", "<mask>"]),
+        ({"mask_token_id": True}, ["mask_token_id"]),
+        ({"target_layer_ids": []}, ["target_layer_ids", "empty"]),
+        ({"target_layer_ids": 3}, ["target_layer_ids", "3"]),
+        ({"target_layer_ids": [1, "2"]}, ["target_layer_ids", "integers"]),
+        ({"target_layer_ids": [1, 2.0]}, ["target_layer_ids", "integers"]),
+        ({"target_layer_ids": [True]}, ["target_layer_ids", "integers"]),
+        ({"target_layer_ids": [-1, 2]}, ["target_layer_ids", "-1", "12"]),
+        ({"target_layer_ids": [1, 12]}, ["target_layer_ids", "12"]),
+        ({"target_layer_ids": [1, 11]}, ["target_layer_ids", "last", "11"]),
+        ({"target_layer_ids": [5, 1]}, ["target_layer_ids", "ascending"]),
+        ({"target_layer_ids": [5, 5]}, ["target_layer_ids", "repeats"]),
+        ({"is_causal": True}, ["is_causal", "full"]),
+        ({"is_causal": 1}, ["is_causal"]),
+    ],
+)
+def test_what_dflash_config_may_not_say(nested, words):
+    problems = problems_of(nested=nested)
+    assert any(all(word in problem for word in words) for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"dflash_config": [1, 2]}, ["dflash_config", "list"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "3"]),
+        ({"layer_types": "full_attention"}, ["layer_types"]),
+        (
+            {"layer_types": ["full_attention", "full_attention", "linear_attention"]},
+            ["layer_types", "linear_attention"],
+        ),
+        ({**SLIDING, "sliding_window": None}, ["sliding_window", "missing"]),
+        ({**SLIDING, "sliding_window": 0}, ["sliding_window", "0"]),
+        # SGLang's RadixAttention takes the 0 tokens before the query for "no window".
+        ({**SLIDING, "sliding_window": 1}, ["sliding_window", "1"]),
+    ],
+)
+def test_what_the_top_level_may_not_say(changes, words):
+    problems = problems_of(changes)
+    assert any(all(word in problem for word in words) for problem in problems), problems
+
+
+def test_several_problems_are_named_at_once():
+    problems = problems_of(
+        {"block_size": None, "hidden_size": -3}, {"mask_token_id": 1000, "target_layer_ids": [11]}
+    )
+    for field in ("block_size", "hidden_size", "mask_token_id", "target_layer_ids"):
+        assert any(field in problem for problem in problems), field
+
+
+def test_too_shallow_a_target_for_a_spread():
+    problems = problems_of({"num_target_layers": 3}, {"target_layer_ids": None})
+    assert any("shallow" in problem for problem in problems)
+
+
+def target(**changes) -> SimpleNamespace:
+    return SimpleNamespace(**{"hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 12, **changes})
+
+
+def test_a_draft_that_fits_its_target():
+    check_draft_fits_target(parse(), target(), "some/draft")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"hidden_size": 65}, ["hidden_size", "64", "65"]),
+        ({"vocab_size": 101}, ["vocab_size", "100", "101"]),
+        ({"num_hidden_layers": 36}, ["num_target_layers", "12", "36"]),
+    ],
+)
+def test_a_draft_made_for_another_target(changes, words):
+    with pytest.raises(DraftConfigError) as caught:
+        check_draft_fits_target(parse(), target(**changes), "some/draft")
+    assert len(caught.value.problems) == 1
+    assert all(word in str(caught.value) for word in [*words, "some/draft"])
+
+
+def test_every_mismatch_with_the_target_is_named_at_once():
+    with pytest.raises(DraftConfigError) as caught:
+        check_draft_fits_target(
+            parse(), target(hidden_size=1, vocab_size=2, num_hidden_layers=3), "some/draft"
+        )
+    assert len(caught.value.problems) == 3
+
+
+# (target layers, draft layers): what z-lab's `build_target_layer_ids` returns.
+KNOWN_SPREADS = {
+    (36, 5): (1, 9, 17, 25, 33),
+    (48, 8): (1, 7, 14, 20, 26, 32, 39, 45),
+    (28, 5): (1, 7, 13, 19, 25),
+    (12, 3): (1, 5, 9),
+    (12, 2): (1, 9),
+    (36, 1): (18,),
+    (7, 1): (3,),
+    (4, 2): (1, 1),
+    (65, 15): (1, 5, 10, 14, 18, 23, 27, 32, 36, 40, 45, 49, 53, 58, 62),  # the eighth lies between 31 and 32
+}
+
+
+@pytest.mark.parametrize("shape", KNOWN_SPREADS)
+def test_spread_of_layer_ids(shape):
+    assert spread_target_layer_ids(*shape) == KNOWN_SPREADS[shape]
+
+
+def test_the_engine_spreads_alike():
+    """SGLang resolves missing ids itself when it tells the target what to capture: both must name the same layers.
+    Ties between two layers fall as floating point has it, so the formulas must match to the last bit."""
+    different = []
+    for num_target_layers, num_draft_layers in itertools.product(range(4, 130), range(1, 20)):
+        hf_config = SimpleNamespace(
+            num_hidden_layers=num_draft_layers, block_size=8, dflash_config={"mask_token_id": 1}
+        )
+        theirs = parse_dflash_draft_config(draft_hf_config=hf_config).resolve_target_layer_ids(
+            target_num_layers=num_target_layers, draft_num_layers=num_draft_layers
+        )
+        if tuple(theirs) != spread_target_layer_ids(num_target_layers, num_draft_layers):
+            different.append((num_target_layers, num_draft_layers))
+    assert not different
+
+
+@given(st.integers(4, 200), st.integers(2, 20))
+def test_a_spread_is_even_and_stays_inside(num_target_layers, num_draft_layers):
+    ids = spread_target_layer_ids(num_target_layers, num_draft_layers)
+    assert (len(ids), ids[0], ids[-1]) == (num_draft_layers, 1, num_target_layers - 3)
+    gaps = [b - a for a, b in itertools.pairwise(ids)]
+    assert max(gaps) - min(gaps) <= 2  # rounding moves each end of a gap by one half at most
+
+
+def test_a_spread_that_repeats_a_layer_is_refused():
+    """More draft layers than target layers to read: SGLang would capture each once, and `fc` would not fit."""
+    assert problems_of({"num_target_layers": 5, "num_hidden_layers": 4}, {"target_layer_ids": None})
+
+
+def test_a_spread_that_ends_on_the_last_layer_is_refused():
+    """A one-layer draft reads the middle layer; of two layers that is the last one, which SGLang cannot capture."""
+    assert problems_of({"num_target_layers": 2, "num_hidden_layers": 1}, {"target_layer_ids": None})
+
+
+# Integers stay small enough that a list with one entry per layer fits in memory.
+SCALARS = st.none() | st.booleans() | st.integers(-10_000, 10_000) | st.floats() | st.text(max_size=5)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+# Small numbers and known words besides, so that many fields are right and the search gets past them.
+VALUES = st.integers(-1, 13) | JSON | st.lists(st.integers(-1, 13), max_size=5)
+LAYER_TYPES = st.lists(st.sampled_from(["full_attention", "sliding_attention", "linear"]) | JSON, max_size=4)
+NESTED_FIELDS = [
+    "mask_token_id",
+    "target_layer_ids",
+    "block_size",
+    "is_causal",
+    "layer_types",
+    "sliding_window",
+]
+TOP_FIELDS = [*REQUIRED, *NESTED_FIELDS]
+
+
+def fields(names: list[str]):
+    return st.fixed_dictionaries(
+        {}, optional={name: LAYER_TYPES if name == "layer_types" else VALUES for name in names}
+    )
+
+
+STARTS = [VALID, VALID | SLIDING, VALID | {"dflash_config": {"mask_token_id": 1}}, {}]
+
+
+@settings(max_examples=500, deadline=None)
+@given(top=fields(TOP_FIELDS), nested=fields(NESTED_FIELDS) | JSON, start=st.sampled_from(STARTS))
+def test_whatever_a_config_says_it_is_valid_or_refused_by_name(top, nested, start):
+    merged = {**start, **top}
+    if isinstance(nested, dict):
+        nested = {**start.get("dflash_config", {}), **nested}
+    if nested is not None:
+        merged["dflash_config"] = nested
+    try:
+        draft = parse_draft_config(SimpleNamespace(**merged), "fuzzed")
+    except DraftConfigError as error:
+        assert error.problems
+        return
+    check_valid(draft)
+
+
+def check_valid(draft: DFlashDraftConfig) -> None:
+    """What the rest of the code takes for granted of a parsed config."""
+    sizes = (
+        draft.hidden_size,
+        draft.num_hidden_layers,
+        draft.vocab_size,
+        draft.block_size,
+        draft.num_target_layers,
+    )
+    assert all(type(size) is int and size >= 1 for size in sizes)
+    assert type(draft.mask_token_id) is int and 0 <= draft.mask_token_id < draft.vocab_size
+    ids = draft.target_layer_ids
+    assert len(ids) > 0
+    assert all(type(i) is int and 0 <= i < draft.num_target_layers - 1 for i in ids)
+    assert list(ids) == sorted(set(ids))
+    assert len(draft.layer_types) == draft.num_hidden_layers
+    assert set(draft.layer_types) <= {"full_attention", "sliding_attention"}
+    if "sliding_attention" in draft.layer_types:
+        assert type(draft.sliding_window) is int and draft.sliding_window >= 1
+    assert hash(draft) == hash(draft)
+
+
+def test_the_search_reaches_valid_configs():
+    """Guards the fuzzing above: mutations of one field must leave some configs valid."""
+    rng = random.Random(0)
+    valid = 0
+    for _ in range(200):
+        field = rng.choice(["block_size", "num_target_layers", "vocab_size"])
+        try:
+            check_valid(parse({field: rng.randint(1, 13) if field != "vocab_size" else 1000}))
+            valid += 1
+        except DraftConfigError:
+            pass
+    assert 20 < valid < 200

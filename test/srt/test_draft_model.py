@@ -1,0 +1,110 @@
+"""Our DFlash draft on SGLang's layers against an independent plain-PyTorch forward (reference_dflash.py).
+
+float32 against float64. Hidden states and logits here are of order 1 to 10; tolerance 1e-4 absolute on logits and
+1e-5 on keys and values. Errors of substance (a wrong mask, position, norm or head order) show at 1e-2 and more.
+"""
+
+import pytest
+import torch
+from draft_cases import VARIANTS, YARN, Case, random_weights
+from reference_dflash import ReferenceDFlash, rope_frequencies
+
+LOGITS_TOLERANCE = 1e-4
+KV_TOLERANCE = 1e-5
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_block_logits_of_a_random_draft(name, tmp_path):
+    case = Case.variant(name, tmp_path)
+    assert case.compare_blocks([23, 1, 9, 14]) <= LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_block_logits_of_the_bundled_draft(page_size, tmp_path):
+    assert Case.bundled(tmp_path).compare_blocks([40, 3, 17], page_size=page_size) <= LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["plain", "sliding, causal", "sliding, not causal"])
+@pytest.mark.parametrize("lengths", [[1], [12], [12, 12, 12], [2, 30]])
+def test_batch_shapes(name, lengths, tmp_path):
+    """One request; equal lengths, for which the backend drops its mask; lengths far apart."""
+    assert Case.variant(name, tmp_path).compare_blocks(lengths) <= LOGITS_TOLERANCE
+
+
+def test_a_context_written_in_pieces(tmp_path):
+    """Chunked prefill and commits write a context piecewise: the same keys and values must result, bit for bit or
+    nearly (GEMMs of other sizes may round differently)."""
+    case = Case.variant("attention bias", tmp_path)
+    aux_hidden = case.aux_hidden(20, seed=3)
+    whole = case.model.project_context_kv(aux_hidden, torch.arange(20))
+    pieces = [
+        case.model.project_context_kv(aux_hidden[a:b], torch.arange(a, b))
+        for a, b in [(0, 1), (1, 13), (13, 20)]
+    ]
+    for kind in (0, 1):
+        torch.testing.assert_close(
+            torch.cat([piece[kind] for piece in pieces]), whole[kind], rtol=0, atol=KV_TOLERANCE
+        )
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "one kv head", "attention bias", "yarn", "loose eps", "five target layers"]
+)
+def test_project_context_kv(name, tmp_path):
+    case = Case.variant(name, tmp_path)
+    aux_hidden = case.aux_hidden(80, seed=5)  # beyond YaRN's original length
+    keys, values = case.model.project_context_kv(aux_hidden, torch.arange(80))
+    heads = (case.config["num_key_value_heads"], case.config["head_dim"])
+    assert keys.shape == values.shape == (80, case.config["num_hidden_layers"], *heads)
+    for layer, (expected_keys, expected_values) in enumerate(case.reference.context_kv(aux_hidden)):
+        torch.testing.assert_close(keys[:, layer].double(), expected_keys, rtol=0, atol=KV_TOLERANCE)
+        torch.testing.assert_close(values[:, layer].double(), expected_values, rtol=0, atol=KV_TOLERANCE)
+
+
+def test_rejected_rows_do_not_matter(tmp_path):
+    """A cycle leaves draft KV of rejected positions behind. The next block starts at the first of them, so nothing
+    of it may shine through."""
+    case = Case.variant("plain", tmp_path)
+    length = 10
+    tokens = case.block_tokens([4])
+    pools = case.pools(1, length + 2 * tokens.shape[1])
+    aux_hidden = case.aux_hidden(length, seed=0)
+    case.model.write_context_kv(
+        aux_hidden, torch.arange(length), pools.slots(0, 0, length), pools.token_to_kv_pool
+    )
+    clean = pools.forward(case.model, pools.blocks(tokens, [length])).hidden_states
+    garbage = case.aux_hidden(2 * tokens.shape[1], seed=9)
+    where = torch.arange(length, length + len(garbage))
+    case.model.write_context_kv(
+        garbage, where, pools.slots(0, length, length + len(garbage)), pools.token_to_kv_pool
+    )
+    again = pools.forward(case.model, pools.blocks(tokens, [length])).hidden_states
+    assert torch.equal(clean, again)
+
+
+def test_new_weights_reach_the_context_projection(tmp_path):
+    """`project_context_kv` reads stacked copies of the K/V weights; a weight update must renew them."""
+    case = Case.variant("plain", tmp_path)
+    aux_hidden = case.aux_hidden(6, seed=0)
+    case.model.project_context_kv(aux_hidden, torch.arange(6))
+    other = random_weights(case.config, case.num_aux, seed=77)
+    case.model.load_weights(iter(other.items()))
+    keys, values = case.model.project_context_kv(aux_hidden, torch.arange(6))
+    expected = ReferenceDFlash(case.config, other).context_kv(aux_hidden)
+    torch.testing.assert_close(keys[:, 1].double(), expected[1][0], rtol=0, atol=KV_TOLERANCE)
+    torch.testing.assert_close(values[:, 1].double(), expected[1][1], rtol=0, atol=KV_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "scaling", [None, YARN, YARN | {"factor": 40.0, "original_max_position_embeddings": 4096}]
+)
+def test_the_reference_rotates_as_hugging_face_does(scaling):
+    """The reference itself, held against transformers: frequencies to 1e-6 relative (theirs are float32)."""
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    config = {"rope_theta": 1e6, "rope_scaling": scaling}
+    frequencies, magnitude = rope_frequencies(config, 64)
+    rotary = Qwen3RotaryEmbedding(Qwen3Config(head_dim=64, max_position_embeddings=256, **config))
+    torch.testing.assert_close(frequencies.float(), rotary.inv_freq, rtol=1e-6, atol=0)
+    assert magnitude == pytest.approx(rotary.attention_scaling, rel=1e-9)

@@ -1,0 +1,91 @@
+"""Loading a draft's weights: whatever is missing, unknown or of another shape is named, and nothing is left as
+uninitialised memory."""
+
+import pytest
+import torch
+from draft_cases import BASE, random_weights
+from engine import build, read_config
+
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
+
+PARTS = (
+    "fc",
+    "hidden_norm",
+    "norm",
+    "layers.1.self_attn.k_norm",
+    "layers.0.self_attn.o_proj",
+    "layers.1.mlp.down_proj",
+)
+FUSED_PARTS = (
+    *(f"layers.0.self_attn.{p}_proj" for p in "qkv"),
+    "layers.1.mlp.gate_proj",
+    "layers.1.mlp.up_proj",
+)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A config as SGLang reads it, and its weights, to be spoiled."""
+    return read_config(BASE, tmp_path), random_weights(BASE, 2)
+
+
+@pytest.mark.parametrize("part", PARTS + FUSED_PARTS)
+def test_a_missing_tensor_is_named(part, plain):
+    config, weights = plain
+    del weights[f"{part}.weight"]
+    with pytest.raises(ValueError, match=rf"{part}.*missing|missing.*{part}"):
+        build(DFlashDraftModel, config, iter(weights.items()))
+
+
+@pytest.mark.parametrize("part", ["layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj"])
+def test_a_missing_bias_is_named(part, tmp_path):
+    config = BASE | {"attention_bias": True}
+    weights = random_weights(config, 2)
+    del weights[f"{part}.bias"]
+    with pytest.raises(ValueError, match=rf"{part}.*missing|missing.*{part}"):
+        build(DFlashDraftModel, read_config(config, tmp_path), iter(weights.items()))
+
+
+@pytest.mark.parametrize(
+    "unknown", ["layers.2.mlp.up_proj.weight", "lm_head.weight", "layers.0.self_attn.q_proj.bias"]
+)
+def test_an_unknown_tensor_is_named(unknown, plain):
+    config, weights = plain
+    weights[unknown] = torch.zeros(8, 8)
+    with pytest.raises(ValueError, match=unknown):
+        build(DFlashDraftModel, config, iter(weights.items()))
+
+
+SPOILED = {
+    "shorter": lambda tensor: tensor[:-1],
+    "longer": lambda tensor: torch.cat([tensor, tensor]),
+    "wider": lambda tensor: torch.cat([tensor, tensor], dim=-1),
+    "flat": lambda tensor: tensor.flatten()[None],
+}
+
+
+@pytest.mark.parametrize("part", PARTS + FUSED_PARTS)
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_tensor_of_another_shape_is_named(part, how, plain):
+    config, weights = plain
+    name = f"{part}.weight"
+    weights[name] = SPOILED[how](weights[name])
+    with pytest.raises(ValueError, match=name):
+        build(DFlashDraftModel, config, iter(weights.items()))
+
+
+def test_all_problems_are_named_at_once(plain):
+    config, weights = plain
+    del weights["fc.weight"]
+    weights["norm.weight"] = torch.zeros(3)
+    weights["surprise"] = torch.zeros(3)
+    with pytest.raises(ValueError) as caught:
+        build(DFlashDraftModel, config, iter(weights.items()))
+    assert all(name in str(caught.value) for name in ("fc.weight", "norm.weight", "surprise"))
+
+
+def test_names_with_a_model_prefix_are_accepted(plain):
+    """Some exporters put `model.` before every name."""
+    config, weights = plain
+    model = build(DFlashDraftModel, config, ((f"model.{name}", tensor) for name, tensor in weights.items()))
+    assert torch.equal(model.fc.weight, weights["fc.weight"])

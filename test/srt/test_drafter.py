@@ -1,0 +1,83 @@
+"""The DFlash drafter: prefill, propose and commit around the draft model, and the argmax of the borrowed head.
+
+Drafted tokens are argmaxes, compared exactly with those of reference_dflash.py; seeds are fixed, and no two logits of
+these drafts lie as close as rounding.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from draft_cases import Case
+from engine import start
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+
+from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.dflash_info import Cycle
+from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter, greedy_tokens
+
+
+def lm_head(weight: torch.Tensor) -> ParallelLMHead:
+    """The target's head as SGLang holds it: padded to a multiple of 64 rows."""
+    start()
+    head = ParallelLMHead(*weight.shape)
+    head.weight.data[: len(weight)] = weight
+    head.weight.data[len(weight) :] = 0
+    return head
+
+
+def test_greedy_tokens_never_come_from_the_heads_padding():
+    """All logits are negative, so the padding's zeros would win."""
+    hidden = torch.rand(9, 16, generator=torch.Generator().manual_seed(0))
+    weight = -torch.rand(61, 16, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(greedy_tokens(hidden, lm_head(weight)), (hidden @ weight.T).argmax(dim=-1))
+
+
+@pytest.mark.parametrize("name", ["plain", "sliding, not causal", "layer ids left out"])
+def test_the_drafter_proposes_what_the_reference_does(name, tmp_path):
+    """Two cycles through the drafter's own interface: prefill, a block, a commit of all its rows of which two count,
+    and the next block, which must rest on the committed rows alone."""
+    case = Case.variant(name, tmp_path)
+    width, lengths, kept = case.config["block_size"], [11, 4], [1, 0]
+    pools = case.pools(2, 40)
+    target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
+    runner = SimpleNamespace(
+        model=case.model,
+        token_to_kv_pool=pools.token_to_kv_pool,
+        kv_index_translator=None,
+        forward=lambda batch: SimpleNamespace(logits_output=pools.forward(case.model, batch)),
+    )
+    drafter = DFlashDrafter(runner, target, width)
+    # Of every request, the aux hidden states of all positions to come; what is rejected is replaced by noise.
+    aux_hidden = [case.aux_hidden(40, seed) for seed in (1, 2)]
+    prompts = torch.cat([states[:n] for states, n in zip(aux_hidden, lengths, strict=True)])
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    drafter.prefill(prompts, positions, torch.cat([pools.slots(r, 0, n) for r, n in enumerate(lengths)]))
+
+    for bonus_tokens in ([3, 50], [8, 9]):
+        slots = torch.cat([pools.slots(r, n, n + width) for r, n in enumerate(lengths)])
+        cycle = Cycle(
+            bs=2,
+            req_pool_indices=pools.rows,
+            seq_lens=torch.tensor(lengths),
+            positions=torch.tensor(lengths)[:, None] + torch.arange(width),
+            cache_loc=slots,
+            kv_loc_plan=SimpleNamespace(bind=lambda *_: None, write_ids=lambda _, slots=slots: slots),
+            host_lens=torch.tensor(lengths) + width,
+            bonus_tokens=torch.tensor(bonus_tokens),
+            can_run_cuda_graph=False,
+        )
+        tokens = drafter.propose(cycle).tokens
+        expected = case.block_tokens(bonus_tokens)
+        for request, n in enumerate(lengths):
+            context = case.reference.context_kv(aux_hidden[request][:n])
+            hidden = case.reference.block_hidden(case.embedding.weight.data[expected[request]], context)
+            expected[request, 1:] = case.logits(hidden)[1:].argmax(dim=-1)
+        assert torch.equal(tokens, expected)
+
+        verified = case.aux_hidden(2 * width, seed=7).view(2, width, -1)
+        for request, n in enumerate(lengths):
+            verified[request, : kept[request] + 1] = aux_hidden[request][n : n + kept[request] + 1]
+        accept_len = torch.tensor(kept, dtype=torch.int32)
+        drafter.commit(cycle, verified.flatten(0, 1), Verdict(accept_len, tokens, cycle.bonus_tokens))
+        lengths = [n + k + 1 for n, k in zip(lengths, kept, strict=True)]

@@ -1,0 +1,180 @@
+"""Every change we make to SGLang, entry by entry, and what happens when SGLang is not as we expect it."""
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+
+import pytest
+import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
+
+from sglang_dflash import SGLANG_VERSION
+from sglang_dflash.srt.plugins import entry_points, ledger
+
+CHANGES = (*ledger.AT_LOAD, *ledger.AT_WORKER)
+
+
+def name_of(change: ledger.Change) -> str:
+    return change.target.rpartition(".")[2] + (f"[{change.key}]" if change.key else "")
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=name_of)
+def test_an_entry(change):
+    """The target exists and looks as expected in the installed SGLang, the entry says why, and its hook fits."""
+    ledger.check(change)
+    _, target = ledger.resolve(change.target)
+    assert len(change.why.split()) >= 4
+    value = change.build()
+    if change.kind == "entry":
+        assert change.signature is None and change.key
+        assert change.key in target, "a new key would need a reason of its own"
+        assert inspect.isclass(value)
+        return
+    assert change.key is None
+    wanted = change.signature.strip("()").split(", ")
+    extra = {"around": ["original"], "resolution": [], "replace": []}[change.kind]
+    taken = list(inspect.signature(value).parameters)
+    if change.kind == "resolution":
+        assert taken == [*wanted, "previous"]
+    else:
+        assert taken == [*extra, *wanted]
+
+
+def test_kinds_and_times():
+    """Registries and names are changed only where DFLASH runs; hooks come with the plugin."""
+    assert {change.kind for change in ledger.AT_LOAD} <= {"around", "resolution"}
+    assert {change.kind for change in ledger.AT_WORKER} <= {"entry", "replace"}
+
+
+def test_no_target_is_listed_twice():
+    targets = [(change.target, change.key) for change in CHANGES]
+    assert len(targets) == len(set(targets))
+
+
+EXAMPLE = ledger.AT_LOAD[-1]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.no_such_method",
+        "sglang.srt.speculative.spec_info.NoSuchClass.create_worker",
+        "sglang.srt.speculative.no_such_module.create_worker",
+        "no_such_package.create_worker",
+    ],
+)
+def test_a_missing_target_ends_the_process(target):
+    with pytest.raises(SystemExit, match="sglang-dflash") as caught:
+        ledger.check(dataclasses.replace(EXAMPLE, target=target))
+    assert target in str(caught.value) and EXAMPLE.why in str(caught.value)
+
+
+@pytest.mark.parametrize("signature", ["(self)", "(self, server_args, more)", "(self, args)", "()"])
+def test_another_signature_ends_the_process(signature):
+    with pytest.raises(SystemExit, match="sglang-dflash") as caught:
+        ledger.check(dataclasses.replace(EXAMPLE, signature=signature))
+    assert signature in str(caught.value) and EXAMPLE.signature in str(caught.value)
+
+
+def test_something_else_than_a_registry_ends_the_process():
+    entry = next(change for change in CHANGES if change.kind == "entry")
+    with pytest.raises(SystemExit, match="not a registry"):
+        ledger.check(dataclasses.replace(entry, target=EXAMPLE.target))
+
+
+def test_an_import_error_inside_sglang_is_not_taken_for_a_missing_target(tmp_path, monkeypatch):
+    """A module that is there but cannot be imported must say what it lacks."""
+    (tmp_path / "broken_host.py").write_text("import module_that_is_not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match="module_that_is_not_installed"):
+        ledger.check(dataclasses.replace(EXAMPLE, target="broken_host.function"))
+
+
+def test_nothing_is_applied_when_one_check_fails(monkeypatch):
+    """All targets are checked before the first is touched."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    registered = []
+    monkeypatch.setattr(HookRegistry, "register", lambda *arguments: registered.append(arguments))
+    monkeypatch.setattr("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook", registered.append)
+    broken = dataclasses.replace(EXAMPLE, signature="(nothing)")
+    monkeypatch.setattr(ledger, "AT_LOAD", (*ledger.AT_LOAD, broken))
+    with pytest.raises(SystemExit):
+        ledger.install_at_load()
+    assert not registered
+
+
+def test_worker_changes_are_checked_before_the_first_is_applied(monkeypatch):
+    registry = {"key": "stock"}
+    first = dataclasses.replace(ledger.AT_WORKER[0], target="fake.registry", key="key", build=lambda: "ours")
+    broken = dataclasses.replace(EXAMPLE, kind="replace", signature="(nothing)")
+    resolve = ledger.resolve
+    monkeypatch.setattr(
+        ledger, "resolve", lambda path: (None, registry) if path == "fake.registry" else resolve(path)
+    )
+    monkeypatch.setattr(ledger, "AT_WORKER", (first, broken))
+    with pytest.raises(SystemExit):
+        ledger.install_at_worker()
+    assert registry == {"key": "stock"}
+    monkeypatch.setattr(ledger, "AT_WORKER", (first,))
+    ledger.install_at_worker()
+    assert registry == {"key": "ours"}
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_cpu_changes_are_made_on_the_cpu_only(active, monkeypatch):
+    monkeypatch.setattr("sglang_dflash.srt.hardware_backend.cpu.runtime.is_active", lambda: active)
+    relevant = ledger._relevant(CHANGES)
+    assert [change for change in CHANGES if change not in relevant] == (
+        [] if active else [change for change in CHANGES if change.cpu_only]
+    )
+
+
+def test_another_sglang_ends_the_process(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.5.24")
+    with pytest.raises(SystemExit) as caught:
+        entry_points.install()
+    assert "0.5.24" in str(caught.value) and SGLANG_VERSION in str(caught.value)
+
+
+def test_an_exception_becomes_the_end_of_the_process(monkeypatch):
+    def fail():
+        raise ValueError("half a hook")
+
+    monkeypatch.setattr(ledger, "install_at_load", fail)
+    with pytest.raises(SystemExit, match="half a hook"):
+        entry_points.install()
+
+
+PRELUDE = "import sglang; from sglang.srt.plugins import load_plugins; "
+FAILURES = {
+    "nothing wrong": ("pass", None),
+    "an exception": (
+        "from sglang_dflash.srt.plugins import ledger; ledger.install_at_load = lambda: 1 / 0",
+        "ZeroDivisionError",
+    ),
+    "another version": (
+        "import sglang_dflash.srt.plugins.entry_points as e; e.SGLANG_VERSION = '9.9'",
+        "9.9",
+    ),
+    "another signature": (
+        "from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as S; S.create_worker = lambda self, a, b: 0",
+        "create_worker",
+    ),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_sglang_does_not_go_on_with_half_a_plugin(failure):
+    """SGLang logs a plugin's exception and goes on; SystemExit gets through its `except Exception`."""
+    spoil, word = FAILURES[failure]
+    program = f"{PRELUDE}{spoil}; load_plugins(); print('went on')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    if word is None:
+        assert done.returncode == 0 and "went on" in done.stdout, done.stderr
+        return
+    assert done.returncode != 0 and "went on" not in done.stdout
+    last_line = done.stderr.strip().splitlines()[-1]
+    assert "sglang-dflash" in last_line and word in done.stderr, done.stderr

@@ -1,0 +1,114 @@
+"""The package as it is installed: all of our modules in the wheel, and entry points SGLang finds."""
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from serving import ROOT
+
+SOURCE = ROOT / "python" / "sglang"
+GROUPS = ("sglang.srt.platforms", "sglang.srt.plugins")
+
+
+@pytest.fixture(scope="module")
+def pyproject() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def modules() -> set[str]:
+    """Every Python file, by its path in the installed package."""
+    return {f"sglang_dflash/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*.py")}
+
+
+def test_every_folder_with_code_is_listed(pyproject):
+    folders = {str(Path(module).parent).replace("/", ".") for module in modules()}
+    listed = pyproject["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(folders)
+
+
+def test_every_package_has_an_init():
+    """setuptools installs a folder without one; editable and zip imports of it differ."""
+    for module in modules():
+        assert f"{Path(module).parent.as_posix()}/__init__.py" in modules(), module
+
+
+def test_both_entry_points_share_a_name(pyproject):
+    """SGLANG_PLUGINS filters both groups by name: a different one would switch off half of us."""
+    declared = pyproject["project"]["entry-points"]
+    assert set(declared) == set(GROUPS)
+    assert {name for group in declared.values() for name in group} == {"dflash"}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_installed_entry_points_load(group):
+    (ours,) = [entry for entry in entry_points(group=group) if entry.dist.name == "sglang-dflash"]
+    assert ours.name == "dflash"
+    assert callable(ours.load())
+
+
+def test_pins(pyproject):
+    from sglang_dflash import SGLANG_VERSION
+
+    assert pyproject["project"]["dependencies"] == [f"sglang=={SGLANG_VERSION}"]
+    assert importlib.metadata.version("sglang") == SGLANG_VERSION
+
+
+def test_nothing_of_the_built_in_dflash_is_imported():
+    """Our worker is our own: no file of ours names one of SGLang's DFlash modules."""
+    built_in = ("sglang.srt.speculative.dflash", "sglang.srt.models.dflash", "dflash_worker_v2")
+    for path in SOURCE.rglob("*.py"):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if words[:1] in (["from"], ["import"]):
+                assert not words[1].startswith(built_in), f"{path.relative_to(ROOT)}: {line}"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """Built from a copy, so that the build leaves nothing in the working tree."""
+    setuptools = tuple(int(part) for part in importlib.metadata.version("setuptools").split(".")[:1])
+    if setuptools < (77,):
+        pytest.skip("pyproject.toml asks for setuptools >= 77, and this build may not download it")
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    for path in SOURCE.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            copy = source / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        target,
+        source,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (built,) = target.glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_the_wheel_holds_every_module(wheel):
+    packed = {name for name in wheel.namelist() if name.endswith(".py")}
+    assert packed == modules()
+    assert any("stand_in/sgl_kernel/__init__.py" in name for name in packed)
+
+
+def test_the_wheel_declares_the_entry_points(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    text = wheel.read(name).decode()
+    for group in GROUPS:
+        assert f"[{group}]\ndflash = sglang_dflash.srt.plugins.entry_points:" in text

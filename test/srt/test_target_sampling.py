@@ -1,0 +1,195 @@
+"""The target's draws over a verified block: SGLang's own sampler, under each request's own parameters, on its own rows.
+
+Frequencies are compared by Hoeffding's bound: the chance that one of them strays by more than EPSILON from its
+probability over DRAWS draws is below 2 * exp(-2 * DRAWS * EPSILON**2) = 3e-14. Seeds are fixed besides.
+"""
+
+import pytest
+import torch
+from engine import start
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows
+
+DRAWS, EPSILON = 40_000, 0.02
+VOCABULARY = 10
+TOP_K_ALL = 1 << 30  # what SGLang makes of top_k = -1
+
+# Of the issue: the fourth token survives top_k = 4 and top_p = 0.82 together (0.80 of the mass comes before it), but
+# not top_p applied to what top_k left, renormalised (0.80 / 0.85 = 0.94).
+EXAMPLE = [0.35, 0.25, 0.20, 0.05, 0.04, 0.04, 0.03, 0.02, 0.01, 0.01]
+JOINT = [0.412, 0.294, 0.235, 0.059]
+CHAINED = [0.4375, 0.3125, 0.25]
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    start()
+    from sglang.srt.layers.sampler import Sampler
+
+    return Sampler()
+
+
+def sampling_info(*requests: dict, seeds: list[int] | None = None) -> SamplingBatchInfo:
+    """One row per request, as SGLang builds it; a greedy request is {"top_k": 1}, because SGLang turns temperature 0
+    into that."""
+
+    def column(name, default, dtype):
+        return torch.tensor([request.get(name, default) for request in requests], dtype=dtype)
+
+    top_ks = column("top_k", TOP_K_ALL, torch.int32)
+    top_ps, min_ps = column("top_p", 1.0, torch.float32), column("min_p", 0.0, torch.float32)
+    return SamplingBatchInfo(
+        temperatures=column("temperature", 1.0, torch.float32)[:, None],
+        top_ps=top_ps,
+        top_ks=top_ks,
+        min_ps=min_ps,
+        is_all_greedy=bool((top_ks == 1).all()),
+        is_any_greedy=bool((top_ks == 1).any()),
+        need_top_p_sampling=bool((top_ps != 1).any()),
+        need_top_k_sampling=bool((top_ks != TOP_K_ALL).any()),
+        need_min_p_sampling=bool((min_ps > 0).any()),
+        vocab_size=VOCABULARY,
+        sampling_seed=None if seeds is None else torch.tensor(seeds),
+        max_top_k=int(top_ks.max()) if bool((top_ks != TOP_K_ALL).all()) else None,
+        device="cpu",
+    )
+
+
+def frequencies(sampler, request: dict, probabilities: list[float], width: int = 8) -> torch.Tensor:
+    """How often each token is drawn, over DRAWS draws spread over the slots of blocks."""
+    torch.manual_seed(0)
+    bs = DRAWS // width
+    logits = torch.tensor(probabilities).log().repeat(bs * width, 1)
+    drawn = draw_target_tokens(
+        logits, sampling_info(*[request] * bs), torch.arange(bs * width), width, sampler
+    )
+    assert drawn.shape == (bs, width) and drawn.dtype == torch.int64
+    per_slot = [torch.bincount(slot, minlength=VOCABULARY) / bs for slot in drawn.T]
+    total = torch.stack(per_slot).mean(dim=0)
+    # No slot is special: sqrt(width) times the tolerance, at which the same bound holds for a slot's own draws.
+    assert max((slot - total).abs().max() for slot in per_slot) < 2 * EPSILON * width**0.5
+    return total
+
+
+def assert_close(found: torch.Tensor, expected: list[float]) -> None:
+    padded = torch.tensor(expected + [0.0] * (VOCABULARY - len(expected)))
+    assert (found - padded).abs().max() < EPSILON, (found.tolist(), expected)
+    assert not found[padded == 0].any(), "a filtered token was drawn"
+
+
+def test_top_k_and_top_p_filter_jointly(sampler):
+    found = frequencies(sampler, {"top_k": 4, "top_p": 0.82}, EXAMPLE)
+    assert_close(found, JOINT)
+    with pytest.raises(AssertionError):
+        assert_close(found, CHAINED)
+
+
+def test_min_p_is_respected(sampler):
+    """0.2 * 0.35 = 0.07 keeps the first three."""
+    assert_close(frequencies(sampler, {"min_p": 0.2}, EXAMPLE), CHAINED)
+
+
+def test_all_three_filters_together(sampler):
+    """min_p = 0.1 of 0.35 leaves what top_k and top_p left; 0.15 of it drops the fourth token."""
+    assert_close(frequencies(sampler, {"top_k": 4, "top_p": 0.82, "min_p": 0.1}, EXAMPLE), JOINT)
+    assert_close(frequencies(sampler, {"top_k": 4, "top_p": 0.82, "min_p": 0.15}, EXAMPLE), CHAINED)
+
+
+def test_temperature(sampler):
+    """Temperature 0.5 squares the probabilities."""
+    squared = [p * p for p in EXAMPLE]
+    expected = [p / sum(squared) for p in squared]
+    assert_close(frequencies(sampler, {"temperature": 0.5}, EXAMPLE), expected)
+
+
+@pytest.mark.parametrize("neighbour", [{}, {"top_k": 1}, {"min_p": 0.5}, {"temperature": 5.0, "top_p": 0.1}])
+def test_a_neighbour_changes_nothing(neighbour, sampler):
+    """Half of the batch are requests with other parameters and other logits."""
+    torch.manual_seed(0)
+    width, pairs = 4, DRAWS // 4
+    mine, other = torch.tensor(EXAMPLE).log(), torch.tensor(EXAMPLE[::-1]).log()
+    logits = torch.stack([mine.repeat(width, 1), other.repeat(width, 1)]).repeat(pairs, 1, 1).flatten(0, 1)
+    info = sampling_info(*[{"top_k": 4, "top_p": 0.82}, neighbour] * pairs)
+    drawn = draw_target_tokens(logits, info, torch.arange(len(logits)), width, sampler)
+    found = torch.bincount(drawn[::2].flatten(), minlength=VOCABULARY) / (pairs * width)
+    assert_close(found, JOINT)
+
+
+@pytest.mark.parametrize("width", [1, 2, 16])
+def test_greedy_requests_take_the_argmax(width, sampler):
+    """Alone, and next to sampled ones."""
+    torch.manual_seed(1)
+    logits = torch.randn(6 * width, VOCABULARY)
+    best = logits.argmax(dim=-1).view(6, width)
+    positions = torch.arange(len(logits))
+    alone = draw_target_tokens(logits.clone(), sampling_info(*[{"top_k": 1}] * 6), positions, width, sampler)
+    assert torch.equal(alone, best)
+    mixed = sampling_info(*[{"top_k": 1}, {"temperature": 100.0}] * 3)
+    for _ in range(5):
+        drawn = draw_target_tokens(logits.clone(), mixed, positions, width, sampler)
+        assert torch.equal(drawn[::2], best[::2])
+
+
+def test_every_slot_draws_from_its_own_row(sampler):
+    """Row i * B + k allows only tokens no other row allows."""
+    bs, width = 3, 4
+    logits = torch.full((bs * width, 2 * bs * width), -torch.inf)
+    for row in range(bs * width):
+        logits[row, 2 * row : 2 * row + 2] = 0.0
+    info = sampling_info({"temperature": 2.0}, {"top_p": 0.9}, {"top_k": 2})
+    torch.manual_seed(0)
+    for _ in range(20):
+        drawn = draw_target_tokens(logits.clone(), info, torch.arange(bs * width), width, sampler)
+        assert torch.equal(drawn // 2, torch.arange(bs * width).view(bs, width))
+
+
+def test_parameters_belong_to_the_request_of_the_row(sampler):
+    """Equal logits everywhere; request i may only draw its top_k[i] likeliest tokens, and over many draws each of
+    them turns up (the chance to miss one is below 1e-15)."""
+    width, top_ks = 50, [1, 2, 3, 5]
+    logits = torch.linspace(1.0, 0.9, VOCABULARY).repeat(len(top_ks) * width, 1)
+    torch.manual_seed(0)
+    info = sampling_info(*[{"top_k": k} for k in top_ks])
+    drawn = torch.cat(
+        [
+            draw_target_tokens(logits.clone(), info, torch.arange(len(logits)), width, sampler)
+            for _ in range(4)
+        ],
+        dim=1,
+    )
+    assert [sorted(set(row.tolist())) for row in drawn] == [list(range(k)) for k in top_ks]
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 0.82}])
+def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
+    """With seeds, slot k of a block draws what SGLang's sampler draws when it decodes that position by itself."""
+    seeds, lengths, width = [11, 11, 987654321], [5, 40, 5], 6
+    logits = torch.randn(3, width, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    positions = torch.tensor(lengths)[:, None] + torch.arange(width)
+    info = sampling_info(*[filters] * 3, seeds=seeds)
+    drawn = draw_target_tokens(logits.flatten(0, 1).clone(), info, positions.flatten(), width, sampler)
+    for slot in range(width):
+        plain = sampler(
+            LogitsProcessorOutput(next_token_logits=logits[:, slot].clone()),
+            sampling_info(*[filters] * 3, seeds=seeds),
+            return_logprob=False,
+            top_logprobs_nums=[],
+            token_ids_logprobs=[],
+            positions=positions[:, slot],
+        )
+        assert torch.equal(drawn[:, slot], plain.long())
+    other = draw_target_tokens(
+        logits.flatten(0, 1).clone(),
+        sampling_info(*[filters] * 3, seeds=[1, 2, 3]),
+        positions.flatten(),
+        width,
+        sampler,
+    )
+    assert not torch.equal(drawn, other)
+
+
+def test_repeat_rows():
+    assert repeat_rows(None, 3) is None
+    assert repeat_rows(torch.tensor([[1], [2]]), 3).tolist() == [[1], [1], [1], [2], [2], [2]]
