@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve test bench tiny clean
+.PHONY: serve test bench clean
 
 serve: $(READY)
 	$(BIN)/python -m sglang.launch_server --model-path $(TARGET) --speculative-algorithm DFLASH --speculative-draft-model-path $(DRAFT) $(ARGS)

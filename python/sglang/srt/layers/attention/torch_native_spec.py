@@ -18,8 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 class _BlockPlan:
     """Where the blocks of one forward read.
 
-    slots: [bs, longest] int64, pool slots by position, 0 past a request's end (SGLang's padding slot).
+    slots: [bs * longest] int64, pool slots by position, 0 past a request's end (SGLang's padding slot).
     query_positions: [bs, width], key_positions: [longest], lengths: [bs], prefix + width.
+    masks: by what a layer sees; built once per forward, for all layers that see the same.
     """
 
     slots: torch.Tensor
@@ -28,11 +29,13 @@ class _BlockPlan:
     lengths: torch.Tensor
     masks: dict[tuple[bool, int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def mask(self, causal: bool, window: int, group: int) -> torch.Tensor | None:
-        """Boolean [bs, 1, group * width, longest], True where a query sees a key; None if every query sees all."""
+    def mask(self, causal: bool, window: int, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """To be added to scores, [bs, 1, group * width, longest]: 0 where a query sees a key and -inf where it does not;
+        None if every query sees all. (PyTorch would turn a boolean mask into this one again in every layer.)"""
         key = (causal, window, group)
         if key not in self.masks:
-            self.masks[key] = self._build_mask(causal, window, group)
+            seen = self._build_mask(causal, window, group)
+            self.masks[key] = None if seen is None else torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
         return self.masks[key]
 
     def _build_mask(self, causal: bool, window: int, group: int) -> torch.Tensor | None:
@@ -69,7 +72,7 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         table = self.req_to_token_pool.req_to_token
         slots = table[forward_batch.req_pool_indices.long(), :longest].long()
         slots = slots.masked_fill(key_positions[None, :] >= lengths[:, None], 0)
-        return _BlockPlan(slots, prefix[:, None] + torch.arange(width), key_positions, lengths)
+        return _BlockPlan(slots.flatten(), prefix[:, None] + torch.arange(width), key_positions, lengths)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
         """q, k, v: [tokens, heads * head_dim]; returns [tokens, q_heads * v_head_dim]."""
@@ -86,17 +89,19 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         # Query heads that share a KV head become more queries of that head, so KV is never repeated.
         queries = q.view(bs, width, kv_heads, group, layer.qk_head_dim).permute(0, 2, 3, 1, 4)
         queries = queries.reshape(bs, kv_heads, group * width, layer.qk_head_dim)
-        keys = self._gather(self.token_to_kv_pool.get_key_buffer(layer.layer_id), plan.slots, q.dtype)
-        values = self._gather(self.token_to_kv_pool.get_value_buffer(layer.layer_id), plan.slots, q.dtype)
+        keys = self._gather(self.token_to_kv_pool.get_key_buffer(layer.layer_id), plan.slots, bs, q.dtype)
+        values = self._gather(self.token_to_kv_pool.get_value_buffer(layer.layer_id), plan.slots, bs, q.dtype)
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
         window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
         attended = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=plan.mask(causal, window, group), scale=layer.scaling
+            queries, keys, values, attn_mask=plan.mask(causal, window, group, q.dtype), scale=layer.scaling
         )
         attended = attended.view(bs, kv_heads, group, width, layer.v_head_dim).permute(0, 3, 1, 2, 4)
         return attended.reshape(bs * width, kv_heads * group * layer.v_head_dim)
 
     @staticmethod
-    def _gather(buffer: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _gather(buffer: torch.Tensor, slots: torch.Tensor, bs: int, dtype: torch.dtype) -> torch.Tensor:
         """Pool rows [slots, heads, dim] of each request, as [bs, heads, longest, dim]."""
-        return buffer[slots].to(dtype).transpose(1, 2)
+        # index_select copies whole rows; indexing with a tensor is several times slower on a CPU.
+        rows = buffer.index_select(0, slots).to(dtype)
+        return rows.view(bs, -1, *buffer.shape[1:]).transpose(1, 2)
