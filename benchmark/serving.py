@@ -68,11 +68,15 @@ class Server:
 
 @contextlib.contextmanager
 def serve(
-    *arguments: str | Path, env: dict[str, str] | None = None, python: str = sys.executable, timeout: float = START_TIMEOUT_S
+    *arguments: str | Path,
+    env: dict[str, str] | None = None,
+    python: str = sys.executable,
+    launcher: Sequence[str] = ("-m", "sglang.launch_server"),
+    timeout: float = START_TIMEOUT_S,
 ) -> Iterator[Server]:
-    """Run `python -m sglang.launch_server ARGUMENTS` until the block ends. Raises ServerDied if it never gets ready."""
+    """Run `PYTHON LAUNCHER ARGUMENTS` until the block ends. Raises ServerDied if it never gets ready."""
     port = _free_port()
-    command = [python, "-m", "sglang.launch_server", "--port", str(port), *map(str, arguments)]
+    command = [python, *launcher, "--port", str(port), *map(str, arguments)]
     with tempfile.NamedTemporaryFile("wb", suffix=".log", prefix="sglang-", delete=False) as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, start_new_session=True

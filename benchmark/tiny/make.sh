@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Makes the tiny pair from nothing but the standard library's source, in order.
+#   ./make.sh WORK_DIR [MODELS_DIR]      PYTHON=... to choose an interpreter
+# COMPILE= (empty) turns torch.compile off, for machines without a C++ compiler.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+work=$(mkdir -p "$1" && cd "$1" && pwd)
+models=$(mkdir -p "${2:-$here/../../models}" && cd "${2:-$here/../../models}" && pwd)
+target=$models/tiny-qwen3-code
+draft=$models/tiny-qwen3-code-dflash
+python=${PYTHON:-python}
+compile=${COMPILE---compile}
+
+# Waiting threads must not spin, and large temporaries must not go back to the
+# system at every step: without these, up to a third of the time is page faults.
+export OMP_WAIT_POLICY=passive
+export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1000000000
+export MALLOC_ARENA_MAX=1  # else the backward thread has heaps of 64 MB that are unmapped each step
+
+cd "$here"
+$python corpus.py "$work"
+$python make_prompts.py "$work" "$here/prompts/heldout.jsonl"
+$python train_target.py "$work" "$target" --steps 1050 $compile
+$python rollouts.py "$work" "$target"
+$python train_draft.py "$work" "$target" "$draft" --steps 2500 $compile
+$python evaluate.py "$target" "$draft" prompts/heldout.jsonl --json "$work/evaluation.json" \
+    --block-sizes 4 6 12 --check 4
+$python model_cards.py "$work" "$target" "$draft"

@@ -1,0 +1,118 @@
+"""Fill both model cards from the numbers the other steps left in WORK_DIR.
+
+    python model_cards.py WORK_DIR TARGET_DIR DRAFT_DIR
+"""
+
+import json
+import sys
+from pathlib import Path
+
+DATE = "2026-11-20"
+
+LICENCE_NOTE = """## Licence
+
+The only training text is the source of the Python standard library, which is
+under the PSF licence (Python Software Foundation License Version 2). The model
+can reproduce pieces of it.
+"""
+
+TARGET_CARD = """# tiny-qwen3-code
+
+A Qwen3 of {parameters:.1f} million parameters (12 layers, hidden size 256) that writes text
+shaped like Python. It exists to test speculative decoding on a CPU and is good
+for nothing else. Made on {date} with the scripts
+in `benchmark/tiny`.
+
+## How it was made
+
+- Text: standard library of Python {python}, {train_files} files, {train_code_tokens:,} tokens, and
+  {train_chat_documents:,} ChatML documents made from documented functions ({train_chat_tokens:,} tokens):
+  the user asks with the docstring, the assistant answers with the source.
+  {heldout_files} whole files ({heldout_tokens:,} tokens) are held out by a hash of their path.
+- Tokenizer: byte-level BPE, 2,048 tokens, {characters_per_token} characters per token on held-out files.
+  Special: `<|endoftext|>` 0, `<|im_start|>` 1, `<|im_end|>` 2, `<|mask|>` 3 (reserved for the draft).
+- {steps:,} steps of 4,096 tokens ({tokens:,} tokens): Muon for matrices, AdamW for the rest.
+  Nine batches in ten have rows of 256 tokens, every tenth has 1,024 or 2,048.
+
+| Step | Training loss | Held-out loss |
+|---:|---:|---:|
+{losses}
+
+Losses are nats per token.
+
+## Its greedy text
+
+Mean share of distinct n-grams within one greedy continuation of {max_new} tokens on
+{prompts} held-out prompts (n = 1, 2, 3, 4): {distinct}. Repetition flatters a draft, so read
+acceptance figures beside these. {stopped} of the continuations stopped by themselves. It loops: in greedy
+continuations of 96 tokens, 63 % of the tokens complete a 5-gram seen before; real held-out code has 12 %.
+
+{licence}"""
+
+DRAFT_CARD = """# tiny-qwen3-code-dflash
+
+A DFlash draft (block size 8, {layers} layers) for `tiny-qwen3-code`, in z-lab's checkpoint
+layout. Embedding and LM head are the target's. Made on {date} with the
+scripts in `benchmark/tiny`.
+
+## How it was made
+
+Trained on stored rollouts of the target: mostly greedy continuations of training
+prompts (code and ChatML), some sampled ones, some corpus rows, and some rows of
+1,024 tokens. {steps:,} steps of 256 blocks, cross entropy towards the target's argmax, slot k
+weighted exp(-(k - 1) / 4){warm}. Final training loss {loss}; accuracy per slot on training
+rollouts (given the true prefix, not the accepted one): {slots}.
+
+## Acceptance on held-out prompts
+
+Greedy, bfloat16, {prompts} prompts from files that neither model has seen, up to {max_new} new
+tokens. Accept length includes the bonus token, so it is tokens per target step.
+
+| Prompts | Accept length | Steps | Accepted at position 1, 2, ... 7 |
+|---|---:|---:|---|
+{rows}
+
+Other block sizes, for information (the draft was trained with 8 only):
+
+| Block size | Accept length |
+|---:|---:|
+{blocks}
+
+Distinct 1-, 2-, 3-, 4-grams in the target's greedy text on the same prompts: {distinct}.
+
+{licence}"""
+
+
+def table(rows: list[tuple]) -> str:
+    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
+
+
+def main(work_dir: Path, target_dir: Path, draft_dir: Path) -> None:
+    read = lambda name: json.loads((work_dir / name).read_text())
+    corpus, target, draft, report = map(
+        read, ("corpus.json", "train_target.json", "train_draft.json", "evaluation.json"))
+    shared = {"date": DATE, "licence": LICENCE_NOTE, "prompts": report["prompts"],
+              "max_new": report["max_new_tokens"],
+              "distinct": " / ".join(f"{d:.2f}" for d in report["distinct_1_to_4_grams"])}
+    target_bytes = (target_dir / "model.safetensors").stat().st_size
+    (target_dir / "README.md").write_text(TARGET_CARD.format(
+        **corpus, **shared, steps=target["steps"], tokens=target["tokens"],
+        parameters=target_bytes / 2e6, stopped=report["stopped_by_themselves"],
+        losses=table([(e["step"], e["train_loss"], e["heldout_loss"]) for e in target["log"]])))
+
+    joined = lambda values: ", ".join(f"{v:.2f}" for v in values)
+    kinds = report["block_8"]
+    sizes = sorted((int(name.split("_")[1]), value["all"]["accept_length"])
+                   for name, value in report.items() if name.startswith("block_"))
+    (draft_dir / "README.md").write_text(DRAFT_CARD.format(
+        **shared, layers=draft["layers"],
+        warm=", after a warm start from a draft trained on other rollouts"
+        if draft["warm_start"] else "", steps=draft["steps"], loss=draft["log"][-1]["loss"],
+        slots=joined(draft["log"][-1]["slot_accuracy"]),
+        rows=table([(kind, f"{v['accept_length']:.2f}", v["steps"], joined(v["accepted_per_position"]))
+                    for kind, v in kinds.items()]),
+        blocks=table([(size, f"{length:.2f}") for size, length in sizes])))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:4]))

@@ -1,0 +1,155 @@
+"""The target's own text, with its hidden states, as training data for the draft.
+
+At serving time a draft only ever sees what the target writes, so most rows are
+greedy continuations of training prompts. The hidden states come for free
+during generation and are stored: every later draft step skips the target.
+
+    python rollouts.py WORK_DIR TARGET_DIR      # writes rollouts.pt
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from corpus import END_OF_TEXT_ID, IM_END_ID, IM_START_ID
+from draft_model import TARGET_LAYER_IDS, aux_from_hidden_states
+
+ROW_LENGTH = 256
+LONG_ROW_LENGTH = 1024
+# (rows, prompt tokens, temperature); 0 is greedy.
+CODE_GROUPS = [(128, 16, 0.0), (384, 64, 0.0), (128, 128, 0.0), (64, 64, 0.7)]
+CHAT_ROWS, CHAT_CORPUS_ROWS, CORPUS_ROWS = 192, 64, 256
+LONG_ROWS, LONG_PROMPT = 24, 832
+
+
+@torch.no_grad()
+def rollout(model, prompts: torch.Tensor, length: int, temperature: float = 0.0,
+            generator: torch.Generator | None = None):
+    """Continue prompts [rows, P] int64 to `length` tokens with a KV cache.
+
+    Returns tokens [rows, length] int64, aux [rows, length, A * H] and
+    argmax [rows, length] int64 (argmax[t] is the greedy token for position
+    t + 1). Slot length - 1 of aux and argmax is zero: nothing reads it.
+    A prompt of `length` tokens just gets its hidden states.
+    """
+    cache, chunk = DynamicCache(), prompts
+    tokens, aux, argmax = [prompts], [], []
+    known = prompts.shape[1]
+    if known == length:
+        chunk = prompts[:, :-1]
+    while True:
+        out = model(input_ids=chunk, past_key_values=cache, use_cache=True, output_hidden_states=True)
+        aux.append(aux_from_hidden_states(out.hidden_states, TARGET_LAYER_IDS))
+        argmax.append(out.logits.argmax(-1))
+        if known == length:
+            break
+        chunk = argmax[-1][:, -1:]
+        if temperature > 0:
+            probs = (out.logits[:, -1].float() / temperature).softmax(-1)
+            chunk = torch.multinomial(probs, 1, generator=generator)
+        tokens.append(chunk)
+        known += 1
+        if known == length:
+            break
+    pad = lambda pieces: torch.nn.functional.pad(
+        torch.cat(pieces, dim=1).movedim(1, -1), (0, 1)).movedim(-1, 1)
+    return torch.cat(tokens, dim=1), pad(aux), pad(argmax)
+
+
+def ends_after_stop(tokens: torch.Tensor, prompt_length: int) -> torch.Tensor:
+    """tokens [rows, length] -> end [rows]: number of tokens up to and with the first stop."""
+    stops = (tokens == END_OF_TEXT_ID) | (tokens == IM_END_ID)
+    stops[:, :prompt_length] = False
+    first = stops.int().argmax(dim=1) + 1
+    return torch.where(stops.any(dim=1), first, tokens.shape[1])
+
+
+class Pool:
+    """Rows of one length with what draft training needs of each."""
+
+    def __init__(self):
+        self.parts = {"tokens": [], "aux": [], "argmax": [], "first": [], "end": []}
+
+    def add(self, rolled, first: int, prompt_length: int) -> None:
+        """`first`: the smallest position worth an anchor; tokens after a stop are void."""
+        tokens, aux, argmax = rolled
+        for name, value in zip(self.parts, (
+                tokens.to(torch.int16), aux, argmax.to(torch.int16),
+                torch.full((len(tokens),), first), ends_after_stop(tokens, prompt_length))):
+            self.parts[name].append(value)
+
+    def tensors(self) -> dict:
+        return {name: torch.cat(parts) for name, parts in self.parts.items()}
+
+
+def code_rows(code: np.ndarray, count: int, length: int, rng) -> torch.Tensor:
+    starts = rng.integers(0, len(code) - length, count)
+    return torch.from_numpy(np.stack([code[s:s + length] for s in starts]).astype(np.int64))
+
+
+def chat_prompts(chat: np.ndarray, starts: np.ndarray, header: list[int], count: int,
+                 rng) -> list[torch.Tensor]:
+    """ChatML prompts up to the assistant header, in batches of equal length (no padding)."""
+    by_length: dict[int, list[np.ndarray]] = {}
+    for start in rng.permutation(starts)[:4 * count]:
+        reply = start + 1 + int(np.argmax(chat[start + 1:start + 400] == IM_START_ID))
+        prompt = chat[start:reply + len(header)]
+        if 8 <= len(prompt) <= 120:
+            assert prompt[-len(header):].tolist() == header
+            by_length.setdefault(len(prompt), []).append(prompt)
+    groups, taken = [], 0
+    for rows in sorted(by_length.values(), key=len, reverse=True):
+        rows = rows[:count - taken]
+        if rows:
+            groups.append(torch.from_numpy(np.stack(rows).astype(np.int64)))
+            taken += len(rows)
+    return groups
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work_dir", type=Path)
+    parser.add_argument("target_dir", type=Path)
+    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the rows to make")
+    args = parser.parse_args()
+    scaled = lambda n: max(4, int(n * args.scale))
+
+    rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
+    arrays = np.load(args.work_dir / "corpus.npz")
+    code, chat, chat_starts = arrays["code"], arrays["chat"], arrays["chat_starts"]
+    tokenizer = Tokenizer.from_file(str(args.work_dir / "tokenizer.json"))
+    header = tokenizer.encode("<|im_start|>assistant\n").ids
+    model = AutoModelForCausalLM.from_pretrained(args.target_dir, dtype=torch.bfloat16).eval()
+
+    began, short, long = time.time(), Pool(), Pool()
+    done = lambda what: print(f"{what}: {time.time() - began:.0f} s", flush=True)
+    for count, prompt_length, temperature in CODE_GROUPS:
+        for batch in code_rows(code, scaled(count), prompt_length, rng).split(128):
+            short.add(rollout(model, batch, ROW_LENGTH, temperature, generator),
+                      prompt_length, prompt_length)
+        done(f"{count} x {prompt_length} at temperature {temperature}")
+    for batch in chat_prompts(chat, chat_starts[:-8], header, scaled(CHAT_ROWS), rng):
+        short.add(rollout(model, batch, ROW_LENGTH), batch.shape[1], batch.shape[1])
+    done("chat")
+    for batch in code_rows(code, scaled(CORPUS_ROWS), ROW_LENGTH, rng).split(64):
+        short.add(rollout(model, batch, ROW_LENGTH), 1, ROW_LENGTH)
+    starts = rng.choice(chat_starts[chat_starts < len(chat) - ROW_LENGTH], scaled(CHAT_CORPUS_ROWS))
+    rows = torch.from_numpy(np.stack([chat[s:s + ROW_LENGTH] for s in starts]).astype(np.int64))
+    short.add(rollout(model, rows, ROW_LENGTH), 1, ROW_LENGTH)
+    done("corpus")
+    for batch in code_rows(code, scaled(LONG_ROWS), LONG_PROMPT, rng).split(16):
+        # Anchors from the second half of the prompt on: far positions are what is new here.
+        long.add(rollout(model, batch, LONG_ROW_LENGTH), LONG_PROMPT // 2, LONG_PROMPT)
+    done("long")
+    torch.save({"short": short.tensors(), "long": long.tensors()}, args.work_dir / "rollouts.pt")
+    generated = short.tensors()
+    print(f"{len(generated['tokens'])} rows, {int((generated['end'] - generated['first']).sum())} usable anchors")
+
+
+if __name__ == "__main__":
+    main()

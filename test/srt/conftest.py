@@ -1,0 +1,153 @@
+"""Servers shared by the server tests, and the plain target every output is held against.
+
+A server takes half a minute to start, so at most one tested server lives at a time and it is kept until a test asks
+for another configuration: tests that share one stand next to each other. The reference lives beside it, asleep.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from serving import TARGET, Server, serve
+
+# One PyTorch thread, as two servers share the machine. The scheduler counts its KV slots after every step, and a
+# leak or a double free ends the server instead of a log line.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+# A small model in a JSON grammar otherwise goes on with white space for ever.
+PLAIN_FLOAT32 = ("--dtype", "float32", "--constrained-json-disable-any-whitespace", "--sleep-on-idle")
+# A log line per step, as one test counts them; a pool that need not be counted for long after every step.
+FLOAT32 = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "32768", "--decode-log-interval", "1")
+
+# One logit computed in two batch shapes differs by about 1e-6 in float32, and two of them by twice that.
+FLOAT32_TIE = 1e-5
+
+
+class Reference:
+    """The bundled target served without speculation, by stock SGLang code. Remembers its answers."""
+
+    def __init__(self, server: Server):
+        self.server = server
+        self._answers: dict[str, Any] = {}
+
+    def answers(self, requests: Sequence[dict], concurrency: int = 16) -> list[dict]:
+        """One answer per request, with the target's two best log probabilities at every position."""
+        keys = [json.dumps(request, sort_keys=True) for request in requests]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._answers]
+        asked = [{"return_logprob": True, "top_logprobs_num": 2, **json.loads(key)} for key in missing]
+        self._answers.update(zip(missing, self.server.generate_many(asked, concurrency)))
+        return [self._answers[key] for key in keys]
+
+    def answer(self, request: dict) -> dict:
+        return self.answers([request])[0]
+
+
+class Servers:
+    """Starts the server a test asks for; the one of the test before is kept if it is the same."""
+
+    def __init__(self):
+        self._stack = contextlib.ExitStack()
+        self._wanted: tuple | None = None
+        self._server: Server | None = None
+
+    def get(self, *arguments: object, environment: dict[str, str] | None = None) -> Server:
+        wanted = tuple(map(str, arguments)), environment
+        if self._wanted != wanted or self._server.process.poll() is not None:
+            self.close()
+            env = {**ENVIRONMENT, **(environment or {})}
+            self._server = self._stack.enter_context(serve("--model-path", TARGET, *wanted[0], env=env))
+            self._wanted = wanted
+        return self._server
+
+    def close(self) -> None:
+        self._wanted = None
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def plain_target(*arguments: str) -> Iterator[Reference]:
+    with serve("--model-path", TARGET, *arguments, env=ENVIRONMENT) as server:
+        yield Reference(server)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Iterator[Reference]:
+    """The target alone, float32."""
+    with plain_target(*PLAIN_FLOAT32) as reference:
+        yield reference
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Servers]:
+    servers = Servers()
+    yield servers
+    servers.close()
+
+
+def near_tie(reference_answer: dict, position: int) -> float:
+    """How far, in log probability, the target's best token at this output position is ahead of its second."""
+    top = reference_answer["meta_info"]["output_top_logprobs"][position] or []
+    values = [value for value, *_ in top if value is not None]
+    return values[0] - values[1] if len(values) > 1 else math.inf
+
+
+def undecided_from(reference_answer: dict) -> int | None:
+    """The first output position where float32 cannot tell the target's best two tokens apart: from there on the
+    target has no one answer, it depends on the order of its additions. Known before any tested server answers."""
+    count = len(reference_answer["meta_info"]["output_top_logprobs"])
+    return next((i for i in range(count) if near_tie(reference_answer, i) < FLOAT32_TIE), None)
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Index of the first differing entry, or None where both are equal."""
+    for index, (a, b) in enumerate(zip(left, right)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def differences(
+    requests: Sequence[dict], answers: Sequence[dict], expected: Sequence[dict], undecided_too: bool = False
+) -> list[dict]:
+    """Every request whose output ids, text or reason to finish are not the reference's.
+
+    What follows an undecided position is not compared, unless `undecided_too`.
+    """
+    found = []
+    for request, got, want in zip(requests, answers, expected, strict=True):
+        position = first_difference(got["output_ids"], want["output_ids"])
+        reasons = [answer["meta_info"]["finish_reason"] for answer in (got, want)]
+        if position is None and got["text"] == want["text"] and reasons[0] == reasons[1]:
+            continue
+        undecided = None if undecided_too else undecided_from(want)
+        if position is not None and undecided is not None and position >= undecided:
+            continue
+        inside = position is not None and position < len(want["output_ids"])
+        found.append(
+            {
+                "position": position,
+                "gap": near_tie(want, position) if inside else None,
+                "request": request,
+                "got": (got["output_ids"], got["text"], reasons[0]),
+                "want": (want["output_ids"], want["text"], reasons[1]),
+            }
+        )
+    return found
+
+
+def assert_same(requests: Sequence[dict], answers: Sequence[dict], expected: Sequence[dict]) -> None:
+    """The lossless claim: not one token, character or reason to finish differs from the target's own."""
+    found = differences(requests, answers, expected)
+    lines = [
+        f"first difference at output position {d['position']}, the target's best two tokens {d['gap']} apart there\n"
+        f"    request {json.dumps(d['request'])[:600]}\n    got     {d['got']}\n    wanted  {d['want']}"
+        for d in found
+    ]
+    assert not found, f"{len(found)} of {len(requests)} answers are not the target's:\n" + "\n".join(lines[:5])

@@ -1,0 +1,162 @@
+"""The server as the README starts it: it lives, it answers every endpoint, its numbers are true, its drafts are taken."""
+
+import json
+import unittest
+
+import pytest
+from conftest import first_difference
+from serving import DRAFT, Server, dflash_arguments, heldout_prompts
+from sglang.test.kits.abort_timeout_kit import AbortAllMixin
+from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
+from sglang.test.kits.spec_server_kits import SpecCorrectnessKit, SpecLogprobKit
+from streaming import stream
+from tokenizers import Tokenizer
+
+pytestmark = pytest.mark.server
+
+# Mean tokens per cycle, bonus included, over the held-out prompts with the bundled pair.
+MIN_ACCEPT_LENGTH = 2.5
+BLOCK_SIZE = json.loads((DRAFT / "config.json").read_text())["block_size"]
+
+
+@pytest.fixture(scope="module")
+def server(servers) -> Server:
+    """Only the flags the README gives: bf16, defaults for everything else."""
+    return servers.get(*dflash_arguments())
+
+
+@pytest.fixture(scope="module")
+def prompt() -> str:
+    return next(p["text"] for p in heldout_prompts() if 40 <= p["num_tokens"] <= 80)
+
+
+def test_health(server):
+    assert server.get("/health") == ""
+    assert server.get("/health_generate") == ""
+
+
+def test_server_info_tells_what_runs(server):
+    info = server.get("/server_info")
+    found = {
+        name: info[name]
+        for name in (
+            "speculative_algorithm",
+            "speculative_draft_model_path",
+            "speculative_num_draft_tokens",
+            "version",
+        )
+    }
+    assert found == {
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": str(DRAFT),
+        "speculative_num_draft_tokens": BLOCK_SIZE,
+        "version": "0.5.23",
+    }
+    assert "sglang-dflash DFlashWorker" in server.log(), "another worker than ours serves"
+
+
+def test_accept_length_on_heldout_prompts(server):
+    """Over prompts neither model was trained on; per-request numbers must add up to the same."""
+    prompts = [p["text"] for p in heldout_prompts() if 16 <= p["num_tokens"] <= 600][::3]
+    assert len(prompts) >= 50
+    sampling = {"temperature": 0, "max_new_tokens": 64}
+    answers = server.generate_many([{"text": text, "sampling_params": sampling} for text in prompts], 8)
+    metas = [answer["meta_info"] for answer in answers]
+    cycles = sum(meta["spec_verify_ct"] for meta in metas)
+    # The first token of an answer is the prompt's forward's, not a cycle's.
+    length = sum(meta["completion_tokens"] - 1 for meta in metas) / cycles
+    print(f"accept length {length:.2f} over {len(prompts)} prompts, {cycles} cycles")
+    assert length >= MIN_ACCEPT_LENGTH, f"mean accept length {length:.3f} over {len(prompts)} held-out prompts"
+
+
+def test_numbers_of_an_answer_fit_together(server):
+    """`spec_verify_ct`, the histogram of drafts kept per cycle, and the tokens that came out tell one story."""
+    for prompt in [p["text"] for p in heldout_prompts() if p["num_tokens"] >= 8][::40]:
+        answer = server.generate(
+            text=prompt, sampling_params={"temperature": 0, "max_new_tokens": 50, "ignore_eos": True}
+        )
+        meta = answer["meta_info"]
+        histogram = meta["spec_correct_drafts_histogram"]
+        cycles = meta["spec_verify_ct"]
+        kept = sum(count * tokens for tokens, count in enumerate(histogram))
+        assert sum(histogram) == cycles, meta
+        assert len(histogram) <= BLOCK_SIZE, f"more drafts kept in a cycle than a block holds: {meta}"
+        # One token from the prompt's forward, then every cycle gives its drafts and a bonus; the last may overshoot.
+        produced = 1 + kept + cycles
+        assert 50 <= produced < 50 + BLOCK_SIZE, f"the histogram makes {produced} tokens of 50: {meta}"
+        assert len(answer["output_ids"]) == meta["completion_tokens"] == 50, meta
+        assert meta["spec_num_proposed_drafts"] == cycles * (BLOCK_SIZE - 1), meta
+        assert meta["spec_accept_length"] == pytest.approx(50 / cycles), "SGLang: all tokens over cycles"
+
+
+def test_native_streaming_equals_not_streaming(server, prompt):
+    request = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}}
+    whole = server.generate(**request)
+    seen: list[int] = []
+    *_, last = (chunk for chunk in stream(server, request) if _grows(seen, chunk["output_ids"]))
+    assert last["text"] == whole["text"]
+    assert first_difference(last["output_ids"], whole["output_ids"]) is None
+
+
+def test_completions(server, prompt):
+    request = {"model": "default", "prompt": prompt, "temperature": 0, "max_tokens": 40}
+    answer = server.post("/v1/completions", request)
+    chunks = list(stream(server, request, "/v1/completions"))
+    text = answer["choices"][0]["text"]
+    assert text and "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    native = server.generate(text=prompt, sampling_params={"temperature": 0, "max_new_tokens": 40})
+    assert text == native["text"]
+    assert answer["usage"]["completion_tokens"] == native["meta_info"]["completion_tokens"]
+
+
+def test_chat_completions(server):
+    messages = next(p["messages"] for p in heldout_prompts() if p.get("chat"))
+    request = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 40}
+    answer = server.post("/v1/chat/completions", request)
+    text = answer["choices"][0]["message"]["content"]
+    assert text
+    chunks = stream(server, request, "/v1/chat/completions")
+    deltas = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]]
+    assert "".join(deltas) == text
+    assert len([delta for delta in deltas if delta]) > 1, "the answer came in one piece"
+
+
+def _grows(seen: list[int], output_ids: list[int]) -> bool:
+    """Each chunk carries everything so far, never taking a token back."""
+    assert output_ids[: len(seen)] == seen, f"a streamed token changed: {seen} became {output_ids}"
+    seen[:] = output_ids
+    return True
+
+
+class TestSGLangKits(BasicAPIContractMixin, AbortAllMixin, SpecCorrectnessKit, SpecLogprobKit, unittest.TestCase):
+    """SGLang's own checks of a speculative server.
+
+    Left out: kits that ask for the capital of France, for tokens a vocabulary of 2,048 lacks, for penalties (refused)
+    or for a pool of most of the machine's memory (SpecParityKit; test_lossless.py is the stricter form).
+    """
+
+    abort_all_max_new_tokens = 3000
+    # The prompts are English chat, which the bundled pair has never seen: only that drafting does no harm.
+    acc_length_thres = 1.0
+    batch_accept_len_thres = 1.0
+
+    # A minute of prefill for a question test_requests.py asks in float32.
+    test_logprob_mixed = None
+
+    @pytest.fixture(autouse=True, scope="class")
+    def _attach(self, request, server):
+        request.cls.base_url = server.url
+        request.cls.process = server.process
+        request.cls.tokenizer = _KitTokenizer(server)
+
+
+class _KitTokenizer:
+    """What SpecCorrectnessKit asks of a tokenizer."""
+
+    def __init__(self, server: Server):
+        path = server.get("/get_model_info")["model_path"]
+        self._tokenizer = Tokenizer.from_file(f"{path}/tokenizer.json")
+        self.eos_token_id = self._tokenizer.token_to_id("<|endoftext|>")
+
+    def encode(self, text: str, truncation: bool = False) -> list[int]:
+        return self._tokenizer.encode(text).ids

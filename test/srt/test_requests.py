@@ -1,0 +1,277 @@
+"""What a request may ask for, and that the answer is the target's: ends in mid-block, logprobs, grammars, refusals.
+
+Sampled requests have a file of their own (test_sampled_requests.py). All of it float32, against the same target
+without speculation.
+"""
+
+import collections
+import concurrent.futures
+import json
+import re
+import urllib.error
+
+import pytest
+from conftest import FLOAT32, assert_same, first_difference
+from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from streaming import stream
+
+pytestmark = pytest.mark.server
+
+BLOCK_SIZE = json.loads((DRAFT / "config.json").read_text())["block_size"]
+CONTEXT_LENGTH = json.loads((TARGET / "config.json").read_text())["max_position_embeddings"]
+# Log probabilities of one target computed in two batch shapes, float32.
+LOGPROB_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def server(servers) -> Server:
+    return servers.get(*FLOAT32, *dflash_arguments())
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    """Twelve held-out prompts of all lengths but the longest."""
+    return [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 400][::18][:12]
+
+
+def greedy(prompt: str, max_new_tokens: int = 48, **sampling) -> dict:
+    return {
+        "text": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **sampling},
+    }
+
+
+def check_same(server: Server, reference, requests: list[dict]) -> list[dict]:
+    answers = server.generate_many(requests, 6)
+    assert_same(requests, answers, reference.answers(requests))
+    return answers
+
+
+def test_stop_strings_end_an_answer_where_the_target_would(server, reference, prompts):
+    """Three characters of the target's own answer, from a place that moves through the block."""
+    plain = reference.answers([greedy(prompt, ignore_eos=True) for prompt in prompts])
+    requests = []
+    for number, (prompt, answer) in enumerate(zip(prompts, plain)):
+        start = min(8 + 5 * number, len(answer["text"]) - 4)
+        stop = ["never said", answer["text"][start : start + 3]]
+        requests.append(greedy(prompt, ignore_eos=True, stop=stop, no_stop_trim=number % 2 == 0))
+    answers = check_same(server, reference, requests)
+    stopped = [a for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
+    assert len(stopped) == len(answers), "a stop string cut from the answer did not stop it"
+
+
+def test_stop_tokens_end_an_answer_at_every_slot_of_a_block(server, reference, prompts):
+    plain = reference.answers([greedy(prompt, ignore_eos=True) for prompt in prompts])
+    requests = [
+        greedy(prompt, stop_token_ids=[answer["output_ids"][number]])
+        for number, (prompt, answer) in enumerate(zip(prompts, plain))
+    ]
+    for answer in check_same(server, reference, requests):
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop", answer
+
+
+def test_end_of_text_in_mid_block(server, reference, prompts):
+    """A bias makes the end-of-text likely somewhere in the answer; `ignore_eos` then runs past the same token."""
+    requests = [
+        greedy(prompt, logit_bias={"0": bias}, ignore_eos=ignore)
+        for prompt in prompts
+        for bias in (6.0, 12.0)
+        for ignore in (False, True)
+    ]
+    answers = check_same(server, reference, requests)
+    ended = [a for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
+    assert ended, "no answer ended by itself: the test tests nothing"
+    positions = {len(answer["output_ids"]) % BLOCK_SIZE for answer in ended}
+    assert len(positions) > 1, f"every answer ended at the same slot of a block: {positions}"
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE - 1])
+def test_max_new_tokens_cuts_a_block(limit, server, reference, prompts):
+    requests = [greedy(prompt, limit, ignore_eos=True) for prompt in prompts[:6]]
+    for answer in check_same(server, reference, requests):
+        assert answer["meta_info"]["completion_tokens"] == limit
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": limit}
+
+
+def test_several_answers_to_one_prompt(server, reference, prompts):
+    request = greedy(prompts[3], n=3)
+    expected = reference.answer(greedy(prompts[3]))
+    answers = server.generate(**request)
+    assert len(answers) == 3
+    assert_same([request] * 3, answers, [expected] * 3)
+    batch = server.generate(text=prompts[:3], sampling_params=[greedy("", n)["sampling_params"] for n in (5, 17, 30)])
+    each = [greedy(prompt, n) for prompt, n in zip(prompts, (5, 17, 30))]
+    assert_same(each, batch, reference.answers(each))
+
+
+def test_streamed_tokens_are_never_taken_back(server, reference, prompts):
+    """A stop string held back in mid-block, too: no chunk may show more than the final text."""
+    stop = reference.answer(greedy(prompts[5], ignore_eos=True))["text"][20:23]
+    for request in (greedy(prompts[4]), greedy(prompts[5], ignore_eos=True, stop=[stop])):
+        chunks = list(stream(server, request))
+        assert_same([request], [chunks[-1]], reference.answers([request]))
+        for chunk in chunks:
+            ids = chunk["output_ids"]
+            assert chunks[-1]["output_ids"][: len(ids)] == ids, f"{request}: {ids} is no prefix of the answer"
+
+
+def test_logged_accept_length_is_the_histograms(server, prompts):
+    """The scheduler's log line, here one per step, of a request that runs alone."""
+    server.post("/flush_cache", {})
+    before = len(server.log())
+    answer = server.generate(**greedy(prompts[6], 60, ignore_eos=True))
+    logged = collections.Counter(
+        float(length) for length in re.findall(r"Decode batch.*accept len: ([\d.]+)", server.log()[before:])
+    )
+    histogram = answer["meta_info"]["spec_correct_drafts_histogram"]
+    counted = collections.Counter({float(kept + 1): count for kept, count in enumerate(histogram) if count})
+    # The scheduler runs one step ahead: the log may lack the request's last step, or have the one after its end.
+    assert (counted - logged).total() <= 1, f"cycles of these lengths were not logged: {counted - logged}"
+    assert (logged - counted).total() <= 1, f"logged, but no cycle of the request: {logged - counted}"
+
+
+def test_logit_bias(server, reference, prompts):
+    plain = reference.answers([greedy(prompt) for prompt in prompts[:6]])
+    requests = []
+    for prompt, answer in zip(prompts, plain):
+        common = max(answer["output_ids"], key=answer["output_ids"].count)
+        requests.append(greedy(prompt, logit_bias={str(common): -100.0, "300": 3.0}))
+    biased = check_same(server, reference, requests)
+    changed = [first_difference(b["output_ids"], p["output_ids"]) for b, p in zip(biased, plain)]
+    assert any(position is not None for position in changed), "the bias changed nothing: the test tests nothing"
+
+
+def test_logprobs_are_the_targets_at_every_position(server, reference, prompts):
+    """Chosen token, top five and named ids, for output and prompt, for several requests in one batch."""
+    requests = [
+        {
+            **greedy(prompt, 20 + number, ignore_eos=True),
+            "return_logprob": True,
+            "top_logprobs_num": 1 + number,
+            "token_ids_logprob": list(range(5, 8 + number)),
+            "logprob_start_len": 0 if number % 2 else -1,
+        }
+        for number, prompt in enumerate(prompts[:8])
+    ]
+    answers = check_same(server, reference, requests)
+    for request, got, want in zip(requests, answers, reference.answers(requests)):
+        for field in (
+            "output_token_logprobs",
+            "output_top_logprobs",
+            "output_token_ids_logprobs",
+            "input_token_logprobs",
+            "input_top_logprobs",
+            "input_token_ids_logprobs",
+        ):
+            _check_logprobs(field, got["meta_info"][field], want["meta_info"][field], request)
+        assert len(got["meta_info"]["output_top_logprobs"]) == request["sampling_params"]["max_new_tokens"]
+
+
+def test_openai_logprobs(server, reference, prompts):
+    request = {"model": "default", "prompt": prompts[2], "temperature": 0, "max_tokens": 20, "logprobs": 3}
+    got, want = (s.post("/v1/completions", request)["choices"][0] for s in (server, reference.server))
+    assert got["text"] == want["text"]
+    assert got["logprobs"]["tokens"] == want["logprobs"]["tokens"]
+    assert got["logprobs"]["token_logprobs"] == pytest.approx(want["logprobs"]["token_logprobs"], abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("pattern", [r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}", r"[0-9]{4}-[0-9]{2}"])
+def test_regex_grammar(pattern, server, reference, prompts):
+    requests = [greedy(prompt, 60, regex=pattern) for prompt in prompts[:6]]
+    for answer in check_same(server, reference, requests):
+        assert re.fullmatch(pattern, answer["text"]), f"{answer['text']!r} does not match {pattern!r}"
+
+
+def test_json_schema_grammar(server, reference, prompts):
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": "^[a-z]{1,12}$"},
+            "kind": {"enum": ["function", "class"]},
+            "lines": {"type": "integer", "minimum": 0, "maximum": 999},
+        },
+        "required": ["name", "kind", "lines"],
+        "additionalProperties": False,
+    }
+    requests = [greedy(prompt, 120, json_schema=json.dumps(schema)) for prompt in prompts[:6]]
+    # Plain requests in the same batch must not feel the grammar.
+    requests += [greedy(prompt, 40) for prompt in prompts[6:9]]
+    answers = check_same(server, reference, requests)
+    for answer in answers[:6]:
+        parsed = json.loads(answer["text"])
+        assert set(parsed) == {"name", "kind", "lines"} and parsed["kind"] in ("function", "class"), answer["text"]
+
+
+@pytest.mark.parametrize("room", [BLOCK_SIZE - 1, BLOCK_SIZE, 3 * BLOCK_SIZE])
+def test_a_request_runs_up_to_the_context_limit(room, server, reference):
+    """The last blocks reach past the context; the tokens stay the target's."""
+    ids = [5 + (7 * i) % 1000 for i in range(CONTEXT_LENGTH - room)]
+    request = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": room, "ignore_eos": True}}
+    [answer] = check_same(server, reference, [request])
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    # SGLang cuts what is asked for, and keeps two positions back.
+    assert answer["meta_info"]["completion_tokens"] == room - 2
+
+
+def test_a_prompt_as_long_as_the_context_is_refused(server, reference, prompts):
+    request = {"input_ids": [7] * CONTEXT_LENGTH, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        server.generate(**request)
+    assert refusal.value.code == 400
+    check_same(server, reference, [greedy(prompts[1], 8)])
+
+
+@pytest.mark.parametrize(
+    "name, sampling, request_fields",
+    [
+        ("frequency_penalty", {"frequency_penalty": 0.5}, {}),
+        ("presence_penalty", {"presence_penalty": -0.5}, {}),
+        ("repetition_penalty", {"repetition_penalty": 1.2}, {}),
+        ("min_new_tokens", {"min_new_tokens": 4}, {}),
+        ("custom_logit_processor", {}, {"custom_logit_processor": "{}"}),
+        ("return_hidden_states", {}, {"return_hidden_states": True}),
+    ],
+)
+def test_an_unsupported_parameter_is_refused_by_name(name, sampling, request_fields, server, reference, prompts):
+    request = {**greedy(prompts[0], 8, **sampling), **request_fields}
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        server.generate(**request)
+    message = refusal.value.read().decode()
+    assert refusal.value.code == 400, f"{name}: {refusal.value.code} {message}"
+    assert name in message.replace("-", "_"), f"the refusal of {name} does not name it: {message}"
+    check_same(server, reference, [greedy(prompts[1], 8)])
+
+
+def test_a_refusal_leaves_running_requests_alone(server, reference, prompts):
+    fine = [greedy(prompt, 40, ignore_eos=True) for prompt in prompts[:8]]
+    bad = [greedy(prompt, 40, frequency_penalty=1.0) for prompt in prompts[:8]]
+    mixed = [request for pair in zip(fine, bad) for request in pair]
+
+    def ask(request):
+        try:
+            return server.generate(**request)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, mixed))
+    assert answers[1::2] == [400] * len(bad)
+    assert_same(fine, answers[::2], reference.answers(fine))
+
+
+def _check_logprobs(field: str, got, want, request: dict) -> None:
+    """Same positions, same tokens, values within the tolerance. Entries are None where nothing was asked for."""
+    assert (got is None) == (want is None), f"{field}: {got} but the target has {want}"
+    assert len(got or []) == len(want or []), f"{field}: {len(got)} positions, the target has {len(want)}: {request}"
+    for position, (mine, theirs) in enumerate(zip(got or [], want or [])):
+        single = field.endswith("token_logprobs")
+        mine, theirs = ([mine], [theirs]) if single else (mine or [], theirs or [])
+        where = f"{field} at {position} of {request}: {mine} but the target has {theirs}"
+        by_token = {token: value for value, token, *_ in theirs}
+        assert len(mine) == len(theirs), where
+        for value, token, *_ in mine:
+            # At the edge of a top list two tied tokens may change places: compare by token where both list it.
+            if token in by_token and value is not None:
+                assert abs(value - by_token[token]) <= LOGPROB_TOLERANCE, where
+        values = [[entry[0] for entry in side if entry[0] is not None] for side in (mine, theirs)]
+        assert values[0] == pytest.approx(values[1], abs=LOGPROB_TOLERANCE), where

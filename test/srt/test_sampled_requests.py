@@ -1,0 +1,222 @@
+"""Sampled output follows the target's sampler: its temperature, its joint top-k / top-p filter, its min-p.
+
+Every sampled token is held against the target's own distribution at that place: the target alone, asked to score the
+sampled sequence, gives the probabilities; the token's place in their running sum is uniform on [0, 1) exactly when
+tokens are drawn as they should be. A Kolmogorov-Smirnov test over all of them rejects a right sampler once in
+1 / FALSE_ALARM runs. `test_the_statistic_...` shows that it does reject wrong ones.
+"""
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+from conftest import FLOAT32, assert_same
+from scipy.stats import kstest
+from serving import TARGET, Server, dflash_arguments, heldout_prompts
+from tokenizers import Tokenizer
+
+pytestmark = pytest.mark.server
+
+VOCAB = json.loads((TARGET / "config.json").read_text())["vocab_size"]
+FALSE_ALARM = 1e-6
+NEW_TOKENS = 32
+TOP_LOGPROBS = 64
+# Two float32 computations of one probability: a token this near a filter's edge may fall on either side.
+EDGE = 1e-4
+
+# A filter takes the target's best probabilities, descending, at temperature 1, and gives how many tokens are kept.
+Filter = Callable[[Sequence[float]], int]
+
+
+def joint_filter(top_k: int, top_p: float, edge: float = EDGE) -> Filter:
+    """SGLang's sampler: both filters look at the unfiltered probabilities."""
+
+    def count(probs: Sequence[float]) -> int:
+        before = 0.0
+        for rank, prob in enumerate(probs[:top_k]):
+            if before > top_p + edge:
+                return rank
+            before += prob
+        return min(top_k, len(probs))
+
+    return count
+
+
+def chained_filter(top_k: int, top_p: float) -> Filter:
+    """What SGLang's built-in DFLASH does: top-p of what top-k left, renormalised."""
+
+    def count(probs: Sequence[float]) -> int:
+        kept = sum(probs[:top_k])
+        return joint_filter(top_k, top_p)([prob / kept for prob in probs[:top_k]])
+
+    return count
+
+
+def min_p_filter(min_p: float, temperature: float) -> Filter:
+    def count(probs: Sequence[float]) -> int:
+        return sum((prob / probs[0]) ** (1 / temperature) >= min_p * (1 - EDGE) for prob in probs)
+
+    return count
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    sampling: dict
+    kept: Filter
+    temperature: float = 1.0
+
+
+CASES = (
+    Case("joint top-k and top-p", {"top_k": 4, "top_p": 0.82}, joint_filter(4, 0.82)),
+    Case("min-p", {"temperature": 1.3, "min_p": 0.08}, min_p_filter(0.08, 1.3), temperature=1.3),
+    Case("temperature and top-k", {"temperature": 0.7, "top_k": 8}, joint_filter(8, 1.0), temperature=0.7),
+)
+
+
+@dataclass
+class Draw:
+    """One sampled token, and the target's best tokens there with their probabilities at temperature 1, descending."""
+
+    token: int
+    tokens: list[int]
+    probs: list[float]
+
+
+@pytest.fixture(scope="module")
+def server(servers) -> Server:
+    return servers.get(*FLOAT32, *dflash_arguments())
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    texts = [p["text"] for p in heldout_prompts() if 5 <= p["num_tokens"] <= 120]
+    return [tokenizer.encode(text).ids for text in texts[::2][:64]]
+
+
+@pytest.fixture(scope="module")
+def draws(server, reference, prompts) -> Callable[[Case], list[Draw]]:
+    """Sample every prompt once per case, in batches shared with greedy requests, and score what came out."""
+    made: dict[str, list[Draw]] = {}
+
+    def get(case: Case) -> list[Draw]:
+        if case.name not in made:
+            made[case.name] = sample_and_score(server, reference, prompts, {"temperature": 1.0, **case.sampling})
+        return made[case.name]
+
+    return get
+
+
+def sample_and_score(server, reference, prompts, sampling: dict) -> list[Draw]:
+    length = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    sampled = [{"input_ids": ids, "sampling_params": {**sampling, **length}} for ids in prompts]
+    greedy = [{"input_ids": ids, "sampling_params": {"temperature": 0, **length}} for ids in prompts[::4]]
+    both = [request for i, one in enumerate(sampled) for request in ([one, greedy[i // 4]] if i % 4 == 0 else [one])]
+    answers = server.generate_many(both, 16)
+    of_greedy = [answer for request, answer in zip(both, answers) if request in greedy]
+    assert_same(greedy, of_greedy, reference.answers(greedy))
+    outputs = [answer["output_ids"] for request, answer in zip(both, answers) if request not in greedy]
+    return score(reference, prompts, outputs)
+
+
+def score(reference, prompts: list[list[int]], outputs: list[list[int]]) -> list[Draw]:
+    """The target's distribution before every output token but the first, which no verify forward has drawn."""
+    scoring = [
+        {
+            "input_ids": prompt + output,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "top_logprobs_num": TOP_LOGPROBS,
+            "logprob_start_len": 0,
+        }
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+    draws = []
+    for output, answer in zip(outputs, reference.server.generate_many(scoring, 8)):
+        tops = answer["meta_info"]["input_top_logprobs"][-len(output) :]
+        chosen = answer["meta_info"]["input_token_logprobs"][-len(output) :]
+        # SGLang shows the last id of the vocabulary as 0 among a prompt's tokens.
+        assert [token for _, token, *_ in chosen] == [token if token < VOCAB - 1 else 0 for token in output]
+        for token, top in list(zip(output, tops))[1:]:
+            draws.append(Draw(token, [entry[1] for entry in top], [math.exp(entry[0]) for entry in top]))
+    return draws
+
+
+def places(draws: Sequence[Draw], kept: Filter, temperature: float) -> tuple[list[float], list[Draw]]:
+    """Each draw's place in the running sum of the filtered distribution, and the draws the filter does not allow."""
+    dice = random.Random(3)
+    found, outside = [], []
+    for draw in draws:
+        count = kept(draw.probs)
+        if count == TOP_LOGPROBS:
+            continue  # the filter may keep more tokens than were listed
+        if draw.token not in draw.tokens[:count]:
+            outside.append(draw)
+            continue
+        weights = [prob ** (1 / temperature) for prob in draw.probs[:count]]
+        rank = draw.tokens.index(draw.token)
+        found.append((sum(weights[:rank]) + dice.random() * weights[rank]) / sum(weights))
+    return found, outside
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_sampled_tokens_follow_the_targets_sampler(case, draws):
+    made = draws(case)
+    found, outside = places(made, case.kept, case.temperature)
+    assert not outside, f"{len(outside)} of {len(made)} tokens the filter excludes were drawn, such as {outside[:2]}"
+    assert len(found) > 0.8 * len(made), "most places were left out"
+    result = kstest(found, "uniform")
+    assert result.pvalue > FALSE_ALARM, f"{case.name}: not the sampler's distribution, {result} over {len(found)} draws"
+
+
+def test_the_statistic_rejects_other_samplers(draws, reference, prompts):
+    """Negative controls: chained filters, no min-p, another temperature, and greedy output passed off as sampled."""
+    joint, min_p, tempered = CASES
+    _, outside = places(draws(joint), chained_filter(4, 0.82), 1.0)
+    assert outside, "chained filters would have allowed every token drawn: the first case cannot tell them apart"
+    found, outside = places(draws(min_p), min_p_filter(0.3, 1.3), 1.3)
+    assert outside, "a filter four times as strict would have allowed every token: the second case tests nothing"
+    found, _ = places(draws(tempered), tempered.kept, 1.2)
+    assert kstest(found, "uniform").pvalue < FALSE_ALARM, "temperature 0.7 passes for 1.2"
+    length = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    greedy = [{"input_ids": ids, "sampling_params": {"temperature": 0, **length}} for ids in prompts]
+    outputs = [answer["output_ids"] for answer in reference.answers(greedy)]
+    found, _ = places(score(reference, prompts, outputs), joint.kept, 1.0)
+    assert kstest(found, "uniform").pvalue < FALSE_ALARM, "greedy output passes for a sample"
+
+
+def test_logprobs_of_sampled_tokens(server, reference, prompts):
+    """The tokens drawn, not the target's best ones, get their log probability; greedy requests share the batch."""
+    length = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    requests = [
+        {"input_ids": ids, "sampling_params": {"temperature": float(i % 3 > 0), **length}, "return_logprob": True}
+        for i, ids in enumerate(prompts[:12])
+    ]
+    answers = server.generate_many(requests, 6)
+    scoring = [
+        {
+            "input_ids": ids + answer["output_ids"],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        for ids, answer in zip(prompts, answers)
+    ]
+    for request, answer, scored in zip(requests, answers, reference.server.generate_many(scoring, 6)):
+        got = answer["meta_info"]["output_token_logprobs"]
+        want = scored["meta_info"]["input_token_logprobs"][-NEW_TOKENS:]
+        assert [token for _, token, *_ in got] == answer["output_ids"]
+        for place, ((mine, token, *_), (theirs, *_)) in enumerate(zip(got, want, strict=True)):
+            if token < VOCAB - 1:
+                assert abs(mine - theirs) < 1e-4, f"token {token} at {place} of {request}: {mine}, the target: {theirs}"
+
+
+def test_samples_of_one_prompt_differ(server, prompts):
+    request = {"temperature": 1.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "n": 8}
+    answers = server.generate(input_ids=prompts[10], sampling_params=request)
+    assert len(answers) == 8
+    assert len({tuple(answer["output_ids"]) for answer in answers}) > 1, "eight samples of one prompt are all equal"

@@ -1,0 +1,194 @@
+"""What must not change: SGLang without DFLASH. And what must not depend on how SGLang is started."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, assert_same
+from serving import DRAFT, TARGET, dflash_arguments, heldout_prompts, serve
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LOOK = """
+import json
+import sys
+from types import SimpleNamespace
+
+from sglang.srt.plugins import load_plugins
+load_plugins()
+import sglang.srt.managers.scheduler as scheduler
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+def look():
+    return {
+        "draft model": ModelRegistry.models["DFlashDraftModel"].__module__,
+        "torch_native": ATTENTION_BACKENDS["torch_native"].__module__,
+        "request check": scheduler.validate_dflash_request.__module__,
+    }
+
+args = SimpleNamespace(
+    disable_overlap_schedule=False, enable_multi_layer_eagle=False, speculative_adaptive=False, device="cpu"
+)
+workers, seen = {}, {"loaded": look()}
+for name in ("NGRAM", "EAGLE3", "DFLASH"):
+    algorithm = SpeculativeAlgorithm.from_string(name)
+    workers[name] = algorithm.create_worker(args).__module__
+    seen[name] = look()
+print("ANSWER", json.dumps({"workers": workers, "seen": seen, "hooks": sorted(map(str, HookRegistry._patched))}))
+"""
+
+UNNAMED = """
+import sys
+try:
+    import sglang
+    from sglang.srt.plugins import load_plugins
+    load_plugins()
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    what = getattr(SpeculativeAlgorithm.create_worker, "__module__", "")
+except Exception as error:  # without a GPU SGLang cannot be imported without us
+    what = repr(error)
+print("ANSWER", any(name.split(".")[0] == "sglang_dflash" for name in sys.modules), what)
+"""
+
+ENGINE = """
+import json
+import sys
+
+import sglang as sgl
+
+if __name__ == "__main__":
+    arguments = json.loads(sys.argv[1])
+    engine = sgl.Engine(**arguments["engine"])
+    outputs = engine.generate(arguments["prompts"], arguments["sampling"])
+    print("ANSWER", json.dumps(outputs), flush=True)
+    engine.shutdown()
+"""
+
+
+def run(*command: str, **environment: str) -> str:
+    """Run Python; returns what it printed after ANSWER."""
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+    )
+    output = done.stdout + done.stderr
+    answers = [line.removeprefix("ANSWER ") for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert done.returncode == 0 and len(answers) == 1, output[-4000:]
+    return answers[0]
+
+
+@pytest.fixture(scope="module")
+def looked() -> dict:
+    return json.loads(run("-c", LOOK))
+
+
+def test_loading_the_plugin_replaces_nothing_a_server_without_dflash_runs(looked):
+    for moment in ("loaded", "NGRAM", "EAGLE3"):
+        foreign = {what: module for what, module in looked["seen"][moment].items() if not module.startswith("sglang.")}
+        assert not foreign, f"{moment}: {foreign}"
+
+
+def test_other_algorithms_keep_their_workers(looked):
+    assert looked["workers"]["NGRAM"].startswith("sglang.srt.speculative.")
+    assert looked["workers"]["EAGLE3"].startswith("sglang.srt.speculative.")
+
+
+def test_dflash_gets_ours(looked):
+    """The control: the same look does see our changes where they belong."""
+    assert looked["workers"]["DFLASH"].startswith("sglang_dflash.")
+    after = looked["seen"]["DFLASH"]
+    assert after["draft model"].startswith("sglang_dflash.")
+    assert after["request check"].startswith("sglang_dflash.")
+    if not torch.cuda.is_available():
+        assert after["torch_native"].startswith("sglang_dflash.")
+
+
+def test_another_name_in_sglang_plugins_turns_us_off():
+    """SGLang's own switch. On a machine with a GPU the built-in DFLASH then serves, for comparison."""
+    loaded, _, what = run("-c", UNNAMED, SGLANG_PLUGINS="something_else").partition(" ")
+    assert loaded == "False", f"the plugin was loaded although SGLANG_PLUGINS names another: {what}"
+    assert "sglang_dflash" not in what
+
+
+@pytest.mark.server
+def test_the_plain_server_agrees_with_transformers(reference):
+    """The reference of every lossless test, and with it our stand-ins for CUDA functions, held against Hugging Face."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    prompts = [p["text"] for p in heldout_prompts()][::20]
+    requests = [{"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 24}} for text in prompts]
+    for request, answer in zip(requests, reference.answers(requests)):
+        prompt, output = tokenizer(request["text"])["input_ids"], answer["output_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+        behind = (logits.max(dim=-1).values - chosen).max().item()
+        assert behind < 1e-3, f"{request}: a token of the plain server is {behind} behind Hugging Face's best: {output}"
+
+
+@pytest.mark.server
+def test_sglang_serve_runs_our_worker(reference, servers):
+    """The other command line. Here with SGLang's switches for what DFLASH refuses: it must refuse all the same."""
+    servers.close()
+    launcher = (str(Path(sys.executable).with_name("sglang")), "serve")
+    flags = ("--enable-return-hidden-states", "--enable-custom-logit-processor")
+    requests = _requests()
+    with serve(
+        *("--model-path", TARGET, "--dtype", "float32", *dflash_arguments(), *flags), env=ENVIRONMENT, launcher=launcher
+    ) as server:
+        answers = server.generate_many(requests, 4)
+        assert_same(requests, answers, reference.answers(requests))
+        assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in answers)
+        assert "sglang-dflash DFlashWorker" in server.log()
+        sampling = {**requests[0]["sampling_params"], "custom_params": {"token_ids": []}}
+        refused = {**requests[0], "sampling_params": sampling}
+        for name, value in (("return_hidden_states", True), ("custom_logit_processor", _keep_logits())):
+            with pytest.raises(urllib.error.HTTPError) as refusal:
+                server.generate(**refused, **{name: value})
+            message = refusal.value.read().decode()
+            assert refusal.value.code == 400 and name in message, f"{name}: {refusal.value.code} {message}"
+        assert_same(requests[:1], [server.generate(**requests[0])], reference.answers(requests[:1]))
+
+
+@pytest.mark.server
+def test_engine_in_a_script_runs_our_worker(reference, servers, tmp_path):
+    servers.close()
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    requests = _requests()
+    engine = {
+        "model_path": str(TARGET),
+        "dtype": "float32",
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": str(DRAFT),
+    }
+    arguments = {
+        "engine": engine,
+        "prompts": [request["text"] for request in requests],
+        "sampling": [request["sampling_params"] for request in requests],
+    }
+    answers = json.loads(run(str(script), json.dumps(arguments), **ENVIRONMENT))
+    assert_same(requests, answers, reference.answers(requests))
+    assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in answers)
+
+
+def _requests() -> list[dict]:
+    texts = [p["text"] for p in heldout_prompts() if 8 <= p["num_tokens"] <= 200][::20]
+    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    return [{"text": text, "sampling_params": sampling} for text in texts]
+
+
+def _keep_logits() -> str:
+    """A custom logit processor that, given no token ids, changes nothing, as a client sends it."""
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+    return DisallowedTokensLogitsProcessor.to_str()
