@@ -265,5 +265,5 @@ def _record_cycles(counts: dict[int, dict[str, int]], name: str, answers: dict[i
 
 
 def _cycles(answer: dict) -> int:
-    """`spec_verify_ct` is missing where nothing was drafted, as with a block of 1; the histogram counts cycles always."""
+    """`spec_verify_ct` is missing where nothing was drafted, as with a block of 1; the histogram is not."""
     return sum(answer["meta_info"].get("spec_correct_drafts_histogram") or [])

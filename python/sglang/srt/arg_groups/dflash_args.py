@@ -74,8 +74,9 @@ def check_draft_path(server_args: Any, previous: Any) -> None:
         path = args.speculative_draft_model_path
         if path is None:
             raise ValueError("DFLASH needs a draft: give --speculative-draft-model-path.")
-        looks_local = os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1
-        if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
+        # `dir/name` may be a hub id; it is a path if there is such a directory here.
+        looks_local = path.startswith((".", "~", "/")) or path.count("/") != 1 or os.path.isdir(path.split("/")[0])
+        if looks_local and not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
             raise ValueError(f"--speculative-draft-model-path {path!r}: no config.json there.")
     previous(server_args)
 

@@ -24,6 +24,7 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
     refused = [name for name, is_used in _REFUSED_PARAMS if is_used(req.sampling_params)]
     if req.custom_logit_processor is not None:
         refused.append("custom_logit_processor")
+        req.custom_logit_processor = None  # or it would still run in the one forward SGLang gives a refused request
     if req.return_hidden_states:
         refused.append("return_hidden_states")
     if getattr(req, "return_sampling_mask", False):
