@@ -56,10 +56,10 @@ def test_server_info_tells_what_runs(server):
 
 
 def test_accept_length_on_heldout_prompts(server):
-    """Over prompts neither model was trained on."""
+    """Over prompts neither model was trained on, as the model card counts it (2.65, by Hugging Face's forward)."""
     prompts = [p["text"] for p in heldout_prompts() if 16 <= p["num_tokens"] <= 600][::3]
     assert len(prompts) >= 50
-    sampling = {"temperature": 0, "max_new_tokens": 64}
+    sampling = {"temperature": 0, "max_new_tokens": 128}
     answers = server.generate_many([{"text": text, "sampling_params": sampling} for text in prompts], 8)
     metas = [answer["meta_info"] for answer in answers]
     cycles = sum(meta["spec_verify_ct"] for meta in metas)
