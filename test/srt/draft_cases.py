@@ -55,6 +55,14 @@ VARIANTS = {
     },
     "narrow window": {**SLIDING, "sliding_window": 2, "layer_types": ["full_attention", "sliding_attention"]},
     "block of 16": {"block_size": 16},
+    "sample from anchor": {
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3], "sample_from_anchor": True}
+    },
+    "sliding, counted from the anchor": {
+        **SLIDING,
+        "layer_types": ["sliding_attention"] * 2,
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3], "window_from_anchor": True},
+    },
 }
 
 
@@ -110,7 +118,7 @@ class Case:
         )
         self.head = torch.randn(config["vocab_size"], config["hidden_size"], generator=generator)
         self.head *= config["hidden_size"] ** -0.5
-        self.model.borrow_embedding(self.embedding)
+        self.model.borrow_from_target(self.embedding, None)
 
     @classmethod
     def variant(cls, name: str, tmp_path) -> "Case":

@@ -59,15 +59,18 @@ class ReferenceDFlash:
             hidden = hidden + self._linear(f"{name}.mlp.down_proj", gated)
         return self._norm("norm", hidden)
 
-    def sees(self, layer: int, query: int, key: int) -> bool:
+    def sees(self, layer: int, query: int, key: int, anchor: int) -> bool:
         """Whether the block slot at position `query` attends to position `key`.
 
         A full layer sees everything. In a sliding layer of window W (the query counts) the window reaches back from the
-        query; such a layer is causal unless the config says `is_causal: false`, and then sees as far ahead.
+        query; such a layer is causal unless the config says `is_causal: false`, and then sees as far ahead. Drafts of the
+        speculators library (`window_from_anchor`) see W tokens before the anchor instead, from every slot.
         """
         config = self.config
         if (config.get("layer_types") or ["full_attention"] * self.num_layers)[layer] == "full_attention":
             return True
+        if config["dflash_config"].get("window_from_anchor"):
+            return anchor - config["sliding_window"] <= key <= query
         if config.get("is_causal") is False or config["dflash_config"].get("is_causal") is False:
             return abs(key - query) < config["sliding_window"]
         return query - config["sliding_window"] < key <= query
@@ -77,7 +80,7 @@ class ReferenceDFlash:
     ) -> torch.Tensor:
         output = torch.empty_like(query)
         for slot in range(query.shape[0]):
-            seen = [key for key in range(keys.shape[0]) if self.sees(layer, anchor + slot, key)]
+            seen = [key for key in range(keys.shape[0]) if self.sees(layer, anchor + slot, key, anchor)]
             for head in range(self.num_heads):
                 shared = head * self.num_kv_heads // self.num_heads
                 scores = keys[seen, shared] @ query[slot, head] / math.sqrt(self.head_dim)

@@ -86,7 +86,9 @@ REQUIRED = ["hidden_size", "num_hidden_layers", "vocab_size", "block_size", "num
 
 @pytest.mark.parametrize("field", REQUIRED)
 def test_a_missing_field_is_named(field):
-    assert any(field in problem and "missing" in problem for problem in problems_of({field: None}))
+    """The target's depth is needed to spread layer ids over it, so only where the checkpoint names none."""
+    problems = problems_of({field: None}, {"target_layer_ids": None} if field == "num_target_layers" else None)
+    assert any(field in problem and "missing" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("field", REQUIRED)
@@ -108,7 +110,7 @@ def test_a_field_that_is_no_positive_integer_is_named(field, value):
         ({"target_layer_ids": [1, "2"]}, ["target_layer_ids", "integers"]),
         ({"target_layer_ids": [1, 2.0]}, ["target_layer_ids", "integers"]),
         ({"target_layer_ids": [True]}, ["target_layer_ids", "integers"]),
-        ({"target_layer_ids": [-1, 2]}, ["target_layer_ids", "-1", "12"]),
+        ({"target_layer_ids": [-1, 2]}, ["target_layer_ids", "-1", "negative"]),
         ({"target_layer_ids": [1, 12]}, ["target_layer_ids", "12"]),
         ({"target_layer_ids": [1, 11]}, ["target_layer_ids", "last", "11"]),
         ({"target_layer_ids": [5, 1]}, ["target_layer_ids", "ascending"]),
@@ -257,6 +259,9 @@ NESTED_FIELDS = [
     "is_causal",
     "layer_types",
     "sliding_window",
+    "draft_vocab_size",
+    "sample_from_anchor",
+    "speculative_tokens",
 ]
 TOP_FIELDS = [*REQUIRED, *NESTED_FIELDS]
 
@@ -293,13 +298,17 @@ def check_valid(draft: DFlashDraftConfig) -> None:
         draft.num_hidden_layers,
         draft.vocab_size,
         draft.block_size,
-        draft.num_target_layers,
+        draft.draft_vocab_size,
+        1 if draft.num_target_layers is None else draft.num_target_layers,
     )
     assert all(type(size) is int and size >= 1 for size in sizes)
+    assert draft.draft_vocab_size <= draft.vocab_size
+    assert 0 <= draft.speculative_tokens <= draft.num_drafting_rows
     assert type(draft.mask_token_id) is int and 0 <= draft.mask_token_id < draft.vocab_size
     ids = draft.target_layer_ids
     assert len(ids) > 0
-    assert all(type(i) is int and 0 <= i < draft.num_target_layers - 1 for i in ids)
+    deepest = draft.num_target_layers or 1 + max(ids) + 1
+    assert all(type(i) is int and 0 <= i < deepest - 1 for i in ids)
     assert list(ids) == sorted(set(ids))
     assert len(draft.layer_types) == draft.num_hidden_layers
     assert set(draft.layer_types) <= {"full_attention", "sliding_attention"}

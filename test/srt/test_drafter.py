@@ -33,12 +33,28 @@ def test_greedy_tokens_never_come_from_the_heads_padding():
     assert torch.equal(greedy_tokens(hidden, lm_head(weight)), (hidden @ weight.T).argmax(dim=-1))
 
 
-@pytest.mark.parametrize("name", ["plain", "sliding, not causal", "layer ids left out"])
+class FakePlan:
+    """SGLang's plan of a step's slots, of two requests, where every pool uses the same ids."""
+
+    def __init__(self, slots: torch.Tensor):
+        self.slots = slots
+
+    def bind(self, batch, translator, *, cols: slice | None = None) -> None:
+        batch.out_cache_loc = self.slots if cols is None else self.slots.view(2, -1)[:, cols].reshape(-1)
+
+    def write_ids(self, translator) -> torch.Tensor:
+        return self.slots
+
+
+@pytest.mark.parametrize("name", ["plain", "sliding, not causal", "layer ids left out", "sample from anchor"])
 def test_the_drafter_proposes_what_the_reference_does(name, tmp_path):
     """Two cycles through the drafter's own interface: prefill, a block, a commit of all its rows of which two count,
     and the next block, which must rest on the committed rows alone."""
     case = Case.variant(name, tmp_path)
-    width, lengths, kept = case.config["block_size"], [11, 4], [1, 0]
+    # A draft that samples from its anchor drafts a token with every row, so one more position is verified than it has rows.
+    from_anchor = case.model.draft.sample_from_anchor
+    rows, lengths, kept = case.config["block_size"], [11, 4], [1, 0]
+    width = rows + from_anchor
     pools = case.pools(2, 40)
     target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
     runner = SimpleNamespace(
@@ -62,17 +78,19 @@ def test_the_drafter_proposes_what_the_reference_does(name, tmp_path):
             seq_lens=torch.tensor(lengths),
             positions=torch.tensor(lengths)[:, None] + torch.arange(width),
             cache_loc=slots,
-            kv_loc_plan=SimpleNamespace(bind=lambda *_: None, write_ids=lambda _, slots=slots: slots),
+            kv_loc_plan=FakePlan(slots),
             host_lens=torch.tensor(lengths) + width,
             bonus_tokens=torch.tensor(bonus_tokens),
             can_run_cuda_graph=False,
         )
         tokens = drafter.propose(cycle).tokens
-        expected = case.block_tokens(bonus_tokens)
+        blocks = case.block_tokens(bonus_tokens)
+        expected = torch.zeros(2, width, dtype=torch.int64)
+        expected[:, 0] = blocks[:, 0]
         for request, n in enumerate(lengths):
             context = case.reference.context_kv(aux_hidden[request][:n])
-            hidden = case.reference.block_hidden(case.embedding.weight.data[expected[request]], context)
-            expected[request, 1:] = case.logits(hidden)[1:].argmax(dim=-1)
+            hidden = case.reference.block_hidden(case.embedding.weight.data[blocks[request]], context)
+            expected[request, 1:] = case.logits(hidden)[0 if from_anchor else 1 :].argmax(dim=-1)
         assert torch.equal(tokens, expected)
 
         verified = case.aux_hidden(2 * width, seed=7).view(2, width, -1)

@@ -101,13 +101,15 @@ def resolve_dflash_args(server_args: Any) -> None:
         speculative_draft_attention_backend=_choose_draft_attention(args, prefill_backend),
         max_running_requests=args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS,
     )
-    if args.max_running_requests is None or block_size != draft.block_size:
-        logger.info(
-            "DFLASH: block size %d (draft trained with %d), at most %d running requests.",
-            block_size,
-            draft.block_size,
-            args.max_running_requests,
-        )
+    # Two counts that confuse people: SGLang's includes the anchor, the training library's does not.
+    logger.info(
+        "DFLASH: num_draft_tokens=%d counts the anchor; speculative_tokens=%d are drafted per step (trained: %d). "
+        "At most %d running requests.",
+        block_size,
+        block_size - 1,
+        draft.num_drafting_rows,
+        args.max_running_requests,
+    )
 
 
 def load_and_check_draft_config(args: Any) -> DFlashDraftConfig:
@@ -159,7 +161,7 @@ def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
     given = {flag: int(value) for flag, value in named.items() if value is not None}
     if len(set(given.values())) > 1:
         raise ValueError(f"DFLASH's block size was given twice, with different values: {given}.")
-    block_size = next(iter(given.values()), draft.block_size)
+    block_size = next(iter(given.values()), draft.speculative_tokens + 1)
     if block_size < 1:
         raise ValueError(f"DFLASH's block size must be positive, got {block_size}.")
     return block_size

@@ -1,7 +1,8 @@
 """What a DFlash draft checkpoint's config.json says, checked once and frozen.
 
 Format: z-lab/dflash. A flat Qwen3 config plus `block_size`, `num_target_layers` and
-`dflash_config: {mask_token_id, target_layer_ids}`.
+`dflash_config: {mask_token_id, target_layer_ids}`. Checkpoints of the speculators library are brought to it by
+`speculative/speculators_format.py`, with a few more entries in `dflash_config`.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,13 @@ class DraftConfigError(ValueError):
 class DFlashDraftConfig:
     """One draft, in this project's terms.
 
-    `block_size` counts the anchor (the bonus token) and the mask tokens after it. `target_layer_ids` are
-    0-based and name layer OUTPUTS: entry i is Hugging Face's `hidden_states[i + 1]`.
+    block_size: the anchor (the bonus token) and the mask tokens after it.
+    target_layer_ids: 0-based, naming layer OUTPUTS: entry i is Hugging Face's `hidden_states[i + 1]`.
+    draft_vocab_size: rows of the draft's head; fewer than `vocab_size` when the checkpoint maps them to the target's.
+    sample_from_anchor: whether the anchor's row drafts a token too: row k then drafts position k + 1, otherwise row k
+        drafts position k and row 0 nothing.
+    speculative_tokens: drafted tokens a step.
+    num_target_layers: None where the checkpoint does not say.
     """
 
     hidden_size: int
@@ -34,11 +40,31 @@ class DFlashDraftConfig:
     vocab_size: int
     block_size: int
     mask_token_id: int
-    num_target_layers: int
+    num_target_layers: int | None
     target_layer_ids: tuple[int, ...]
     layer_types: tuple[str, ...]
     sliding_window: int | None  # tokens a sliding layer sees, the query itself included
     sliding_is_causal: bool  # whether a sliding layer is causal inside the block
+    window_from_anchor: bool  # whether every row counts the window from the anchor, rather than from itself
+    draft_vocab_size: int
+    sample_from_anchor: bool
+    speculative_tokens: int
+
+    @property
+    def has_own_vocabulary(self) -> bool:
+        """Whether the draft's ids are not the target's, and have to be mapped."""
+        return self.draft_vocab_size != self.vocab_size
+
+    @property
+    def tokens_before_window_start(self) -> int:
+        """How far back a sliding layer sees: from the query, whose token the window counts, or from the anchor, before
+        which the speculators library counts the whole window."""
+        return self.sliding_window if self.window_from_anchor else self.sliding_window - 1
+
+    @property
+    def num_drafting_rows(self) -> int:
+        """Rows of a full block that draft a token."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
 
 
 def spread_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -64,7 +90,14 @@ def parse_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
     vocab_size = fields.positive_int("vocab_size")
     block_size = fields.positive_int("block_size")
     mask_token_id = fields.token_id("mask_token_id", vocab_size)
-    num_target_layers = fields.positive_int("num_target_layers", at_most=MAX_LAYERS)
+    # Only needed to spread ids over, when a checkpoint names none.
+    num_target_layers = fields.positive_int(
+        "num_target_layers", at_most=MAX_LAYERS, required=fields.get("target_layer_ids") is None
+    )
+    draft_vocab_size = fields.positive_int("draft_vocab_size", required=False) or vocab_size
+    if draft_vocab_size > vocab_size:
+        fields.problems.append(f"draft_vocab_size is {draft_vocab_size}, more than the target's {vocab_size} tokens")
+    sample_from_anchor = fields.optional_bool("sample_from_anchor") is True
     layer_types = fields.layer_types(num_layers)
     sliding_window = None
     if SLIDING_ATTENTION in layer_types:
@@ -75,6 +108,12 @@ def parse_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
     is_causal = fields.optional_bool("is_causal")
     if is_causal and FULL_ATTENTION in layer_types:
         fields.problems.append("is_causal is true, but full-attention DFlash layers see their whole block")
+    sliding_is_causal = fields.optional_bool("sliding_is_causal")
+    window_from_anchor = fields.optional_bool("window_from_anchor") is True
+    num_rows = block_size if sample_from_anchor else block_size - 1
+    speculative_tokens = fields.positive_int("speculative_tokens", required=False) or num_rows
+    if speculative_tokens > num_rows:
+        fields.problems.append(f"speculative_tokens is {speculative_tokens}, but a block of {block_size} drafts {num_rows}")
     if fields.problems:
         raise DraftConfigError(checkpoint, fields.problems)
     return DFlashDraftConfig(
@@ -87,7 +126,11 @@ def parse_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
         target_layer_ids=layer_ids,
         layer_types=layer_types,
         sliding_window=sliding_window,
-        sliding_is_causal=is_causal is not False,
+        sliding_is_causal=False not in (is_causal, sliding_is_causal),
+        window_from_anchor=window_from_anchor,
+        draft_vocab_size=draft_vocab_size,
+        sample_from_anchor=sample_from_anchor,
+        speculative_tokens=speculative_tokens,
     )
 
 
@@ -100,11 +143,31 @@ def check_draft_fits_target(draft: DFlashDraftConfig, target_text_config: Any, c
         ("num_hidden_layers", draft.num_target_layers),
     ):
         wanted = getattr(target_text_config, name)
-        if drafted != wanted:
+        if drafted is not None and drafted != wanted:
             what = "num_target_layers" if name == "num_hidden_layers" else name
             problems.append(f"{what} is {drafted}, but the target's {name} is {wanted}")
+    # A draft that names its target's depth was checked against it when it was parsed.
+    if draft.num_target_layers is None:
+        problems += _target_layer_problems(draft.target_layer_ids, target_text_config.num_hidden_layers)
     if problems:
         raise DraftConfigError(checkpoint, problems)
+
+
+def _target_layer_problems(ids: Sequence[int], num_target_layers: int | None) -> list[str]:
+    """Why these layer outputs cannot be captured: SGLang captures a layer's output as the next layer's input."""
+    listed = f"dflash_config.target_layer_ids {list(ids)} (0-based layer outputs; speculators counts one more)"
+    if min(ids) < 0:
+        return [f"{listed} hold a negative id"]
+    if num_target_layers is None:
+        return []
+    if max(ids) >= num_target_layers:
+        return [f"{listed} leave the target's {num_target_layers} layers"]
+    if max(ids) == num_target_layers - 1:
+        return [
+            f"{listed} name the last layer: SGLang captures a layer's output at the input of the next one, and the last "
+            "layer has none"
+        ]
+    return []
 
 
 class _FieldReader:
@@ -123,11 +186,13 @@ class _FieldReader:
         value = self._nested.get(name)
         return getattr(self._config, name, None) if value is None else value
 
-    def positive_int(self, name: str, at_most: int | None = None) -> int:
+    def positive_int(self, name: str, at_most: int | None = None, required: bool = True) -> int | None:
         value = self.get(name)
+        if value is None and not required:
+            return None
         if value is None:
             self.problems.append(f"{name} is missing")
-        elif not _is_int(value) or value < 1 or (at_most is not None and value > at_most):
+        elif not is_int(value) or value < 1 or (at_most is not None and value > at_most):
             bound = "" if at_most is None else f" of at most {at_most}"
             self.problems.append(f"{name} must be a positive integer{bound}, got {value!r}")
         else:
@@ -138,7 +203,7 @@ class _FieldReader:
         value = self.get(name)
         if value is None:
             self.problems.append(f"dflash_config.{name} is missing")
-        elif not _is_int(value) or not 0 <= value < vocab_size:
+        elif not is_int(value) or not 0 <= value < vocab_size:
             self.problems.append(f"dflash_config.{name} is {value!r}, outside the vocabulary of {vocab_size} tokens")
         else:
             return value
@@ -163,7 +228,7 @@ class _FieldReader:
             self.problems.append(f"layer_types has unknown entries {unknown}")
         return tuple(value)
 
-    def target_layer_ids(self, num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    def target_layer_ids(self, num_target_layers: int | None, num_draft_layers: int) -> tuple[int, ...]:
         ids = self.get("target_layer_ids")
         if ids is None:
             try:
@@ -171,21 +236,16 @@ class _FieldReader:
             except ValueError as error:
                 self.problems.append(str(error))
                 return ()
-        if not isinstance(ids, (list, tuple)) or not ids or not all(_is_int(i) for i in ids):
+        if not isinstance(ids, (list, tuple)) or not ids or not all(is_int(i) for i in ids):
             self.problems.append(f"dflash_config.target_layer_ids must be a non-empty list of integers, got {ids!r}")
             return ()
-        # SGLang captures a layer's output as the next layer's input, in ascending order and once each.
-        if any(not 0 <= i < num_target_layers for i in ids):
-            self.problems.append(f"dflash_config.target_layer_ids {list(ids)} leave the target's {num_target_layers} layers")
-        elif max(ids) == num_target_layers - 1:
-            self.problems.append(
-                f"dflash_config.target_layer_ids names the last target layer ({max(ids)}): SGLang captures a layer's "
-                "output at the input of the next one, and the last layer has none"
-            )
+        self.problems += _target_layer_problems(ids, num_target_layers)
+        # SGLang concatenates captured states in ascending order, once each.
         if list(ids) != sorted(set(ids)):
             self.problems.append(f"dflash_config.target_layer_ids must be ascending without repeats, got {list(ids)}")
         return tuple(ids)
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """JSON's integers, without its booleans."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -16,7 +16,6 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import get_rope
-from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models.qwen2 import Qwen2MLP
 from sglang.srt.models.utils import apply_qk_norm
 from sglang.srt.runtime_context import get_parallel
@@ -25,6 +24,7 @@ from sglang.srt.utils.hf_transformers.common import get_rope_config
 from torch import nn
 
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig, parse_draft_config
+from sglang_dflash.srt.models.dflash_weights import load_checkpoint
 
 
 class DFlashAttention(nn.Module):
@@ -64,6 +64,7 @@ class DFlashAttention(nn.Module):
         )
         self.q_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps)
+        self._qk_weight: torch.Tensor | None = None  # [q heads + kv heads, head_dim], gathered on first use on a CPU
         rope_theta, rope_scaling = get_rope_config(hf_config)
         self.rotary_emb = get_rope(
             head_dim,
@@ -82,21 +83,40 @@ class DFlashAttention(nn.Module):
             head_dim**-0.5,
             num_kv_heads=self.num_kv_heads,
             layer_id=layer_id,
-            # A config's window counts the query itself; RadixAttention's counts the tokens before it.
-            sliding_window_size=draft.sliding_window - 1 if sliding else -1,
+            sliding_window_size=draft.tokens_before_window_start if sliding else -1,
             # To SGLang's backends, non-causal attention over the pool is the "encoder only" kind.
             attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
             prefix=add_prefix("attn", prefix),
         )
+        self.attn.window_from_anchor = draft.window_from_anchor  # read by our CPU attention
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch) -> torch.Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = apply_qk_norm(q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim)
-        q, k = self.rotary_emb(positions, q, k)
+        if qkv.is_cpu:
+            q, k, v = self._norm_and_rotate(qkv, positions)
+        else:
+            q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+            q, k = apply_qk_norm(q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim)
+            q, k = self.rotary_emb(positions, q, k)
         attended = self.attn(q, k, v, forward_batch)
         output, _ = self.o_proj(attended)
         return output
+
+    def _norm_and_rotate(self, qkv: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same for a CPU, where every small operation costs its launch: query and key heads go through one norm and
+        one rotation, a third of the operations that SGLang's separate modules take there."""
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        normed = self.num_heads + self.num_kv_heads
+        if self._qk_weight is None:
+            self._qk_weight = torch.cat(
+                (
+                    self.q_norm.weight.expand(self.num_heads, -1),
+                    self.k_norm.weight.expand(self.num_kv_heads, -1),
+                )
+            )
+        qk = _rms_norm(heads[:, :normed], self._qk_weight, self.q_norm.variance_epsilon)
+        qk = _rotate(qk, positions, self.rotary_emb)
+        return qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, normed:]
 
     def context_kv_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The K and V rows of `qkv_proj`: weight [2 * kv_size, hidden], bias [2 * kv_size] or None."""
@@ -136,7 +156,12 @@ class DFlashDecoderLayer(nn.Module):
 
 
 class DFlashDraftModel(nn.Module):
-    """A z-lab DFlash checkpoint: `layers.*`, `fc`, `hidden_norm`, `norm`."""
+    """A DFlash checkpoint: `layers.*`, `fc`, `hidden_norm`, `norm`, and what it brings of `embed_tokens`, `lm_head`, `d2t`.
+
+    z-lab's drafts bring none of the last three and borrow the target's embedding and head. The speculators library's
+    bring a head over a reduced vocabulary, with `d2t` mapping its rows to target tokens; earlier releases of it saved
+    all of them.
+    """
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
         super().__init__()
@@ -156,16 +181,30 @@ class DFlashDraftModel(nn.Module):
             prefix=add_prefix("fc", prefix),
         )
         self.hidden_norm = RMSNorm(hidden_size, eps=config.rms_norm_eps)
-        self._embed_tokens = None  # not a submodule of ours: the target owns it
+        self.embed_tokens: nn.Module | None = None
+        self.lm_head: nn.Module | None = None
+        # [draft_vocab_size] int64, offset from a draft token's id to its target token's; None: the ids are the same.
+        self.d2t: torch.Tensor | None = None
+        self._borrowed = None
         self._kv_weight = self._kv_bias = self._k_norm_weight = None
 
-    def borrow_embedding(self, embed_tokens: nn.Module) -> None:
-        """Use the target's token embedding. Kept out of the module tree, so that its weights stay the target's."""
-        self._embed_tokens = (embed_tokens,)
+    def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
+        """Use the target's embedding and head where the checkpoint brought none of its own."""
+        # In a tuple, outside the module tree: their weights are the target's.
+        self._borrowed = (embed_tokens, lm_head)
+
+    @property
+    def head(self) -> nn.Module:
+        """The LM head of the draft, over `draft_vocab_size` tokens."""
+        return self.lm_head if self.lm_head is not None else self._borrowed[1]
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Draft token ids [n] int64 -> target token ids."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
     def get_attention_sliding_window_size(self) -> int | None:
         """Asked by SGLang's backends when they plan sliding layers."""
-        return None if self.draft.sliding_window is None else self.draft.sliding_window - 1
+        return None if self.draft.sliding_window is None else self.draft.tokens_before_window_start
 
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> LogitsProcessorOutput:
@@ -175,7 +214,8 @@ class DFlashDraftModel(nn.Module):
         because SGLang casts `input_embeds` to bfloat16. Returns hidden states [num_blocks * block_size, hidden]
         after the final norm; the head belongs to the drafter.
         """
-        hidden_states, residual = self._embed_tokens[0](input_ids), None
+        embed_tokens = self.embed_tokens if self.embed_tokens is not None else self._borrowed[0]
+        hidden_states, residual = embed_tokens(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
         hidden_states, _ = self.norm(hidden_states, residual)
@@ -217,74 +257,17 @@ class DFlashDraftModel(nn.Module):
         self._k_norm_weight = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])[:, None]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a checkpoint. Raises ValueError naming tensors that are missing, unknown or of another shape."""
-        stacked = {
-            "q_proj": ("qkv_proj", "q"),
-            "k_proj": ("qkv_proj", "k"),
-            "v_proj": ("qkv_proj", "v"),
-            "gate_proj": ("gate_up_proj", 0),
-            "up_proj": ("gate_up_proj", 1),
-        }
-        params = dict(self.named_parameters())
-        expected = self._checkpoint_shapes()
-        missing, problems = set(expected), []
-        for name, tensor in weights:
-            name = name.removeprefix("model.")
-            if "rotary_emb." in name:
-                continue
-            if name not in expected:
-                problems.append(f"{name}: a DFlash draft has no such tensor")
-                continue
-            missing.discard(name)
-            # SGLang's loaders cut or pad a tensor of another size rather than refuse it.
-            if tuple(tensor.shape) != expected[name]:
-                problems.append(f"{name} is {tuple(tensor.shape)}, expected {expected[name]}")
-                continue
-            part = next((p for p in stacked if f".{p}." in name), None)
-            if part is None:
-                param, shard = params[name], ()
-            else:
-                param, shard = params[name.replace(part, stacked[part][0])], (stacked[part][1],)
-            getattr(param, "weight_loader", default_weight_loader)(param, tensor, *shard)
-        problems += [f"{name}: missing" for name in sorted(missing)]
-        if problems:
-            raise ValueError("DFLASH draft weights do not match its config:\n  - " + "\n  - ".join(problems))
+        """Load a checkpoint. Raises ValueError naming every tensor that is missing, unknown or of another shape."""
+        loaded = load_checkpoint(self, weights)
         self._kv_weight = None  # restacked on the next use, also after a weight update
-        return set(params)
-
-    def _checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the checkpoint and its shape, before any fusing or tensor-parallel split."""
-        config, hidden = self.config, self.config.hidden_size
-        head_dim, inner = self.layers[0].self_attn.head_dim, config.intermediate_size
-        q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-        layer = {
-            "self_attn.q_proj.weight": (q_size, hidden),
-            "self_attn.k_proj.weight": (kv_size, hidden),
-            "self_attn.v_proj.weight": (kv_size, hidden),
-            "self_attn.o_proj.weight": (hidden, q_size),
-            "self_attn.q_norm.weight": (head_dim,),
-            "self_attn.k_norm.weight": (head_dim,),
-            "mlp.gate_proj.weight": (inner, hidden),
-            "mlp.up_proj.weight": (inner, hidden),
-            "mlp.down_proj.weight": (hidden, inner),
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-        }
-        if self.layers[0].self_attn.qkv_proj.bias is not None:
-            layer |= {f"self_attn.{p}_proj.bias": (size,) for p, size in zip("qkv", (q_size, kv_size, kv_size))}
-            layer["self_attn.o_proj.bias"] = (hidden,)
-        shapes = {f"layers.{i}.{name}": shape for i in range(len(self.layers)) for name, shape in layer.items()}
-        num_aux = len(self.draft.target_layer_ids)
-        return shapes | {
-            "fc.weight": (hidden, num_aux * hidden),
-            "hidden_norm.weight": (hidden,),
-            "norm.weight": (hidden,),
-        }
+        for layer in self.layers:
+            layer.self_attn._qk_weight = None
+        return loaded
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dim in float32, as SGLang's, with a weight per layer: x [n, layers, heads, dim],
-    weight [layers, 1, dim]."""
+    """RMSNorm over the last dim in float32, as SGLang's, with a weight per layer or head: x [n, ..., heads, dim], weight
+    broadcastable to it."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (normed * weight).to(x.dtype)

@@ -60,6 +60,18 @@ def _default_cpu_args():
     return default_cpu_args
 
 
+def _detect_speculators_model():
+    from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model
+
+    return detect_speculators_model
+
+
+def _draft_config_parser():
+    from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+
+    return DraftConfigParser
+
+
 def _check_draft_path():
     from sglang_dflash.srt.arg_groups.dflash_args import check_draft_path
 
@@ -87,6 +99,21 @@ def _request_validation():
 _ALGORITHM = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
 
 AT_LOAD = (
+    Change(
+        target="sglang.srt.arg_groups.parallel_hook.handle_deprecated_dp_attention",
+        kind="resolution",
+        signature="(server_args)",
+        why="--model-path may name a speculators checkpoint; the first step, so that all others see its target",
+        build=_detect_speculators_model,
+    ),
+    Change(
+        target="sglang.srt.configs.model_config_parser_registry._MODEL_CONFIG_PARSER_REGISTRY",
+        kind="entry",
+        key="hf",
+        signature=None,
+        why="read speculators drafts, whose config transformers rejects, wherever SGLang reads a draft's config",
+        build=_draft_config_parser,
+    ),
     Change(
         target="sglang.srt.arg_groups.platform_hook.handle_cpu_backends",
         kind="resolution",
@@ -157,8 +184,10 @@ def install_at_load() -> None:
     for change in changes:
         if change.kind == "resolution":
             register_resolution_hook(change.target.rpartition(".")[2])(change.build())
-        else:
+        elif change.kind == "around":
             HookRegistry.register(change.target, change.build(), HookType.AROUND)
+        else:
+            _rebind(change)
 
 
 def install_at_worker() -> None:
@@ -167,11 +196,16 @@ def install_at_worker() -> None:
     for change in changes:
         check(change)
     for change in changes:
-        owner, target = resolve(change.target)
-        if change.kind == "entry":
-            target[change.key] = change.build()
-        else:
-            setattr(owner, change.target.rpartition(".")[2], change.build())
+        _rebind(change)
+
+
+def _rebind(change: Change) -> None:
+    value = change.build()
+    owner, target = resolve(change.target)
+    if change.kind == "entry":
+        target[change.key] = value
+    else:
+        setattr(owner, change.target.rpartition(".")[2], value)
 
 
 def check(change: Change) -> None:

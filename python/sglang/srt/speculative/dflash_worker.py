@@ -41,8 +41,8 @@ class DFlashWorker(BaseSpecWorker):
             raise ValueError("DFLASH does not support targets with Mamba or linear-attention layers yet.")
         self.device = target_worker.device
         spec = get_spec()
-        # Two numbers, kept apart on purpose: verify may one day take only the first slots of a drafted block.
-        self.draft_width = self.verify_width = spec.speculative_num_draft_tokens
+        # The anchor and the drafted tokens. How many rows the draft runs for them is the drafter's business.
+        self.verify_width = spec.speculative_num_draft_tokens
         # Read by SGLang's metrics.
         self.speculative_num_steps = spec.speculative_num_steps
         self.speculative_num_draft_tokens = self.verify_width
@@ -58,13 +58,13 @@ class DFlashWorker(BaseSpecWorker):
             )
         draft_model = self._draft_worker.model_runner.model
         check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
-        self._drafter = DFlashDrafter(self._draft_worker.model_runner, target_runner.model, self.draft_width)
+        self._drafter = DFlashDrafter(self._draft_worker.model_runner, target_runner.model, self.verify_width)
         self._verify_positions = torch.arange(self.verify_width, device=self.device)
         self._clock = PhaseClock.from_environment()
         logger.info(
             "sglang-dflash %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
             type(self).__name__,
-            self.draft_width,
+            self.verify_width,
             draft_model.draft.num_hidden_layers,
             list(draft_model.draft.target_layer_ids),
             spec.speculative_draft_attention_backend,

@@ -27,19 +27,23 @@ class _BlockPlan:
     query_positions: torch.Tensor
     key_positions: torch.Tensor
     lengths: torch.Tensor
-    masks: dict[tuple[bool, int, int], torch.Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[bool, int, bool, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def mask(self, causal: bool, window: int, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def mask(
+        self, causal: bool, window: int, from_anchor: bool, group: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
         """To be added to scores, [bs, 1, group * width, longest]: 0 where a query sees a key and -inf where it does not;
-        None if every query sees all. (PyTorch would turn a boolean mask into this one again in every layer.)"""
-        key = (causal, window, group)
+        None if every query sees all. (PyTorch would turn a boolean mask into this one again in every layer.)
+
+        window: tokens in sight before the query, or, `from_anchor`, before the block's first token; -1 for all.
+        """
+        key = (causal, window, from_anchor, group)
         if key not in self.masks:
-            seen = self._build_mask(causal, window, group)
+            seen = self._build_mask(*key)
             self.masks[key] = None if seen is None else torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
         return self.masks[key]
 
-    def _build_mask(self, causal: bool, window: int, group: int) -> torch.Tensor | None:
-        # A window reaches `window` tokens back, and as far ahead where attention is not causal, as in SGLang's FA3.
+    def _build_mask(self, causal: bool, window: int, from_anchor: bool, group: int) -> torch.Tensor | None:
         keys = self.key_positions[None, None, :]
         queries = self.query_positions[:, :, None]
         if not causal and window < 0 and bool((self.lengths == keys.shape[-1]).all()):
@@ -48,8 +52,10 @@ class _BlockPlan:
         if causal:
             seen = seen & (keys <= queries)
         if window >= 0:
-            seen = seen & (keys >= queries - window)
-            if not causal:
+            counted_from = queries[:, :1] if from_anchor else queries
+            seen = seen & (keys >= counted_from - window)
+            if not causal and not from_anchor:
+                # As far ahead as back, as in SGLang's FA3. Counted from the anchor, the block itself is always in sight.
                 seen = seen & (keys <= queries + window)
         seen = seen.expand(-1, self.query_positions.shape[1], -1)
         return seen.repeat(1, group, 1)[:, None]
@@ -93,8 +99,9 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         values = self._gather(self.token_to_kv_pool.get_value_buffer(layer.layer_id), plan.slots, bs, q.dtype)
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
         window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
+        from_anchor = getattr(layer, "window_from_anchor", False)
         attended = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=plan.mask(causal, window, group, q.dtype), scale=layer.scaling
+            queries, keys, values, attn_mask=plan.mask(causal, window, from_anchor, group, q.dtype), scale=layer.scaling
         )
         attended = attended.view(bs, kv_heads, group, width, layer.v_head_dim).permute(0, 3, 1, 2, 4)
         return attended.reshape(bs * width, kv_heads * group * layer.v_head_dim)

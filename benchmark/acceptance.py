@@ -1,0 +1,118 @@
+"""Accept length on a prompt set, through a live server, against expected values.
+
+    python benchmark/acceptance.py                                # starts a server for the bundled pair
+    python benchmark/acceptance.py --url http://host:30000 --profile qwen3-8b-dflash --prompts mt-bench=mtbench.jsonl
+
+Expected values lie in benchmark/expected_acceptance.json: per profile and prompt set an accept length and the share of
+it that must be reached. Exits with 1 below that, naming the set.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving import ROOT, Server, heldout_prompts, serve
+
+EXPECTED = ROOT / "benchmark" / "expected_acceptance.json"
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """kept[k]: verified blocks in which exactly k of `drafted_per_step` drafted tokens were kept."""
+
+    drafted_per_step: int
+    kept: list[int]
+
+    @property
+    def drafts(self) -> int:
+        return sum(self.kept)
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(k * blocks for k, blocks in enumerate(self.kept))
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verified block: 1 + accepted / drafts."""
+        return 1 + self.accepted_tokens / self.drafts
+
+    @property
+    def rate(self) -> float:
+        """Share of drafted tokens that were kept."""
+        return self.accepted_tokens / (self.drafts * self.drafted_per_step)
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of blocks in which the k-th drafted token was kept, k = 1.. drafted_per_step."""
+        padded = self.kept + [0] * (self.drafted_per_step + 1 - len(self.kept))
+        return [blocks / self.drafts for blocks in list(itertools.accumulate(padded[::-1]))[::-1][1:]]
+
+
+def measure(server: Server, prompts: list[dict], max_new_tokens: int, concurrency: int = 8) -> Acceptance:
+    """Send every prompt greedily and add up what became of the drafts. A prompt has `text`, or `messages` for a chat."""
+    params = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    requests = [{"text": prompt["text"], "sampling_params": params} for prompt in prompts]
+    answers = [answer["meta_info"] for answer in server.generate_many(requests, concurrency)]
+    histograms = [answer["spec_correct_drafts_histogram"] for answer in answers]
+    drafts = sum(answer["spec_verify_ct"] for answer in answers)
+    proposed = sum(answer["spec_num_proposed_drafts"] for answer in answers)
+    return Acceptance(proposed // drafts, [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)])
+
+
+def report(name: str, measured: Acceptance) -> str:
+    positions = " ".join(f"{share:.3f}" for share in measured.by_position)
+    return (
+        f"{name}: accept length {measured.accept_length:.3f}, {measured.drafts} drafts of {measured.drafted_per_step} "
+        f"tokens, rate {measured.rate:.3f}, by position {positions}"
+    )
+
+
+def shortfall(name: str, measured: Acceptance, expected: dict) -> str | None:
+    """What to say if `measured` is below the expected accept length times its floor; None if it is not."""
+    least = expected["accept_length"] * expected["floor"]
+    if measured.accept_length >= least:
+        return None
+    return f"{name}: accept length {measured.accept_length:.3f} is below {least:.3f} ({expected['floor']} x {expected['accept_length']})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", default="tiny-dflash", help="an entry of expected_acceptance.json")
+    parser.add_argument("--url", help="a running server; default: start one with the profile's arguments")
+    parser.add_argument("--prompts", nargs="+", default=[], metavar="SET=FILE", help='JSON lines with "text"')
+    parser.add_argument("--max-new-tokens", type=int)
+    args = parser.parse_args()
+    profile = json.loads(EXPECTED.read_text())[args.profile]
+    files = {name: Path(file).absolute() for name, file in (pair.split("=", 1) for pair in args.prompts)}
+    os.chdir(ROOT)  # the profiles name the bundled models from here
+    running = contextlib.nullcontext(Server(args.url, None, None)) if args.url else serve(*profile["server_args"])
+    failures = []
+    with running as server:
+        for name, expected in profile["sets"].items():
+            prompts = _prompts(name, files)
+            if prompts is None:
+                print(f"{name}: skipped, no prompts given (--prompts {name}=FILE)")
+                continue
+            measured = measure(server, prompts, args.max_new_tokens or profile["max_new_tokens"])
+            print(report(name, measured), flush=True)
+            failures.append(shortfall(name, measured, expected))
+    failures = [failure for failure in failures if failure]
+    print("\n".join(failures), file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _prompts(name: str, files: dict[str, Path]) -> list[dict] | None:
+    if name in files:
+        return [json.loads(line) for line in files[name].read_text().splitlines()]
+    if name == "heldout":
+        return [p for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

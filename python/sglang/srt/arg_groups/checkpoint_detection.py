@@ -1,0 +1,80 @@
+"""`--model-path <speculators checkpoint>`: serve the checkpoint's target, with the checkpoint as its draft."""
+
+import logging
+import os
+from typing import Any
+
+from sglang_dflash.srt.speculative.speculators_format import is_speculators_config, normalize, verifier_of
+
+logger = logging.getLogger(__name__)
+
+SOURCE = "sglang_dflash"
+
+
+def detect_speculators_model(server_args: Any, previous: Any) -> None:
+    """Resolution hook around SGLang's `handle_deprecated_dp_attention`, its first step: everything after it sees the
+    target as the model. Flags the user gave win; contradictions raise ValueError."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    args = resolving_view(server_args)
+    config = read_config(args.model_path, args.revision)
+    if config is not None and is_speculators_config(config):
+        checkpoint = args.model_path
+        normalize(config, checkpoint)  # say what is wrong with it before anything is loaded
+        _refuse_contradictions(args, checkpoint)
+        verifier = locate_verifier(verifier_of(config, checkpoint), checkpoint)
+        logger.info("%s is a speculators checkpoint: serving its target %s, with it as DFLASH draft.", checkpoint, verifier)
+        declare_resolution(
+            server_args,
+            SOURCE,
+            model_path=verifier,
+            revision=None,  # --revision was the checkpoint's
+            speculative_algorithm="DFLASH",
+            speculative_draft_model_path=checkpoint,
+            speculative_draft_model_revision=args.speculative_draft_model_revision or args.revision,
+        )
+    previous(server_args)
+
+
+def read_config(path: str | None, revision: str | None) -> dict[str, Any] | None:
+    """A checkpoint's config.json, from a directory or the hub; None if it has none, which is SGLang's to report."""
+    from transformers import PretrainedConfig
+
+    if path is None or os.path.isfile(path) or "://" in path:
+        return None
+    try:
+        config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    except OSError:
+        return None
+    return config
+
+
+def locate_verifier(name_or_path: str, checkpoint: str) -> str:
+    """Where a checkpoint's target is: an existing path as it stands or next to the checkpoint, else a hub id.
+
+    Raises ValueError for what can only be a path and does not exist.
+    """
+    beside = (os.path.join(checkpoint, name_or_path), os.path.join(os.path.dirname(checkpoint.rstrip("/")), name_or_path))
+    for candidate in (os.path.expanduser(name_or_path), *beside):
+        if os.path.isdir(candidate):
+            return os.path.normpath(candidate)
+    if os.path.isabs(name_or_path) or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1:
+        raise ValueError(
+            f"{checkpoint!r} was trained for the target at {name_or_path!r}, which is not on this machine. Name yours: "
+            f"--model-path TARGET --speculative-algorithm DFLASH --speculative-draft-model-path {checkpoint}"
+        )
+    return name_or_path
+
+
+def _refuse_contradictions(args: Any, checkpoint: str) -> None:
+    if args.speculative_draft_model_path not in (None, checkpoint):
+        raise ValueError(
+            f"--model-path {checkpoint!r} is a draft, and so is --speculative-draft-model-path "
+            f"{args.speculative_draft_model_path!r}: give the target as --model-path."
+        )
+    if (args.speculative_algorithm or "DFLASH").upper() != "DFLASH":
+        raise ValueError(
+            f"--model-path {checkpoint!r} is a DFlash draft, which --speculative-algorithm "
+            f"{args.speculative_algorithm} cannot run."
+        )

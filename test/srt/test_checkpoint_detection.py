@@ -1,0 +1,91 @@
+"""`--model-path <speculators checkpoint>`: what is served, whose flags win, what is contradictory."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.server_args import ServerArgs
+from test_speculators_format import GOOD
+
+from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model, locate_verifier
+from sglang_dflash.srt.configs.draft_config import DraftConfigError
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """A speculators checkpoint whose verifier lies beside it, named by its folder's name."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text("{}")
+    config = copy.deepcopy(GOOD)
+    config["speculators_config"]["verifier"]["name_or_path"] = "target"
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def detect(**arguments):
+    """The arguments after detection, and how often SGLang's own step ran."""
+    record, calls = ServerArgs(**arguments), []
+    detect_speculators_model(record, calls.append)
+    assert calls == [record]
+    return resolving_view(record)
+
+
+def test_target_draft_and_algorithm_come_from_the_checkpoint(checkpoint):
+    args = detect(model_path=str(checkpoint), revision="v2")
+    assert args.model_path == str(checkpoint.parent / "target")
+    assert args.speculative_draft_model_path == str(checkpoint)
+    assert args.speculative_algorithm == "DFLASH"
+    assert (args.revision, args.speculative_draft_model_revision) == (None, "v2")
+
+
+def test_flags_of_the_user_win(checkpoint):
+    args = detect(model_path=str(checkpoint), tokenizer_path="mine", served_model_name="name", speculative_num_draft_tokens=4)
+    assert (args.tokenizer_path, args.served_model_name, args.speculative_num_draft_tokens) == ("mine", "name", 4)
+    assert detect(model_path=str(checkpoint), speculative_algorithm="dflash").speculative_algorithm == "DFLASH"
+
+
+def test_an_ordinary_model_is_left_alone(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    args = detect(model_path=str(tmp_path))
+    assert args.model_path == str(tmp_path) and args.speculative_algorithm is None
+    assert detect(model_path=str(tmp_path / "nowhere")).speculative_algorithm is None
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ({"speculative_algorithm": "EAGLE3"}, "--speculative-algorithm EAGLE3 cannot run"),
+        ({"speculative_draft_model_path": "another"}, "is a draft, and so is --speculative-draft-model-path 'another'"),
+    ],
+)
+def test_contradictions_are_named(checkpoint, flags, said):
+    with pytest.raises(ValueError) as error:
+        detect(model_path=str(checkpoint), **flags)
+    assert said in str(error.value)
+
+
+def test_a_broken_checkpoint_is_named_before_anything_is_loaded(checkpoint):
+    config = json.loads((checkpoint / "config.json").read_text())
+    del config["mask_token_id"], config["block_size"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DraftConfigError, match="mask_token_id is missing"):
+        detect(model_path=str(checkpoint))
+
+
+def test_where_a_verifier_is_looked_for(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "ck" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert locate_verifier("here", "ck") == "here"
+    assert locate_verifier("here", str(tmp_path / "ck") + "/") == "here"
+    monkeypatch.chdir("/")
+    assert locate_verifier("here", str(tmp_path / "ck")) == str(tmp_path / "here")
+    assert locate_verifier("inside", str(tmp_path / "ck")) == str(tmp_path / "ck" / "inside")
+    assert locate_verifier("org/some-model", str(tmp_path / "ck")) == "org/some-model"
+    for gone in (str(tmp_path / "gone"), "./gone", "a/b/gone"):
+        with pytest.raises(ValueError, match="not on this machine"):
+            locate_verifier(gone, str(tmp_path / "ck"))

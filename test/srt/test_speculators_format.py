@@ -1,0 +1,193 @@
+"""Speculators config.json files: what is read from a good one, and what is said about a bad one."""
+
+import copy
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang_dflash.srt.configs.draft_config import DraftConfigError
+from sglang_dflash.srt.speculative.speculators_format import (
+    normalize,
+    served_types,
+    speculators_ids_to_layer_outputs,
+    verifier_of,
+)
+
+# As speculators 0.9.0 writes it for a default DFlash draft (all layers sliding), less what nobody reads.
+GOOD = {
+    "architectures": ["DFlashDraftModel"],
+    "aux_hidden_state_layer_ids": [2, 5, 8, 11],
+    "block_size": 8,
+    "draft_vocab_size": 1024,
+    "mask_token_id": 3,
+    "sample_from_anchor": False,
+    "sliding_window_non_causal": False,
+    "speculators_config": {
+        "algorithm": "dflash",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
+        "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "some/target"},
+    },
+    "speculators_model_type": "dflash",
+    "target_hidden_size": None,
+    "transformer_layer_config": {
+        "head_dim": 64,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "layer_types": ["sliding_attention", "sliding_attention"],
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "sliding_window": 2048,
+        "vocab_size": 2048,
+    },
+}
+
+
+def changed(path: str, value=None, *, remove: bool = False) -> dict:
+    """GOOD with one field, named by a dotted path, changed or removed."""
+    config = copy.deepcopy(GOOD)
+    *parents, last = path.split(".")
+    owner = config
+    for key in parents:
+        owner = owner[int(key)] if isinstance(owner, list) else owner[key]
+    if remove:
+        del owner[last]
+    else:
+        owner[last] = value
+    return config
+
+
+def test_good_config_becomes_a_flat_one():
+    flat = normalize(GOOD, "ck")
+    assert flat["architectures"] == ["DFlashDraftModel"]
+    assert flat["hidden_size"] == 256 and flat["num_hidden_layers"] == 2 and flat["block_size"] == 8
+    assert flat["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"}
+    assert flat["dflash_config"] == {
+        "mask_token_id": 3,
+        "target_layer_ids": [1, 4, 7, 10],
+        "draft_vocab_size": 1024,
+        "sample_from_anchor": False,
+        "speculative_tokens": 7,
+        "sliding_is_causal": True,
+        "window_from_anchor": True,
+    }
+    assert verifier_of(GOOD, "ck") == "some/target"
+
+
+def test_layer_inputs_become_layer_outputs():
+    """Input of layer i is the output of layer i - 1."""
+    assert speculators_ids_to_layer_outputs([1, 2, 12]) == [0, 1, 11]
+
+
+def test_non_causal_sliding_layers():
+    assert normalize(changed("sliding_window_non_causal", True), "ck")["dflash_config"]["sliding_is_causal"] is False
+
+
+def test_rope_given_per_layer_type():
+    same = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 5e5}}
+    assert normalize(changed("transformer_layer_config.rope_parameters", same), "ck")["rope_parameters"] == {"rope_theta": 5e5}
+    differing = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
+    with pytest.raises(DraftConfigError, match="differ between layer types"):
+        normalize(changed("transformer_layer_config.rope_parameters", differing), "ck")
+
+
+REQUIRED = (
+    "aux_hidden_state_layer_ids",
+    "block_size",
+    "draft_vocab_size",
+    "mask_token_id",
+    "speculators_config",
+    "speculators_config.algorithm",
+    "speculators_config.proposal_methods",
+    "speculators_config.verifier",
+    "speculators_config.verifier.name_or_path",
+    "transformer_layer_config",
+    "transformer_layer_config.hidden_size",
+    "transformer_layer_config.num_hidden_layers",
+    "transformer_layer_config.vocab_size",
+)
+
+
+@pytest.mark.parametrize("path", REQUIRED)
+def test_missing_field_is_named(path):
+    with pytest.raises(DraftConfigError, match=f"{path.replace('.', '[.]')} is missing"):
+        normalize(changed(path, remove=True), "ck")
+
+
+@pytest.mark.parametrize(
+    "path, value, said",
+    [
+        ("aux_hidden_state_layer_ids", [], "non-empty list"),
+        ("aux_hidden_state_layer_ids", ["2"], "non-empty list of integers"),
+        ("aux_hidden_state_layer_ids", [0, 3], "id 0 is the embedding"),
+        ("block_size", "8", "block_size must be an integer"),
+        ("block_size", 0, "block_size must be positive"),
+        ("mask_token_id", True, "mask_token_id must be an integer"),
+        ("speculators_config.proposal_methods", [], "non-empty list of objects"),
+        ("speculators_config.proposal_methods.0.speculative_tokens", 8, "drafts 7"),
+        ("speculators_config.algorithm", "eagle3", "speculators_model_type is 'dflash'"),
+        ("target_hidden_size", 512, "target_hidden_size is 512"),
+        ("speculators_model_type", "eagle3", "SGLang's own implementation may"),
+        ("speculators_model_type", "surprise", "not served here"),
+        ("speculators_model_type", ["dflash"], "not served here"),
+    ],
+)
+def test_bad_value_is_named(path, value, said):
+    with pytest.raises(DraftConfigError) as error:
+        normalize(changed(path, value), "ck")
+    assert said in str(error.value) and "'ck'" in str(error.value)
+
+
+def test_all_problems_come_at_once():
+    config = changed("block_size", remove=True)
+    del config["mask_token_id"]
+    config["speculators_config"]["proposal_methods"] = []
+    with pytest.raises(DraftConfigError) as error:
+        normalize(config, "ck")
+    assert len(error.value.problems) == 3
+
+
+def test_served_types():
+    assert "dflash" in served_types() and "eagle3" not in served_types()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 5000) | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+PATHS = [path for path in REQUIRED] + [
+    "sample_from_anchor",
+    "sliding_window_non_causal",
+    "speculators_config.default_proposal_method",
+    "speculators_config.proposal_methods.0.speculative_tokens",
+    "target_hidden_size",
+    "transformer_layer_config.rope_parameters",
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(PATHS), JSON), min_size=1, max_size=3))
+def test_any_json_is_converted_or_refused_by_name(changes):
+    """Never a traceback from deep inside: a config is converted, or refused with the fields at fault."""
+    config = copy.deepcopy(GOOD)
+    for path, value in changes:
+        *parents, last = path.split(".")
+        owner = config
+        for key in parents:
+            owner = owner[int(key)] if isinstance(owner, list) and owner and key.isdigit() else (
+                owner.get(key) if isinstance(owner, dict) else None
+            )
+        if isinstance(owner, dict):
+            owner[last] = value
+    try:
+        flat = normalize(json.loads(json.dumps(config)), "ck")
+    except DraftConfigError as error:
+        assert error.problems
+    else:
+        assert flat["dflash_config"]["target_layer_ids"]

@@ -1,0 +1,109 @@
+"""Our draft against the `speculators` library's own model, on the bundled checkpoint it trained.
+
+Golden data: golden/tiny-speculators/, made by benchmark/tiny/speculators_golden.py with the library's classes in float32.
+Block logits agree to 1e-4 of the largest logit. Layer ids off by one either way move them by orders more, where mean
+acceptance on a small model hardly notices. Accept lengths agree step by step.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import FLOAT32
+from engine import Pools, build
+from safetensors.torch import load_file
+from serving import SPECULATORS_DRAFT, TARGET
+from streaming import stream
+from transformers import AutoModelForCausalLM
+
+from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
+
+GOLDEN = Path(__file__).parent / "golden" / "tiny-speculators"
+TOLERANCE = 1e-4
+SHIFTED = 100 * TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def target():
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def draft():
+    config = DraftConfigParser().parse(str(SPECULATORS_DRAFT), trust_remote_code=False)
+    weights = load_file(SPECULATORS_DRAFT / "model.safetensors")
+    wide = ((name, t.float() if t.is_floating_point() else t) for name, t in weights.items())
+    return build(DFlashDraftModel, config, wide)
+
+
+@pytest.fixture(scope="module")
+def golden() -> list[tuple[list[int], torch.Tensor]]:
+    """(prompt, block logits [B, draft vocab]) pairs."""
+    data = np.load(GOLDEN / "block_logits.npz")
+    count = sum(name.startswith("prompt_") for name in data)
+    return [(data[f"prompt_{i}"].tolist(), torch.from_numpy(data[f"logits_{i}"])) for i in range(count)]
+
+
+def block_logits(draft, target, tokens: list[int], shift: int = 0) -> torch.Tensor:
+    """Draft logits [B, draft vocab] of the block anchored at the last token; `shift` moves every layer id."""
+    settings = draft.draft
+    with torch.no_grad():
+        states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    ids = [layer_id + 1 + shift for layer_id in settings.target_layer_ids]
+    aux = torch.cat([states[i][0] for i in ids], dim=-1)[:-1]
+    anchor = len(tokens) - 1
+    attention = draft.layers[0].self_attn
+    pools = Pools(
+        1,
+        anchor + settings.block_size,
+        layers=settings.num_hidden_layers,
+        kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+    )
+    draft.borrow_from_target(target.get_input_embeddings(), None)
+    draft.write_context_kv(aux, torch.arange(anchor), pools.slots(0, 0, anchor), pools.token_to_kv_pool)
+    block = torch.full((1, settings.block_size), settings.mask_token_id)
+    block[0, 0] = tokens[-1]
+    hidden = pools.forward(draft, pools.blocks(block, [anchor])).hidden_states
+    return torch.nn.functional.linear(hidden, draft.head.weight)
+
+
+def test_block_logits_are_the_librarys(draft, target, golden):
+    assert golden
+    for tokens, expected in golden:
+        worst = (block_logits(draft, target, tokens) - expected).abs().max() / expected.abs().max()
+        assert worst <= TOLERANCE, f"{worst} of the largest logit, after {len(tokens)} tokens"
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_layer_ids_off_by_one_would_show(draft, target, golden, shift):
+    for tokens, expected in golden:
+        off = (block_logits(draft, target, tokens, shift) - expected).abs().max() / expected.abs().max()
+        assert off > SHIFTED, f"a shift by {shift} moves the logits by only {off}"
+
+
+def test_draft_vocabulary_is_mapped_to_the_targets(draft):
+    """d2t holds offsets; its targets are the set bits of t2d, in order."""
+    tensors = load_file(SPECULATORS_DRAFT / "model.safetensors")
+    mapped = draft.to_target_ids(torch.arange(draft.draft.draft_vocab_size))
+    assert torch.equal(mapped, tensors["t2d"].nonzero().flatten())
+
+
+@pytest.mark.server
+def test_accept_lengths_are_the_librarys_step_by_step(servers):
+    """One request at a time, streamed: a chunk per step, so the tokens in it are that step's accept length."""
+    server = servers.get(*FLOAT32, "--model-path", str(SPECULATORS_DRAFT))
+    runs = json.loads((GOLDEN / "accepted.json").read_text())
+    assert len(runs) >= 10
+    for run in runs:
+        sampling = {"temperature": 0, "max_new_tokens": len(run["output"]), "ignore_eos": True}
+        chunks = stream(server, {"input_ids": run["prompt"], "sampling_params": sampling})
+        counts = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
+        assert counts[0] == 1  # the prompt's own forward
+        accepted = [after - before - 1 for before, after in zip(counts, counts[1:])]
+        # The last block is cut where the request ends.
+        assert accepted[:-1] == run["accepted"][: len(accepted) - 1], f"margin {run['smallest_margin']}: {run}"
+        assert len(accepted) == len(run["accepted"])
