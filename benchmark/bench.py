@@ -77,7 +77,8 @@ def main() -> None:
             plans.append(("built-in DFLASH", [*dflash, *args.peer_args.split()], peer_env, options))
         loads = []
         for name, arguments, env, options in plans:
-            with serve(*arguments, env={"OMP_NUM_THREADS": str(args.threads), **env}, **options) as server:
+            threads = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
+            with serve(*arguments, env={**threads, **env}, **options) as server:
                 measure(server, prompts[:4], 4, args.max_new_tokens, name)  # warm up
                 for concurrency in args.concurrency:
                     load = measure_with_phases(server, prompts, concurrency, args, name, phase_file)
@@ -88,7 +89,7 @@ def main() -> None:
         "command": "make bench" if args.is_default else "python benchmark/bench.py " + " ".join(args.raw),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
         "versions": {name: version(name) for name in ("sglang", "sglang-dflash", "torch")},
-        "threads": args.threads,
+        "threads": args.threads or "default",
         "dtype": args.dtype,
         "max_new_tokens": args.max_new_tokens,
     }
@@ -116,8 +117,8 @@ def measure(
     server: Server, prompts: list[str], concurrency: int, max_new_tokens: int, name: str, requests_per_slot: int = 6
 ) -> Load:
     """Send a fixed set of greedy requests, `concurrency` at a time, and time the set as a whole."""
-    server.post("/flush_cache", {})
-    chosen = list(itertools.islice(itertools.cycle(prompts), max(12, concurrency * requests_per_slot)))
+    server.flush_cache()
+    chosen = list(itertools.islice(itertools.cycle(prompts), max(24, concurrency * requests_per_slot)))
     params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     requests = [{"text": text, "sampling_params": params} for text in chosen]
     start = time.perf_counter()
@@ -147,7 +148,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--requests-per-slot", type=int, default=6)
-    parser.add_argument("--threads", type=int, default=1, help="PyTorch threads of each server")
+    parser.add_argument("--threads", type=int, help="PyTorch threads of each server; default: PyTorch's own")
     parser.add_argument("--server-args", default="", help="more flags, for every server")
     parser.add_argument("--peer-env", nargs="+", default=[], help="NAME=VALUE that make a server run the built-in DFLASH")
     parser.add_argument("--peer-python", help="its interpreter, if another one")

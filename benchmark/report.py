@@ -39,7 +39,7 @@ def markdown(heading: dict, loads, stem: str) -> str:
     deepest = max(len(load.acceptance_by_position) for load in drafted)
     parts = [
         f"# {heading['command']}",
-        f"{heading['date']}; {heading['machine']}; {heading['threads']} PyTorch thread(s) per server; {heading['dtype']}; "
+        f"{heading['date']}; {heading['machine']}; PyTorch threads per server: {heading['threads']}; {heading['dtype']}; "
         f"greedy, {heading['max_new_tokens']} new tokens a request; "
         + ", ".join(f"{name} {number}" for name, number in heading["versions"].items())
         + ". Servers run one after the other with the same settings; speedup is against no speculation in this run.",

@@ -62,6 +62,18 @@ class Server:
             answer = response.read().decode()
         return json.loads(answer) if answer.startswith(("{", "[")) else answer
 
+    def flush_cache(self) -> None:
+        """Empty the prefix cache. SGLang refuses (HTTP 400) while a request is running, which the last one may still be
+        for a step after it was answered."""
+        for attempt in range(50):
+            try:
+                self.post("/flush_cache", {})
+                return
+            except urllib.error.HTTPError as error:
+                if error.code != 400 or attempt == 49:
+                    raise
+            time.sleep(0.1)
+
     def log(self) -> str:
         """Everything the server and its children have printed."""
         return self.log_path.read_text(errors="replace")

@@ -162,7 +162,7 @@ def test_float32_all_prompts_at_concurrency_1_4_16(requests, reference, servers,
     """
     expected = reference.answers(requests)
     server = servers.get(*FLOAT32, *dflash_arguments())
-    server.post("/flush_cache", {})
+    server.flush_cache()
     answers = []
     for group, concurrency in ((requests[::9], 1), (requests[1::9] + requests[2::9], 4)):
         answers += zip(group, server.generate_many(group, concurrency))
@@ -198,7 +198,7 @@ def test_float32_continuations_read_the_kv_that_decoding_wrote(requests, referen
     for request, answer in zip(continued, warm):
         # All but the answer's last token, which never was an input, and the three new ones.
         assert answer["meta_info"]["cached_tokens"] >= len(request["input_ids"]) - 5, f"not cached: {request}"
-    server.post("/flush_cache", {})
+    server.flush_cache()
     cold = server.generate_many(continued, 8)
     expected = reference.answers(continued)
     assert_same(continued, warm, expected)
@@ -244,7 +244,7 @@ def test_float32_aborts_leave_the_others_alone(requests, reference, servers):
 
 def assert_pool_is_whole(server: Server) -> None:
     """Nothing is running and no KV slot is lost: the scheduler counts them when idle, and dies of a leak (conftest)."""
-    server.post("/flush_cache", {})
+    server.flush_cache()
     load = server.get("/v1/loads")["loads"][0]
     assert load["num_running_reqs"] == load["num_waiting_reqs"] == load["num_used_tokens"] == 0, load
     assert server.get("/health") == "", "the server is not healthy"

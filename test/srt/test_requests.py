@@ -117,7 +117,7 @@ def test_streamed_tokens_are_never_taken_back(server, reference, prompts):
 
 def test_logged_accept_length_is_the_histograms(server, prompts):
     """The scheduler's log line, here one per step, of a request that runs alone."""
-    server.post("/flush_cache", {})
+    server.flush_cache()
     before = len(server.log())
     answer = server.generate(**greedy(prompts[6], 60, ignore_eos=True))
     logged = collections.Counter(
