@@ -84,9 +84,11 @@ def main() -> None:
                     load = measure_with_phases(server, prompts, concurrency, args, name, phase_file)
                     loads.append(load)
                     print(report.line(load, loads), flush=True)
+    # An interpreter's path says where a machine keeps it, which is nobody's business.
+    shown = ["PEER_PYTHON" if word == args.peer_python else word for word in args.raw]
     heading = {
         "date": str(date.today()),
-        "command": "make bench" if args.is_default else "python benchmark/bench.py " + " ".join(args.raw),
+        "command": "make bench" if args.is_default else "python benchmark/bench.py " + " ".join(shown),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
         "versions": {name: version(name) for name in ("sglang", "sglang-dflash", "torch")},
         "threads": args.threads or "default",
