@@ -3,10 +3,11 @@
 import json
 
 import torch
-from engine import Pools, build, read_config
+from engine import Pools, build, read_config, start
 from reference_dflash import ReferenceDFlash
 from safetensors.torch import load_file
 from serving import DRAFT
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 
@@ -103,6 +104,31 @@ def random_weights(config: dict, num_aux: int, seed: int = 0) -> dict[str, torch
     return weights
 
 
+def lm_head(weight: torch.Tensor) -> ParallelLMHead:
+    """The target's head as SGLang holds it: padded with zeros to a multiple of 64 rows, this rank's share of them."""
+    start()
+    head = ParallelLMHead(*weight.shape)
+    head.weight_loader(head.weight, weight)
+    return head
+
+
+class FakePlan:
+    """SGLang's plan of a step's slots, where every pool uses the same ids."""
+
+    def __init__(self, slots: torch.Tensor):
+        self.slots = slots
+
+    def reads_from(self, translator, *, seq_lens, seq_lens_cpu, read_extent) -> "FakePlan":
+        return self
+
+    def bind(self, batch, translator, *, cols: slice | None = None) -> None:
+        bs = batch.req_pool_indices.numel()
+        batch.out_cache_loc = self.slots if cols is None else self.slots.view(bs, -1)[:, cols].reshape(-1)
+
+    def write_ids(self, translator) -> torch.Tensor:
+        return self.slots
+
+
 class Case:
     """One draft, built twice, with a random target embedding and head."""
 
@@ -118,7 +144,7 @@ class Case:
         )
         self.head = torch.randn(config["vocab_size"], config["hidden_size"], generator=generator)
         self.head *= config["hidden_size"] ** -0.5
-        self.model.borrow_from_target(self.embedding, None)
+        self.model.borrow_from_target(self.embedding, lm_head(self.head))
 
     @classmethod
     def variant(cls, name: str, tmp_path) -> "Case":
@@ -142,6 +168,15 @@ class Case:
             head_dim=self.config["head_dim"],
             **options,
         )
+
+    def context_kv(self, aux_hidden: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values the model writes for positions `start`..: two tensors [n, layers, kv_heads, head_dim]."""
+        n = len(aux_hidden)
+        pools = self.pools(1, n)
+        where = pools.slots(0, 0, n)
+        self.model.write_context_kv(aux_hidden, torch.arange(start, start + n), where, pools.token_to_kv_pool)
+        pool = pools.token_to_kv_pool
+        return tuple(torch.stack([b[where] for b in side], dim=1) for side in (pool.k_buffer, pool.v_buffer))
 
     def aux_hidden(self, length: int, seed: int) -> torch.Tensor:
         """Captured states of a context, with the uneven scale real ones have."""

@@ -4,7 +4,6 @@ A model of SGLang wants a published configuration, process groups and, in its fo
 pools. `start` gives the first two once per process; a `Pools` gives the rest, with slots scattered on purpose.
 """
 
-import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,14 +27,16 @@ from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpec
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 
 
-@functools.cache
-def start() -> None:
+def start(rank: int = 0, world_size: int = 1, store: torch.distributed.Store | None = None) -> None:
     """Publish a configuration and create the process groups SGLang's layers ask for, once per process.
 
-    Skips the test where the CPU runtime is off: SGLang's layers then pick CUDA kernels, whatever device holds the data.
+    world_size: tensor-parallel ranks, each a process that calls this with the same `store`. Skips the test
+    where the CPU runtime is off: SGLang's layers then pick CUDA kernels, whatever device holds the data.
     """
     if not runtime.is_active():
         pytest.skip("SGLang's layers run on CPU tensors only where the CPU runtime is active")
+    if torch.distributed.is_initialized():
+        return
     args = ServerArgs(
         model_path=str(TARGET),
         device="cpu",
@@ -43,11 +44,12 @@ def start() -> None:
         attention_backend="torch_native",
         sampling_backend="pytorch",
         max_total_tokens=4096,
+        tp_size=world_size,
     )
-    publish(args, role="test", ranks=SpawnRanks(world_rank=0))
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group(backend="gloo", store=store, rank=0, world_size=1)
-    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
+    publish(args, role="test", ranks=SpawnRanks(world_rank=rank))
+    store = store or torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend="gloo", store=store, rank=rank, world_size=world_size)
+    init_distributed_environment(world_size=world_size, rank=rank, local_rank=rank, backend="gloo")
     initialize_model_parallel(backend="gloo")
 
 

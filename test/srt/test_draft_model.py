@@ -36,11 +36,8 @@ def test_a_context_written_in_pieces(tmp_path):
     nearly (GEMMs of other sizes may round differently)."""
     case = Case.variant("attention bias", tmp_path)
     aux_hidden = case.aux_hidden(20, seed=3)
-    whole = case.model.project_context_kv(aux_hidden, torch.arange(20))
-    pieces = [
-        case.model.project_context_kv(aux_hidden[a:b], torch.arange(a, b))
-        for a, b in [(0, 1), (1, 13), (13, 20)]
-    ]
+    whole = case.context_kv(aux_hidden)
+    pieces = [case.context_kv(aux_hidden[a:b], a) for a, b in [(0, 1), (1, 13), (13, 20)]]
     for kind in (0, 1):
         torch.testing.assert_close(
             torch.cat([piece[kind] for piece in pieces]), whole[kind], rtol=0, atol=KV_TOLERANCE
@@ -50,10 +47,10 @@ def test_a_context_written_in_pieces(tmp_path):
 @pytest.mark.parametrize(
     "name", ["plain", "one kv head", "attention bias", "yarn", "loose eps", "five target layers"]
 )
-def test_project_context_kv(name, tmp_path):
+def test_context_kv(name, tmp_path):
     case = Case.variant(name, tmp_path)
     aux_hidden = case.aux_hidden(80, seed=5)  # beyond YaRN's original length
-    keys, values = case.model.project_context_kv(aux_hidden, torch.arange(80))
+    keys, values = case.context_kv(aux_hidden)
     heads = (case.config["num_key_value_heads"], case.config["head_dim"])
     assert keys.shape == values.shape == (80, case.config["num_hidden_layers"], *heads)
     for layer, (expected_keys, expected_values) in enumerate(case.reference.context_kv(aux_hidden)):
@@ -83,13 +80,13 @@ def test_rejected_rows_do_not_matter(tmp_path):
 
 
 def test_new_weights_reach_the_context_projection(tmp_path):
-    """`project_context_kv` reads stacked copies of the K/V weights; a weight update must renew them."""
+    """`write_context_kv` reads stacked copies of the K/V weights; a weight update must renew them."""
     case = Case.variant("plain", tmp_path)
     aux_hidden = case.aux_hidden(6, seed=0)
-    case.model.project_context_kv(aux_hidden, torch.arange(6))
+    case.context_kv(aux_hidden)
     other = random_weights(case.config, case.num_aux, seed=77)
     case.model.load_weights(iter(other.items()))
-    keys, values = case.model.project_context_kv(aux_hidden, torch.arange(6))
+    keys, values = case.context_kv(aux_hidden)
     expected = ReferenceDFlash(case.config, other).context_kv(aux_hidden)
     torch.testing.assert_close(keys[:, 1].double(), expected[1][0], rtol=0, atol=KV_TOLERANCE)
     torch.testing.assert_close(values[:, 1].double(), expected[1][1], rtol=0, atol=KV_TOLERANCE)

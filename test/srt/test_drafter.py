@@ -8,22 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from draft_cases import Case
-from engine import start
-from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from draft_cases import Case, FakePlan, lm_head
 
+from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle
-from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter, greedy_tokens
-
-
-def lm_head(weight: torch.Tensor) -> ParallelLMHead:
-    """The target's head as SGLang holds it: padded to a multiple of 64 rows."""
-    start()
-    head = ParallelLMHead(*weight.shape)
-    head.weight.data[: len(weight)] = weight
-    head.weight.data[len(weight) :] = 0
-    return head
+from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 
 
 def test_greedy_tokens_never_come_from_the_heads_padding():
@@ -31,19 +21,6 @@ def test_greedy_tokens_never_come_from_the_heads_padding():
     hidden = torch.rand(9, 16, generator=torch.Generator().manual_seed(0))
     weight = -torch.rand(61, 16, generator=torch.Generator().manual_seed(1))
     assert torch.equal(greedy_tokens(hidden, lm_head(weight)), (hidden @ weight.T).argmax(dim=-1))
-
-
-class FakePlan:
-    """SGLang's plan of a step's slots, of two requests, where every pool uses the same ids."""
-
-    def __init__(self, slots: torch.Tensor):
-        self.slots = slots
-
-    def bind(self, batch, translator, *, cols: slice | None = None) -> None:
-        batch.out_cache_loc = self.slots if cols is None else self.slots.view(2, -1)[:, cols].reshape(-1)
-
-    def write_ids(self, translator) -> torch.Tensor:
-        return self.slots
 
 
 @pytest.mark.parametrize("name", ["plain", "sliding, not causal", "layer ids left out", "sample from anchor"])
@@ -72,19 +49,19 @@ def test_the_drafter_proposes_what_the_reference_does(name, tmp_path):
 
     for bonus_tokens in ([3, 50], [8, 9]):
         slots = torch.cat([pools.slots(r, n, n + width) for r, n in enumerate(lengths)])
+        blocks = case.block_tokens(bonus_tokens)
         cycle = Cycle(
             bs=2,
             req_pool_indices=pools.rows,
             seq_lens=torch.tensor(lengths),
+            tokens=torch.nn.functional.pad(blocks, (0, width - rows), value=blocks[0, -1].item()),
             positions=torch.tensor(lengths)[:, None] + torch.arange(width),
             cache_loc=slots,
             kv_loc_plan=FakePlan(slots),
             host_lens=torch.tensor(lengths) + width,
-            bonus_tokens=torch.tensor(bonus_tokens),
             can_run_cuda_graph=False,
         )
         tokens = drafter.propose(cycle).tokens
-        blocks = case.block_tokens(bonus_tokens)
         expected = torch.zeros(2, width, dtype=torch.int64)
         expected[:, 0] = blocks[:, 0]
         for request, n in enumerate(lengths):
@@ -97,5 +74,5 @@ def test_the_drafter_proposes_what_the_reference_does(name, tmp_path):
         for request, n in enumerate(lengths):
             verified[request, : kept[request] + 1] = aux_hidden[request][n : n + kept[request] + 1]
         accept_len = torch.tensor(kept, dtype=torch.int32)
-        drafter.commit(cycle, verified.flatten(0, 1), Verdict(accept_len, tokens, cycle.bonus_tokens))
+        drafter.commit(cycle, verified.flatten(0, 1), Verdict(accept_len, tokens, torch.tensor(bonus_tokens)))
         lengths = [n + k + 1 for n, k in zip(lengths, kept, strict=True)]

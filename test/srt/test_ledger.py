@@ -32,9 +32,11 @@ def test_an_entry(change):
         return
     assert change.key is None
     wanted = change.signature.strip("()").split(", ")
-    extra = {"around": ["original"], "resolution": [], "replace": []}[change.kind]
+    extra = {"around": ["original"], "resolution": [], "replace": [], "class": []}[change.kind]
     taken = list(inspect.signature(value).parameters)
-    if change.kind == "resolution":
+    if change.kind == "class":
+        assert inspect.isclass(value) and set(wanted) <= set(taken)
+    elif change.kind == "resolution":
         assert taken == [*wanted, "previous"]
     else:
         assert taken == [*extra, *wanted]
@@ -44,7 +46,7 @@ def test_kinds_and_times():
     """Names are rebound, and models and backends replaced, only where DFLASH runs; hooks come with the plugin, and the
     config parser, which leaves all but our checkpoints to SGLang's."""
     assert {change.kind for change in ledger.AT_LOAD if change.key != "hf"} <= {"around", "resolution"}
-    assert {change.kind for change in ledger.AT_WORKER} <= {"entry", "replace"}
+    assert {change.kind for change in ledger.AT_WORKER} <= {"entry", "replace", "class"}
 
 
 def test_no_target_is_listed_twice():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import FLOAT32, assert_same, differences, plain_target, undecided_from
 from drafts import always_wrong, random_draft
-from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from serving import DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from streaming import stream
 from tokenizers import Tokenizer
 
@@ -48,6 +48,13 @@ class Configuration:
 CONFIGURATIONS = (
     Configuration("chunked-prefill", ("--chunked-prefill-size", "64"), offset=0, comparable=True),
     Configuration("page-16", ("--page-size", "16"), offset=1, comparable=True),
+    Configuration(
+        "page-16-draft-window-24", ("--page-size", "16", "--speculative-draft-window-size", "24"), offset=2,
+        accept_length=(1.5, 8.0),
+    ),
+    Configuration(
+        "speculators", (), offset=3, draft=lambda folder: SPECULATORS_DRAFT, accept_length=(1.8, 8.0)
+    ),
     Configuration(
         "block-16-mixed-batches",
         ("--speculative-num-draft-tokens", "16", "--chunked-prefill-size", "64", "--enable-mixed-chunk"),

@@ -63,7 +63,7 @@ def block_logits(draft, target, tokens: list[int], shift: int = 0) -> torch.Tens
         kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
     )
-    draft.borrow_from_target(target.get_input_embeddings(), None)
+    draft.borrow_from_target(target.get_input_embeddings(), None)  # it brings a head of its own
     draft.write_context_kv(aux, torch.arange(anchor), pools.slots(0, 0, anchor), pools.token_to_kv_pool)
     block = torch.full((1, settings.block_size), settings.mask_token_id)
     block[0, 0] = tokens[-1]

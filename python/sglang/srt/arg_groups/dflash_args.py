@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dflash"
 DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
+# Those that verify a chain by their causal flag, without a mask.
+TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
 CPU_ATTENTION_BACKEND = "torch_native"
 # SGLang sizes the KV pool by free memory, which on a laptop is nearly all of it, and zeroes every byte at start-up.
 CPU_MAX_TOTAL_TOKENS = 65536
@@ -43,7 +45,6 @@ _NOT_SUPPORTED = (
     ("speculative_adaptive", False, "adaptive speculation (--speculative-adaptive)"),
     ("speculative_num_steps", (None, 1), "--speculative-num-steps: a DFlash draft fills its block in one step"),
     ("speculative_eagle_topk", (None, 1), "--speculative-eagle-topk: a DFlash block is a chain, not a tree"),
-    ("speculative_draft_window_size", None, "--speculative-draft-window-size"),
     ("speculative_draft_sink_size", None, "--speculative-draft-sink-size"),
     ("speculative_token_map", None, "--speculative-token-map: a DFlash draft shares the target's vocabulary"),
     ("speculative_use_rejection_sampling", False, "--speculative-use-rejection-sampling: drafted tokens are one-hot guesses"),
@@ -90,7 +91,8 @@ def resolve_dflash_args(server_args: Any) -> None:
     _refuse_unsupported(args)
     draft = load_and_check_draft_config(args)
     block_size = _choose_block_size(args, draft)
-    prefill_backend, _ = attention_backends_of(resolved_view(server_args))
+    prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
+    _check_target_attention(args, decode_backend if args.speculative_attention_mode == "decode" else prefill_backend)
     declare_resolution(
         server_args,
         SOURCE,
@@ -165,6 +167,14 @@ def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
     if block_size < 1:
         raise ValueError(f"DFLASH's block size must be positive, got {block_size}.")
     return block_size
+
+
+def _check_target_attention(args: Any, verify_backend: str) -> None:
+    if args.device != "cpu" and verify_backend not in TARGET_ATTENTION_BACKENDS:
+        raise ValueError(
+            f"DFLASH cannot verify on the target's attention backend {verify_backend!r}: "
+            f"give --attention-backend {'|'.join(TARGET_ATTENTION_BACKENDS)}."
+        )
 
 
 def _choose_draft_attention(args: Any, prefill_backend: str) -> str:

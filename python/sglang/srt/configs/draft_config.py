@@ -62,9 +62,14 @@ class DFlashDraftConfig:
         return self.sliding_window if self.window_from_anchor else self.sliding_window - 1
 
     @property
+    def num_idle_rows(self) -> int:
+        """Rows at the front of a block that draft nothing: the anchor's, unless the draft samples from it."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
     def num_drafting_rows(self) -> int:
         """Rows of a full block that draft a token."""
-        return self.block_size if self.sample_from_anchor else self.block_size - 1
+        return self.block_size - self.num_idle_rows
 
 
 def spread_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ in both directions. Embedding and LM head are the target's.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,9 @@ from sglang.srt.utils import add_prefix
 from sglang.srt.utils.hf_transformers.common import get_rope_config
 from torch import nn
 
+from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers, write_context_kv
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig, parse_draft_config
+from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.dflash_weights import load_checkpoint
 
 
@@ -155,6 +158,17 @@ class DFlashDecoderLayer(nn.Module):
         return self.mlp(hidden_states), residual
 
 
+@dataclass
+class DraftOutput(LogitsProcessorOutput):
+    """Of a forward over num_blocks blocks of D rows.
+
+    hidden_states: [num_blocks * D, hidden], after the final norm.
+    draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary. A CUDA graph pads both.
+    """
+
+    draft_tokens: torch.Tensor | None = None
+
+
 class DFlashDraftModel(nn.Module):
     """A DFlash checkpoint: `layers.*`, `fc`, `hidden_norm`, `norm`, and what it brings of `embed_tokens`, `lm_head`, `d2t`.
 
@@ -187,6 +201,7 @@ class DFlashDraftModel(nn.Module):
         self.d2t: torch.Tensor | None = None
         self._borrowed = None
         self._kv_weight = self._kv_bias = self._k_norm_weight = None
+        self._kv_pool = self._kv_pointers = None
 
     def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         """Use the target's embedding and head where the checkpoint brought none of its own."""
@@ -207,54 +222,69 @@ class DFlashDraftModel(nn.Module):
         return None if self.draft.sliding_window is None else self.draft.tokens_before_window_start
 
     @torch.no_grad()
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> LogitsProcessorOutput:
-        """Run blocks through the draft.
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
+        """Run blocks of `forward_batch.spec_info.draft_token_num` rows through the draft, head and argmax included: all of
+        it is captured in the CUDA graph.
 
-        input_ids, positions: [num_blocks * block_size] int64. The embedding is looked up here and not handed in,
-        because SGLang casts `input_embeds` to bfloat16. Returns hidden states [num_blocks * block_size, hidden]
-        after the final norm; the head belongs to the drafter.
+        input_ids, positions: [num_blocks * D] int64. The embedding is looked up here and not handed in, because SGLang
+        casts `input_embeds` to bfloat16.
         """
         embed_tokens = self.embed_tokens if self.embed_tokens is not None else self._borrowed[0]
         hidden_states, residual = embed_tokens(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
         hidden_states, _ = self.norm(hidden_states, residual)
-        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden_states)
+        blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
+        drafted = greedy_tokens(blocks[:, self.draft.num_idle_rows :].flatten(0, 1), self.head)
+        return DraftOutput(
+            next_token_logits=None, hidden_states=hidden_states, draft_tokens=self.to_target_ids(drafted)
+        )
 
     @torch.no_grad()
     def write_context_kv(
-        self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor, kv_pool
+        self,
+        aux_hidden: torch.Tensor,
+        positions: torch.Tensor,
+        cache_loc: torch.Tensor,
+        kv_pool,
+        accept_len: torch.Tensor | None = None,
     ) -> None:
         """Turn captured target states into context: every layer's K and V of these positions, into the pool.
 
         aux_hidden: [n, num_aux * hidden], outputs of the target layers in ascending order, concatenated.
         positions, cache_loc: [n] int64.
-        """
-        keys, values = self.project_context_kv(aux_hidden, positions)
-        for i, layer in enumerate(self.layers):
-            kv_pool.set_kv_buffer(layer.self_attn.attn, cache_loc, keys[:, i], values[:, i])
+        kv_pool: SGLang's pool of the draft. Raises ValueError for a layout that cannot be written to.
+        accept_len: [bs] int32 where the rows are blocks of n / bs: rows beyond it in a block are skipped.
 
-    def project_context_kv(self, aux_hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (normed, rotated) and values of all layers: two tensors [n, layers, kv_heads, head_dim].
-
-        All layers read the same context, so one GEMM over their stacked K/V weights serves them all.
+        All layers read the same context, so one GEMM over their stacked K/V weights serves them all; norm, rotation
+        and the writes of all layers are one kernel.
         """
         if self._kv_weight is None:
             self.stack_kv_weights()
+        if self._kv_pool is not kv_pool:
+            self._kv_pool = kv_pool
+            self._kv_pointers = KVPoolPointers.of(kv_pool.k_buffer, kv_pool.v_buffer, kv_pool.dtype)
         attention = self.layers[0].self_attn
         context = self.hidden_norm(self.fc(aux_hidden)[0])
         kv = F.linear(context, self._kv_weight, self._kv_bias)
-        kv = kv.view(-1, len(self.layers), 2, attention.num_kv_heads, attention.head_dim)
-        keys, values = kv.unbind(2)
-        keys = _rms_norm(keys, self._k_norm_weight, attention.k_norm.variance_epsilon)
-        return _rotate(keys, positions, attention.rotary_emb), values
+        write_context_kv(
+            kv.view(-1, len(self.layers), 2, attention.num_kv_heads, attention.head_dim),
+            self._k_norm_weight,
+            attention.k_norm.variance_epsilon,
+            attention.rotary_emb.cos_sin_cache,
+            positions,
+            cache_loc,
+            self._kv_pointers,
+            accept_len,
+            1 if accept_len is None else positions.numel() // accept_len.numel(),
+        )
 
     def stack_kv_weights(self) -> None:
-        """Gather what `project_context_kv` reads from all layers. Raises ValueError if it is quantized."""
+        """Gather what `write_context_kv` reads from all layers. Raises ValueError if it is quantized."""
         weights, biases = zip(*(layer.self_attn.context_kv_weight() for layer in self.layers))
         self._kv_weight = torch.cat(weights)
         self._kv_bias = None if biases[0] is None else torch.cat(biases)
-        self._k_norm_weight = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])[:, None]
+        self._k_norm_weight = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint. Raises ValueError naming every tensor that is missing, unknown or of another shape."""
@@ -266,19 +296,16 @@ class DFlashDraftModel(nn.Module):
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dim in float32, as SGLang's, with a weight per layer or head: x [n, ..., heads, dim], weight
-    broadcastable to it."""
+    """RMSNorm over the last dim in float32, as SGLang's, with a weight per head: x [n, heads, dim], weight [heads, dim]."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (normed * weight).to(x.dtype)
 
 
 def _rotate(x: torch.Tensor, positions: torch.Tensor, rotary_emb) -> torch.Tensor:
-    """Rotate x [n, ..., dim] by RoPE at `positions` [n], from the embedding's own table (so YaRN and the other
-    scalings are in it). SGLang's call rotates a query along with the key, which context does not have."""
-    cos, sin = rotary_emb.cos_sin_cache.index_select(0, positions).to(x.dtype).chunk(2, dim=-1)
-    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[-1],)
-    cos, sin = cos.view(shape), sin.view(shape)
+    """Rotate x [n, heads, dim] by RoPE at `positions` [n], from the embedding's own table (so YaRN and the other
+    scalings are in it)."""
+    cos, sin = rotary_emb.cos_sin_cache.index_select(0, positions).to(x.dtype)[:, None].chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

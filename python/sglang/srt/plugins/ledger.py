@@ -19,8 +19,8 @@ class Change:
 
     target: dotted path of a callable, or of a registry for kind "entry".
     kind: "around" (SGLang's HookRegistry), "resolution" (SGLang's resolution hooks), "replace" (rebind a name),
-        "entry" (write `key` of a dict).
-    signature: parameters we rely on; None for a registry.
+        "class" (rebind a class), "entry" (write `key` of a dict).
+    signature: the parameters; of a class those that SGLang passes; None for a registry.
     build: returns the hook or the new value; called when the change is applied, so that heavy imports wait.
     """
 
@@ -94,6 +94,18 @@ def _request_validation():
     from sglang_dflash.srt.speculative.dflash_utils import validate_dflash_request
 
     return validate_dflash_request
+
+
+def _verify_input():
+    from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
+
+    return DFlashVerifyInput
+
+
+def _verify_mask_policy():
+    from sglang_dflash.srt.speculative.dflash_utils import resolve_dflash_verify_mask_policy
+
+    return resolve_dflash_verify_mask_policy
 
 
 _ALGORITHM = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
@@ -170,6 +182,20 @@ AT_WORKER = (
         why="answer a request DFLASH cannot serve exactly with HTTP 400",
         build=_request_validation,
     ),
+    Change(
+        target="sglang.srt.speculative.dflash_info.DFlashVerifyInput",
+        kind="class",
+        signature="(draft_token, positions, draft_token_num, custom_mask, capture_hidden_mode, ragged_verify_layout)",
+        why="SGLang builds one to capture CUDA graphs with; replays must meet the kind we run",
+        build=_verify_input,
+    ),
+    Change(
+        target="sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy",
+        kind="replace",
+        signature="(attn_backend)",
+        why="no CUDA graph is captured with a mask, as no block is run with one",
+        build=_verify_mask_policy,
+    ),
 )
 
 
@@ -218,8 +244,10 @@ def check(change: Change) -> None:
         if not hasattr(target, "__setitem__"):
             raise SystemExit(f"sglang-dflash: {change.target} is not a registry. Needed to: {change.why}")
         return
-    found = f"({', '.join(inspect.signature(inspect.unwrap(target)).parameters)})"
-    if found != change.signature:
+    parameters = list(inspect.signature(inspect.unwrap(target)).parameters)
+    wanted = change.signature.strip("()").split(", ")
+    if not set(wanted) <= set(parameters) if change.kind == "class" else parameters != wanted:
+        found = f"({', '.join(parameters)})"
         raise SystemExit(
             f"sglang-dflash: {change.target} takes {found}, expected {change.signature}. Needed to: {change.why}"
         )

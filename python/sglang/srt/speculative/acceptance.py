@@ -1,4 +1,7 @@
-"""Which drafted tokens are kept. Pure functions over one verified batch of blocks."""
+"""Which drafted tokens are kept. Pure functions over one verified batch of blocks.
+
+Here: the rule for a draft that only says tokens. With the draft's probabilities: rejection.py.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +14,7 @@ class Verdict:
 
     accept_len: [bs] int32, drafted tokens kept; the bonus token is not counted.
     out_tokens: [bs, B] int64, row i's new output is its first accept_len[i] + 1 entries: the kept tokens, then the
-        bonus token. Entries beyond are the target's draws after a rejected token, and mean nothing.
+        bonus token. Entries beyond are token ids without a meaning.
     bonus: [bs] int64, the target's own token after the kept ones; the anchor of the next block.
     """
 
@@ -37,3 +40,12 @@ def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> 
     accept_len = matches.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
     bonus = target_tokens.gather(1, accept_len.long()[:, None]).squeeze(1)
     return Verdict(accept_len=accept_len, out_tokens=target_tokens, bonus=bonus)
+
+
+def choose_by_request(use_first: torch.Tensor, first: Verdict, second: Verdict) -> Verdict:
+    """One batch, two rules: request i's verdict is `first` where use_first[i] ([bs] bool), else `second`."""
+    return Verdict(
+        accept_len=torch.where(use_first, first.accept_len, second.accept_len),
+        out_tokens=torch.where(use_first[:, None], first.out_tokens, second.out_tokens),
+        bonus=torch.where(use_first, first.bonus, second.bonus),
+    )

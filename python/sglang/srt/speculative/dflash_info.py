@@ -1,6 +1,7 @@
 """The values that flow through one speculative cycle, and the two that SGLang carries or plans with."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
@@ -99,6 +100,7 @@ class Cycle:
     """One decode step's batch, fixed before drafting: bs requests, blocks of B slots.
 
     seq_lens: [bs] int64, committed length n; the block covers positions n .. n+B-1.
+    tokens: [bs, B] int64, the bonus token of the cycle before (the anchor), then mask tokens.
     positions: [bs, B] int64.
     cache_loc: [bs * B] int64, the request table's slots of those positions.
     kv_loc_plan: SGLang's translation of those slots, shared by the draft and the verify forward.
@@ -108,11 +110,11 @@ class Cycle:
     bs: int
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
+    tokens: torch.Tensor
     positions: torch.Tensor
     cache_loc: torch.Tensor
     kv_loc_plan: KVLocPlan
     host_lens: torch.Tensor
-    bonus_tokens: torch.Tensor
     can_run_cuda_graph: bool
 
 
@@ -120,6 +122,7 @@ class Cycle:
 class DFlashVerifyInput(SpecInput):
     """Tells an attention backend to run blocks of `draft_token_num` tokens: the target's verify chain, and the
     draft's block (whose layers say themselves that they are not causal). No mask: both follow from the lengths.
+    SGLang builds one as well, to capture CUDA graphs with.
     """
 
     draft_token_num: int
@@ -129,6 +132,7 @@ class DFlashVerifyInput(SpecInput):
     # Read by SGLang's backends for every verify; a chain has one candidate per position and no mask.
     topk: int = 1
     custom_mask: torch.Tensor | None = None
+    ragged_verify_layout: Any = None  # of algorithms whose requests verify different numbers of tokens
 
     def __post_init__(self):
         super().__init__(spec_input_type=SpecInputType.DFLASH_VERIFY)

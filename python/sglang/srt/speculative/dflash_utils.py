@@ -43,6 +43,14 @@ def check_target_model(target_model: Any, num_aux_layers: int) -> None:
         raise ValueError(f"DFLASH borrows the target's embedding and LM head, and {name} does not expose them.")
 
 
+def resolve_dflash_verify_mask_policy(attn_backend: Any) -> tuple[str, bool]:
+    """SGLang asks this before it captures a CUDA graph: the backend's name, and whether blocks carry a mask there.
+
+    They never do: every backend we accept (`dflash_args.TARGET_ATTENTION_BACKENDS`) runs a chain by its causal flag.
+    """
+    return type(attn_backend).__name__, False
+
+
 def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
     """Raise RuntimeError unless the draft's KV pool mirrors the target's slots within the bytes SGLang set aside for it.
 

@@ -20,11 +20,14 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask, draft_pp_context
 
-from sglang_dflash.srt.speculative.acceptance import accept_matching_prefix
+from sglang_dflash.kernels.ops.speculative.accept import accept_greedy
+from sglang_dflash.kernels.ops.speculative.block import prepare_block
+from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_kv_budget, check_target_model
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
+from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
 from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows
 
 logger = logging.getLogger(__name__)
@@ -59,7 +62,7 @@ class DFlashWorker(BaseSpecWorker):
         draft_model = self._draft_worker.model_runner.model
         check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
         self._drafter = DFlashDrafter(self._draft_worker.model_runner, target_runner.model, self.verify_width)
-        self._verify_positions = torch.arange(self.verify_width, device=self.device)
+        self._simulated = SimulatedAcceptance.from_environment()
         self._clock = PhaseClock.from_environment()
         logger.info(
             "sglang-dflash %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
@@ -79,8 +82,15 @@ class DFlashWorker(BaseSpecWorker):
     # -- start-up ---------------------------------------------------------------------------------------------
 
     def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
-        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
-        check_kv_budget(self._target_worker.model_runner, self._draft_worker.model_runner)
+        window = get_spec().speculative_draft_window_size
+        # Without a request table given, the draft's runner makes one of its own, for the window's contents.
+        super().alloc_memory_pool(
+            memory_pool_config, None if window else req_to_token_pool, token_to_kv_pool_allocator
+        )
+        target_runner = self._target_worker.model_runner
+        check_kv_budget(target_runner, self._draft_worker.model_runner)
+        if window:
+            self._drafter.use_window(window, target_runner)
 
     def init_attention_backends(self):
         with draft_pp_context():
@@ -140,9 +150,12 @@ class DFlashWorker(BaseSpecWorker):
         logits_output = target_out.logits_output
         clock.lap("verify")
         target_tokens = self._target_tokens(batch, cycle, block, logits_output.next_token_logits, grammar_barrier)
-        verdict = accept_matching_prefix(block.tokens, target_tokens)
-        commit_lens = verdict.accept_len + 1
-        new_seq_lens = cycle.seq_lens + commit_lens
+        accept_len, commit_lens, bonus, new_seq_lens = accept_greedy(block.tokens, target_tokens, cycle.seq_lens)
+        verdict = Verdict(accept_len, target_tokens, bonus)
+        if self._simulated is not None:
+            verdict = self._simulated.override(verdict, block.tokens)
+            commit_lens = verdict.accept_len + 1
+            new_seq_lens = cycle.seq_lens + commit_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
         if batch.return_logprob:
@@ -168,10 +181,15 @@ class DFlashWorker(BaseSpecWorker):
 
     def _begin_cycle(self, batch) -> Cycle:
         seq_lens = batch.seq_lens
-        positions = seq_lens[:, None] + self._verify_positions
-        table = self._target_worker.model_runner.req_to_token_pool.req_to_token
-        cache_loc = table[batch.req_pool_indices[:, None], positions].flatten().long()
         draft_input: DFlashDraftInput = batch.spec_info
+        tokens, positions, cache_loc = prepare_block(
+            draft_input.bonus_tokens,
+            seq_lens,
+            batch.req_pool_indices,
+            self._target_worker.model_runner.req_to_token_pool.req_to_token,
+            self._drafter.mask_token_id,
+            self.verify_width,
+        )
         if batch.seq_lens_cpu is not None:
             host_lens = batch.seq_lens_cpu + self.verify_width
         else:
@@ -187,11 +205,11 @@ class DFlashWorker(BaseSpecWorker):
             bs=seq_lens.numel(),
             req_pool_indices=batch.req_pool_indices,
             seq_lens=seq_lens,
+            tokens=tokens,
             positions=positions,
             cache_loc=cache_loc,
             kv_loc_plan=plan,
             host_lens=host_lens,
-            bonus_tokens=draft_input.bonus_tokens,
             can_run_cuda_graph=batch.can_run_decode_cuda_graph,
         )
 

@@ -1,0 +1,91 @@
+"""The inputs of a draft block, from what crosses a cycle."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def prepare_block(
+    bonus_tokens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    mask_token_id: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks of B = `block_size` slots: the anchor, then mask tokens (arXiv 2602.06036, section 3).
+
+    bonus_tokens: [bs] int64, the anchors.
+    seq_lens: [bs] int64, committed lengths n; a block covers positions n .. n + B - 1.
+    req_pool_indices: [bs] int64, the requests' rows of the request table.
+    req_to_token: [rows, max_len] int32, the KV slot of each position. n + B <= max_len is not checked.
+
+    Returns tokens [bs, B], positions [bs, B] and cache_loc [bs * B], the slots of those positions, all int64.
+
+    One launch on CUDA, without host synchronisation. Moves bs * (24 + 28 B) bytes: per request three int64
+    read; per slot one int32 read and three int64 written.
+    """
+    run = prepare_block_triton if seq_lens.is_cuda else prepare_block_torch
+    return run(bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, block_size)
+
+
+def prepare_block_torch(bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, block_size):
+    """`prepare_block` in PyTorch, on any device."""
+    tokens = seq_lens.new_full((seq_lens.numel(), block_size), mask_token_id)
+    tokens[:, 0] = bonus_tokens
+    positions = seq_lens[:, None] + torch.arange(block_size, device=seq_lens.device)
+    cache_loc = req_to_token[req_pool_indices[:, None], positions].flatten().long()
+    return tokens, positions, cache_loc
+
+
+def prepare_block_triton(bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, block_size):
+    """`prepare_block` as a Triton kernel. Tensors contiguous, but for the rows of the request table."""
+    assert bonus_tokens.is_contiguous() and seq_lens.is_contiguous() and req_pool_indices.is_contiguous()
+    assert req_to_token.stride(1) == 1
+    bs = seq_lens.numel()
+    tokens = seq_lens.new_empty((bs, block_size))
+    positions = torch.empty_like(tokens)
+    cache_loc = seq_lens.new_empty((bs * block_size,))
+    if bs:
+        _prepare_block_kernel[(bs,)](
+            bonus_tokens,
+            seq_lens,
+            req_pool_indices,
+            req_to_token,
+            tokens,
+            positions,
+            cache_loc,
+            req_to_token.stride(0),
+            mask_token_id,
+            block_size,
+            BLOCK=triton.next_power_of_2(block_size),
+            num_warps=1,
+        )
+    return tokens, positions, cache_loc
+
+
+@triton.jit
+def _prepare_block_kernel(
+    bonus_tokens,
+    seq_lens,
+    req_pool_indices,
+    req_to_token,
+    tokens,
+    positions,
+    cache_loc,
+    table_stride,
+    mask_token_id,
+    block_size,
+    BLOCK: tl.constexpr,
+):
+    """One program per request."""
+    request = tl.program_id(0)
+    slot = tl.arange(0, BLOCK)
+    inside = slot < block_size
+    out = request * block_size + slot
+    position = tl.load(seq_lens + request) + slot
+    row = tl.load(req_pool_indices + request).to(tl.int64)  # rows * max_len may exceed 2**31
+    loc = tl.load(req_to_token + row * table_stride + position, mask=inside)
+    tl.store(tokens + out, tl.where(slot == 0, tl.load(bonus_tokens + request), mask_token_id), mask=inside)
+    tl.store(positions + out, position, mask=inside)
+    tl.store(cache_loc + out, loc.to(tl.int64), mask=inside)

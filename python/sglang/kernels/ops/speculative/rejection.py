@@ -1,0 +1,106 @@
+"""How much of each block is kept, by rejection or by block verification, in one launch.
+
+The PyTorch twins are the rules themselves, `srt/speculative/rejection.py`, where block verification takes a
+dozen launches per slot. Its `draw_final_tokens` turns what this returns into a verdict.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def walk_blocks_triton(
+    block: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft_ids: torch.Tensor,
+    draft_probs: torch.Tensor,
+    accept_uniforms: torch.Tensor,
+    block_verification: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(accept_len [bs] int32, weight [bs] float64), as `draw_final_tokens` takes them.
+
+    Arguments as for `accept_by_rejection`, contiguous; draft_ids and draft_probs are the fields of
+    `DraftProbs`. One program per request, no host synchronisation. Reads 12 bytes per drafted slot and
+    candidate; block verification reads them twice, and the target's probability of each candidate once.
+    """
+    tensors = block, target_probs, draft_ids, draft_probs, accept_uniforms
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    bs, width = block.shape
+    candidates = draft_ids.shape[2]
+    accept_len = block.new_empty((bs,), dtype=torch.int32)
+    weight = block.new_empty((bs,), dtype=torch.float64)
+    if bs:
+        tile = min(triton.next_power_of_2(candidates), 1024)
+        _walk_blocks_kernel[(bs,)](
+            *tensors,
+            accept_len,
+            weight,
+            width,
+            candidates,
+            target_probs.shape[2],
+            BLOCK_VERIFICATION=block_verification,
+            TILE=tile,
+            num_warps=max(1, min(8, tile // 128)),
+        )
+    return accept_len, weight
+
+
+@triton.jit
+def _walk_blocks_kernel(
+    block,
+    target_probs,
+    draft_ids,
+    draft_probs,
+    accept_uniforms,
+    accept_len,
+    weight,
+    width,
+    candidates,
+    vocabulary,
+    BLOCK_VERIFICATION: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program per request, one step per drafted slot."""
+    request = tl.program_id(0).to(tl.int64)
+    block += request * width
+    target_probs += request * width * vocabulary
+    draft_ids += request * (width - 1) * candidates
+    draft_probs += request * (width - 1) * candidates
+    accept_uniforms += request * (width - 1)
+    column = tl.arange(0, TILE)
+    kept = tl.full((), 0, tl.int32)
+    going_on = tl.full((), 1, tl.int32)
+    prefix_weight = tl.full((), 1, tl.float64)
+    kept_weight = tl.full((), 1, tl.float64)
+    for length in range(1, width):
+        token = tl.load(block + length)
+        target = tl.load(target_probs + token).to(tl.float64)
+        draft = tl.full((), 0, tl.float64)
+        for start in range(0, candidates, TILE):
+            inside = start + column < candidates
+            ids = tl.load(draft_ids + start + column, mask=inside, other=-1)
+            probs = tl.load(draft_probs + start + column, mask=inside, other=0)
+            draft += tl.sum(tl.where(ids == token, probs, 0), axis=0)
+        target_probs += vocabulary
+        draft_ids += candidates
+        draft_probs += candidates
+        uniform = tl.load(accept_uniforms + length - 1).to(tl.float64)
+        if BLOCK_VERIFICATION:
+            prefix_weight = tl.minimum(prefix_weight * (target / draft), 1)
+            shared = tl.full((), 0, tl.float64)
+            if length < width - 1:
+                for start in range(0, candidates, TILE):
+                    inside = start + column < candidates
+                    ids = tl.load(draft_ids + start + column, mask=inside, other=0)
+                    probs = tl.load(draft_probs + start + column, mask=inside, other=0).to(tl.float64)
+                    targets = tl.load(target_probs + ids, mask=inside, other=0).to(tl.float64)
+                    shared += tl.sum(tl.minimum(prefix_weight * targets, probs), axis=0)
+            accepted = uniform * (1 - shared) < prefix_weight - shared
+            kept = tl.where(accepted, length, kept)
+            kept_weight = tl.where(accepted, prefix_weight, kept_weight)
+        else:
+            going_on &= (uniform * draft < target).to(tl.int32)
+            kept += going_on
+    request = tl.program_id(0)
+    tl.store(accept_len + request, kept)
+    tl.store(weight + request, kept_weight)

@@ -1,0 +1,23 @@
+"""The argmax of an LM head that may be split over tensor-parallel ranks, without gathering its logits."""
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+
+
+def greedy_tokens(hidden: torch.Tensor, lm_head) -> torch.Tensor:
+    """hidden [n, hidden] -> the head's best token of each row, [n] int64, equal on all ranks.
+
+    lm_head: SGLang's ParallelLMHead, quantized or not. Its padding rows never win. Of equal logits the lowest id wins,
+    as in one `argmax` over the whole head. Ranks exchange 8 bytes a row.
+    """
+    logits = lm_head.quant_method.apply(lm_head, hidden)
+    shard = lm_head.shard_indices
+    best, index = logits[:, : shard.num_org_elements].max(dim=-1)
+    index = index + shard.org_vocab_start_index
+    group = get_parallel().tp_group
+    if group.world_size == 1:
+        return index
+    # Logit and id travel together as float32, which holds ids exactly up to 2**24.
+    mine = torch.stack((best.float(), index.float()))
+    best, index = group.all_gather(mine[None], dim=0).unbind(dim=1)
+    return index.gather(0, best.argmax(dim=0, keepdim=True)).squeeze(0).long()

@@ -1,0 +1,69 @@
+"""How drafted tokens are drawn from a draft's logits, and from which distributions exactly."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_dflash.srt.speculative.rejection import DraftProbs, draw_by_inverse_cdf
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSampling:
+    """How a proposal departs from the draft's own distribution. Any setting is lossless: the probabilities
+    that reach the acceptance rule are the ones after all of this.
+
+    temperature_scale: multiplies the request's temperature; below 1 the draft says its favourites more often.
+    sampled_slots: only the first so many slots are drawn, deeper ones take the argmax. None: all are drawn.
+    candidates: at most so many tokens per slot, the likeliest, are considered; they are kept for the verify.
+    """
+
+    temperature_scale: float = 1.0
+    sampled_slots: int | None = None
+    candidates: int = 128
+
+    def __post_init__(self):
+        if not self.temperature_scale > 0:
+            raise ValueError(f"temperature_scale must be positive, got {self.temperature_scale}.")
+        if self.sampled_slots is not None and self.sampled_slots < 0:
+            raise ValueError(f"sampled_slots must not be negative, got {self.sampled_slots}.")
+        if self.candidates < 1:
+            raise ValueError(f"candidates must be at least 1, got {self.candidates}.")
+
+
+def draft_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    uniforms: torch.Tensor,
+    sampling: DraftSampling,
+    d2t: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, DraftProbs]:
+    """One token per drafted slot: ([bs, B - 1] int64 target token ids, the distributions they come from).
+
+    logits: [bs, B - 1, V_draft] float, over the whole draft vocabulary.
+    temperature, top_p: [bs] float, top_k: [bs] int, as SGLang has them: temperature above zero; a greedy
+        request has top_k 1 (it drafts the argmax, one-hot); top_k may exceed the vocabulary. The filters are
+        joint, as in SGLang's sampler: top_p looks at probabilities of the unfiltered softmax.
+    uniforms: [bs, B - 1] in [0, 1).
+    d2t: [V_draft] int64, target token id minus draft token id; None where the vocabularies are one.
+
+    NaN or positively infinite logits give NaN probabilities, which `find_invalid_requests` finds.
+    """
+    slots, vocabulary = logits.shape[1:]
+    if sampling.sampled_slots is None:
+        top_k = top_k[:, None]
+    else:
+        is_drawn = torch.arange(slots, device=logits.device) < sampling.sampled_slots
+        top_k = torch.where(is_drawn, top_k[:, None], 1)
+    scaled = logits.float() / (temperature * sampling.temperature_scale)[:, None, None]
+    best, ids = scaled.topk(min(sampling.candidates, vocabulary), dim=-1)
+    probs = (best - scaled.logsumexp(dim=-1, keepdim=True)).exp()
+    more_likely = probs.cumsum(dim=-1) - probs
+    rank = torch.arange(ids.shape[2], device=ids.device)
+    probs = torch.where((rank < top_k[..., None]) & (more_likely <= top_p[:, None, None]), probs, 0)
+    probs = probs / probs.sum(dim=-1, keepdim=True)
+    if d2t is not None:
+        ids = ids + d2t[ids]
+    chosen = draw_by_inverse_cdf(probs.flatten(0, 1), uniforms.flatten()).view(uniforms.shape)
+    return ids.gather(2, chosen[..., None]).squeeze(2), DraftProbs(ids, probs)

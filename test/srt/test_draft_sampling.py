@@ -1,0 +1,218 @@
+"""Drafted tokens come from exactly the distribution that is declared, and that one is the intended one."""
+
+import pytest
+import torch
+from enumeration import LAST, Case, bisect, deviation, random_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_dflash.srt.speculative.acceptance import accept_matching_prefix
+from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draft_tokens
+from sglang_dflash.srt.speculative.rejection import (
+    DraftProbs,
+    accept_by_block_verification,
+    accept_by_rejection,
+    find_invalid_requests,
+)
+
+NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1
+WHOLE = DraftSampling(candidates=1000)
+
+
+def dense(draft: DraftProbs, vocabulary: int) -> torch.Tensor:
+    """[bs, B - 1, vocabulary] float32."""
+    return torch.zeros(*draft.ids.shape[:2], vocabulary).scatter(2, draft.ids, draft.probs)
+
+
+def draw(logits, uniforms=None, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, sampling=WHOLE, d2t=None):
+    """`draft_tokens`, every request with the same parameters unless they are given as lists."""
+    bs, slots = logits.shape[:2]
+    uniforms = torch.zeros(bs, slots) if uniforms is None else uniforms
+
+    def column(value, dtype):
+        return torch.tensor(value if isinstance(value, list) else [value] * bs, dtype=dtype)
+
+    temperature, top_k = column(temperature, torch.float32), column(top_k, torch.int32)
+    return draft_tokens(logits, temperature, top_k, column(top_p, torch.float32), uniforms, sampling, d2t)
+
+
+def intended(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, candidates: int
+) -> torch.Tensor:
+    """One slot's distribution, token by token: logits [V] -> [V]."""
+    probs = (logits.double() / temperature).softmax(dim=0).tolist()
+    kept, before = [0.0] * len(probs), 0.0
+    for rank, token in enumerate(sorted(range(len(probs)), key=lambda token: -probs[token])):
+        if rank < min(top_k, candidates) and before <= top_p:
+            kept[token] = probs[token]
+        before += probs[token]
+    return torch.tensor(kept) / sum(kept)
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p, candidates, scale",
+    [
+        (1.0, NO_LIMIT, 1.0, 1000, 1.0),
+        (0.7, NO_LIMIT, 1.0, 1000, 1.0),
+        (1.0, 4, 1.0, 1000, 1.0),
+        (1.0, NO_LIMIT, 0.7, 1000, 1.0),
+        (1.3, 5, 0.7, 1000, 1.0),
+        (1.0, 5, 0.9, 3, 1.0),
+        (1.0, NO_LIMIT, 1.0, 4, 0.5),
+        (2.0, 12, 0.0, 1000, 1.0),
+        (1.0, 1, 1.0, 1000, 1.0),
+        (100.0, NO_LIMIT, 1.0, 1000, 1.0),
+        (1e-6, NO_LIMIT, 1.0, 1000, 1.0),
+    ],
+)
+def test_the_distribution_is_the_intended_one(temperature, top_k, top_p, candidates, scale):
+    logits = 3 * torch.randn(4, 3, 12, generator=torch.Generator().manual_seed(0))
+    sampling = DraftSampling(temperature_scale=scale, candidates=candidates)
+    _, draft = draw(logits, None, temperature, top_k, top_p, sampling)
+    assert draft.probs.dtype == torch.float32
+    assert draft.ids.shape == (4, 3, min(candidates, 12))
+    expected = torch.stack(
+        [intended(row, temperature * scale, top_k, top_p, candidates) for row in logits.flatten(0, 1)]
+    )
+    assert torch.allclose(dense(draft, 12).flatten(0, 1), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("sampling", [WHOLE, DraftSampling(0.5, 1, 3), DraftSampling(candidates=4)])
+def test_tokens_are_drawn_from_the_declared_distribution(sampling):
+    """The uniforms are integrated exactly: each token's interval is as long as its declared probability."""
+    logits = 2 * torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(1))
+    _, draft = draw(logits, None, 0.8, 4, 0.95, sampling)
+
+    def rank_at(levels):
+        tokens, again = draw(logits, levels, 0.8, 4, 0.95, sampling)
+        assert torch.equal(again.probs, draft.probs) and torch.equal(again.ids, draft.ids)
+        return (draft.ids == tokens[..., None]).int().argmax(dim=2)
+
+    steps = [bisect(lambda levels: rank_at(levels) <= rank, (3, 2)) for rank in range(draft.ids.shape[2])]
+    lengths = torch.stack(steps, dim=2).diff(dim=2, prepend=torch.zeros(3, 2, 1))
+    assert torch.allclose(lengths, draft.probs.double(), atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block_verification])
+@pytest.mark.parametrize(
+    "sampling", [WHOLE, DraftSampling(0.3), DraftSampling(sampled_slots=1), DraftSampling(0.5, 2, 2)]
+)
+def test_every_proposal_is_lossless(sampling, rule):
+    """Marginals as a DFlash draft has them, 4 tokens, 3 drafted slots; by enumeration."""
+    target = random_case(5, 4, 4, "chain").target
+    logits = 2 * torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(2))
+    probs = dense(draw(logits, sampling=sampling)[1], 4)[0].double()
+    probs /= probs.sum(dim=1, keepdim=True)
+    assert deviation(rule, Case(target, [probs[k].expand(4**k, 4) for k in range(3)])) < 1e-9
+
+
+def test_sharper_and_deeper():
+    """A lower temperature sharpens every slot; from the first slot that is not drawn on all is the argmax."""
+    logits = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(3))
+    best = logits.argmax(dim=2)
+    plain = dense(draw(logits)[1], 9)
+    sharp = dense(draw(logits, sampling=DraftSampling(0.5))[1], 9)
+    squared = plain**2 / (plain**2).sum(dim=2, keepdim=True)
+    assert torch.allclose(sharp, squared, atol=1e-6)
+    uniforms = torch.full((2, 5), LAST)
+    tokens, draft = draw(logits, uniforms, sampling=DraftSampling(sampled_slots=2))
+    assert torch.equal(tokens[:, 2:], best[:, 2:])
+    assert torch.equal(dense(draft, 9)[:, 2:], torch.nn.functional.one_hot(best[:, 2:], 9).float())
+    assert torch.equal(tokens[:, :2], logits[:, :2].argmin(dim=2))
+    assert torch.allclose(dense(draft, 9)[:, :2], plain[:, :2])
+
+
+def test_greedy_requests_draft_the_argmax_next_to_others():
+    logits = torch.randn(4, 6, 9, generator=torch.Generator().manual_seed(4))
+    for uniforms in (torch.zeros(4, 6), torch.full((4, 6), LAST), torch.rand(4, 6)):
+        tokens, draft = draw(
+            logits, uniforms, [1.0, 5.0, 1.0, 0.5], [1, NO_LIMIT, 1, 3], [1.0, 1.0, 0.3, 1.0]
+        )
+        best = logits[::2].argmax(dim=2)
+        assert torch.equal(tokens[::2], best)
+        assert torch.equal(dense(draft, 9)[::2], torch.nn.functional.one_hot(best, 9).float())
+        # Their blocks are then judged as without any draft probabilities.
+        certain = torch.nn.functional.one_hot(torch.randint(9, (4, 7)), 9).float()
+        block = torch.nn.functional.pad(tokens, (1, 0))
+        verdict = accept_by_rejection(block, certain, draft, uniforms, uniforms[:, 0])
+        plain = accept_matching_prefix(block, certain.argmax(dim=2))
+        assert torch.equal(verdict.accept_len, plain.accept_len) and torch.equal(verdict.bonus, plain.bonus)
+
+
+def test_a_reduced_vocabulary():
+    """Draft token 0, 1, 2, 3 is target token 2, 3, 7, 8: the same draw, under the target's names."""
+    d2t = torch.tensor([2, 2, 5, 5])
+    logits, uniforms = torch.randn(3, 2, 4), torch.rand(3, 2)
+    tokens, draft = draw(logits, uniforms)
+    named, renamed = draw(logits, uniforms, d2t=d2t)
+    assert torch.equal(named, tokens + d2t[tokens])
+    assert torch.equal(dense(renamed, 9)[..., [2, 3, 7, 8]], dense(draft, 4))
+    assert set(renamed.ids.unique().tolist()) == {2, 3, 7, 8}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_draft_makes_sense(data):
+    """Valid probabilities, possible tokens, and no effect of one request on another, at any parameters."""
+    bs, slots, vocabulary = (data.draw(st.integers(1, top)) for top in (4, 4, 7))
+    torch.manual_seed(data.draw(st.integers(0, 2**32)))
+    logits = torch.randn(bs, slots, vocabulary) * data.draw(st.sampled_from([0.0, 1.0, 30.0]))
+    logits[torch.rand(logits.shape) < 0.2] = -torch.inf
+    logits[..., 0] = logits[..., 0].clamp(min=-50)  # as when a mask leaves at least one token
+    levels = [torch.rand(bs, slots), torch.zeros(bs, slots), torch.full((bs, slots), LAST)]
+    uniforms = data.draw(st.sampled_from(levels))
+
+    def each(values):
+        return data.draw(st.lists(st.sampled_from(values), min_size=bs, max_size=bs))
+
+    parameters = each([1e-6, 0.3, 1.0, 100.0]), each([1, 2, 5, 1000, NO_LIMIT]), each([0.0, 0.5, 0.999, 1.0])
+    sampling = DraftSampling(
+        data.draw(st.sampled_from([0.1, 1.0])),
+        data.draw(st.sampled_from([None, 0, 2])),
+        data.draw(st.sampled_from([1, 3, 1000])),
+    )
+    tokens, draft = draw(logits, uniforms, *parameters, sampling)
+    assert (tokens.shape, tokens.dtype) == ((bs, slots), torch.int64)
+    anything = torch.full((bs, slots + 1, vocabulary), 1 / vocabulary)
+    assert not find_invalid_requests(torch.nn.functional.pad(tokens, (1, 0)), anything, draft).any()
+    for row in range(bs):
+        mine = slice(row, row + 1)
+        alone, own = draw(logits[mine], uniforms[mine], *[p[mine] for p in parameters], sampling)
+        assert torch.equal(alone, tokens[mine]) and torch.equal(own.probs, draft.probs[mine])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_bad_logits_are_found_and_hurt_nobody(bad):
+    logits, uniforms = torch.randn(3, 2, 6), torch.rand(3, 2)
+    good, _ = draw(logits, uniforms)
+    logits[1, 1, 4] = bad
+    tokens, draft = draw(logits, uniforms)
+    assert torch.equal(tokens[::2], good[::2])
+    assert ((tokens >= 0) & (tokens < 6)).all()
+    anything = torch.full((3, 3, 6), 1 / 6)
+    assert find_invalid_requests(torch.nn.functional.pad(tokens, (1, 0)), anything, draft).tolist() == [
+        False,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("bs, slots", [(0, 3), (2, 0), (0, 0)])
+def test_nothing_to_draft(bs, slots):
+    tokens, draft = draw(torch.zeros(bs, slots, 5))
+    assert tokens.shape == (bs, slots)
+    assert draft.ids.shape == draft.probs.shape == (bs, slots, 5)
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"temperature_scale": 0.0}, "temperature_scale must be positive, got 0.0"),
+        ({"temperature_scale": float("nan")}, "temperature_scale must be positive, got nan"),
+        ({"sampled_slots": -1}, "sampled_slots must not be negative, got -1"),
+        ({"candidates": 0}, "candidates must be at least 1, got 0"),
+    ],
+)
+def test_impossible_settings_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        DraftSampling(**setting)

@@ -1,0 +1,120 @@
+"""`--speculative-draft-window-size`: drafted tokens are those of a reference that sees the window alone, and what lies
+before it is not read: its slots hold NaN here."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from draft_cases import Case, FakePlan, lm_head
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
+from sglang_dflash.srt.speculative.dflash_info import Cycle
+from sglang_dflash.srt.speculative.draft_window import WindowView
+from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
+
+LENGTHS = [23, 4, 12]
+CAPACITY = 48
+
+
+def cycle_of(case: Case, pools, width: int) -> Cycle:
+    lengths = torch.tensor(LENGTHS)
+    blocks = case.block_tokens([3, 50, 9])
+    slots = torch.cat([pools.slots(r, n, n + width) for r, n in enumerate(LENGTHS)])
+    return Cycle(
+        bs=len(LENGTHS),
+        req_pool_indices=pools.rows,
+        seq_lens=lengths,
+        tokens=torch.nn.functional.pad(blocks, (0, width - blocks.shape[1]), value=blocks[0, -1].item()),
+        positions=lengths[:, None] + torch.arange(width),
+        cache_loc=slots,
+        kv_loc_plan=FakePlan(slots),
+        host_lens=lengths + width,
+        can_run_cuda_graph=False,
+    )
+
+
+def pools_with_a_table_of_its_own(pools):
+    """The same KV slots, read through another request table, as the draft's runner has it."""
+    own = copy.copy(pools)
+    rows, columns = pools.req_to_token_pool.req_to_token.shape
+    own.req_to_token_pool = ReqToTokenPool(rows - 1, columns, "cpu", enable_memory_saver=False)
+    own.req_to_token_pool.req_to_token.fill_(-1)
+    own.backend = TorchNativeSpecAttnBackend(own)
+    return own
+
+
+@pytest.mark.parametrize("window", [1, 5, 12, 200])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", ["plain", "sliding, not causal", "sample from anchor"])
+def test_drafted_tokens_see_the_window_alone(name, page_size, window, tmp_path):
+    case = Case.variant(name, tmp_path)
+    width = case.model.draft.num_drafting_rows + 1
+    pools = case.pools(len(LENGTHS), CAPACITY, page_size=page_size)
+    own = pools_with_a_table_of_its_own(pools)
+    runner = SimpleNamespace(
+        model=case.model,
+        token_to_kv_pool=pools.token_to_kv_pool,
+        req_to_token_pool=own.req_to_token_pool,
+        kv_index_translator=None,
+        forward=lambda batch: SimpleNamespace(logits_output=own.forward(case.model, batch)),
+    )
+    target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
+    drafter = DFlashDrafter(runner, target, width)
+    drafter._view = WindowView(
+        window,
+        SimpleNamespace(page_size=page_size, req_to_token_pool=pools.req_to_token_pool),
+        runner,
+        "torch_native",
+        width,
+        drafter._draft_width,
+    )
+    contexts = [case.aux_hidden(n, seed) for seed, n in enumerate(LENGTHS)]
+    for request, aux_hidden in enumerate(contexts):
+        seen = torch.arange(max(0, len(aux_hidden) - window), len(aux_hidden))
+        where = pools.slots(request, int(seen[0]), len(aux_hidden))
+        case.model.write_context_kv(aux_hidden[seen], seen, where, pools.token_to_kv_pool)
+
+    cycle = cycle_of(case, pools, width)
+    drafted = drafter.propose(cycle).tokens[:, 1:]
+
+    sees = case.reference.sees
+    case.reference.sees = lambda layer, query, key, anchor: key >= anchor - window and sees(layer, query, key, anchor)
+    blocks = case.block_tokens(cycle.tokens[:, 0].tolist())
+    for request, aux_hidden in enumerate(contexts):
+        embeddings = case.embedding.weight.data[blocks[request]]
+        hidden = case.reference.block_hidden(embeddings, case.reference.context_kv(aux_hidden))
+        expected = case.logits(hidden)[case.model.draft.num_idle_rows :].argmax(dim=-1)
+        assert drafted[request].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("backend, page", [("flashinfer", 1), ("triton", 1), ("fa3", 16)])
+def test_lengths_in_sight(backend, page):
+    """Exactly the window, unless the backend reads whole pages: then it begins on one. Host lengths, which FlashInfer
+    plans with, are the device's plus the block, and never below them."""
+    window, width = 20, 8
+    table = torch.arange(4 * 96, dtype=torch.int32).view(4, 96)
+    own = torch.full_like(table, -1)
+    pool = SimpleNamespace(req_to_token=table)
+    view = WindowView(
+        window,
+        SimpleNamespace(page_size=16, req_to_token_pool=pool),
+        SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=own), kv_index_translator=None),
+        backend,
+        width,
+        width,
+    )
+    seq_lens = torch.tensor([1, 20, 21, 70])
+    rows = torch.tensor([2, 0, 3, 1])
+    cycle = SimpleNamespace(
+        seq_lens=seq_lens, req_pool_indices=rows, host_lens=seq_lens + width, kv_loc_plan=FakePlan(torch.empty(0))
+    )
+    seen = view.of(cycle)
+    for i, (row, n) in enumerate(zip(rows.tolist(), seq_lens.tolist())):
+        start = max(0, n - window) // page * page
+        assert seen.seq_lens[i] == n - start
+        assert own[row, : n - start + width].tolist() == table[row, start : n + width].tolist()
+        assert seen.host_lens[i] >= seen.seq_lens[i] + width
+        if page == 1:
+            assert seen.host_lens[i] == seen.seq_lens[i] + width

@@ -1,0 +1,96 @@
+"""No step of the decode path waits for the GPU: every call that could is listed here, with why it does not.
+
+Static, so it holds without a GPU; the marked test lets CUDA itself object to a synchronisation.
+"""
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from serving import ROOT, TARGET, dflash_arguments, serve
+
+SOURCE = ROOT / "python" / "sglang"
+DECODE_PATH = (
+    "srt/speculative/dflash_worker.py",
+    "srt/speculative/dflash_info.py",
+    "srt/speculative/acceptance.py",
+    "srt/speculative/simulated_acceptance.py",
+    "srt/speculative/target_sampling.py",
+    "srt/speculative/draft_window.py",
+    "srt/speculative/drafters/dflash.py",
+    "srt/models/dflash.py",
+    "srt/layers/vocab_argmax.py",
+    "kernels/ops/speculative/block.py",
+    "kernels/ops/speculative/accept.py",
+    "kernels/ops/speculative/context_kv.py",
+)
+# Methods that copy to the host or whose result's shape depends on values, and functions that do on tensors.
+METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "unique", "masked_select"}
+FUNCTIONS = {"int", "float", "bool", "nonzero", "synchronize"}
+
+# (file, function, source of the call) -> why it does not wait
+ALLOWED = {
+    ("srt/speculative/dflash_worker.py", "_verify", "int(cycle.host_lens.sum())"): "lies on the host",
+    ("srt/speculative/drafters/dflash.py", "_run_block", "int(view.host_lens.sum())"): "lies on the host",
+    ("srt/speculative/dflash_info.py", "prepare_for_decode", "int(batch.seq_lens_cpu.sum())"): "lies on the host",
+    ("srt/speculative/dflash_worker.py", "_extend_positions", "int(extend.sum())"): "lies on the host; prefill",
+    ("kernels/ops/speculative/context_kv.py", "write_context_kv_torch", "kept.flatten().nonzero()"): "the CPU's twin",
+    ("srt/models/dflash.py", "__init__", "bool(getattr(hf_config, 'attention_bias', False))"): "start-up",
+}
+
+
+def possible_transfers(name: str, source: str) -> set[tuple[str, str, str]]:
+    """Every call in a file that may wait for the device: (file, function it is in, the call)."""
+    found = set()
+
+    def visit(node: ast.AST, function: str) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+                return  # runs on the device
+            function = node.name
+        if isinstance(node, ast.Call):
+            callee = node.func
+            is_method = isinstance(callee, ast.Attribute) and callee.attr in METHODS
+            is_function = isinstance(callee, ast.Name) and callee.id in FUNCTIONS
+            if is_method or is_function:
+                found.add((name, function, ast.unparse(node)))
+        for child in ast.iter_child_nodes(node):
+            visit(child, function)
+
+    visit(ast.parse(source), "<module>")
+    return found
+
+
+def test_every_possible_host_transfer_is_accounted_for():
+    found = set()
+    for name in DECODE_PATH:
+        found |= possible_transfers(name, (SOURCE / name).read_text())
+    assert found == set(ALLOWED)
+
+
+@pytest.mark.parametrize("call", ["lens.max().item()", "lens.cpu()", "bool((a == b).all())", "int(seq_lens[0])"])
+def test_a_new_one_would_be_found(call):
+    assert possible_transfers("x.py", f"def decode(lens):\n    return {call}\n") == {("x.py", "decode", call)}
+
+
+def test_the_files_of_the_decode_path_exist():
+    assert [name for name in DECODE_PATH if not (SOURCE / name).is_file()] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.server
+def test_cuda_sees_no_synchronisation_in_a_decode_step():
+    """The server puts CUDA into error mode around `DFlashWorker._decode`, and dies of the first synchronisation."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    plugin = Path(__file__).parent / "strict_sync"
+    environment = {"PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])}
+    with serve("--model-path", TARGET, *dflash_arguments(), "--attention-backend", "triton", env=environment) as server:
+        for temperature in (0, 0.8):
+            answer = server.generate(
+                text="def main():", sampling_params={"temperature": temperature, "max_new_tokens": 48, "ignore_eos": True}
+            )
+            assert answer["meta_info"]["completion_tokens"] == 48
+        assert "strict_sync: decode steps are watched" in server.log()

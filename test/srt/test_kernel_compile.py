@@ -1,0 +1,143 @@
+"""Every kernel compiled for three generations of GPU, none of which need be here: spills, access widths."""
+
+import os
+import re
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from sglang_dflash.kernels.ops.speculative import accept, block, context_kv
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+ARCHITECTURES = (80, 90, 100)
+
+
+class Launch:
+    """Stands in for a kernel and keeps what it is launched with: what is compiled here is what will run."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return self._record
+
+    def _record(self, *arguments, **keywords) -> None:
+        self.arguments, self.keywords = arguments, keywords
+
+    def compile(self, arch: int):
+        """As Triton does at the first launch."""
+        target = GPUTarget("cuda", arch, 32)
+        backend = make_backend(target)
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        bound, specialization, options = bind(*self.arguments, **self.keywords)
+        options, signature, constants, attributes = self.kernel._pack_args(
+            backend, dict(self.keywords), bound, specialization, options
+        )
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        return compile(source, target=target, options=options.__dict__)
+
+
+def launch_prepare_block():
+    bs, block_size = 4, 16
+    ints, table = torch.zeros(bs, dtype=torch.int64), torch.zeros(48, 40_960, dtype=torch.int32)
+    block.prepare_block_triton(ints, ints, ints, table, 151_669, block_size)
+
+
+def launch_accept_greedy():
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    accept.accept_greedy_triton(tokens, tokens, tokens[:, 0].contiguous())
+
+
+def launch_write_context_kv(head_dim: int, pool_dtype: torch.dtype, prefill: bool):
+    """Qwen3-8B's draft: 5 layers, 8 KV heads, block 16, bfloat16."""
+    bs, block_size, layers, heads = 4, 16, 5, 8
+    rows = bs * block_size
+    kv = torch.zeros(rows, layers, 2, heads, head_dim, dtype=torch.bfloat16)
+    weight = torch.ones(layers, head_dim, dtype=torch.bfloat16)
+    ints = torch.zeros(rows, dtype=torch.int64)
+    buffers = [torch.zeros(rows, heads, head_dim).to(pool_dtype) for _ in range(2 * layers)]
+    pool = context_kv.KVPoolPointers.of(buffers[:layers], buffers[layers:])
+    accept_len = None if prefill else torch.zeros(bs, dtype=torch.int32)
+    scale = 0.5 if pool_dtype.itemsize == 1 else None
+    context_kv.write_context_kv_triton(
+        kv, weight, 1e-6, torch.zeros(64, head_dim), ints, ints, pool, accept_len, block_size, scale, scale
+    )
+
+
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+CONTEXT_KV = {
+    "dim 128": (128, BF16, False),
+    "dim 128, prefill": (128, BF16, True),
+    "dim 80": (80, BF16, False),
+    "dim 128, e4m3 pool": (128, E4M3, False),
+    "dim 80, e5m2 pool": (80, E5M2, False),
+}
+CASES = {
+    "prepare_block": (block, "_prepare_block_kernel", launch_prepare_block, ()),
+    "accept_greedy": (accept, "_accept_greedy_kernel", launch_accept_greedy, ()),
+    **{
+        f"write_context_kv, {name}": (context_kv, "_write_context_kv_kernel", launch_write_context_kv, case)
+        for name, case in CONTEXT_KV.items()
+    },
+}
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path, capfd):
+    """(case, arch) -> (PTX, what ptxas says about it)."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # a cached kernel would say nothing
+    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+
+    def compile_case(case: str, arch: int) -> tuple[str, str]:
+        module, kernel, launcher, arguments = CASES[case]
+        launch = Launch(getattr(module, kernel))
+        with monkeypatch.context() as patch:
+            patch.setattr(module, kernel, launch)
+            launcher(*arguments)
+        capfd.readouterr()
+        ptx = launch.compile(arch).asm["ptx"]
+        return ptx, capfd.readouterr().out
+
+    return compile_case
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", CASES)
+def test_registers_and_spills(case, arch, compiled):
+    if arch < 89 and "e4m3" in case:
+        pytest.skip("e4m3 needs sm_89")
+    ptx, log = compiled(case, arch)
+    assert re.search(rf"\.target sm_{arch}", ptx)
+    (registers,) = re.findall(r"Used (\d+) registers", log)
+    (spills,) = re.findall(r"\d+ bytes stack frame, \d+ bytes spill stores, \d+ bytes spill loads", log)
+    print(f"{case}, sm_{arch}: {registers} registers, {spills}")
+    assert re.findall(r"\d+", spills) == ["0", "0", "0"]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["dim 128", "dim 128, prefill", "dim 80"])
+def test_context_states_move_16_bytes_at_a_time(name, arch, compiled):
+    """Two halves of the keys and of the values, in and out; on the way no thread waits for another."""
+    ptx, _ = compiled(f"write_context_kv, {name}", arch)
+    stores = re.findall(r"st\.global\S*", ptx)
+    assert stores == ["st.global.v4.b32"] * 4
+    # The states; weights in bfloat16; cosines and sines in float32.
+    assert ptx.count("ld.global.v4.b32") == 4 + 2 + 4
+    assert "bar.sync" not in ptx and ".shared" not in ptx
+
+
+def test_a_pool_at_odd_addresses_is_written_in_narrower_steps(monkeypatch, compiled):
+    """The alignment promised to the compiler is the pool's own."""
+    of = context_kv.KVPoolPointers.of
+
+    def of_shifted(*sides):
+        return of(*([torch.zeros(b.numel() + 1, dtype=BF16)[1:].view(b.shape) for b in s] for s in sides))
+
+    monkeypatch.setattr(context_kv.KVPoolPointers, "of", of_shifted)
+    ptx, _ = compiled("write_context_kv, dim 128", 90)
+    assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.b16"}

@@ -1,0 +1,369 @@
+"""Triton kernels against their PyTorch twins, and the twins against the code they stand for.
+
+Every comparison of a kernel with its twin runs compiled where there is a GPU, and everywhere in Triton's
+interpreter, in a process of its own: Triton decides between the two when it is first imported.
+"""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_dflash.kernels.ops.speculative import accept, block, context_kv
+from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers
+from sglang_dflash.srt.speculative.acceptance import accept_matching_prefix
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def against_twin(test):
+    """A comparison that runs on a GPU and in the interpreter."""
+    return test if INTERPRETED else pytest.mark.gpu(needs_gpu(test))
+
+
+def round_to_nearest(data: np.ndarray, source: tl.dtype, target: tl.dtype, _rounding_mode) -> np.ndarray:
+    """Floats between formats as the hardware converts them. `data` and the result hold the formats' bits."""
+    formats = {
+        tl.float32: torch.float32,
+        tl.float16: torch.float16,
+        tl.bfloat16: torch.bfloat16,
+        tl.float8e4nv: torch.float8_e4m3fn,
+        tl.float8e5: torch.float8_e5m2,
+    }
+    values = torch.frombuffer(bytearray(data.tobytes()), dtype=formats[source]).to(formats[target])
+    return values.view(torch.uint8).numpy().view(f"uint{target.primitive_bitwidth}").reshape(data.shape)
+
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    interpreter._convert_float = round_to_nearest  # its own cuts the lower bits off
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_kernels_in_the_interpreter():
+    arguments = ["-q", "-p", "no:cacheprovider", "-k", "equals_its_twin", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "passed" in done.stdout and "skipped" not in done.stdout, output
+
+
+# -- block preparation ------------------------------------------------------------------------------------
+
+
+def random_blocks(seed: int, bs: int, block_size: int, device: str) -> tuple:
+    """Arguments of prepare_block. The table is a slice of a wider one, as its rows need not be contiguous."""
+    rng = torch.Generator().manual_seed(seed)
+    max_len = 40 + block_size
+    table = torch.randint(2**31 - 1, (bs + 3, max_len + 5), generator=rng, dtype=torch.int32)[:, :max_len]
+    bonus = torch.randint(150_000, (bs,), generator=rng)
+    seq_lens = torch.randint(40, (bs,), generator=rng)
+    rows = torch.randperm(bs + 3, generator=rng)[:bs]
+    return *(x.to(device) for x in (bonus, seq_lens, rows, table)), 151_669, block_size
+
+
+@against_twin
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 17))
+def test_prepare_block_equals_its_twin(seed, bs, block_size):
+    arguments = random_blocks(seed, bs, block_size, DEVICE)
+    outputs = block.prepare_block_triton(*arguments), block.prepare_block_torch(*arguments)
+    for got, want in zip(*outputs, strict=True):
+        assert got.dtype == want.dtype == torch.int64
+        assert torch.equal(got, want) and got.shape == want.shape
+
+
+def test_a_prepared_block():
+    table = torch.arange(40, dtype=torch.int32).view(2, 20).flip(0)
+    per_request = torch.tensor([[7, 8], [0, 5], [1, 0]])
+    tokens, positions, cache_loc = block.prepare_block(*per_request, table, mask_token_id=99, block_size=3)
+    assert tokens.tolist() == [[7, 99, 99], [8, 99, 99]]
+    assert positions.tolist() == [[0, 1, 2], [5, 6, 7]]
+    assert cache_loc.tolist() == [0, 1, 2, 25, 26, 27]
+
+
+# -- acceptance -------------------------------------------------------------------------------------------
+
+
+def random_verdicts(seed: int, bs: int, block_size: int, device: str) -> tuple[torch.Tensor, ...]:
+    """Arguments of accept_greedy: rows that agree up to a random slot, and by chance beyond it."""
+    rng = torch.Generator().manual_seed(seed)
+    values = torch.tensor([0, 1, 2**40])  # the last beyond int32
+    target = values[torch.randint(3, (bs, block_size), generator=rng)]
+    tokens = torch.cat([torch.zeros(bs, 1, dtype=torch.int64), target[:, :-1]], dim=1)
+    flips = torch.randint(2, tokens.shape, generator=rng)
+    kept = torch.randint(block_size, (bs, 1), generator=rng)
+    tokens += flips * (torch.arange(block_size) > kept)
+    return tuple(x.to(device) for x in (tokens, target, torch.randint(2**40, (bs,), generator=rng)))
+
+
+@against_twin
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 17))
+def test_accept_greedy_equals_its_twin(seed, bs, block_size):
+    arguments = random_verdicts(seed, bs, block_size, DEVICE)
+    got, want = accept.accept_greedy_triton(*arguments), accept.accept_greedy_torch(*arguments)
+    for name, value in want._asdict().items():
+        assert getattr(got, name).dtype == value.dtype, name
+        assert torch.equal(getattr(got, name), value), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 17))
+def test_the_twin_follows_the_acceptance_rule(seed, bs, block_size):
+    tokens, target_tokens, seq_lens = random_verdicts(seed, bs, block_size, "cpu")
+    rule = accept_matching_prefix(tokens, target_tokens)
+    commit_lens = rule.accept_len + 1
+    wanted = accept.Acceptance(rule.accept_len, commit_lens, rule.bonus, seq_lens + commit_lens)
+    for got, want in zip(accept.accept_greedy(tokens, target_tokens, seq_lens), wanted, strict=True):
+        assert torch.equal(got, want) and got.dtype == want.dtype
+    assert [x.dtype for x in wanted] == [torch.int32, torch.int32, torch.int64, torch.int64]
+
+
+# -- context K/V ------------------------------------------------------------------------------------------
+
+EPS = 1e-6
+
+
+class Context:
+    """Random arguments of write_context_kv, and pools whose slots hold NaN until they are written."""
+
+    def __init__(self, seed, rows, layers, heads, head_dim, kv_dtype, pool_dtype, table_dtype, device):
+        page_size, rng = 4, torch.Generator().manual_seed(seed)
+        random = lambda *shape: torch.randn(shape, generator=rng)
+        self.kv = (random(rows, layers, 2, heads, head_dim) * 3).to(device, kv_dtype)
+        self.weight = (1 + random(layers, head_dim) / 4).to(device, kv_dtype)
+        angles = torch.arange(64)[:, None] / 10_000 ** (torch.arange(head_dim // 2) / (head_dim // 2))
+        self.table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device, table_dtype)
+        self.positions = torch.randint(64, (rows,), generator=rng).to(device)
+        pages = -(-rows // page_size) + 3
+        slots = torch.randperm(pages, generator=rng)[:, None] * page_size + torch.arange(page_size)
+        self.cache_loc = slots.flatten()[:rows].to(device)
+        self.pool_shape = (layers, 2, pages * page_size, heads, head_dim)
+        self.pool_dtype = pool_dtype
+
+    def written_by(self, write, **options) -> torch.Tensor:
+        """The pool's contents, float32 [layers, 2, slots, heads, head_dim]."""
+        buffers = torch.full(self.pool_shape, torch.nan).to(self.kv.device, self.pool_dtype)
+        pool = KVPoolPointers.of(list(buffers[:, 0]), list(buffers[:, 1]))
+        write(self.kv, self.weight, EPS, self.table, self.positions, self.cache_loc, pool, **options)
+        return buffers.float()
+
+
+@st.composite
+def contexts(draw):
+    """(Context, options), with few enough programs for the interpreter."""
+    bs, block_size = draw(st.integers(0, 9)), draw(st.integers(1, 17))
+    rows = bs * block_size
+    layers = draw(st.integers(1, min(6, max(1, 100 // max(rows, 1)))))
+    kv_dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    pool_dtype = draw(st.sampled_from([kv_dtype, kv_dtype, torch.bfloat16, torch.float32, *FP8]))
+    if not INTERPRETED and torch.cuda.get_device_capability() < (8, 9) and pool_dtype == torch.float8_e4m3fn:
+        pool_dtype = torch.float8_e5m2
+    context = Context(
+        draw(st.integers(0, 2**31)),
+        rows,
+        layers,
+        heads=draw(st.integers(1, 3)),
+        head_dim=draw(st.sampled_from([64, 80, 128])),
+        kv_dtype=kv_dtype,
+        pool_dtype=pool_dtype,
+        table_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        device=DEVICE,
+    )
+    options = {name: draw(st.sampled_from([None, 0.5, 0.3])) for name in ("k_scale", "v_scale")}
+    if draw(st.booleans()):
+        accept_len = draw(st.lists(st.integers(-1, block_size - 1), min_size=bs, max_size=bs))
+        options["accept_len"] = torch.tensor(accept_len, dtype=torch.int32, device=DEVICE)
+        options["block_size"] = block_size
+    return context, options
+
+
+def slots_to_write(context: Context, options: dict) -> list[int]:
+    """By a plain loop."""
+    slots, accept_len = context.cache_loc.tolist(), options.get("accept_len")
+    if accept_len is None:
+        return sorted(slots)
+    width, kept = options["block_size"], accept_len.tolist()
+    return sorted(slot for row, slot in enumerate(slots) if row % width <= kept[row // width])
+
+
+def assert_same_pool(got: torch.Tensor, want: torch.Tensor, coarsest: torch.dtype) -> None:
+    """Equal but for rounding.
+
+    The kernel adds the squares of the norm in another order (and a GPU approximates its rsqrt and fuses
+    multiplications into additions), so a float32 intermediate may be off by a few units in the last place. In
+    a narrower format that rarely shows; then a value moves to its neighbour, before two are subtracted.
+    """
+    step = torch.finfo(coarsest).eps * (16 if coarsest == torch.float32 else 1)
+    largest = want.nan_to_num().abs().max().item() if want.numel() else 0.0
+    torch.testing.assert_close(got, want, rtol=step, atol=step * largest, equal_nan=True)
+    if coarsest != torch.float32:
+        moved = (got != want) & ~want.isnan()
+        assert moved.sum() <= 1 + 0.01 * (~want.isnan()).sum()
+
+
+@against_twin
+@settings(max_examples=50, deadline=None)
+@given(contexts())
+def test_write_context_kv_equals_its_twin(case):
+    context, options = case
+    got = context.written_by(context_kv.write_context_kv_triton, **options)
+    want = context.written_by(context_kv.write_context_kv_torch, **options)
+    coarsest = max(context.kv.dtype, context.pool_dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    assert_same_pool(got, want, coarsest)
+    if options["v_scale"] is None or context.kv.dtype == context.pool_dtype:
+        assert torch.equal(got[:, 1].nan_to_num(nan=1e9), want[:, 1].nan_to_num(nan=1e9))  # a plain copy
+    written = ~got.isnan().all(dim=(0, 1, 3, 4))
+    assert written.nonzero().flatten().tolist() == slots_to_write(context, options)
+    assert not got[:, :, written].isnan().any()
+
+
+@against_twin
+def test_a_large_pool_equals_its_twin():
+    """Slots beyond 2**31 elements. The memory between them is never touched."""
+    context = Context(0, 2, 1, 2, 64, torch.bfloat16, torch.float8_e5m2, torch.float32, DEVICE)
+    context.cache_loc = torch.tensor([2, 1], device=DEVICE)
+    memory, stride = torch.empty(2**31 + 4096, dtype=torch.uint8, device=DEVICE), 2**30 + 128
+    k, v = (memory.as_strided((3, 2, 64), (stride, 64, 1), start) for start in (0, 1024))
+    pool = KVPoolPointers.of([k], [v], torch.float8_e5m2)
+    arguments = (context.kv, context.weight, EPS, context.table, context.positions, context.cache_loc, pool)
+    contents = []
+    for write in (context_kv.write_context_kv_triton, context_kv.write_context_kv_torch):
+        k[1:], v[1:] = 0, 0
+        write(*arguments)
+        contents.append(torch.stack([k[1:], v[1:]]).view(torch.float8_e5m2).float())
+    assert_same_pool(*contents, torch.float8_e5m2)
+    assert contents[0].any(dim=-1).all()
+
+
+@against_twin
+@pytest.mark.parametrize("dtype", FP8)
+def test_saturation_equals_its_twin(dtype):
+    """What fp8 cannot hold becomes its largest value, not NaN and not infinity."""
+    if not INTERPRETED and torch.cuda.get_device_capability() < (8, 9) and dtype == torch.float8_e4m3fn:
+        pytest.skip("e4m3 needs sm_89")
+    context = Context(0, 3, 1, 1, 64, torch.float32, dtype, torch.float32, DEVICE)
+    context.kv[:, :, 1] *= 1e6
+    got = context.written_by(context_kv.write_context_kv_triton)[:, 1, context.cache_loc]
+    want = context.written_by(context_kv.write_context_kv_torch)[:, 1, context.cache_loc]
+    assert torch.equal(got, want)
+    assert got.abs().max() == torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, *FP8])
+def test_the_twin_stores_what_the_model_and_sglang_do(kv_dtype, pool_dtype):
+    """What `DFlashDraftModel.write_context_kv` does after its GEMM, with SGLang's own pool: bit for bit."""
+    import engine
+
+    engine.start()
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from sglang_dflash.srt.models.dflash import _rms_norm, _rotate
+
+    context = Context(3, 13, 3, 2, 80, kv_dtype, pool_dtype, torch.float32, "cpu")
+    scales = {"k_scale": 0.3, "v_scale": 0.7}
+    got, want = (
+        MHATokenToKVPool(context.pool_shape[2], 4, pool_dtype, 2, 80, 3, "cpu", enable_memory_saver=False)
+        for _ in range(2)
+    )
+    pool = KVPoolPointers.of(got.k_buffer, got.v_buffer, pool_dtype)
+    context_kv.write_context_kv(
+        context.kv, context.weight, EPS, context.table, context.positions, context.cache_loc, pool, **scales
+    )
+    keys, values = context.kv.clone().unbind(2)  # SGLang divides by the scales in place
+    rope = torch.nn.Module()
+    rope.cos_sin_cache = context.table
+    for layer in range(3):
+        normed = _rms_norm(keys[:, layer], context.weight[layer], EPS)
+        states = _rotate(normed, context.positions, rope), values[:, layer]
+        want.set_kv_buffer(None, context.cache_loc, *states, **scales, layer_id_override=layer)
+    for ours, sglangs in zip([*got.k_buffer, *got.v_buffer], [*want.k_buffer, *want.v_buffer], strict=True):
+        assert ours.any() and torch.equal(ours, sglangs)
+
+
+def pool_buffers(layers: int = 2, shape=(8, 2, 64), dtype=torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+
+
+BYTES = pool_buffers(dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("k_buffers", "v_buffers", "dtype", "message"),
+    [
+        ([], [], None, "K and V for every layer, got 0 and 0"),
+        (pool_buffers(2), pool_buffers(1), None, "got 2 and 1"),
+        (pool_buffers(), pool_buffers(dtype=torch.float16), None, "must be alike"),
+        (pool_buffers(), pool_buffers(shape=(8, 2, 80)), None, "must be alike"),
+        (pool_buffers(1), [torch.zeros(8, 4, 64, dtype=torch.bfloat16)[:, :2]], None, "must be alike"),
+        (pool_buffers(shape=(2, 2, 4, 64)), pool_buffers(shape=(2, 2, 4, 64)), None, "one contiguous"),
+        ([pool_buffers(1)[0].mT], [pool_buffers(1)[0].mT], None, "one contiguous"),
+        (BYTES, BYTES, None, "cannot write torch.uint8"),
+        (BYTES, BYTES, torch.half, "cannot write torch.float16"),
+        (pool_buffers(), pool_buffers(), torch.float8_e5m2, "cannot write torch.float8_e5m2"),
+    ],
+)
+def test_pools_the_kernel_cannot_write_are_refused(k_buffers, v_buffers, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        KVPoolPointers.of(k_buffers, v_buffers, dtype)
+
+
+def test_alignment_is_what_all_buffers_have():
+    memory = torch.zeros(4096, dtype=torch.bfloat16)
+    at = lambda element: memory[element : element + 256].view(2, 2, 64)
+    assert KVPoolPointers.of([at(0)], [at(512)]).slot_alignment == 16
+    assert KVPoolPointers.of([at(0)], [at(514)]).slot_alignment == 4
+
+
+# -- on the device itself ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_no_kernel_synchronises_with_the_host():
+    """And all of them are captured into one CUDA graph, which replays on other data."""
+    blocks, verdicts = random_blocks(0, 3, 16, "cuda"), random_verdicts(0, 3, 16, "cuda")
+    context = Context(0, 48, 5, 8, 128, torch.bfloat16, torch.bfloat16, torch.float32, "cuda")
+    buffers = torch.full(context.pool_shape, torch.nan, device="cuda", dtype=torch.bfloat16)
+    pool = KVPoolPointers.of(list(buffers[:, 0]), list(buffers[:, 1]))
+    arguments = (context.kv, context.weight, EPS, context.table, context.positions, context.cache_loc, pool)
+
+    def cycle():
+        prepared, accepted = block.prepare_block(*blocks), accept.accept_greedy(*verdicts)
+        context_kv.write_context_kv(*arguments, accept_len=accepted.accept_len, block_size=16)
+        return *prepared, *accepted
+
+    cycle()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cycle()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = cycle()
+    for current, other in zip(verdicts, random_verdicts(1, 3, 16, "cuda"), strict=True):
+        current.copy_(other)
+    buffers.fill_(torch.nan)
+    graph.replay()
+    accepted = accept.accept_greedy_torch(*verdicts)
+    for got, want in zip(captured, (*block.prepare_block_torch(*blocks), *accepted), strict=True):
+        assert torch.equal(got, want)
+    options = {"accept_len": accepted.accept_len, "block_size": 16}
+    want = context.written_by(context_kv.write_context_kv_torch, **options)
+    assert_same_pool(buffers.float(), want, torch.bfloat16)

@@ -1,0 +1,116 @@
+"""The Triton kernel against the rules it stands for: on a GPU where there is one, else in the interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernel_compile import ARCHITECTURES, Launch
+from test_verdicts import batches
+
+from sglang_dflash.kernels.ops.speculative import rejection as kernels
+from sglang_dflash.srt.speculative.rejection import (
+    DraftProbs,
+    accept_by_block_verification,
+    accept_by_rejection,
+    draw_final_tokens,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def against_twin(test):
+    """A comparison that runs on a GPU and in the interpreter."""
+    return test if INTERPRETED else pytest.mark.gpu(needs_gpu(test))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_the_kernel_in_the_interpreter():
+    arguments = ["-q", "-p", "no:cacheprovider", "-k", "equals_its_twin", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "passed" in done.stdout and "skipped" not in done.stdout, output
+
+
+def assert_same_verdict(arguments, block_verification: bool) -> None:
+    block, target_probs, draft, accept_uniforms, final_uniforms = arguments
+    rule = accept_by_block_verification if block_verification else accept_by_rejection
+    want = rule(*arguments)
+    accept_len, weight = kernels.walk_blocks_triton(
+        block, target_probs, draft.ids, draft.probs, accept_uniforms.contiguous(), block_verification
+    )
+    got = draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms)
+    for name in ("accept_len", "out_tokens", "bonus"):
+        assert getattr(got, name).dtype == getattr(want, name).dtype
+        assert torch.equal(getattr(got, name), getattr(want, name))
+
+
+@against_twin
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.booleans())
+def test_the_walk_equals_its_twin(arguments, block_verification):
+    block, target_probs, draft, *uniforms = arguments
+    draft = DraftProbs(draft.ids.to(DEVICE), draft.probs.to(DEVICE))
+    arguments = block.to(DEVICE), target_probs.to(DEVICE), draft, *[u.to(DEVICE) for u in uniforms]
+    assert_same_verdict(arguments, block_verification)
+
+
+@against_twin
+@pytest.mark.parametrize("block_verification", [False, True])
+@pytest.mark.parametrize("candidates", [1, 128, 1500])
+def test_the_walk_over_long_lists_equals_its_twin(candidates, block_verification):
+    """More than a tile of candidates out of a larger vocabulary; a draft that is often right."""
+    torch.manual_seed(candidates)
+    bs, width, vocabulary = 16, 8, 2000
+    logits = 3 * torch.randn(bs, width, vocabulary)
+    target_probs = logits.softmax(dim=2)
+    noisy = (logits[:, :-1] + 0.5 * torch.randn(bs, width - 1, vocabulary)).softmax(dim=2)
+    probs, ids = noisy.topk(candidates, dim=2)
+    probs /= probs.sum(dim=2, keepdim=True)
+    drafted = ids.gather(2, probs.flatten(0, 1).multinomial(1).view(bs, width - 1, 1)).squeeze(2)
+    block = torch.nn.functional.pad(drafted, (1, 0))
+    uniforms = torch.rand(bs, width - 1), torch.rand(bs)
+    draft = DraftProbs(ids.to(DEVICE), probs.to(DEVICE))
+    arguments = block.to(DEVICE), target_probs.to(DEVICE), draft, *[u.to(DEVICE) for u in uniforms]
+    assert_same_verdict(arguments, block_verification)
+
+
+def test_nobody_there():
+    """No launch, so this needs no GPU."""
+    accept_len, weight = kernels.walk_blocks_triton(
+        torch.zeros(0, 3, dtype=torch.int64),
+        torch.zeros(0, 3, 4),
+        torch.zeros(0, 2, 4, dtype=torch.int64),
+        torch.zeros(0, 2, 4),
+        torch.zeros(0, 2),
+        True,
+    )
+    assert (accept_len.shape, accept_len.dtype) == ((0,), torch.int32)
+    assert (weight.shape, weight.dtype) == ((0,), torch.float64)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("block_verification", [False, True])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_kernel_compiles(arch, block_verification, monkeypatch):
+    """For GPUs that need not be here."""
+    launch = Launch(kernels._walk_blocks_kernel)
+    monkeypatch.setattr(kernels, "_walk_blocks_kernel", launch)
+    ids = torch.zeros(4, 15, 128, dtype=torch.int64)
+    kernels.walk_blocks_triton(
+        torch.zeros(4, 16, dtype=torch.int64),
+        torch.zeros(4, 16, 1000),
+        ids,
+        ids.float(),
+        torch.zeros(4, 15),
+        block_verification,
+    )
+    assert f".target sm_{arch}" in launch.compile(arch).asm["ptx"]

@@ -1,0 +1,85 @@
+"""The draft split over two tensor-parallel ranks, which are two processes on the CPU.
+
+SGLang's server refuses more than one rank on a CPU, so this is the model without it: context written, a block run, its
+tokens chosen by the vocabulary-parallel argmax.
+"""
+
+import multiprocessing
+from types import SimpleNamespace
+
+import pytest
+import torch
+from draft_cases import BASE, Case
+from engine import Pools, start
+
+WORLD = 2
+LENGTHS = [11, 4]
+# Query and KV heads, MLP and head divide by two; one KV head is replicated instead.
+NAMES = ("plain", "one kv head", "sliding, causal")
+
+
+def draft_block(name: str, folder, world_size: int) -> torch.Tensor:
+    """Drafted tokens [requests, B - 1] of this rank's shard of a draft."""
+    case = Case.variant(name, folder)
+    attention = case.model.layers[0].self_attn
+    pools = Pools(
+        len(LENGTHS), 40, layers=len(case.model.layers), kv_heads=attention.num_kv_heads, head_dim=attention.head_dim
+    )
+    assert attention.num_kv_heads == max(1, case.config["num_key_value_heads"] // world_size)
+    assert attention.num_heads == case.config["num_attention_heads"] // world_size
+    for request, n in enumerate(LENGTHS):
+        where = pools.slots(request, 0, n)
+        aux_hidden = case.aux_hidden(n, seed=request)
+        case.model.write_context_kv(aux_hidden, torch.arange(n), where, pools.token_to_kv_pool)
+    output = pools.forward(case.model, pools.blocks(case.block_tokens([3, 50]), LENGTHS))
+    return output.draft_tokens.view(len(LENGTHS), -1)
+
+
+def run_rank(rank: int, folder) -> None:
+    from sglang.srt.distributed.device_communicators import pynccl
+
+    # Made for every group of more than one rank, and needs CUDA.
+    pynccl.PyNcclCommunicator = lambda **_: SimpleNamespace(disabled=True)
+    store = torch.distributed.FileStore(str(folder / "store"), WORLD)
+    start(rank, WORLD, store)
+    for name in NAMES:
+        own = folder / f"{name}-{rank}"
+        own.mkdir()
+        torch.save(draft_block(name, own, WORLD), own / "tokens.pt")
+
+
+def test_ranks_draft_the_same_tokens_as_one(tmp_path):
+    assert BASE["num_attention_heads"] % WORLD == 0
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=run_rank, args=(rank, tmp_path)) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=240)
+        assert process.exitcode == 0
+    for name in NAMES:
+        own = tmp_path / f"{name}-whole"
+        own.mkdir()
+        whole = draft_block(name, own, world_size=1)
+        for rank in range(WORLD):
+            assert torch.equal(torch.load(tmp_path / f"{name}-{rank}" / "tokens.pt"), whole)
+
+
+@pytest.mark.gpu
+def test_a_server_on_two_gpus(tmp_path):
+    if torch.cuda.device_count() < WORLD:
+        pytest.skip("needs two GPUs")
+    from conftest import differences
+    from serving import TARGET, dflash_arguments, heldout_prompts, serve
+
+    requests = [
+        {"text": prompt["text"], "sampling_params": {"temperature": 0, "max_new_tokens": 32}}
+        for prompt in heldout_prompts()[:16]
+    ]
+    common = ("--model-path", TARGET, "--dtype", "float32", "--attention-backend", "triton", "--tp", "2")
+    with serve(*common) as server:
+        asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
+        expected = server.generate_many(asked, 8)
+    with serve(*common, *dflash_arguments()) as server:
+        answers = server.generate_many(requests, 8)
+    assert not differences(requests, answers, expected)

@@ -1,0 +1,210 @@
+"""Single verdicts of rejection and block verification: what must hold for any numbers, and for bad ones."""
+
+import numpy as np
+import pytest
+import torch
+from enumeration import LAST, as_list, as_shuffled_list
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_dflash.srt.speculative.acceptance import Verdict, accept_matching_prefix, choose_by_request
+from sglang_dflash.srt.speculative.rejection import (
+    DraftProbs,
+    accept_by_block_verification,
+    accept_by_rejection,
+    draw_by_inverse_cdf,
+    find_invalid_requests,
+)
+
+RULES = [accept_by_rejection, accept_by_block_verification]
+
+
+def random_probs(rng, *shape: int, peaked: float) -> torch.Tensor:
+    weights = rng.exponential(size=shape) ** peaked
+    weights[rng.random(shape) < 0.3] = 0
+    weights[weights.sum(axis=-1) == 0, 0] = 1
+    return torch.tensor(weights / weights.sum(axis=-1, keepdims=True)).float()
+
+
+def certain(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(tokens, vocabulary).float()
+
+
+@st.composite
+def batches(draw):
+    """Arguments of a rule, of float32 and int64. Some requests are greedy, some drafts one-hot; drafted
+    tokens are ones that the draft may say, and uniforms may be on either end."""
+    bs, width, vocabulary = draw(st.integers(1, 5)), draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    peaked = draw(st.sampled_from([0.0, 1.0, 4.0]))
+    target_probs = random_probs(rng, bs, width, vocabulary, peaked=peaked)
+    draft_probs = random_probs(rng, bs, width - 1, vocabulary, peaked=peaked)
+    near = torch.tensor(rng.random((bs, 1, 1)) < 0.3)
+    draft_probs = torch.where(near, target_probs[:, :-1], draft_probs)
+    greedy = torch.tensor(rng.random((bs, 1, 1)) < 0.3)
+    target_probs = torch.where(greedy, certain(target_probs.argmax(dim=2), vocabulary), target_probs)
+    one_hot = torch.tensor(rng.random((bs, width - 1, 1)) < 0.3)
+    draft_probs = torch.where(one_hot, certain(draft_probs.argmax(dim=2), vocabulary), draft_probs)
+    drafted = draw_by_inverse_cdf(draft_probs.flatten(0, 1), torch.tensor(rng.random(bs * (width - 1))))
+    block = torch.cat([torch.zeros(bs, 1, dtype=torch.int64), drafted.view(bs, width - 1)], dim=1)
+    uniforms = rng.choice([0.0, LAST, *rng.random(4)], size=(bs, width))
+    uniforms = torch.tensor(uniforms).float().clamp(max=LAST)
+    return block, target_probs, as_shuffled_list(draft_probs), uniforms[:, 1:], uniforms[:, 0]
+
+
+def part(arguments, rows):
+    """The same call for some of the requests."""
+    block, target_probs, draft, *uniforms = arguments
+    draft = DraftProbs(draft.ids[rows], draft.probs[rows])
+    return block[rows], target_probs[rows], draft, *[u[rows] for u in uniforms]
+
+
+def outcome(verdict: Verdict) -> list[tuple[int, list[int]]]:
+    rows = zip(verdict.accept_len.tolist(), verdict.out_tokens.tolist(), strict=True)
+    return [(length, tokens[: length + 1]) for length, tokens in rows]
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.sampled_from(RULES))
+def test_a_verdict_makes_sense(arguments, rule):
+    block, target_probs, draft, accept_uniforms, final_uniforms = arguments
+    bs, width = block.shape
+    assert not find_invalid_requests(block, target_probs, draft).any()
+    verdict = rule(*arguments)
+    assert (verdict.accept_len.shape, verdict.accept_len.dtype) == ((bs,), torch.int32)
+    assert (verdict.out_tokens.shape, verdict.out_tokens.dtype) == ((bs, width), torch.int64)
+    assert (verdict.bonus.shape, verdict.bonus.dtype) == ((bs,), torch.int64)
+    for row, (length, tokens) in enumerate(outcome(verdict)):
+        assert tokens == [*block[row, 1 : length + 1].tolist(), verdict.bonus[row].item()]
+        assert all(target_probs[row, k, token] > 0 for k, token in enumerate(tokens))
+    # A request does not see its batch mates.
+    alone = [outcome(rule(*part(arguments, slice(row, row + 1))))[0] for row in range(bs)]
+    assert alone == outcome(verdict)
+    # Lower uniforms keep more.
+    lucky = rule(block, target_probs, draft, accept_uniforms / 2, final_uniforms)
+    assert (lucky.accept_len >= verdict.accept_len).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.sampled_from(RULES))
+def test_greedy_requests_have_no_luck(arguments, rule):
+    block, target_probs, draft, *uniforms = arguments
+    best = target_probs.argmax(dim=2)
+    verdict = rule(block, certain(best, target_probs.shape[2]), draft, *uniforms)
+    assert outcome(verdict) == outcome(accept_matching_prefix(block, best))
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches(), st.sampled_from(RULES))
+def test_a_perfect_draft_is_kept(arguments, rule):
+    block, target_probs, _, *uniforms = arguments
+    drafted = draw_by_inverse_cdf(target_probs[:, :-1].flatten(0, 1), uniforms[0].flatten())
+    block[:, 1:] = drafted.view(len(block), -1)
+    verdict = rule(block, target_probs, as_list(target_probs[:, :-1]), *uniforms)
+    assert (verdict.accept_len == block.shape[1] - 1).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_drafted_and_nobody_there(rule):
+    target_probs = torch.tensor([[[0.0, 1.0]], [[0.25, 0.75]]])
+    alone = rule(
+        torch.zeros(2, 1, dtype=torch.int64),
+        target_probs,
+        as_list(torch.zeros(2, 0, 2)),
+        torch.zeros(2, 0),
+        torch.tensor([0.0, 0.2]),
+    )
+    assert outcome(alone) == [(0, [1]), (0, [0])]
+    nobody = rule(
+        torch.zeros(0, 3, dtype=torch.int64),
+        torch.zeros(0, 3, 4),
+        as_list(torch.zeros(0, 2, 4)),
+        torch.zeros(0, 2),
+        torch.zeros(0),
+    )
+    assert (nobody.accept_len.shape, nobody.out_tokens.shape, nobody.bonus.shape) == ((0,), (0, 3), (0,))
+
+
+def test_a_rounding_error_leaves_the_targets_own_distribution():
+    """q is p times 1.000001: a token is rejected once in a million times, and p - q is nowhere positive."""
+    target_probs = torch.tensor([0.0, 0.25, 0.0, 0.75]).repeat(101, 2, 1)
+    draft = as_list(target_probs[:, :1] * 1.000001)
+    block = torch.tensor([[0, 3]]).repeat(101, 1)
+    final = torch.arange(101) / 101
+    verdict = accept_by_rejection(block, target_probs, draft, torch.full((101, 1), LAST), final)
+    assert not verdict.accept_len.any()
+    assert verdict.bonus.tolist() == [1 if u < 0.25 else 3 for u in final.tolist()]
+
+
+def break_target(value):
+    def apply(block, target_probs, draft):
+        target_probs[1, 1, 2] = value
+
+    return apply
+
+
+def break_draft(value):
+    def apply(block, target_probs, draft):
+        draft.probs[1, 0, 2] = value
+
+    return apply
+
+
+def erase_target(block, target_probs, draft):
+    target_probs[1, 0] = 0
+
+
+def go_below_zero(block, target_probs, draft):
+    draft.probs[1, 0] = torch.tensor([0.5, 0.7, -0.2, 0.0])
+    block[1, 1] = 1
+
+
+def draft_the_impossible(block, target_probs, draft):
+    draft.probs[1, 1] = torch.tensor([0.5, 0.5, 0.0, 0.0])
+    block[1, 2] = 3
+
+
+DEFECTS = [apply(value) for apply in (break_target, break_draft) for value in (np.nan, np.inf, -np.inf, -0.1)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("defect", [*DEFECTS, erase_target, go_below_zero, draft_the_impossible])
+def test_a_request_with_bad_numbers_is_found_and_hurts_nobody(defect, rule):
+    torch.manual_seed(0)
+    target_probs, draft_probs = torch.rand(3, 3, 4).softmax(dim=2), torch.rand(3, 2, 4).softmax(dim=2)
+    draft = DraftProbs(torch.arange(4).repeat(3, 2, 1), draft_probs)
+    block = torch.randint(4, (3, 3))
+    for level in (0.0, 0.5, LAST):
+        uniforms = torch.full((3, 2), level), torch.full((3,), level)
+        good = outcome(rule(block, target_probs, draft, *uniforms))
+        arguments = block.clone(), target_probs.clone(), DraftProbs(draft.ids, draft.probs.clone())
+        defect(*arguments)
+        assert find_invalid_requests(*arguments).tolist() == [False, True, False]
+        verdict = rule(*arguments, *uniforms)
+        assert (outcome(verdict)[0], outcome(verdict)[2]) == (good[0], good[2])
+        assert 0 <= verdict.accept_len[1] < 3
+        assert ((verdict.out_tokens >= 0) & (verdict.out_tokens < 4)).all()
+
+
+def test_two_rules_in_one_batch():
+    """Greedy, one-hot and drawn drafts side by side; each request has the verdict of its own rule."""
+    torch.manual_seed(0)
+    block, target_probs = torch.randint(5, (6, 4)), torch.rand(6, 4, 5).softmax(dim=2)
+    draft = as_list(torch.rand(6, 3, 5).softmax(dim=2))
+    by_rejection = accept_by_rejection(block, target_probs, draft, torch.rand(6, 3), torch.rand(6))
+    by_prefix = accept_matching_prefix(block, torch.randint(5, (6, 4)))
+    use_first = torch.tensor([True, False, False, True, False, True])
+    found = outcome(choose_by_request(use_first, by_rejection, by_prefix))
+    expected = zip(use_first, outcome(by_rejection), outcome(by_prefix), strict=True)
+    assert found == [first if use else second for use, first, second in expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inverse_cdf(dtype):
+    """Every column has an interval as wide as its mass, in order; columns without mass have none."""
+    mass = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.05, 0.0], dtype=dtype)
+    levels = torch.cat([(torch.arange(1500) + 0.5) / 1500, torch.tensor([0.0, LAST, 1.0])])
+    drawn = draw_by_inverse_cdf(mass.repeat(len(levels), 1), levels)
+    assert torch.bincount(drawn[:1500], minlength=6).tolist() == [0, 400, 0, 1000, 100, 0]
+    assert drawn[1500:].tolist() == [1, 4, 4]
+    assert (drawn[:1500].diff() >= 0).all()
