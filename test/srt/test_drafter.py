@@ -23,6 +23,71 @@ def test_greedy_tokens_never_come_from_the_heads_padding():
     assert torch.equal(greedy_tokens(hidden, lm_head(weight)), (hidden @ weight.T).argmax(dim=-1))
 
 
+def sampling_parameters(**columns) -> SimpleNamespace:
+    return SimpleNamespace(
+        temperatures=torch.tensor(columns["temperature"])[:, None],
+        top_ks=torch.tensor(columns["top_k"], dtype=torch.int32),
+        top_ps=torch.tensor(columns["top_p"]),
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "sample from anchor"])
+def test_draft_probabilities_belong_to_their_request(name, tmp_path):
+    """Random batches of requests that come, go and change places: every row's distribution is the reference's for that
+    request's own context and parameters, and every drafted token has a probability above zero in it."""
+    case = Case.variant(name, tmp_path)
+    rows = case.config["block_size"]
+    width = case.model.draft.num_drafting_rows + 1
+    pools = case.pools(4, 40)
+    target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
+    runner = SimpleNamespace(
+        model=case.model,
+        token_to_kv_pool=pools.token_to_kv_pool,
+        kv_index_translator=None,
+        forward=lambda batch: SimpleNamespace(logits_output=pools.forward(case.model, batch)),
+    )
+    drafter = DFlashDrafter(runner, target, width)
+    lengths = [11, 4, 7, 19]
+    aux_hidden = [case.aux_hidden(n, seed) for seed, n in enumerate(lengths)]
+    for request, n in enumerate(lengths):
+        drafter.prefill(aux_hidden[request], torch.arange(n), pools.slots(request, 0, n))
+    parameters = {"temperature": [0.7, 1.0, 1.5, 1.0], "top_k": [1 << 30, 1 << 30, 3, 1], "top_p": [1.0, 0.8, 1.0, 1.0]}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        batch = torch.randperm(4, generator=generator)[: 1 + int(torch.randint(4, (), generator=generator))].tolist()
+        bonus = [3 + 5 * request for request in batch]
+        blocks = case.block_tokens(bonus)
+        slots = torch.cat([pools.slots(r, lengths[r], lengths[r] + width) for r in batch])
+        seq_lens = torch.tensor([lengths[r] for r in batch])
+        cycle = Cycle(
+            bs=len(batch),
+            req_pool_indices=pools.rows[batch],
+            seq_lens=seq_lens,
+            tokens=torch.nn.functional.pad(blocks, (0, width - rows), value=blocks[0, -1].item()),
+            positions=seq_lens[:, None] + torch.arange(width),
+            cache_loc=slots,
+            kv_loc_plan=FakePlan(slots),
+            host_lens=seq_lens + width,
+            can_run_cuda_graph=False,
+        )
+        info = sampling_parameters(**{name: [column[r] for r in batch] for name, column in parameters.items()})
+        block = drafter.propose(cycle, info)
+        assert block.tokens[:, 0].tolist() == bonus
+        for row, r in enumerate(batch):
+            hidden = case.reference.block_hidden(
+                case.embedding.weight.data[blocks[row]], case.reference.context_kv(aux_hidden[r])
+            )
+            probs = torch.softmax(case.logits(hidden)[-(width - 1) :] / parameters["temperature"][r], dim=-1)
+            ranked, ids = probs.sort(dim=-1, descending=True)
+            keep = ranked.cumsum(dim=-1) - ranked <= parameters["top_p"][r]
+            keep &= torch.arange(ranked.shape[-1]) < parameters["top_k"][r]
+            wanted = torch.zeros_like(probs).scatter_(1, ids, ranked * keep)
+            wanted = wanted / wanted.sum(dim=-1, keepdim=True)
+            found = torch.zeros_like(probs).scatter_add_(1, block.probs.ids[row], block.probs.probs[row].double())
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+            assert (wanted.gather(1, block.tokens[row, 1:, None]) > 0).all()
+
+
 @pytest.mark.parametrize("name", ["plain", "sliding, not causal", "layer ids left out", "sample from anchor"])
 def test_the_drafter_proposes_what_the_reference_does(name, tmp_path):
     """Two cycles through the drafter's own interface: prefill, a block, a commit of all its rows of which two count,

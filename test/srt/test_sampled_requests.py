@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 from conftest import FLOAT32, assert_same
 from scipy.stats import kstest
-from serving import TARGET, Server, dflash_arguments, heldout_prompts
+from serving import SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server
@@ -86,9 +86,23 @@ class Draw:
     probs: list[float]
 
 
-@pytest.fixture(scope="module")
-def server(servers) -> Server:
-    return servers.get(*FLOAT32, *dflash_arguments())
+# Every way to draft under which the output must stay the target's.
+DRAFTING = {
+    "greedy": dflash_arguments(),
+    "probabilistic": [*dflash_arguments(), "--speculative-draft-sample-method", "probabilistic"],
+    # A reduced vocabulary, a sharper draft, and the deeper slots not drawn at all.
+    "probabilistic, speculators": [
+        *dflash_arguments(SPECULATORS_DRAFT),
+        "--speculative-use-rejection-sampling",
+        "--speculative-draft-temperature-scale=0.6",
+        "--speculative-draft-sampled-slots=3",
+    ],
+}
+
+
+@pytest.fixture(scope="module", params=DRAFTING)
+def server(request, servers) -> Server:
+    return servers.get(*FLOAT32, *DRAFTING[request.param])
 
 
 @pytest.fixture(scope="module")

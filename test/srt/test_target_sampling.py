@@ -10,7 +10,7 @@ from engine import start
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows
+from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows, target_probs
 
 DRAWS, EPSILON = 40_000, 0.02
 VOCABULARY = 10
@@ -193,3 +193,48 @@ def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
 def test_repeat_rows():
     assert repeat_rows(None, 3) is None
     assert repeat_rows(torch.tensor([[1], [2]]), 3).tolist() == [[1], [1], [1], [2], [2], [2]]
+
+
+REQUESTS = [
+    {"top_k": 1},
+    {"top_k": 4, "top_p": 0.82},
+    {"temperature": 0.7, "min_p": 0.2},
+    {"temperature": 1e-6},
+    {"temperature": 100.0, "top_p": 0.5},
+    {"top_k": 1000, "top_p": 1.0},
+]
+
+
+def test_target_probs_are_what_the_sampler_draws_from():
+    """Held against the sampler's own filtered weights, request by request, in one batch of all of them."""
+    from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
+
+    width, bs = 3, len(REQUESTS)
+    logits = torch.randn(bs * width, VOCABULARY, generator=torch.Generator().manual_seed(5)) * 2
+    before = logits.clone()
+    info = sampling_info(*REQUESTS)
+    found = target_probs(logits, info, width)
+    assert torch.equal(logits, before) and found.shape == (bs, width, VOCABULARY) and found.dtype == torch.float32
+    rows = {name: repeat_rows(getattr(info, name), width) for name in ("temperatures", "top_ks", "top_ps", "min_ps")}
+    _, weights, ids, _ = top_k_top_p_min_p_sampling_from_probs_torch(
+        torch.softmax(logits / rows["temperatures"], dim=-1),
+        rows["top_ks"],
+        rows["top_ps"],
+        rows["min_ps"],
+        True,
+        None,
+        torch.zeros(bs * width),
+        return_filtered_probs=True,
+    )
+    expected = torch.zeros_like(weights).scatter_(1, ids, weights)
+    expected = expected / expected.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(found.flatten(0, 1), expected, rtol=0, atol=1e-6)
+    assert torch.equal(found[0], torch.nn.functional.one_hot(logits[:width].argmax(dim=-1), VOCABULARY).float())
+
+
+def test_unfiltered_target_probs_need_no_sort():
+    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(6))
+    info = sampling_info({"temperature": 0.5}, {"temperature": 2.0})
+    assert not (info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling)
+    expected = torch.softmax(logits / torch.tensor([[0.5], [0.5], [2.0], [2.0]]), dim=-1)
+    torch.testing.assert_close(target_probs(logits, info, 2).flatten(0, 1), expected)

@@ -14,6 +14,7 @@ from sglang_dflash.srt.configs.draft_config import (
     check_draft_fits_target,
     parse_draft_config,
 )
+from sglang_dflash.srt.speculative.draft_sampling import DraftSampling
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,6 @@ _NOT_SUPPORTED = (
     ("speculative_eagle_topk", (None, 1), "--speculative-eagle-topk: a DFlash block is a chain, not a tree"),
     ("speculative_draft_sink_size", None, "--speculative-draft-sink-size"),
     ("speculative_token_map", None, "--speculative-token-map: a DFlash draft shares the target's vocabulary"),
-    ("speculative_use_rejection_sampling", False, "--speculative-use-rejection-sampling: drafted tokens are one-hot guesses"),
-    ("speculative_use_block_verification", False, "--speculative-use-block-verification: of no use for one-hot guesses"),
 )
 
 
@@ -89,6 +88,7 @@ def resolve_dflash_args(server_args: Any) -> None:
 
     args = resolving_view(server_args)
     _refuse_unsupported(args)
+    DraftSampling.from_environment()  # refuse a setting that means nothing before the workers read it
     draft = load_and_check_draft_config(args)
     block_size = _choose_block_size(args, draft)
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
@@ -146,6 +146,11 @@ def _refuse_unsupported(args: Any) -> None:
         value = getattr(args, field)
         if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
             found.append(description)
+    if args.speculative_use_block_verification and not args.speculative_use_rejection_sampling:
+        found.append(
+            "--speculative-use-block-verification without --speculative-draft-sample-method probabilistic: "
+            "tokens that were not drawn gain nothing from it"
+        )
     if args.device != "cpu" and not args.device.startswith("cuda"):
         found.append(f"device {args.device!r} (only cuda and cpu)")
     if args.device == "cpu" and args.attention_backend != CPU_ATTENTION_BACKEND:

@@ -1,4 +1,4 @@
-"""The argmax of an LM head that may be split over tensor-parallel ranks, without gathering its logits."""
+"""An LM head that may be split over tensor-parallel ranks: its argmax, without gathering logits, and its logits."""
 
 import torch
 from sglang.srt.runtime_context import get_parallel
@@ -21,3 +21,12 @@ def greedy_tokens(hidden: torch.Tensor, lm_head) -> torch.Tensor:
     mine = torch.stack((best.float(), index.float()))
     best, index = group.all_gather(mine[None], dim=0).unbind(dim=1)
     return index.gather(0, best.argmax(dim=0, keepdim=True)).squeeze(0).long()
+
+
+def full_logits(hidden: torch.Tensor, lm_head) -> torch.Tensor:
+    """hidden [n, hidden] -> logits over the head's whole vocabulary, [n, vocab], on all ranks, without its padding."""
+    logits = lm_head.quant_method.apply(lm_head, hidden)
+    group = get_parallel().tp_group
+    if group.world_size > 1:
+        logits = group.all_gather(logits, dim=-1)
+    return logits[:, : lm_head.org_vocab_size]

@@ -42,6 +42,16 @@ def _around_handle_server_args():
     return handle
 
 
+def _around_add_cli_args():
+    from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
+
+    def add(original, parser):
+        original(parser)
+        add_flags(parser)
+
+    return add
+
+
 def _around_create_worker():
     def create(original, self, server_args):
         if not self.is_dflash():
@@ -140,6 +150,13 @@ AT_LOAD = (
         signature="(server_args)",
         why="name a missing draft before SGLang tries to read its config",
         build=_check_draft_path,
+    ),
+    Change(
+        target="sglang.srt.server_args.ServerArgs.add_cli_args",
+        kind="around",
+        signature="(parser)",
+        why="offer DFLASH's own flags on SGLang's command line",
+        build=_around_add_cli_args,
     ),
     Change(
         target=f"{_ALGORITHM}.handle_server_args",

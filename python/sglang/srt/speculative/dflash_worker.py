@@ -27,8 +27,9 @@ from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, D
 from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_kv_budget, check_target_model
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
+from sglang_dflash.srt.speculative.rejection import accept_by_block_verification, accept_by_rejection
 from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
-from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows
+from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows, target_probs
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,10 @@ class DFlashWorker(BaseSpecWorker):
         draft_model = self._draft_worker.model_runner.model
         check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
         self._drafter = DFlashDrafter(self._draft_worker.model_runner, target_runner.model, self.verify_width)
+        self._rejection_rule = None
+        if spec.speculative_use_rejection_sampling:
+            by_block = spec.speculative_use_block_verification
+            self._rejection_rule = accept_by_block_verification if by_block else accept_by_rejection
         self._simulated = SimulatedAcceptance.from_environment()
         self._clock = PhaseClock.from_environment()
         logger.info(
@@ -144,18 +149,13 @@ class DFlashWorker(BaseSpecWorker):
         clock.start()
         cycle = self._begin_cycle(batch)
         clock.lap("prepare")
-        block = self._drafter.propose(cycle)
+        block = self._drafter.propose(cycle, batch.sampling_info if self._draws_drafts(batch) else None)
         clock.lap("draft")
         target_out = self._verify(batch, cycle, block)
         logits_output = target_out.logits_output
         clock.lap("verify")
-        target_tokens = self._target_tokens(batch, cycle, block, logits_output.next_token_logits, grammar_barrier)
-        accept_len, commit_lens, bonus, new_seq_lens = accept_greedy(block.tokens, target_tokens, cycle.seq_lens)
-        verdict = Verdict(accept_len, target_tokens, bonus)
-        if self._simulated is not None:
-            verdict = self._simulated.override(verdict, block.tokens)
-            commit_lens = verdict.accept_len + 1
-            new_seq_lens = cycle.seq_lens + commit_lens
+        self._constrain(batch, block, logits_output.next_token_logits, grammar_barrier)
+        verdict, commit_lens, new_seq_lens = self._accept(batch, cycle, block, logits_output.next_token_logits)
         if on_publish is not None:
             on_publish(new_seq_lens)
         if batch.return_logprob:
@@ -240,8 +240,14 @@ class DFlashWorker(BaseSpecWorker):
         )
         return self._target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
-    def _target_tokens(self, batch, cycle: Cycle, block: DraftBlock, logits: torch.Tensor, grammar_barrier) -> torch.Tensor:
-        """The target's token after each block position, [bs, B], under each request's own sampling parameters."""
+    def _draws_drafts(self, batch) -> bool:
+        """Whether this batch's blocks are drawn from the draft's distribution: where the server asks for it, and some
+        request samples. Seeded draws are the target's alone, by position, so that batch mates do not matter."""
+        info = batch.sampling_info
+        return self._rejection_rule is not None and not info.is_all_greedy and info.sampling_seed is None
+
+    def _constrain(self, batch, block: DraftBlock, logits: torch.Tensor, grammar_barrier) -> None:
+        """Put each request's logit bias and grammar on the verify logits, [bs * B, vocab], in place."""
         info = batch.sampling_info
         if info.logit_bias is not None:
             logits.add_(repeat_rows(info.logit_bias, self.verify_width))
@@ -255,10 +261,38 @@ class DFlashWorker(BaseSpecWorker):
             )
             if mask is not None:
                 mask.apply(logits)
+
+    def _accept(
+        self, batch, cycle: Cycle, block: DraftBlock, logits: torch.Tensor
+    ) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
+        """What is kept, how many tokens that commits ([bs] int32), and the committed lengths then ([bs] int64)."""
+        if block.probs is not None:
+            verdict = self._reject(batch, block, logits)
+        else:
+            target_tokens = self._target_tokens(batch, cycle, logits)
+            accept_len, commit_lens, bonus, new_seq_lens = accept_greedy(block.tokens, target_tokens, cycle.seq_lens)
+            verdict = Verdict(accept_len, target_tokens, bonus)
+            if self._simulated is None:
+                return verdict, commit_lens, new_seq_lens
+        if self._simulated is not None:
+            verdict = self._simulated.override(verdict, block.tokens)
+        commit_lens = verdict.accept_len + 1
+        return verdict, commit_lens, cycle.seq_lens + commit_lens
+
+    def _target_tokens(self, batch, cycle: Cycle, logits: torch.Tensor) -> torch.Tensor:
+        """The target's token after each block position, [bs, B], under each request's own sampling parameters."""
+        info = batch.sampling_info
         if batch.return_logprob and not info.is_all_greedy:
             logits = logits.clone()  # sampling overwrites them, and the log probabilities are still to be read
         sampler = self._target_worker.model_runner.sampler
         return draw_target_tokens(logits, info, cycle.positions.flatten(), self.verify_width, sampler)
+
+    def _reject(self, batch, block: DraftBlock, logits: torch.Tensor) -> Verdict:
+        """Keep what was drawn as often as the target would have, given what the draft's probabilities were."""
+        bs, width = block.tokens.shape
+        probs = target_probs(logits, batch.sampling_info, width)
+        uniforms = torch.rand(bs, width, device=logits.device)
+        return self._rejection_rule(block.tokens, probs, block.probs, uniforms[:, 1:], uniforms[:, 0])
 
 
 def _extend_positions(prefix_lens: list[int], extend_lens: list[int]) -> torch.Tensor:

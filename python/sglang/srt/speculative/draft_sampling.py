@@ -1,10 +1,14 @@
 """How drafted tokens are drawn from a draft's logits, and from which distributions exactly."""
 
+import os
 from dataclasses import dataclass
 
 import torch
 
 from sglang_dflash.srt.speculative.rejection import DraftProbs, draw_by_inverse_cdf
+
+TEMPERATURE_SCALE_VARIABLE = "SGLANG_DFLASH_DRAFT_TEMPERATURE_SCALE"
+SAMPLED_SLOTS_VARIABLE = "SGLANG_DFLASH_DRAFT_SAMPLED_SLOTS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,17 @@ class DraftSampling:
             raise ValueError(f"sampled_slots must not be negative, got {self.sampled_slots}.")
         if self.candidates < 1:
             raise ValueError(f"candidates must be at least 1, got {self.candidates}.")
+
+
+    @classmethod
+    def from_environment(cls) -> "DraftSampling":
+        """As the variables say; the defaults where they say nothing. Raises ValueError for what is no such number."""
+        given = {}
+        if value := os.environ.get(TEMPERATURE_SCALE_VARIABLE):
+            given["temperature_scale"] = float(value)
+        if value := os.environ.get(SAMPLED_SLOTS_VARIABLE):
+            given["sampled_slots"] = int(value)
+        return cls(**given)
 
 
 def draft_tokens(

@@ -35,6 +35,32 @@ def draw_target_tokens(
     return drawn.long().view(-1, block_size)
 
 
+def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> torch.Tensor:
+    """The distributions the sampler would draw from after each block position, [bs, B, vocab] float32.
+
+    logits: [bs * B, vocab], already biased and masked; left as they are. One joint filter, as the sampler's: top-k and
+    top-p both look at the unfiltered softmax, min-p at its largest probability. Greedy requests (top_k 1) are one-hot.
+    """
+    sanitize_nan_logits(logits, "DFLASH verify")
+    per_row = {name: repeat_rows(getattr(sampling_info, name), block_size) for name in _PER_REQUEST[:4]}
+    probs = torch.softmax(logits.float() / per_row["temperatures"], dim=-1)
+    filters = (
+        sampling_info.need_top_k_sampling,
+        sampling_info.need_top_p_sampling,
+        sampling_info.need_min_p_sampling,
+    )
+    if any(filters):
+        ranked, ids = probs.sort(dim=-1, descending=True)
+        more_likely = ranked.cumsum(dim=-1) - ranked
+        rank = torch.arange(ranked.shape[-1], device=ranked.device)
+        keep = (rank < per_row["top_ks"][:, None]) & (more_likely <= per_row["top_ps"][:, None])
+        if sampling_info.need_min_p_sampling:
+            keep &= ranked >= ranked[:, :1] * per_row["min_ps"][:, None]
+        probs = probs.scatter_(1, ids, ranked * keep)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    return probs.view(-1, block_size, probs.shape[-1])
+
+
 def repeat_rows(per_request: torch.Tensor | None, block_size: int) -> torch.Tensor | None:
     """[bs, ...] -> [bs * block_size, ...], one row per block position."""
     return None if per_request is None else per_request.repeat_interleave(block_size, dim=0)

@@ -104,9 +104,9 @@ def write_context_kv(
         the kept tokens, are written; nothing for -1. None: every row is, as in prefill.
     k_scale, v_scale: divide by these before the cast, as SGLang's pool does, if `pool.dtype` is not kv's.
 
-    Numerically the norm and rotation of `models/dflash.py`, then SGLang's `set_kv_buffer`: the norm is taken in
-    float32; normed key, cosine, sine and both products are each rounded to kv's dtype. fp8 saturates. e4m3 on
-    CUDA needs sm_89.
+    Numerically the norm and rotation of `models/dflash.py`, then SGLang's `set_kv_buffer`: the norm is taken
+    in float32; normed key, cosine, sine and both products are each rounded to kv's dtype. fp8 saturates. e4m3
+    on CUDA needs sm_89.
 
     One launch on CUDA, without host synchronisation. Moves, for the rows written,
     rows * layers * 2 * kv_heads * head_dim * (kv itemsize + pool itemsize) bytes. Beside it, once from memory

@@ -7,13 +7,17 @@ import torch
 
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle
+from sglang_dflash.srt.speculative.rejection import DraftProbs
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """tokens: [bs, B] int64, in target vocabulary. Column 0 is the bonus token of the previous cycle (the anchor)."""
+    """tokens: [bs, B] int64, in target vocabulary. Column 0 is the bonus token of the previous cycle (the anchor).
+    probs: what columns 1.. were drawn from; None where they are the draft's argmax.
+    """
 
     tokens: torch.Tensor
+    probs: DraftProbs | None = None
 
 
 class Drafter(Protocol):
@@ -22,8 +26,8 @@ class Drafter(Protocol):
     def prefill(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
         """Take in prompt tokens. aux_hidden: [n, num_aux * hidden]; positions, cache_loc: [n] int64."""
 
-    def propose(self, cycle: Cycle) -> DraftBlock:
-        """Draft a block per request."""
+    def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
+        """Draft a block per request: by argmax, or drawn under the requests' own sampling parameters where given."""
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor, verdict: Verdict) -> None:
         """Take in what was verified. aux_hidden: [bs * B, num_aux * hidden], row 0 of a block its anchor's. Valid in

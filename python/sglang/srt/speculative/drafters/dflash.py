@@ -5,8 +5,11 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.srt.layers.vocab_argmax import full_logits
+from sglang_dflash.srt.models.dflash import DraftOutput
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput
+from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draft_tokens
 from sglang_dflash.srt.speculative.draft_window import FullView, WindowView
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 
@@ -29,6 +32,7 @@ class DFlashDrafter:
         self._block_input = DFlashVerifyInput(
             draft_token_num=self._draft_width, capture_hidden_mode=CaptureHiddenMode.NULL
         )
+        self._sampling = DraftSampling.from_environment()
         self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
         self._model.stack_kv_weights()
 
@@ -42,11 +46,26 @@ class DFlashDrafter:
     def prefill(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
         self._model.write_context_kv(aux_hidden, positions, cache_loc, self._runner.token_to_kv_pool)
 
-    def propose(self, cycle: Cycle) -> DraftBlock:
+    def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
         if self._verify_width == 1:
             return DraftBlock(tokens=cycle.tokens)
-        drafted = self._run_block(cycle)
-        return DraftBlock(tokens=torch.cat((cycle.tokens[:, :1], drafted), dim=1))
+        output = self._run_block(cycle)
+        drafted_slots = self._verify_width - 1
+        if sampling_info is None:
+            drafted, probs = output.draft_tokens[: cycle.bs * drafted_slots].view(cycle.bs, -1), None
+        else:
+            rows = output.hidden_states.view(cycle.bs, self._draft_width, -1)[:, -drafted_slots:]
+            logits = full_logits(rows.flatten(0, 1), self._model.head)
+            drafted, probs = draft_tokens(
+                logits.view(cycle.bs, drafted_slots, -1),
+                sampling_info.temperatures.squeeze(1),
+                sampling_info.top_ks,
+                sampling_info.top_ps,
+                torch.rand(cycle.bs, drafted_slots, device=logits.device),
+                self._sampling,
+                self._model.d2t,
+            )
+        return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1), probs)
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor, verdict: Verdict) -> None:
         # What a rejected row leaves in its slot is never read: the next block starts at the first of them. Skipping
@@ -59,8 +78,8 @@ class DFlashDrafter:
             verdict.accept_len if aux_hidden.is_cuda else None,
         )
 
-    def _run_block(self, cycle: Cycle) -> torch.Tensor:
-        """One forward over the draft's rows of all blocks; returns the drafted tokens, [bs, B - 1]."""
+    def _run_block(self, cycle: Cycle) -> DraftOutput:
+        """One forward over the draft's rows of all blocks."""
         width = self._draft_width
         # The first `width` positions of the verified block, with host lengths to match.
         columns = None if width == self._verify_width else slice(0, width)
@@ -82,5 +101,4 @@ class DFlashDrafter:
             can_run_decode_cuda_graph=cycle.can_run_cuda_graph and width == self._verify_width,
         )
         view.kv_loc_plan.bind(forward_batch, self._runner.kv_index_translator, cols=columns)
-        output = self._runner.forward(forward_batch).logits_output
-        return output.draft_tokens[: cycle.bs * (self._verify_width - 1)].view(cycle.bs, -1)
+        return self._runner.forward(forward_batch).logits_output

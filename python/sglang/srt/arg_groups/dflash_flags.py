@@ -1,0 +1,54 @@
+"""Flags of our own on SGLang's command line, and in its `--config` files.
+
+What SGLang has a field for is written there; the rest goes into environment variables, which every child process
+inherits and which are how `sgl.Engine(...)` sets them.
+"""
+
+import argparse
+import os
+
+from sglang_dflash.srt.speculative.draft_sampling import SAMPLED_SLOTS_VARIABLE, TEMPERATURE_SCALE_VARIABLE
+
+SAMPLE_METHODS = ("greedy", "probabilistic")
+
+
+class _SetSampleMethod(argparse.Action):
+    """Probabilistic drafting is what SGLang's --speculative-use-rejection-sampling asks for."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        namespace.speculative_use_rejection_sampling = value == "probabilistic"
+
+
+class _SetVariable(argparse.Action):
+    """Keep a value in the environment variable the argument is named after."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        os.environ[self.dest] = str(value)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sglang-dflash")
+    group.add_argument(
+        "--speculative-draft-sample-method",
+        action=_SetSampleMethod,
+        choices=SAMPLE_METHODS,
+        default=argparse.SUPPRESS,
+        help="How drafted tokens of sampled requests are chosen: the draft's argmax (default), or a draw from its "
+        "distribution, verified with its true probabilities. Requests at temperature 0 always draft the argmax.",
+    )
+    group.add_argument(
+        "--speculative-draft-temperature-scale",
+        action=_SetVariable,
+        dest=TEMPERATURE_SCALE_VARIABLE,
+        type=float,
+        default=argparse.SUPPRESS,
+        help="Probabilistic drafting: the draft's temperature as a multiple of the request's. Lossless at any value.",
+    )
+    group.add_argument(
+        "--speculative-draft-sampled-slots",
+        action=_SetVariable,
+        dest=SAMPLED_SLOTS_VARIABLE,
+        type=int,
+        default=argparse.SUPPRESS,
+        help="Probabilistic drafting: draw only this many tokens of a block and take the argmax behind them.",
+    )

@@ -1,0 +1,68 @@
+"""Our own flags: on the command line, in a --config file, and as the environment variables they end up in."""
+
+import argparse
+
+import pytest
+
+from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
+from sglang_dflash.srt.speculative.draft_sampling import (
+    SAMPLED_SLOTS_VARIABLE,
+    TEMPERATURE_SCALE_VARIABLE,
+    DraftSampling,
+)
+
+
+@pytest.fixture
+def parser(monkeypatch) -> argparse.ArgumentParser:
+    for variable in (TEMPERATURE_SCALE_VARIABLE, SAMPLED_SLOTS_VARIABLE):
+        monkeypatch.setenv(variable, "")  # restored afterwards, whatever a test sets
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--speculative-use-rejection-sampling", action="store_true")
+    add_flags(parser)
+    return parser
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ([], False),
+        (["--speculative-draft-sample-method", "greedy"], False),
+        (["--speculative-draft-sample-method", "probabilistic"], True),
+        (["--speculative-use-rejection-sampling"], True),
+    ],
+)
+def test_the_sample_method_is_sglangs_own_field(parser, arguments, expected):
+    assert parser.parse_args(arguments).speculative_use_rejection_sampling is expected
+
+
+@pytest.mark.parametrize("method", ["gumbel", "Greedy", ""])
+def test_other_methods_are_refused_by_name(parser, method, capsys):
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--speculative-draft-sample-method", method])
+    complaint = capsys.readouterr().err
+    assert "greedy" in complaint and "probabilistic" in complaint
+
+
+def test_settings_reach_every_process(parser):
+    assert DraftSampling.from_environment() == DraftSampling()
+    arguments = ["--speculative-draft-temperature-scale", "0.5", "--speculative-draft-sampled-slots", "0"]
+    parser.parse_args(arguments)
+    assert DraftSampling.from_environment() == DraftSampling(temperature_scale=0.5, sampled_slots=0)
+
+
+@pytest.mark.parametrize("variable, value", [(TEMPERATURE_SCALE_VARIABLE, "0"), (SAMPLED_SLOTS_VARIABLE, "-1")])
+def test_impossible_settings(parser, monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match="must"):
+        DraftSampling.from_environment()
+
+
+def test_sglang_knows_them():
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    given = ["--model-path", "x", "--speculative-draft-sample-method", "probabilistic"]
+    assert parser.parse_args(given).speculative_use_rejection_sampling is True
