@@ -54,7 +54,7 @@ class Acceptance:
 
 
 def measure(server: Server, prompts: list[dict], max_new_tokens: int, concurrency: int = 8) -> Acceptance:
-    """Send every prompt greedily and add up what became of the drafts. A prompt has `text`, or `messages` for a chat."""
+    """Send every prompt greedily and add up what became of the drafts."""
     params = {"temperature": 0, "max_new_tokens": max_new_tokens}
     requests = [{"text": prompt["text"], "sampling_params": params} for prompt in prompts]
     answers = [answer["meta_info"] for answer in server.generate_many(requests, concurrency)]

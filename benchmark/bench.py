@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import report
+from acceptance import Acceptance
 from serving import DRAFT, ROOT, TARGET, Server, dflash_arguments, heldout_prompts, serve
 
 RESULTS = ROOT / "benchmark" / "results"
@@ -49,17 +50,14 @@ class Load:
         return self.output_tokens / self.seconds
 
     @property
-    def accept_length(self) -> float | None:
-        """Tokens per verified block, bonus token included."""
-        blocks = sum(self.accepted)
-        return sum((k + 1) * n for k, n in enumerate(self.accepted)) / blocks if blocks else None
+    def acceptance(self) -> Acceptance | None:
+        """None without speculation."""
+        return Acceptance(len(self.accepted) - 1, self.accepted) if sum(self.accepted) else None
 
     @property
-    def acceptance_by_position(self) -> list[float]:
-        """Share of blocks in which the draft's k-th token was kept, k = 1.."""
-        blocks = sum(self.accepted)
-        kept = list(itertools.accumulate(reversed(self.accepted)))[::-1]
-        return [n / blocks for n in kept[1:]] if blocks else []
+    def accept_length(self) -> float | None:
+        """Tokens per verified block, bonus token included."""
+        return self.acceptance and self.acceptance.accept_length
 
 
 def main() -> None:

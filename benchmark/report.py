@@ -14,7 +14,7 @@ def speedup(load, loads) -> float | None:
 
 
 def line(load, loads) -> str:
-    accept = f"accept length {load.accept_length:.2f}" if load.accept_length else ""
+    accept = f"accept length {load.accept_length:.2f}" if load.acceptance else ""
     ratio = speedup(load, loads)
     return f"{load.server:>16}  x{load.concurrency:<3} {load.tokens_per_second:8.1f} tokens/s  {ratio:5.2f}x  {accept}"
 
@@ -35,8 +35,8 @@ def table(loads) -> str:
 
 
 def markdown(heading: dict, loads, stem: str) -> str:
-    drafted = [load for load in loads if load.accept_length]
-    deepest = max(len(load.acceptance_by_position) for load in drafted)
+    drafted = [load for load in loads if load.acceptance]
+    deepest = max(len(load.acceptance.by_position) for load in drafted)
     parts = [
         f"# {heading['command']}",
         f"{heading['date']}; {heading['machine']}; PyTorch threads per server: {heading['threads']}; {heading['dtype']}; "
@@ -59,7 +59,7 @@ def markdown(heading: dict, loads, stem: str) -> str:
         "| server | concurrency | " + " | ".join(str(k) for k in range(1, deepest + 1)) + " |\n|---|" + "---:|" * (deepest + 1),
     ]
     parts[-1] += "".join(
-        f"\n| {load.server} | {load.concurrency} | " + " | ".join(f"{a:.2f}" for a in load.acceptance_by_position) + " |"
+        f"\n| {load.server} | {load.concurrency} | " + " | ".join(f"{a:.2f}" for a in load.acceptance.by_position) + " |"
         for load in drafted
     )
     return "\n\n".join(parts) + "\n"
@@ -83,7 +83,7 @@ def plot(loads, path: Path) -> None:
     speed.legend(frameon=False)
     for load in loads:
         if load.server == "DFLASH":
-            shares = load.acceptance_by_position
+            shares = load.acceptance.by_position
             label = f"{load.concurrency} concurrent, accept length {load.accept_length:.2f}"
             acceptance.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
     acceptance.set(xlabel="position in the block", ylabel="share of blocks kept to here", ylim=(0, 1))

@@ -2,6 +2,7 @@
 # Makes the tiny pair from nothing but the standard library's source, in order.
 #   ./make.sh WORK_DIR [MODELS_DIR]      PYTHON=... to choose an interpreter
 # COMPILE= (empty) turns torch.compile off, for machines without a C++ compiler.
+# SPECULATORS_PYTHON=... (README.md) also makes the drafts and golden data of the `speculators` package.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -21,8 +22,19 @@ cd "$here"
 $python corpus.py "$work"
 $python make_prompts.py "$work" "$here/prompts/heldout.jsonl"
 $python train_target.py "$work" "$target" --steps 1050 $compile
-$python rollouts.py "$work" "$target"
+$python rollouts.py "$work" "$target" --scale 4
 $python train_draft.py "$work" "$target" "$draft" --steps 2500 $compile
 $python evaluate.py "$target" "$draft" prompts/heldout.jsonl --json "$work/evaluation.json" \
     --block-sizes 4 6 12 --check 4
 $python model_cards.py "$work" "$target" "$draft"
+
+[ -n "${SPECULATORS_PYTHON:-}" ] || exit 0
+golden=$here/../../test/srt/golden
+train=train_speculators_draft.py
+$SPECULATORS_PYTHON $train dflash "$work" "$target" "$draft-speculators" --steps 600 --warm-start "$draft"
+$SPECULATORS_PYTHON $train peagle "$work" "$target" "$target-peagle" --steps 3200 --muon-lr 0.02 --adam-lr 0.003
+for made in "$draft-speculators tiny-speculators" "$target-peagle tiny-peagle"; do
+    read -r folder name <<< "$made"
+    $SPECULATORS_PYTHON speculators_golden.py "$target" "$folder" prompts/heldout.jsonl "$golden/$name"
+    $python model_cards.py speculators "$work" "$folder" "$golden/$name"
+done

@@ -1,11 +1,14 @@
-"""Fill both model cards from the numbers the other steps left in WORK_DIR.
+"""Fill the model cards from the numbers the other steps left.
 
     python model_cards.py WORK_DIR TARGET_DIR DRAFT_DIR
+    python model_cards.py speculators WORK_DIR DRAFT_DIR GOLDEN_DIR  # a draft of the `speculators` package
 """
 
 import json
 import sys
 from pathlib import Path
+
+from evaluate import summarise
 
 DATE = "2026-11-20"
 
@@ -82,6 +85,32 @@ Distinct 1-, 2-, 3-, 4-grams in the target's greedy text on the same prompts: {d
 
 {licence}"""
 
+SPECULATORS_CARD = """# {name}
+
+A {kind} draft ({shape}, {layers}, draft vocabulary of {draft_vocab:,} of the target's
+{vocab:,} tokens) for `{target}`, trained and saved by the classes of the `speculators` package {version}.
+Sliding window {window:,}, as that package's command line gives every layer. Aux hidden states: inputs of the
+target's layers {layer_ids}. Made on {date} with `benchmark/tiny/train_speculators_draft.py`.
+
+## How it was made
+
+{steps:,} steps on the target's own continuations, cross entropy towards the target's argmax{warm}.
+Final training loss {loss}; accuracy per drafted position on training rollouts (given the true prefix, not
+the accepted one): {slots}.
+
+## Acceptance on held-out prompts
+
+Greedy, float32, by the package's own model without any cache, {prompts} prompts of {shortest} to {longest}
+tokens, up to {max_new} new tokens. Accept length includes the bonus token, so it is tokens per target step.
+Every step is in `test/srt/golden/{golden}/accepted.json`. The target loops, which flatters every draft: see
+its model card.
+
+| Accept length | Steps | Accepted at position 1, 2, ... {tokens} |
+|---:|---:|---|
+{rows}
+
+{licence}"""
+
 
 def table(rows: list[tuple]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
@@ -114,5 +143,35 @@ def main(work_dir: Path, target_dir: Path, draft_dir: Path) -> None:
         blocks=table([(size, f"{length:.2f}") for size, length in sizes])))
 
 
+def speculators_card(work_dir: Path, draft_dir: Path, golden_dir: Path) -> None:
+    config = json.loads((draft_dir / "config.json").read_text())
+    layers, kind = config["transformer_layer_config"], config["speculators_model_type"]
+    tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    log = json.loads((work_dir / f"train_speculators_{kind}.json").read_text())
+    runs = json.loads((golden_dir / "accepted.json").read_text())
+    found = summarise([accepted + 1 for run in runs for accepted in run["accepted"]], tokens + 1)
+    joined = lambda values: ", ".join(f"{v:.2f}" for v in values)
+    lengths = [len(run["prompt"]) for run in runs]
+    count = layers["num_hidden_layers"]
+    (draft_dir / "README.md").write_text(SPECULATORS_CARD.format(
+        name=draft_dir.name, golden=golden_dir.name, licence=LICENCE_NOTE, date=log["date"],
+        kind={"dflash": "DFlash", "peagle": "P-EAGLE"}[kind],
+        shape=f"block size {config['block_size']}" if kind == "dflash" else f"{tokens} tokens in parallel",
+        layers=f"{count} layer{'s' * (count > 1)}", draft_vocab=config["draft_vocab_size"],
+        vocab=layers["vocab_size"], window=layers["sliding_window"], version=config["speculators_version"],
+        layer_ids=", ".join(map(str, config.get("eagle_aux_hidden_state_layer_ids")
+                                or config["aux_hidden_state_layer_ids"])),
+        target=config["speculators_config"]["verifier"]["name_or_path"], steps=log["steps"],
+        warm=", after a warm start from another draft" if log["warm_start"] else "",
+        loss=log["log"][-1]["loss"], slots=joined(log["log"][-1]["slot_accuracy"]),
+        prompts=len(runs), shortest=min(lengths), longest=max(lengths),
+        max_new=max(len(run["output"]) for run in runs), tokens=tokens,
+        rows=table([(f"{found['accept_length']:.2f}", found["steps"],
+                     joined(found["accepted_per_position"]))])))
+
+
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]))
+    if sys.argv[1] == "speculators":
+        speculators_card(*map(Path, sys.argv[2:5]))
+    else:
+        main(*map(Path, sys.argv[1:4]))

@@ -1,9 +1,10 @@
-"""Train a DFlash draft for the tiny target with the `speculators` package's own model, as its command line would.
+"""Train a DFlash or P-EAGLE draft for the tiny target with the `speculators` package's own model.
 
-All layers sliding, so causal inside the block, and a reduced draft vocabulary: what the library's defaults give. Runs in
-an environment of its own (README.md); the serving environment never needs the library.
+Shaped as by its command line: Qwen3 layers, all sliding (so a DFlash block is causal inside), a reduced draft
+vocabulary. Runs in an environment of its own (README.md); the serving environment never needs the library.
 
-    python train_speculators_draft.py WORK_DIR TARGET_DIR OUTPUT_DIR --warm-start DFLASH_DRAFT_DIR
+    python train_speculators_draft.py dflash WORK_DIR TARGET_DIR OUTPUT_DIR --warm-start DFLASH_DRAFT_DIR
+    python train_speculators_draft.py peagle WORK_DIR TARGET_DIR OUTPUT_DIR
 """
 
 import argparse
@@ -15,24 +16,68 @@ from pathlib import Path
 import torch
 from corpus import MASK_ID
 from safetensors.torch import load_file
+from speculators.model import SpeculatorModel
 from speculators.models.dflash.core import DFlashDraftModel
+from speculators.models.eagle3.data import shift_batch
+from speculators.models.peagle.core import PEagleDraftModel
 from speculators.train.checkpointer import convert_float_dtype, patch_config_dtype
 from speculators.train.cli import create_transformer_layer_config
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 from train_target import MasterWeights, learning_rate_scale
 from transformers import AutoModelForCausalLM
 
-BLOCK_SIZE, DRAFT_LAYERS, DRAFT_VOCAB = 8, 3, 1536
-LAYER_IDS = [2, 5, 8, 11]  # speculators' counting: inputs of these layers
+DRAFT_TOKENS, DRAFT_VOCAB = 7, 1536
 SLIDING_WINDOW = 2048
-ROWS_PER_STEP, ANCHORS_PER_ROW = 2, 96
+
+
+class DFlashRecipe:
+    model_class = DFlashDraftModel
+    num_layers = 3
+    layer_ids = [2, 5, 8, 11]  # speculators' counting: inputs of these layers
+    rows_per_step = 2
+    options = {"max_anchors": rows_per_step * 96}
+    shape = {"block_size": DRAFT_TOKENS + 1}
+    scored_slots = range(1, DRAFT_TOKENS + 1)
+
+    @staticmethod
+    def trainable(at: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        """Anchors: the rollout, less what a block starting there would read beyond its row."""
+        return (at >= first) & (at < end) & (at < len(at) - DRAFT_TOKENS - 1)
+
+    @staticmethod
+    def prepare(row: dict) -> dict:
+        return row
+
+
+class PEagleRecipe:
+    model_class = PEagleDraftModel
+    num_layers = 1
+    layer_ids = [2, 6, 9]  # what the library picks for twelve layers; its counting is EAGLE's
+    rows_per_step = 1  # attention grows with the square of the packed row
+    options = {"num_depths": DRAFT_TOKENS}
+    # norm_before_residual as in the library's class and P-EAGLE tutorial; its command line defaults to True.
+    shape = {"num_depths": DRAFT_TOKENS, "norm_before_residual": False}
+    scored_slots = range(DRAFT_TOKENS)
+
+    @staticmethod
+    def trainable(at: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        """Positions whose target logits are a label. Chains start one before: not outside the row."""
+        return (at >= max(first, 2)) & (at < end - 1)
+
+    @staticmethod
+    def prepare(row: dict) -> dict:
+        """Token x[t + 1] beside hidden state g[t], by the library's own hand."""
+        return shift_batch(row)
+
+
+RECIPES = {"dflash": DFlashRecipe, "peagle": PEagleRecipe}
 
 
 @torch.no_grad()
-def target_states(target, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens [R, S] -> aux [R, S, A * H], inputs of LAYER_IDS; last [R, S, H], what enters the final norm."""
+def target_states(target, tokens: torch.Tensor, layer_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens [R, S] -> aux [R, S, A * H], inputs of the layers; last [R, S, H], input of the final norm."""
     caught: dict = {}
-    layers = [(i, target.model.layers[i]) for i in LAYER_IDS] + [("last", target.model.norm)]
+    layers = [(i, target.model.layers[i]) for i in layer_ids] + [("last", target.model.norm)]
     hooks = [
         module.register_forward_pre_hook(lambda _, inputs, key=key: caught.__setitem__(key, inputs[0]))
         for key, module in layers
@@ -40,32 +85,46 @@ def target_states(target, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     target.model(input_ids=tokens, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return torch.cat([caught[i] for i in LAYER_IDS], dim=-1), caught["last"]
+    return torch.cat([caught[i] for i in layer_ids], dim=-1), caught["last"]
 
 
-def trainable_positions(first: torch.Tensor, end: torch.Tensor, length: int) -> torch.Tensor:
-    """[R] -> loss mask [R, S]: the rollout, less what a block starting there would read beyond its row."""
-    at = torch.arange(length)
-    return ((at >= first[:, None]) & (at < end[:, None]) & (at < length - BLOCK_SIZE)).float()
+def training_batch(recipe, target, pool: dict, picked: torch.Tensor) -> dict:
+    """Rows of the pool, packed to one: every tensor [1, S, ...], as the library's models take them."""
+    tokens = pool["tokens"][picked].long()
+    aux, last = target_states(target, tokens, recipe.layer_ids)
+    at, rows = torch.arange(tokens.shape[1]), []
+    for i, (first, end) in enumerate(zip(pool["first"][picked].tolist(), pool["end"][picked].tolist())):
+        row = recipe.prepare({
+            "input_ids": tokens[i],
+            "hidden_states": aux[i],
+            "verifier_last_hidden_states": last[i],
+            "loss_mask": recipe.trainable(at, first, end).float(),
+            "position_ids": at,
+            "lengths": torch.tensor([len(at)]),
+        })
+        length = int(row.pop("lengths"))
+        rows.append(row | {"document_ids": torch.full((length,), i)})
+    return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
 
 
-def new_draft(target_dir: Path, frequencies: Counter, vocab_size: int) -> DFlashDraftModel:
-    layers = create_transformer_layer_config(str(target_dir), DRAFT_LAYERS, "qwen3", None, SLIDING_WINDOW, [])
+def new_draft(recipe, target_dir: Path, frequencies: Counter, vocab_size: int) -> SpeculatorModel:
+    layers = create_transformer_layer_config(
+        str(target_dir), recipe.num_layers, "qwen3", None, SLIDING_WINDOW, full_attention_indices=[])
     d2t, t2d = build_vocab_mappings_from_distribution(dict(frequencies), DRAFT_VOCAB, vocab_size)
-    return DFlashDraftModel.from_training_args(
+    return recipe.model_class.from_training_args(
         layers,
         t2d=t2d,
         d2t=d2t,
         verifier_name_or_path=str(target_dir),
         draft_vocab_size=DRAFT_VOCAB,
-        target_layer_ids=LAYER_IDS,
+        target_layer_ids=recipe.layer_ids,
         mask_token_id=MASK_ID,
-        block_size=BLOCK_SIZE,
         draft_attn_impl="eager",
+        **recipe.shape,
     )
 
 
-def save(draft: DFlashDraftModel, output_dir: Path, verifier: str) -> None:
+def save(draft: SpeculatorModel, output_dir: Path, verifier: str | None) -> None:
     """As the library's trainer saves, with the target named by what it is called next to the checkpoint."""
     state = convert_float_dtype(draft.state_dict(), torch.bfloat16)
     draft.save_pretrained(output_dir, state_dict=state)
@@ -79,61 +138,54 @@ def save(draft: DFlashDraftModel, output_dir: Path, verifier: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("type", choices=RECIPES)
     parser.add_argument("work_dir", type=Path)
     parser.add_argument("target_dir", type=Path)
     parser.add_argument("output_dir", type=Path)
-    parser.add_argument("--warm-start", type=Path, help="a DFlash draft of the same shape")
+    parser.add_argument("--warm-start", type=Path, help="a draft of the same shape; z-lab's layout will do")
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--muon-lr", type=float, default=0.01)
     parser.add_argument("--adam-lr", type=float, default=0.001)
     args = parser.parse_args()
 
     torch.manual_seed(0)
+    recipe = RECIPES[args.type]
     pool = torch.load(args.work_dir / "rollouts.pt", mmap=True)["short"]
     generated = torch.arange(pool["argmax"].shape[1])[None] >= pool["first"][:, None]
     frequencies = Counter(pool["argmax"][generated].tolist())
     target = AutoModelForCausalLM.from_pretrained(args.target_dir, dtype=torch.bfloat16).eval()
-    draft = new_draft(args.target_dir, frequencies, target.config.vocab_size)
+    draft = new_draft(recipe, args.target_dir, frequencies, target.config.vocab_size)
     if args.warm_start:
-        missing, unexpected = draft.load_state_dict(load_file(args.warm_start / "model.safetensors"), strict=False)
+        before = load_file(args.warm_start / "model.safetensors")
+        missing, unexpected = draft.load_state_dict(before, strict=False)
         assert not unexpected, unexpected
         print("kept from the library's initialisation:", missing)
+        draft.load_verifier_weights()  # the labels' head, by the draft vocabulary that was loaded
     weights = MasterWeights(draft, args.muon_lr, args.adam_lr)
-    options, _ = DFlashDraftModel.get_trainer_kwargs(
-        loss_fn="ce", loss_implementation="eager", max_anchors=ROWS_PER_STEP * ANCHORS_PER_ROW
-    )
+    options, _ = draft.get_trainer_kwargs(loss_fn="ce", loss_implementation="eager", **recipe.options)
 
-    usable = ((pool["end"] - pool["first"]) >= BLOCK_SIZE).nonzero().flatten()
-    began, log, order = time.time(), [], torch.empty(0, dtype=torch.int64)
+    usable = ((pool["end"] - pool["first"]) > DRAFT_TOKENS).nonzero().flatten()
+    began, log, order, running = time.time(), [], torch.empty(0, dtype=torch.int64), None
     for step in range(args.steps):
-        if len(order) < ROWS_PER_STEP:
+        if len(order) < recipe.rows_per_step:
             order = usable[torch.randperm(len(usable))]
-        rows, order = order[:ROWS_PER_STEP], order[ROWS_PER_STEP:]
-        tokens = pool["tokens"][rows].long()
-        aux, last = target_states(target, tokens)
-        mask = trainable_positions(pool["first"][rows], pool["end"][rows], tokens.shape[1])
-        positions = torch.arange(tokens.shape[1]).repeat(len(rows))
-        documents = torch.arange(len(rows)).repeat_interleave(tokens.shape[1])
-        packed = lambda x: x.flatten(0, 1)[None]
-        _, loss, metrics = draft(
-            hidden_states=packed(aux),
-            input_ids=tokens.flatten()[None],
-            loss_mask=mask.flatten()[None],
-            verifier_last_hidden_states=packed(last),
-            document_ids=documents[None],
-            position_ids=positions[None],
-            **options,
-        )
+        picked, order = order[: recipe.rows_per_step], order[recipe.rows_per_step :]
+        _, loss, metrics = draft(**training_batch(recipe, target, pool, picked), **options)
         loss.backward()
         weights.step(learning_rate_scale(step, args.steps, warmup=20))
+
+        score = lambda k: metrics[f"position_{k}_acc_sum"] / metrics[f"position_{k}_acc_total"].clamp(min=1)
+        now = torch.tensor([loss.detach(), *map(score, recipe.scored_slots)])
+        running = now if running is None else 0.98 * running + 0.02 * now
         if step % 50 == 0 or step + 1 == args.steps:
-            slots = [float(metrics[f"position_{k}_acc_sum"] / metrics[f"position_{k}_acc_total"]) for k in range(1, BLOCK_SIZE)]
-            log.append({"step": step + 1, "loss": round(loss.item(), 3), "slot_accuracy": [round(s, 3) for s in slots],
-                        "accept_length": round(float(metrics["eal_sum"] / metrics["eal_total"]), 3),
+            log.append({"step": step + 1, "loss": round(running[0].item(), 3),
+                        "slot_accuracy": [round(h, 3) for h in running[1:].tolist()],
                         "seconds": round(time.time() - began)})
             print(json.dumps(log[-1]), flush=True)
     save(draft, args.output_dir, args.target_dir.name)
-    (args.work_dir / "train_speculators_draft.json").write_text(json.dumps({"steps": args.steps, "log": log}, indent=2) + "\n")
+    report = {"steps": args.steps, "date": time.strftime("%Y-%m-%d"),
+              "warm_start": bool(args.warm_start), "log": log}
+    (args.work_dir / f"train_speculators_{args.type}.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

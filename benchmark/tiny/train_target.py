@@ -157,7 +157,8 @@ class MasterWeights:
             torch.optim.AdamW([m for m, use in zip(masters, is_matrix) if not use],
                               lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)]
         self.peaks = (muon_lr, adam_lr)
-        model.to(torch.bfloat16)
+        for parameter in model.parameters():  # not the buffers: RoPE frequencies need float32
+            parameter.data = parameter.data.to(torch.bfloat16)
 
     def step(self, scale: float) -> None:
         for parameter, master in self.pairs:

@@ -89,7 +89,7 @@ def resolve_dflash_args(server_args: Any) -> None:
     args = resolving_view(server_args)
     _refuse_unsupported(args)
     DraftSampling.from_environment()  # refuse a setting that means nothing before the workers read it
-    draft = load_and_check_draft_config(args)
+    target_config, draft = load_and_check_configs(args)
     block_size = _choose_block_size(args, draft)
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
     _check_target_attention(args, decode_backend if args.speculative_attention_mode == "decode" else prefill_backend)
@@ -97,6 +97,7 @@ def resolve_dflash_args(server_args: Any) -> None:
         server_args,
         SOURCE,
         # SGLang sizes KV reservations from steps and topk for every algorithm; a chain is 1 and 1.
+        dtype=_target_dtype(args.dtype, target_config),
         speculative_num_steps=1,
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=block_size,
@@ -114,8 +115,8 @@ def resolve_dflash_args(server_args: Any) -> None:
     )
 
 
-def load_and_check_draft_config(args: Any) -> DFlashDraftConfig:
-    """Read the draft's config and hold it against the target's. Raises DraftConfigError, or ValueError for a target
+def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
+    """The target's text config, and the draft's held against it. Raises DraftConfigError, or ValueError for a target
     that cannot be served with a draft."""
     from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
 
@@ -136,8 +137,19 @@ def load_and_check_draft_config(args: Any) -> DFlashDraftConfig:
             "expected ['DFlashDraftModel']."
         )
     config = parse_draft_config(draft, checkpoint)
-    check_draft_fits_target(config, get_hf_text_config(target), checkpoint)
-    return config
+    target_text = get_hf_text_config(target)
+    check_draft_fits_target(config, target_text, checkpoint)
+    return target_text, config
+
+
+def _target_dtype(given: str, target_text_config: Any) -> str:
+    """What `--dtype auto` means for the target. The draft reads the target's hidden states and must have its dtype, but
+    SGLang would look into the draft's own config."""
+    from sglang.srt.configs.model_config import _get_and_verify_dtype
+
+    if given != "auto":
+        return given
+    return str(_get_and_verify_dtype(target_text_config, given)).removeprefix("torch.")
 
 
 def _refuse_unsupported(args: Any) -> None:

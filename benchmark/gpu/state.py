@@ -1,0 +1,115 @@
+"""The results file, which is also the memory of what is done: one record per part, written after each."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from serving import ROOT
+
+from gpu import page
+from gpu.plans import Part
+
+PACKAGES = ("sglang", "sglang-dflash", "torch", "triton", "flashinfer-python")
+
+
+class OtherRun(RuntimeError):
+    """The results on file were taken on another machine, with other versions or other options."""
+
+
+class Results:
+    """`path`.json holds everything, `path`.md is written from it.
+
+    setting: {"machine", "versions", "options"}, JSON-ready: what all results in one file must have in common.
+    None: only look, whatever they have. Raises OtherRun if the file there has another one.
+    """
+
+    def __init__(self, path: Path, setting: dict | None):
+        self._path = path
+        self._source = source_fingerprint()
+        setting = setting or {}
+        self.data = {**setting, "invocations": [], "planned": [], "parts": {}}
+        file = path.with_suffix(".json")
+        if file.exists():
+            self.data = json.loads(file.read_text())
+            then = {key: self.data[key] for key in setting}
+            other = [f"{key} {then[key]}, now {now}" for key, now in setting.items() if then[key] != now]
+            if other:
+                raise OtherRun(f"{file.name} is of another run (use --name or --restart): {'; '.join(other)}")
+
+    def pending(self, parts: Sequence[Part], retry_failed: bool) -> list[Part]:
+        """Parts without a result, or whose result is of other code of ours than there is now."""
+        records = self.data["parts"]
+        return [
+            part
+            for part in parts
+            if part.name not in records
+            or (part.runs_our_code and records[part.name]["source"] != self._source)
+            or (retry_failed and problems_of(records[part.name]))
+        ]
+
+    def store(self, part: Part, outcome: dict, seconds: float) -> None:
+        """outcome: {"result": what the part returned} or {"error": why it returned nothing}."""
+        record = {"date": str(date.today()), "seconds": round(seconds, 1), **outcome}
+        record["source"] = self._source if part.runs_our_code else None
+        if "error" in record:
+            record["error"] = without_folders(record["error"])
+        elif "problems" in record["result"]:
+            record["result"]["problems"] = [without_folders(line) for line in record["result"]["problems"]]
+        record["commands"] = [plan.command() for plan in part.servers]
+        self.data["parts"][part.name] = record
+        self.write([part.name])
+
+    def write(self, names: Sequence[str] = (), invocation: str | None = None) -> None:
+        """Both files. names: of all the parts there are, for the page to say what is missing."""
+        if invocation is not None:
+            self.data["invocations"].append(invocation)
+        self.data["planned"] = list(dict.fromkeys([*self.data["planned"], *names]))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        for suffix, text in ((".json", json.dumps(self.data, indent=1)), (".md", page.markdown(self.data))):
+            partial = self._path.with_suffix(suffix + ".part")
+            partial.write_text(text + "\n" if suffix == ".json" else text)
+            os.replace(partial, self._path.with_suffix(suffix))
+
+
+def problems_of(record: dict) -> list[str]:
+    return [record["error"]] if "error" in record else record["result"].get("problems", [])
+
+
+def without_folders(text: str) -> str:
+    """`text` with absolute paths cut to file names: where a machine keeps its files is nobody's business."""
+    return re.sub(r"(?<![\w.:/])/(?:[\w.@+-]+/)+", "", text)
+
+
+def source_fingerprint() -> str:
+    """Of the plugin's source. A machine that got a copy of the tree has no git to ask."""
+    digest = hashlib.sha256()
+    for file in sorted((ROOT / "python").rglob("*.py")):
+        digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def machine() -> str | None:
+    """The first GPU, or None without one. Asked for in a process that takes its CUDA context with it."""
+    if not torch.cuda.is_available():
+        return None
+    ask = "import torch.cuda as c; p = c.get_device_properties(0); print(f'{p.name}, {p.total_memory >> 30}')"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    return f"{done.stdout.strip()} GiB, CUDA {torch.version.cuda}"
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "without metadata"  # as in an environment put together by hand
+    return found

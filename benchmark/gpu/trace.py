@@ -1,0 +1,129 @@
+"""What a torch profiler trace says about one decoding cycle: GPU time against the clock, gaps, launches."""
+
+import bisect
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
+HOST_CALLS = {"cuda_runtime", "cuda_driver"}
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+STEP = "step["  # SGLang names each forward: step[VERIFY bs=4], step[DRAFT bs=4], step[DECODE bs=4]
+SHOWN_GAPS, SHOWN_KERNELS = 5, 10
+
+
+@dataclass(frozen=True)
+class Work:
+    """A kernel, copy or fill on the GPU; times in microseconds.
+
+    launch: id of the host call that caused it, shared by all kernels of a CUDA graph.
+    forward: the trace's event of the forward in which the host made that call.
+    """
+
+    name: str
+    start: float
+    end: float
+    launch: int | None
+    forward: dict | None
+
+
+def summarize(trace: dict, step: str) -> dict:
+    """Cycles from the GPU's start on one forward named `step` to its start on the next.
+
+    trace: the decoded JSON of torch.profiler's export_chrome_trace. Returns, in us and per cycle:
+      cycles: how many there were.
+      wall_us, busy_us: medians of a cycle's length and of the time in which the GPU did anything.
+      graph_idle_us, host_gap_us: medians of the rest: idle between kernels of one launch (a CUDA graph), and
+        idle between launches, where the GPU waits for the host.
+      kernels: of the GPU, copies and fills included. launches, waits: host calls, by name.
+      forward_us: GPU time by the forward that launched it; "between" is what no forward launched.
+      gaps: the longest gaps between launches: what the GPU did before and after, how often, how long.
+      top_kernels: name, how often, how long.
+    Raises ValueError if the trace does not hold two such forwards.
+    """
+    events = sorted((e for e in trace["traceEvents"] if e.get("ph") == "X"), key=lambda e: e["ts"])
+    calls = [e for e in events if e.get("cat") in HOST_CALLS]
+    forwards = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(STEP)]
+    work = _gpu_work(events, calls, forwards)
+    first = {}  # when a forward begins on the host -> on the GPU
+    for item in work:
+        if item.forward is not None and item.forward["name"] == step:
+            first.setdefault(item.forward["ts"], item.start)
+    if len(first) < 2:
+        found = dict(Counter(e["name"] for e in forwards))
+        raise ValueError(f"no two {step!r} with GPU work in the trace, but {found}")
+
+    count = len(first) - 1
+    walls, in_graph, between = [], [], []
+    gaps, kernels, by_forward = defaultdict(list), defaultdict(list), Counter()
+    starts = [item.start for item in work]
+    for begin, end in pairwise(sorted(first.values())):
+        inside = work[bisect.bisect_left(starts, begin) : bisect.bisect_left(starts, end)]
+        idle = {True: 0.0, False: 0.0}  # by: within one launch
+        latest = inside[0]  # of what has begun, that which ends last
+        for item in [*inside[1:], Work(f"the next {step}", end, end, None, None)]:
+            gap = item.start - latest.end
+            if gap > 0:
+                same_launch = item.launch is not None and item.launch == latest.launch
+                idle[same_launch] += gap
+                if not same_launch:
+                    gaps[_short(latest.name), _short(item.name)].append(gap)
+            latest = max(latest, item, key=lambda w: w.end)
+        for item in inside:
+            by_forward[item.forward["name"] if item.forward else "between"] += item.end - item.start
+            kernels[_short(item.name)].append(item.end - item.start)
+        walls.append(end - begin)
+        in_graph.append(idle[True])
+        between.append(idle[False])
+    made = Counter(_short(e["name"]) for e in calls if min(first) <= e["ts"] < max(first))
+    return {
+        "cycles": count,
+        "wall_us": statistics.median(walls),
+        "busy_us": statistics.median(w - g - b for w, g, b in zip(walls, in_graph, between, strict=True)),
+        "graph_idle_us": statistics.median(in_graph),
+        "host_gap_us": statistics.median(between),
+        "kernels": sum(map(len, kernels.values())) / count,
+        "launches": {name: n / count for name, n in sorted(made.items()) if name.startswith(LAUNCHES)},
+        "waits": {name: n / count for name, n in sorted(made.items()) if _waits(name)},
+        "forward_us": {name: time / count for name, time in sorted(by_forward.items())},
+        "gaps": [
+            {"before": before, "after": after, "times": len(each) / count, "us": sum(each) / count}
+            for (before, after), each in _longest(gaps, SHOWN_GAPS)
+        ],
+        "top_kernels": [
+            {"name": name, "times": len(each) / count, "us": sum(each) / count}
+            for name, each in _longest(kernels, SHOWN_KERNELS)
+        ],
+    }
+
+
+def _gpu_work(events: Sequence[dict], calls: Sequence[dict], forwards: Sequence[dict]) -> list[Work]:
+    called_at = {e["args"]["correlation"]: e["ts"] for e in calls if "correlation" in e.get("args", {})}
+    work = []
+    for event in events:
+        if event.get("cat") in GPU_WORK:
+            launch = event.get("args", {}).get("correlation")
+            forward = _forward_at(forwards, called_at[launch]) if launch in called_at else None
+            work.append(Work(event["name"], event["ts"], event["ts"] + event["dur"], launch, forward))
+    return work
+
+
+def _forward_at(forwards: Sequence[dict], ts: float) -> dict | None:
+    """The forward the host was in at `ts`; they do not nest."""
+    index = bisect.bisect_right(forwards, ts, key=lambda e: e["ts"]) - 1
+    return forwards[index] if index >= 0 and ts < forwards[index]["ts"] + forwards[index]["dur"] else None
+
+
+def _waits(call: str) -> bool:
+    return "Synchronize" in call or call == "cudaMemcpy"
+
+
+def _longest(groups: dict, shown: int) -> list[tuple]:
+    return sorted(groups.items(), key=lambda item: -sum(item[1]))[:shown]
+
+
+def _short(name: str) -> str:
+    """Kernel names are templates spelled out, hundreds of characters long."""
+    return name if len(name) <= 72 else name[:69] + "..."

@@ -1,0 +1,194 @@
+"""What the parts do, each with servers of its own, and what they return."""
+
+import contextlib
+import gzip
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import zip_longest
+from pathlib import Path
+
+from bench import Load
+from serving import Server, heldout_prompts, serve
+
+from gpu.limit import OutOfTime, TimeLimit
+from gpu.trace import summarize
+
+PROMPT_TOKENS, NEW_TOKENS = 1024, 512
+REPEATS = 2
+START_TIMEOUT_S = 480  # kernels are compiled on their first use
+# An accept length forced on every block is met but for the last block of a request, cut at its end.
+ACCEPT_LENGTH_SLACK = 0.2
+PROFILED_STEPS = 30
+# Two ways of batching the same bf16 sums may round differently in every layer. The bundled target's logits
+# lie 1/16 apart in bf16; up to four such steps between its best two tokens is a near-tie, as in the tests.
+NEAR_TIE = 0.25
+WORKER_LINE = "DFlashWorker: block size"  # what this plugin's worker logs when it is built
+
+
+@contextlib.contextmanager
+def running(plan, limit: TimeLimit) -> Iterator[Server]:
+    """The plan's server. Raises RuntimeError if it is not the variant it should be."""
+    with serve(*plan.arguments, env=plan.environment, timeout=START_TIMEOUT_S) as server:
+        limit.guard(server.process)
+        if (WORKER_LINE in server.log()) != (plan.variant == "ours"):
+            raise RuntimeError(f"not a server of {plan.variant}; its log ends:\n{server.log()[-2000:]}")
+        yield server
+
+
+def run_tests(file: Path, limit: TimeLimit) -> dict:
+    """The tests of `file` marked gpu, in a process of their own. Interrupted when time is up, it can still
+    end the servers its fixtures started."""
+    report = Path("build/gpu/junit.xml")
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(file), f"--junitxml={report}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    limit.guard(process, signal.SIGINT)
+    try:
+        output, _ = process.communicate()
+    except OutOfTime:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+        raise
+    if not report.exists():
+        raise RuntimeError(f"pytest wrote no report; its output ends:\n{output[-2000:]}")
+    return read_junit(report.read_text())
+
+
+def read_junit(xml: str) -> dict:
+    """{"passed": n, "skipped": n, "problems": one line per failure or error}."""
+    counts, problems = {"passed": 0, "skipped": 0}, []
+    for case in ElementTree.fromstring(xml).iter("testcase"):
+        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+        if bad is not None:
+            problems.append(f"{case.get('name')}: {(bad.get('message') or '').splitlines()[0][:300]}")
+        else:
+            counts["passed" if case.find("skipped") is None else "skipped"] += 1
+    return {**counts, "problems": problems}
+
+
+def measure_speed(plan, concurrencies: Sequence[int], accept_length: float | None, limit: TimeLimit) -> dict:
+    """{"loads": a `bench.Load` per concurrency, repeats together}. accept_length: what the server was told to
+    accept."""
+    loads, problems = [], []
+    with running(plan, limit) as server:
+        for concurrency in concurrencies:
+            load = _measure(server, plan.variant, concurrency, REPEATS)
+            loads.append(asdict(load))
+            if accept_length and abs((load.accept_length or 0) - accept_length) > ACCEPT_LENGTH_SLACK:
+                got = f"accept length {load.accept_length} at concurrency {concurrency}"
+                problems.append(f"{got}, but the server was told to accept {accept_length} tokens a block")
+    return {"loads": loads, "problems": problems}
+
+
+def _measure(server: Server, name: str, concurrency: int, repeats: int) -> Load:
+    """Greedy requests of random token ids, two rounds of `concurrency`, timed as a whole."""
+    requests = random_requests(max(4, 2 * concurrency), NEW_TOKENS)
+    server.generate_many(random_requests(concurrency, 64, seed=1), concurrency)  # warm up
+    seconds, answers = 0.0, []
+    for _ in range(repeats):
+        server.flush_cache()
+        start = time.perf_counter()
+        answers += server.generate_many(requests, concurrency)
+        seconds += time.perf_counter() - start
+    infos = [answer["meta_info"] for answer in answers]
+    histograms = [info.get("spec_correct_drafts_histogram") or [] for info in infos]
+    return Load(
+        server=name,
+        concurrency=concurrency,
+        requests=len(answers),
+        output_tokens=sum(info["completion_tokens"] for info in infos),
+        seconds=seconds,
+        accepted=[sum(column) for column in zip_longest(*histograms, fillvalue=0)],
+    )
+
+
+def random_requests(count: int, new_tokens: int, seed: int = 0) -> list[dict]:
+    """`count` prompts without a common prefix; ids every vocabulary here has."""
+    draw = random.Random(seed)
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    prompts = ([draw.randrange(1000, 100_000) for _ in range(PROMPT_TOKENS)] for _ in range(count))
+    return [{"input_ids": prompt, "sampling_params": sampling} for prompt in prompts]
+
+
+def profile(plan, concurrencies: Sequence[int], folder: Path, limit: TimeLimit) -> dict:
+    """{"profiles": [a `trace.summarize` per concurrency]}. The trace files stay in `folder`."""
+    profiles = []
+    with running(plan, limit) as server:
+        for concurrency in concurrencies:
+            load = _measure(server, plan.variant, concurrency, 1)
+            where = folder.absolute() / f"{plan.variant}-{concurrency}"
+            summary = summarize(_record_trace(server, concurrency, where), f"step[VERIFY bs={concurrency}]")
+            profiles.append({"concurrency": concurrency, "load": asdict(load), **summary})
+    return {"profiles": profiles}
+
+
+def _record_trace(server: Server, concurrency: int, folder: Path) -> dict:
+    """A torch profiler trace of PROFILED_STEPS scheduler steps, all requests decoding."""
+    for old in folder.glob("*.trace.json.gz"):
+        old.unlink()
+    requests = random_requests(concurrency, 8 * NEW_TOKENS, seed=2)
+    load = threading.Thread(target=server.generate_many, args=(requests, concurrency))
+    load.start()
+    while load.is_alive() and not _all_decoding(server, concurrency):
+        time.sleep(0.05)
+    # Stacks and shapes would slow the host down several times over, and the host is what we look at.
+    what = {"activities": ["CPU", "GPU"], "with_stack": False, "record_shapes": False}
+    server.post("/start_profile", {"output_dir": str(folder), "num_steps": PROFILED_STEPS, **what})
+    load.join()  # the scheduler writes the trace between two of its steps
+    [file] = folder.glob("*.trace.json.gz")
+    return json.loads(gzip.decompress(file.read_bytes()))
+
+
+def _all_decoding(server: Server, concurrency: int) -> bool:
+    load = server.get("/v1/loads")["loads"][0]
+    return load["num_running_reqs"] == concurrency and load["num_waiting_reqs"] == 0
+
+
+def check_lossless(plans: Sequence, limit: TimeLimit) -> dict:
+    """The first plan's answers against every other's: {"drafts": one `compare` per draft}."""
+    sampling = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
+    requests = [{"text": prompt["text"], "sampling_params": sampling} for prompt in heldout_prompts()]
+    reference, *drafted = plans
+    with running(reference, limit) as server:
+        asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
+        expected = server.generate_many(asked, 16)
+    drafts, problems = [], []
+    for plan in drafted:
+        with running(plan, limit) as server:
+            found = compare(server.generate_many(requests, 16), expected)
+        name = Path(plan.arguments[plan.arguments.index("--speculative-draft-model-path") + 1]).name
+        drafts.append({"draft": name, **found})
+        wide = [d for d in found["differences"] if d["gap"] is None or d["gap"] > NEAR_TIE]
+        if wide:
+            problems.append(f"{name}: {len(wide)} answers differ where the target is near no tie: {wide[:3]}")
+    return {"drafts": drafts, "problems": problems}
+
+
+def compare(answers: Sequence[dict], expected: Sequence[dict]) -> dict:
+    """Where each answer first leaves the target's own, and how far the target's best two tokens are apart
+    there, in log probability; None where one answer ends before the other."""
+    differences = []
+    for number, (got, want) in enumerate(zip(answers, expected, strict=True)):
+        pairs = zip_longest(got["output_ids"], want["output_ids"])
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if position is None:
+            continue
+        gap = None
+        if position < min(len(got["output_ids"]), len(want["output_ids"])):
+            best, second = (entry[0] for entry in want["meta_info"]["output_top_logprobs"][position][:2])
+            gap = best - second
+        differences.append({"request": number, "position": position, "gap": gap})
+    cycles = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    # The first token of an answer comes from its prompt's own forward.
+    drafted = sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers)
+    return {"requests": len(answers), "differences": differences, "accept_length": drafted / cycles}

@@ -1,0 +1,35 @@
+"""The bundled drafts are accepted as often as benchmark/expected_acceptance.json says, by the harness itself."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from acceptance import EXPECTED, Acceptance, shortfall
+from serving import ROOT
+
+BUNDLED = [name for name in json.loads(EXPECTED.read_text()) if name.startswith("tiny-")]
+
+
+def test_the_arithmetic():
+    measured = Acceptance(drafted_per_step=3, kept=[2, 1, 0, 1])
+    assert measured.drafts == 4 and measured.accepted_tokens == 4
+    assert measured.accept_length == 2.0 and measured.rate == pytest.approx(1 / 3)
+    assert measured.by_position == [0.5, 0.25, 0.25]
+    assert shortfall("set", measured, {"accept_length": 2.05, "floor": 0.95}) is None
+    assert "2.000 is below 2.090" in shortfall("set", measured, {"accept_length": 2.2, "floor": 0.95})
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("profile", BUNDLED)
+def test_a_bundled_draft(profile):
+    command = [sys.executable, "benchmark/acceptance.py", "--profile", profile]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    print(ended.stdout)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_every_bundled_draft_has_a_profile():
+    drafts = {folder.name for folder in (ROOT / "models").iterdir() if folder.name != "tiny-qwen3-code"}
+    profiles = [json.loads(EXPECTED.read_text())[name] for name in BUNDLED]
+    assert drafts == {profile["server_args"][-1].rpartition("/")[2] for profile in profiles}

@@ -1,0 +1,63 @@
+"""The lower bound of a cycle: ROOFLINE.md shows what is computed, and what is computed is right."""
+
+import pytest
+import roofline
+import torch
+from gpu.shapes import LLAMA_3_1_8B, QWEN3_8B
+from serving import ROOT
+
+from sglang_dflash.kernels.ops.speculative.accept import accept_greedy_torch
+from sglang_dflash.kernels.ops.speculative.block import prepare_block_torch
+
+
+def test_roofline_page_shows_what_the_program_computes():
+    page = (ROOT / "benchmark" / "ROOFLINE.md").read_text()
+    for title, table in roofline.tables().items():
+        assert f"## {title}\n" in page
+        assert table in page, f"{title} is out of date: run python benchmark/roofline.py"
+    prose = " ".join(page.split())
+    head = 2 * roofline.head_parameters(QWEN3_8B.target)
+    target, draft = (2 * roofline.layer_parameters(model) for model in (QWEN3_8B.target, QWEN3_8B.draft))
+    weights = f"{(target + head) / 1e9:.1f} GB of the target's, of which {head / 1e9:.1f} GB is the head"
+    assert weights in prose and f"{draft / 1e9:.1f} GB of the draft's" in prose
+    ridges = [f"{gpu.flops / gpu.bandwidth:.0f}" for gpu in (roofline.H200, roofline.H100)]
+    assert f"They meet at {' and '.join(ridges)} FLOP per byte" in prose
+    assert f"in all draft layers, {roofline.kv_bytes(QWEN3_8B.draft)}." in prose
+
+
+def test_roofline_counts_the_published_parameters():
+    """8.19 billion in Qwen3-8B and 8.03 in Llama-3.1-8B, as their cards say, the embedding included."""
+    for pair, billions in ((QWEN3_8B, 8.19), (LLAMA_3_1_8B, 8.03)):
+        parameters = roofline.layer_parameters(pair.target) + 2 * roofline.head_parameters(pair.target)
+        assert parameters / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_roofline_at_batch_1_is_the_weights_and_at_48_the_arithmetic():
+    one = roofline.verify(QWEN3_8B, 1, 0)
+    weights = 2 * (roofline.layer_parameters(QWEN3_8B.target) + roofline.head_parameters(QWEN3_8B.target))
+    assert weights < one.bytes < 1.01 * weights
+    # Two FLOPs per parameter and row, two bytes per parameter.
+    assert 16 * weights < one.flops < 1.01 * 16 * weights
+    assert one.bound(roofline.H200) == "memory"
+    assert roofline.verify(QWEN3_8B, 48, 0).bound(roofline.H200) == "compute"
+    seconds = roofline.cycle_seconds(QWEN3_8B, roofline.H200, 1, 0)
+    assert seconds > one.seconds(roofline.H200) == one.bytes / 4.8e12
+
+
+def test_roofline_counts_the_small_kernels_tensors():
+    """The formulas against the tensors the kernels' PyTorch twins read and return."""
+
+    def total(tensors):
+        return sum(tensor.nbytes for tensor in tensors)
+
+    bs, block_size = 3, QWEN3_8B.block_size
+    per_request = [torch.arange(bs) for _ in range(3)]
+    table = torch.zeros(bs, 64, dtype=torch.int32)
+    outputs = prepare_block_torch(*per_request, table, 5, block_size)
+    read = total(per_request) + bs * block_size * table.itemsize
+    assert roofline.prepare_block_bytes(QWEN3_8B, bs) == read + total(outputs)
+
+    tokens = torch.zeros(bs, block_size, dtype=torch.int64)
+    outputs = accept_greedy_torch(tokens, tokens, per_request[0])
+    read = total([tokens[:, 1:], tokens, per_request[0]])
+    assert roofline.accept_greedy_bytes(QWEN3_8B, bs) == read + total(outputs)
