@@ -22,6 +22,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from sglang_dflash.kernels.ops.speculative.accept import accept_greedy
 from sglang_dflash.kernels.ops.speculative.block import prepare_block
+from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_kv_budget, check_target_model
@@ -69,6 +70,7 @@ class DFlashWorker(BaseSpecWorker):
             self._rejection_rule = accept_by_block_verification if by_block else accept_by_rejection
         self._simulated = SimulatedAcceptance.from_environment()
         self._clock = PhaseClock.from_environment()
+        self._metrics = DFlashMetrics.from_server(self.verify_width - 1)
         logger.info(
             "sglang-dflash %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
             type(self).__name__,
@@ -112,6 +114,10 @@ class DFlashWorker(BaseSpecWorker):
 
     def weight_update_runners(self):
         return [("draft", self._draft_worker.model_runner)]
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """Called by the scheduler once a step's accept lengths are on the host."""
+        self._metrics.count_verified(num_correct_drafts_per_req)
 
     # -- one step ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,195 @@
+"""The counters on /metrics, held against the acceptance histograms of the very requests that made them."""
+
+import json
+import random
+import re
+import sys
+
+import plot_acceptance
+import pytest
+from conftest import FLOAT32
+from plot_acceptance import Counts, read_counts
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import DRAFT, ROOT, Server, dflash_arguments, heldout_prompts
+
+from sglang_dflash.srt.observability.dflash_metrics import FALLBACKS, DFlashMetrics
+
+BLOCK_SIZE = json.loads((DRAFT / "config.json").read_text())["block_size"]
+LABELS = {"model_name": "tiny", "tp_rank": "0"}
+DASHBOARD = ROOT / "docs" / "grafana-dashboard.json"
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry) -> DFlashMetrics:
+    return DFlashMetrics(BLOCK_SIZE - 1, LABELS, registry)
+
+
+def test_counts_are_sums_over_blocks(metrics, registry):
+    dice = random.Random(5)
+    batches = [[dice.randrange(BLOCK_SIZE) for _ in range(dice.randrange(9))] for _ in range(50)]
+    for batch in batches:
+        metrics.count_verified(batch)
+    blocks = [accept_len for batch in batches for accept_len in batch]
+    assert read_counts(generate_latest(registry).decode()) == Counts(
+        drafts=len(blocks),
+        drafted=len(blocks) * (BLOCK_SIZE - 1),
+        accepted=sum(blocks),
+        accepted_at=[sum(accept_len >= k for accept_len in blocks) for k in range(1, BLOCK_SIZE)],
+    )
+
+
+def test_fallbacks_are_counted_by_reason_and_logged_once(metrics, registry, caplog):
+    assert FALLBACKS
+    for reason in FALLBACKS:
+        metrics.count_fallback(reason)
+        metrics.count_fallback(reason, blocks=6)
+        assert registry.get_sample_value("sglang:spec_fallbacks_total", {**LABELS, "reason": reason}) == 7
+    assert [reason for record in caplog.records for reason in FALLBACKS if reason in record.message] == list(FALLBACKS)
+
+
+def test_an_unknown_fallback_is_an_error(metrics):
+    with pytest.raises(KeyError):
+        metrics.count_fallback("felt like it")
+
+
+def test_a_server_without_metrics_still_logs_fallbacks(caplog):
+    silent = DFlashMetrics(BLOCK_SIZE - 1, None)
+    silent.count_verified([1, 2])
+    silent.count_fallback(next(iter(FALLBACKS)))
+    assert len(caplog.records) == 1
+
+
+def test_a_page_without_drafts_is_an_error(metrics, registry):
+    with pytest.raises(ValueError, match="--enable-metrics"):
+        read_counts(generate_latest(registry).decode())
+
+
+def page(server: Server) -> str:
+    return server.get("/metrics")
+
+
+def counts_of_idle(server: Server) -> Counts:
+    """Flushing waits until nothing runs, not even the step of a request that was answered."""
+    server.flush_cache()
+    return read_counts(page(server))
+
+
+def answer_all_kinds(server: Server) -> list[dict]:
+    """The `meta_info` of requests that end by length, in mid-block by a stop token, and at their very first token."""
+    texts = [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 300][::20][:12]
+    requests = []
+    for number, text in enumerate(texts):
+        params = {"temperature": number % 2, "max_new_tokens": (1, 2, 30, 47)[number % 4], "ignore_eos": number % 3 > 0}
+        requests.append({"text": text, "sampling_params": {**params, "stop_token_ids": [300 + number]}})
+    return [answer["meta_info"] for answer in server.generate_many(requests, 5)]
+
+
+def summed(answers: list[dict]) -> Counts:
+    blocks = [k for a in answers for k, n in enumerate(a.get("spec_correct_drafts_histogram", ())) for _ in range(n)]
+    assert len(blocks) == sum(a.get("spec_verify_ct", 0) for a in answers) > 50
+    accepted_at = [sum(accept_len >= k for accept_len in blocks) for k in range(1, BLOCK_SIZE)]
+    return Counts(len(blocks), len(blocks) * (BLOCK_SIZE - 1), sum(blocks), accepted_at)
+
+
+def difference(after: Counts, before: Counts) -> Counts:
+    return Counts(
+        after.drafts - before.drafts,
+        after.drafted - before.drafted,
+        after.accepted - before.accepted,
+        [a - b for a, b in zip(after.accepted_at, before.accepted_at, strict=True)],
+    )
+
+
+@pytest.fixture(scope="module")
+def overlap_server(servers) -> Server:
+    return servers.get(*FLOAT32, *dflash_arguments(), "--enable-metrics")
+
+
+@pytest.fixture(scope="module")
+def server(servers) -> Server:
+    """Without overlap scheduling no block is verified for a request that has ended."""
+    labels = ["--extra-metric-labels", '{"zone": "a"}']
+    return servers.get(*FLOAT32, *dflash_arguments(), "--enable-metrics", "--disable-overlap-schedule", *labels)
+
+
+@pytest.mark.server
+def test_overlap_counts_at_most_one_block_more_per_request(overlap_server):
+    before = counts_of_idle(overlap_server)
+    answers = answer_all_kinds(overlap_server)
+    counted, requested = difference(counts_of_idle(overlap_server), before), summed(answers)
+    beyond = difference(counted, requested)
+    assert 0 <= beyond.drafts <= len(answers)
+    assert beyond.drafted == beyond.drafts * (BLOCK_SIZE - 1)
+    assert beyond.accepted == sum(beyond.accepted_at)
+    assert all(0 <= at <= beyond.drafts for at in beyond.accepted_at)
+
+
+@pytest.mark.server
+def test_counters_are_the_sums_of_the_requests_histograms(server):
+    before = counts_of_idle(server)
+    requested = summed(answer_all_kinds(server))
+    accept_length = server.get("/server_info")["internal_states"][0]["avg_spec_accept_length"]
+    counted = difference(counts_of_idle(server), before)
+    assert counted == requested
+    assert 0 < counted.accepted < counted.drafted
+    assert accept_length == pytest.approx(counted.accept_length), "/server_info reports another accept length"
+
+
+@pytest.mark.server
+def test_server_info_shows_the_speculative_settings(server):
+    info = server.get("/server_info")
+    assert info["speculative_algorithm"] == "DFLASH"
+    assert info["speculative_draft_model_path"] == str(DRAFT)
+    assert info["speculative_num_draft_tokens"] == BLOCK_SIZE
+
+
+@pytest.mark.server
+def test_labels_are_those_of_the_schedulers_own_metrics(server):
+    answer_all_kinds(server)
+    samples = {s.name: s for family in text_string_to_metric_families(page(server)) for s in family.samples}
+    expected = samples["sglang:spec_accept_length"].labels
+    assert expected["zone"] == "a"
+    assert samples["sglang:spec_drafts_total"].labels == expected
+    assert samples["sglang:spec_fallbacks_total"].labels.keys() == {*expected, "reason"}
+    assert samples["sglang:spec_accepted_tokens_per_position_total"].labels.keys() == {*expected, "position"}
+
+
+@pytest.mark.server
+def test_every_metric_and_label_of_the_dashboard_is_on_the_page(server):
+    samples = [s for family in text_string_to_metric_families(page(server)) for s in family.samples]
+    labels = {sample.name: set(sample.labels) for sample in samples}
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [v["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
+    queried = {name for query in queries for name in re.findall(r"sglang:\w+", query)}
+    assert queried and queried <= set(labels), f"not on the page: {queried - set(labels)}"
+    for query in queries:
+        [grouped] = re.findall(r"by \((\w+)\)", query) or [None]
+        names = re.findall(r"sglang:\w+", query)
+        assert "model_name" in labels[names[0]]
+        assert grouped is None or grouped in labels[names[0]], f"{names[0]} has no label {grouped}"
+
+
+@pytest.mark.server
+def test_the_plot_command_draws_the_page(server, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "acceptance.png"
+    monkeypatch.setattr(sys, "argv", ["plot_acceptance.py", "--url", server.url, "--output", str(path)])
+    assert plot_acceptance.main() == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"accept length {read_counts(page(server)).accept_length:.3f}" in capsys.readouterr().out
+
+
+@pytest.mark.server
+def test_the_plot_command_says_when_there_is_nothing_to_draw(reference, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "acceptance.png"
+    arguments = ["plot_acceptance.py", "--url", reference.server.url, "--output", str(path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert plot_acceptance.main() == 1
+    assert reference.server.url in capsys.readouterr().err and not path.exists()
