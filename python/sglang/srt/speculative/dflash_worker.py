@@ -22,11 +22,13 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from sglang_dflash.kernels.ops.speculative.accept import accept_greedy
 from sglang_dflash.kernels.ops.speculative.block import prepare_block
+from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.speculative.acceptance import Verdict
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput
+from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput, Prompts
 from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_kv_budget, check_target_model
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
+from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
 from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
 from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows
 
@@ -61,12 +63,13 @@ class DFlashWorker(BaseSpecWorker):
             )
         draft_model = self._draft_worker.model_runner.model
         check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
-        self._drafter = DFlashDrafter(self._draft_worker.model_runner, target_runner.model, self.verify_width)
+        drafter = PEagleDrafter if isinstance(draft_model, PEagleDraftModel) else DFlashDrafter
+        self._drafter = drafter(self._draft_worker.model_runner, target_runner.model, self.verify_width)
         self._simulated = SimulatedAcceptance.from_environment()
         self._clock = PhaseClock.from_environment()
         logger.info(
             "sglang-dflash %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
-            type(self).__name__,
+            drafter.__name__,
             self.verify_width,
             draft_model.draft.num_hidden_layers,
             list(draft_model.draft.target_layer_ids),
@@ -82,15 +85,12 @@ class DFlashWorker(BaseSpecWorker):
     # -- start-up ---------------------------------------------------------------------------------------------
 
     def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
-        window = get_spec().speculative_draft_window_size
-        # Without a request table given, the draft's runner makes one of its own, for the window's contents.
-        super().alloc_memory_pool(
-            memory_pool_config, None if window else req_to_token_pool, token_to_kv_pool_allocator
-        )
+        # Without a request table given, the draft's runner makes one of its own.
+        table = None if self._drafter.has_own_table else req_to_token_pool
+        super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
         target_runner = self._target_worker.model_runner
         check_kv_budget(target_runner, self._draft_worker.model_runner)
-        if window:
-            self._drafter.use_window(window, target_runner)
+        self._drafter.attach_pools(target_runner)
 
     def init_attention_backends(self):
         with draft_pp_context():
@@ -121,6 +121,8 @@ class DFlashWorker(BaseSpecWorker):
     def _prefill(self, batch, on_publish) -> GenerationBatchResult:
         """Target prefill, capturing every token's aux hidden states; the draft's KV of those tokens is written before
         this returns, because the scheduler may then hand the slots to the prefix cache."""
+        prompts = Prompts.of(batch)
+        self._drafter.begin_prefill(prompts)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
@@ -129,14 +131,13 @@ class DFlashWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        positions = _extend_positions(batch.prefix_lens, batch.extend_lens).to(self.device, non_blocking=True)
         # Tensor parallelism may pad the token dimension; padding rows come last.
-        aux_hidden = result.logits_output.hidden_states[: positions.numel()]
-        self._drafter.prefill(aux_hidden, positions, plan.write_ids(self._draft_worker.model_runner.kv_index_translator))
+        aux_hidden = result.logits_output.hidden_states[: prompts.positions.numel()]
+        cache_loc = plan.write_ids(self._draft_worker.model_runner.kv_index_translator)
+        next_tokens = result.next_token_ids.long()
+        self._drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
         result.logits_output.hidden_states = None  # or SGLang copies them to the host
-        result.next_draft_input = DFlashDraftInput(
-            bonus_tokens=result.next_token_ids.long(), new_seq_lens=result.new_seq_lens
-        )
+        result.next_draft_input = DFlashDraftInput(bonus_tokens=next_tokens, new_seq_lens=result.new_seq_lens)
         return result
 
     def _decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
@@ -259,10 +260,3 @@ class DFlashWorker(BaseSpecWorker):
             logits = logits.clone()  # sampling overwrites them, and the log probabilities are still to be read
         sampler = self._target_worker.model_runner.sampler
         return draw_target_tokens(logits, info, cycle.positions.flatten(), self.verify_width, sampler)
-
-
-def _extend_positions(prefix_lens: list[int], extend_lens: list[int]) -> torch.Tensor:
-    """Positions of a prefill's packed tokens, [sum(extend_lens)] int64: each request goes on after its prefix."""
-    extend = torch.tensor(extend_lens, dtype=torch.int64)
-    first = torch.tensor(prefix_lens, dtype=torch.int64) - (extend.cumsum(0) - extend)
-    return torch.arange(int(extend.sum())) + first.repeat_interleave(extend)

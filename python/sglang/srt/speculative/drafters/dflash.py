@@ -6,7 +6,7 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.srt.speculative.acceptance import Verdict
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput
+from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput, Prompts
 from sglang_dflash.srt.speculative.draft_window import FullView, WindowView
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 
@@ -32,15 +32,30 @@ class DFlashDrafter:
         self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
         self._model.stack_kv_weights()
 
-    def use_window(self, size: int, target_runner) -> None:
-        """Let the draft see only the last `size` committed tokens. Called when the pools of both runners exist."""
-        backend = get_spec().speculative_draft_attention_backend
-        self._view = WindowView(
-            size, target_runner, self._runner, backend, self._verify_width, self._draft_width
-        )
+    @property
+    def has_own_table(self) -> bool:
+        """Only for a window: its contents are rewritten before each block."""
+        return bool(get_spec().speculative_draft_window_size)
 
-    def prefill(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
-        self._model.write_context_kv(aux_hidden, positions, cache_loc, self._runner.token_to_kv_pool)
+    def attach_pools(self, target_runner) -> None:
+        if self.has_own_table:
+            spec = get_spec()
+            self._view = WindowView(
+                spec.speculative_draft_window_size,
+                target_runner,
+                self._runner,
+                spec.speculative_draft_attention_backend,
+                self._verify_width,
+                self._draft_width,
+            )
+
+    def begin_prefill(self, prompts: Prompts) -> None:
+        pass  # a context row depends on its own token's states alone
+
+    def prefill(
+        self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
+    ) -> None:
+        self._model.write_context_kv(aux_hidden, prompts.positions, cache_loc, self._runner.token_to_kv_pool)
 
     def propose(self, cycle: Cycle) -> DraftBlock:
         if self._verify_width == 1:
