@@ -72,17 +72,16 @@ class PEagleDrafter:
         if not self._drafted:
             return
         requests, device = prompts.req_pool_indices, aux_hidden.device
-        extend = torch.tensor(prompts.extend_lens)
-        ends = extend.cumsum(0)
-        starts, last = (ends - extend).to(device), (ends - 1).to(device)
+        ends = torch.tensor(prompts.extend_lens).cumsum(0)
+        starts = (ends - torch.tensor(prompts.extend_lens)).to(device, non_blocking=True)
+        is_continued = torch.tensor(prompts.is_continued).to(device, non_blocking=True)
         fused = self._model.fuse(aux_hidden)
-        # A row takes the state of the position before its own.
+        # A row takes the state of the position before its own. Nobody kept the one that precedes a cached prefix's end: the
+        # learned state stands in for it.
         before = fused.roll(1, dims=0)
         carried = self._pending_fused[requests, self._num_pending[requests] - 1]
-        is_continued = torch.tensor(prompts.is_continued).to(device)
-        # What precedes a cached prefix's end nobody kept: that row takes the learned state.
         before[starts] = torch.where(is_continued[:, None], carried, self._model.fused_mask)
-        self._pending_fused[requests, 0] = fused[last]
+        self._pending_fused[requests, 0] = fused[(ends - 1).to(device, non_blocking=True)]
         self._pending_tokens[requests, 0] = next_tokens
         self._num_pending[requests] = 1
         self._run_prompts(prompts, before, cache_loc)
@@ -152,43 +151,39 @@ class PEagleDrafter:
         return self._runner.forward(forward_batch).logits_output.draft_tokens.view(bs, -1)
 
     def _run_prompts(self, prompts: Prompts, fused: torch.Tensor, cache_loc: torch.Tensor) -> None:
-        """One forward over all rows of a prefill: those of every token but a text's first."""
-        device = fused.device
-        first = torch.tensor(prompts.prefix_lens).clamp_(min=1)
-        ends = torch.tensor(prompts.prefix_lens) + torch.tensor(prompts.extend_lens)
-        new = ends - first
-        has_rows = new > 0
-        if not has_rows.any():
-            return
-        first, ends, new = first[has_rows], ends[has_rows], new[has_rows]
+        """One forward over the rows of a prefill: every token's, but for a text's first. fused: [n, hidden]."""
+        prefix, extend = torch.tensor(prompts.prefix_lens), torch.tensor(prompts.extend_lens)
+        is_first = prefix == 0
         is_row = torch.ones(fused.shape[0], dtype=torch.bool)
-        extend = torch.tensor(prompts.extend_lens)
-        is_row[(extend.cumsum(0) - extend)[torch.tensor(prompts.prefix_lens) == 0]] = False
-        is_row = is_row.nonzero().squeeze(1).to(device)
-        cache_loc = cache_loc[is_row]
-        prefix = first - 1
+        is_row[(extend.cumsum(0) - extend)[is_first]] = False
+        prefix, extend = (prefix - 1).clamp_(min=0), extend - is_first.long()
+        [chosen] = torch.where(extend > 0)  # a text of one token has no rows
+        if not chosen.numel():
+            return
+        prefix, extend = prefix[chosen], extend[chosen]
+        device = fused.device
+        rows = torch.where(is_row)[0].to(device, non_blocking=True)
+        lengths = prefix + extend
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
-            batch_size=new.numel(),
-            input_ids=prompts.tokens[is_row],
-            req_pool_indices=prompts.req_pool_indices[has_rows.to(device)],
-            seq_lens=(ends - 1).to(device),
-            out_cache_loc=cache_loc,
-            seq_lens_sum=int((ends - 1).sum()),
-            seq_lens_cpu=ends - 1,
-            positions=prompts.positions[is_row] - 1,
-            extend_num_tokens=int(new.sum()),
-            extend_seq_lens=new.to(device, torch.int32),
-            extend_prefix_lens=prefix.to(device, torch.int32),
-            extend_start_loc=(new.cumsum(0) - new).to(device, torch.int32),
+            batch_size=chosen.numel(),
+            input_ids=prompts.tokens[rows],
+            req_pool_indices=prompts.req_pool_indices[chosen.to(device, non_blocking=True)],
+            seq_lens=lengths.to(device, non_blocking=True),
+            out_cache_loc=cache_loc[rows],
+            seq_lens_sum=int(lengths.sum()),
+            seq_lens_cpu=lengths,
+            positions=prompts.positions[rows] - 1,
+            extend_num_tokens=rows.numel(),
+            extend_seq_lens=extend.to(device, torch.int32, non_blocking=True),
+            extend_prefix_lens=prefix.to(device, torch.int32, non_blocking=True),
+            extend_start_loc=(extend.cumsum(0) - extend).to(device, torch.int32, non_blocking=True),
             extend_prefix_lens_cpu=prefix.tolist(),
-            extend_seq_lens_cpu=new.tolist(),
+            extend_seq_lens_cpu=extend.tolist(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=PEagleRows(
-                draft_token_num=1, capture_hidden_mode=CaptureHiddenMode.NULL, fused=fused[is_row]
-            ),
+            spec_info=PEagleRows(draft_token_num=1, capture_hidden_mode=CaptureHiddenMode.NULL, fused=fused[rows]),
             capture_hidden_mode=CaptureHiddenMode.NULL,
-            global_num_token_non_padded_cpu=int(new.sum()),
+            global_num_token_non_padded_cpu=rows.numel(),
         )
         self._bind(forward_batch, read_extent=0)
         self._runner.forward(forward_batch)
