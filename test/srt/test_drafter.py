@@ -43,9 +43,10 @@ def test_the_drafter_proposes_what_the_reference_does(name, tmp_path):
     drafter = DFlashDrafter(runner, target, width)
     # Of every request, the aux hidden states of all positions to come; what is rejected is replaced by noise.
     aux_hidden = [case.aux_hidden(40, seed) for seed in (1, 2)]
-    prompts = torch.cat([states[:n] for states, n in zip(aux_hidden, lengths, strict=True)])
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    drafter.prefill(prompts, positions, torch.cat([pools.slots(r, 0, n) for r, n in enumerate(lengths)]))
+    states = torch.cat([states[:n] for states, n in zip(aux_hidden, lengths, strict=True)])
+    prompts = SimpleNamespace(positions=torch.cat([torch.arange(n) for n in lengths]))
+    slots = torch.cat([pools.slots(r, 0, n) for r, n in enumerate(lengths)])
+    drafter.prefill(prompts, states, slots, torch.tensor([3, 50]))
 
     for bonus_tokens in ([3, 50], [8, 9]):
         slots = torch.cat([pools.slots(r, n, n + width) for r, n in enumerate(lengths)])

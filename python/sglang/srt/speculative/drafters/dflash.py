@@ -35,7 +35,7 @@ class DFlashDrafter:
     @property
     def has_own_table(self) -> bool:
         """Only for a window: its contents are rewritten before each block."""
-        return bool(get_spec().speculative_draft_window_size)
+        return get_spec().speculative_draft_window_size is not None
 
     def attach_pools(self, target_runner) -> None:
         if self.has_own_table:
