@@ -121,6 +121,26 @@ def test_options_the_bundled_draft_does_not_use(variant, tmp_path):
     assert worst(logits, torch.from_numpy(data["logits"])) <= TOLERANCE
 
 
+def test_a_captured_graph_finds_its_rows(draft):
+    """SGLang captures with a spec_info of its own: the rows then come from where the drafter puts them before a replay."""
+    generator = torch.Generator().manual_seed(0)
+    draft.allocate_blocks(requests=3, width=6, num_drafting=3)
+    blocks = draft.blocks(2)
+    blocks.fused.copy_(torch.randn(blocks.fused.shape, generator=generator))
+    blocks.first_drafting.copy_(torch.tensor([0, 3]))
+    attention = draft.layers[0].self_attn
+    pools = Pools(2, 6, layers=1, kv_heads=attention.num_kv_heads, head_dim=attention.head_dim)
+    tokens = torch.randint(100, (2, 6), generator=generator)
+    fused, outputs = blocks.fused.clone(), []
+    for spec_info in (blocks, None):
+        batch = pools.blocks(tokens, [0, 0])
+        batch.spec_info = spec_info or batch.spec_info
+        draft.blocks(2).fused.copy_(fused)
+        outputs.append(pools.forward(draft, batch))
+    assert torch.equal(outputs[0].hidden_states, outputs[1].hidden_states)
+    assert outputs[1].draft_tokens.shape == (6,)
+
+
 def test_an_eagle3_checkpoint_is_named(tmp_path):
     config = parse_config(json.loads((PEAGLE_DRAFT / "config.json").read_text()), tmp_path)
     weights = load_file(PEAGLE_DRAFT / "model.safetensors")

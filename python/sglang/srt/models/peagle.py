@@ -7,16 +7,18 @@ p - 1, and the first token of a text, before which there is no hidden state, has
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, parse_peagle_config
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
-from sglang_dflash.srt.models.dflash import BlockDraftModel, DFlashDecoderLayer, DraftOutput
+from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
+from sglang_dflash.srt.models.dflash import DFlashDecoderLayer
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 
 
@@ -80,6 +82,27 @@ class PEagleDraftModel(BlockDraftModel):
         # Stands in for the target's states where there are none yet; takes the same way through norms and fc.
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_aux * hidden), requires_grad=False)
         self._fused_mask: torch.Tensor | None = None
+        self._blocks: PEagleRows | None = None
+
+    def allocate_blocks(self, requests: int, width: int, num_drafting: int) -> None:
+        """Room for what the rows of up to so many blocks carry. It stays where it is, as a CUDA graph needs it to."""
+        weight = self.norm.weight
+        self._blocks = PEagleRows(
+            draft_token_num=width,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            fused=weight.new_zeros(requests * width, weight.numel()),
+            first_drafting=torch.zeros(requests, dtype=torch.int64, device=weight.device),
+            num_drafting=num_drafting,
+        )
+
+    def blocks(self, requests: int) -> PEagleRows:
+        """The first so many of them."""
+        blocks = self._blocks
+        return replace(
+            blocks,
+            fused=blocks.fused[: requests * blocks.draft_token_num],
+            first_drafting=blocks.first_drafting[:requests],
+        )
 
     @torch.no_grad()
     def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
@@ -102,10 +125,13 @@ class PEagleDraftModel(BlockDraftModel):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
         """Run rows through the draft, writing their KV; head and argmax for the rows that draft.
 
-        input_ids, positions: [n] int64; `forward_batch.spec_info` is a PEagleRows. The hidden states returned are those of
-        the drafting rows, [bs * num_drafting, hidden], after the final norm.
+        input_ids, positions: [n] int64. `forward_batch.spec_info` is a PEagleRows, or, when SGLang captures a CUDA graph,
+        one of its own that stands for the blocks. The hidden states returned are those of the drafting rows,
+        [bs * num_drafting, hidden], after the final norm.
         """
-        rows: PEagleRows = forward_batch.spec_info
+        rows = forward_batch.spec_info
+        if not isinstance(rows, PEagleRows):
+            rows = self.blocks(input_ids.numel() // self._blocks.draft_token_num)
         hidden_states, residual = self.layers[0](positions, self.embed(input_ids), rows.fused, forward_batch)
         for layer in self.layers[1:]:
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)

@@ -93,12 +93,16 @@ class DFlashWorker(BaseSpecWorker):
         self._drafter.attach_pools(target_runner)
 
     def init_attention_backends(self):
-        with draft_pp_context():
+        with draft_pp_context(), self._draft_width():
             super().init_attention_backends()
 
     def init_cuda_graphs(self):
-        with draft_pp_context():
+        with draft_pp_context(), self._draft_width():
             super().init_cuda_graphs()
+
+    def _draft_width(self):
+        """The draft's backends and graphs are made for the width of its own block, which need not be the verified one's."""
+        return get_spec().override(speculative_num_draft_tokens=max(1, self._drafter.block_width))
 
     @property
     def spec_v2_attn_backends(self) -> tuple:

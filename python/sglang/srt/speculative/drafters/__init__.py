@@ -20,6 +20,8 @@ class Drafter(Protocol):
     """What differs between speculative algorithms of this family. The cycle around it is the worker's."""
 
     mask_token_id: int
+    # Rows of the draft's block per request.
+    block_width: int
     # Whether the draft reads through a request table of its own, which SGLang then makes.
     has_own_table: bool
 

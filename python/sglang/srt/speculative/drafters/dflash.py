@@ -33,6 +33,10 @@ class DFlashDrafter:
         self._model.stack_kv_weights()
 
     @property
+    def block_width(self) -> int:
+        return self._draft_width
+
+    @property
     def has_own_table(self) -> bool:
         """Only for a window: its contents are rewritten before each block."""
         return get_spec().speculative_draft_window_size is not None

@@ -39,7 +39,7 @@ class PEagleDrafter:
         self.mask_token_id = self._model.draft.mask_token_id
         self._verify_width = verify_width
         self._drafted = verify_width - 1
-        self._block_width = 2 * self._drafted
+        self.block_width = 2 * self._drafted
         self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
 
     def attach_pools(self, target_runner) -> None:
@@ -52,7 +52,8 @@ class PEagleDrafter:
         self._pending_tokens = torch.zeros(rows, width, dtype=torch.int64, device=weight.device)
         self._pending_fused = weight.new_zeros(rows, width, weight.numel())
         self._num_pending = torch.ones(rows, dtype=torch.int64, device=weight.device)
-        self._columns = torch.arange(self._block_width, device=weight.device)
+        self._model.allocate_blocks(rows, self.block_width, self._drafted)
+        self._columns = torch.arange(self.block_width, device=weight.device)
 
     def begin_prefill(self, prompts: Prompts) -> None:
         if not self._drafted:
@@ -108,7 +109,7 @@ class PEagleDrafter:
 
         seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are verified. host_lens: the same or a bound, on the host.
         """
-        bs, width, verify_width = requests.numel(), self._block_width, self._verify_width
+        bs, width, verify_width = requests.numel(), self.block_width, self._verify_width
         start = (seq_lens - verify_width).clamp_(min=0)
         rows = start[:, None] + self._columns
         # Which of the pending ones a row is. (A block of a short text starts at row 0 and ends behind its last mask row.)
@@ -121,8 +122,10 @@ class PEagleDrafter:
         out_cache_loc = torch.where(is_pending | (rows >= seq_lens[:, None]), slots, _PADDING_SLOT).flatten().long()
         pending = pending.clamp_(0, verify_width - 1)
         tokens = torch.where(is_pending, self._pending_tokens[requests[:, None], pending], self.mask_token_id)
-        fused = torch.where(
-            is_pending[..., None], self._pending_fused[requests[:, None], pending], self._model.fused_mask
+        blocks = self._model.blocks(bs)
+        blocks.first_drafting.copy_(seq_lens - 1 - start)
+        blocks.fused.view(bs, width, -1).copy_(
+            torch.where(is_pending[..., None], self._pending_fused[requests[:, None], pending], self._model.fused_mask)
         )
         host_lens = (host_lens - verify_width).clamp(min=0) + width
         forward_batch = ForwardBatch(
@@ -136,19 +139,14 @@ class PEagleDrafter:
             seq_lens_cpu=host_lens,
             positions=rows.flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=PEagleRows(
-                draft_token_num=width,
-                capture_hidden_mode=CaptureHiddenMode.NULL,
-                fused=fused.flatten(0, 1),
-                first_drafting=seq_lens - 1 - start,
-                num_drafting=self._drafted,
-            ),
+            spec_info=blocks,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             global_num_token_non_padded_cpu=bs * width,
             can_run_decode_cuda_graph=can_run_cuda_graph,
         )
         self._bind(forward_batch, read_extent=width)
-        return self._runner.forward(forward_batch).logits_output.draft_tokens.view(bs, -1)
+        drafted = self._runner.forward(forward_batch).logits_output.draft_tokens
+        return drafted[: bs * self._drafted].view(bs, -1)  # a CUDA graph pads them
 
     def _run_prompts(self, prompts: Prompts, fused: torch.Tensor, cache_loc: torch.Tensor) -> None:
         """One forward over the rows of a prefill: every token's, but for a text's first. fused: [n, hidden]."""
