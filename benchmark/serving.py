@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "models" / "tiny-qwen3-code"
 DRAFT = ROOT / "models" / "tiny-qwen3-code-dflash"
 SPECULATORS_DRAFT = ROOT / "models" / "tiny-qwen3-code-dflash-speculators"
+PEAGLE_DRAFT = ROOT / "models" / "tiny-qwen3-code-peagle"
 HELDOUT_PROMPTS = ROOT / "benchmark" / "tiny" / "prompts" / "heldout.jsonl"
 START_TIMEOUT_S = 240
 

@@ -7,23 +7,32 @@ from pathlib import Path
 import pytest
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.server_args import ServerArgs
-from test_speculators_format import GOOD
+from test_speculators_format import GOOD, GOOD_PEAGLE
 
 from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model, locate_verifier
 from sglang_dflash.srt.configs.draft_config import DraftConfigError
 
 
-@pytest.fixture
-def checkpoint(tmp_path) -> Path:
+def write_checkpoint(tmp_path: Path, good: dict) -> Path:
     """A speculators checkpoint whose verifier lies beside it, named by its folder's name."""
     (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "config.json").write_text("{}")
-    config = copy.deepcopy(GOOD)
+    (tmp_path / "target" / "config.json").write_text('{"model_type": "qwen3"}')
+    config = copy.deepcopy(good)
     config["speculators_config"]["verifier"]["name_or_path"] = "target"
     folder = tmp_path / "draft"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    return write_checkpoint(tmp_path, GOOD)
+
+
+@pytest.fixture
+def peagle(tmp_path) -> Path:
+    return write_checkpoint(tmp_path, GOOD_PEAGLE)
 
 
 def detect(**arguments):
@@ -89,3 +98,44 @@ def test_where_a_verifier_is_looked_for(tmp_path, monkeypatch):
     for gone in (str(tmp_path / "gone"), "./gone", "a/b/gone"):
         with pytest.raises(ValueError, match="not on this machine"):
             locate_verifier(gone, str(tmp_path / "ck"))
+
+
+@pytest.mark.parametrize("named", [None, "PEAGLE", "peagle", "EAGLE3", "DFLASH"])
+def test_a_peagle_checkpoint_alone(peagle, named, caplog):
+    """Whatever it is called, to SGLang it is DFLASH; one log line says what it is."""
+    with caplog.at_level("INFO"):
+        args = detect(model_path=str(peagle), speculative_algorithm=named)
+    assert args.speculative_algorithm == "DFLASH"
+    assert args.model_path == str(peagle.parent / "target") and args.speculative_draft_model_path == str(peagle)
+    assert len([r for r in caplog.records if r.name.startswith("sglang_dflash") and "P-EAGLE" in r.message]) == 1
+
+
+@pytest.mark.parametrize("named", ["PEAGLE", "peagle", "EAGLE3", "eagle3"])
+def test_a_peagle_draft_beside_its_target(peagle, named, caplog):
+    target = str(peagle.parent / "target")
+    with caplog.at_level("INFO"):
+        args = detect(model_path=target, speculative_algorithm=named, speculative_draft_model_path=str(peagle))
+    assert (args.speculative_algorithm, args.model_path) == ("DFLASH", target)
+    assert len([r for r in caplog.records if r.name.startswith("sglang_dflash") and "P-EAGLE" in r.message]) == 1
+
+
+@pytest.mark.parametrize(
+    "config", [{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, {"speculators_model_type": "eagle3"}]
+)
+def test_an_ordinary_eagle3_draft_is_left_alone(peagle, config):
+    (peagle / "config.json").write_text(json.dumps(config))
+    target = str(peagle.parent / "target")
+    args = detect(model_path=target, speculative_algorithm="EAGLE3", speculative_draft_model_path=str(peagle))
+    assert args.speculative_algorithm == "EAGLE3"
+    assert detect(model_path=target, speculative_algorithm="EAGLE3").speculative_algorithm == "EAGLE3"
+
+
+def test_peagle_with_another_draft_is_named(peagle):
+    target, algorithm = str(peagle.parent / "target"), {"speculative_algorithm": "PEAGLE"}
+    with pytest.raises(ValueError, match="PEAGLE needs a draft"):
+        detect(model_path=target, **algorithm)
+    with pytest.raises(ValueError, match="no config.json there"):
+        detect(model_path=target, speculative_draft_model_path=str(peagle / "gone"), **algorithm)
+    (peagle / "config.json").write_text(json.dumps(GOOD_PEAGLE | {"speculators_model_type": "eagle3"}))
+    with pytest.raises(ValueError, match="is no P-EAGLE checkpoint: its speculators_model_type is 'eagle3'"):
+        detect(model_path=target, speculative_draft_model_path=str(peagle), **algorithm)

@@ -50,7 +50,8 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
     lengths = [11, 4, 7, 19]
     aux_hidden = [case.aux_hidden(n, seed) for seed, n in enumerate(lengths)]
     for request, n in enumerate(lengths):
-        drafter.prefill(aux_hidden[request], torch.arange(n), pools.slots(request, 0, n))
+        prompt = SimpleNamespace(positions=torch.arange(n))
+        drafter.prefill(prompt, aux_hidden[request], pools.slots(request, 0, n), torch.tensor([3]))
     parameters = {"temperature": [0.7, 1.0, 1.5, 1.0], "top_k": [1 << 30, 1 << 30, 3, 1], "top_p": [1.0, 0.8, 1.0, 1.0]}
     generator = torch.Generator().manual_seed(0)
     for _ in range(6):
@@ -108,9 +109,10 @@ def test_the_drafter_proposes_what_the_reference_does(name, tmp_path):
     drafter = DFlashDrafter(runner, target, width)
     # Of every request, the aux hidden states of all positions to come; what is rejected is replaced by noise.
     aux_hidden = [case.aux_hidden(40, seed) for seed in (1, 2)]
-    prompts = torch.cat([states[:n] for states, n in zip(aux_hidden, lengths, strict=True)])
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    drafter.prefill(prompts, positions, torch.cat([pools.slots(r, 0, n) for r, n in enumerate(lengths)]))
+    states = torch.cat([states[:n] for states, n in zip(aux_hidden, lengths, strict=True)])
+    prompts = SimpleNamespace(positions=torch.cat([torch.arange(n) for n in lengths]))
+    slots = torch.cat([pools.slots(r, 0, n) for r, n in enumerate(lengths)])
+    drafter.prefill(prompts, states, slots, torch.tensor([3, 50]))
 
     for bonus_tokens in ([3, 50], [8, 9]):
         slots = torch.cat([pools.slots(r, n, n + width) for r, n in enumerate(lengths)])

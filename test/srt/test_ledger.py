@@ -27,7 +27,8 @@ def test_an_entry(change):
     value = change.build()
     if change.kind == "entry":
         assert change.signature is None and change.key
-        assert change.key in target, "a new key would need a reason of its own"
+        # SGLang has no P-EAGLE model; any other new key would need a reason of its own.
+        assert change.key in target or change.key == "PEagleDraftModel"
         assert inspect.isclass(value)
         return
     assert change.key is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import FLOAT32, assert_same, differences, plain_target, undecided_from
 from drafts import always_wrong, random_draft
-from serving import DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from streaming import stream
 from tokenizers import Tokenizer
 
@@ -54,6 +54,21 @@ CONFIGURATIONS = (
     ),
     Configuration(
         "speculators", (), offset=3, draft=lambda folder: SPECULATORS_DRAFT, accept_length=(1.8, 8.0)
+    ),
+    Configuration("peagle", (), offset=4, draft=lambda folder: PEAGLE_DRAFT, accept_length=(1.6, 8.0)),
+    Configuration(
+        "peagle-page-16-mixed-batches",
+        ("--page-size", "16", "--chunked-prefill-size", "64", "--enable-mixed-chunk"),
+        offset=0,
+        draft=lambda folder: PEAGLE_DRAFT,
+        accept_length=(1.6, 8.0),
+    ),
+    Configuration(
+        "peagle-3-tokens-no-overlap",
+        ("--speculative-num-draft-tokens", "4", "--disable-overlap-schedule"),
+        offset=1,
+        draft=lambda folder: PEAGLE_DRAFT,
+        accept_length=(1.6, 4.0),
     ),
     Configuration(
         "block-16-mixed-batches",

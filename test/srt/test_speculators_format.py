@@ -47,10 +47,24 @@ GOOD = {
     },
 }
 
+# The same for a P-EAGLE draft.
+GOOD_PEAGLE = {
+    **{key: GOOD[key] for key in ("draft_vocab_size", "mask_token_id", "target_hidden_size", "transformer_layer_config")},
+    "architectures": ["PEagleDraftModel"],
+    "eagle_aux_hidden_state_layer_ids": [2, 6, 9],
+    "embed_requires_grad": True,
+    "fc_norm": False,
+    "norm_before_fc": False,
+    "norm_before_residual": False,
+    "norm_output": False,
+    "speculators_config": GOOD["speculators_config"] | {"algorithm": "peagle"},
+    "speculators_model_type": "peagle",
+}
 
-def changed(path: str, value=None, *, remove: bool = False) -> dict:
-    """GOOD with one field, named by a dotted path, changed or removed."""
-    config = copy.deepcopy(GOOD)
+
+def changed(path: str, value=None, *, remove: bool = False, base: dict = GOOD) -> dict:
+    """A good config with one field, named by a dotted path, changed or removed."""
+    config = copy.deepcopy(base)
     *parents, last = path.split(".")
     owner = config
     for key in parents:
@@ -143,6 +157,70 @@ def test_bad_value_is_named(path, value, said):
     assert said in str(error.value) and "'ck'" in str(error.value)
 
 
+def test_good_peagle_config_becomes_a_flat_one():
+    """Ids shifted as DFlash's are; K drafted tokens in a verified block of K + 1."""
+    flat = normalize(GOOD_PEAGLE, "ck")
+    assert flat["architectures"] == ["PEagleDraftModel"] and flat["block_size"] == 8
+    assert flat["dflash_config"] == {
+        "mask_token_id": 3,
+        "target_layer_ids": [1, 5, 8],
+        "draft_vocab_size": 1024,
+        "speculative_tokens": 7,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "qk_norm": True,
+    }
+
+
+def test_peagle_defaults_are_the_librarys():
+    """Not EAGLE-3's: there `norm_before_residual` defaults to true, and a wrong one silently costs acceptance."""
+    bare = {key: value for key, value in GOOD_PEAGLE.items() if "norm" not in key}
+    settings = normalize(bare, "ck")["dflash_config"]
+    assert [settings[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm")] == [False] * 3
+    assert normalize(changed("norm_before_residual", True, base=GOOD_PEAGLE), "ck")["dflash_config"]["norm_before_residual"]
+
+
+def test_peagle_layers_in_llama_style():
+    config = changed("transformer_layer_config.model_type", "llama", base=GOOD_PEAGLE)
+    assert normalize(config, "ck")["dflash_config"]["qk_norm"] is False
+
+
+@pytest.mark.parametrize("architecture", ["PEagleDraftModel", "PEagleSpeculator", "PeagleLlamaForCausalLM"])
+def test_names_of_peagle_drafts(architecture):
+    config = changed("architectures", [architecture], base=GOOD_PEAGLE)
+    assert normalize(config, "ck")["architectures"] == ["PEagleDraftModel"]
+    del config["speculators_model_type"]
+    assert normalize(config, "ck")["architectures"] == ["PEagleDraftModel"]
+
+
+@pytest.mark.parametrize(
+    "path, value, said",
+    [
+        ("eagle_aux_hidden_state_layer_ids", None, "eagle_aux_hidden_state_layer_ids is missing"),
+        ("eagle_aux_hidden_state_layer_ids", [0, 6], "id 0 is the embedding"),
+        ("eagle_aux_hidden_state_layer_ids", [2, True], "non-empty list of integers"),
+        ("mask_token_id", None, "mask_token_id is missing"),
+        ("mask_token_id", "3", "mask_token_id must be an integer"),
+        ("norm_before_residual", 1, "norm_before_residual must be true or false"),
+        ("speculators_config.algorithm", "eagle3", "speculators_model_type is 'peagle'"),
+        ("speculators_config.proposal_methods.0.speculative_tokens", 0, "speculative_tokens must be positive"),
+        ("transformer_layer_config.model_type", "gpt2", "qwen3 or llama layers"),
+        ("target_hidden_size", 512, "target_hidden_size is 512"),
+    ],
+)
+def test_bad_peagle_value_is_named(path, value, said):
+    with pytest.raises(DraftConfigError) as error:
+        normalize(changed(path, value, base=GOOD_PEAGLE), "ck")
+    assert said in str(error.value)
+
+
+def test_peagle_norms_that_exclude_each_other():
+    config = changed("fc_norm", True, base=changed("norm_before_fc", True, base=GOOD_PEAGLE))
+    with pytest.raises(DraftConfigError, match="norm_before_fc and fc_norm are both true"):
+        normalize(config, "ck")
+
+
 def test_all_problems_come_at_once():
     config = changed("block_size", remove=True)
     del config["mask_token_id"]
@@ -153,7 +231,7 @@ def test_all_problems_come_at_once():
 
 
 def test_served_types():
-    assert "dflash" in served_types() and "eagle3" not in served_types()
+    assert served_types() == ("dflash", "peagle")
 
 
 JSON = st.recursive(

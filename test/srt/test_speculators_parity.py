@@ -14,7 +14,7 @@ import torch
 from conftest import FLOAT32
 from engine import Pools, build
 from safetensors.torch import load_file
-from serving import SPECULATORS_DRAFT, TARGET
+from serving import PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
 from streaming import stream
 from transformers import AutoModelForCausalLM
 
@@ -93,10 +93,13 @@ def test_draft_vocabulary_is_mapped_to_the_targets(draft):
 
 
 @pytest.mark.server
-def test_accept_lengths_are_the_librarys_step_by_step(servers):
+@pytest.mark.parametrize(
+    "checkpoint, golden_folder", [(SPECULATORS_DRAFT, GOLDEN), (PEAGLE_DRAFT, GOLDEN.parent / "tiny-peagle")]
+)
+def test_accept_lengths_are_the_librarys_step_by_step(servers, checkpoint, golden_folder):
     """One request at a time, streamed: a chunk per step, so the tokens in it are that step's accept length."""
-    server = servers.get(*FLOAT32, "--model-path", str(SPECULATORS_DRAFT))
-    runs = json.loads((GOLDEN / "accepted.json").read_text())
+    server = servers.get(*FLOAT32, "--model-path", str(checkpoint))
+    runs = json.loads((golden_folder / "accepted.json").read_text())
     assert len(runs) >= 10
     for run in runs:
         sampling = {"temperature": 0, "max_new_tokens": len(run["output"]), "ignore_eos": True}

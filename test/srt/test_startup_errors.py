@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ENVIRONMENT
 from drafts import REMOVE, make_draft, read_config
-from serving import DRAFT, ROOT, TARGET, ServerDied, dflash_arguments, serve
+from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, ServerDied, dflash_arguments, serve
 
 pytestmark = pytest.mark.server
 
@@ -104,6 +104,8 @@ def other_starts(tmp: Path) -> dict[str, tuple[list[str], tuple[str, ...]]]:
     broken = make_draft(tmp / "broken")
     (broken / "config.json").write_text("{not json")
     missing = str(tmp / "no" / "draft" / "here")
+    last_layer = make_draft(tmp / "last-layer", base=PEAGLE_DRAFT, eagle_aux_hidden_state_layer_ids=[2, 6, LAYERS])
+    peagle = ["--speculative-algorithm", "PEAGLE", "--speculative-draft-model-path"]
     return {
         "no draft given": ([*MODEL, "--speculative-algorithm", "DFLASH"], ("--speculative-draft-model-path",)),
         "draft path missing": (
@@ -115,6 +117,9 @@ def other_starts(tmp: Path) -> dict[str, tuple[list[str], tuple[str, ...]]]:
             [*MODEL, *dflash_arguments("models/no-such-draft")],
             ("--speculative-draft-model-path", "models/no-such-draft"),
         ),
+        "PEAGLE with a DFlash draft": ([*MODEL, *peagle, str(DRAFT)], ("no P-EAGLE checkpoint", "DFlashDraftModel")),
+        "PEAGLE without a draft": ([*MODEL, "--speculative-algorithm", "PEAGLE"], ("--speculative-draft-model-path",)),
+        "P-EAGLE that reads the last layer": ([*MODEL, *peagle, str(last_layer)], ("the last layer", str(last_layer))),
         "draft config is no JSON": ([*MODEL, *dflash_arguments(broken)], (str(broken),)),
         "the target as its own draft": ([*MODEL, *dflash_arguments(TARGET)], ("DFlash", "Qwen3ForCausalLM")),
     }

@@ -1,14 +1,27 @@
-"""`--model-path <speculators checkpoint>`: serve the checkpoint's target, with the checkpoint as its draft."""
+"""What a checkpoint says about how it is to be served.
+
+`--model-path <speculators checkpoint>`: serve the checkpoint's target, with the checkpoint as its draft. And a P-EAGLE
+draft under any of the names people know it by (PEAGLE; EAGLE3, as vLLM has it) runs as a DFLASH draft, whose cycle it
+shares: to SGLang the algorithm is DFLASH.
+"""
 
 import logging
 import os
 from typing import Any
 
-from sglang_dflash.srt.speculative.speculators_format import is_speculators_config, normalize, verifier_of
+from sglang_dflash.srt.speculative.speculators_format import (
+    is_speculators_config,
+    normalize,
+    speculators_type,
+    verifier_of,
+)
 
 logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dflash"
+# What --speculative-algorithm may say for a draft of this kind.
+_ALGORITHMS = {"dflash": ("DFLASH",), "peagle": ("DFLASH", "PEAGLE", "EAGLE3")}
+_DISPLAY_NAMES = {"dflash": "DFLASH", "peagle": "P-EAGLE"}
 
 
 def detect_speculators_model(server_args: Any, previous: Any) -> None:
@@ -22,9 +35,15 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
     if config is not None and is_speculators_config(config):
         checkpoint = args.model_path
         normalize(config, checkpoint)  # say what is wrong with it before anything is loaded
-        _refuse_contradictions(args, checkpoint)
+        kind = speculators_type(config)
+        _refuse_contradictions(args, checkpoint, kind)
         verifier = locate_verifier(verifier_of(config, checkpoint), checkpoint)
-        logger.info("%s is a speculators checkpoint: serving its target %s, with it as DFLASH draft.", checkpoint, verifier)
+        logger.info(
+            "%s is a speculators checkpoint: serving its target %s, with it as %s draft.",
+            checkpoint,
+            verifier,
+            _DISPLAY_NAMES[kind],
+        )
         declare_resolution(
             server_args,
             SOURCE,
@@ -34,7 +53,34 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
             speculative_draft_model_path=checkpoint,
             speculative_draft_model_revision=args.speculative_draft_model_revision or args.revision,
         )
+    elif (args.speculative_algorithm or "").upper() in ("PEAGLE", "EAGLE3"):
+        _resolve_peagle(server_args, args)
     previous(server_args)
+
+
+def _resolve_peagle(server_args: Any, args: Any) -> None:
+    """PEAGLE, or EAGLE3 with a P-EAGLE draft, is DFLASH to SGLang. EAGLE3 with any other draft is none of our business.
+
+    Raises ValueError for PEAGLE without a P-EAGLE draft.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    draft, named = args.speculative_draft_model_path, args.speculative_algorithm.upper()
+    config = read_config(draft, args.speculative_draft_model_revision)
+    if config is None or speculators_type(config) != "peagle":
+        if named == "EAGLE3":
+            return
+        if draft is None:
+            raise ValueError("PEAGLE needs a draft: give --speculative-draft-model-path.")
+        if config is None:
+            raise ValueError(f"--speculative-draft-model-path {draft!r}: no config.json there.")
+        raise ValueError(
+            f"--speculative-algorithm PEAGLE, but {draft!r} is no P-EAGLE checkpoint: its speculators_model_type is "
+            f"{speculators_type(config)!r}, its architectures are {config.get('architectures')}."
+        )
+    normalize(config, draft)  # say what is wrong with it before anything is loaded
+    logger.info("--speculative-algorithm %s with the P-EAGLE draft %s: drafting in parallel, in DFLASH's cycle.", named, draft)
+    declare_resolution(server_args, SOURCE, speculative_algorithm="DFLASH")
 
 
 def read_config(path: str | None, revision: str | None) -> dict[str, Any] | None:
@@ -67,14 +113,14 @@ def locate_verifier(name_or_path: str, checkpoint: str) -> str:
     return name_or_path
 
 
-def _refuse_contradictions(args: Any, checkpoint: str) -> None:
+def _refuse_contradictions(args: Any, checkpoint: str, kind: str) -> None:
     if args.speculative_draft_model_path not in (None, checkpoint):
         raise ValueError(
             f"--model-path {checkpoint!r} is a draft, and so is --speculative-draft-model-path "
             f"{args.speculative_draft_model_path!r}: give the target as --model-path."
         )
-    if (args.speculative_algorithm or "DFLASH").upper() != "DFLASH":
+    if (args.speculative_algorithm or "DFLASH").upper() not in _ALGORITHMS[kind]:
         raise ValueError(
-            f"--model-path {checkpoint!r} is a DFlash draft, which --speculative-algorithm "
+            f"--model-path {checkpoint!r} is a {_DISPLAY_NAMES[kind]} draft, which --speculative-algorithm "
             f"{args.speculative_algorithm} cannot run."
         )

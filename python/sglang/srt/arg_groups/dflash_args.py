@@ -9,11 +9,8 @@ import logging
 import os
 from typing import Any
 
-from sglang_dflash.srt.configs.draft_config import (
-    DFlashDraftConfig,
-    check_draft_fits_target,
-    parse_draft_config,
-)
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
+from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling
 
 logger = logging.getLogger(__name__)
@@ -92,7 +89,10 @@ def resolve_dflash_args(server_args: Any) -> None:
     target_config, draft = load_and_check_configs(args)
     block_size = _choose_block_size(args, draft)
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
+    draft_backend = _choose_draft_attention(args, prefill_backend)
     _check_target_attention(args, decode_backend if args.speculative_attention_mode == "decode" else prefill_backend)
+    if isinstance(draft, PEagleDraftConfig):
+        _check_peagle(args, draft, block_size, draft_backend)
     declare_resolution(
         server_args,
         SOURCE,
@@ -101,7 +101,7 @@ def resolve_dflash_args(server_args: Any) -> None:
         speculative_num_steps=1,
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=block_size,
-        speculative_draft_attention_backend=_choose_draft_attention(args, prefill_backend),
+        speculative_draft_attention_backend=draft_backend,
         max_running_requests=args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS,
     )
     # Two counts that confuse people: SGLang's includes the anchor, the training library's does not.
@@ -131,12 +131,7 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
         model_override_args=overrides,
     )
     checkpoint = args.speculative_draft_model_path
-    if getattr(draft, "architectures", None) != ["DFlashDraftModel"]:
-        raise ValueError(
-            f"{checkpoint!r} is not a DFlash draft: its architectures are {getattr(draft, 'architectures', None)}, "
-            "expected ['DFlashDraftModel']."
-        )
-    config = parse_draft_config(draft, checkpoint)
+    config = read_draft_config(draft, checkpoint)
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint)
     return target_text, config
@@ -184,6 +179,24 @@ def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
     if block_size < 1:
         raise ValueError(f"DFLASH's block size must be positive, got {block_size}.")
     return block_size
+
+
+def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int, draft_backend: str) -> None:
+    if args.speculative_draft_window_size:
+        raise ValueError("P-EAGLE does not support --speculative-draft-window-size.")
+    if draft_backend in ("fa3", "fa4") and (args.page_size or 1) > 1:
+        # They read whole pages, and the draft's table is the target's shifted by one slot.
+        raise ValueError(
+            f"P-EAGLE's draft cannot run on attention backend {draft_backend!r} with --page-size {args.page_size}: "
+            "give --speculative-draft-attention-backend flashinfer|triton."
+        )
+    if block_size - 1 > draft.speculative_tokens:
+        logger.warning(
+            "P-EAGLE: %d tokens are to be drafted per step, but the draft was trained for %d; the ones beyond will seldom "
+            "be kept.",
+            block_size - 1,
+            draft.speculative_tokens,
+        )
 
 
 def _check_target_attention(args: Any, verify_backend: str) -> None:

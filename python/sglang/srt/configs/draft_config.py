@@ -61,6 +61,10 @@ class DFlashDraftConfig:
         which the speculators library counts the whole window."""
         return self.sliding_window if self.window_from_anchor else self.sliding_window - 1
 
+    def is_causal(self, layer_id: int) -> bool:
+        """Whether a row of this layer sees only the rows of its block before it."""
+        return self.layer_types[layer_id] == SLIDING_ATTENTION and self.sliding_is_causal
+
     @property
     def num_idle_rows(self) -> int:
         """Rows at the front of a block that draft nothing: the anchor's, unless the draft samples from it."""

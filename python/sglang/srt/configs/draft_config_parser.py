@@ -8,7 +8,7 @@ from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
 from transformers import PretrainedConfig, Qwen3Config
 
 from sglang_dflash.srt.configs.draft_config import DraftConfigError
-from sglang_dflash.srt.speculative.speculators_format import normalize, served_types
+from sglang_dflash.srt.speculative.speculators_format import normalize, served_types, speculators_type
 
 
 class DraftConfigParser(HfModelConfigParser):
@@ -19,7 +19,7 @@ class DraftConfigParser(HfModelConfigParser):
             config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
         except OSError:
             config = {}  # no config.json: SGLang has other formats, or says so
-        if config.get("speculators_model_type") in served_types():
+        if speculators_type(config) in served_types():
             flat = normalize(config, str(model))
             try:
                 return Qwen3Config(**flat, name_or_path=str(model))

@@ -7,13 +7,11 @@ in both directions. Embedding and LM head are the target's.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import get_rope
@@ -27,14 +25,27 @@ from torch import nn
 from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers, write_context_kv
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig, parse_draft_config
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
-from sglang_dflash.srt.models.dflash_weights import load_checkpoint
+from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 
 
 class DFlashAttention(nn.Module):
-    """Attention of one draft layer over committed context (in the KV pool) and the block."""
+    """Attention of one draft layer over committed context (in the KV pool) and the block.
 
-    def __init__(self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str):
+    input_size: width of what queries, keys and values are made from; the hidden size unless given.
+    """
+
+    def __init__(
+        self,
+        hf_config,
+        draft: DFlashDraftConfig,
+        layer_id: int,
+        quant_config,
+        prefix: str,
+        input_size: int | None = None,
+        qk_norm: bool = True,
+    ):
         super().__init__()
+        self.input_size = input_size or hf_config.hidden_size
         tp_size = get_parallel().tp_size
         total_heads = hf_config.num_attention_heads
         total_kv_heads = hf_config.num_key_value_heads
@@ -50,7 +61,7 @@ class DFlashAttention(nn.Module):
         self.kv_size = self.num_kv_heads * head_dim
         bias = bool(getattr(hf_config, "attention_bias", False))
         self.qkv_proj = QKVParallelLinear(
-            hf_config.hidden_size,
+            self.input_size,
             head_dim,
             total_heads,
             total_kv_heads,
@@ -65,8 +76,8 @@ class DFlashAttention(nn.Module):
             quant_config=quant_config,
             prefix=add_prefix("o_proj", prefix),
         )
-        self.q_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps)
-        self.k_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps)
+        self.q_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
         self._qk_weight: torch.Tensor | None = None  # [q heads + kv heads, head_dim], gathered on first use on a CPU
         rope_theta, rope_scaling = get_rope_config(hf_config)
         self.rotary_emb = get_rope(
@@ -79,7 +90,6 @@ class DFlashAttention(nn.Module):
         if not (hasattr(self.rotary_emb, "cos_sin_cache") and self.rotary_emb.rotary_dim == head_dim):
             raise ValueError(f"DFLASH draft: RoPE of kind {rope_scaling} is not supported")
         sliding = draft.layer_types[layer_id] == SLIDING_ATTENTION
-        causal = sliding and draft.sliding_is_causal
         self.attn = RadixAttention(
             self.num_heads,
             head_dim,
@@ -88,7 +98,7 @@ class DFlashAttention(nn.Module):
             layer_id=layer_id,
             sliding_window_size=draft.tokens_before_window_start if sliding else -1,
             # To SGLang's backends, non-causal attention over the pool is the "encoder only" kind.
-            attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
+            attn_type=AttentionType.DECODER if draft.is_causal(layer_id) else AttentionType.ENCODER_ONLY,
             prefix=add_prefix("attn", prefix),
         )
         self.attn.window_from_anchor = draft.window_from_anchor  # read by our CPU attention
@@ -99,10 +109,11 @@ class DFlashAttention(nn.Module):
             q, k, v = self._norm_and_rotate(qkv, positions)
         else:
             q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-            q, k = apply_qk_norm(q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim)
+            if self.q_norm is not None:
+                q, k = apply_qk_norm(q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim)
             q, k = self.rotary_emb(positions, q, k)
         attended = self.attn(q, k, v, forward_batch)
-        output, _ = self.o_proj(attended)
+        output, _ = self.o_proj(attended.flatten(1))
         return output
 
     def _norm_and_rotate(self, qkv: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -110,14 +121,16 @@ class DFlashAttention(nn.Module):
         one rotation, a third of the operations that SGLang's separate modules take there."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         normed = self.num_heads + self.num_kv_heads
-        if self._qk_weight is None:
-            self._qk_weight = torch.cat(
-                (
-                    self.q_norm.weight.expand(self.num_heads, -1),
-                    self.k_norm.weight.expand(self.num_kv_heads, -1),
+        qk = heads[:, :normed]
+        if self.q_norm is not None:
+            if self._qk_weight is None:
+                self._qk_weight = torch.cat(
+                    (
+                        self.q_norm.weight.expand(self.num_heads, -1),
+                        self.k_norm.weight.expand(self.num_kv_heads, -1),
+                    )
                 )
-            )
-        qk = _rms_norm(heads[:, :normed], self._qk_weight, self.q_norm.variance_epsilon)
+            qk = _rms_norm(qk, self._qk_weight, self.q_norm.variance_epsilon)
         qk = _rotate(qk, positions, self.rotary_emb)
         return qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, normed:]
 
@@ -134,9 +147,13 @@ class DFlashAttention(nn.Module):
 
 
 class DFlashDecoderLayer(nn.Module):
-    def __init__(self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str):
+    """`attention`: options of DFlashAttention."""
+
+    def __init__(self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str, **attention):
         super().__init__()
-        self.self_attn = DFlashAttention(hf_config, draft, layer_id, quant_config, add_prefix("self_attn", prefix))
+        self.self_attn = DFlashAttention(
+            hf_config, draft, layer_id, quant_config, add_prefix("self_attn", prefix), **attention
+        )
         self.mlp = Qwen2MLP(
             hidden_size=hf_config.hidden_size,
             intermediate_size=hf_config.intermediate_size,
@@ -158,18 +175,7 @@ class DFlashDecoderLayer(nn.Module):
         return self.mlp(hidden_states), residual
 
 
-@dataclass
-class DraftOutput(LogitsProcessorOutput):
-    """Of a forward over num_blocks blocks of D rows.
-
-    hidden_states: [num_blocks * D, hidden], after the final norm.
-    draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary. A CUDA graph pads both.
-    """
-
-    draft_tokens: torch.Tensor | None = None
-
-
-class DFlashDraftModel(nn.Module):
+class DFlashDraftModel(BlockDraftModel):
     """A DFlash checkpoint: `layers.*`, `fc`, `hidden_norm`, `norm`, and what it brings of `embed_tokens`, `lm_head`, `d2t`.
 
     z-lab's drafts bring none of the last three and borrow the target's embedding and head. The speculators library's
@@ -178,59 +184,24 @@ class DFlashDraftModel(nn.Module):
     """
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
-        super().__init__()
-        self.config = config
-        self.draft = parse_draft_config(config, getattr(config, "_name_or_path", "draft"))
-        hidden_size = config.hidden_size
+        draft = parse_draft_config(config, getattr(config, "_name_or_path", "draft"))
+        super().__init__(config, draft, quant_config, prefix)
         self.layers = nn.ModuleList(
             DFlashDecoderLayer(config, self.draft, layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix))
             for layer_id in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(hidden_size, eps=config.rms_norm_eps)
-        self.fc = ReplicatedLinear(
-            len(self.draft.target_layer_ids) * hidden_size,
-            hidden_size,
-            bias=False,
-            quant_config=quant_config,
-            prefix=add_prefix("fc", prefix),
-        )
-        self.hidden_norm = RMSNorm(hidden_size, eps=config.rms_norm_eps)
-        self.embed_tokens: nn.Module | None = None
-        self.lm_head: nn.Module | None = None
-        # [draft_vocab_size] int64, offset from a draft token's id to its target token's; None: the ids are the same.
-        self.d2t: torch.Tensor | None = None
-        self._borrowed = None
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._kv_weight = self._kv_bias = self._k_norm_weight = None
         self._kv_pool = self._kv_pointers = None
-
-    def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
-        """Use the target's embedding and head where the checkpoint brought none of its own."""
-        # In a tuple, outside the module tree: their weights are the target's.
-        self._borrowed = (embed_tokens, lm_head)
-
-    @property
-    def head(self) -> nn.Module:
-        """The LM head of the draft, over `draft_vocab_size` tokens."""
-        return self.lm_head if self.lm_head is not None else self._borrowed[1]
-
-    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Draft token ids [n] int64 -> target token ids."""
-        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
-
-    def get_attention_sliding_window_size(self) -> int | None:
-        """Asked by SGLang's backends when they plan sliding layers."""
-        return None if self.draft.sliding_window is None else self.draft.tokens_before_window_start
 
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
         """Run blocks of `forward_batch.spec_info.draft_token_num` rows through the draft, head and argmax included: all of
         it is captured in the CUDA graph.
 
-        input_ids, positions: [num_blocks * D] int64. The embedding is looked up here and not handed in, because SGLang
-        casts `input_embeds` to bfloat16.
+        input_ids, positions: [num_blocks * D] int64.
         """
-        embed_tokens = self.embed_tokens if self.embed_tokens is not None else self._borrowed[0]
-        hidden_states, residual = embed_tokens(input_ids), None
+        hidden_states, residual = self.embed(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
         hidden_states, _ = self.norm(hidden_states, residual)
@@ -286,13 +257,13 @@ class DFlashDraftModel(nn.Module):
         self._kv_bias = None if biases[0] is None else torch.cat(biases)
         self._k_norm_weight = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])
 
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Checkpoint tensors outside the layers and the vocabulary, and their shapes."""
+        return {"hidden_norm.weight": (self.config.hidden_size,)}
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a checkpoint. Raises ValueError naming every tensor that is missing, unknown or of another shape."""
-        loaded = load_checkpoint(self, weights)
         self._kv_weight = None  # restacked on the next use, also after a weight update
-        for layer in self.layers:
-            layer.self_attn._qk_weight = None
-        return loaded
+        return super().load_weights(weights)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which tensors a DFlash checkpoint holds, in which shapes, and how they get into the draft model."""
+"""Which tensors a draft checkpoint holds, in which shapes, and how they get into the draft model."""
 
 from collections.abc import Iterable
 
@@ -19,7 +19,7 @@ _IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Load every tensor of a checkpoint into a DFlashDraftModel; returns the names of the parameters loaded.
+    """Load every tensor of a checkpoint into a BlockDraftModel; returns the names of the parameters loaded.
 
     Raises ValueError naming every tensor that is missing, unknown or of another shape.
     """
@@ -31,7 +31,7 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     optional = _vocabulary_shapes(model.draft)
     required = set(expected) | set(optional if model.draft.has_own_vocabulary else ()) - {"embed_tokens.weight"}
     expected |= optional
-    problems = [f"{name}: a DFlash draft has no such tensor" for name in tensors if name not in expected]
+    problems = [f"{name}: this draft has no such tensor" for name in tensors if name not in expected]
     problems += [f"{name}: missing" for name in sorted(required - set(tensors))]
     # SGLang's loaders cut or pad a tensor of another size rather than refuse it.
     problems += [
@@ -54,31 +54,40 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
 
 def checkpoint_shapes(model) -> dict[str, tuple[int, ...]]:
     """Every tensor a checkpoint must hold and its shape, before any fusing or tensor-parallel split."""
-    config, hidden = model.config, model.config.hidden_size
-    head_dim, inner = model.layers[0].self_attn.head_dim, config.intermediate_size
+    hidden = model.config.hidden_size
+    shapes = {
+        "fc.weight": (hidden, len(model.draft.target_layer_ids) * hidden),
+        "norm.weight": (hidden,),
+        **model.own_shapes(),
+    }
+    for i, layer in enumerate(model.layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(model.config, layer).items()}
+    return shapes
+
+
+def _layer_shapes(config, layer) -> dict[str, tuple[int, ...]]:
+    attention, hidden, inner = layer.self_attn, config.hidden_size, config.intermediate_size
+    head_dim, wide = attention.head_dim, attention.input_size
     q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    layer = {
-        "self_attn.q_proj.weight": (q_size, hidden),
-        "self_attn.k_proj.weight": (kv_size, hidden),
-        "self_attn.v_proj.weight": (kv_size, hidden),
+    shapes = {
+        "self_attn.q_proj.weight": (q_size, wide),
+        "self_attn.k_proj.weight": (kv_size, wide),
+        "self_attn.v_proj.weight": (kv_size, wide),
         "self_attn.o_proj.weight": (hidden, q_size),
-        "self_attn.q_norm.weight": (head_dim,),
-        "self_attn.k_norm.weight": (head_dim,),
         "mlp.gate_proj.weight": (inner, hidden),
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
-    if model.layers[0].self_attn.qkv_proj.bias is not None:
-        layer |= {f"self_attn.{p}_proj.bias": (size,) for p, size in zip("qkv", (q_size, kv_size, kv_size))}
-        layer["self_attn.o_proj.bias"] = (hidden,)
-    shapes = {f"layers.{i}.{name}": shape for i in range(len(model.layers)) for name, shape in layer.items()}
-    return shapes | {
-        "fc.weight": (hidden, len(model.draft.target_layer_ids) * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
+    if attention.q_norm is not None:
+        shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    if attention.qkv_proj.bias is not None:
+        shapes |= {f"self_attn.{p}_proj.bias": (size,) for p, size in zip("qkv", (q_size, kv_size, kv_size))}
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    if hasattr(layer, "hidden_norm"):
+        shapes["hidden_norm.weight"] = (hidden,)
+    return shapes
 
 
 def _vocabulary_shapes(draft) -> dict[str, tuple[int, ...]]:

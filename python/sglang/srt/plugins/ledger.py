@@ -94,6 +94,12 @@ def _draft_model():
     return DFlashDraftModel
 
 
+def _peagle_model():
+    from sglang_dflash.srt.models.peagle import PEagleDraftModel
+
+    return PEagleDraftModel
+
+
 def _cpu_attention():
     from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
 
@@ -125,7 +131,7 @@ AT_LOAD = (
         target="sglang.srt.arg_groups.parallel_hook.handle_deprecated_dp_attention",
         kind="resolution",
         signature="(server_args)",
-        why="--model-path may name a speculators checkpoint; the first step, so that all others see its target",
+        why="--model-path may name a speculators checkpoint, and PEAGLE is DFLASH to SGLang; the first step, before any reader",
         build=_detect_speculators_model,
     ),
     Change(
@@ -182,6 +188,14 @@ AT_WORKER = (
         signature=None,
         why="load drafts with our model class",
         build=_draft_model,
+    ),
+    Change(
+        target="sglang.srt.models.registry.ModelRegistry.models",
+        kind="entry",
+        key="PEagleDraftModel",
+        signature=None,
+        why="load P-EAGLE drafts, which SGLang has no model for",
+        build=_peagle_model,
     ),
     Change(
         target="sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",

@@ -96,6 +96,46 @@ class DFlashDraftInput(SpecInput):
 
 
 @dataclass(frozen=True, slots=True)
+class Prompts:
+    """The tokens of one prefill, packed request after request. Fixed before the target's forward.
+
+    req_pool_indices: [bs] int64.
+    tokens, positions: [n] int64, n = sum(extend_lens).
+    prefix_lens, extend_lens: of each request, on the host: where its tokens start, and how many there are.
+    num_running: requests at the end of the batch that are not new: in a mixed batch a running one takes part with its bonus
+        token.
+    is_continued: of each request, whether its tokens follow on the ones of an earlier step, rather than on a prefix that
+        the cache had.
+    """
+
+    req_pool_indices: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    prefix_lens: list[int]
+    extend_lens: list[int]
+    num_running: int
+    is_continued: list[bool]
+
+    @classmethod
+    def of(cls, batch) -> "Prompts":
+        num_running = batch.mix_running_indices.numel() if batch.forward_mode.is_mixed() else 0
+        extend = torch.tensor(batch.extend_lens, dtype=torch.int64)
+        # Each request's positions go on after its prefix.
+        first = torch.tensor(batch.prefix_lens, dtype=torch.int64) - (extend.cumsum(0) - extend)
+        positions = torch.arange(int(extend.sum())) + first.repeat_interleave(extend)
+        return cls(
+            req_pool_indices=batch.req_pool_indices,
+            tokens=batch.input_ids,
+            positions=positions.to(batch.device, non_blocking=True),
+            prefix_lens=list(batch.prefix_lens),
+            extend_lens=list(batch.extend_lens),
+            num_running=num_running,
+            is_continued=[req.extend_batch_idx > 1 for req in batch.reqs[: len(batch.reqs) - num_running]]
+            + [True] * num_running,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Cycle:
     """One decode step's batch, fixed before drafting: bs requests, blocks of B slots.
 

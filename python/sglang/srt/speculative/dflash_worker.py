@@ -22,12 +22,14 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from sglang_dflash.kernels.ops.speculative.accept import accept_greedy
 from sglang_dflash.kernels.ops.speculative.block import prepare_block
+from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance import Verdict
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput
+from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput, Prompts
 from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_kv_budget, check_target_model
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
+from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
 from sglang_dflash.srt.speculative.rejection import accept_by_block_verification, accept_by_rejection
 from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
 from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows, target_probs
@@ -63,7 +65,8 @@ class DFlashWorker(BaseSpecWorker):
             )
         draft_model = self._draft_worker.model_runner.model
         check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
-        self._drafter = DFlashDrafter(self._draft_worker.model_runner, target_runner.model, self.verify_width)
+        drafter = PEagleDrafter if isinstance(draft_model, PEagleDraftModel) else DFlashDrafter
+        self._drafter = drafter(self._draft_worker.model_runner, target_runner.model, self.verify_width)
         self._rejection_rule = None
         if spec.speculative_use_rejection_sampling:
             by_block = spec.speculative_use_block_verification
@@ -73,7 +76,7 @@ class DFlashWorker(BaseSpecWorker):
         self._metrics = DFlashMetrics.from_server(self.verify_width - 1)
         logger.info(
             "sglang-dflash %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
-            type(self).__name__,
+            drafter.__name__,
             self.verify_width,
             draft_model.draft.num_hidden_layers,
             list(draft_model.draft.target_layer_ids),
@@ -89,23 +92,24 @@ class DFlashWorker(BaseSpecWorker):
     # -- start-up ---------------------------------------------------------------------------------------------
 
     def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
-        window = get_spec().speculative_draft_window_size
-        # Without a request table given, the draft's runner makes one of its own, for the window's contents.
-        super().alloc_memory_pool(
-            memory_pool_config, None if window else req_to_token_pool, token_to_kv_pool_allocator
-        )
+        # Without a request table given, the draft's runner makes one of its own.
+        table = None if self._drafter.has_own_table else req_to_token_pool
+        super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
         target_runner = self._target_worker.model_runner
         check_kv_budget(target_runner, self._draft_worker.model_runner)
-        if window:
-            self._drafter.use_window(window, target_runner)
+        self._drafter.attach_pools(target_runner)
 
     def init_attention_backends(self):
-        with draft_pp_context():
+        with draft_pp_context(), self._draft_width():
             super().init_attention_backends()
 
     def init_cuda_graphs(self):
-        with draft_pp_context():
+        with draft_pp_context(), self._draft_width():
             super().init_cuda_graphs()
+
+    def _draft_width(self):
+        """The draft's backends and graphs are made for the width of its own block, which need not be the verified one's."""
+        return get_spec().override(speculative_num_draft_tokens=max(1, self._drafter.block_width))
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
@@ -132,6 +136,8 @@ class DFlashWorker(BaseSpecWorker):
     def _prefill(self, batch, on_publish) -> GenerationBatchResult:
         """Target prefill, capturing every token's aux hidden states; the draft's KV of those tokens is written before
         this returns, because the scheduler may then hand the slots to the prefix cache."""
+        prompts = Prompts.of(batch)
+        self._drafter.begin_prefill(prompts)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
@@ -140,14 +146,13 @@ class DFlashWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        positions = _extend_positions(batch.prefix_lens, batch.extend_lens).to(self.device, non_blocking=True)
         # Tensor parallelism may pad the token dimension; padding rows come last.
-        aux_hidden = result.logits_output.hidden_states[: positions.numel()]
-        self._drafter.prefill(aux_hidden, positions, plan.write_ids(self._draft_worker.model_runner.kv_index_translator))
+        aux_hidden = result.logits_output.hidden_states[: prompts.positions.numel()]
+        cache_loc = plan.write_ids(self._draft_worker.model_runner.kv_index_translator)
+        next_tokens = result.next_token_ids.long()
+        self._drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
         result.logits_output.hidden_states = None  # or SGLang copies them to the host
-        result.next_draft_input = DFlashDraftInput(
-            bonus_tokens=result.next_token_ids.long(), new_seq_lens=result.new_seq_lens
-        )
+        result.next_draft_input = DFlashDraftInput(bonus_tokens=next_tokens, new_seq_lens=result.new_seq_lens)
         return result
 
     def _decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
@@ -299,10 +304,3 @@ class DFlashWorker(BaseSpecWorker):
         probs = target_probs(logits, batch.sampling_info, width)
         uniforms = torch.rand(bs, width, device=logits.device)
         return self._rejection_rule(block.tokens, probs, block.probs, uniforms[:, 1:], uniforms[:, 0])
-
-
-def _extend_positions(prefix_lens: list[int], extend_lens: list[int]) -> torch.Tensor:
-    """Positions of a prefill's packed tokens, [sum(extend_lens)] int64: each request goes on after its prefix."""
-    extend = torch.tensor(extend_lens, dtype=torch.int64)
-    first = torch.tensor(prefix_lens, dtype=torch.int64) - (extend.cumsum(0) - extend)
-    return torch.arange(int(extend.sum())) + first.repeat_interleave(extend)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dflash.srt.layers.vocab_argmax import full_logits
 from sglang_dflash.srt.speculative.rejection import DraftProbs, draw_by_inverse_cdf
 
 TEMPERATURE_SCALE_VARIABLE = "SGLANG_DFLASH_DRAFT_TEMPERATURE_SCALE"
@@ -82,3 +83,15 @@ def draft_tokens(
         ids = ids + d2t[ids]
     chosen = draw_by_inverse_cdf(probs.flatten(0, 1), uniforms.flatten()).view(uniforms.shape)
     return ids.gather(2, chosen[..., None]).squeeze(2), DraftProbs(ids, probs)
+
+
+def draw_drafts(
+    model, hidden: torch.Tensor, sampling_info, sampling: DraftSampling
+) -> tuple[torch.Tensor, DraftProbs]:
+    """`draft_tokens` of a draft model's rows that draft, hidden [bs, B - 1, hidden], under each request's parameters."""
+    logits = full_logits(hidden.flatten(0, 1), model.head).view(*hidden.shape[:2], -1)
+    uniforms = torch.rand(hidden.shape[:2], device=hidden.device)
+    temperatures = sampling_info.temperatures.squeeze(1)
+    return draft_tokens(
+        logits, temperatures, sampling_info.top_ks, sampling_info.top_ps, uniforms, sampling, model.d2t
+    )

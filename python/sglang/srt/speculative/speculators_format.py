@@ -9,13 +9,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_dflash.srt.configs.draft_config import DraftConfigError, is_int
+from sglang_dflash.srt.configs.peagle_config import PEAGLE_ARCHITECTURE
 
 # What the library can train and we cannot serve.
 _SERVED_ELSEWHERE = ("eagle3", "dspark", "dflash2", "mtp")
+# Names that P-EAGLE drafts go by, also where nothing else says what they are.
+_PEAGLE_ARCHITECTURES = (PEAGLE_ARCHITECTURE, "PEagleSpeculator", "PeagleLlamaForCausalLM")
+
+
+def speculators_type(config: Mapping[str, Any]) -> Any:
+    """What kind of draft a checkpoint says it is, as `speculators_model_type` has it; None if it is none of the library's."""
+    kind = config.get("speculators_model_type")
+    if kind is None and _first_architecture(config) in _PEAGLE_ARCHITECTURES:
+        return "peagle"
+    return kind
+
+
+def _first_architecture(config: Mapping[str, Any]) -> Any:
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names else None
 
 
 def is_speculators_config(config: Mapping[str, Any]) -> bool:
-    return "speculators_model_type" in config
+    return speculators_type(config) is not None
 
 
 def served_types() -> tuple[str, ...]:
@@ -38,7 +54,7 @@ def normalize(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
 
     Raises DraftConfigError naming every missing, ill-typed or contradictory field.
     """
-    kind = config.get("speculators_model_type")
+    kind = speculators_type(config)
     convert = _CONVERTERS.get(kind) if isinstance(kind, str) else None
     if convert is None:
         hint = "; SGLang's own implementation may" if kind in _SERVED_ELSEWHERE else ""
@@ -63,35 +79,11 @@ def verifier_of(config: Mapping[str, Any], checkpoint: str) -> str:
 
 def _convert_dflash(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
     problems: list[str] = []
-    layers = _get(config, ("transformer_layer_config",), dict, problems) or {}
     block_size = _positive(config, ("block_size",), problems)
-    draft_vocab_size = _positive(config, ("draft_vocab_size",), problems)
-    mask_token_id = _get(config, ("mask_token_id",), int, problems)
-    layer_ids = _get(config, ("aux_hidden_state_layer_ids",), list, problems)
     sample_from_anchor = bool(_get(config, ("sample_from_anchor",), bool, problems, default=False))
     non_causal = bool(_get(config, ("sliding_window_non_causal",), bool, problems, default=False))
-    algorithm = _get(config, ("speculators_config", "algorithm"), str, problems)
-    if algorithm not in (None, "dflash"):
-        problems.append(f"speculators_config.algorithm is {algorithm!r}, but speculators_model_type is 'dflash'")
-    speculative_tokens = _speculative_tokens(config, problems)
-    _get(config, ("speculators_config", "verifier", "name_or_path"), str, problems)
-    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        if layers:
-            _positive(layers, (name,), problems, prefix="transformer_layer_config.")
-    if layer_ids is not None:
-        if not layer_ids or not all(is_int(i) for i in layer_ids):
-            problems.append(f"aux_hidden_state_layer_ids must be a non-empty list of integers, got {layer_ids!r}")
-        elif min(layer_ids) < 1:
-            problems.append(
-                f"aux_hidden_state_layer_ids {layer_ids} names layer 0 or less: id 0 is the embedding's output, "
-                "which SGLang cannot capture"
-            )
-    target_hidden_size = _get(config, ("target_hidden_size",), int, problems, default=None)
-    if target_hidden_size not in (None, layers.get("hidden_size")):
-        problems.append(
-            f"target_hidden_size is {target_hidden_size}, but the draft's hidden_size is {layers.get('hidden_size')}: "
-            "the library's own model reads aux hidden states of the draft's width only"
-        )
+    flat, shared = _convert_shared(config, "dflash", "aux_hidden_state_layer_ids", problems)
+    speculative_tokens = shared["speculative_tokens"]
     if block_size and speculative_tokens:
         drafted = block_size if sample_from_anchor else block_size - 1
         if speculative_tokens > drafted:
@@ -99,29 +91,92 @@ def _convert_dflash(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any
                 f"speculative_tokens is {speculative_tokens}, but a block of {block_size} with "
                 f"sample_from_anchor {str(sample_from_anchor).lower()} drafts {drafted}"
             )
-    rope = _one_rope(layers, problems)
     if problems:
         raise DraftConfigError(checkpoint, problems)
     return {
-        **layers,
-        **({"rope_parameters": rope} if rope else {}),
-        "model_type": "qwen3",
+        **flat,
         "architectures": ["DFlashDraftModel"],
-        "tie_word_embeddings": False,
         "block_size": block_size,
         "dflash_config": {
-            "mask_token_id": mask_token_id,
-            "target_layer_ids": speculators_ids_to_layer_outputs(layer_ids),
-            "draft_vocab_size": draft_vocab_size,
+            **shared,
             "sample_from_anchor": sample_from_anchor,
-            "speculative_tokens": speculative_tokens,
             "sliding_is_causal": not non_causal,
             "window_from_anchor": True,
         },
     }
 
 
-_CONVERTERS: dict[str, Callable[[Mapping[str, Any], str], dict[str, Any]]] = {"dflash": _convert_dflash}
+def _convert_peagle(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
+    problems: list[str] = []
+    # The library's own defaults. `norm_output` concerns what EAGLE-3 feeds to its next step, of which P-EAGLE has none.
+    options = {
+        name: bool(_get(config, (name,), bool, problems, default=False))
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm")
+    }
+    if options["norm_before_fc"] and options["fc_norm"]:
+        problems.append("norm_before_fc and fc_norm are both true, but exclude each other")
+    flat, shared = _convert_shared(config, "peagle", "eagle_aux_hidden_state_layer_ids", problems)
+    style = _get(config, ("transformer_layer_config", "model_type"), str, problems, default="qwen3")
+    if style not in ("qwen3", "llama"):
+        problems.append(f"transformer_layer_config.model_type is {style!r}, but drafts have qwen3 or llama layers")
+    if problems:
+        raise DraftConfigError(checkpoint, problems)
+    return {
+        **flat,
+        "architectures": [PEAGLE_ARCHITECTURE],
+        # The verified block: the newest token, and as many drafted ones as the draft was trained for.
+        "block_size": shared["speculative_tokens"] + 1,
+        "dflash_config": {**shared, **options, "qk_norm": style == "qwen3"},
+    }
+
+
+def _convert_shared(
+    config: Mapping[str, Any], algorithm: str, ids_name: str, problems: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What all kinds have in common: the flat config of their layers, and the entries of `dflash_config`."""
+    layers = _get(config, ("transformer_layer_config",), dict, problems) or {}
+    shared = {
+        "mask_token_id": _get(config, ("mask_token_id",), int, problems),
+        "draft_vocab_size": _positive(config, ("draft_vocab_size",), problems),
+    }
+    layer_ids = _get(config, (ids_name,), list, problems)
+    said = _get(config, ("speculators_config", "algorithm"), str, problems)
+    if said not in (None, algorithm):
+        problems.append(f"speculators_config.algorithm is {said!r}, but speculators_model_type is {algorithm!r}")
+    shared["speculative_tokens"] = _speculative_tokens(config, problems)
+    _get(config, ("speculators_config", "verifier", "name_or_path"), str, problems)
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if layers:
+            _positive(layers, (name,), problems, prefix="transformer_layer_config.")
+    if layer_ids is not None:
+        if not layer_ids or not all(is_int(i) for i in layer_ids):
+            problems.append(f"{ids_name} must be a non-empty list of integers, got {layer_ids!r}")
+        elif min(layer_ids) < 1:
+            problems.append(
+                f"{ids_name} {layer_ids} names layer 0 or less: id 0 is the embedding's output, which SGLang cannot capture"
+            )
+        else:
+            shared["target_layer_ids"] = speculators_ids_to_layer_outputs(layer_ids)
+    target_hidden_size = _get(config, ("target_hidden_size",), int, problems, default=None)
+    if target_hidden_size not in (None, layers.get("hidden_size")):
+        problems.append(
+            f"target_hidden_size is {target_hidden_size}, but the draft's hidden_size is {layers.get('hidden_size')}: "
+            "the library's own model reads aux hidden states of the draft's width only"
+        )
+    rope = _one_rope(layers, problems)
+    flat = {
+        **layers,
+        **({"rope_parameters": rope} if rope else {}),
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+    }
+    return flat, shared
+
+
+_CONVERTERS: dict[str, Callable[[Mapping[str, Any], str], dict[str, Any]]] = {
+    "dflash": _convert_dflash,
+    "peagle": _convert_peagle,
+}
 
 
 def _speculative_tokens(config: Mapping[str, Any], problems: list[str]) -> int | None:

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from sglang_dflash.srt.speculative.acceptance import Verdict
-from sglang_dflash.srt.speculative.dflash_info import Cycle
+from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts
 from sglang_dflash.srt.speculative.rejection import DraftProbs
 
 
@@ -23,8 +23,23 @@ class DraftBlock:
 class Drafter(Protocol):
     """What differs between speculative algorithms of this family. The cycle around it is the worker's."""
 
-    def prefill(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
-        """Take in prompt tokens. aux_hidden: [n, num_aux * hidden]; positions, cache_loc: [n] int64."""
+    mask_token_id: int
+    # Rows of the draft's block per request.
+    block_width: int
+    # Whether the draft reads through a request table of its own, which SGLang then makes.
+    has_own_table: bool
+
+    def attach_pools(self, target_runner) -> None:
+        """Called once, when the pools of both runners exist."""
+
+    def begin_prefill(self, prompts: Prompts) -> None:
+        """Called before the target's forward, after which the request table may be written for the next step."""
+
+    def prefill(
+        self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
+    ) -> None:
+        """Take in prompt tokens. aux_hidden: [n, num_aux * hidden]; cache_loc: [n] int64; next_tokens: [bs] int64, the
+        target's token after each request's last one."""
 
     def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
         """Draft a block per request: by argmax, or drawn under the requests' own sampling parameters where given."""

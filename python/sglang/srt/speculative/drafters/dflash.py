@@ -5,11 +5,10 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.srt.layers.vocab_argmax import full_logits
-from sglang_dflash.srt.models.dflash import DraftOutput
+from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.speculative.acceptance import Verdict
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput
-from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draft_tokens
+from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput, Prompts
+from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.draft_window import FullView, WindowView
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 
@@ -36,15 +35,34 @@ class DFlashDrafter:
         self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
         self._model.stack_kv_weights()
 
-    def use_window(self, size: int, target_runner) -> None:
-        """Let the draft see only the last `size` committed tokens. Called when the pools of both runners exist."""
-        backend = get_spec().speculative_draft_attention_backend
-        self._view = WindowView(
-            size, target_runner, self._runner, backend, self._verify_width, self._draft_width
-        )
+    @property
+    def block_width(self) -> int:
+        return self._draft_width
 
-    def prefill(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
-        self._model.write_context_kv(aux_hidden, positions, cache_loc, self._runner.token_to_kv_pool)
+    @property
+    def has_own_table(self) -> bool:
+        """Only for a window: its contents are rewritten before each block."""
+        return get_spec().speculative_draft_window_size is not None
+
+    def attach_pools(self, target_runner) -> None:
+        if self.has_own_table:
+            spec = get_spec()
+            self._view = WindowView(
+                spec.speculative_draft_window_size,
+                target_runner,
+                self._runner,
+                spec.speculative_draft_attention_backend,
+                self._verify_width,
+                self._draft_width,
+            )
+
+    def begin_prefill(self, prompts: Prompts) -> None:
+        pass  # a context row depends on its own token's states alone
+
+    def prefill(
+        self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
+    ) -> None:
+        self._model.write_context_kv(aux_hidden, prompts.positions, cache_loc, self._runner.token_to_kv_pool)
 
     def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
         if self._verify_width == 1:
@@ -55,16 +73,7 @@ class DFlashDrafter:
             drafted, probs = output.draft_tokens[: cycle.bs * drafted_slots].view(cycle.bs, -1), None
         else:
             rows = output.hidden_states.view(cycle.bs, self._draft_width, -1)[:, -drafted_slots:]
-            logits = full_logits(rows.flatten(0, 1), self._model.head)
-            drafted, probs = draft_tokens(
-                logits.view(cycle.bs, drafted_slots, -1),
-                sampling_info.temperatures.squeeze(1),
-                sampling_info.top_ks,
-                sampling_info.top_ps,
-                torch.rand(cycle.bs, drafted_slots, device=logits.device),
-                self._sampling,
-                self._model.d2t,
-            )
+            drafted, probs = draw_drafts(self._model, rows, sampling_info, self._sampling)
         return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1), probs)
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor, verdict: Verdict) -> None:

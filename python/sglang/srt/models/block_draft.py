@@ -1,0 +1,77 @@
+"""What the draft models of this family share: how they take in the target's states, and whose vocabulary they speak."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.utils import add_prefix
+from torch import nn
+
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.models.dflash_weights import load_checkpoint
+
+
+@dataclass
+class DraftOutput(LogitsProcessorOutput):
+    """Of a forward over num_blocks blocks of D rows.
+
+    hidden_states: [num_blocks * D, hidden], after the final norm.
+    draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary. A CUDA graph pads both.
+    """
+
+    draft_tokens: torch.Tensor | None = None
+
+
+class BlockDraftModel(nn.Module):
+    """What the draft models of this family share: fused target states, and a vocabulary of their own or the target's."""
+
+    def __init__(self, config, draft: DFlashDraftConfig, quant_config, prefix: str):
+        super().__init__()
+        self.config = config
+        self.draft = draft
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.fc = ReplicatedLinear(
+            len(draft.target_layer_ids) * config.hidden_size,
+            config.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=add_prefix("fc", prefix),
+        )
+        self.embed_tokens: nn.Module | None = None
+        self.lm_head: nn.Module | None = None
+        # [draft_vocab_size] int64, offset from a draft token's id to its target token's; None: the ids are the same.
+        self.d2t: torch.Tensor | None = None
+        self._borrowed = None
+
+    def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
+        """Use the target's embedding and head where the checkpoint brought none of its own."""
+        # In a tuple, outside the module tree: their weights are the target's.
+        self._borrowed = (embed_tokens, lm_head)
+
+    @property
+    def head(self) -> nn.Module:
+        """The LM head of the draft, over `draft_vocab_size` tokens."""
+        return self.lm_head if self.lm_head is not None else self._borrowed[1]
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Draft token ids [n] int64 -> target token ids."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[n] int64 -> [n, hidden]. Looked up in the model and not handed in, because SGLang casts `input_embeds` to
+        bfloat16."""
+        return (self.embed_tokens if self.embed_tokens is not None else self._borrowed[0])(input_ids)
+
+    def get_attention_sliding_window_size(self) -> int | None:
+        """Asked by SGLang's backends when they plan sliding layers."""
+        return None if self.draft.sliding_window is None else self.draft.tokens_before_window_start
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load a checkpoint. Raises ValueError naming every tensor that is missing, unknown or of another shape."""
+        loaded = load_checkpoint(self, weights)
+        for layer in self.layers:
+            layer.self_attn._qk_weight = None
+        return loaded

@@ -1,0 +1,169 @@
+"""The P-EAGLE draft model (arXiv 2602.01469) on SGLang's layers.
+
+An EAGLE-3 draft that drafts all its tokens in one causal forward. A row is a token and the target's fused hidden state of
+the position before it, and predicts the token after its own. Rows whose token and hidden state are not known yet carry the
+mask token and a learned state, `mask_hidden`, instead. Positions count rows: the token at position p of the text is row
+p - 1, and the first token of a text, before which there is no hidden state, has none.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.utils import add_prefix
+from torch import nn
+
+from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, parse_peagle_config
+from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
+from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
+from sglang_dflash.srt.models.dflash import DFlashDecoderLayer
+from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
+
+
+@dataclass
+class PEagleRows(DFlashVerifyInput):
+    """What a forward's rows carry beside their tokens.
+
+    fused: [n, hidden], the fused hidden state of each row.
+    first_drafting: [bs] int64, the first row of each block that drafts. None where no row does, as in a prefill.
+    num_drafting: rows that draft, from there on.
+    """
+
+    fused: torch.Tensor | None = None
+    first_drafting: torch.Tensor | None = None
+    num_drafting: int = 0
+
+    def drafting_rows(self, num_rows: int) -> torch.Tensor:
+        """Indices of the rows that draft among all rows of the batch, [bs * num_drafting]."""
+        bs = self.first_drafting.numel()
+        first = self.first_drafting + torch.arange(0, num_rows, num_rows // bs, device=self.first_drafting.device)
+        return (first[:, None] + torch.arange(self.num_drafting, device=first.device)).flatten()
+
+
+class PEagleFirstLayer(DFlashDecoderLayer):
+    """Reads the token's embedding and the fused hidden state side by side; only the latter is in the residual stream."""
+
+    def __init__(self, hf_config, draft: PEagleDraftConfig, layer_id: int, quant_config, prefix: str, **attention):
+        super().__init__(
+            hf_config, draft, layer_id, quant_config, prefix, input_size=2 * hf_config.hidden_size, **attention
+        )
+        self.hidden_norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
+        self.norm_before_residual = draft.norm_before_residual
+
+    def forward(self, positions, embeddings, fused, forward_batch):
+        normed = self.hidden_norm(fused)
+        residual = normed if self.norm_before_residual else fused
+        hidden_states = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
+        hidden_states = self.self_attn(positions, hidden_states, forward_batch)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class PEagleDraftModel(BlockDraftModel):
+    """A P-EAGLE checkpoint of the speculators library: `embed_tokens`, `fc`, `mask_hidden`, `layers.*`, `norm`, `lm_head`,
+    `d2t`, and `input_norm` or `fc_norm.*` where its config asks for them."""
+
+    def __init__(self, config, quant_config=None, prefix: str = ""):
+        draft = parse_peagle_config(config, getattr(config, "_name_or_path", "draft"))
+        super().__init__(config, draft, quant_config, prefix)
+        self.layers = nn.ModuleList(
+            (DFlashDecoderLayer if layer_id else PEagleFirstLayer)(
+                config, draft, layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix), qk_norm=draft.qk_norm
+            )
+            for layer_id in range(config.num_hidden_layers)
+        )
+        num_aux, hidden = len(draft.target_layer_ids), config.hidden_size
+        self.input_norm = RMSNorm(num_aux * hidden, eps=config.rms_norm_eps) if draft.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(hidden, eps=config.rms_norm_eps) for _ in range(num_aux)) if draft.fc_norm else None
+        )
+        # Stands in for the target's states where there are none yet; takes the same way through norms and fc.
+        self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_aux * hidden), requires_grad=False)
+        self._fused_mask: torch.Tensor | None = None
+        self._blocks: PEagleRows | None = None
+
+    def allocate_blocks(self, requests: int, width: int, num_drafting: int) -> None:
+        """Room for what the rows of up to so many blocks carry. It stays where it is, as a CUDA graph needs it to."""
+        weight = self.norm.weight
+        self._blocks = PEagleRows(
+            draft_token_num=width,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            fused=weight.new_zeros(requests * width, weight.numel()),
+            first_drafting=torch.zeros(requests, dtype=torch.int64, device=weight.device),
+            num_drafting=num_drafting,
+        )
+
+    def blocks(self, requests: int) -> PEagleRows:
+        """The first so many of them."""
+        blocks = self._blocks
+        return replace(
+            blocks,
+            fused=blocks.fused[: requests * blocks.draft_token_num],
+            first_drafting=blocks.first_drafting[:requests],
+        )
+
+    @torch.no_grad()
+    def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
+        """Captured target states [n, num_aux * hidden], layers in ascending order -> [n, hidden]."""
+        if self.input_norm is not None:
+            aux_hidden = self.input_norm(aux_hidden)
+        if self.fc_norm is not None:
+            states = aux_hidden.chunk(len(self.fc_norm), dim=-1)
+            aux_hidden = torch.cat([norm(state.contiguous()) for norm, state in zip(self.fc_norm, states)], dim=-1)
+        return self.fc(aux_hidden)[0]
+
+    @property
+    def fused_mask(self) -> torch.Tensor:
+        """The fused hidden state of a row that has none, [hidden]."""
+        if self._fused_mask is None:
+            self._fused_mask = self.fuse(self.mask_hidden[0])[0]
+        return self._fused_mask
+
+    @torch.no_grad()
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
+        """Run rows through the draft, writing their KV; head and argmax for the rows that draft.
+
+        input_ids, positions: [n] int64. `forward_batch.spec_info` is a PEagleRows, or, when SGLang captures a CUDA graph,
+        one of its own that stands for the blocks. The hidden states returned are those of the drafting rows,
+        [bs * num_drafting, hidden], after the final norm.
+        """
+        rows = forward_batch.spec_info
+        if not isinstance(rows, PEagleRows):
+            rows = self.blocks(input_ids.numel() // self._blocks.draft_token_num)
+        hidden_states, residual = self.layers[0](positions, self.embed(input_ids), rows.fused, forward_batch)
+        for layer in self.layers[1:]:
+            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
+        if rows.first_drafting is None:
+            return DraftOutput(next_token_logits=None, hidden_states=hidden_states)
+        drafting = rows.drafting_rows(hidden_states.shape[0])
+        hidden_states, _ = self.norm(hidden_states[drafting], residual[drafting])
+        drafted = greedy_tokens(hidden_states, self.head)
+        return DraftOutput(
+            next_token_logits=None, hidden_states=hidden_states, draft_tokens=self.to_target_ids(drafted)
+        )
+
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Checkpoint tensors outside the layers and the vocabulary, and their shapes."""
+        num_aux, hidden = len(self.draft.target_layer_ids), self.config.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"mask_hidden": (1, 1, num_aux * hidden)}
+        if self.input_norm is not None:
+            shapes["input_norm.weight"] = (num_aux * hidden,)
+        if self.fc_norm is not None:
+            shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(num_aux)}
+        return shapes
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """As BlockDraftModel's. Raises ValueError for an EAGLE-3 checkpoint, which has no `mask_hidden`."""
+        tensors = dict(weights)
+        if not any(name.removeprefix("model.") == "mask_hidden" for name in tensors):
+            raise ValueError(
+                "P-EAGLE needs the tensor mask_hidden, which this draft does not have: it is an EAGLE-3 checkpoint, which "
+                "cannot draft in parallel."
+            )
+        self._fused_mask = None  # remade from the new weights
+        return super().load_weights(tensors.items())
+
+
+EntryClass = PEagleDraftModel

@@ -1,0 +1,63 @@
+"""P-EAGLE's share of the server arguments: how many tokens to draft, and on which attention."""
+
+from types import SimpleNamespace
+
+import pytest
+from test_speculators_format import GOOD_PEAGLE, changed
+
+from sglang_dflash.srt.arg_groups.dflash_args import _check_peagle, _choose_block_size
+from sglang_dflash.srt.configs.draft_config import DraftConfigError, check_draft_fits_target
+from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
+from sglang_dflash.srt.speculative.speculators_format import normalize
+
+TARGET = SimpleNamespace(hidden_size=256, vocab_size=2048, num_hidden_layers=12)
+
+
+def parse(config: dict = GOOD_PEAGLE) -> PEagleDraftConfig:
+    return read_draft_config(SimpleNamespace(**normalize(config, "ck")), "ck")
+
+
+def args(**flags) -> SimpleNamespace:
+    names = (
+        "speculative_num_draft_tokens",
+        "speculative_dflash_block_size",
+        "speculative_draft_window_size",
+        "page_size",
+    )
+    return SimpleNamespace(**dict.fromkeys(names) | flags)
+
+
+def test_the_trained_number_is_the_default_and_a_ceiling(caplog):
+    draft = parse()
+    assert isinstance(draft, PEagleDraftConfig) and draft.speculative_tokens == 7
+    assert _choose_block_size(args(), draft) == 8
+    for block_size in (4, 8):
+        _check_peagle(args(), draft, block_size, "triton")
+    assert not caplog.records
+    _check_peagle(args(), draft, 12, "triton")
+    [record] = caplog.records
+    assert "11 tokens" in record.getMessage() and "trained for 7" in record.getMessage()
+
+
+def test_whole_pages_do_not_fit_a_shifted_table():
+    draft = parse()
+    _check_peagle(args(page_size=1), draft, 8, "fa3")
+    _check_peagle(args(page_size=64), draft, 8, "flashinfer")
+    with pytest.raises(ValueError, match="'fa3' with --page-size 64"):
+        _check_peagle(args(page_size=64), draft, 8, "fa3")
+
+
+def test_a_draft_window_is_refused():
+    with pytest.raises(ValueError, match="--speculative-draft-window-size"):
+        _check_peagle(args(speculative_draft_window_size=64), parse(), 8, "triton")
+
+
+@pytest.mark.parametrize("ids, said", [([2, 12], "the last layer"), ([2, 13], "leave the target's 12 layers"), ([6, 2], "ascending")])
+def test_layer_ids_unfit_for_the_target(ids, said):
+    with pytest.raises(DraftConfigError, match=said):
+        check_draft_fits_target(parse(changed("eagle_aux_hidden_state_layer_ids", ids, base=GOOD_PEAGLE)), TARGET, "ck")
+
+
+def test_a_mask_token_outside_the_vocabulary():
+    with pytest.raises(DraftConfigError, match="mask_token_id is 2048"):
+        parse(changed("mask_token_id", 2048, base=GOOD_PEAGLE))

@@ -1,0 +1,212 @@
+"""The P-EAGLE drafter: prefill, propose and commit around the draft model, against a reference without a cache.
+
+Drafted tokens are argmaxes, compared exactly; seeds are fixed, and no two logits of these drafts lie as close as rounding.
+What nobody wrote holds NaN, so a row read too early spoils the result.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from draft_cases import BASE, SLIDING, FakePlan, lm_head, random_weights
+from engine import Pools, build
+from reference_peagle import ReferencePEagle
+from test_speculators_format import GOOD_PEAGLE
+
+from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.models.peagle import PEagleDraftModel
+from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts
+from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
+
+CAPACITY = 64
+LAYERS = {key: BASE[key] for key in BASE if key not in ("architectures", "dflash_config", "block_size", "num_target_layers")}
+CONFIG = GOOD_PEAGLE | {
+    "eagle_aux_hidden_state_layer_ids": [1, 3],
+    "draft_vocab_size": 40,
+    "mask_token_id": 7,
+    "transformer_layer_config": LAYERS
+    | {
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+        "layer_types": ["sliding_attention", "full_attention"],
+        **SLIDING,
+    },
+}
+
+
+class Translator:
+    def plan(self, *, write_virtual, **_) -> FakePlan:
+        return FakePlan(write_virtual)
+
+
+class Simulation:
+    """Requests whose texts and states are fixed in advance, and a drafter that is led through them."""
+
+    def __init__(self, verify_width: int, requests: int, folder, page_size: int = 1):
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        layers = CONFIG["transformer_layer_config"]
+        hidden, num_aux = layers["hidden_size"], 2
+        weights = random_weights(layers, num_aux)
+        generator = torch.Generator().manual_seed(3)
+
+        def around_one(size):
+            return 1 + 0.3 * torch.randn(size, generator=generator)
+
+        weights["layers.0.hidden_norm.weight"] = around_one(hidden)
+        del weights["hidden_norm.weight"]
+        for part in "qkv":
+            narrow = weights[f"layers.0.self_attn.{part}_proj.weight"]
+            wide = torch.randn(narrow.shape[0], 2 * hidden, generator=generator) * hidden**-0.5
+            weights[f"layers.0.self_attn.{part}_proj.weight"] = wide
+        weights["mask_hidden"] = torch.randn(1, 1, num_aux * hidden, generator=generator)
+        weights["embed_tokens.weight"] = torch.randn(layers["vocab_size"], hidden, generator=generator)
+        weights["lm_head.weight"] = torch.randn(40, hidden, generator=generator) * hidden**-0.5
+        weights["d2t"] = self.d2t = torch.arange(40) // 3
+        self.reference = ReferencePEagle(CONFIG, weights)
+        config = DraftConfigParser().parse(str(folder), trust_remote_code=False)
+        self.model = build(PEagleDraftModel, config, iter(weights.items()))
+        self.pools = Pools(
+            requests,
+            CAPACITY,
+            layers=layers["num_hidden_layers"],
+            kv_heads=layers["num_key_value_heads"],
+            head_dim=layers["head_dim"],
+            page_size=page_size,
+        )
+        # The target's table; the draft's own starts empty.
+        own = self.pools.req_to_token_pool
+        self.table = own.req_to_token.clone()
+        own.req_to_token.zero_()
+        runner = SimpleNamespace(
+            model=self.model,
+            req_to_token_pool=own,
+            kv_index_translator=Translator(),
+            forward=lambda batch: SimpleNamespace(logits_output=self.pools.forward(self.model, batch)),
+        )
+        borrowed = SimpleNamespace(
+            lm_head=lm_head(torch.zeros(64, hidden)), get_input_embeddings=lambda: torch.nn.Embedding(64, hidden)
+        )
+        self.drafter = PEagleDrafter(runner, borrowed, verify_width)
+        source = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self.table))
+        self.drafter.attach_pools(source)
+        self.width = verify_width
+        self.texts = torch.randint(layers["vocab_size"], (requests, CAPACITY), generator=generator)
+        self.states = torch.randn(requests, CAPACITY, num_aux * hidden, generator=generator)
+        self.lengths = [0] * requests
+        self.unknown: list[set[int]] = [set() for _ in range(requests)]
+
+    def prefill(self, ends: dict[int, int], continued: tuple[int, ...] = (), running: tuple[int, ...] = ()) -> None:
+        """Take these requests' texts in up to these lengths. What is committed already is their prefix."""
+        chosen = list(ends) + list(running)
+        prefix = [self.lengths[r] for r in chosen]
+        ends = ends | {r: self.lengths[r] + 1 for r in running}
+        where = [(r, start, ends[r]) for r, start in zip(chosen, prefix)]
+        prompts = Prompts(
+            req_pool_indices=self.pools.rows[chosen],
+            tokens=torch.cat([self.texts[r, a:b] for r, a, b in where]),
+            positions=torch.cat([torch.arange(a, b) for _, a, b in where]),
+            prefix_lens=prefix,
+            extend_lens=[b - a for _, a, b in where],
+            num_running=len(running),
+            is_continued=[r in continued or r in running for r in chosen],
+        )
+        self.drafter.begin_prefill(prompts)
+        aux_hidden = torch.cat([self.states[r, a:b] for r, a, b in where])
+        slots = torch.cat([self.table[self.pools.rows[r], a:b] for r, a, b in where]).long()
+        self.drafter.prefill(prompts, aux_hidden, slots, torch.stack([self.texts[r, b] for r, _, b in where]))
+        for r, a, b in where:
+            if a and r not in continued and r not in running:
+                self.unknown[r].add(a - 1)
+            self.lengths[r] = b
+
+    def cycle(self, kept: dict[int, int]) -> None:
+        """A decode step of these requests: what is drafted must be the reference's; then so many tokens are kept."""
+        chosen, width = list(kept), self.width
+        lengths = torch.tensor([self.lengths[r] for r in chosen])
+        positions = lengths[:, None] + torch.arange(width)
+        tokens = torch.full((len(chosen), width), CONFIG["mask_token_id"])
+        tokens[:, 0] = torch.stack([self.texts[r, self.lengths[r]] for r in chosen])
+        cycle = Cycle(
+            bs=len(chosen),
+            req_pool_indices=self.pools.rows[chosen],
+            seq_lens=lengths,
+            tokens=tokens,
+            positions=positions,
+            cache_loc=self.table[self.pools.rows[chosen][:, None], positions].flatten().long(),
+            kv_loc_plan=None,
+            host_lens=lengths + width,
+            can_run_cuda_graph=False,
+        )
+        block = self.drafter.propose(cycle).tokens
+        for row, r in enumerate(chosen):
+            n = self.lengths[r]
+            expected = [int(self.texts[r, n])]
+            if width > 1:
+                logits = self.reference.step(self.texts[r, : n + 1].tolist(), self.states[r], width - 1, self.unknown[r])
+                drafted = logits.argmax(dim=-1)
+                expected += (drafted + self.d2t[drafted]).tolist()
+            assert block[row].tolist() == expected, f"request {r} after {n} tokens"
+        # What is not kept got states and tokens that never were.
+        verified = torch.randn(len(chosen), width, self.states.shape[-1], generator=torch.Generator().manual_seed(9))
+        out = torch.full((len(chosen), width), 1)
+        for row, r in enumerate(chosen):
+            n, k = self.lengths[r], kept[r]
+            verified[row, : k + 1] = self.states[r, n : n + k + 1]
+            out[row, : k + 1] = self.texts[r, n + 1 : n + k + 2]
+            self.lengths[r] += k + 1
+        accept_len = torch.tensor(list(kept.values()), dtype=torch.int32)
+        bonus = out.gather(1, accept_len.long()[:, None]).squeeze(1)
+        self.drafter.commit(cycle, verified.flatten(0, 1), Verdict(accept_len, out, bonus))
+
+
+@pytest.mark.parametrize("verify_width", [1, 2, 5, 8])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_cycles_after_a_prefill(verify_width, page_size, tmp_path):
+    """Texts shorter than a block, of one token, and longer than the window; nothing, some and all of a block kept."""
+    simulation = Simulation(verify_width, 4, tmp_path, page_size)
+    simulation.prefill({0: 17, 1: 1, 2: 2, 3: 6})
+    most = verify_width - 1
+    for kept in ((0, 0, 0, 0), (most, most // 2, 0, most), (0, most, 1 % verify_width, most), (most, 0, most, 0), (0, 0, 0, 0)):
+        simulation.cycle(dict(enumerate(kept)))
+
+
+def test_batches_change(tmp_path):
+    """A request's pending rows wait while others go on."""
+    simulation = Simulation(5, 3, tmp_path)
+    simulation.prefill({2: 9, 0: 12})
+    simulation.cycle({0: 3, 2: 4})
+    simulation.prefill({1: 5})
+    simulation.cycle({1: 2})
+    simulation.cycle({2: 1, 1: 4, 0: 0})
+    simulation.cycle({0: 0, 1: 0})
+
+
+def test_a_chunked_prefill_is_exact(tmp_path):
+    simulation = Simulation(5, 2, tmp_path)
+    simulation.prefill({0: 6, 1: 3})
+    simulation.prefill({0: 7}, continued=(0,))
+    simulation.prefill({0: 20, 1: 11}, continued=(0, 1))
+    simulation.cycle({0: 2, 1: 4})
+    simulation.cycle({0: 0, 1: 0})
+
+
+def test_a_cached_prefix(tmp_path):
+    """The state before the prefix's end is not known: one row takes the learned one instead, everything else is exact."""
+    simulation = Simulation(5, 2, tmp_path)
+    simulation.prefill({0: 10, 1: 1})
+    simulation.prefill({0: 15, 1: 3})  # as a new request that finds its first tokens in the cache
+    assert simulation.unknown == [{9}, {0}]
+    simulation.cycle({0: 4, 1: 4})
+    simulation.cycle({0: 0, 1: 0})
+
+
+def test_a_mixed_batch(tmp_path):
+    """Running requests take part in a prefill with one token each; what was pending of them is not lost."""
+    simulation = Simulation(5, 3, tmp_path)
+    simulation.prefill({0: 12, 1: 3})
+    simulation.cycle({0: 4, 1: 2})
+    simulation.prefill({2: 8}, running=(0, 1))
+    simulation.prefill({2: 14}, continued=(2,), running=(1, 0))
+    simulation.cycle({2: 1, 0: 0, 1: 3})
+    simulation.cycle({2: 0, 0: 0, 1: 0})

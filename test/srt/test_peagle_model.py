@@ -1,0 +1,167 @@
+"""Our P-EAGLE draft on SGLang's layers against the `speculators` library's own model.
+
+Golden data: golden/tiny-peagle/, made by benchmark/tiny/speculators_golden.py with the library's classes in float32: the
+logits of one step after some prompts, and of small random drafts with the options the bundled one does not use. They agree
+to 1e-4 of the largest logit. Each mistake worth fearing moves them by orders more.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine import Pools, build
+from safetensors.torch import load_file
+from serving import PEAGLE_DRAFT, TARGET
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from transformers import AutoModelForCausalLM
+
+from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.models.peagle import PEagleDraftModel, PEagleRows
+
+GOLDEN = Path(__file__).parent / "golden" / "tiny-peagle"
+TOLERANCE = 1e-4
+SHIFTED = 100 * TOLERANCE
+
+
+def parse_config(config: dict, folder: Path):
+    (folder / "config.json").write_text(json.dumps(config))
+    return DraftConfigParser().parse(str(folder), trust_remote_code=False)
+
+
+def load(checkpoint: Path, folder: Path, **changes) -> PEagleDraftModel:
+    config = json.loads((checkpoint / "config.json").read_text()) | changes
+    # The random drafts were made for no target, and one reads the embedding's output, which SGLang cannot capture. Which
+    # layers the states come from does not matter here.
+    config["speculators_config"]["verifier"]["name_or_path"] = "none"
+    config["eagle_aux_hidden_state_layer_ids"] = [max(i, 1) for i in config["eagle_aux_hidden_state_layer_ids"]]
+    weights = load_file(checkpoint / "model.safetensors")
+    wide = ((name, t.float() if t.is_floating_point() else t) for name, t in weights.items())
+    return build(PEagleDraftModel, parse_config(config, folder), wide)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    return load(PEAGLE_DRAFT, tmp_path_factory.mktemp("draft"))
+
+
+def step_logits(draft: PEagleDraftModel, tokens: list[int], aux_hidden: torch.Tensor) -> torch.Tensor:
+    """Draft logits [K, draft vocab] after `tokens`, all rows in one block. aux_hidden: [n, A * H], before the last token."""
+    settings, attention = draft.draft, draft.layers[0].self_attn
+    real, drafted = len(tokens) - 1, settings.speculative_tokens
+    rows = torch.tensor([tokens[1:] + [settings.mask_token_id] * (drafted - 1)])
+    pools = Pools(
+        1,
+        rows.shape[1],
+        layers=settings.num_hidden_layers,
+        kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+    )
+    batch = pools.blocks(rows, [0])
+    batch.spec_info = PEagleRows(
+        draft_token_num=rows.shape[1],
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        fused=torch.cat((draft.fuse(aux_hidden[:real]), draft.fused_mask.expand(drafted - 1, -1))),
+        first_drafting=torch.tensor([real - 1]),
+        num_drafting=drafted,
+    )
+    return torch.nn.functional.linear(pools.forward(draft, batch).hidden_states, draft.head.weight)
+
+
+def target_states(target, tokens: list[int], ids: list[int]) -> torch.Tensor:
+    """Captured states of all tokens, [n, A * H]; ids as the library counts, Hugging Face's hidden_states."""
+    with torch.no_grad():
+        states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return torch.cat([states[i][0] for i in ids], dim=-1)
+
+
+def worst(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((logits[:, : expected.shape[1]] - expected).abs().max() / expected.abs().max()).item()
+
+
+def golden_steps() -> list[tuple[list[int], torch.Tensor]]:
+    data = np.load(GOLDEN / "block_logits.npz")
+    count = sum(name.startswith("prompt_") for name in data)
+    assert count
+    return [(data[f"prompt_{i}"].tolist(), torch.from_numpy(data[f"logits_{i}"])) for i in range(count)]
+
+
+def test_logits_are_the_librarys(draft, target):
+    ids = [layer + 1 for layer in draft.draft.target_layer_ids]
+    for tokens, expected in golden_steps():
+        assert worst(step_logits(draft, tokens, target_states(target, tokens, ids)), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_layer_ids_off_by_one_would_show(draft, target, shift):
+    ids = [layer + 1 + shift for layer in draft.draft.target_layer_ids]
+    for tokens, expected in golden_steps():
+        assert worst(step_logits(draft, tokens, target_states(target, tokens, ids)), expected) > SHIFTED
+
+
+def test_the_other_norm_before_residual_would_show(target, tmp_path):
+    draft = load(PEAGLE_DRAFT, tmp_path, norm_before_residual=True)
+    ids = [layer + 1 for layer in draft.draft.target_layer_ids]
+    for tokens, expected in golden_steps():
+        assert worst(step_logits(draft, tokens, target_states(target, tokens, ids)), expected) > SHIFTED
+
+
+@pytest.mark.parametrize("variant", sorted(p.name for p in (GOLDEN / "variants").iterdir()))
+def test_options_the_bundled_draft_does_not_use(variant, tmp_path):
+    """Llama's layers, several layers, a window of 5, biases, norms around fc, one vocabulary."""
+    draft = load(GOLDEN / "variants" / variant, tmp_path)
+    data = np.load(GOLDEN / "variants" / variant / "logits.npz")
+    logits = step_logits(draft, data["tokens"].tolist(), torch.from_numpy(data["aux"]).float())
+    assert worst(logits, torch.from_numpy(data["logits"])) <= TOLERANCE
+
+
+def test_a_captured_graph_finds_its_rows(draft):
+    """SGLang captures with a spec_info of its own: the rows then come from where the drafter puts them before a replay."""
+    generator = torch.Generator().manual_seed(0)
+    draft.allocate_blocks(requests=3, width=6, num_drafting=3)
+    blocks = draft.blocks(2)
+    blocks.fused.copy_(torch.randn(blocks.fused.shape, generator=generator))
+    blocks.first_drafting.copy_(torch.tensor([0, 3]))
+    attention = draft.layers[0].self_attn
+    pools = Pools(2, 6, layers=1, kv_heads=attention.num_kv_heads, head_dim=attention.head_dim)
+    tokens = torch.randint(100, (2, 6), generator=generator)
+    fused, outputs = blocks.fused.clone(), []
+    for spec_info in (blocks, None):
+        batch = pools.blocks(tokens, [0, 0])
+        batch.spec_info = spec_info or batch.spec_info
+        draft.blocks(2).fused.copy_(fused)
+        outputs.append(pools.forward(draft, batch))
+    assert torch.equal(outputs[0].hidden_states, outputs[1].hidden_states)
+    assert outputs[1].draft_tokens.shape == (6,)
+
+
+def test_an_eagle3_checkpoint_is_named(tmp_path):
+    config = parse_config(json.loads((PEAGLE_DRAFT / "config.json").read_text()), tmp_path)
+    weights = load_file(PEAGLE_DRAFT / "model.safetensors")
+    del weights["mask_hidden"]
+    with pytest.raises(ValueError, match="mask_hidden.*EAGLE-3"):
+        build(PEagleDraftModel, config, iter(weights.items()))
+
+
+def test_a_mask_hidden_of_another_size_is_named(tmp_path):
+    config = parse_config(json.loads((PEAGLE_DRAFT / "config.json").read_text()), tmp_path)
+    weights = load_file(PEAGLE_DRAFT / "model.safetensors")
+    weights["mask_hidden"] = weights["mask_hidden"][..., :-1]
+    with pytest.raises(ValueError, match=r"mask_hidden is \(1, 1, 767\), expected \(1, 1, 768\)"):
+        build(PEagleDraftModel, config, iter(weights.items()))
+
+
+def test_new_weights_reach_the_fused_mask(draft, tmp_path):
+    """It is computed once; a weight update must renew it."""
+    other = load(PEAGLE_DRAFT, tmp_path)
+    before = other.fused_mask.clone()
+    weights = {name: t for name, t in load_file(PEAGLE_DRAFT / "model.safetensors").items()}
+    weights["mask_hidden"] = weights["mask_hidden"] * 2
+    other.load_weights(iter(weights.items()))
+    torch.testing.assert_close(other.fused_mask, before * 2)
