@@ -12,6 +12,7 @@ import torch
 from draft_cases import BASE, SLIDING, FakePlan, lm_head, random_weights
 from engine import Pools, build
 from reference_peagle import ReferencePEagle
+from test_drafter import sampling_parameters
 from test_speculators_format import GOOD_PEAGLE
 
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
@@ -120,14 +121,13 @@ class Simulation:
                 self.unknown[r].add(a - 1)
             self.lengths[r] = b
 
-    def cycle(self, kept: dict[int, int]) -> None:
-        """A decode step of these requests: what is drafted must be the reference's; then so many tokens are kept."""
-        chosen, width = list(kept), self.width
+    def begin_cycle(self, chosen: list[int]) -> Cycle:
+        width = self.width
         lengths = torch.tensor([self.lengths[r] for r in chosen])
         positions = lengths[:, None] + torch.arange(width)
         tokens = torch.full((len(chosen), width), CONFIG["mask_token_id"])
         tokens[:, 0] = torch.stack([self.texts[r, self.lengths[r]] for r in chosen])
-        cycle = Cycle(
+        return Cycle(
             bs=len(chosen),
             req_pool_indices=self.pools.rows[chosen],
             seq_lens=lengths,
@@ -138,13 +138,21 @@ class Simulation:
             host_lens=lengths + width,
             can_run_cuda_graph=False,
         )
+
+    def reference_logits(self, request: int) -> torch.Tensor:
+        text, states = self.texts[request, : self.lengths[request] + 1].tolist(), self.states[request]
+        return self.reference.step(text, states, self.width - 1, self.unknown[request])
+
+    def cycle(self, kept: dict[int, int]) -> None:
+        """A decode step of these requests: what is drafted must be the reference's; then so many tokens are kept."""
+        chosen, width = list(kept), self.width
+        cycle = self.begin_cycle(chosen)
         block = self.drafter.propose(cycle).tokens
         for row, r in enumerate(chosen):
             n = self.lengths[r]
             expected = [int(self.texts[r, n])]
             if width > 1:
-                logits = self.reference.step(self.texts[r, : n + 1].tolist(), self.states[r], width - 1, self.unknown[r])
-                drafted = logits.argmax(dim=-1)
+                drafted = self.reference_logits(r).argmax(dim=-1)
                 expected += (drafted + self.d2t[drafted]).tolist()
             assert block[row].tolist() == expected, f"request {r} after {n} tokens"
         # What is not kept got states and tokens that never were.
@@ -210,3 +218,21 @@ def test_a_mixed_batch(tmp_path):
     simulation.prefill({2: 14}, continued=(2,), running=(1, 0))
     simulation.cycle({2: 1, 0: 0, 1: 3})
     simulation.cycle({2: 0, 0: 0, 1: 0})
+
+
+def test_draft_probabilities_belong_to_their_request(tmp_path):
+    """In target vocabulary, under each request's own temperature, with blocks that begin at different rows."""
+    simulation = Simulation(5, 3, tmp_path)
+    simulation.prefill({0: 12, 1: 3, 2: 30})
+    simulation.cycle({0: 4, 1: 0, 2: 2})
+    chosen, temperatures = [2, 0, 1], [0.7, 1.0, 1.5]
+    info = sampling_parameters(temperature=temperatures, top_k=[1 << 30] * 3, top_p=[1.0] * 3)
+    block = simulation.drafter.propose(simulation.begin_cycle(chosen), info)
+    for row, r in enumerate(chosen):
+        expected = torch.softmax(simulation.reference_logits(r) / temperatures[row], dim=-1)
+        target_ids = torch.arange(40) + simulation.d2t
+        for slot in range(4):
+            got = torch.zeros(61, dtype=torch.float64)
+            got[block.probs.ids[row, slot]] = block.probs.probs[row, slot].double()
+            torch.testing.assert_close(got[target_ids], expected[slot], rtol=0, atol=1e-5)
+            assert got[block.tokens[row, slot + 1]] > 0

@@ -118,7 +118,7 @@ class Prompts:
 
     @classmethod
     def of(cls, batch) -> "Prompts":
-        num_running = batch.mix_running_indices.numel() if batch.forward_mode.is_mixed() else 0
+        num_running = len(batch.decoding_reqs) if batch.forward_mode.is_mixed() else 0
         extend = torch.tensor(batch.extend_lens, dtype=torch.int64)
         # Each request's positions go on after its prefix.
         first = torch.tensor(batch.prefix_lens, dtype=torch.int64) - (extend.cumsum(0) - extend)
