@@ -23,6 +23,18 @@ def test_greedy_tokens_never_come_from_the_heads_padding():
     assert torch.equal(greedy_tokens(hidden, lm_head(weight)), (hidden @ weight.T).argmax(dim=-1))
 
 
+def drafter_on(pools, case: Case, verify_width: int) -> DFlashDrafter:
+    """A drafter whose model runner is nothing but the model and these pools."""
+    target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
+    runner = SimpleNamespace(
+        model=case.model,
+        token_to_kv_pool=pools.token_to_kv_pool,
+        kv_index_translator=None,
+        forward=lambda batch: SimpleNamespace(logits_output=pools.forward(case.model, batch)),
+    )
+    return DFlashDrafter(runner, target, verify_width)
+
+
 def sampling_parameters(**columns) -> SimpleNamespace:
     return SimpleNamespace(
         temperatures=torch.tensor(columns["temperature"])[:, None],
@@ -39,14 +51,7 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
     rows = case.config["block_size"]
     width = case.model.draft.num_drafting_rows + 1
     pools = case.pools(4, 40)
-    target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
-    runner = SimpleNamespace(
-        model=case.model,
-        token_to_kv_pool=pools.token_to_kv_pool,
-        kv_index_translator=None,
-        forward=lambda batch: SimpleNamespace(logits_output=pools.forward(case.model, batch)),
-    )
-    drafter = DFlashDrafter(runner, target, width)
+    drafter = drafter_on(pools, case, width)
     lengths = [11, 4, 7, 19]
     aux_hidden = [case.aux_hidden(n, seed) for seed, n in enumerate(lengths)]
     for request, n in enumerate(lengths):
@@ -99,14 +104,7 @@ def test_the_drafter_proposes_what_the_reference_does(name, tmp_path):
     rows, lengths, kept = case.config["block_size"], [11, 4], [1, 0]
     width = rows + from_anchor
     pools = case.pools(2, 40)
-    target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
-    runner = SimpleNamespace(
-        model=case.model,
-        token_to_kv_pool=pools.token_to_kv_pool,
-        kv_index_translator=None,
-        forward=lambda batch: SimpleNamespace(logits_output=pools.forward(case.model, batch)),
-    )
-    drafter = DFlashDrafter(runner, target, width)
+    drafter = drafter_on(pools, case, width)
     # Of every request, the aux hidden states of all positions to come; what is rejected is replaced by noise.
     aux_hidden = [case.aux_hidden(40, seed) for seed in (1, 2)]
     states = torch.cat([states[:n] for states, n in zip(aux_hidden, lengths, strict=True)])

@@ -4,29 +4,18 @@ Every comparison of a kernel with its twin runs compiled where there is a GPU, a
 interpreter, in a process of its own: Triton decides between the two when it is first imported.
 """
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton_interpreter import DEVICE, INTERPRETED, against_twin, needs_gpu, run_comparisons
 
 from sglang_dflash.kernels.ops.speculative import accept, block, context_kv
 from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-def against_twin(test):
-    """A comparison that runs on a GPU and in the interpreter."""
-    return test if INTERPRETED else pytest.mark.gpu(needs_gpu(test))
 
 
 def round_to_nearest(data: np.ndarray, source: tl.dtype, target: tl.dtype, _rounding_mode) -> np.ndarray:
@@ -50,13 +39,7 @@ if INTERPRETED:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_kernels_in_the_interpreter():
-    arguments = ["-q", "-p", "no:cacheprovider", "-k", "equals_its_twin", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
-    assert "passed" in done.stdout and "skipped" not in done.stdout, output
+    run_comparisons(__file__)
 
 
 # -- block preparation ------------------------------------------------------------------------------------

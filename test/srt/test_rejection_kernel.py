@@ -1,15 +1,12 @@
 """The Triton kernel against the rules it stands for: on a GPU where there is one, else in the interpreter."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kernel_compile import ARCHITECTURES, Launch
 from test_verdicts import batches
+from triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
 
 from sglang_dflash.kernels.ops.speculative import rejection as kernels
 from sglang_dflash.srt.speculative.rejection import (
@@ -19,25 +16,10 @@ from sglang_dflash.srt.speculative.rejection import (
     draw_final_tokens,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-def against_twin(test):
-    """A comparison that runs on a GPU and in the interpreter."""
-    return test if INTERPRETED else pytest.mark.gpu(needs_gpu(test))
-
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_the_kernel_in_the_interpreter():
-    arguments = ["-q", "-p", "no:cacheprovider", "-k", "equals_its_twin", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
-    assert "passed" in done.stdout and "skipped" not in done.stdout, output
+    run_comparisons(__file__)
 
 
 def assert_same_verdict(arguments, block_verification: bool) -> None:
