@@ -33,6 +33,7 @@ _NOT_SUPPORTED = (
     ("attn_dp_size", 1, "DP attention (--enable-dp-attention)"),
     ("attn_cp_size", 1, "context parallelism (--attn-cp-size)"),
     ("disaggregation_mode", "null", "prefill/decode disaggregation (--disaggregation-mode)"),
+    ("grammar_backend", (None, "xgrammar", "llguidance", "none"), "--grammar-backend: only xgrammar, llguidance, none roll back"),
     ("enable_lora", (None, False), "LoRA adapters (--enable-lora)"),
     ("enable_hierarchical_cache", False, "hierarchical KV cache (--enable-hierarchical-cache)"),
     ("enable_unified_memory", False, "the unified memory pool (--enable-unified-memory)"),

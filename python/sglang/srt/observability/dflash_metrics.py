@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 # Why a block was not drafted or verified the way the server was asked to: the `reason` label, and what to log.
 FALLBACKS = {
-    "sampling_seed": "a request has a sampling seed, so its batch drafts the argmax and verifies without draft probabilities",
+    "sampling_seed": "a request has a sampling seed, so its batch drafts by argmax, not by drawing",
 }
 
 

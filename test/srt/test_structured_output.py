@@ -1,0 +1,175 @@
+"""Grammars: the answer is valid, and where it is greedy it is the target's own under the same grammar.
+
+A block's positions are masked along the drafted chain and the rejected ones rolled back, so what can go wrong shows
+where a grammar branches, ends in mid-block, or shares a batch with other requests. All of it float32.
+"""
+
+import json
+import re
+import urllib.error
+
+import pytest
+from conftest import FLOAT32, assert_same
+from serving import Server, dflash_arguments, heldout_prompts
+from streaming import stream
+
+pytestmark = pytest.mark.server
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{1,12}$"},
+        "kind": {"enum": ["function", "class"]},
+        "lines": {"type": "integer", "minimum": 0, "maximum": 999},
+    },
+    "required": ["name", "kind", "lines"],
+    "additionalProperties": False,
+}
+EBNF = """root ::= "def " name "(" (name (", " name)*)? "):\\n    return " expression
+name ::= [a-z] [a-z0-9_]?
+expression ::= name | name " + " expression | "(" expression ")"
+"""
+# The same language, as far as the brackets go: those are counted below.
+EBNF_SHAPE = r"def [a-z][a-z0-9_]?\(([a-z][a-z0-9_]?(, [a-z][a-z0-9_]?)*)?\):\n    return [a-z0-9_ +()]+"
+TRIGGERED = {
+    "type": "structural_tag",
+    "structures": [{"begin": "def", "schema": {"type": "integer", "minimum": 10, "maximum": 99}, "end": "!"}],
+    "triggers": ["def"],
+}
+
+
+@pytest.fixture(scope="module")
+def server(servers) -> Server:
+    return servers.get(*FLOAT32, *dflash_arguments())
+
+
+@pytest.fixture(scope="module")
+def llguidance(servers) -> Server:
+    return servers.get(*FLOAT32, *dflash_arguments(), "--grammar-backend", "llguidance")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 400][::18][:12]
+
+
+def greedy(prompt: str, max_new_tokens: int, **sampling) -> dict:
+    return {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **sampling}}
+
+
+def check_same(server: Server, reference, requests: list[dict]) -> list[dict]:
+    answers = server.generate_many(requests, 6)
+    assert_same(requests, answers, reference.answers(requests))
+    return answers
+
+
+def check_schema(text: str) -> None:
+    parsed = json.loads(text)
+    assert set(parsed) == {"name", "kind", "lines"} and parsed["kind"] in ("function", "class"), text
+    assert re.fullmatch("[a-z]{1,12}", parsed["name"]) and 0 <= parsed["lines"] <= 999, text
+
+
+@pytest.mark.parametrize("pattern", [r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}", r"[0-9]{4}-[0-9]{2}"])
+def test_regex(pattern, server, reference, prompts):
+    requests = [greedy(prompt, 60, regex=pattern) for prompt in prompts[:6]]
+    for answer in check_same(server, reference, requests):
+        assert re.fullmatch(pattern, answer["text"]), f"{answer['text']!r} does not match {pattern!r}"
+
+
+def test_json_schema(server, reference, prompts):
+    requests = [greedy(prompt, 120, json_schema=json.dumps(SCHEMA)) for prompt in prompts[:6]]
+    # Plain requests in the same batch must not feel the grammar.
+    requests += [greedy(prompt, 40) for prompt in prompts[6:9]]
+    for answer in check_same(server, reference, requests)[:6]:
+        check_schema(answer["text"])
+
+
+def test_ebnf(server, reference, prompts):
+    requests = [greedy(prompt, 60, ebnf=EBNF) for prompt in prompts[:6]]
+    for answer in check_same(server, reference, requests):
+        if answer["meta_info"]["finish_reason"]["type"] == "stop":
+            assert re.fullmatch(EBNF_SHAPE, answer["text"]), answer["text"]
+            assert answer["text"].count("(") == answer["text"].count(")"), answer["text"]
+
+
+def test_a_tag_that_begins_in_mid_answer(server, reference, prompts):
+    """Free text until a trigger, then a schema: the mask is on for a part of the answer, and of a block."""
+    requests = [greedy(prompt, 60, structural_tag=json.dumps(TRIGGERED), ignore_eos=True) for prompt in prompts]
+    tagged = [a["text"] for a in check_same(server, reference, requests) if "def" in a["text"][:-8]]
+    assert tagged, "no answer came to the tag: the test tests nothing"
+    for text in tagged:
+        assert len(re.findall("def[0-9]{2}!", text)) == len(re.findall("def(?=.{4})", text, re.DOTALL)), text
+
+
+def test_a_grammar_may_end_anywhere_in_a_block(server, reference, prompts):
+    """Answers of one to nineteen digits; what was drafted beyond the end is dropped."""
+    requests = [greedy(prompts[3], 60, regex=f"[0-9]{{{digits}}}") for digits in range(1, 20)]
+    for digits, answer in enumerate(check_same(server, reference, requests), start=1):
+        assert re.fullmatch(f"[0-9]{{{digits}}}", answer["text"])
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def test_different_grammars_in_one_batch(server, reference, prompts):
+    kinds = [{"regex": "(yes|no)( and (yes|no))*!"}, {"json_schema": json.dumps(SCHEMA)}, {"ebnf": EBNF}, {}]
+    requests = [greedy(prompt, 40 + 3 * number, **kinds[number % 4]) for number, prompt in enumerate(prompts)]
+    check_same(server, reference, requests)
+
+
+def test_sampled_answers_are_valid(server, prompts):
+    sampled = {"temperature": 1.0, "json_schema": json.dumps(SCHEMA)}
+    requests = [greedy(prompt, 150, **sampled) for prompt in prompts * 2]
+    requests += [greedy(prompt, 40, temperature=1.2, top_p=0.9) for prompt in prompts[:4]]
+    answers = server.generate_many(requests, 8)[: 2 * len(prompts)]
+    for answer in answers:
+        check_schema(answer["text"])
+    assert len({answer["text"] for answer in answers}) > len(prompts), "sampled answers hardly differ"
+
+
+def test_log_probabilities_are_those_under_the_grammar(server, reference, prompts):
+    requests = [
+        {**greedy(prompt, 120, json_schema=json.dumps(SCHEMA)), "return_logprob": True, "top_logprobs_num": 2}
+        for prompt in prompts[:4]
+    ]
+    for got, want in zip(check_same(server, reference, requests), reference.answers(requests)):
+        for field in ("output_token_logprobs", "output_top_logprobs"):
+            rows = [answer["meta_info"][field] for answer in (got, want)]
+            assert len(rows[0]) == len(rows[1]) == len(want["output_ids"])
+        mine, theirs = ([row[0] for row in a["meta_info"]["output_token_logprobs"]] for a in (got, want))
+        assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_openai_response_format(server, reference, prompts):
+    """Chat and completions, streamed too."""
+    schema = {"type": "json_schema", "json_schema": {"name": "code", "schema": SCHEMA}}
+    request = {"model": "default", "temperature": 0, "max_tokens": 120, "response_format": schema}
+    chat = {**request, "messages": [{"role": "user", "content": prompts[1]}]}
+    got, want = (s.post("/v1/chat/completions", chat)["choices"][0] for s in (server, reference.server))
+    assert got["message"]["content"] == want["message"]["content"]
+    check_schema(got["message"]["content"])
+    chunks = [chunk["choices"][0]["delta"] for chunk in stream(server, chat, "/v1/chat/completions")]
+    assert "".join(delta.get("content") or "" for delta in chunks) == want["message"]["content"]
+    completion = {**request, "prompt": prompts[1]}
+    got, want = (s.post("/v1/completions", completion)["choices"][0]["text"] for s in (server, reference.server))
+    assert got == want
+    check_schema(got)
+
+
+@pytest.mark.parametrize("sampling", [{"regex": "[a-z"}, {"json_schema": "{"}, {"ebnf": "root ::= nothing"}])
+def test_a_broken_grammar_is_refused(sampling, server, reference, prompts):
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        server.generate(**greedy(prompts[0], 8, **sampling))
+    assert refusal.value.code == 400
+    check_same(server, reference, [greedy(prompts[1], 8)])
+
+
+def test_the_llguidance_backend(llguidance, reference, prompts):
+    """Its own matcher and rollback. The target's greedy answer under a grammar does not depend on the backend, where
+    both allow the same tokens."""
+    pattern = r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}"
+    requests = [greedy(prompt, 60, regex=pattern) for prompt in prompts[:6]]
+    requests += [greedy(prompt, 40) for prompt in prompts[6:8]]
+    for answer in check_same(llguidance, reference, requests)[:6]:
+        assert re.fullmatch(pattern, answer["text"])
+    sampled = [greedy(prompt, 150, temperature=1.0, json_schema=json.dumps(SCHEMA)) for prompt in prompts]
+    for answer in llguidance.generate_many(sampled, 6):
+        check_schema(answer["text"])
