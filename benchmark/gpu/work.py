@@ -30,7 +30,7 @@ PROFILED_STEPS = 30
 # Two ways of batching the same bf16 sums may round differently in every layer. The bundled target's logits
 # lie 1/16 apart in bf16; up to four such steps between its best two tokens is a near-tie, as in the tests.
 NEAR_TIE = 0.25
-WORKER_LINE = "DFlashDrafter: block size"  # what this plugin's worker logs when it is built
+WORKER_LINE = "DFlashWorker with DFlashDrafter: block size"  # what this plugin's worker logs when it is built
 
 
 @contextlib.contextmanager

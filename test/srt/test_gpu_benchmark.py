@@ -48,8 +48,9 @@ def test_both_dflash_servers_get_the_same_flags():
 
 def test_our_worker_still_says_the_line_that_tells_it_from_the_built_in():
     source = inspect.getsource(dflash_worker)
-    name, rest = work.WORKER_LINE.split(": ")
-    assert hasattr(dflash_worker, name) and f"sglang-dflash %s: {rest} %d" in source
+    names, rest = work.WORKER_LINE.split(": ")
+    assert all(hasattr(dflash_worker, name) for name in names.split(" with "))
+    assert f"sglang-dflash %s with %s: {rest} %d" in source
 
 
 @pytest.fixture

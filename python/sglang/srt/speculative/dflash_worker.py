@@ -75,7 +75,8 @@ class DFlashWorker(BaseSpecWorker):
         self._clock = PhaseClock.from_environment()
         self._metrics = DFlashMetrics.from_server(self.verify_width - 1)
         logger.info(
-            "sglang-dflash %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
+            "sglang-dflash %s with %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
+            type(self).__name__,
             drafter.__name__,
             self.verify_width,
             draft_model.draft.num_hidden_layers,
@@ -255,7 +256,12 @@ class DFlashWorker(BaseSpecWorker):
         """Whether this batch's blocks are drawn from the draft's distribution: where the server asks for it, and some
         request samples. Seeded draws are the target's alone, by position, so that batch mates do not matter."""
         info = batch.sampling_info
-        return self._rejection_rule is not None and not info.is_all_greedy and info.sampling_seed is None
+        if self._rejection_rule is None or info.is_all_greedy:
+            return False
+        if info.sampling_seed is not None:
+            self._metrics.count_fallback("sampling_seed", blocks=len(info))
+            return False
+        return True
 
     def _constrain(self, batch, block: DraftBlock, logits: torch.Tensor, grammar_barrier) -> None:
         """Put each request's logit bias and grammar on the verify logits, [bs * B, vocab], in place."""
