@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--target", default=str(TARGET.relative_to(ROOT)))
     parser.add_argument("--draft", nargs="+", default=[str(DRAFT.relative_to(ROOT))])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.3, 0.7, 1.0])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=64)
     args = parser.parse_args()
@@ -48,8 +49,8 @@ def main() -> None:
     header = " | ".join(f"T = {t}" for t in args.temperatures)
     lines = [f"| draft | method | {header} |", "|---|---|" + "---:|" * len(args.temperatures)]
     for draft in args.draft:
-        for method, flags in METHODS.items():
-            with serve("--model-path", args.target, *dflash_arguments(draft), *flags) as server:
+        for method in args.methods:
+            with serve("--model-path", args.target, *dflash_arguments(draft), *METHODS[method]) as server:
                 found = [accept_length(server, texts, t, args.new_tokens) for t in args.temperatures]
             cells = " | ".join(f"{mean:.3f} ± {error:.3f}" for mean, error in found)
             lines.append(f"| {os.path.basename(draft)} | {method} | {cells} |")
