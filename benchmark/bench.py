@@ -45,6 +45,20 @@ class Load:
     accepted: list[int] = field(default_factory=list)
     phase_ms: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, server: str, concurrency: int, answers: list[dict], seconds: float) -> "Load":
+        """From the answers to a request set, and how long the set took."""
+        infos = [answer["meta_info"] for answer in answers]
+        histograms = [info.get("spec_correct_drafts_histogram") or [] for info in infos]
+        return cls(
+            server=server,
+            concurrency=concurrency,
+            requests=len(answers),
+            output_tokens=sum(info["completion_tokens"] for info in infos),
+            seconds=seconds,
+            accepted=[sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)],
+        )
+
     @property
     def tokens_per_second(self) -> float:
         return self.output_tokens / self.seconds
@@ -122,18 +136,9 @@ def measure(
     params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     requests = [{"text": text, "sampling_params": params} for text in chosen]
     start = time.perf_counter()
-    answers = [answer["meta_info"] for answer in server.generate_many(requests, concurrency)]
+    answers = server.generate_many(requests, concurrency)
     seconds = time.perf_counter() - start
-    histograms = [answer.get("spec_correct_drafts_histogram") or [] for answer in answers]
-    accepted = [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
-    return Load(
-        server=name,
-        concurrency=concurrency,
-        requests=len(requests),
-        output_tokens=sum(answer["completion_tokens"] for answer in answers),
-        seconds=seconds,
-        accepted=accepted,
-    )
+    return Load.of(name, concurrency, answers, seconds)
 
 
 def _read_phases(path: Path) -> dict:

@@ -100,16 +100,7 @@ def _measure(server: Server, name: str, concurrency: int, repeats: int) -> Load:
         start = time.perf_counter()
         answers += server.generate_many(requests, concurrency)
         seconds += time.perf_counter() - start
-    infos = [answer["meta_info"] for answer in answers]
-    histograms = [info.get("spec_correct_drafts_histogram") or [] for info in infos]
-    return Load(
-        server=name,
-        concurrency=concurrency,
-        requests=len(answers),
-        output_tokens=sum(info["completion_tokens"] for info in infos),
-        seconds=seconds,
-        accepted=[sum(column) for column in zip_longest(*histograms, fillvalue=0)],
-    )
+    return Load.of(name, concurrency, answers, seconds)
 
 
 def random_requests(count: int, new_tokens: int, seed: int = 0) -> list[dict]:

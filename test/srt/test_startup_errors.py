@@ -88,8 +88,8 @@ BAD_FLAGS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "disaggregation": (["--disaggregation-mode", "decode"], ("disaggregation",)),
     "a tree": (["--speculative-eagle-topk", "4"], ("--speculative-eagle-topk",)),
     "several steps": (["--speculative-num-steps", "3"], ("--speculative-num-steps",)),
-    "draft window": (["--speculative-draft-window-size", "64"], ("--speculative-draft-window-size",)),
-    "rejection sampling": (["--speculative-use-rejection-sampling"], ("--speculative-use-rejection-sampling",)),
+    "no draft window": (["--speculative-draft-window-size", "0"], ("--speculative-draft-window-size", "0")),
+    "draft sample method": (["--speculative-draft-sample-method", "gumbel"], ("greedy", "probabilistic")),
     "token map": (["--speculative-token-map", "map.pt"], ("--speculative-token-map",)),
     "LoRA": (["--enable-lora", "--lora-paths", "one=/nowhere", "--max-lora-rank", "8"], ("LoRA",)),
     "block size twice": (
@@ -159,6 +159,9 @@ NAMES = [
     "no draft given",
     "draft path missing",
     "relative draft path missing",
+    "PEAGLE with a DFlash draft",
+    "PEAGLE without a draft",
+    "P-EAGLE that reads the last layer",
     "draft config is no JSON",
     "the target as its own draft",
 ]

@@ -159,6 +159,9 @@ def _refuse_unsupported(args: Any) -> None:
             "--speculative-use-block-verification without --speculative-draft-sample-method probabilistic: "
             "tokens that were not drawn gain nothing from it"
         )
+    window = args.speculative_draft_window_size
+    if window is not None and window < 1:
+        found.append(f"--speculative-draft-window-size {window}: leave it out for a draft that sees all tokens")
     if args.device != "cpu" and not args.device.startswith("cuda"):
         found.append(f"device {args.device!r} (only cuda and cpu)")
     if args.device == "cpu" and args.attention_backend != CPU_ATTENTION_BACKEND:
@@ -183,7 +186,7 @@ def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
 
 
 def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int, draft_backend: str) -> None:
-    if args.speculative_draft_window_size:
+    if args.speculative_draft_window_size is not None:
         raise ValueError("P-EAGLE does not support --speculative-draft-window-size.")
     if draft_backend in ("fa3", "fa4") and (args.page_size or 1) > 1:
         # They read whole pages, and the draft's table is the target's shifted by one slot.
