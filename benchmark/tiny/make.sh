@@ -32,7 +32,7 @@ $python model_cards.py "$work" "$target" "$draft"
 golden=$here/../../test/srt/golden
 train=train_speculators_draft.py
 $SPECULATORS_PYTHON $train dflash "$work" "$target" "$draft-speculators" --steps 600 --warm-start "$draft"
-$SPECULATORS_PYTHON $train peagle "$work" "$target" "$target-peagle" --steps 3200 --muon-lr 0.02 --adam-lr 0.003
+$SPECULATORS_PYTHON $train peagle "$work" "$target" "$target-peagle" --steps 6000 --muon-lr 0.02 --adam-lr 0.003
 for made in "$draft-speculators tiny-speculators" "$target-peagle tiny-peagle"; do
     read -r folder name <<< "$made"
     $SPECULATORS_PYTHON speculators_golden.py "$target" "$folder" prompts/heldout.jsonl "$golden/$name"

@@ -51,7 +51,7 @@ class DFlashRecipe:
 
 class PEagleRecipe:
     model_class = PEagleDraftModel
-    num_layers = 1
+    num_layers = 3  # with one, a token cannot build on a guess of the one before it
     layer_ids = [2, 6, 9]  # what the library picks for twelve layers; its counting is EAGLE's
     rows_per_step = 1  # attention grows with the square of the packed row
     options = {"num_depths": DRAFT_TOKENS}

@@ -55,13 +55,13 @@ CONFIGURATIONS = (
     Configuration(
         "speculators", (), offset=3, draft=lambda folder: SPECULATORS_DRAFT, accept_length=(1.8, 8.0)
     ),
-    Configuration("peagle", (), offset=4, draft=lambda folder: PEAGLE_DRAFT, accept_length=(1.6, 8.0)),
+    Configuration("peagle", (), offset=4, draft=lambda folder: PEAGLE_DRAFT, accept_length=(2.2, 8.0)),
     Configuration(
         "peagle-page-16-mixed-batches",
         ("--page-size", "16", "--chunked-prefill-size", "64", "--enable-mixed-chunk"),
         offset=0,
         draft=lambda folder: PEAGLE_DRAFT,
-        accept_length=(1.6, 8.0),
+        accept_length=(2.2, 8.0),
     ),
     Configuration(
         "peagle-3-tokens-no-overlap",

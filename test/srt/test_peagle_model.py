@@ -129,7 +129,7 @@ def test_a_captured_graph_finds_its_rows(draft):
     blocks.fused.copy_(torch.randn(blocks.fused.shape, generator=generator))
     blocks.first_drafting.copy_(torch.tensor([0, 3]))
     attention = draft.layers[0].self_attn
-    pools = Pools(2, 6, layers=1, kv_heads=attention.num_kv_heads, head_dim=attention.head_dim)
+    pools = Pools(2, 6, layers=len(draft.layers), kv_heads=attention.num_kv_heads, head_dim=attention.head_dim)
     tokens = torch.randint(100, (2, 6), generator=generator)
     fused, outputs = blocks.fused.clone(), []
     for spec_info in (blocks, None):
