@@ -2,6 +2,7 @@
 
     python benchmark/bench.py                       # the bundled pair; what `make bench` runs
     python benchmark/bench.py --target T --draft D --concurrency 1 8 --max-new-tokens 256
+    python benchmark/bench.py --draft D1 D2         # drafts side by side, such as a DFlash and a P-EAGLE one
     python benchmark/bench.py --peer-env SGLANG_PLUGINS=none    # also SGLang's built-in DFLASH (needs a GPU)
 
 Writes a table, the raw figures and a plot to benchmark/results/.
@@ -81,15 +82,18 @@ def main() -> None:
     plans = [("no speculation", common, {}, {})]
     with tempfile.TemporaryDirectory() as scratch:
         phase_file = Path(scratch) / "phases.json"
-        dflash = [*common, *dflash_arguments(args.draft)]
-        plans.append(("DFLASH", dflash, {PHASE_TIMES: str(phase_file)}, {}))
+        for draft in args.draft:
+            name = "DFLASH" if len(args.draft) == 1 else Path(draft).name
+            plans.append((name, [*common, *dflash_arguments(draft)], {PHASE_TIMES: str(phase_file)}, {}))
         if args.peer_env or args.peer_python:
             peer_env = dict(pair.split("=", 1) for pair in args.peer_env)
             options = {"python": args.peer_python or sys.executable}
+            dflash = [*common, *dflash_arguments(args.draft[0])]
             plans.append(("built-in DFLASH", [*dflash, *args.peer_args.split()], peer_env, options))
         loads = []
         for name, arguments, env, options in plans:
             threads = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
+            phase_file.unlink(missing_ok=True)
             with serve(*arguments, env={**threads, **env}, **options) as server:
                 measure(server, prompts[:4], 4, args.max_new_tokens, name)  # warm up
                 for concurrency in args.concurrency:
@@ -119,7 +123,7 @@ def measure_with_phases(server: Server, prompts, concurrency: int, args, name: s
     before = _read_phases(phase_file)
     load = measure(server, prompts, concurrency, args.max_new_tokens, name, args.requests_per_slot)
     after = _read_phases(phase_file)
-    if name == "DFLASH" and after["cycles"] > before["cycles"]:
+    if after["cycles"] > before["cycles"]:
         load.cycles = after["cycles"] - before["cycles"]
         spent = {k: after["seconds"][k] - before["seconds"].get(k, 0.0) for k in after["seconds"]}
         load.phase_ms = {k: 1000 * seconds / load.cycles for k, seconds in spent.items()}
@@ -148,7 +152,7 @@ def _read_phases(path: Path) -> dict:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(TARGET.relative_to(ROOT)))
-    parser.add_argument("--draft", default=str(DRAFT.relative_to(ROOT)))
+    parser.add_argument("--draft", nargs="+", default=[str(DRAFT.relative_to(ROOT))])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--max-new-tokens", type=int, default=128)

@@ -24,12 +24,13 @@ def table(loads) -> str:
     servers = list(dict.fromkeys(load.server for load in loads))
     by_key = {(load.server, load.concurrency): load for load in loads}
     rows = ["| concurrency | " + " | ".join(f"{s}, tokens/s" for s in servers) + " | "]
-    rows[0] += " | ".join(f"{s}: speedup" for s in servers[1:]) + " | accept length |"
-    rows.append("|" + "---:|" * (2 * len(servers) + 1))
+    rows[0] += " | ".join(f"{s}: speedup" for s in servers[1:]) + " | "
+    rows[0] += " | ".join(f"{s}: accept length" for s in servers[1:]) + " |"
+    rows.append("|" + "---:|" * (3 * len(servers) - 1))
     for concurrency in dict.fromkeys(load.concurrency for load in loads):
         at = [by_key[s, concurrency] for s in servers]
         cells = [str(concurrency)] + [f"{load.tokens_per_second:.1f}" for load in at]
-        cells += [f"{speedup(load, loads):.2f}x" for load in at[1:]] + [f"{at[1].accept_length:.2f}"]
+        cells += [f"{speedup(load, loads):.2f}x" for load in at[1:]] + [f"{load.accept_length:.2f}" for load in at[1:]]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
 
@@ -47,11 +48,12 @@ def markdown(heading: dict, loads, stem: str) -> str:
         f"![throughput and acceptance]({stem}.png)",
         "## Milliseconds per cycle",
         "`rest` is what happens outside the worker: scheduler, prefill, detokenizer, HTTP.",
-        "| concurrency | " + " | ".join(PHASES) + " |\n|" + "---:|" * (len(PHASES) + 1),
+        "| server | concurrency | " + " | ".join(PHASES) + " |\n|---|" + "---:|" * (len(PHASES) + 1),
     ]
     timed = [load for load in loads if load.phase_ms]
     parts[-1] += "".join(
-        f"\n| {load.concurrency} | " + " | ".join(f"{load.phase_ms[p]:.2f}" for p in PHASES) + " |" for load in timed
+        f"\n| {load.server} | {load.concurrency} | " + " | ".join(f"{load.phase_ms[p]:.2f}" for p in PHASES) + " |"
+        for load in timed
     )
     parts += [
         "## Acceptance per position",
@@ -82,9 +84,9 @@ def plot(loads, path: Path) -> None:
     speed.set_xticks(ticks, [str(t) for t in ticks])
     speed.legend(frameon=False)
     for load in loads:
-        if load.server == "DFLASH":
+        if load.phase_ms:
             shares = load.acceptance.by_position
-            label = f"{load.concurrency} concurrent, accept length {load.accept_length:.2f}"
+            label = f"{load.server}, {load.concurrency} concurrent, accept length {load.accept_length:.2f}"
             acceptance.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
     acceptance.set(xlabel="position in the block", ylabel="share of blocks kept to here", ylim=(0, 1))
     acceptance.legend(frameon=False, fontsize=8)
