@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from enumeration import LAST, Case, bisect, deviation, random_case
+from enumeration import LAST, Case, bisect, deviation, is_valid, random_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +12,6 @@ from sglang_dflash.srt.speculative.rejection import (
     DraftProbs,
     accept_by_block_verification,
     accept_by_rejection,
-    find_invalid_requests,
 )
 
 NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1
@@ -174,27 +173,24 @@ def test_a_draft_makes_sense(data):
     tokens, draft = draw(logits, uniforms, *parameters, sampling)
     assert (tokens.shape, tokens.dtype) == ((bs, slots), torch.int64)
     anything = torch.full((bs, slots + 1, vocabulary), 1 / vocabulary)
-    assert not find_invalid_requests(torch.nn.functional.pad(tokens, (1, 0)), anything, draft).any()
+    assert is_valid(torch.nn.functional.pad(tokens, (1, 0)), anything, draft).all()
     for row in range(bs):
         mine = slice(row, row + 1)
         alone, own = draw(logits[mine], uniforms[mine], *[p[mine] for p in parameters], sampling)
         assert torch.equal(alone, tokens[mine]) and torch.equal(own.probs, draft.probs[mine])
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_bad_logits_are_found_and_hurt_nobody(bad):
+@pytest.mark.parametrize("parameters", [(1.0, NO_LIMIT, 1.0), (1e-6, 3, 0.5), (100.0, NO_LIMIT, 0.9)])
+@pytest.mark.parametrize("where", [4, slice(None)])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_bad_logits_still_draw_from_what_is_declared(bad, where, parameters):
     logits, uniforms = torch.randn(3, 2, 6), torch.rand(3, 2)
-    good, _ = draw(logits, uniforms)
-    logits[1, 1, 4] = bad
-    tokens, draft = draw(logits, uniforms)
+    each = [[value] * 3 for value in parameters]
+    good, _ = draw(logits.clone(), uniforms, *each)
+    logits[1, 1, where] = bad
+    tokens, draft = draw(logits, uniforms, *each)
     assert torch.equal(tokens[::2], good[::2])
-    assert ((tokens >= 0) & (tokens < 6)).all()
-    anything = torch.full((3, 3, 6), 1 / 6)
-    assert find_invalid_requests(torch.nn.functional.pad(tokens, (1, 0)), anything, draft).tolist() == [
-        False,
-        True,
-        False,
-    ]
+    assert is_valid(torch.nn.functional.pad(tokens, (1, 0)), torch.full((3, 3, 6), 1 / 6), draft).all()
 
 
 @pytest.mark.parametrize("bs, slots", [(0, 3), (2, 0), (0, 0)])

@@ -32,17 +32,12 @@ def test_the_output_is_the_targets(vocabulary, width, kind, rule):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["one-hot", "half", "marginals"])
 def test_any_draft_may_be_called_one_hot(kind, rule):
-    """A request whose probabilities are missing: its tokens were drawn, and are declared as certain."""
-
-    def forgetful(block, target_probs, draft, *uniforms):
-        everywhere = torch.ones(len(block), dtype=torch.bool)
-        return rule(block, target_probs, draft.one_hot_where(everywhere, block[:, 1:]), *uniforms)
+    """Tokens that were drawn, declared as certain."""
 
     def never_told(block, target_probs, draft, *uniforms):
         return rule(block, target_probs, DraftProbs.one_hot(block[:, 1:]), *uniforms)
 
     case = random_case(7, 3, 3, kind)
-    assert deviation(forgetful, case) < 1e-9
     assert deviation(never_told, case) < 1e-9
 
 

@@ -11,9 +11,9 @@ from triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparison
 from sglang_dflash.kernels.ops.speculative import rejection as kernels
 from sglang_dflash.srt.speculative.rejection import (
     DraftProbs,
-    accept_by_block_verification,
-    accept_by_rejection,
     draw_final_tokens,
+    walk_by_block_verification,
+    walk_by_rejection,
 )
 
 
@@ -24,15 +24,18 @@ def test_the_kernel_in_the_interpreter():
 
 def assert_same_verdict(arguments, block_verification: bool) -> None:
     block, target_probs, draft, accept_uniforms, final_uniforms = arguments
-    rule = accept_by_block_verification if block_verification else accept_by_rejection
-    want = rule(*arguments)
-    accept_len, weight = kernels.walk_blocks_triton(
+    twin = walk_by_block_verification if block_verification else walk_by_rejection
+    want = twin(block, target_probs, draft, accept_uniforms)
+    got = kernels.walk_blocks_triton(
         block, target_probs, draft.ids, draft.probs, accept_uniforms.contiguous(), block_verification
     )
-    got = draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms)
+    assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in want]
+    verdicts = [
+        draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms)
+        for accept_len, weight in (got, want)
+    ]
     for name in ("accept_len", "out_tokens", "bonus"):
-        assert getattr(got, name).dtype == getattr(want, name).dtype
-        assert torch.equal(getattr(got, name), getattr(want, name))
+        assert torch.equal(*(getattr(verdict, name) for verdict in verdicts))
 
 
 @against_twin

@@ -40,12 +40,3 @@ def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> 
     accept_len = matches.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
     bonus = target_tokens.gather(1, accept_len.long()[:, None]).squeeze(1)
     return Verdict(accept_len=accept_len, out_tokens=target_tokens, bonus=bonus)
-
-
-def choose_by_request(use_first: torch.Tensor, first: Verdict, second: Verdict) -> Verdict:
-    """One batch, two rules: request i's verdict is `first` where use_first[i] ([bs] bool), else `second`."""
-    return Verdict(
-        accept_len=torch.where(use_first, first.accept_len, second.accept_len),
-        out_tokens=torch.where(use_first[:, None], first.out_tokens, second.out_tokens),
-        bonus=torch.where(use_first, first.bonus, second.bonus),
-    )

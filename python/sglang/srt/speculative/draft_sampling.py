@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+from sglang.srt.utils.async_probe import maybe_warn_nan
 
 from sglang_dflash.srt.layers.vocab_argmax import full_logits
 from sglang_dflash.srt.speculative.rejection import DraftProbs, draw_by_inverse_cdf
@@ -34,7 +35,6 @@ class DraftSampling:
         if self.candidates < 1:
             raise ValueError(f"candidates must be at least 1, got {self.candidates}.")
 
-
     @classmethod
     def from_environment(cls) -> "DraftSampling":
         """As the variables say; the defaults where they say nothing. Raises ValueError for what is no such number."""
@@ -64,7 +64,8 @@ def draft_tokens(
     uniforms: [bs, B - 1] in [0, 1).
     d2t: [V_draft] int64, target token id minus draft token id; None where the vocabularies are one.
 
-    NaN or positively infinite logits give NaN probabilities, which `find_invalid_requests` finds.
+    NaN and infinite logits are replaced by finite ones (SGLang warns of NaN on CUDA, once). Verified with the
+    probabilities of what the slot was then drawn from, such a draft costs acceptance and nothing else.
     """
     slots, vocabulary = logits.shape[1:]
     if sampling.sampled_slots is None:
@@ -72,7 +73,10 @@ def draft_tokens(
     else:
         is_drawn = torch.arange(slots, device=logits.device) < sampling.sampled_slots
         top_k = torch.where(is_drawn, top_k[:, None], 1)
-    scaled = logits.float() / (temperature * sampling.temperature_scale)[:, None, None]
+    maybe_warn_nan(logits, "DFLASH draft logits")
+    # Finite at any temperature.
+    logits = logits.float().nan_to_num(nan=-1e30, posinf=1e30, neginf=-1e30)
+    scaled = logits / (temperature * sampling.temperature_scale)[:, None, None]
     best, ids = scaled.topk(min(sampling.candidates, vocabulary), dim=-1)
     probs = (best - scaled.logsumexp(dim=-1, keepdim=True)).exp()
     more_likely = probs.cumsum(dim=-1) - probs

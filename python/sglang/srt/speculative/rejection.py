@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dflash.kernels.ops.speculative.rejection import walk_blocks_triton
 from sglang_dflash.srt.speculative.acceptance import Verdict
 
 
@@ -39,17 +40,6 @@ class DraftProbs:
         """The probability each drafted token had, [bs, B - 1]."""
         return torch.where(self.ids == drafted[..., None], self.probs, 0).sum(dim=-1)
 
-    def one_hot_where(self, requests: torch.Tensor, drafted: torch.Tensor) -> "DraftProbs":
-        """The same, but one-hot for some requests ([bs] bool), such as one whose probabilities were not kept.
-
-        Lossless wherever the tokens came from: the one-hot rule is exact for every single draft.
-        """
-        first = torch.arange(self.ids.shape[2], device=self.ids.device) == 0
-        return DraftProbs(
-            ids=torch.where(requests[:, None, None], drafted[..., None], self.ids),
-            probs=torch.where(requests[:, None, None], first.to(self.probs.dtype), self.probs),
-        )
-
 
 def accept_by_rejection(
     block: torch.Tensor,
@@ -70,16 +60,10 @@ def accept_by_rejection(
     accept_uniforms: [bs, B - 1], final_uniforms: [bs], float in [0, 1), independent of each other and of the
         drafting.
 
-    A request with NaN, infinite or negative probabilities gets a verdict without a meaning, but of valid
-    token ids, and changes no other request's: see `find_invalid_requests`.
+    A request whose target says NaN gets a verdict without a meaning, but of valid token ids, and changes no other
+    request's. (SGLANG_SANITIZE_NAN_LOGITS has SGLang replace a target's NaN before it gets here.)
     """
-    drafted = block[:, 1:]
-    target_prob = target_probs[:, :-1].gather(2, drafted[..., None]).squeeze(2)
-    # Not u < p / q: the product needs no care where q is zero.
-    kept = accept_uniforms.double() * draft.of(drafted) < target_prob
-    accept_len = kept.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
-    weight = torch.ones_like(final_uniforms, dtype=torch.float64)
-    return draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms)
+    return _accept(walk_by_rejection, block, target_probs, draft, accept_uniforms, final_uniforms)
 
 
 def accept_by_block_verification(
@@ -98,12 +82,42 @@ def accept_by_block_verification(
     that the draft says too often can be made up for by a later one that it says too rarely: the expected
     length is never below that of `accept_by_rejection`. For one-hot drafts it is the same.
     """
+    return _accept(walk_by_block_verification, block, target_probs, draft, accept_uniforms, final_uniforms)
+
+
+def _accept(walk, block, target_probs, draft, accept_uniforms, final_uniforms) -> Verdict:
+    if block.is_cuda:
+        by_block = walk is walk_by_block_verification
+        accept_len, weight = walk_blocks_triton(
+            block, target_probs, draft.ids, draft.probs, accept_uniforms.contiguous(), by_block
+        )
+    else:
+        accept_len, weight = walk(block, target_probs, draft, accept_uniforms)
+    return draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms)
+
+
+def walk_by_rejection(
+    block: torch.Tensor, target_probs: torch.Tensor, draft: DraftProbs, accept_uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many drafted tokens `accept_by_rejection` keeps, [bs] int32, and their weight, [bs] float64: always 1."""
+    drafted = block[:, 1:]
+    target_prob = target_probs[:, :-1].gather(2, drafted[..., None]).squeeze(2)
+    # Not u < p / q: the product needs no care where q is zero.
+    kept = accept_uniforms.double() * draft.of(drafted) < target_prob
+    accept_len = kept.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
+    return accept_len, torch.ones_like(accept_len, dtype=torch.float64)
+
+
+def walk_by_block_verification(
+    block: torch.Tensor, target_probs: torch.Tensor, draft: DraftProbs, accept_uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many drafted tokens `accept_by_block_verification` keeps, [bs] int32, and their weight w, [bs] float64."""
     width = block.shape[1]
     drafted = block[:, 1:]
     target_prob = target_probs[:, :-1].gather(2, drafted[..., None]).squeeze(2)
     ratios = target_prob / draft.of(drafted).double()
-    accept_len = torch.zeros_like(final_uniforms, dtype=torch.int32)
-    prefix_weight = weight = torch.ones_like(final_uniforms, dtype=torch.float64)
+    accept_len = torch.zeros(len(block), dtype=torch.int32, device=block.device)
+    prefix_weight = weight = torch.ones_like(accept_len, dtype=torch.float64)
     for length in range(1, width):
         prefix_weight = (prefix_weight * ratios[:, length - 1]).clamp(max=1)
         # The sum of min(w * p, q), to which only candidates add. r is w - shared, r + 1 - w is 1 - shared.
@@ -115,7 +129,7 @@ def accept_by_block_verification(
         accepted = accept_uniforms[:, length - 1].double() * (1 - shared) < prefix_weight - shared
         accept_len = torch.where(accepted, length, accept_len)
         weight = torch.where(accepted, prefix_weight, weight)
-    return draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms)
+    return accept_len, weight
 
 
 def draw_final_tokens(
@@ -157,16 +171,3 @@ def draw_by_inverse_cdf(mass: torch.Tensor, uniforms: torch.Tensor) -> torch.Ten
     # A float32 draw may have been rounded up to 1.
     level = uniforms.double().clamp(max=1 - 2**-24)[:, None] * cumulative[:, -1:]
     return ((cumulative > level) & (mass > 0)).byte().argmax(dim=1)
-
-
-def find_invalid_requests(block: torch.Tensor, target_probs: torch.Tensor, draft: DraftProbs) -> torch.Tensor:
-    """Requests the rules above must not be asked about, [bs] bool.
-
-    Their probabilities are NaN, infinite or negative, do not sum to 1 (within 1e-3), or are zero for a token
-    that was drafted.
-    """
-    valid = (draft.of(block[:, 1:]) > 0).all(dim=1)
-    for probs in (target_probs, draft.probs):
-        sums_to_one = (probs.sum(dim=2) - 1).abs() < 1e-3  # false for NaN
-        valid &= sums_to_one.all(dim=1) & (probs >= 0).flatten(1).all(dim=1)
-    return ~valid

@@ -1,7 +1,7 @@
 """How much of each block is kept, by rejection or by block verification, in one launch.
 
-The PyTorch twins are the rules themselves, `srt/speculative/rejection.py`, where block verification takes a
-dozen launches per slot. Its `draw_final_tokens` turns what this returns into a verdict.
+The PyTorch twins are the walks in `srt/speculative/rejection.py`, where block verification takes a dozen launches per
+slot.
 """
 
 import torch
