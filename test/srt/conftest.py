@@ -7,7 +7,9 @@ for another configuration: tests that share one stand next to each other. The re
 import contextlib
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,12 @@ FLOAT32 = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "32768", 
 
 # One logit computed in two batch shapes differs by about 1e-6 in float32, and two of them by twice that.
 FLOAT32_TIE = 1e-5
+
+
+def patched(name: str) -> dict[str, str]:
+    """The environment of a server with a change of server_patches/ made to it."""
+    folder = Path(__file__).parent / "server_patches"
+    return {"SERVER_PATCH": name, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
 class Reference:
@@ -72,8 +80,8 @@ class Servers:
 
 
 @contextlib.contextmanager
-def plain_target(*arguments: str) -> Iterator[Reference]:
-    with serve("--model-path", TARGET, *arguments, env=ENVIRONMENT) as server:
+def plain_target(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Reference]:
+    with serve("--model-path", TARGET, *arguments, env={**ENVIRONMENT, **(environment or {})}) as server:
         yield Reference(server)
 
 

@@ -132,8 +132,8 @@ def _grows(seen: list[int], output_ids: list[int]) -> bool:
 class TestSGLangKits(BasicAPIContractMixin, AbortAllMixin, SpecCorrectnessKit, SpecLogprobKit, unittest.TestCase):
     """SGLang's own checks of a speculative server.
 
-    Left out: kits that ask for the capital of France, for tokens a vocabulary of 2,048 lacks, for penalties (refused)
-    or for a pool of most of the machine's memory (SpecParityKit; test_lossless.py is the stricter form).
+    Left out: kits that ask for the capital of France, for tokens a vocabulary of 2,048 lacks, or
+    for a pool of most of the machine's memory (SpecParityKit; test_lossless.py is the stricter form).
     """
 
     abort_all_max_new_tokens = 3000

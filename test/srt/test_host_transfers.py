@@ -4,11 +4,11 @@ Static, so it holds without a GPU; the marked test lets CUDA itself object to a 
 """
 
 import ast
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import patched
 from serving import ROOT, TARGET, dflash_arguments, serve
 
 SOURCE = ROOT / "python" / "sglang"
@@ -16,6 +16,9 @@ DECODE_PATH = (
     "srt/speculative/dflash_worker.py",
     "srt/speculative/dflash_info.py",
     "srt/speculative/acceptance.py",
+    "srt/speculative/draft_sampling.py",
+    "srt/speculative/penalties.py",
+    "srt/speculative/rejection.py",
     "srt/speculative/simulated_acceptance.py",
     "srt/speculative/target_sampling.py",
     "srt/speculative/draft_window.py",
@@ -27,6 +30,7 @@ DECODE_PATH = (
     "kernels/ops/speculative/block.py",
     "kernels/ops/speculative/accept.py",
     "kernels/ops/speculative/context_kv.py",
+    "kernels/ops/speculative/rejection.py",
 )
 # Methods that copy to the host or whose result's shape depends on values, and functions that do on tensors.
 METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "unique", "masked_select"}
@@ -37,6 +41,8 @@ ALLOWED = {
     ("srt/speculative/dflash_worker.py", "_verify", "int(cycle.host_lens.sum())"): "lies on the host",
     ("srt/speculative/drafters/dflash.py", "_run_block", "int(view.host_lens.sum())"): "lies on the host",
     ("srt/speculative/dflash_info.py", "prepare_for_decode", "int(batch.seq_lens_cpu.sum())"): "lies on the host",
+    ("srt/speculative/draft_sampling.py", "from_environment", "float(value)"): "a string, at start-up",
+    ("srt/speculative/draft_sampling.py", "from_environment", "int(value)"): "a string, at start-up",
     ("srt/speculative/dflash_info.py", "of", "int(extend.sum())"): "lies on the host; prefill",
     ("srt/speculative/drafters/peagle.py", "_run_blocks", "int(host_lens.sum())"): "lies on the host",
     ("srt/speculative/drafters/peagle.py", "_run_prompts", "int(lengths.sum())"): "lies on the host; prefill",
@@ -91,12 +97,11 @@ def test_cuda_sees_no_synchronisation_in_a_decode_step():
     """The server puts CUDA into error mode around `DFlashWorker._decode`, and dies of the first synchronisation."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    plugin = Path(__file__).parent / "strict_sync"
-    environment = {"PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])}
-    with serve("--model-path", TARGET, *dflash_arguments(), "--attention-backend", "triton", env=environment) as server:
+    arguments = "--model-path", TARGET, *dflash_arguments(), "--attention-backend", "triton"
+    with serve(*arguments, env=patched("strict_sync")) as server:
         for temperature in (0, 0.8):
             answer = server.generate(
                 text="def main():", sampling_params={"temperature": temperature, "max_new_tokens": 48, "ignore_eos": True}
             )
             assert answer["meta_info"]["completion_tokens"] == 48
-        assert "strict_sync: decode steps are watched" in server.log()
+        assert "server patch: strict_sync" in server.log()

@@ -6,14 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# (name, what a request must say for us to refuse it). Penalties depend on the tokens before each position, and a
-# block's tokens are not known when the penalties are accumulated; approximating them would change the output.
-_REFUSED_PARAMS = (
-    ("frequency_penalty", lambda p: p.frequency_penalty != 0.0),
-    ("presence_penalty", lambda p: p.presence_penalty != 0.0),
-    ("repetition_penalty", lambda p: p.repetition_penalty != 1.0),
-    ("min_new_tokens", lambda p: p.min_new_tokens > 0),
-)
+from sglang.srt.runtime_context import get_exec
 
 
 def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
@@ -21,14 +14,18 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
 
     Whatever DFLASH cannot serve exactly as the target alone would is refused by name.
     """
-    refused = [name for name, is_used in _REFUSED_PARAMS if is_used(req.sampling_params)]
+    refused = []
+    # Taken out where it would do harm in the one forward that SGLang gives a refused request.
     if req.custom_logit_processor is not None:
         refused.append("custom_logit_processor")
-        req.custom_logit_processor = None  # or it would still run in the one forward SGLang gives a refused request
+        req.custom_logit_processor = None
     if req.return_hidden_states:
         refused.append("return_hidden_states")
     if getattr(req, "return_sampling_mask", False):
         refused.append("return_sampling_mask")
+    if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
+        refused.append("min_p with --enable-deterministic-inference")  # at which SGLang's sampler ends the server
+        req.sampling_params.min_p = 0.0
     if refused:
         return f"DFLASH speculative decoding does not support {', '.join(refused)} yet."
     return None

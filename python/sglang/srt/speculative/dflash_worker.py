@@ -30,6 +30,7 @@ from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_kv_budg
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
+from sglang_dflash.srt.speculative.penalties import Penalties
 from sglang_dflash.srt.speculative.rejection import accept_by_block_verification, accept_by_rejection
 from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
 from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows, target_probs
@@ -99,6 +100,8 @@ class DFlashWorker(BaseSpecWorker):
         target_runner = self._target_worker.model_runner
         check_kv_budget(target_runner, self._draft_worker.model_runner)
         self._drafter.attach_pools(target_runner)
+        pool_size = target_runner.req_to_token_pool.req_to_token.shape[0]
+        self._penalties = Penalties(pool_size, target_runner.model_config.vocab_size, self.device)
 
     def init_attention_backends(self):
         with draft_pp_context(), self._draft_width():
@@ -130,6 +133,10 @@ class DFlashWorker(BaseSpecWorker):
         self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None
     ) -> GenerationBatchResult:
         """Called once per scheduler step with a prefill, mixed, or decode batch."""
+        if batch.sampling_info is not None and batch.sampling_info.sampling_seed is not None:
+            # SGLang seeds a draw with the token's rank if some request of the batch filters, else with its id. Always by
+            # rank, it does not depend on the others.
+            batch.sampling_info.need_top_k_sampling = True
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
         return self._decode(batch, on_publish, grammar_barrier)
@@ -139,6 +146,9 @@ class DFlashWorker(BaseSpecWorker):
         this returns, because the scheduler may then hand the slots to the prefix cache."""
         prompts = Prompts.of(batch)
         self._drafter.begin_prefill(prompts)
+        is_penalized = Penalties.are_asked_for(batch.sampling_info)
+        if is_penalized:
+            self._penalties.begin_prefill(batch, prompts.num_running)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
@@ -151,6 +161,8 @@ class DFlashWorker(BaseSpecWorker):
         aux_hidden = result.logits_output.hidden_states[: prompts.positions.numel()]
         cache_loc = plan.write_ids(self._draft_worker.model_runner.kv_index_translator)
         next_tokens = result.next_token_ids.long()
+        if is_penalized:
+            self._penalties.count_prefill(batch, next_tokens)
         self._drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
         result.logits_output.hidden_states = None  # or SGLang copies them to the host
         result.next_draft_input = DFlashDraftInput(bonus_tokens=next_tokens, new_seq_lens=result.new_seq_lens)
@@ -168,6 +180,8 @@ class DFlashWorker(BaseSpecWorker):
         clock.lap("verify")
         self._constrain(batch, block, logits_output.next_token_logits, grammar_barrier)
         verdict, commit_lens, new_seq_lens = self._accept(batch, cycle, block, logits_output.next_token_logits)
+        if Penalties.are_asked_for(batch.sampling_info):
+            self._penalties.count_block(batch, verdict)
         if on_publish is not None:
             on_publish(new_seq_lens)
         if batch.return_logprob:
@@ -264,8 +278,10 @@ class DFlashWorker(BaseSpecWorker):
         return True
 
     def _constrain(self, batch, block: DraftBlock, logits: torch.Tensor, grammar_barrier) -> None:
-        """Put each request's logit bias and grammar on the verify logits, [bs * B, vocab], in place."""
+        """Put each request's penalties, logit bias and grammar on the verify logits, [bs * B, vocab], in place."""
         info = batch.sampling_info
+        if Penalties.are_asked_for(info):
+            self._penalties.penalize_block(batch, block.tokens, logits)
         if info.logit_bias is not None:
             logits.add_(repeat_rows(info.logit_bias, self.verify_width))
         if batch.has_grammar:

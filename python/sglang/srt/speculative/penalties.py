@@ -1,0 +1,147 @@
+"""Frequency, presence and repetition penalties, and min_new_tokens, at every position of a block.
+
+SGLang adds a request's penalties up once per step, which without speculation is once per token. In a block each position
+must see those of the drafted tokens before it, and what is counted in the end are the tokens that were kept. So the
+counts are kept here, on the device, and SGLang's own are replaced.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_dflash.srt.speculative.acceptance import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What bs requests ask for, in columns [bs, 1]: float32, and int64 for the lengths.
+
+    stop_logits: [bs, vocab] float32, -inf at the tokens that end a request; None where none asks for a minimum length.
+    """
+
+    frequency: torch.Tensor
+    presence: torch.Tensor
+    repetition: torch.Tensor
+    min_new_tokens: torch.Tensor
+    prompt_lens: torch.Tensor
+    stop_logits: torch.Tensor | None
+
+    @classmethod
+    def of(cls, reqs: Sequence[Any], vocab_size: int, device: torch.device) -> "_Terms":
+        params = [req.sampling_params for req in reqs]
+        min_new_tokens = [p.min_new_tokens for p in params]
+        stop_logits = None
+        if any(min_new_tokens):
+            stop_logits = torch.zeros(len(reqs), vocab_size, device=device)
+            at = _indices([_stop_ids(req) for req in reqs], device)
+            stop_logits.index_put_(at, stop_logits.new_full((), -torch.inf))
+        columns = (
+            ([p.frequency_penalty for p in params], torch.float32),
+            ([p.presence_penalty for p in params], torch.float32),
+            ([p.repetition_penalty for p in params], torch.float32),
+            (min_new_tokens, torch.int64),
+            ([len(req.origin_input_ids) for req in reqs], torch.int64),
+        )
+        return cls(*(_on_device(values, dtype, device)[:, None] for values, dtype in columns), stop_logits)
+
+    def additive(self, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """To be added to logits [bs, vocab], for requests of `lengths` [bs] tokens, the prompt's included, that have said
+        each token `counts` [bs, vocab] times."""
+        total = -self.frequency * counts - self.presence * (counts > 0)
+        if self.stop_logits is not None:
+            is_short = lengths[:, None] - self.prompt_lens < self.min_new_tokens
+            total = total + torch.where(is_short, self.stop_logits, 0.0)
+        return total
+
+    def scaling(self, counts: torch.Tensor) -> torch.Tensor:
+        """What positive logits [bs, vocab] are then divided by, and others multiplied."""
+        return torch.where(counts > 0, self.repetition, 1.0)
+
+
+def _stop_ids(req: Any) -> set[int]:
+    """The tokens that end a request, as SGLang's own minimum length has them."""
+    ids = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
+    if req.tokenizer is not None:
+        ids |= set(req.tokenizer.additional_stop_token_ids or ()) | {req.tokenizer.eos_token_id}
+    return ids - {None}
+
+
+def _indices(tokens: Sequence[Iterable[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, token ids), int64, of every token of every row."""
+    pairs = [(row, token) for row, of_row in enumerate(tokens) for token in of_row]
+    return tuple(_on_device([pair[i] for pair in pairs], torch.int64, device) for i in (0, 1))
+
+
+def _on_device(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Without waiting for the device."""
+    tensor = torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
+    return tensor.to(device, non_blocking=True)
+
+
+class Penalties:
+    """How often each running request has said each token: [pool_size, vocab] int32 on the device, a row per slot of
+    SGLang's request pool, allocated when the first request asks for a penalty.
+
+    The batches given are the scheduler's forward-only copies, of which some request asks for a penalty.
+    """
+
+    def __init__(self, pool_size: int, vocab_size: int, device: torch.device):
+        self._shape = pool_size, vocab_size
+        self._device = device
+        self._counts: torch.Tensor | None = None
+
+    @staticmethod
+    def are_asked_for(sampling_info: Any) -> bool:
+        """SGLang has then added its own up, for a forward without a block."""
+        return sampling_info.acc_additive_penalties is not None
+
+    def begin_prefill(self, batch: Any, num_running: int) -> None:
+        """Before the target's forward: what each request is penalised for at its next token. The last `num_running` ones
+        are not new; the others may have said something before they were retracted."""
+        if self._counts is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        slots = batch.req_pool_indices
+        new = batch.reqs[: len(batch.reqs) - num_running]
+        counts = self._counts[slots]
+        counts[: len(new)] = 0
+        said = _indices([req.output_ids for req in new], self._device)
+        counts.index_put_(said, counts.new_ones(()), accumulate=True)
+        self._counts[slots] = counts
+        terms = _Terms.of(batch.reqs, self._shape[1], self._device)
+        batch.sampling_info.acc_additive_penalties = terms.additive(counts, batch.seq_lens)
+        batch.sampling_info.acc_scaling_penalties = terms.scaling(counts)
+
+    def count_prefill(self, batch: Any, next_tokens: torch.Tensor) -> None:
+        """next_tokens: [bs] int64, what each request has said now."""
+        self._count(batch, next_tokens[:, None], torch.ones_like(next_tokens[:, None], dtype=torch.int32))
+
+    def penalize_block(self, batch: Any, block: torch.Tensor, logits: torch.Tensor) -> None:
+        """block: [bs, B] int64, drafted after its first column. logits: [bs * B, vocab], overwritten.
+
+        Position by position, as [bs, B, vocab] counts would not fit next to the logits of a large vocabulary.
+        """
+        bs, width = block.shape
+        terms = _Terms.of(batch.reqs, self._shape[1], self._device)
+        counts = self._counts[batch.req_pool_indices]
+        by_position = logits.view(bs, width, -1)
+        one = counts.new_ones((bs, 1))
+        for k in range(width):
+            if k > 0:
+                counts.scatter_add_(1, block[:, k : k + 1], one)
+            row = by_position[:, k]
+            # The block's first token, at position seq_lens, has been said as well.
+            row.add_(terms.additive(counts, batch.seq_lens + 1 + k))
+            scaling = terms.scaling(counts)
+            row.copy_(torch.where(row > 0, row / scaling, row * scaling))
+
+    def count_block(self, batch: Any, verdict: Verdict) -> None:
+        """The kept tokens and the bonus token."""
+        position = torch.arange(verdict.out_tokens.shape[1], device=verdict.out_tokens.device)
+        is_kept = position <= verdict.accept_len[:, None]
+        self._count(batch, verdict.out_tokens, is_kept.int())
+
+    def _count(self, batch: Any, tokens: torch.Tensor, times: torch.Tensor) -> None:
+        counts = self._counts[batch.req_pool_indices]
+        self._counts[batch.req_pool_indices] = counts.scatter_add_(1, tokens, times)

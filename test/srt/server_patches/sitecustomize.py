@@ -1,0 +1,82 @@
+"""Changes to a server under test. Python imports this file at start-up wherever its folder is on PYTHONPATH, and
+SERVER_PATCH names the one to make. The module it concerns does not exist yet then, so it is watched for.
+"""
+
+import os
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+
+
+def strict_sync(module) -> None:
+    """CUDA raises on a synchronisation inside a decode step."""
+    import torch
+
+    decode = module.DFlashWorker._decode
+
+    def strict_decode(self, *args, **kwargs):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return decode(self, *args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    module.DFlashWorker._decode = strict_decode
+
+
+def misdeclared_draft(module) -> None:
+    """Drafted tokens are said to come from a flatter distribution than they do."""
+    draw = module.draft_tokens
+
+    def misdeclare(*args, **kwargs):
+        tokens, draft = draw(*args, **kwargs)
+        flatter = draft.probs.sqrt()
+        return tokens, module.DraftProbs(draft.ids, flatter / flatter.sum(dim=-1, keepdim=True))
+
+    module.draft_tokens = misdeclare
+
+
+def allow_deterministic_on_cpu(module) -> None:
+    """SGLang refuses --enable-deterministic-inference with CPU attention, as a row's rounding may depend on its batch. In
+    float32 that hardly ever decides a draw."""
+    module.add_deterministic_attention_backend_choices(["torch_native"])
+
+
+def no_batch_invariant_kernels(module) -> None:
+    """There are none for a CPU."""
+    module.ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
+
+
+# name -> module -> what to do to it
+PATCHES = {
+    "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
+    "misdeclared_draft": {"sglang_dflash.srt.speculative.draft_sampling": misdeclared_draft},
+    "deterministic_on_cpu": {
+        "sglang.srt.arg_groups.choices": allow_deterministic_on_cpu,
+        "sglang.srt.model_executor.model_runner": no_batch_invariant_kernels,
+    },
+}
+
+
+class _Watch(MetaPathFinder):
+    def __init__(self, patches: dict):
+        self._patches = dict(patches)
+
+    def find_spec(self, name, path, target=None):
+        patch = self._patches.pop(name, None)
+        if patch is None:
+            return None
+        spec = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            patch(module)
+            print(f"server patch: {patch.__name__}", flush=True)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if "SERVER_PATCH" in os.environ:
+    sys.meta_path.insert(0, _Watch(PATCHES[os.environ["SERVER_PATCH"]]))

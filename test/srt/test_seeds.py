@@ -1,0 +1,79 @@
+"""A request with a sampling seed says the same whoever it shares its batch with, and what the target alone says."""
+
+import itertools
+import urllib.error
+
+import pytest
+from conftest import FLOAT32, PLAIN_FLOAT32, first_difference, patched, plain_target
+from serving import Server, dflash_arguments, heldout_prompts
+
+pytestmark = pytest.mark.server
+
+EXACT_PENALTIES = ("--disable-overlap-schedule",)  # under overlap SGLang's counts are a token behind
+DETERMINISTIC = ("--enable-deterministic-inference",)
+ENVIRONMENT = patched("deterministic_on_cpu")
+SEEDS = (1, 42, 2**31)
+PARAMETERS = (
+    {"temperature": 1.0, "top_k": 2000},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 20, "frequency_penalty": 0.3},
+)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[dict]:
+    texts = [prompt["text"] for prompt in heldout_prompts() if 5 <= prompt["num_tokens"] <= 120][:4]
+    return [
+        {"text": text, "sampling_params": {**parameters, "sampling_seed": seed, "max_new_tokens": 40}}
+        for text, parameters, seed in itertools.product(texts, PARAMETERS, SEEDS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(requests) -> list[list[int]]:
+    """What the target says without speculation, one request at a time."""
+    with plain_target(*PLAIN_FLOAT32, *DETERMINISTIC, *EXACT_PENALTIES, environment=ENVIRONMENT) as target:
+        return [answer["output_ids"] for answer in target.server.generate_many(requests, 1)]
+
+
+def test_seeds_matter(expected):
+    by_prompt = [expected[first : first + len(SEEDS)] for first in range(0, len(expected), len(SEEDS))]
+    different = sum(len({tuple(output) for output in outputs}) == len(SEEDS) for outputs in by_prompt)
+    assert different > 0.9 * len(by_prompt)
+
+
+def seeded(servers, method: str) -> Server:
+    flags = "--speculative-draft-sample-method", method, "--enable-metrics"
+    return servers.get(*FLOAT32, *DETERMINISTIC, *flags, *dflash_arguments(), environment=ENVIRONMENT)
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("concurrency", [1, 12])
+def test_a_seed_gives_the_targets_own_tokens(method, concurrency, servers, requests, expected):
+    server = seeded(servers, method)
+    answers = server.generate_many(requests, concurrency)
+    differing = [
+        (request, first_difference(answer["output_ids"], want))
+        for request, answer, want in zip(requests, answers, expected, strict=True)
+        if answer["output_ids"] != want
+    ]
+    assert not differing, f"{len(differing)} of {len(requests)} differ, the first ones: {differing[:3]}"
+    lengths = [answer["meta_info"]["spec_accept_length"] for answer in answers]
+    assert sum(lengths) / len(lengths) > 1.2, "hardly anything drafted was kept: this shows little"
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        server.generate(text="x", sampling_params={"temperature": 1.0, "min_p": 0.1})
+    assert refusal.value.code == 400 and "min_p" in refusal.value.read().decode()
+    if method == "probabilistic":
+        assert 'reason="sampling_seed"' in server.get("/metrics") and "falls back (sampling_seed)" in server.log()
+
+
+def test_nothing_to_filter_and_others_that_do(servers, requests):
+    """SGLang's sampler draws in another way as soon as one request of a batch filters; ours then do not notice."""
+    plain = [
+        {**one, "sampling_params": {"temperature": 1.0, "sampling_seed": seed, "max_new_tokens": 24}}
+        for seed, one in enumerate(requests[:: len(SEEDS) * len(PARAMETERS)])
+    ]
+    server = seeded(servers, "probabilistic")
+    alone = server.generate_many(plain, 1)
+    mixed = server.generate_many([one for pair in zip(plain, requests[3:]) for one in pair], 8)[::2]
+    assert [answer["output_ids"] for answer in mixed] == [answer["output_ids"] for answer in alone]
