@@ -30,6 +30,7 @@ DECODE_PATH = (
     "kernels/ops/speculative/block.py",
     "kernels/ops/speculative/accept.py",
     "kernels/ops/speculative/context_kv.py",
+    "kernels/ops/speculative/peagle_rows.py",
     "kernels/ops/speculative/rejection.py",
 )
 # Methods that copy to the host or whose result's shape depends on values, and functions that do on tensors.

@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from sglang_dflash.kernels.ops.speculative import accept, block, context_kv
+from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, peagle_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -48,6 +48,16 @@ def launch_prepare_block():
     block.prepare_block_triton(ints, ints, ints, table, 151_669, block_size)
 
 
+def launch_prepare_rows():
+    bs, block_size, hidden = 4, 8, 4096
+    ints, table = torch.zeros(bs, dtype=torch.int64), torch.zeros(48, 40_960, dtype=torch.int32)
+    states = torch.zeros(48, block_size, hidden, dtype=torch.bfloat16)
+    tokens = torch.zeros(48, block_size, dtype=torch.int64)
+    pending = peagle_rows.Pending(tokens, states, tokens[:, 0].contiguous())
+    fused = torch.zeros(bs * 2 * (block_size - 1), hidden, dtype=torch.bfloat16)
+    peagle_rows.prepare_rows_triton(ints, ints, pending, states[0, 0], table, table, 151_669, fused, ints)
+
+
 def launch_accept_greedy():
     tokens = torch.zeros(4, 16, dtype=torch.int64)
     accept.accept_greedy_triton(tokens, tokens, tokens[:, 0].contiguous())
@@ -79,6 +89,7 @@ CONTEXT_KV = {
 }
 CASES = {
     "prepare_block": (block, "_prepare_block_kernel", launch_prepare_block, ()),
+    "prepare_rows": (peagle_rows, "_prepare_rows_kernel", launch_prepare_rows, ()),
     "accept_greedy": (accept, "_accept_greedy_kernel", launch_accept_greedy, ()),
     **{
         f"write_context_kv, {name}": (context_kv, "_write_context_kv_kernel", launch_write_context_kv, case)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import DEVICE, INTERPRETED, against_twin, needs_gpu, run_comparisons
 
-from sglang_dflash.kernels.ops.speculative import accept, block, context_kv
+from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, peagle_rows
 from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -74,6 +74,68 @@ def test_a_prepared_block():
     assert tokens.tolist() == [[7, 99, 99], [8, 99, 99]]
     assert positions.tolist() == [[0, 1, 2], [5, 6, 7]]
     assert cache_loc.tolist() == [0, 1, 2, 25, 26, 27]
+
+
+# -- rows of a P-EAGLE block ------------------------------------------------------------------------------
+
+
+def random_rows(seed: int, bs: int, block_size: int, hidden: int, device: str) -> list:
+    """Arguments of prepare_rows: texts of all lengths, some at the end of the table, anything from 1 to B rows pending."""
+    rng = torch.Generator().manual_seed(seed)
+    slots, max_len, width = bs + 3, 40, 2 * (block_size - 1)
+    lengths = 1 + torch.randint(max_len - block_size, (bs,), generator=rng)
+    pending = peagle_rows.Pending(
+        tokens=torch.randint(150_000, (slots, block_size), generator=rng).to(device),
+        fused=torch.randn(slots, block_size, hidden, generator=rng).to(device, torch.bfloat16),
+        count=1 + torch.randint(block_size, (slots,), generator=rng).to(device),
+    )
+    tables = torch.randint(2**31 - 1, (2, slots, max_len + 5), generator=rng, dtype=torch.int32).to(device)
+    fused, first = torch.zeros(bs * width, hidden, dtype=torch.bfloat16), torch.zeros(bs, dtype=torch.int64)
+    return [
+        torch.randperm(slots, generator=rng)[:bs].to(device),
+        lengths.to(device),
+        pending,
+        torch.randn(hidden, generator=rng).to(device, torch.bfloat16),
+        tables[0, :, :max_len],
+        tables[1, :, : max_len + width],
+        151_669,
+        fused.to(device),
+        first.to(device),
+    ]
+
+
+@against_twin
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 5), st.integers(2, 9), st.sampled_from([16, 40]))
+def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden):
+    mine, twins = (random_rows(seed, bs, block_size, hidden, DEVICE) for _ in range(2))
+    outputs = peagle_rows.prepare_rows_triton(*mine), peagle_rows.prepare_rows_torch(*twins)
+    for got, want in zip(*outputs, strict=True):
+        assert got.dtype == want.dtype == torch.int64
+        assert torch.equal(got, want) and got.shape == want.shape
+    for place in (5, 7, 8):  # what is written in place: the table, the fused states, the first drafting row
+        assert torch.equal(mine[place], twins[place])
+
+
+def test_prepared_rows():
+    """Blocks of 4 with two drafted tokens kept (three rows pending), and of a text of two tokens (one pending)."""
+    pending = peagle_rows.Pending(
+        tokens=torch.tensor([[51, 52, 0, 0], [61, 62, 63, 0]]),
+        fused=torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0]]).float()[..., None],
+        count=torch.tensor([1, 3]),
+    )
+    source = torch.arange(100, 140, dtype=torch.int32).view(2, 20)
+    table, fused, first = torch.zeros(2, 30, dtype=torch.int32), torch.zeros(12, 1), torch.zeros(2, dtype=torch.int64)
+    requests, lengths, mask_state = torch.tensor([1, 0]), torch.tensor([9, 2]), torch.tensor([9.0])
+    rows = peagle_rows.prepare_rows(requests, lengths, pending, mask_state, source, table, 99, fused, first)
+    assert rows.positions.tolist() == [[5, 6, 7, 8, 9, 10], [0, 1, 2, 3, 4, 5]]
+    assert rows.tokens.tolist() == [[99, 61, 62, 63, 99, 99], [99, 51, 99, 99, 99, 99]]
+    assert fused.flatten().tolist() == [9, 3, 4, 5, 9, 9, 9, 1, 9, 9, 9, 9]
+    # Row i goes to the slot of token i + 1; the rows run before, and those behind the last mask row, to the padding.
+    assert rows.cache_loc.tolist() == [0, 127, 128, 129, 130, 131, 0, 102, 103, 104, 0, 0]
+    assert table[1, 5:12].tolist() == [126, 127, 128, 129, 130, 131, 0]
+    assert table[0, :7].tolist() == [101, 102, 103, 104, 0, 0, 0]
+    assert rows.start.tolist() == [5, 0] and first.tolist() == [3, 1]
 
 
 # -- acceptance -------------------------------------------------------------------------------------------

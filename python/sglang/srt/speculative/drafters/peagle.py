@@ -20,14 +20,13 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.kernels.ops.speculative.peagle_rows import Pending, prepare_rows
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.drafters import DraftBlock
-
-_PADDING_SLOT = 0
 
 
 class PEagleDrafter:
@@ -46,17 +45,16 @@ class PEagleDrafter:
         self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
 
     def attach_pools(self, target_runner) -> None:
-        """What is pending of each request lies in rows like those of the request table: up to B tokens, the fused hidden
-        state before each, and how many there are."""
         self._source = target_runner.req_to_token_pool.req_to_token
         self._table = self._runner.req_to_token_pool.req_to_token
         weight = self._model.norm.weight
         rows, width = self._source.shape[0], self._verify_width
-        self._pending_tokens = torch.zeros(rows, width, dtype=torch.int64, device=weight.device)
-        self._pending_fused = weight.new_zeros(rows, width, weight.numel())
-        self._num_pending = torch.ones(rows, dtype=torch.int64, device=weight.device)
+        self._pending = Pending(
+            tokens=torch.zeros(rows, width, dtype=torch.int64, device=weight.device),
+            fused=weight.new_zeros(rows, width, weight.numel()),
+            count=torch.ones(rows, dtype=torch.int64, device=weight.device),
+        )
         self._model.allocate_blocks(rows, self.block_width, self._drafted)
-        self._columns = torch.arange(self.block_width, device=weight.device)
 
     def begin_prefill(self, prompts: Prompts) -> None:
         if not self._drafted:
@@ -83,11 +81,11 @@ class PEagleDrafter:
         # A row takes the state of the position before its own. Nobody kept the one that precedes a cached prefix's end: the
         # learned state stands in for it.
         before = fused.roll(1, dims=0)
-        carried = self._pending_fused[requests, self._num_pending[requests] - 1]
+        carried = self._pending.fused[requests, self._pending.count[requests] - 1]
         before[starts] = torch.where(is_continued[:, None], carried, self._model.fused_mask)
-        self._pending_fused[requests, 0] = fused[(ends - 1).to(device, non_blocking=True)]
-        self._pending_tokens[requests, 0] = next_tokens
-        self._num_pending[requests] = 1
+        self._pending.fused[requests, 0] = fused[(ends - 1).to(device, non_blocking=True)]
+        self._pending.tokens[requests, 0] = next_tokens
+        self._pending.count[requests] = 1
         self._run_prompts(prompts, before, cache_loc)
 
     def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
@@ -107,9 +105,9 @@ class PEagleDrafter:
         # Column k: the token after block position k, and the state of that position. Those beyond what was kept mean
         # nothing, and the count says so.
         requests = cycle.req_pool_indices
-        self._pending_tokens[requests] = verdict.out_tokens
-        self._pending_fused[requests] = self._model.fuse(aux_hidden).view(cycle.bs, self._verify_width, -1)
-        self._num_pending[requests] = verdict.accept_len.long() + 1
+        self._pending.tokens[requests] = verdict.out_tokens
+        self._pending.fused[requests] = self._model.fuse(aux_hidden).view(cycle.bs, self._verify_width, -1)
+        self._pending.count[requests] = verdict.accept_len.long() + 1
 
     def _run_blocks(
         self, requests: torch.Tensor, seq_lens: torch.Tensor, host_lens: torch.Tensor, can_run_cuda_graph: bool
@@ -119,22 +117,17 @@ class PEagleDrafter:
         seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are verified. host_lens: the same or a bound, on the host.
         """
         bs, width, verify_width = requests.numel(), self.block_width, self._verify_width
-        start = (seq_lens - verify_width).clamp_(min=0)
-        rows = start[:, None] + self._columns
-        # Which of the pending ones a row is. (A block of a short text starts at row 0 and ends behind its last mask row.)
-        pending = rows - (seq_lens - self._num_pending[requests])[:, None]
-        is_pending = (pending >= 0) & (rows < seq_lens[:, None])
-        in_text = rows < (seq_lens + self._drafted - 1)[:, None]
-        slots = self._source[requests[:, None], (rows + 1).clamp_(max=self._source.shape[1] - 1)]
-        slots = torch.where(in_text, slots, _PADDING_SLOT)
-        self._table[requests[:, None], rows] = slots
-        out_cache_loc = torch.where(is_pending | (rows >= seq_lens[:, None]), slots, _PADDING_SLOT).flatten().long()
-        pending = pending.clamp_(0, verify_width - 1)
-        tokens = torch.where(is_pending, self._pending_tokens[requests[:, None], pending], self.mask_token_id)
         blocks = self._model.blocks(bs)
-        blocks.first_drafting.copy_(seq_lens - 1 - start)
-        blocks.fused.view(bs, width, -1).copy_(
-            torch.where(is_pending[..., None], self._pending_fused[requests[:, None], pending], self._model.fused_mask)
+        tokens, positions, cache_loc, start = prepare_rows(
+            requests,
+            seq_lens,
+            self._pending,
+            self._model.fused_mask,
+            self._source,
+            self._table,
+            self.mask_token_id,
+            blocks.fused,
+            blocks.first_drafting,
         )
         host_lens = (host_lens - verify_width).clamp(min=0) + width
         forward_batch = ForwardBatch(
@@ -143,10 +136,10 @@ class PEagleDrafter:
             input_ids=tokens.flatten(),
             req_pool_indices=requests,
             seq_lens=start,
-            out_cache_loc=out_cache_loc,
+            out_cache_loc=cache_loc,
             seq_lens_sum=int(host_lens.sum()),
             seq_lens_cpu=host_lens,
-            positions=rows.flatten(),
+            positions=positions.flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=blocks,
             capture_hidden_mode=CaptureHiddenMode.NULL,

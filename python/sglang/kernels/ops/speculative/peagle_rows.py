@@ -1,0 +1,178 @@
+"""The rows of a P-EAGLE draft block, from what is pending of each request (`srt/speculative/drafters/peagle.py`)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+PADDING_SLOT = 0  # of SGLang's KV pools; nobody reads it
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Verified rows that the draft has not run yet, in rows like those of the request table, B columns.
+
+    tokens: [rows, B] int64. fused: [rows, B, hidden], the target's fused state before each token. count: [rows] int64,
+    how many of the columns mean something.
+    """
+
+    tokens: torch.Tensor
+    fused: torch.Tensor
+    count: torch.Tensor
+
+
+class Rows(NamedTuple):
+    """Of bs blocks of D = 2 (B - 1) rows.
+
+    tokens, positions: [bs, D] int64. cache_loc: [bs * D] int64, where each row's KV goes. start: [bs] int64, the first row.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    cache_loc: torch.Tensor
+    start: torch.Tensor
+
+
+def prepare_rows(
+    requests: torch.Tensor,
+    seq_lens: torch.Tensor,
+    pending: Pending,
+    fused_mask: torch.Tensor,
+    source: torch.Tensor,
+    table: torch.Tensor,
+    mask_token_id: int,
+    fused: torch.Tensor,
+    first_drafting: torch.Tensor,
+) -> Rows:
+    """Rows of committed text, pending rows, mask rows, for a draft that reads through a table of its own.
+
+    requests: [bs] int64, rows of the tables. seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are verified.
+    fused_mask: [hidden], the fused state of mask rows. source: [rows, max_len] int32, the target's request table.
+    table: the same for the draft, row i beside token i + 1: written for the rows of the block.
+    fused: [bs * D, hidden], first_drafting: [bs] int64: written, as a CUDA graph reads them where they are.
+
+    One launch on CUDA, without host synchronisation. Moves bs * D * (4 hidden + 32) bytes in bfloat16.
+    """
+    run = prepare_rows_triton if seq_lens.is_cuda else prepare_rows_torch
+    return run(requests, seq_lens, pending, fused_mask, source, table, mask_token_id, fused, first_drafting)
+
+
+def prepare_rows_torch(
+    requests, seq_lens, pending, fused_mask, source, table, mask_token_id, fused, first_drafting
+) -> Rows:
+    """`prepare_rows` in PyTorch, on any device."""
+    block_size = pending.tokens.shape[1]
+    drafted = block_size - 1
+    start = (seq_lens - block_size).clamp(min=0)
+    rows = start[:, None] + torch.arange(2 * drafted, device=seq_lens.device)
+    # Which of the pending ones a row is.
+    index = rows - (seq_lens - pending.count[requests])[:, None]
+    is_pending = (index >= 0) & (rows < seq_lens[:, None])
+    index = index.clamp(0, block_size - 1)
+    # A block of a short text starts at row 0 and ends behind its last mask row.
+    in_text = rows < (seq_lens + drafted - 1)[:, None]
+    slots = source[requests[:, None], (rows + 1).clamp(max=source.shape[1] - 1)]
+    slots = torch.where(in_text, slots, PADDING_SLOT)
+    table[requests[:, None], rows] = slots
+    # Rows that the draft has run keep their KV.
+    cache_loc = torch.where(is_pending | (rows >= seq_lens[:, None]), slots, PADDING_SLOT).flatten().long()
+    tokens = torch.where(is_pending, pending.tokens[requests[:, None], index], mask_token_id)
+    first_drafting.copy_(seq_lens - 1 - start)
+    states = torch.where(is_pending[..., None], pending.fused[requests[:, None], index], fused_mask)
+    fused.copy_(states.flatten(0, 1))
+    return Rows(tokens, rows, cache_loc, start)
+
+
+def prepare_rows_triton(
+    requests, seq_lens, pending, fused_mask, source, table, mask_token_id, fused, first_drafting
+) -> Rows:
+    """`prepare_rows` as a Triton kernel. Tensors contiguous, but for the rows of the tables."""
+    contiguous = requests, seq_lens, pending.tokens, pending.fused, pending.count, fused_mask, fused, first_drafting
+    assert all(tensor.is_contiguous() for tensor in contiguous)
+    assert source.stride(1) == table.stride(1) == 1
+    bs, block_size, hidden = requests.numel(), pending.tokens.shape[1], pending.fused.shape[2]
+    width = 2 * (block_size - 1)
+    tokens = seq_lens.new_empty((bs, width))
+    out = Rows(tokens, torch.empty_like(tokens), tokens.new_empty((bs * width,)), torch.empty_like(seq_lens))
+    if bs:
+        tile = min(triton.next_power_of_2(hidden), 2048)
+        _prepare_rows_kernel[(bs, width)](
+            requests,
+            seq_lens,
+            pending.tokens,
+            pending.fused,
+            pending.count,
+            fused_mask,
+            source,
+            table,
+            *out,
+            fused,
+            first_drafting,
+            source.stride(0),
+            table.stride(0),
+            source.shape[1],
+            mask_token_id,
+            block_size,
+            hidden,
+            PADDING=PADDING_SLOT,
+            TILE=tile,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit
+def _prepare_rows_kernel(
+    requests,
+    seq_lens,
+    pending_tokens,
+    pending_fused,
+    pending_count,
+    fused_mask,
+    source,
+    table,
+    tokens,
+    positions,
+    cache_loc,
+    start,
+    fused,
+    first_drafting,
+    source_stride,
+    table_stride,
+    source_width,
+    mask_token_id,
+    block_size,
+    hidden,
+    PADDING: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program per row of a block."""
+    number, column = tl.program_id(0), tl.program_id(1)
+    request = tl.load(requests + number).to(tl.int64)  # rows * max_len may exceed 2**31
+    length = tl.load(seq_lens + number)
+    first = tl.maximum(length - block_size, 0)
+    row = first + column
+    index = row - (length - tl.load(pending_count + request))
+    is_pending = (index >= 0) & (row < length)
+    index = request * block_size + tl.minimum(tl.maximum(index, 0), block_size - 1)
+
+    slot = tl.load(source + request * source_stride + tl.minimum(row + 1, source_width - 1))
+    slot = tl.where(row < length + block_size - 2, slot, PADDING)
+    tl.store(table + request * table_stride + row, slot)
+    out = number.to(tl.int64) * tl.num_programs(1) + column
+    tl.store(cache_loc + out, tl.where(is_pending | (row >= length), slot, PADDING).to(tl.int64))
+    tl.store(tokens + out, tl.where(is_pending, tl.load(pending_tokens + index), mask_token_id))
+    tl.store(positions + out, row)
+    if column == 0:
+        tl.store(start + number, first)
+        tl.store(first_drafting + number, length - 1 - first)
+
+    states = pending_fused + index * hidden
+    for at in range(0, hidden, TILE):
+        channel = at + tl.arange(0, TILE)
+        inside = channel < hidden
+        state = tl.load(states + channel, mask=inside & is_pending)
+        mask_state = tl.load(fused_mask + channel, mask=inside & ~is_pending)
+        tl.store(fused + out * hidden + channel, tl.where(is_pending, state, mask_state), mask=inside)
