@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import patched
-from serving import ROOT, TARGET, dflash_arguments, serve
+from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, dflash_arguments, serve
 
 SOURCE = ROOT / "python" / "sglang"
 DECODE_PATH = (
@@ -94,15 +94,17 @@ def test_the_files_of_the_decode_path_exist():
 
 @pytest.mark.gpu
 @pytest.mark.server
-def test_cuda_sees_no_synchronisation_in_a_decode_step():
+@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["DFlash", "P-EAGLE"])
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_cuda_sees_no_synchronisation_in_a_decode_step(method, draft):
     """The server puts CUDA into error mode around `DFlashWorker._decode`, and dies of the first synchronisation."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    arguments = "--model-path", TARGET, *dflash_arguments(), "--attention-backend", "triton"
-    with serve(*arguments, env=patched("strict_sync")) as server:
-        for temperature in (0, 0.8):
-            answer = server.generate(
-                text="def main():", sampling_params={"temperature": temperature, "max_new_tokens": 48, "ignore_eos": True}
-            )
+    arguments = "--model-path", TARGET, *dflash_arguments(draft), "--attention-backend", "triton"
+    asked = {"max_new_tokens": 48, "ignore_eos": True}
+    penalties = {"frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_new_tokens": 4}
+    with serve(*arguments, "--speculative-draft-sample-method", method, env=patched("strict_sync")) as server:
+        for sampling in ({"temperature": 0}, {"temperature": 0.8}, {"temperature": 0.8, **penalties}):
+            answer = server.generate(text="def main():", sampling_params=asked | sampling)
             assert answer["meta_info"]["completion_tokens"] == 48
         assert "server patch: strict_sync" in server.log()
