@@ -62,7 +62,7 @@ def frequencies(sampler, request: dict, probabilities: list[float], width: int =
     torch.manual_seed(0)
     bs = DRAWS // width
     logits = torch.tensor(probabilities).log().repeat(bs * width, 1)
-    drawn = draw_target_tokens(
+    drawn, _ = draw_target_tokens(
         logits, sampling_info(*[request] * bs), torch.arange(bs * width), width, sampler
     )
     assert drawn.shape == (bs, width) and drawn.dtype == torch.int64
@@ -112,7 +112,7 @@ def test_a_neighbour_changes_nothing(neighbour, sampler):
     mine, other = torch.tensor(EXAMPLE).log(), torch.tensor(EXAMPLE[::-1]).log()
     logits = torch.stack([mine.repeat(width, 1), other.repeat(width, 1)]).repeat(pairs, 1, 1).flatten(0, 1)
     info = sampling_info(*[{"top_k": 4, "top_p": 0.82}, neighbour] * pairs)
-    drawn = draw_target_tokens(logits, info, torch.arange(len(logits)), width, sampler)
+    drawn, _ = draw_target_tokens(logits, info, torch.arange(len(logits)), width, sampler)
     found = torch.bincount(drawn[::2].flatten(), minlength=VOCABULARY) / (pairs * width)
     assert_close(found, JOINT)
 
@@ -124,11 +124,11 @@ def test_greedy_requests_take_the_argmax(width, sampler):
     logits = torch.randn(6 * width, VOCABULARY)
     best = logits.argmax(dim=-1).view(6, width)
     positions = torch.arange(len(logits))
-    alone = draw_target_tokens(logits.clone(), sampling_info(*[{"top_k": 1}] * 6), positions, width, sampler)
+    alone, _ = draw_target_tokens(logits.clone(), sampling_info(*[{"top_k": 1}] * 6), positions, width, sampler)
     assert torch.equal(alone, best)
     mixed = sampling_info(*[{"top_k": 1}, {"temperature": 100.0}] * 3)
     for _ in range(5):
-        drawn = draw_target_tokens(logits.clone(), mixed, positions, width, sampler)
+        drawn, _ = draw_target_tokens(logits.clone(), mixed, positions, width, sampler)
         assert torch.equal(drawn[::2], best[::2])
 
 
@@ -141,7 +141,7 @@ def test_every_slot_draws_from_its_own_row(sampler):
     info = sampling_info({"temperature": 2.0}, {"top_p": 0.9}, {"top_k": 2})
     torch.manual_seed(0)
     for _ in range(20):
-        drawn = draw_target_tokens(logits.clone(), info, torch.arange(bs * width), width, sampler)
+        drawn, _ = draw_target_tokens(logits.clone(), info, torch.arange(bs * width), width, sampler)
         assert torch.equal(drawn // 2, torch.arange(bs * width).view(bs, width))
 
 
@@ -154,7 +154,7 @@ def test_parameters_belong_to_the_request_of_the_row(sampler):
     info = sampling_info(*[{"top_k": k} for k in top_ks])
     drawn = torch.cat(
         [
-            draw_target_tokens(logits.clone(), info, torch.arange(len(logits)), width, sampler)
+            draw_target_tokens(logits.clone(), info, torch.arange(len(logits)), width, sampler)[0]
             for _ in range(4)
         ],
         dim=1,
@@ -169,7 +169,7 @@ def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
     logits = torch.randn(3, width, VOCABULARY, generator=torch.Generator().manual_seed(3))
     positions = torch.tensor(lengths)[:, None] + torch.arange(width)
     info = sampling_info(*[filters] * 3, seeds=seeds)
-    drawn = draw_target_tokens(logits.flatten(0, 1).clone(), info, positions.flatten(), width, sampler)
+    drawn, _ = draw_target_tokens(logits.flatten(0, 1).clone(), info, positions.flatten(), width, sampler)
     for slot in range(width):
         plain = sampler(
             LogitsProcessorOutput(next_token_logits=logits[:, slot].clone()),
@@ -180,7 +180,7 @@ def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
             positions=positions[:, slot],
         )
         assert torch.equal(drawn[:, slot], plain.long())
-    other = draw_target_tokens(
+    other, _ = draw_target_tokens(
         logits.flatten(0, 1).clone(),
         sampling_info(*[filters] * 3, seeds=[1, 2, 3]),
         positions.flatten(),
@@ -213,7 +213,7 @@ def test_target_probs_are_what_the_sampler_draws_from():
     logits = torch.randn(bs * width, VOCABULARY, generator=torch.Generator().manual_seed(5)) * 2
     before = logits.clone()
     info = sampling_info(*REQUESTS)
-    found = target_probs(logits, info, width)
+    found, _ = target_probs(logits, info, width)
     assert torch.equal(logits, before) and found.shape == (bs, width, VOCABULARY) and found.dtype == torch.float32
     rows = {name: repeat_rows(getattr(info, name), width) for name in ("temperatures", "top_ks", "top_ps", "min_ps")}
     _, weights, ids, _ = top_k_top_p_min_p_sampling_from_probs_torch(
@@ -237,4 +237,31 @@ def test_unfiltered_target_probs_need_no_sort():
     info = sampling_info({"temperature": 0.5}, {"temperature": 2.0})
     assert not (info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling)
     expected = torch.softmax(logits / torch.tensor([[0.5], [0.5], [2.0], [2.0]]), dim=-1)
-    torch.testing.assert_close(target_probs(logits, info, 2).flatten(0, 1), expected)
+    torch.testing.assert_close(target_probs(logits, info, 2)[0].flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("requests", [[{"top_k": 1}] * 3, [{"top_k": 1}, {}, {"temperature": 0.5, "top_p": 0.9}]])
+def test_broken_rows_are_named_and_hurt_no_other(requests, bad, sampler):
+    width, positions = 2, torch.arange(6)
+    info, good = sampling_info(*requests), 3 * torch.randn(6, VOCABULARY)
+    broken = good.clone()
+    broken[3, 4] = bad
+    torch.manual_seed(1)
+    wanted, none_broken = draw_target_tokens(good.clone(), info, positions, width, sampler)
+    torch.manual_seed(1)
+    found, is_broken = draw_target_tokens(broken.clone(), info, positions, width, sampler)
+    assert not none_broken.any() and is_broken.flatten().tolist() == [row == 3 for row in range(6)]
+    assert torch.equal(found[~is_broken], wanted[~is_broken])
+    probs, is_broken = target_probs(broken.clone(), info, width)
+    assert is_broken.flatten().tolist() == [row == 3 for row in range(6)]
+    assert torch.equal(probs[~is_broken], target_probs(good, info, width)[0][~is_broken])
+    assert torch.allclose(probs.sum(dim=-1), torch.ones(3, width))
+
+
+def test_a_row_in_which_nothing_is_allowed_is_broken(sampler):
+    logits = torch.randn(4, VOCABULARY)
+    logits[2] = -torch.inf
+    for requests in ([{"top_k": 1}] * 2, [{}] * 2):
+        _, is_broken = draw_target_tokens(logits.clone(), sampling_info(*requests), torch.arange(4), 2, sampler)
+        assert is_broken.flatten().tolist() == [False, False, True, False]

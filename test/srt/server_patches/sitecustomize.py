@@ -36,6 +36,19 @@ def misdeclared_draft(module) -> None:
     module.draft_tokens = misdeclare
 
 
+def broken_logits(module) -> None:
+    """A request's custom_params say what the target's logits are at each position of its blocks."""
+    constrain = module.DFlashWorker._constrain
+
+    def break_and_constrain(self, batch, block, logits, grammar_barrier):
+        for of_request, req in zip(logits.view(*block.tokens.shape, -1), batch.reqs, strict=True):
+            if req.sampling_params.custom_params:
+                of_request[:, 7] = float(req.sampling_params.custom_params["logit"])
+        constrain(self, batch, block, logits, grammar_barrier)
+
+    module.DFlashWorker._constrain = break_and_constrain
+
+
 def allow_deterministic_on_cpu(module) -> None:
     """SGLang refuses --enable-deterministic-inference with CPU attention, as a row's rounding may depend on its batch. In
     float32 that hardly ever decides a draw."""
@@ -50,6 +63,7 @@ def no_batch_invariant_kernels(module) -> None:
 # name -> module -> what to do to it
 PATCHES = {
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
+    "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
     "misdeclared_draft": {"sglang_dflash.srt.speculative.draft_sampling": misdeclared_draft},
     "deterministic_on_cpu": {
         "sglang.srt.arg_groups.choices": allow_deterministic_on_cpu,

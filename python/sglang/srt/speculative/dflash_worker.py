@@ -179,7 +179,9 @@ class DFlashWorker(BaseSpecWorker):
         logits_output = target_out.logits_output
         clock.lap("verify")
         self._constrain(batch, block, logits_output.next_token_logits, grammar_barrier)
-        verdict, commit_lens, new_seq_lens = self._accept(batch, cycle, block, logits_output.next_token_logits)
+        verdict, is_broken, commit_lens, new_seq_lens = self._accept(
+            batch, cycle, block, logits_output.next_token_logits
+        )
         if Penalties.are_asked_for(batch.sampling_info):
             self._penalties.count_block(batch, verdict)
         if on_publish is not None:
@@ -195,7 +197,7 @@ class DFlashWorker(BaseSpecWorker):
         clock.end_cycle(cycle.bs)
         return GenerationBatchResult(
             logits_output=logits_output,
-            next_token_ids=verdict.out_tokens.flatten(),
+            next_token_ids=self._mark_broken(verdict, is_broken).flatten(),
             accept_lens=commit_lens,
             next_draft_input=DFlashDraftInput(bonus_tokens=verdict.bonus, new_seq_lens=new_seq_lens),
             new_seq_lens=new_seq_lens,
@@ -297,32 +299,41 @@ class DFlashWorker(BaseSpecWorker):
 
     def _accept(
         self, batch, cycle: Cycle, block: DraftBlock, logits: torch.Tensor
-    ) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
-        """What is kept, how many tokens that commits ([bs] int32), and the committed lengths then ([bs] int64)."""
+    ) -> tuple[Verdict, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What is kept, which of it rests on broken logits ([bs, B] bool), how many tokens that commits ([bs] int32), and
+        the committed lengths then ([bs] int64)."""
         if block.probs is not None:
-            verdict = self._reject(batch, block, logits)
+            verdict, is_broken = self._reject(batch, block, logits)
         else:
-            target_tokens = self._target_tokens(batch, cycle, logits)
+            target_tokens, is_broken = self._target_tokens(batch, cycle, logits)
             accept_len, commit_lens, bonus, new_seq_lens = accept_greedy(block.tokens, target_tokens, cycle.seq_lens)
             verdict = Verdict(accept_len, target_tokens, bonus)
             if self._simulated is None:
-                return verdict, commit_lens, new_seq_lens
+                return verdict, is_broken, commit_lens, new_seq_lens
         if self._simulated is not None:
             verdict = self._simulated.override(verdict, block.tokens)
         commit_lens = verdict.accept_len + 1
-        return verdict, commit_lens, cycle.seq_lens + commit_lens
+        return verdict, is_broken, commit_lens, cycle.seq_lens + commit_lens
 
-    def _target_tokens(self, batch, cycle: Cycle, logits: torch.Tensor) -> torch.Tensor:
-        """The target's token after each block position, [bs, B], under each request's own sampling parameters."""
+    def _mark_broken(self, verdict: Verdict, is_broken: torch.Tensor) -> torch.Tensor:
+        """What the scheduler is told was said, [bs, B]: a token outside the vocabulary, at which it ends a request with
+        "NaN happened", where a token depends on broken logits."""
+        counts = torch.arange(self.verify_width, device=is_broken.device) <= verdict.accept_len[:, None]
+        is_lost = (is_broken & counts).any(dim=1, keepdim=True)
+        return verdict.out_tokens.masked_fill(is_lost, self._target_worker.model_runner.model_config.vocab_size)
+
+    def _target_tokens(self, batch, cycle: Cycle, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`draw_target_tokens` under each request's own sampling parameters."""
         info = batch.sampling_info
         if batch.return_logprob and not info.is_all_greedy:
             logits = logits.clone()  # sampling overwrites them, and the log probabilities are still to be read
         sampler = self._target_worker.model_runner.sampler
         return draw_target_tokens(logits, info, cycle.positions.flatten(), self.verify_width, sampler)
 
-    def _reject(self, batch, block: DraftBlock, logits: torch.Tensor) -> Verdict:
+    def _reject(self, batch, block: DraftBlock, logits: torch.Tensor) -> tuple[Verdict, torch.Tensor]:
         """Keep what was drawn as often as the target would have, given what the draft's probabilities were."""
         bs, width = block.tokens.shape
-        probs = target_probs(logits, batch.sampling_info, width)
+        probs, is_broken = target_probs(logits, batch.sampling_info, width)
         uniforms = torch.rand(bs, width, device=logits.device)
-        return self._rejection_rule(block.tokens, probs, block.probs, uniforms[:, 1:], uniforms[:, 0])
+        verdict = self._rejection_rule(block.tokens, probs, block.probs, uniforms[:, 1:], uniforms[:, 0])
+        return verdict, is_broken

@@ -60,8 +60,8 @@ def accept_by_rejection(
     accept_uniforms: [bs, B - 1], final_uniforms: [bs], float in [0, 1), independent of each other and of the
         drafting.
 
-    A request whose target says NaN gets a verdict without a meaning, but of valid token ids, and changes no other
-    request's. (SGLANG_SANITIZE_NAN_LOGITS has SGLang replace a target's NaN before it gets here.)
+    NaN, infinite or negative probabilities, which neither `target_probs` nor `draft_tokens` makes, give their request
+    a verdict without a meaning, but of valid token ids, and change no other request's.
     """
     return _accept(walk_by_rejection, block, target_probs, draft, accept_uniforms, final_uniforms)
 

@@ -12,8 +12,9 @@ _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 
 def draw_target_tokens(
     logits: torch.Tensor, sampling_info, positions: torch.Tensor, block_size: int, sampler
-) -> torch.Tensor:
-    """The target's token after each block position, [bs, B] int64.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's token after each block position, [bs, B] int64, and which of them mean nothing, [bs, B] bool, because
+    the target's logits were broken: see `replace_broken_rows`.
 
     logits: [bs * B, vocab], already biased and masked; sampled requests overwrite it (SGLang's sampler works in place).
     positions: [bs * B] int64, the position each row's input token has: SGLang seeds its draws with it.
@@ -22,7 +23,9 @@ def draw_target_tokens(
     """
     if sampling_info.is_all_greedy:
         sanitize_nan_logits(logits, "DFLASH verify")
-        return logits.argmax(dim=-1).view(-1, block_size)
+        best, tokens = logits.max(dim=-1)
+        return tokens.view(-1, block_size), ~best.isfinite().view(-1, block_size)
+    is_broken = replace_broken_rows(logits)
     per_row = {name: repeat_rows(getattr(sampling_info, name), block_size) for name in _PER_REQUEST}
     drawn = sampler(
         LogitsProcessorOutput(next_token_logits=logits),
@@ -32,16 +35,17 @@ def draw_target_tokens(
         token_ids_logprobs=[],
         positions=positions,
     )
-    return drawn.long().view(-1, block_size)
+    return drawn.long().view(-1, block_size), is_broken.view(-1, block_size)
 
 
-def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> torch.Tensor:
-    """The distributions the sampler would draw from after each block position, [bs, B, vocab] float32.
+def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distributions the sampler would draw from after each block position, [bs, B, vocab] float32, and which of them
+    mean nothing, [bs, B] bool: see `replace_broken_rows`.
 
-    logits: [bs * B, vocab], already biased and masked; left as they are. One joint filter, as the sampler's: top-k and
+    logits: [bs * B, vocab], already biased and masked; left as they are, but for broken rows. One joint filter, as the sampler's: top-k and
     top-p both look at the unfiltered softmax, min-p at its largest probability. Greedy requests (top_k 1) are one-hot.
     """
-    sanitize_nan_logits(logits, "DFLASH verify")
+    is_broken = replace_broken_rows(logits)
     per_row = {name: repeat_rows(getattr(sampling_info, name), block_size) for name in _PER_REQUEST[:4]}
     probs = torch.softmax(logits.float() / per_row["temperatures"], dim=-1)
     filters = (
@@ -58,7 +62,19 @@ def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> torch.
             keep &= ranked >= ranked[:, :1] * per_row["min_ps"][:, None]
         probs = probs.scatter_(1, ids, ranked * keep)
         probs = probs / probs.sum(dim=-1, keepdim=True)
-    return probs.view(-1, block_size, probs.shape[-1])
+    return probs.view(-1, block_size, probs.shape[-1]), is_broken.view(-1, block_size)
+
+
+def replace_broken_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Which rows of logits [n, vocab] have no finite maximum: NaN or infinity among them, or nothing that a grammar allows.
+    [n] bool. They become zeros, as a sampler does not survive them; what is drawn there is not to be believed.
+
+    SGLANG_SANITIZE_NAN_LOGITS has SGLang replace NaN and infinity by finite numbers, after which no such row is broken.
+    """
+    sanitize_nan_logits(logits, "DFLASH verify")
+    is_broken = ~logits.amax(dim=-1).isfinite()
+    logits.masked_fill_(is_broken[:, None], 0)
+    return is_broken
 
 
 def repeat_rows(per_request: torch.Tensor | None, block_size: int) -> torch.Tensor | None:
