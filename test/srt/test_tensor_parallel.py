@@ -11,6 +11,10 @@ import pytest
 import torch
 from draft_cases import BASE, Case
 from engine import Pools, start
+from test_target_sampling import VOCABULARY, sampling_info
+
+from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.rejection import DraftProbs, accept_by_rejection
 
 WORLD = 2
 LENGTHS = [11, 4]
@@ -63,6 +67,29 @@ def test_ranks_draft_the_same_tokens_as_one(tmp_path):
         whole = draft_block(name, own, world_size=1)
         for rank in range(WORLD):
             assert torch.equal(torch.load(tmp_path / f"{name}-{rank}" / "tokens.pt"), whole)
+
+
+@pytest.mark.parametrize("top_k", [1, 5])
+def test_ranks_take_what_rank_0_chose(top_k):
+    """Tokens and verdicts of a rank that would have chosen otherwise."""
+    start()
+    from sglang.srt.layers.sampler import Sampler
+
+    from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+
+
+    torch.manual_seed(0)
+    worker, logits, width = DFlashWorker.__new__(DFlashWorker), torch.randn(6, VOCABULARY), 3
+    sites = []
+    worker._tp_sync = SimpleNamespace(sync=lambda site, values: sites.append(site.slug) or values.fill_(2))
+    worker._target_worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=Sampler()))
+    worker._rejection_rule, worker.verify_width = accept_by_rejection, width
+    batch = SimpleNamespace(sampling_info=sampling_info(*[{"top_k": top_k}] * 2), return_logprob=False)
+    tokens, _ = worker._target_tokens(batch, SimpleNamespace(positions=torch.arange(6)), logits.clone())
+    assert sites == ["dflash-accept-greedy" if top_k == 1 else "dflash-accept-sample"] and (tokens == 2).all()
+    block = torch.zeros(2, width, dtype=torch.int64)
+    verdict, _ = worker._reject(batch, DraftBlock(block, DraftProbs.one_hot(block[:, 1:])), logits)
+    assert all((decided == 2).all() for decided in (verdict.accept_len, verdict.out_tokens, verdict.bonus))
 
 
 @pytest.mark.gpu

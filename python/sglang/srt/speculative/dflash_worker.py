@@ -16,8 +16,9 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask, draft_pp_context
 
 from sglang_dflash.kernels.ops.speculative.accept import accept_greedy
@@ -72,6 +73,9 @@ class DFlashWorker(BaseSpecWorker):
         if spec.speculative_use_rejection_sampling:
             by_block = spec.speculative_use_block_verification
             self._rejection_rule = accept_by_block_verification if by_block else accept_by_rejection
+        # Ranks that disagree on one token hang at the next collective: what was chosen, rank 0 chooses for all of them.
+        # (SGLANG_SPEC_TP_SYNC says where; nothing happens with one rank.)
+        self._tp_sync = SpecTpSync(get_parallel().tp_group)
         self._simulated = SimulatedAcceptance.from_environment()
         self._clock = PhaseClock.from_environment()
         self._metrics = DFlashMetrics.from_server(self.verify_width - 1)
@@ -160,7 +164,7 @@ class DFlashWorker(BaseSpecWorker):
         # Tensor parallelism may pad the token dimension; padding rows come last.
         aux_hidden = result.logits_output.hidden_states[: prompts.positions.numel()]
         cache_loc = plan.write_ids(self._draft_worker.model_runner.kv_index_translator)
-        next_tokens = result.next_token_ids.long()
+        next_tokens = self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids).long()
         if is_penalized:
             self._penalties.count_prefill(batch, next_tokens)
         self._drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
@@ -174,6 +178,8 @@ class DFlashWorker(BaseSpecWorker):
         cycle = self._begin_cycle(batch)
         clock.lap("prepare")
         block = self._drafter.propose(cycle, batch.sampling_info if self._draws_drafts(batch) else None)
+        if block.probs is not None:
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, block.tokens)
         clock.lap("draft")
         target_out = self._verify(batch, cycle, block)
         logits_output = target_out.logits_output
@@ -328,7 +334,9 @@ class DFlashWorker(BaseSpecWorker):
         if batch.return_logprob and not info.is_all_greedy:
             logits = logits.clone()  # sampling overwrites them, and the log probabilities are still to be read
         sampler = self._target_worker.model_runner.sampler
-        return draw_target_tokens(logits, info, cycle.positions.flatten(), self.verify_width, sampler)
+        tokens, is_broken = draw_target_tokens(logits, info, cycle.positions.flatten(), self.verify_width, sampler)
+        greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        return self._tp_sync.sync(greedy if info.is_all_greedy else sampled, tokens), is_broken
 
     def _reject(self, batch, block: DraftBlock, logits: torch.Tensor) -> tuple[Verdict, torch.Tensor]:
         """Keep what was drawn as often as the target would have, given what the draft's probabilities were."""
@@ -336,4 +344,6 @@ class DFlashWorker(BaseSpecWorker):
         probs, is_broken = target_probs(logits, batch.sampling_info, width)
         uniforms = torch.rand(bs, width, device=logits.device)
         verdict = self._rejection_rule(block.tokens, probs, block.probs, uniforms[:, 1:], uniforms[:, 0])
+        for decided in (verdict.accept_len, verdict.out_tokens, verdict.bonus):
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, decided)
         return verdict, is_broken
