@@ -318,6 +318,7 @@ class DFlashWorker(BaseSpecWorker):
                 return verdict, is_broken, commit_lens, new_seq_lens
         if self._simulated is not None:
             verdict = self._simulated.override(verdict, block.tokens)
+            is_broken = torch.zeros_like(is_broken)  # random weights may say anything
         commit_lens = verdict.accept_len + 1
         return verdict, is_broken, commit_lens, cycle.seq_lens + commit_lens
 
