@@ -77,7 +77,6 @@ def test_ranks_take_what_rank_0_chose(top_k):
 
     from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 
-
     torch.manual_seed(0)
     worker, logits, width = DFlashWorker.__new__(DFlashWorker), torch.randn(6, VOCABULARY), 3
     sites = []

@@ -22,6 +22,12 @@ class Verdict:
     out_tokens: torch.Tensor
     bonus: torch.Tensor
 
+    @property
+    def is_output(self) -> torch.Tensor:
+        """[bs, B] bool, which entries of out_tokens are the new output."""
+        position = torch.arange(self.out_tokens.shape[1], device=self.out_tokens.device)
+        return position <= self.accept_len[:, None]
+
 
 def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> Verdict:
     """Keep drafted tokens while they are what the target would have said itself.

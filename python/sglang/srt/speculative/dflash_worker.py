@@ -325,8 +325,7 @@ class DFlashWorker(BaseSpecWorker):
     def _mark_broken(self, verdict: Verdict, is_broken: torch.Tensor) -> torch.Tensor:
         """What the scheduler is told was said, [bs, B]: a token outside the vocabulary, at which it ends a request with
         "NaN happened", where a token depends on broken logits."""
-        counts = torch.arange(self.verify_width, device=is_broken.device) <= verdict.accept_len[:, None]
-        is_lost = (is_broken & counts).any(dim=1, keepdim=True)
+        is_lost = (is_broken & verdict.is_output).any(dim=1, keepdim=True)
         return verdict.out_tokens.masked_fill(is_lost, self._target_worker.model_runner.model_config.vocab_size)
 
     def _target_tokens(self, batch, cycle: Cycle, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -138,9 +138,7 @@ class Penalties:
 
     def count_block(self, batch: Any, verdict: Verdict) -> None:
         """The kept tokens and the bonus token."""
-        position = torch.arange(verdict.out_tokens.shape[1], device=verdict.out_tokens.device)
-        is_kept = position <= verdict.accept_len[:, None]
-        self._count(batch, verdict.out_tokens, is_kept.int())
+        self._count(batch, verdict.out_tokens, verdict.is_output.int())
 
     def _count(self, batch: Any, tokens: torch.Tensor, times: torch.Tensor) -> None:
         counts = self._counts[batch.req_pool_indices]

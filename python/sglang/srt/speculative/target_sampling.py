@@ -42,8 +42,9 @@ def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[
     """The distributions the sampler would draw from after each block position, [bs, B, vocab] float32, and which of them
     mean nothing, [bs, B] bool: see `replace_broken_rows`.
 
-    logits: [bs * B, vocab], already biased and masked; left as they are, but for broken rows. One joint filter, as the sampler's: top-k and
-    top-p both look at the unfiltered softmax, min-p at its largest probability. Greedy requests (top_k 1) are one-hot.
+    logits: [bs * B, vocab], already biased and masked; left as they are, but for broken rows. One joint
+    filter, as the sampler's: top-k and top-p both look at the unfiltered softmax, min-p at its largest probability. Greedy
+    requests (top_k 1) are one-hot.
     """
     is_broken = replace_broken_rows(logits)
     per_row = {name: repeat_rows(getattr(sampling_info, name), block_size) for name in _PER_REQUEST[:4]}
