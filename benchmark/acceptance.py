@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,10 +59,16 @@ def measure(server: Server, prompts: list[dict], max_new_tokens: int, concurrenc
     params = {"temperature": 0, "max_new_tokens": max_new_tokens}
     requests = [{"text": prompt["text"], "sampling_params": params} for prompt in prompts]
     answers = [answer["meta_info"] for answer in server.generate_many(requests, concurrency)]
-    histograms = [answer["spec_correct_drafts_histogram"] for answer in answers]
     drafts = sum(answer["spec_verify_ct"] for answer in answers)
     proposed = sum(answer["spec_num_proposed_drafts"] for answer in answers)
-    return Acceptance(proposed // drafts, [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)])
+    return Acceptance(proposed // drafts, sum_histograms(answers))
+
+
+def sum_histograms(infos: Sequence[dict]) -> list[int]:
+    """Over the `meta_info` of answers: [k] is the blocks in which exactly k drafted tokens were kept. Empty without
+    speculation."""
+    histograms = [info.get("spec_correct_drafts_histogram") or [] for info in infos]
+    return [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
 
 
 def report(name: str, measured: Acceptance) -> str:

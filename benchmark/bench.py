@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import report
-from acceptance import Acceptance
+from acceptance import Acceptance, sum_histograms
 from serving import DRAFT, ROOT, TARGET, Server, dflash_arguments, heldout_prompts, serve
 
 RESULTS = ROOT / "benchmark" / "results"
@@ -50,14 +50,13 @@ class Load:
     def of(cls, server: str, concurrency: int, answers: list[dict], seconds: float) -> "Load":
         """From the answers to a request set, and how long the set took."""
         infos = [answer["meta_info"] for answer in answers]
-        histograms = [info.get("spec_correct_drafts_histogram") or [] for info in infos]
         return cls(
             server=server,
             concurrency=concurrency,
             requests=len(answers),
             output_tokens=sum(info["completion_tokens"] for info in infos),
             seconds=seconds,
-            accepted=[sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)],
+            accepted=sum_histograms(infos),
         )
 
     @property
