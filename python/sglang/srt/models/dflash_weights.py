@@ -56,7 +56,7 @@ def checkpoint_shapes(model) -> dict[str, tuple[int, ...]]:
     """Every tensor a checkpoint must hold and its shape, before any fusing or tensor-parallel split."""
     hidden = model.config.hidden_size
     shapes = {
-        "fc.weight": (hidden, len(model.draft.target_layer_ids) * hidden),
+        "fc.weight": (hidden, model.draft.aux_width),
         "norm.weight": (hidden,),
         **model.own_shapes(),
     }

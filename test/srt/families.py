@@ -1,0 +1,178 @@
+"""A tiny random checkpoint of each family of targets, written by Hugging Face's own classes, with its answers and states."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from draft_cases import BASE, random_weights
+from safetensors.torch import save_file
+
+VOCAB, HIDDEN, LAYERS = 1100, 64, 6
+# Neither first nor last, nor next to each other: what a draft reads, and what is held against Hugging Face's.
+LAYER_IDS = (1, 2, 4)
+
+_SHARED = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_MOE = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+_MLA = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 8}
+_ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """config: of transformers' class `architecture`, beside what all share; written: what else SGLang wants to find in
+    config.json; adjust: of the weights; outer: the config around it where the text model is part of a larger one."""
+
+    architecture: str
+    config_class: str
+    config: dict
+    written: dict = field(default_factory=dict)
+    adjust: Callable | None = None
+    outer: str | None = None
+    # Of captured states, relative to the largest: two implementations in float32, a few layers deep.
+    tolerance: float = 1e-4
+
+    def build_config(self):
+        config = getattr(transformers, self.config_class)(**{**_SHARED, **self.config})
+        if self.outer is not None:
+            config = getattr(transformers, self.outer)(
+                text_config=config.to_dict(), vision_config=_VISION, tie_word_embeddings=config.tie_word_embeddings
+            )
+        return config
+
+
+def _loud_sinks(model) -> None:
+    """Sinks that matter. SGLang keeps them in bfloat16, whatever the model's dtype."""
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data = layer.self_attn.sinks.data.normal_(std=2.0).bfloat16().float()
+
+
+def _quiet_embedding(model) -> None:
+    """Tied and scaled up by the square root of the width, it would drown the layers: every answer would be its prompt's
+    last token."""
+    model.get_input_embeddings().weight.data.mul_(0.1)
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_GEMMA4 = {**_WINDOWS, "tie_word_embeddings": True, "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": VOCAB, "pad_token_id": 0}
+_DEEPSEEK = {**_MOE, **_MLA, **_ROUTED, "rope_parameters": _YARN}
+
+FAMILIES = {
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", {}),
+    "qwen3-moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_MOE, "num_experts": 4}, {"num_experts": 4}),
+    "glm4-moe": Family("Glm4MoeForCausalLM", "Glm4MoeConfig", {**_MOE, **_ROUTED}),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**_MOE, **_WINDOWS, "num_local_experts": 4, "intermediate_size": 64},
+        adjust=_loud_sinks,
+    ),
+    # As the small published ones: embeddings per layer, the last layers reading keys and values of earlier ones.
+    "gemma4": Family(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4TextConfig",
+        {**_GEMMA4, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+        adjust=_quiet_embedding,
+        outer="Gemma4Config",
+    ),
+    # SGLang reads heads of two widths in the class above only.
+    "gemma4-text": Family(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**_GEMMA4, "global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        adjust=_quiet_embedding,
+    ),
+    "deepseek-v2": Family("DeepseekV2ForCausalLM", "DeepseekV2Config", {**_DEEPSEEK, "q_lora_rank": None}),
+    "deepseek-v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 24}),
+}
+
+
+@dataclass
+class Target:
+    """A family's checkpoint and the model it was written from."""
+
+    family: Family
+    path: Path
+    model: torch.nn.Module
+
+    @torch.no_grad()
+    def answer(self, prompt: Sequence[int], length: int) -> tuple[list[int], list[float]]:
+        """The greedy continuation, and by how much, in logits, each token is ahead of the next best."""
+        ids, leads = list(prompt), []
+        for _ in range(length):
+            best = self.model(torch.tensor([ids])).logits[0, -1].topk(2)
+            ids.append(int(best.indices[0]))
+            leads.append(float(best.values[0] - best.values[1]))
+        return ids[len(prompt) :], leads
+
+    @torch.no_grad()
+    def hidden_states(self, ids: Sequence[int]) -> torch.Tensor:
+        """[num_layers + 1, len(ids), hidden]: the embedding, then every layer's output (the last one normed)."""
+        return torch.cat(self.model(torch.tensor([list(ids)]), output_hidden_states=True).hidden_states)
+
+
+def write_target(name: str, folder: Path) -> Target:
+    family = FAMILIES[name]
+    config = family.build_config()
+    config._attn_implementation = "eager"
+    torch.manual_seed(3)
+    model = getattr(transformers, family.architecture)(config).float().eval()
+    generator = torch.Generator().manual_seed(5)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and "norm" in parameter_name:  # so that a norm left out or applied twice shows
+            parameter.data.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
+    if family.adjust is not None:
+        family.adjust(model)
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | family.written))
+    return Target(family, folder, model)
+
+
+def write_draft(folder: Path) -> Path:
+    """A random DFlash draft for any of the targets."""
+    config = {
+        **BASE,
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_target_layers": LAYERS,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": list(LAYER_IDS)},
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(config, len(LAYER_IDS)), folder / "model.safetensors")
+    return folder
