@@ -87,6 +87,8 @@ _YARN = {
     "mscale_all_dim": 1.0,
 }
 _GEMMA4 = {**_WINDOWS, "tie_word_embeddings": True, "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": VOCAB, "pad_token_id": 0}
+# In published configs, and no longer a field of transformers'.
+_EVERY_LAYER_ROUTED = {"moe_layer_freq": 1}
 _DEEPSEEK = {**_MOE, **_MLA, **_ROUTED, "rope_parameters": _YARN}
 
 FAMILIES = {
@@ -112,10 +114,11 @@ FAMILIES = {
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
         {**_GEMMA4, "global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        {"swa_num_key_value_heads": 2, "swa_head_dim": 16},
         adjust=_quiet_embedding,
     ),
-    "deepseek-v2": Family("DeepseekV2ForCausalLM", "DeepseekV2Config", {**_DEEPSEEK, "q_lora_rank": None}),
-    "deepseek-v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 24}),
+    "deepseek-v2": Family("DeepseekV2ForCausalLM", "DeepseekV2Config", {**_DEEPSEEK, "q_lora_rank": None}, _EVERY_LAYER_ROUTED),
+    "deepseek-v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 24}, _EVERY_LAYER_ROUTED),
 }
 
 

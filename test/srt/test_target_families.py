@@ -13,9 +13,9 @@ from serving import dflash_arguments
 
 pytestmark = pytest.mark.server
 
-ANSWER = 40
+ANSWER = 24
 # Shorter and longer than the sliding windows (16) and blocks (8).
-LENGTHS = (3, 9, 15, 16, 17, 33, 40, 70)
+LENGTHS = (3, 16, 17, 40, 70)
 # Two implementations of one model in float32: logits of order 10 differ by about 1e-5.
 TIE = 1e-3
 
