@@ -24,6 +24,8 @@ TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_ml
 CPU_ATTENTION_BACKEND = "torch_native"
 # SGLang sizes the KV pool by free memory, which on a laptop is nearly all of it, and zeroes every byte at start-up.
 CPU_MAX_TOTAL_TOKENS = 65536
+# The same for recurrent states, of which a running request holds up to five.
+CPU_MAX_RECURRENT_STATES = 256
 
 # Verify logits are [requests * block_size, vocab] in float32: an unbounded batch would not fit. SGLang caps its
 # other speculative algorithms at the same number.
@@ -61,6 +63,8 @@ def default_cpu_args(server_args: Any, previous: Any) -> None:
         declare_resolution(server_args, SOURCE, attention_backend=CPU_ATTENTION_BACKEND)
     if args.device == "cpu" and args.max_total_tokens is None and args.mem_fraction_static is None:
         declare_resolution(server_args, SOURCE, max_total_tokens=CPU_MAX_TOTAL_TOKENS)
+    if args.device == "cpu" and args.max_mamba_cache_size is None and args.mem_fraction_static is None:
+        declare_resolution(server_args, SOURCE, max_mamba_cache_size=CPU_MAX_RECURRENT_STATES)
     previous(server_args)
 
 

@@ -22,7 +22,7 @@ class Change:
     target: dotted path of a callable, or of a registry for kind "entry".
     kind: "around" (SGLang's HookRegistry), "resolution" (SGLang's resolution hooks), "replace" (rebind a name),
         "class" (rebind a class), "entry" (write `key` of a dict).
-    signature: the parameters; of a class those that SGLang passes; None for a registry.
+    signature: the parameters; of a class those that SGLang passes; None for a registry, and where Python knows none.
     build: returns the hook or the new value; called when the change is applied, so that heavy imports wait.
     """
 
@@ -147,6 +147,32 @@ def _verify_mask_policy():
     return resolve_dflash_verify_mask_policy
 
 
+def _cpu_pin_memory():
+    def pin_memory(self, device=None):
+        return self
+
+    return pin_memory
+
+
+def _cpu_snapshot_support():
+    return lambda: True
+
+
+def _cpu_recurrent_states(name):
+    def build():
+        from sglang_dflash.srt.hardware_backend.cpu import recurrent_states
+
+        return getattr(recurrent_states, name)
+
+    return build
+
+
+def _cpu_gated_norm():
+    from sglang_dflash.srt.hardware_backend.cpu.fused_layers import layernorm_fn
+
+    return layernorm_fn
+
+
 _ALGORITHM = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
 
 AT_LOAD = (
@@ -218,6 +244,58 @@ AT_LOAD = (
         signature="(self, server_args)",
         why="run our worker, and apply AT_WORKER just before it is built",
         build=_around_create_worker,
+    ),
+    # Targets with recurrent states on a CPU, with a draft or without.
+    Change(
+        target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
+        kind="replace",
+        signature="()",
+        why="the CPU runtime keeps snapshots of recurrent states for the prefix cache, which SGLang leaves to GPUs",
+        build=_cpu_snapshot_support,
+        cpu_only=True,
+    ),
+    *(
+        Change(
+            target=f"sglang.kernels.ops.mamba.mamba_state_scatter_triton.{name}",
+            kind="replace",
+            signature=signature,
+            why="copies recurrent states between slots in Triton, which a CPU cannot run",
+            build=_cpu_recurrent_states(name),
+            cpu_only=True,
+        )
+        for name, signature in (
+            (
+                "track_mamba_states_all_layers",
+                "(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, batch_size, "
+                "check_freed_slots)",
+            ),
+            (
+                "track_mamba_states_if_needed",
+                "(conv_states, ssm_states, cache_indices, mamba_track_mask, mamba_track_indices, batch_size, "
+                "check_freed_slots)",
+            ),
+            (
+                "scatter_mamba_states_after_mtp_verify",
+                "(mamba_caches, state_indices_tensor, last_correct_step_indices, mamba_track_indices, "
+                "mamba_steps_to_track, src_indices_raw)",
+            ),
+        )
+    ),
+    Change(
+        target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
+        kind="replace",
+        signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
+        why="GatedDeltaNet's output norm is a Triton kernel except on CPUs with AMX",
+        build=_cpu_gated_norm,
+        cpu_only=True,
+    ),
+    Change(
+        target="torch.Tensor.pin_memory",
+        kind="replace",
+        signature=None,
+        why="SGLang pins a tensor in every decode step that keeps states; without an accelerator PyTorch refuses to",
+        build=_cpu_pin_memory,
+        cpu_only=True,
     ),
 )
 
@@ -295,6 +373,8 @@ def install_at_load() -> None:
             register_resolution_hook(change.target.rpartition(".")[2])(change.build())
         elif change.kind == "around":
             HookRegistry.register(change.target, change.build(), HookType.AROUND)
+        elif change.kind == "replace":  # also where a module loaded before us has imported the name
+            HookRegistry.register(change.target, change.build(), HookType.REPLACE)
         else:
             _rebind(change)
 
@@ -333,11 +413,11 @@ def check(change: Change) -> None:
     except (ImportError, AttributeError) as error:
         raise SystemExit(f"sglang-dflash: SGLang has no {change.target} to change ({error}). Needed to: {change.why}")
     if change.signature is None:
-        if not hasattr(target, "__setitem__"):
+        if change.kind == "entry" and not hasattr(target, "__setitem__"):
             raise SystemExit(f"sglang-dflash: {change.target} is not a registry. Needed to: {change.why}")
         return
     parameters = list(inspect.signature(inspect.unwrap(target)).parameters)
-    wanted = change.signature.strip("()").split(", ")
+    wanted = [name for name in change.signature.strip("()").split(", ") if name]
     if not set(wanted) <= set(parameters) if change.kind == "class" else parameters != wanted:
         found = f"({', '.join(parameters)})"
         raise SystemExit(

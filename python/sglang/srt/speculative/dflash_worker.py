@@ -11,7 +11,6 @@ n + a + 1, and draft KV for n..n+a comes from the aux hidden states of this step
 import logging
 
 import torch
-from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -36,6 +35,7 @@ from sglang_dflash.srt.speculative.penalties import Penalties
 from sglang_dflash.srt.speculative.rejection import accept_by_block_verification, accept_by_rejection
 from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
 from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows, target_probs
+from sglang_dflash.srt.speculative.target_states import states_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,6 @@ class DFlashWorker(BaseSpecWorker):
         super().__init__()
         self._target_worker = target_worker
         target_runner = target_worker.model_runner
-        if mambaish_config(target_runner.model_config) is not None:
-            raise ValueError("DFLASH does not support targets with Mamba or linear-attention layers yet.")
         self.device = target_worker.device
         spec = get_spec()
         # The anchor and the drafted tokens. How many rows the draft runs for them is the drafter's business.
@@ -113,6 +111,7 @@ class DFlashWorker(BaseSpecWorker):
     def init_attention_backends(self):
         with draft_pp_context(), self._draft_width():
             super().init_attention_backends()
+        self._target_states = states_of(self._target_worker, self.verify_width)
 
     def init_cuda_graphs(self):
         with draft_pp_context(), self._draft_width():
@@ -193,6 +192,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         if Penalties.are_asked_for(batch.sampling_info):
             self._penalties.count_block(batch, verdict)
+        self._target_states.commit(batch, commit_lens)
         if on_publish is not None:
             on_publish(new_seq_lens)
         if batch.return_logprob:
@@ -268,6 +268,7 @@ class DFlashWorker(BaseSpecWorker):
             draft_token=tokens,
             positions=cycle.positions.flatten(),
         )
+        self._target_states.begin_verify(batch)
         forward_batch = ForwardBatch.init_new(
             batch,
             runner,

@@ -10,12 +10,19 @@ import sys as _sys
 
 import torch as _torch
 
+from sglang_dflash.srt.hardware_backend.cpu import operators as _operators
+
 _here = _os.path.dirname(_os.path.abspath(__file__))
 __path__ = [
-    _candidate
-    for _candidate in (_os.path.join(_entry, "sgl_kernel") for _entry in _sys.path)
-    if _os.path.isdir(_candidate) and _os.path.abspath(_candidate) != _here
-][:1]
+    _here,
+    *[
+        _candidate
+        for _candidate in (_os.path.join(_entry, "sgl_kernel") for _entry in _sys.path)
+        if _os.path.isdir(_candidate) and _os.path.abspath(_candidate) != _here
+    ][:1],
+]
+
+_operators.install()
 
 
 def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
