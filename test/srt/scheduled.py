@@ -41,10 +41,11 @@ class Answer:
 class Oracle:
     """In place of the draft's tokens: the known answers, each slot spoiled with this probability.
 
-    Long accepts happen then whatever the weights are. answers: one per job, output ids, at least as long as is asked for.
+    Long accepts happen then whatever the weights are. answers: one per job, output ids, at least as long as is asked for;
+    None leaves a job to its draft.
     """
 
-    answers: Sequence[Sequence[int]]
+    answers: Sequence[Sequence[int] | None]
     error_rate: float = 0.15
     seed: int = 5
 
@@ -57,12 +58,15 @@ def run(
     return run_all(arguments, [jobs], oracle, environment)[0]
 
 
-def run_all(arguments, groups, oracle=None, environment=None) -> list[list[Answer]]:
-    """Groups of jobs one after another on one scheduler, so that the prefix cache of one is there for the next."""
+def run_all(arguments, groups, oracle=None, environment=None, prepare=None) -> list[list[Answer]]:
+    """Groups of jobs one after another on one scheduler, so that the prefix cache of one is there for the next.
+
+    prepare: called in the child with the scheduler, before anything runs. A request's id is its job's number.
+    """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(
-        target=_child, args=(sender, [str(a) for a in arguments], groups, oracle, environment or {})
+        target=_child, args=(sender, [str(a) for a in arguments], groups, oracle, environment or {}, prepare)
     )
     process.start()
     sender.close()
@@ -77,10 +81,10 @@ def run_all(arguments, groups, oracle=None, environment=None) -> list[list[Answe
     return answers
 
 
-def _child(sender, arguments, groups, oracle, environment):
+def _child(sender, arguments, groups, oracle, environment, prepare):
     os.environ.update(environment)
     try:
-        sender.send(_serve(arguments, groups, oracle))
+        sender.send(_serve(arguments, groups, oracle, prepare))
     except BaseException:
         sender.send(traceback.format_exc())
     finally:
@@ -88,7 +92,7 @@ def _child(sender, arguments, groups, oracle, environment):
         os._exit(0)  # SGLang's threads and exit hooks are not ours to wait for
 
 
-def _serve(arguments, groups, oracle):
+def _serve(arguments, groups, oracle, prepare):
     from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish
@@ -107,6 +111,8 @@ def _serve(arguments, groups, oracle):
     driver = _Driver(scheduler, groups)
     if oracle is not None:
         _install_oracle(scheduler.draft_worker, driver, oracle)
+    if prepare is not None:
+        prepare(scheduler)
     scheduler.run_event_loop()
     return driver.answers()
 
@@ -216,6 +222,8 @@ def _install_oracle(worker, driver, oracle):
         vocabulary = worker._target_worker.model_runner.model_config.vocab_size
         for row, request in enumerate(batch_of_cycle[0].reqs):
             index = int(request.rid)
+            if oracle.answers[index] is None:
+                continue
             text = [*driver.jobs[index].input_ids, *oracle.answers[index]]
             anchor = int(cycle.seq_lens[row])
             for slot in range(1, block.tokens.shape[1]):

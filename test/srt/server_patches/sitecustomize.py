@@ -49,61 +49,6 @@ def broken_logits(module) -> None:
     module.DFlashWorker._constrain = break_and_constrain
 
 
-def oracle(module) -> None:
-    """A request's custom_params may hold its known `answer`, which is then drafted in the draft's place, one token in six
-    replaced by another, and a folder to `dump` the hidden states into that the draft is given of it."""
-    import itertools
-
-    import torch
-
-    worker, drafter = module.DFlashWorker, module.DFlashDrafter
-    decode, take_prompts, propose = worker._decode, worker._prefill, drafter.propose
-    prefill, commit = drafter.prefill, drafter.commit
-    generator = torch.Generator().manual_seed(0)
-    counter = itertools.count()
-    reqs = []
-
-    def note(method):
-        def noted(self, batch, *args):
-            reqs[:] = batch.reqs
-            return method(self, batch, *args)
-
-        return noted
-
-    def wanted(req, what):
-        return (req.sampling_params.custom_params or {}).get(what)
-
-    def oracle_propose(self, cycle, sampling_info=None):
-        block = propose(self, cycle, sampling_info)
-        for tokens, n, req in zip(block.tokens, cycle.seq_lens.tolist(), reqs, strict=True):
-            if answer := wanted(req, "answer"):
-                done = n - len(req.origin_input_ids) + 1
-                known = torch.tensor(answer[done : done + tokens.numel() - 1], dtype=torch.int64)
-                is_wrong = torch.rand(known.numel(), generator=generator) < 1 / 6
-                tokens[1 : 1 + known.numel()] = torch.where(is_wrong, (known + 1) % 1000, known)
-        return block
-
-    def dump(req, positions, hidden):
-        if folder := wanted(req, "dump"):
-            torch.save((positions.clone(), hidden.clone()), f"{folder}/{next(counter)}.pt")
-
-    def dump_prefill(self, prompts, aux_hidden, *args):
-        rows = aux_hidden.split(prompts.extend_lens), prompts.positions.split(prompts.extend_lens)
-        for hidden, positions, req in zip(*rows, reqs, strict=True):
-            dump(req, positions, hidden)
-        prefill(self, prompts, aux_hidden, *args)
-
-    def dump_commit(self, cycle, aux_hidden, verdict):
-        hidden = aux_hidden.view(cycle.bs, -1, aux_hidden.shape[-1])
-        for row, req in enumerate(reqs):
-            kept = int(verdict.accept_len[row]) + 1
-            dump(req, cycle.positions[row, :kept], hidden[row, :kept])
-        commit(self, cycle, aux_hidden, verdict)
-
-    worker._decode, worker._prefill = note(decode), note(take_prompts)
-    drafter.propose, drafter.prefill, drafter.commit = oracle_propose, dump_prefill, dump_commit
-
-
 def allow_deterministic_on_cpu(module) -> None:
     """SGLang refuses --enable-deterministic-inference with CPU attention, as a row's rounding may depend on its batch. In
     float32 that hardly ever decides a draw."""
@@ -119,7 +64,6 @@ def no_batch_invariant_kernels(module) -> None:
 PATCHES = {
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
-    "oracle": {"sglang_dflash.srt.speculative.dflash_worker": oracle},
     "misdeclared_draft": {"sglang_dflash.srt.speculative.draft_sampling": misdeclared_draft},
     "deterministic_on_cpu": {
         "sglang.srt.arg_groups.choices": allow_deterministic_on_cpu,
