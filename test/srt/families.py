@@ -32,7 +32,7 @@ _SHARED = {
 _MOE = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
 _MLA = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 8}
 _ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-_VISION = {
+_GEMMA4_VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 1,
@@ -40,6 +40,19 @@ _VISION = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
+_QWEN3_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "out_hidden_size": HIDDEN,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
+IMAGE_TOKEN = 2
 _WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 
 
@@ -54,6 +67,7 @@ class Family:
     written: dict = field(default_factory=dict)
     adjust: Callable | None = None
     outer: str | None = None
+    outer_fields: dict = field(default_factory=dict)
     # Of captured states, relative to the largest: two implementations in float32, a few layers deep.
     tolerance: float = 1e-4
 
@@ -61,7 +75,7 @@ class Family:
         config = getattr(transformers, self.config_class)(**{**_SHARED, **self.config})
         if self.outer is not None:
             config = getattr(transformers, self.outer)(
-                text_config=config.to_dict(), vision_config=_VISION, tie_word_embeddings=config.tie_word_embeddings
+                text_config=config.to_dict(), tie_word_embeddings=config.tie_word_embeddings, **self.outer_fields
             )
         return config
 
@@ -87,8 +101,8 @@ _YARN = {
     "mscale_all_dim": 1.0,
 }
 _GEMMA4 = {**_WINDOWS, "tie_word_embeddings": True, "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": VOCAB, "pad_token_id": 0}
-# In published configs, and no longer a field of transformers'.
-_EVERY_LAYER_ROUTED = {"moe_layer_freq": 1}
+# In published configs, and no longer fields of transformers'.
+_ROUTING = {"moe_layer_freq": 1}
 _DEEPSEEK = {**_MOE, **_MLA, **_ROUTED, "rope_parameters": _YARN}
 
 FAMILIES = {
@@ -108,6 +122,7 @@ FAMILIES = {
         {**_GEMMA4, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
         adjust=_quiet_embedding,
         outer="Gemma4Config",
+        outer_fields={"vision_config": _GEMMA4_VISION},
     ),
     # SGLang reads heads of two widths in the class above only.
     "gemma4-text": Family(
@@ -117,8 +132,24 @@ FAMILIES = {
         {"swa_num_key_value_heads": 2, "swa_head_dim": 16},
         adjust=_quiet_embedding,
     ),
-    "deepseek-v2": Family("DeepseekV2ForCausalLM", "DeepseekV2Config", {**_DEEPSEEK, "q_lora_rank": None}, _EVERY_LAYER_ROUTED),
-    "deepseek-v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 24}, _EVERY_LAYER_ROUTED),
+    "deepseek-v2": Family("DeepseekV2ForCausalLM", "DeepseekV2Config", {**_DEEPSEEK, "q_lora_rank": None}, _ROUTING | {"topk_method": "greedy", "scoring_func": "softmax"}),
+    "qwen3-vl": Family(
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLTextConfig",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "mrope_interleaved": True}},
+        outer="Qwen3VLConfig",
+        outer_fields={
+            "vision_config": _QWEN3_VISION,
+            "image_token_id": IMAGE_TOKEN,
+            "video_token_id": 3,
+            "vision_start_token_id": 4,
+            "vision_end_token_id": 5,
+        },
+    ),
+    "mistral": Family("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
+    "ministral3": Family("Ministral3ForCausalLM", "Ministral3Config", {}),
+    "phi3": Family("Phi3ForCausalLM", "Phi3Config", {}),
+    "deepseek-v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 24}, _ROUTING | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
 }
 
 

@@ -47,6 +47,7 @@ MEASURED = {
         TargetKind("DeepseekV2ForCausalLM"),
         TargetKind("DeepseekV3ForCausalLM"),
         TargetKind("Gemma4ForCausalLM"),
+        TargetKind("Gemma4ForConditionalGeneration"),
         TargetKind("Glm4MoeForCausalLM", capture=_EAGLE3_CAPTURE),
         TargetKind("GptOssForCausalLM"),
         TargetKind("LlamaForCausalLM"),
