@@ -162,11 +162,13 @@ class Target:
     model: torch.nn.Module
 
     @torch.no_grad()
-    def answer(self, prompt: Sequence[int], length: int) -> tuple[list[int], list[float]]:
+    def answer(self, prompt: Sequence[int], length: int, **pictures) -> tuple[list[int], list[float]]:
         """The greedy continuation, and by how much, in logits, each token is ahead of the next best."""
         ids, leads = list(prompt), []
         for _ in range(length):
-            best = self.model(torch.tensor([ids])).logits[0, -1].topk(2)
+            if pictures:
+                pictures["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE_TOKEN).int()
+            best = self.model(torch.tensor([ids]), **pictures).logits[0, -1].topk(2)
             ids.append(int(best.indices[0]))
             leads.append(float(best.values[0] - best.values[1]))
         return ids[len(prompt) :], leads

@@ -24,14 +24,16 @@ class Job:
     abort_after: int | None = None
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     ignore_eos: bool = True
+    mm_inputs: Any = None  # SGLang's MultimodalProcessorOutput
 
 
 @dataclass(frozen=True)
 class Answer:
-    """accepted: drafts kept in each verified block, in order. state_hits: prompt tokens that came from the cache."""
+    """finish_message: of a request that was refused or aborted. accepted: drafts kept in each verified block, in order. state_hits: prompt tokens that came from the cache."""
 
     output_ids: tuple[int, ...]
     finish_reason: str
+    finish_message: str | None
     accepted: tuple[int, ...]
     cached_tokens: int
     retractions: int
@@ -179,7 +181,7 @@ class _Driver:
             input_text=None,
             input_ids=array("q", job.input_ids),
             input_embeds=None,
-            mm_inputs=None,
+            mm_inputs=job.mm_inputs,
             token_type_ids=None,
             sampling_params=sampling,
             return_logprob=False,
@@ -202,6 +204,7 @@ class _Driver:
         return Answer(
             output_ids=tuple(request.output_ids[: request.finished_len]),
             finish_reason=type(request.finished_reason).__name__,
+            finish_message=getattr(request.finished_reason, "message", None),
             accepted=(),
             cached_tokens=request.cached_tokens,
             retractions=request.retraction_count,

@@ -8,9 +8,10 @@ ids, and the hidden states the draft was given, of prompts and of verified block
 import pytest
 import torch
 from conftest import ENVIRONMENT, PLAIN_FLOAT32, first_difference
-from families import FAMILIES, LAYER_IDS, VOCAB, Target, write_draft, write_target
-from scheduled import Job, Oracle, run_all
+from families import FAMILIES, IMAGE_TOKEN, LAYER_IDS, VOCAB, Target, write_draft, write_target
+from scheduled import Job, Oracle, run, run_all
 from serving import dflash_arguments
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
 ANSWER = 24
 # Shorter and longer than the sliding windows (16) and blocks (8).
@@ -113,6 +114,45 @@ def test_a_family(name, draft, tmp_path):
     [answers] = run_all(arguments, [jobs], oracle, ENVIRONMENT, captures)
     check_answers(answers, wanted)
     check_captures(target, extra + wanted[-1][0], captures.read())
+
+
+def image(prompt: list[int], model, seed: int):
+    """A random picture of 4 x 6 patches, 2 x 3 tokens, after the prompt's first two tokens: (ids, what Hugging Face's model
+    takes beside them, what SGLang's scheduler does)."""
+    config, grid = model.config.vision_config, torch.tensor([[1, 4, 6]])
+    width = 3 * config.temporal_patch_size * config.patch_size**2
+    pixels = torch.randn(24, width, generator=torch.Generator().manual_seed(seed))
+    ids = [*prompt[:2], 4, *[IMAGE_TOKEN] * 6, 5, *prompt[2:]]
+    kinds = (torch.tensor([ids]) == IMAGE_TOKEN).int()
+    positions, delta = model.model.get_rope_index(torch.tensor([ids]), mm_token_type_ids=kinds, image_grid_thw=grid)
+    item = MultimodalDataItem(
+        modality=Modality.IMAGE, offsets=[(3, 8)], feature=pixels, model_specific_data={"image_grid_thw": grid}
+    )
+    given = MultimodalProcessorOutput(
+        mm_items=[item],
+        input_ids=ids,
+        im_token_id=IMAGE_TOKEN,
+        mrope_positions=positions[:, 0],
+        mrope_position_delta=delta.view(1, 1),
+    )
+    return ids, {"pixel_values": pixels, "image_grid_thw": grid}, given
+
+
+def test_images(draft, tmp_path):
+    """Two pictures and a text in one batch. After a picture the text's positions are behind the slots': a block verified at
+    the wrong ones is not the target's answer."""
+    target = write_target("qwen3-vl", tmp_path / "target")
+    jobs, wanted = [], []
+    for seed, prompt in enumerate(prompts((9, 30))):
+        ids, pictures, given = image(prompt, target.model, seed)
+        wanted.append(target.answer(ids, ANSWER, **pictures))
+        jobs.append(Job(tuple(ids), max_new_tokens=ANSWER, mm_inputs=given))
+    text = prompts((12,))[0]
+    jobs.append(Job(tuple(text), max_new_tokens=ANSWER))
+    wanted.append(target.answer(text, ANSWER))
+    assert target.answer(jobs[0].input_ids, ANSWER)[0] != wanted[0][0], "the picture does not matter"
+    arguments = ["--model-path", target.path, *dflash_arguments(draft), *FLAGS]
+    check_answers(run(arguments, jobs, Oracle([ids + [0] * 8 for ids, _ in wanted]), ENVIRONMENT), wanted)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gemma4", "deepseek-v3"])

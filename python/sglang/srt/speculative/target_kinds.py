@@ -25,7 +25,7 @@ class TargetKind:
 
     capture: the model's method that is told which layers to capture, given 0-based ids of layer outputs.
     is_measured: whether what it then captures has been held against a reference.
-    takes_images: whether a request with images is served; the others are refused.
+    takes_images: whether requests with images, videos or audio are served; they are refused elsewhere.
     """
 
     architecture: str
@@ -118,5 +118,17 @@ def configure_capture(
 ) -> None:
     """In the place of SGLang's `configure_aux_hidden_state_capture`, which calls one method on every target. Runs on the
     draft's model too, of which nothing is captured."""
+    global _served
     if dflash_use_aux_hidden_state:
-        target_kind([type(model).__name__]).capture_layers(model, dflash_target_layer_ids)
+        _served = target_kind([type(model).__name__])
+        _served.capture_layers(model, dflash_target_layer_ids)
+
+
+# A scheduler process serves one target.
+_served: TargetKind | None = None
+
+
+def served_kind() -> TargetKind:
+    """The kind of this process's target, which its capture was configured for."""
+    assert _served is not None, "no target has been set up in this process"
+    return _served
