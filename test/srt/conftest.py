@@ -36,8 +36,27 @@ PLAIN_FLOAT32 = ("--dtype", "float32", "--constrained-json-disable-any-whitespac
 # A log line per step, as one test counts them; a pool that need not be counted for long after every step.
 FLOAT32 = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "32768", "--decode-log-interval", "1")
 
+# Files that take minutes, the longest first: the two workers of `make test` take files in this order.
+LONGEST = (
+    "test_lossless.py",
+    "test_acceptance_profiles.py",
+    "test_sampled_requests.py",
+    "test_sampled_sequences.py",
+)
+
 # One logit computed in two batch shapes differs by about 1e-6 in float32, and two of them by twice that.
 FLOAT32_TIE = 1e-5
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in the order they are best begun in: long ones, others with servers, the rest."""
+    with_servers = {item.path for item in items if item.get_closest_marker("server")}
+
+    def rank(item: pytest.Item) -> tuple[int, bool]:
+        name = item.path.name
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST), item.path not in with_servers
+
+    items.sort(key=rank)
 
 
 @functools.cache
