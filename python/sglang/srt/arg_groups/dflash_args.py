@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dflash"
 DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
+FALLBACK_DRAFT_ATTENTION_BACKEND = "triton"  # there wherever SGLang runs on CUDA
 # Those that verify a chain by their causal flag, without a mask.
 TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
 CPU_ATTENTION_BACKEND = "torch_native"
@@ -123,7 +124,8 @@ def resolve_dflash_args(server_args: Any) -> None:
     block_size = _choose_block_size(args, draft)
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
     draft_backend = _choose_draft_attention(args, prefill_backend)
-    _check_target_attention(args, decode_backend if args.speculative_attention_mode == "decode" else prefill_backend)
+    verify_backend = decode_backend if args.speculative_attention_mode == "decode" else prefill_backend
+    _check_target_attention(args, verify_backend, is_chosen=_chose_attention(server_args))
     if isinstance(draft, PEagleDraftConfig):
         _check_peagle(args, draft, block_size, draft_backend)
     declare_resolution(
@@ -254,18 +256,35 @@ def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int, draft_ba
         )
 
 
-def _check_target_attention(args: Any, verify_backend: str) -> None:
+def _chose_attention(server_args: Any) -> bool:
+    """Whether the user, rather than SGLang by the model and the GPU, chose the target's attention backend."""
+    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    return any(getattr(server_args, field) is not None for field in fields)
+
+
+def _check_target_attention(args: Any, verify_backend: str, is_chosen: bool) -> None:
     if args.device != "cpu" and verify_backend not in TARGET_ATTENTION_BACKENDS:
+        by = "" if is_chosen else ", SGLang's choice for this model and GPU"
         raise ValueError(
-            f"DFLASH cannot verify on the target's attention backend {verify_backend!r}: "
+            f"DFLASH cannot verify on the target's attention backend {verify_backend!r}{by}: "
             f"give --attention-backend {'|'.join(TARGET_ATTENTION_BACKENDS)}."
         )
 
 
 def _choose_draft_attention(args: Any, prefill_backend: str) -> str:
+    """The draft's: what the user says, else the target's, else, where a draft cannot run on that, one that it can."""
     if args.device == "cpu":
         return CPU_ATTENTION_BACKEND
-    backend = args.speculative_draft_attention_backend or prefill_backend
+    given = args.speculative_draft_attention_backend
+    if given is None and prefill_backend not in DRAFT_ATTENTION_BACKENDS:
+        logger.info(
+            "DFLASH: the draft runs on attention backend %r, as it cannot run on the target's, %r; "
+            "--speculative-draft-attention-backend gives another.",
+            FALLBACK_DRAFT_ATTENTION_BACKEND,
+            prefill_backend,
+        )
+        return FALLBACK_DRAFT_ATTENTION_BACKEND
+    backend = given or prefill_backend
     if backend not in DRAFT_ATTENTION_BACKENDS:
         raise ValueError(
             f"DFLASH's draft cannot run on attention backend {backend!r}: "
