@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.runtime_context import get_parallel
 
 # Checkpoint tensors that SGLang keeps in one: name in the checkpoint -> (name in the model, which part of it).
 _FUSED = {
@@ -27,6 +29,8 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     tensors = {name: t for name, t in tensors.items() if name not in _IGNORED and "rotary_emb." not in name}
     if not model.draft.has_own_vocabulary:
         tensors.pop("d2t", None)  # the identity
+    if model.norm.weight.is_cpu:
+        _pad_to_rounded_width(tensors, model.config.intermediate_size)
     expected = checkpoint_shapes(model)
     optional = _vocabulary_shapes(model.draft)
     required = set(expected) | set(optional if model.draft.has_own_vocabulary else ()) - {"embed_tokens.weight"}
@@ -50,6 +54,22 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         param, shard = (params[name], ()) if part is None else (params[name.replace(part, _FUSED[part][0])], (_FUSED[part][1],))
         getattr(param, "weight_loader", default_weight_loader)(param, tensor, *shard)
     return set(params)
+
+
+def _pad_to_rounded_width(tensors: dict[str, torch.Tensor], inner: int) -> None:
+    """On a CPU SGLang rounds a config's `intermediate_size` up, to 32 for each rank: the MLP gets rows of zeros, which add
+    nothing."""
+    rounding = 32 * get_parallel().tp_size
+    of_width = {}  # name -> (dimension that is as long as the MLP is wide, its length)
+    for name, tensor in tensors.items():
+        if ".mlp." in name and tensor.ndim == 2:
+            dim = 1 if name.endswith("down_proj.weight") else 0
+            of_width[name] = dim, tensor.shape[dim]
+    widths = {width for _, width in of_width.values()}
+    if inner % rounding or len(widths) != 1 or not 0 < inner - min(widths) < rounding:
+        return
+    for name, (dim, width) in of_width.items():
+        tensors[name] = F.pad(tensors[name], (0, inner - width) if dim else (0, 0, 0, inner - width))
 
 
 def checkpoint_shapes(model) -> dict[str, tuple[int, ...]]:
