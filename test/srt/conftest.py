@@ -40,6 +40,7 @@ FLOAT32 = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "32768", 
 LONGEST = (
     "test_lossless.py",
     "test_acceptance_profiles.py",
+    "test_target_families.py",
     "test_sampled_requests.py",
     "test_sampled_sequences.py",
 )

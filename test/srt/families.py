@@ -53,6 +53,37 @@ _QWEN3_VISION = {
     "deepstack_visual_indexes": [0, 1],
 }
 IMAGE_TOKEN = 2
+_QWEN3_VL = {
+    "vision_config": _QWEN3_VISION,
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": 3,
+    "vision_start_token_id": 4,
+    "vision_end_token_id": 5,
+}
+_HYBRID = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * (LAYERS // 3),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+# Read by SGLang, and no longer fields of transformers'.
+_HYBRID_FIELDS = {
+    "full_attention_interval": 3,
+    "partial_rotary_factor": 0.5,
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+}
+_IN_TEXT_CONFIG = {"text_config": _HYBRID_FIELDS}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
 _WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 
 
@@ -136,15 +167,34 @@ FAMILIES = {
     "qwen3-vl": Family(
         "Qwen3VLForConditionalGeneration",
         "Qwen3VLTextConfig",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "mrope_interleaved": True}},
+        {"rope_parameters": _MROPE},
         outer="Qwen3VLConfig",
-        outer_fields={
-            "vision_config": _QWEN3_VISION,
-            "image_token_id": IMAGE_TOKEN,
-            "video_token_id": 3,
-            "vision_start_token_id": 4,
-            "vision_end_token_id": 5,
-        },
+        outer_fields=_QWEN3_VL,
+    ),
+    "qwen3-vl-moe": Family(
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeTextConfig",
+        {**_MOE, "num_experts": 4, "rope_parameters": _MROPE},
+        outer="Qwen3VLMoeConfig",
+        outer_fields=_QWEN3_VL,
+    ),
+    # SGLang keeps the convolution's state in bfloat16, whatever the model's dtype, unless the environment says otherwise.
+    "qwen3.5": Family(
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5TextConfig",
+        _HYBRID,
+        _IN_TEXT_CONFIG,
+        outer="Qwen3_5Config",
+        outer_fields=_QWEN3_VL,
+    ),
+    "qwen3.5-text": Family("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HYBRID, _HYBRID_FIELDS),
+    "qwen3.5-moe": Family(
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeTextConfig",
+        {**_HYBRID, **_MOE, "num_experts": 4, "shared_expert_intermediate_size": 32},
+        _IN_TEXT_CONFIG,
+        outer="Qwen3_5MoeConfig",
+        outer_fields=_QWEN3_VL,
     ),
     "mistral": Family("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
     "ministral3": Family("Ministral3ForCausalLM", "Ministral3Config", {}),
@@ -193,8 +243,14 @@ def write_target(name: str, folder: Path) -> Target:
         family.adjust(model)
     model.save_pretrained(folder)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | family.written))
+    path.write_text(json.dumps(_merged(json.loads(path.read_text()), family.written)))
     return Target(family, folder, model)
+
+
+def _merged(config: dict, changes: dict) -> dict:
+    """config with changes, the inner dicts' too."""
+    inner = {key: _merged(config[key], value) for key, value in changes.items() if isinstance(value, dict)}
+    return config | changes | inner
 
 
 def write_draft(folder: Path) -> Path:

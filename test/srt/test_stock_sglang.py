@@ -29,7 +29,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 def torch_native(algorithm):
-    """What a model runner gets under this name, for a model that SGLang's own can run."""
+    # What a model runner gets under this name, for a model that SGLang's own can run.
     runner = SimpleNamespace(
         device="cpu",
         req_to_token_pool=None,

@@ -7,17 +7,26 @@ ids, and the hidden states the draft was given, of prompts and of verified block
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, PLAIN_FLOAT32, first_difference
+from conftest import ENVIRONMENT as SERVER_ENVIRONMENT
+from conftest import PLAIN_FLOAT32, first_difference
 from families import FAMILIES, IMAGE_TOKEN, LAYER_IDS, VOCAB, Target, write_draft, write_target
 from scheduled import Job, Oracle, run, run_all
 from serving import dflash_arguments
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not runtime.is_active(), reason="a scheduler in a fork of this process, on the CPU"),
+]
 
 ANSWER = 24
 # Shorter and longer than the sliding windows (16) and blocks (8).
 LENGTHS = (3, 16, 17, 40, 70)
 # Two implementations of one model in float32: logits of order 10 differ by about 1e-5.
 TIE = 1e-3
+ENVIRONMENT = {**SERVER_ENVIRONMENT, "SGLANG_MAMBA_CONV_DTYPE": "float32"}
 FLAGS = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "4096", "--skip-tokenizer-init")
 
 

@@ -56,9 +56,13 @@ MEASURED = {
         TargetKind("Phi3ForCausalLM"),
         TargetKind("Qwen2ForCausalLM", capture=_EAGLE3_CAPTURE),
         TargetKind("Qwen3ForCausalLM"),
+        TargetKind("Qwen3_5ForCausalLM"),
+        TargetKind("Qwen3_5ForConditionalGeneration"),
+        TargetKind("Qwen3_5MoeForConditionalGeneration"),
         TargetKind("Qwen3MoeForCausalLM"),
         # Its DFLASH method calls one that its text model lacks (qwen3_vl.py:1688).
         TargetKind("Qwen3VLForConditionalGeneration", capture=_EAGLE3_CAPTURE, takes_images=True),
+        TargetKind("Qwen3VLMoeForConditionalGeneration", takes_images=True),
     )
 }
 
