@@ -29,7 +29,8 @@ _SHARED = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
-_MOE = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+# SGLang rounds a width up to 32 on a CPU, and not all of its loaders pad.
+_MOE = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 _MLA = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 8}
 _ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 _GEMMA4_VISION = {

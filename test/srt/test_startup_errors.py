@@ -4,6 +4,7 @@ SGLang refuses most of them while it reads its arguments. Those run the real ent
 that has SGLang imported; a few also as the command that a user types. The rest need a scheduler.
 """
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
