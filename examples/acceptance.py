@@ -1,6 +1,6 @@
 """How well the draft does: of one request, from its answer; of all requests so far, from /metrics.
 
-    python examples/acceptance.py [URL]          # the server runs with --enable-metrics
+python examples/acceptance.py [URL]          # the server runs with --enable-metrics
 """
 
 import sys
@@ -13,11 +13,16 @@ PROMPT = "def read_config(path):\n"
 
 
 def from_answer(url: str) -> None:
-    request = {"text": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 96, "ignore_eos": True}}
+    request = {
+        "text": PROMPT,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 96, "ignore_eos": True},
+    }
     answer = requests.post(f"{url}/generate", json=request, timeout=600)
     answer.raise_for_status()
     meta = answer.json()["meta_info"]
-    print(f"this request: accept length {meta['spec_accept_length']:.2f} (tokens per verified block, bonus token included)")
+    print(
+        f"this request: accept length {meta['spec_accept_length']:.2f} (tokens per verified block, bonus token included)"
+    )
     # Entry n: blocks of which n drafted tokens were kept. A block that kept n had positions 1 .. n accepted.
     kept = meta["spec_correct_drafts_histogram"]
     shares = [sum(kept[position:]) / sum(kept) for position in range(1, len(kept))]

@@ -17,7 +17,9 @@ PROMPTS = ["import os\nimport ", "class Stack:\n    def ", "def mean(values):\n"
 def accept_length(url: str, temperature: float) -> float:
     """Tokens per verified block, bonus token included, over all prompts."""
     sampling = {"temperature": temperature, "max_new_tokens": 64, "ignore_eos": True}
-    answers = requests.post(f"{url}/generate", json={"text": PROMPTS, "sampling_params": sampling}, timeout=600)
+    answers = requests.post(
+        f"{url}/generate", json={"text": PROMPTS, "sampling_params": sampling}, timeout=600
+    )
     answers.raise_for_status()
     metas = [answer["meta_info"] for answer in answers.json()]
     return sum(meta["completion_tokens"] for meta in metas) / sum(meta["spec_verify_ct"] for meta in metas)
@@ -26,7 +28,9 @@ def accept_length(url: str, temperature: float) -> float:
 def main(url: str) -> None:
     info = requests.get(f"{url}/server_info", timeout=60).json()
     drawn = info["speculative_use_rejection_sampling"]
-    print(f"draft {info['speculative_draft_model_path']}, drafts of sampled requests are {'drawn' if drawn else 'the argmax'}")
+    print(
+        f"draft {info['speculative_draft_model_path']}, drafts of sampled requests are {'drawn' if drawn else 'the argmax'}"
+    )
     for temperature in (0.0, 0.7, 1.0):
         print(f"temperature {temperature}: accept length {accept_length(url, temperature):.2f}")
 

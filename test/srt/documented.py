@@ -9,7 +9,12 @@ from pathlib import Path
 
 from serving import DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET
 
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples" / "README.md",
+]
 SCRIPTS = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".sh"))
 URL = "http://127.0.0.1:30000"
 
@@ -49,7 +54,11 @@ def spans(page: Path) -> list[str]:
 
 def _lines(block: str) -> list[str]:
     joined = [line.strip() for line in block.replace("\\\n", " ").splitlines()]
-    return [" ".join(line.split()) if "'" not in line else line for line in joined if line and not line.startswith("#")]
+    return [
+        " ".join(line.split()) if "'" not in line else line
+        for line in joined
+        if line and not line.startswith("#")
+    ]
 
 
 def commands() -> list[Command]:
@@ -82,7 +91,10 @@ def _of_scripts() -> Iterator[Command]:
 
 def is_server(command: Command) -> bool:
     """Whether a command line starts an SGLang server."""
-    return command.words[:3] == ["python", "-m", "sglang.launch_server"] or command.words[:2] == ["sglang", "serve"]
+    return command.words[:3] == ["python", "-m", "sglang.launch_server"] or command.words[:2] == [
+        "sglang",
+        "serve",
+    ]
 
 
 def server_arguments(command: Command) -> list[str]:
@@ -102,4 +114,9 @@ def defined_flags(script: Path) -> set[str]:
     """The flags that a Python file gives to argparse."""
     calls = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Call)]
     added = [call for call in calls if getattr(call.func, "attr", None) == "add_argument"]
-    return {arg.value for call in added for arg in call.args if isinstance(arg, ast.Constant) and str(arg.value).startswith("--")}
+    return {
+        arg.value
+        for call in added
+        for arg in call.args
+        if isinstance(arg, ast.Constant) and str(arg.value).startswith("--")
+    }

@@ -16,7 +16,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = canonicalize_name(PROJECT["name"])
 # The training library's pins and SGLang's exclude each other: these run in an environment of their own.
 SPECULATORS_ONLY = {
-    f"benchmark/tiny/{name}.py" for name in ("speculators_golden", "peagle_variants", "train_speculators_draft")
+    f"benchmark/tiny/{name}.py"
+    for name in ("speculators_golden", "peagle_variants", "train_speculators_draft")
 }
 # folder -> the extras that its files may count on, beside the dependencies
 FOLDERS = {"python": (), "benchmark": ("bench",), "test": ("test",), "examples": ("test",)}
@@ -47,7 +48,9 @@ def own_modules(folder: str) -> set[str]:
     if folder not in ("benchmark", "test"):
         return set()
     files = [path for name in {"benchmark", folder} for path in (ROOT / name).rglob("*.py")]
-    return {path.stem for path in files} | {path.name for path in (ROOT / "benchmark").iterdir() if path.is_dir()}
+    return {path.stem for path in files} | {
+        path.name for path in (ROOT / "benchmark").iterdir() if path.is_dir()
+    }
 
 
 def undeclared(source: str, folder: str, declared: set[str]) -> set[str]:
@@ -57,7 +60,10 @@ def undeclared(source: str, folder: str, declared: set[str]) -> set[str]:
 
 
 def declared(extras: tuple[str, ...] = ()) -> list[Requirement]:
-    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
+    lines = [
+        *PROJECT["dependencies"],
+        *(line for extra in extras for line in PROJECT["optional-dependencies"][extra]),
+    ]
     return [Requirement(line) for line in lines]
 
 
@@ -82,7 +88,9 @@ def test_every_import_is_declared(folder):
 
 def test_an_undeclared_import_is_seen():
     """The control: of a module that is installed, of one that is not, and of one inside a function."""
-    source = "import requests\nimport torch.nn\ndef f():\n    from nowhere.at_all import x\n    from . import y\n"
+    source = (
+        "import requests\nimport torch.nn\ndef f():\n    from nowhere.at_all import x\n    from . import y\n"
+    )
     assert undeclared(source, "python", {"torch"}) == {"requests", "nowhere"}
     assert "serving" in undeclared("import serving", "python", set())
     assert not undeclared("import serving", "test", set())
@@ -93,7 +101,9 @@ def test_every_declaration_is_used(folder):
     used = set().union(*(imported(path.read_text()) for path in (ROOT / folder).rglob("*.py")))
     distributions = set().union(*(providers().get(name, set()) for name in used))
     extras = FOLDERS[folder]
-    lines = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]] or PROJECT["dependencies"]
+    lines = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]] or PROJECT[
+        "dependencies"
+    ]
     idle = names_of([Requirement(line) for line in lines]) - distributions
     assert not idle, f"declared for {folder}, but nothing there imports it: {sorted(idle)}"
 
@@ -132,23 +142,33 @@ def test_dependencies_come_with_sglang_and_are_bound_as_there():
     (sglang, *others) = declared()
     assert sglang.name == "sglang" and len(others) >= 4
     # What is named in an extra and comes with SGLang, too; pytest, hypothesis and matplotlib are the extras' own.
-    bound = others + [r for r in declared(("test", "bench"))[len(others) + 1 :] if r.name in brought_by_sglang()]
+    bound = others + [
+        r for r in declared(("test", "bench"))[len(others) + 1 :] if r.name in brought_by_sglang()
+    ]
     for requirement in bound:
         name, bounds = canonicalize_name(requirement.name), str(requirement.specifier)
         assert name in brought_by_sglang(), f"{name} does not come with SGLang"
         if name in direct:
             assert bounds == direct[name], f"{name}: {bounds!r}, but SGLang says {direct[name]!r}"
         else:
-            assert bounds in brought_by_sglang()[name], f"{name}: {bounds!r}, not one of {brought_by_sglang()[name]}"
+            assert bounds in brought_by_sglang()[name], (
+                f"{name}: {bounds!r}, not one of {brought_by_sglang()[name]}"
+            )
     extra = names_of(declared(("test", "bench"))) - set(brought_by_sglang()) - {"sglang"}
-    assert extra == {"pytest", "hypothesis", "matplotlib"}, "a package beyond SGLang's: say here that it is meant"
+    assert extra == {"pytest", "hypothesis", "matplotlib"}, (
+        "a package beyond SGLang's: say here that it is meant"
+    )
 
 
 def test_the_licence_is_declared_and_its_text_is_there():
     assert PROJECT["license"] == "Apache-2.0" and PROJECT["license-files"] == ["LICENSE"]
     assert not [line for line in PROJECT["classifiers"] if line.startswith("License ::")]
     text = (ROOT / "LICENSE").read_text()
-    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+    assert (
+        "Apache License" in text
+        and "Version 2.0, January 2004" in text
+        and "END OF TERMS AND CONDITIONS" in text
+    )
 
 
 def test_model_cards_say_what_the_script_writes_about_licences():

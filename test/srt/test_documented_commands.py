@@ -115,7 +115,12 @@ def test_an_unknown_command_is_seen():
 
 def make(*words: str) -> str:
     """What `make` would run."""
-    command = ["make", "--dry-run", "PYTHON=python3", *words]  # a Python given is one that make need not look for
+    command = [
+        "make",
+        "--dry-run",
+        "PYTHON=python3",
+        *words,
+    ]  # a Python given is one that make need not look for
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -148,7 +153,12 @@ def resolved(tmp_path_factory) -> tuple[dict[str, dict], set[str]]:
     texts = [command.text for command in servers] + ["make serve"]
     file.write_text(json.dumps([*map(server_arguments, servers), serve.split()[3:]]))
     done = subprocess.run(
-        [sys.executable, "-c", RESOLVE, file], capture_output=True, text=True, timeout=300, cwd=ROOT, check=False
+        [sys.executable, "-c", RESOLVE, file],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        check=False,
     )
     output = done.stdout.splitlines()
     found = [json.loads(line.partition(" ")[2]) for line in output if line.startswith("RESOLVED")]
@@ -198,7 +208,9 @@ def test_links_lead_somewhere(page):
 
 def client_blocks() -> list[str]:
     """The Python blocks that talk to a server."""
-    return [block for page in PAGES for language, block in blocks(page) if language == "python" and URL in block]
+    return [
+        block for page in PAGES for language, block in blocks(page) if language == "python" and URL in block
+    ]
 
 
 @pytest.mark.server
@@ -207,13 +219,19 @@ def test_requests_are_answered(servers):
     server = servers.get(*FLOAT32, *dflash_arguments(), "--enable-metrics")
     for command in of_kind("request"):
         words = [word.replace(URL, server.url) for word in command.words]
-        done = subprocess.run([*words, "--silent", "--fail"], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [*words, "--silent", "--fail"], capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode == 0, f"{command}: {done.stdout} {done.stderr}"
         assert json.loads(done.stdout)["choices"][0]["text"].strip(), command
     assert len(client_blocks()) == 1
     for block in client_blocks():
         done = subprocess.run(
-            [sys.executable, "-c", block.replace(URL, server.url)], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", block.replace(URL, server.url)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
@@ -238,6 +256,12 @@ def test_the_training_pages_code_runs(tmp_path):
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -19,7 +19,9 @@ BLOCK_SIZE = 8
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
     """What an example printed."""
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, cwd=cwd, env=environment)
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=300, cwd=cwd, env=environment
+    )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -46,7 +48,9 @@ def server(servers) -> Server:
 def test_openai_stream(server):
     output = run(sys.executable, EXAMPLES / "openai_stream.py", server.url)
     [(tokens, chunks)] = re.findall(r"^(\d+) tokens in (\d+) chunks$", output, re.MULTILINE)
-    assert 1 < int(chunks) < int(tokens), "a chunk holds what a verified block gave, so there are fewer chunks than tokens"
+    assert 1 < int(chunks) < int(tokens), (
+        "a chunk holds what a verified block gave, so there are fewer chunks than tokens"
+    )
     assert len(output.splitlines()) > 2  # the text itself
 
 
@@ -55,7 +59,11 @@ def test_acceptance(server):
     output = run(sys.executable, EXAMPLES / "acceptance.py", server.url)
     lengths = numbers(r"accept length ([\d.]+)", output)
     assert len(lengths) == 2 and all(1.0 < length <= BLOCK_SIZE for length in lengths), output
-    shares = [list(map(float, line.partition(": ")[2].split())) for line in output.splitlines() if "position 1" in line]
+    shares = [
+        list(map(float, line.partition(": ")[2].split()))
+        for line in output.splitlines()
+        if "position 1" in line
+    ]
     assert len(shares) == 2 and len(shares[1]) == BLOCK_SIZE - 1, output
     assert all(row == sorted(row, reverse=True) and 0 < row[0] <= 1 for row in shares), output
 
@@ -87,4 +95,6 @@ def test_peagle_checkpoint(servers):
     output = run(sys.executable, EXAMPLES / "peagle_checkpoint.py", server.url)
     assert f"draft {PEAGLE_DRAFT}, drafts of sampled requests are the argmax" in output
     greedy, *sampled = numbers(r"accept length ([\d.]+)", output)
-    assert len(sampled) == 2 and greedy > max(sampled) and all(1.0 <= length <= BLOCK_SIZE for length in sampled), output
+    assert (
+        len(sampled) == 2 and greedy > max(sampled) and all(1.0 <= length <= BLOCK_SIZE for length in sampled)
+    ), output
