@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, assert_same
+from conftest import ENVIRONMENT, assert_same, run_to_end
 from serving import DRAFT, TARGET, dflash_arguments, heldout_prompts, serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,9 @@ def run(*command: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def looked() -> dict:
-    return json.loads(run("-c", LOOK))
+    looked = run_to_end("-c", LOOK)
+    [answer] = [line for line in looked.output.splitlines() if line.startswith("ANSWER ")]
+    return json.loads(answer.removeprefix("ANSWER "))
 
 
 def test_loading_the_plugin_replaces_nothing_a_server_without_dflash_runs(looked):
