@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import FLOAT32
+from conftest import FLOAT32, run_to_end
 from documented import (
     PAGES,
     URL,
@@ -47,6 +47,7 @@ RESOLVE = """
 import json, os, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
+os.chdir(sys.argv[2])
 import argparse
 import sglang.srt.arg_groups.pipeline, sglang.srt.configs.model_config, sglang.srt.utils.hf_transformers_utils
 from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -152,17 +153,10 @@ def resolved(tmp_path_factory) -> tuple[dict[str, dict], set[str]]:
     (serve,) = [line for line in make("serve").splitlines() if "sglang.launch_server" in line]
     texts = [command.text for command in servers] + ["make serve"]
     file.write_text(json.dumps([*map(server_arguments, servers), serve.split()[3:]]))
-    done = subprocess.run(
-        [sys.executable, "-c", RESOLVE, file],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        check=False,
-    )
-    output = done.stdout.splitlines()
+    done = run_to_end("-c", RESOLVE, file, ROOT)
+    output = done.output.splitlines()
     found = [json.loads(line.partition(" ")[2]) for line in output if line.startswith("RESOLVED")]
-    assert len(found) == len(texts), (done.stdout + done.stderr)[-4000:]
+    assert len(found) == len(texts), done.output[-4000:]
     (flags,) = [json.loads(line.partition(" ")[2]) for line in output if line.startswith("FLAGS")]
     return dict(zip(texts, found)), set(flags)
 
