@@ -2,6 +2,7 @@
 TARGET ?= models/tiny-qwen3-code
 DRAFT ?= models/tiny-qwen3-code-dflash
 ARGS ?=
+WORKERS ?= 2
 # Any Python from 3.11 on; override with `make PYTHON=...`.
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
 
@@ -9,13 +10,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve test bench clean
+.PHONY: serve test test-fast bench clean
 
 serve: $(READY)
 	$(BIN)/python -m sglang.launch_server --model-path $(TARGET) --speculative-algorithm DFLASH --speculative-draft-model-path $(DRAFT) $(ARGS)
 
+# Two workers, each with servers of its own and one PyTorch thread; a file stays with one worker.
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# The inner loop: all that needs no server.
+test-fast: $(READY)
+	@$(MAKE) --no-print-directory test ARGS='-m "not server" $(ARGS)'
 
 bench: $(READY)
 	$(BIN)/python benchmark/bench.py $(ARGS)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -12,10 +13,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "models" / "tiny-qwen3-code"
@@ -24,6 +25,9 @@ SPECULATORS_DRAFT = ROOT / "models" / "tiny-qwen3-code-dflash-speculators"
 PEAGLE_DRAFT = ROOT / "models" / "tiny-qwen3-code-peagle"
 HELDOUT_PROMPTS = ROOT / "benchmark" / "tiny" / "prompts" / "heldout.jsonl"
 START_TIMEOUT_S = 240
+
+# (command, environment, log) -> a process with `pid`, `poll`, `wait` and `returncode`
+Start = Callable[[Sequence[str], dict[str, str], BinaryIO], Any]
 
 
 class ServerDied(RuntimeError):
@@ -87,14 +91,16 @@ def serve(
     python: str = sys.executable,
     launcher: Sequence[str] = ("-m", "sglang.launch_server"),
     timeout: float = START_TIMEOUT_S,
+    start: Start | None = None,
 ) -> Iterator[Server]:
-    """Run `PYTHON LAUNCHER ARGUMENTS` until the block ends. Raises ServerDied if it never gets ready."""
+    """Run `PYTHON LAUNCHER ARGUMENTS` until the block ends. Raises ServerDied if it never gets ready.
+
+    start: another way to start LAUNCHER ARGUMENTS with these settings and this log, in a session of its own.
+    """
     port = _free_port()
-    command = [python, *launcher, "--port", str(port), *map(str, arguments)]
+    command = [*launcher, "--port", str(port), *map(str, arguments)]
     with tempfile.NamedTemporaryFile("wb", suffix=".log", prefix="sglang-", delete=False) as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, start_new_session=True
-        )
+        process = (start or functools.partial(start_cold, python=python))(command, env or {}, log)
     server = Server(url=f"http://127.0.0.1:{port}", process=process, log_path=Path(log.name))
     try:
         _wait_until_ready(server, timeout)
@@ -102,6 +108,14 @@ def serve(
     finally:
         stop(process)
         server.log_path.unlink()
+
+
+def start_cold(
+    command: Sequence[str], env: dict[str, str], log: BinaryIO, python: str = sys.executable
+) -> subprocess.Popen:
+    """An interpreter of its own that runs COMMAND, in a session of its own."""
+    env = {**os.environ, **env}
+    return subprocess.Popen([python, *command], stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
 
 
 def dflash_arguments(draft: str | Path = DRAFT) -> list[str]:

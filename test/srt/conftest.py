@@ -1,19 +1,27 @@
 """Servers shared by the server tests, and the plain target every output is held against.
 
-A server takes half a minute to start, so at most one tested server lives at a time and it is kept until a test asks
-for another configuration: tests that share one stand next to each other. The reference lives beside it, asleep.
+Servers are forked from a process that has SGLang imported (warm_start.py). At most one tested server lives at a time, and
+it is kept until a test asks for another configuration: tests that share one stand next to each other. The reference lives
+beside it, asleep.
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import TARGET, Server, serve
+from serving import TARGET, Server, Start, serve, start_cold, stop
+from warm_start import Nursery
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 # One PyTorch thread, as two servers share the machine. The scheduler counts its KV slots after every step, and a
 # leak or a double free ends the server instead of a log line.
@@ -28,8 +36,62 @@ PLAIN_FLOAT32 = ("--dtype", "float32", "--constrained-json-disable-any-whitespac
 # A log line per step, as one test counts them; a pool that need not be counted for long after every step.
 FLOAT32 = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "32768", "--decode-log-interval", "1")
 
+# Files that take minutes, the longest first: the two workers of `make test` take files in this order.
+LONGEST = (
+    "test_lossless.py",
+    "test_acceptance_profiles.py",
+    "test_sampled_requests.py",
+    "test_sampled_sequences.py",
+)
+
 # One logit computed in two batch shapes differs by about 1e-6 in float32, and two of them by twice that.
 FLOAT32_TIE = 1e-5
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in the order they are best begun in: long ones, others with servers, the rest."""
+    with_servers = {item.path for item in items if item.get_closest_marker("server")}
+
+    def rank(item: pytest.Item) -> tuple[int, bool]:
+        name = item.path.name
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST), item.path not in with_servers
+
+    items.sort(key=rank)
+
+
+@functools.cache
+def nursery() -> Nursery:
+    return Nursery.start(ENVIRONMENT)
+
+
+def warm_start() -> Start | None:
+    """`serve`'s way to start a server: from the nursery, or cold where there is a GPU, as CUDA does not survive a fork."""
+    if not runtime.needs_stand_in():
+        return None
+    return nursery().run_main
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended; code -9 where it had to be killed."""
+
+    code: int
+    output: str
+
+
+def run_to_end(
+    *argv: object, environment: dict[str, str] | None = None, is_cold: bool = False, timeout: float = 300
+) -> Ended:
+    """`python ARGV`, from the nursery unless `is_cold`."""
+    start = start_cold if is_cold else warm_start() or start_cold
+    with tempfile.NamedTemporaryFile("w+b") as log:
+        process = start([str(argument) for argument in argv], environment or {}, log)
+        deadline = time.monotonic() + timeout
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        stop(process)
+        log.seek(0)
+        return Ended(process.returncode, log.read().decode(errors="replace"))
 
 
 def patched(name: str) -> dict[str, str]:
@@ -65,12 +127,18 @@ class Servers:
         self._wanted: tuple | None = None
         self._server: Server | None = None
 
-    def get(self, *arguments: object, environment: dict[str, str] | None = None) -> Server:
-        wanted = tuple(map(str, arguments)), environment
+    def get(
+        self, *arguments: object, environment: dict[str, str] | None = None, is_cold: bool = False
+    ) -> Server:
+        """is_cold: in an interpreter of its own, for settings that SGLang reads while it is imported."""
+        wanted = tuple(map(str, arguments)), environment, is_cold
         if self._wanted != wanted or self._server.process.poll() is not None:
             self.close()
             env = {**ENVIRONMENT, **(environment or {})}
-            self._server = self._stack.enter_context(serve("--model-path", TARGET, *wanted[0], env=env))
+            start = None if is_cold else warm_start()
+            self._server = self._stack.enter_context(
+                serve("--model-path", TARGET, *wanted[0], env=env, start=start)
+            )
             self._wanted = wanted
         return self._server
 
@@ -81,7 +149,8 @@ class Servers:
 
 @contextlib.contextmanager
 def plain_target(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Reference]:
-    with serve("--model-path", TARGET, *arguments, env={**ENVIRONMENT, **(environment or {})}) as server:
+    env = {**ENVIRONMENT, **(environment or {})}
+    with serve("--model-path", TARGET, *arguments, env=env, start=warm_start()) as server:
         yield Reference(server)
 
 

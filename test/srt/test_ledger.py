@@ -2,11 +2,10 @@
 
 import dataclasses
 import inspect
-import subprocess
-import sys
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
+from conftest import run_to_end
 
 from sglang_dflash import SGLANG_VERSION
 from sglang_dflash.srt.plugins import entry_points, ledger
@@ -173,12 +172,10 @@ def test_sglang_does_not_go_on_with_half_a_plugin(failure):
     """SGLang logs a plugin's exception and goes on; SystemExit gets through its `except Exception`."""
     spoil, word = FAILURES[failure]
     program = f"{PRELUDE}{spoil}; load_plugins(); print('went on')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_to_end("-c", program)
     if word is None:
-        assert done.returncode == 0 and "went on" in done.stdout, done.stderr
+        assert done.code == 0 and "went on" in done.output, done.output
         return
-    assert done.returncode != 0 and "went on" not in done.stdout
-    last_line = done.stderr.strip().splitlines()[-1]
-    assert "sglang-dflash" in last_line and word in done.stderr, done.stderr
+    assert done.code != 0 and "went on" not in done.output
+    last_line = done.output.strip().splitlines()[-1]
+    assert "sglang-dflash" in last_line and word in done.output, done.output

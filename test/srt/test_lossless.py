@@ -165,10 +165,11 @@ def test_float32_retracted_requests_resume_as_the_target_would(requests, referen
     ]
     expected = reference.answers(chosen)
     needed = sum(answer["meta_info"]["prompt_tokens"] + 160 for answer in expected)
-    # Told that answers are short, the scheduler lets in more requests than the pool can carry to their end.
+    # Told that answers are short, the scheduler lets in more requests than the pool can carry to their end. It reads this
+    # while it is imported.
     overcommit = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
     pool = ("--max-total-tokens", needed // 3)
-    server = servers.get(*FLOAT32, *dflash_arguments(), *pool, environment=overcommit)
+    server = servers.get(*FLOAT32, *dflash_arguments(), *pool, environment=overcommit, is_cold=True)
     answers = server.generate_many(chosen, len(chosen))
     assert_same(chosen, answers, expected)
     retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)

@@ -1,59 +1,25 @@
 """Bad starts: each ends by itself, not with exit code 0, and says what is wrong in words a user can act on.
 
 SGLang refuses most of them while it reads its arguments. Those run the real entry point, each in a fork of a process
-that has SGLang imported, as the import is nearly all the time such a start takes. The rest need a scheduler.
+that has SGLang imported; a few also as the command that a user types. The rest need a scheduler.
 """
 
-import json
-import subprocess
-import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT
+from conftest import ENVIRONMENT, Ended, run_to_end, warm_start
 from drafts import REMOVE, make_draft, read_config
-from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, ServerDied, dflash_arguments, serve
+from serving import DRAFT, PEAGLE_DRAFT, TARGET, ServerDied, dflash_arguments, serve
 
 pytestmark = pytest.mark.server
 
 MODEL = ["--model-path", str(TARGET)]
 LAYERS = read_config(TARGET)["num_hidden_layers"]
 VOCAB = read_config(TARGET)["vocab_size"]
-
-FORKS = """
-import json, os, runpy, sys, time, traceback
-import sglang.launch_server, sglang.srt.server_args, sglang.srt.arg_groups.pipeline, sglang.srt.configs.model_config
-import sglang.srt.utils.hf_transformers_utils
-for number, arguments in enumerate(json.load(open(sys.argv[1]))):
-    child = os.fork()
-    if child == 0:
-        out = os.open(f"{sys.argv[2]}/{number}", os.O_CREAT | os.O_WRONLY)
-        os.dup2(out, 1), os.dup2(out, 2)
-        sys.argv = ["sglang.launch_server", *arguments]
-        try:
-            runpy.run_module("sglang.launch_server", run_name="__main__")
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-            print(end)
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)  # tearing an interpreter down that has PyTorch in it takes seconds
-    for _ in range(600):
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            break
-        time.sleep(0.1)
-    else:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        status = 0  # it did not end by itself: as bad as ending well
-    print(os.waitstatus_to_exitcode(status), flush=True)
-"""
 
 # name -> (changes to the draft's config, what the message must contain)
 BAD_DRAFTS: dict[str, tuple[dict, tuple[str, ...]]] = {
@@ -126,31 +92,33 @@ def other_starts(tmp: Path) -> dict[str, tuple[list[str], tuple[str, ...]]]:
     }
 
 
+@dataclass(frozen=True)
+class Refused:
+    ended: Ended
+    words: tuple[str, ...]
+
+    @property
+    def message(self) -> str:
+        """The exception's own, at the end: what SGLang echoes of the flags does not count."""
+        output = self.ended.output
+        return output[output.rfind("Error") :] if "Error" in output else output[-1500:]
+
+
 @pytest.fixture(scope="module")
-def starts(tmp_path_factory) -> dict[str, tuple[int, str, tuple[str, ...]]]:
-    """name -> (exit code, output, what it must contain), of every start refused while arguments are read."""
+def commands(tmp_path_factory) -> dict[str, tuple[list[str], tuple[str, ...]]]:
+    """name -> (arguments, what the message must contain), of every start refused while arguments are read."""
     tmp = tmp_path_factory.mktemp("starts")
-    all_starts = {
+    commands = {
         f"draft: {name}": ([*MODEL, *dflash_arguments(make_draft(tmp / f"draft-{i}", **changes))], words)
         for i, (name, (changes, words)) in enumerate(BAD_DRAFTS.items())
     }
     for name, (flags, words) in BAD_FLAGS.items():
-        all_starts[f"flags: {name}"] = ([*MODEL, *dflash_arguments(), *flags], words)
-    all_starts.update(other_starts(tmp))
-    (tmp / "arguments.json").write_text(json.dumps([arguments for arguments, _ in all_starts.values()]))
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, tmp / "arguments.json", tmp],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=ROOT,
-    )
-    codes = [int(line) for line in done.stdout.split() if line.lstrip("-").isdigit()]
-    assert len(codes) == len(all_starts), f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    return {
-        name: (code, (tmp / str(number)).read_text(), words)
-        for number, ((name, (_, words)), code) in enumerate(zip(all_starts.items(), codes))
-    }
+        commands[f"flags: {name}"] = ([*MODEL, *dflash_arguments(), *flags], words)
+    return commands | other_starts(tmp)
+
+
+def launch(arguments: Sequence[str], is_cold: bool = False) -> Ended:
+    return run_to_end("-m", "sglang.launch_server", *arguments, is_cold=is_cold, timeout=120)
 
 
 NAMES = [
@@ -168,13 +136,21 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_bad_start_ends_with_a_message(name, starts):
-    code, output, words = starts[name]
-    assert code not in (0, -9), f"exit code {code}; the server started, or hung:\n{output[-3000:]}"
-    # The message is the exception's own, at the end: what SGLang echoes of the flags does not count.
-    message = output[output.rfind("Error") :] if "Error" in output else output[-1500:]
-    missing = [word for word in words if word not in message]
-    assert not missing, f"{missing} not in the message:\n{message[-3000:]}"
+def test_a_bad_start_ends_with_a_message(name, commands):
+    arguments, words = commands[name]
+    refused = Refused(launch(arguments), words)
+    assert refused.ended.code not in (0, -9), f"the server started, or hung:\n{refused.ended.output[-3000:]}"
+    missing = [word for word in words if word not in refused.message]
+    assert not missing, f"{missing} not in the message:\n{refused.message[-3000:]}"
+
+
+@pytest.mark.parametrize("name", ["draft: two faults", "flags: LoRA", "relative draft path missing"])
+def test_a_command_line_ends_as_its_fork_does(name, commands):
+    """What holds the forks above against what a user sees."""
+    arguments, words = commands[name]
+    cold, warm = (Refused(launch(arguments, is_cold), words) for is_cold in (True, False))
+    assert cold.ended.code == warm.ended.code != 0
+    assert cold.message == warm.message and words[0] in cold.message
 
 
 def _without(name: str):
@@ -209,7 +185,7 @@ def weight_errors(tmp_path_factory, servers) -> dict[str, str | None]:
         number, (weights, changes, _) = item
         draft = make_draft(tmp / str(number), weights, base=DRAFT, **changes)
         try:
-            with serve(*MODEL, *dflash_arguments(draft), env=ENVIRONMENT):
+            with serve(*MODEL, *dflash_arguments(draft), env=ENVIRONMENT, start=warm_start()):
                 return None
         except ServerDied as died:
             return str(died)

@@ -4,11 +4,14 @@ SGLang's server refuses more than one rank on a CPU, so this is the model withou
 tokens chosen by the vocabulary-parallel argmax.
 """
 
-import multiprocessing
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import run_to_end
 from draft_cases import BASE, Case
 from engine import Pools, start
 from test_target_sampling import VOCABULARY, sampling_info
@@ -39,7 +42,8 @@ def draft_block(name: str, folder, world_size: int) -> torch.Tensor:
     return output.draft_tokens.view(len(LENGTHS), -1)
 
 
-def run_rank(rank: int, folder) -> None:
+def run_rank(rank: int, folder: str) -> None:
+    folder = Path(folder)
     from sglang.srt.distributed.device_communicators import pynccl
 
     # Made for every group of more than one rank, and needs CUDA.
@@ -54,13 +58,11 @@ def run_rank(rank: int, folder) -> None:
 
 def test_ranks_draft_the_same_tokens_as_one(tmp_path):
     assert BASE["num_attention_heads"] % WORLD == 0
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run_rank, args=(rank, tmp_path)) for rank in range(WORLD)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=240)
-        assert process.exitcode == 0
+    program = f"import sys; sys.path = {sys.path}; from test_tensor_parallel import run_rank; run_rank({{}}, {str(tmp_path)!r})"
+    with ThreadPoolExecutor(WORLD) as pool:
+        ranks = pool.map(lambda rank: run_to_end("-c", program.format(rank)), range(WORLD))
+        for rank in ranks:
+            assert rank.code == 0, rank.output
     for name in NAMES:
         own = tmp_path / f"{name}-whole"
         own.mkdir()

@@ -1,0 +1,73 @@
+"""How long OpenMP threads should spin while they wait, on a CPU server beside nothing and beside another busy process.
+
+    python benchmark/openmp_wait.py --settings GOMP_SPINCOUNT=300000 GOMP_SPINCOUNT=10000 OMP_WAIT_POLICY=passive
+
+PyTorch splits an operator over its threads and waits for all of them. Threads that spin lose nothing on an idle machine, and
+everything where they spin for one that has no core; threads that sleep at once pay for every wake-up. One DFLASH server per
+setting, all started first, then asked in turn, several rounds; tokens/s, median of the rounds.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import statistics
+
+from bench import measure
+from serving import TARGET, dflash_arguments, heldout_prompts, serve
+
+IDLE, BUSY = "idle", "beside a busy process"
+
+
+@contextlib.contextmanager
+def busy_process(how_many: int):
+    processes = [multiprocessing.Process(target=_burn, daemon=True) for _ in range(how_many)]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _burn() -> None:
+    while True:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="+", required=True, metavar="NAME=VALUE", help="the first is compared with")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    args = parser.parse_args()
+    prompts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 128]
+    speeds = {(setting, where): [] for setting in args.settings for where in (IDLE, BUSY)}
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for setting in args.settings:
+            env = dict([setting.split("=", 1)])
+            flags = ("--model-path", TARGET, "--sleep-on-idle", *dflash_arguments())
+            servers[setting] = stack.enter_context(serve(*flags, env=env))
+            measure(servers[setting], prompts, args.concurrency, args.max_new_tokens, setting, 1)
+        for _ in range(args.rounds):
+            for where, burning in ((IDLE, 0), (BUSY, 1)):
+                with busy_process(burning):
+                    for setting, server in servers.items():
+                        load = measure(server, prompts, args.concurrency, args.max_new_tokens, setting, 1)
+                        speeds[setting, where].append(load.tokens_per_second)
+                        print(f"{setting:>32} {where:>22} {load.tokens_per_second:8.1f} tokens/s", flush=True)
+    print("\n| setting | idle | | beside a busy process | |\n|---|---:|---:|---:|---:|")
+    medians = {key: statistics.median(values) for key, values in speeds.items()}
+    for setting in args.settings:
+        cells = []
+        for where in (IDLE, BUSY):
+            speed = medians[setting, where]
+            cells += [f"{speed:.1f} tokens/s", f"{speed / medians[args.settings[0], where]:.2f}x"]
+        print(f"| `{setting}` | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

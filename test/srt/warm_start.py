@@ -1,0 +1,286 @@
+"""Servers in seconds instead of twenty: processes forked from one that has SGLang imported already.
+
+A server is three processes, and nearly all of its start is each of them importing SGLang. Here a *nursery*, a process that
+has imported SGLang and done nothing else, forks them instead. What the fork then runs is what a fresh interpreter would
+run: SGLang's main program with its own arguments and environment, and for each process that it spawns the pickled
+`multiprocessing` process. No plugin is loaded in a nursery and no setting is read, so a fork is in the state of a fresh
+process after its imports.
+
+SGLang's processes watch their parents, so a fork has to be its client's child. The nursery forks a process that forks the
+wanted one and ends: the orphan goes to its nearest ancestor that adopts (`PR_SET_CHILD_SUBREAPER`), which is the client.
+A server's main process has a nursery of its own, forked from the first one.
+
+Settings that SGLang reads while it is imported, the number of OpenMP threads among them, are the nursery's: a test that
+sets another one starts its server cold (`serving.serve`).
+"""
+
+import contextlib
+import ctypes
+import functools
+import gc
+import io
+import importlib
+import os
+import pickle
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing import context, forkserver, popen_fork, popen_forkserver, process, reduction, spawn
+from pathlib import Path
+from typing import BinaryIO
+
+PR_SET_CHILD_SUBREAPER = 36
+MAX_FDS = 64
+
+# All that a server's three processes import for the bundled models. This package's own modules are left out: each process
+# loads the plugin itself, as it does in a cold start.
+MODULES = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.arg_groups.pipeline",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.layers.attention.torch_native_backend",
+    "sglang.srt.models.registry",
+    "sglang.srt.mem_cache.kv_cache_configurator",
+    "sglang.srt.speculative.base_spec_worker",
+    "sglang.srt.speculative.draft_worker_common",
+    "sglang.srt.utils.hf_transformers_utils",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "transformers.models.qwen3.configuration_qwen3",
+    "xgrammar",
+    "uvicorn.loops.auto",
+    "uvicorn.protocols.http.auto",
+)
+
+
+class ForkedProcess:
+    """What a test needs of `subprocess.Popen`, of a child that somebody else forked."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int:
+        """Wait for the end of the process and of all that is left of its process group, which is this process's to reap."""
+        code = self._wait(0)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-self.pid, 0)
+        return code
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class Nursery:
+    """A client's end of a nursery."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._lock = threading.Lock()
+        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+    @classmethod
+    def start(cls, environment: dict[str, str]) -> "Nursery":
+        """A new process that imports SGLang under `environment` and waits; it ends with this one."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, **environment})
+        return cls(ours)
+
+    def run_main(self, argv: Sequence[str], environment: dict[str, str], log: BinaryIO) -> ForkedProcess:
+        """`python ARGV` in a session of its own, with its output in `log`. ARGV: -m MODULE ... or -c CODE."""
+        job = "main", (list(argv), {**os.environ, **environment}, os.getcwd())
+        return ForkedProcess(self.fork(pickle.dumps(job), [log.fileno()]))
+
+    def fork(self, job: bytes, fds: Sequence[int]) -> int:
+        """The process id of a new child that runs `job` and holds copies of `fds`."""
+        with self._lock:
+            self._connection.sendall(struct.pack("!Q", len(job)))
+            socket.send_fds(self._connection, [b"f"], fds)
+            self._connection.sendall(job)
+            [pid] = struct.unpack("!q", _read(self._connection, 8))
+        if pid < 0:
+            raise RuntimeError("the nursery could not fork")
+        return pid
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def _serve(connection: socket.socket) -> None:
+    """A nursery: one fork per request, until the client hangs up."""
+    while True:
+        try:
+            [size] = struct.unpack("!Q", _read(connection, 8))
+            _, fds, *_ = socket.recv_fds(connection, 1, MAX_FDS)
+            job = _read(connection, size)
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        told, tell = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            middle = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                for fd in (told, tell):
+                    os.close(fd)
+                while os.getppid() == middle:  # whose end would be the parent's death to SGLang
+                    time.sleep(0.001)
+                _end(functools.partial(_run, connection, *pickle.loads(job), fds))
+            os.write(tell, struct.pack("!q", pid))
+            os._exit(0)
+        os.close(tell)
+        os.waitpid(middle, 0)  # from here on the child is the client's
+        answer = os.read(told, 8)
+        for fd in (told, *fds):
+            os.close(fd)
+        connection.sendall(answer or struct.pack("!q", -1))
+
+
+def _end(run) -> None:
+    """End this process with `run`'s exit code, without tearing the interpreter down: with PyTorch in it, that takes seconds."""
+    code = 1
+    try:
+        code = run() or 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(connection: socket.socket, kind: str, arguments: tuple, fds: list[int]) -> int | None:
+    if kind == "spawned":
+        connection.close()
+        return _run_spawned(*arguments, fds)
+    return _run_main(connection, *arguments, fds)
+
+
+def _enter(environment: dict[str, str]) -> None:
+    """Become a process with this environment."""
+    os.environ.update(environment)
+    if "SERVER_PATCH" in environment:
+        patches = Path(__file__).parent / "server_patches" / "sitecustomize.py"
+        runpy.run_path(str(patches), run_name="server_patches")
+
+
+def _run_main(connection: socket.socket, argv: list, environment: dict, folder: str, fds: list[int]) -> None:
+    os.setsid()
+    [log] = fds
+    os.dup2(log, 1), os.dup2(log, 2)
+    os.close(log)
+    ours, theirs = socket.socketpair()
+    nursery = os.fork()
+    if nursery == 0:
+        connection.close(), ours.close()
+        _serve(theirs)
+    connection.close(), theirs.close()
+    os.chdir(folder)
+    _enter(environment)
+    _SpawnedPopen.nursery = Nursery(ours)
+    context.SpawnProcess._Popen = staticmethod(_SpawnedPopen)
+    flag, program, *_ = argv
+    sys.argv = argv[1:]
+    sys.path.insert(0, folder)
+    if flag == "-c":
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_module(program, run_name="__main__")
+    # A returned main waits for its children, as an interpreter does at its end.
+    for child in process.active_children():
+        child.join()
+
+
+class _SpawnedPopen(popen_fork.Popen):
+    """`multiprocessing`'s spawn start method by way of the nursery: the same data, read by the same functions."""
+
+    method = "spawn"
+    DupFd = popen_forkserver.Popen.DupFd
+    nursery: Nursery
+
+    def __init__(self, process_obj):
+        self._fds: list[int] = []
+        super().__init__(process_obj)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self._fds.append(fd)
+        return len(self._fds) - 1
+
+    def _launch(self, process_obj) -> None:
+        preparation = spawn.get_preparation_data(process_obj._name)
+        # The main module is SGLang's, which the fork has imported, or this file.
+        preparation = {key: value for key, value in preparation.items() if not key.startswith("init_main")}
+        data = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, data)
+            reduction.dump(process_obj, data)
+        finally:
+            context.set_spawning_popen(None)
+        job = "spawned", (data.getvalue(), dict(os.environ))
+        self.pid = self.nursery.fork(pickle.dumps(job), self._fds)
+        self.sentinel = os.pidfd_open(self.pid)
+
+
+def _run_spawned(data: bytes, environment: dict, fds: list[int]) -> int:
+    """The child's side of `multiprocessing.spawn`."""
+    _enter(environment)
+    forkserver._forkserver._inherited_fds = fds
+    stream = io.BytesIO(data)
+    process.current_process()._inheriting = True
+    try:
+        spawn.prepare(pickle.load(stream))
+        process_obj = pickle.load(stream)
+    finally:
+        del process.current_process()._inheriting
+    return process_obj._bootstrap()
+
+
+def _import_all() -> None:
+    for module in MODULES:
+        importlib.import_module(module)
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when to end
+    sys.path.remove(str(Path(__file__).parent))
+    _import_all()
+    gc.collect()
+    gc.freeze()  # or the first collection of every fork copies all of it
+    _serve(connection)
+
+
+if __name__ == "__main__":
+    main()
