@@ -14,9 +14,9 @@ DATE = "2026-11-20"
 
 LICENCE_NOTE = """## Licence
 
-The only training text is the source of the Python standard library, which is
-under the PSF licence (Python Software Foundation License Version 2). The model
-can reproduce pieces of it.
+The weights are under the Apache License 2.0 (`Apache-2.0`), as this project is. The only
+training text is the source of the Python standard library, which is under the PSF licence
+(Python Software Foundation License Version 2, `PSF-2.0`). The model can reproduce pieces of it.
 """
 
 TARGET_CARD = """# tiny-qwen3-code

@@ -71,21 +71,6 @@ except Exception as error:  # without a GPU SGLang cannot be imported without us
 print("ANSWER", any(name.split(".")[0] == "sglang_dflash" for name in sys.modules), what)
 """
 
-ENGINE = """
-import json
-import sys
-
-import sglang as sgl
-
-if __name__ == "__main__":
-    arguments = json.loads(sys.argv[1])
-    engine = sgl.Engine(**arguments["engine"])
-    outputs = engine.generate(arguments["prompts"], arguments["sampling"])
-    print("ANSWER", json.dumps(outputs), flush=True)
-    engine.shutdown()
-"""
-
-
 def run(*command: str, **environment: str) -> str:
     """Run Python; returns what it printed after ANSWER."""
     done = subprocess.run(
@@ -175,23 +160,22 @@ def test_sglang_serve_runs_our_worker(reference, servers):
 
 
 @pytest.mark.server
-def test_engine_in_a_script_runs_our_worker(reference, servers, tmp_path):
+def test_the_engine_example_runs_our_worker(reference, servers, tmp_path):
+    """SGLang's third way to start: `sglang.Engine` in a script, here the one in examples/."""
     servers.close()
-    script = tmp_path / "engine.py"
-    script.write_text(ENGINE)
     requests = _requests()
-    engine = {
-        "model_path": str(TARGET),
-        "dtype": "float32",
-        "speculative_algorithm": "DFLASH",
-        "speculative_draft_model_path": str(DRAFT),
-    }
-    arguments = {
-        "engine": engine,
-        "prompts": [request["text"] for request in requests],
-        "sampling": [request["sampling_params"] for request in requests],
-    }
-    answers = json.loads(run(str(script), json.dumps(arguments), **ENVIRONMENT))
+    file = tmp_path / "requests.jsonl"
+    file.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    command = [sys.executable, ROOT / "examples" / "offline_engine.py", "--model-path", TARGET, "--draft", DRAFT]
+    done = subprocess.run(
+        [*command, "--requests", file, "--dtype", "float32"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **ENVIRONMENT},
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert_same(requests, answers, reference.answers(requests))
     assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in answers)
 

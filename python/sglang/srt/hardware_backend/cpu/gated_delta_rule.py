@@ -91,7 +91,8 @@ def causal_conv1d_update_cpu(
         # [bs, channels, tokens, width - 1]: after token t, the inputs t - width + 2 .. t.
         windows = extended[..., 1:].unfold(2, past, 1)
         intermediate_conv_window[rows, :steps] = windows.transpose(1, 2)
-    return outputs.view(mixed_qkv.shape)
+    # Laid out token after token, as SGLang takes a block apart.
+    return outputs.transpose(1, 2).contiguous().transpose(1, 2).view(mixed_qkv.shape)
 
 
 def _weigh(taps, weights, bias, activation):
