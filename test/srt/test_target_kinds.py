@@ -7,6 +7,7 @@ import sglang  # noqa: F401  loads our platform plugin before any of SGLang's mo
 from families import FAMILIES
 
 from sglang_dflash.srt.speculative import target_kinds
+from sglang_dflash.srt.speculative.dflash_utils import validate_dflash_request
 from sglang_dflash.srt.speculative.target_kinds import ALLOW_UNTESTED_VARIABLE, MEASURED, configure_capture, target_kind
 
 
@@ -97,6 +98,21 @@ def test_what_cannot_work_is_refused_whatever_is_allowed(names, words, allowed, 
     monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, allowed)
     with pytest.raises(ValueError, match=words):
         target_kind(names)
+
+
+@pytest.mark.parametrize("name, is_served", [("Qwen3VLForConditionalGeneration", True), ("Gemma4ForConditionalGeneration", False)])
+def test_images_are_refused_by_name(name, is_served, monkeypatch):
+    monkeypatch.setattr(target_kinds, "_served", MEASURED[name])
+    request = SimpleNamespace(
+        custom_logit_processor=None,
+        return_hidden_states=False,
+        sampling_params=SimpleNamespace(min_p=0.0),
+        multimodal_inputs=object(),
+    )
+    message = validate_dflash_request(request, True)
+    assert message is None if is_served else name in message and "images" in message
+    request.multimodal_inputs = None
+    assert validate_dflash_request(request, True) is None
 
 
 def test_a_model_that_lacks_its_method_is_named():
