@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 import transformers
 from draft_cases import BASE, random_weights
+from drafts import read_config
 from safetensors.torch import save_file
+from serving import PEAGLE_DRAFT
 
 VOCAB, HIDDEN, LAYERS = 1100, 64, 6
 # Neither first nor last, nor next to each other: what a draft reads, and what is held against Hugging Face's.
@@ -268,4 +270,49 @@ def write_draft(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(random_weights(config, len(LAYER_IDS)), folder / "model.safetensors")
+    return folder
+
+
+def write_peagle_draft(folder: Path) -> Path:
+    """A random P-EAGLE draft of one layer, with a window and a reduced vocabulary, for any of the targets."""
+    heads, head_dim, inner, tokens, num_aux = 4, 16, 96, 500, len(LAYER_IDS)
+    config = read_config(PEAGLE_DRAFT)
+    config |= {
+        "draft_vocab_size": tokens,
+        "mask_token_id": 7,
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYER_IDS],  # the library counts from the embedding
+    }
+    config["transformer_layer_config"] |= {
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "head_dim": head_dim,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "layer_types": ["sliding_attention"],
+        "sliding_window": 12,
+        "max_position_embeddings": 256,
+    }
+    wide, layer = heads * head_dim, "layers.0"
+    shapes = {
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "lm_head.weight": (tokens, HIDDEN),
+        "mask_hidden": (1, 1, num_aux * HIDDEN),
+        "fc.weight": (HIDDEN, num_aux * HIDDEN),
+        "norm.weight": (HIDDEN,),
+        **{f"{layer}.self_attn.{part}_proj.weight": (wide, 2 * HIDDEN) for part in "qkv"},
+        f"{layer}.self_attn.o_proj.weight": (HIDDEN, wide),
+        **{f"{layer}.self_attn.{part}_norm.weight": (head_dim,) for part in "qk"},
+        **{f"{layer}.mlp.{part}_proj.weight": (inner, HIDDEN) for part in ("gate", "up")},
+        f"{layer}.mlp.down_proj.weight": (HIDDEN, inner),
+        **{f"{layer}.{part}.weight": (HIDDEN,) for part in ("hidden_norm", "input_layernorm", "post_attention_layernorm")},
+    }
+    generator = torch.Generator().manual_seed(9)
+    weights = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+    weights |= {name: torch.ones(shape) for name, shape in shapes.items() if len(shape) == 1}
+    weights["d2t"] = torch.arange(tokens)  # token i of the draft is token 2 i of the target
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
     return folder

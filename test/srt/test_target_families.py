@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ENVIRONMENT as SERVER_ENVIRONMENT
 from conftest import PLAIN_FLOAT32, first_difference
-from families import FAMILIES, IMAGE_TOKEN, LAYER_IDS, VOCAB, Target, write_draft, write_target
+from families import FAMILIES, IMAGE_TOKEN, LAYER_IDS, VOCAB, Target, write_draft, write_peagle_draft, write_target
 from scheduled import Job, Oracle, run, run_all
 from serving import dflash_arguments
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
@@ -123,6 +123,17 @@ def test_a_family(name, draft, tmp_path):
     [answers] = run_all(arguments, [jobs], oracle, ENVIRONMENT, captures)
     check_answers(answers, wanted)
     check_captures(target, extra + wanted[-1][0], captures.read())
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
+def test_a_family_with_a_peagle_draft(name, tmp_path):
+    """Its draft has a request table of its own, over slots that a target with windows translates."""
+    target = write_target(name, tmp_path / name)
+    wanted = [target.answer(prompt, ANSWER) for prompt in prompts()] * 2
+    jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in prompts() * 2]
+    oracle = Oracle([None] * len(LENGTHS) + [ids + [0] * 8 for ids, _ in wanted[len(LENGTHS) :]])
+    peagle = write_peagle_draft(tmp_path / "draft")
+    check_answers(run(["--model-path", target.path, *dflash_arguments(peagle), *FLAGS], jobs, oracle, ENVIRONMENT), wanted)
 
 
 def image(prompt: list[int], model, seed: int):

@@ -210,7 +210,11 @@ def _is_beyond_stock(runner) -> bool:
     """Whether a layer caps its logits or has sinks, or reads a pool of its own, which SGLang's reads at the wrong slots."""
     if isinstance(runner.token_to_kv_pool, SWAKVPool):
         return True
-    return any(getattr(m, "logit_cap", 0) or getattr(m, "sinks", None) is not None for m in runner.model.modules())
+    sinks = ("sinks", "attention_sink_bias")
+    return any(
+        getattr(module, "logit_cap", 0) or any(getattr(module, name, None) is not None for name in sinks)
+        for module in runner.model.modules()
+    )
 
 
 def _softmax(scores: torch.Tensor, mask: torch.Tensor | None, logit_cap: float, sinks: torch.Tensor | None) -> torch.Tensor:
