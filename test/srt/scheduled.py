@@ -1,17 +1,21 @@
-"""SGLang's whole scheduler in a forked child of the test process: no ports, no tokenizer, and no start-up but the model's.
+"""SGLang's whole scheduler in one process, without server and tokenizer.
 
 A server test says when requests are sent; here a script says in which scheduler step each one joins and after how many
-tokens it is cut off, so batches change in the same steps every time. Importing SGLang is paid once per test process.
+tokens it is cut off, so batches change in the same steps every time.
 """
 
-import multiprocessing
 import os
+import pickle
 import random
-import traceback
+import sys
+import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import conftest
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,17 @@ class Job:
     abort_after: int | None = None
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     ignore_eos: bool = True
+    logprobs: bool = False
     mm_inputs: Any = None  # SGLang's MultimodalProcessorOutput
 
 
 @dataclass(frozen=True)
 class Answer:
-    """finish_message: of a request that was refused or aborted. accepted: drafts kept in each verified block, in order. state_hits: prompt tokens that came from the cache."""
+    """logprobs: of the output ids, where asked for. accepted: drafts kept in each verified block, in order."""
 
     output_ids: tuple[int, ...]
     finish_reason: str
-    finish_message: str | None
+    logprobs: tuple[float, ...]
     accepted: tuple[int, ...]
     cached_tokens: int
     retractions: int
@@ -53,48 +58,28 @@ class Oracle:
 
 
 def run(
-    arguments: Sequence[object], jobs: Sequence[Job], oracle: Oracle | None = None, environment: dict[str, str] | None = None
-) -> list[Answer]:
-    """Serve `jobs` under SGLang's command-line `arguments`; one answer per job. Raises RuntimeError with the child's
-    traceback, or what it printed last, if it fails."""
-    return run_all(arguments, [jobs], oracle, environment)[0]
+    arguments: Sequence[object],
+    groups: Sequence[Sequence[Job]],
+    oracle: Oracle | None = None,
+    environment: dict[str, str] | None = None,
+    prepare: Callable[[Any], None] | None = None,
+) -> list[list[Answer]]:
+    """Serve groups of jobs one after another on one scheduler, under SGLang's command-line `arguments`, so that the prefix
+    cache of one group is there for the next. One answer per job; a RuntimeError ends with what the process printed.
 
-
-def run_all(arguments, groups, oracle=None, environment=None, prepare=None) -> list[list[Answer]]:
-    """Groups of jobs one after another on one scheduler, so that the prefix cache of one is there for the next.
-
-    prepare: called in the child with the scheduler, before anything runs. A request's id is its job's number.
+    prepare: called in the process with its scheduler, before anything runs; pickled. A request's id is its job's number.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_child, args=(sender, [str(a) for a in arguments], groups, oracle, environment or {}, prepare)
-    )
-    process.start()
-    sender.close()
-    try:
-        answers = receiver.recv()
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"the scheduler's process ended with {process.exitcode} and said nothing") from None
-    process.join()
-    if isinstance(answers, str):
-        raise RuntimeError(answers)
-    return answers
+    with tempfile.TemporaryDirectory() as folder:
+        task, answers = Path(folder) / "task", Path(folder) / "answers"
+        task.write_bytes(pickle.dumps(([str(a) for a in arguments], groups, oracle, prepare)))
+        ended = conftest.run_to_end(__file__, task, answers, environment=environment)
+        if not answers.exists():
+            raise RuntimeError(f"exit code {ended.code}; its output ends:\n{ended.output[-4000:]}")
+        return pickle.loads(answers.read_bytes())
 
 
-def _child(sender, arguments, groups, oracle, environment, prepare):
-    os.environ.update(environment)
-    try:
-        sender.send(_serve(arguments, groups, oracle, prepare))
-    except BaseException:
-        sender.send(traceback.format_exc())
-    finally:
-        sender.close()
-        os._exit(0)  # SGLang's threads and exit hooks are not ours to wait for
-
-
-def _serve(arguments, groups, oracle, prepare):
+def serve(arguments: list[str], groups: Sequence[Sequence[Job]], oracle: Oracle | None, prepare=None) -> list[list[Answer]]:
+    """`run`, in this process, of which it takes possession."""
     from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish
@@ -111,8 +96,8 @@ def _serve(arguments, groups, oracle, prepare):
     scheduler.ipc_channels.send_to_detokenizer.send_output = lambda *_: None
     scheduler.output_streamer.send_to_detokenizer.send_output = lambda *_: None
     driver = _Driver(scheduler, groups)
-    if oracle is not None:
-        _install_oracle(scheduler.draft_worker, driver, oracle)
+    if scheduler.draft_worker is not None:
+        _observe(scheduler.draft_worker, driver, oracle)
     if prepare is not None:
         prepare(scheduler)
     scheduler.run_event_loop()
@@ -128,6 +113,7 @@ class _Driver:
         self.sizes = [len(group) for group in groups]
         self.jobs = [job for group in groups for job in group]
         self.requests: dict[str, Any] = {}
+        self.accepted: dict[str, list[int]] = {}
         self.step = 0
         self.first = 0
         self.waiting: list[int] = []
@@ -184,7 +170,7 @@ class _Driver:
             mm_inputs=job.mm_inputs,
             token_type_ids=None,
             sampling_params=sampling,
-            return_logprob=False,
+            return_logprob=job.logprobs,
             logprob_start_len=-1,
             top_logprobs_num=0,
             token_ids_logprob=None,
@@ -199,40 +185,66 @@ class _Driver:
             at += size
         return found
 
-    @staticmethod
-    def _answer(request):
+    def _answer(self, request):
+        output_ids = tuple(request.output_ids[: request.finished_len])
+        accepted, said = [], 1
+        # A finished request may have been in one more step.
+        for kept in self.accepted.get(request.rid, []):
+            if said < len(output_ids):
+                accepted.append(kept)
+            said += kept + 1
+        logprobs = request.logprob.output_token_logprobs_val if request.return_logprob else []
         return Answer(
-            output_ids=tuple(request.output_ids[: request.finished_len]),
+            output_ids=output_ids,
             finish_reason=type(request.finished_reason).__name__,
-            finish_message=getattr(request.finished_reason, "message", None),
-            accepted=(),
+            logprobs=tuple(logprobs[: len(output_ids)]),
+            accepted=tuple(accepted),
             cached_tokens=request.cached_tokens,
             retractions=request.retraction_count,
         )
 
 
-def _install_oracle(worker, driver, oracle):
-    generator = random.Random(oracle.seed)
-    decode, propose = worker._decode, worker._drafter.propose
-    batch_of_cycle = []
+def _observe(worker, driver, oracle):
+    """Note what each cycle accepts, and draft by the oracle."""
+    decode, propose, commit = worker._decode, worker._drafter.propose, worker._drafter.commit
+    requests = []
 
     def decode_and_remember(batch, *args):
-        batch_of_cycle[:] = [batch]
+        requests[:] = batch.reqs
         return decode(batch, *args)
+
+    def commit_and_note(cycle, aux_hidden, verdict):
+        for request, kept in zip(requests, verdict.accept_len.tolist(), strict=True):
+            driver.accepted.setdefault(request.rid, []).append(kept)
+        return commit(cycle, aux_hidden, verdict)
+
+    worker._decode, worker._drafter.commit = decode_and_remember, commit_and_note
+    if oracle is None:
+        return
+    generator = random.Random(oracle.seed)
+    vocabulary = worker._target_worker.model_runner.model_config.vocab_size
 
     def known_tokens(cycle, sampling_info):
         block = propose(cycle, sampling_info)
-        vocabulary = worker._target_worker.model_runner.model_config.vocab_size
-        for row, request in enumerate(batch_of_cycle[0].reqs):
+        for row, request in enumerate(requests):
             index = int(request.rid)
             if oracle.answers[index] is None:
                 continue
             text = [*driver.jobs[index].input_ids, *oracle.answers[index]]
             anchor = int(cycle.seq_lens[row])
             for slot in range(1, block.tokens.shape[1]):
-                known = text[anchor + slot] if anchor + slot < len(text) else 1
-                wrong = generator.random() < oracle.error_rate
-                block.tokens[row, slot] = generator.randrange(vocabulary) if wrong else known
+                is_known = anchor + slot < len(text) and generator.random() >= oracle.error_rate
+                block.tokens[row, slot] = text[anchor + slot] if is_known else generator.randrange(vocabulary)
         return block
 
-    worker._decode, worker._drafter.propose = decode_and_remember, known_tokens
+    worker._drafter.propose = known_tokens
+
+
+if __name__ == "__main__":
+    task, answers = map(Path, sys.argv[1:])
+    found = serve(*pickle.loads(task.read_bytes()))
+    partial = answers.with_suffix(".part")
+    partial.write_bytes(pickle.dumps(found))
+    partial.rename(answers)
+    sys.stdout.flush()
+    os._exit(0)  # SGLang's threads and exit hooks are not ours to wait for

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, PLAIN_FLOAT32
+from conftest import PLAIN_FLOAT32
 from drafts import REMOVE, make_draft, read_config
 from safetensors.torch import load_file
-from scheduled import Job, run_all
+from scheduled import Job, run
 from serving import DRAFT, TARGET, dflash_arguments, heldout_prompts
 from transformers import AutoTokenizer
 
@@ -15,24 +15,6 @@ pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(not runtime.is_active(), reason="a scheduler in a fork of this process, on the CPU"),
 ]
-
-
-class AcceptedDrafts:
-    """Counts, in the scheduler's process, how many drafts each block keeps."""
-
-    def __init__(self, path):
-        self.path, self.counts = path, []
-
-    def __call__(self, scheduler) -> None:
-        drafter = scheduler.draft_worker._drafter
-        commit = drafter.commit
-
-        def count(cycle, hidden, verdict):
-            self.counts += verdict.accept_len.tolist()
-            torch.save(self.counts, self.path)
-            return commit(cycle, hidden, verdict)
-
-        drafter.commit = count
 
 
 def test_by_name_and_from_a_file(tmp_path):
@@ -45,11 +27,9 @@ def test_by_name_and_from_a_file(tmp_path):
     jobs = [Job(tuple(tokenizer(one["text"])["input_ids"]), max_new_tokens=24) for one in heldout_prompts()[:4]]
     found = []
     for draft in (DRAFT, by_name):
-        path = tmp_path / f"{draft.name}.pt"
         flags = [*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "4096"]
-        [answers] = run_all(
-            ["--model-path", TARGET, *dflash_arguments(draft), *flags], [jobs], None, ENVIRONMENT, AcceptedDrafts(path)
-        )
-        found.append(([answer.output_ids for answer in answers], torch.load(path)))
+        [answers] = run(["--model-path", TARGET, *dflash_arguments(draft), *flags], [jobs])
+        found.append([(answer.output_ids, answer.accepted) for answer in answers])
     assert found[0] == found[1]
-    assert sum(found[0][1]) > len(found[0][1]), "the trained draft is hardly kept: the comparison says nothing"
+    kept = [count for _, accepted in found[0] for count in accepted]
+    assert sum(kept) > len(kept), "the trained draft is hardly kept: the comparison says nothing"

@@ -7,10 +7,10 @@ ids, and the hidden states the draft was given, of prompts and of verified block
 
 import pytest
 import torch
-from conftest import ENVIRONMENT as SERVER_ENVIRONMENT
+from captures import Captures
 from conftest import PLAIN_FLOAT32, first_difference
 from families import FAMILIES, IMAGE_TOKEN, LAYER_IDS, VOCAB, Target, write_draft, write_peagle_draft, write_target
-from scheduled import Job, Oracle, run, run_all
+from scheduled import Job, Oracle, run
 from serving import dflash_arguments
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
@@ -26,7 +26,7 @@ ANSWER = 24
 LENGTHS = (3, 16, 17, 40, 70)
 # Two implementations of one model in float32: logits of order 10 differ by about 1e-5.
 TIE = 1e-3
-ENVIRONMENT = {**SERVER_ENVIRONMENT, "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 FLAGS = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "4096", "--skip-tokenizer-init")
 
 
@@ -47,52 +47,6 @@ def check_answers(answers, expected: list[tuple[list[int], list[float]]]) -> Non
         position = first_difference(answer.output_ids[:undecided], ids[:undecided])
         assert position is None, f"prompt {number} differs at {position}: {answer.output_ids}, wanted {ids}"
         assert len(answer.output_ids) == ANSWER
-
-
-class Captures:
-    """What the drafter is given of one request, kept in a file. Called in the scheduler's process."""
-
-    def __init__(self, job: int, path):
-        self.job, self.path = str(job), path
-        self.rows: list[tuple[int, torch.Tensor]] = []
-        self.blocks = 0
-
-    def __call__(self, scheduler) -> None:
-        worker = scheduler.draft_worker
-        drafter, batch = worker._drafter, []
-        prefill, commit = drafter.prefill, drafter.commit
-        for name in ("_prefill", "_decode"):
-            setattr(worker, name, self._noting(getattr(worker, name), batch))
-
-        def keep_prompt(given, hidden, *rest):
-            for req, positions, states in zip(batch, given.positions.split(given.extend_lens), hidden.split(given.extend_lens)):
-                self.keep(req, positions, states)
-            return prefill(given, hidden, *rest)
-
-        def keep_blocks(cycle, hidden, verdict):
-            for row, (req, states) in enumerate(zip(batch, hidden.view(cycle.bs, -1, hidden.shape[-1]))):
-                count = int(verdict.accept_len[row]) + 1
-                self.keep(req, cycle.positions[row, :count], states[:count])
-            return commit(cycle, hidden, verdict)
-
-        drafter.prefill, drafter.commit = keep_prompt, keep_blocks
-
-    def keep(self, req, positions, states) -> None:
-        if req.rid == self.job:
-            self.rows += zip(positions.tolist(), states.clone())
-            torch.save(self.rows, self.path)
-
-    @staticmethod
-    def _noting(method, batch):
-        def noted(given, *rest):
-            batch[:] = given.reqs
-            return method(given, *rest)
-
-        return noted
-
-    def read(self) -> dict[int, torch.Tensor]:
-        """Position -> [layers, hidden]."""
-        return {position: states.view(len(LAYER_IDS), -1) for position, states in torch.load(self.path)}
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -120,9 +74,11 @@ def test_a_family(name, draft, tmp_path):
     oracle = Oracle([None] * len(LENGTHS) + [ids + [0] * 8 for ids, _ in wanted[len(LENGTHS) :]])
     captures = Captures(len(jobs) - 1, tmp_path / "captures.pt")
     arguments = ["--model-path", target.path, *dflash_arguments(draft), *FLAGS]
-    [answers] = run_all(arguments, [jobs], oracle, ENVIRONMENT, captures)
+    [answers] = run(arguments, [jobs], oracle, ENVIRONMENT, captures)
     check_answers(answers, wanted)
-    check_captures(target, extra + wanted[-1][0], captures.read())
+    kept = [count for answer in answers[len(LENGTHS) :] for count in answer.accepted]
+    assert sum(kept) > 2 * len(kept), "the oracle's drafts were not kept"
+    check_captures(target, extra + wanted[-1][0], captures.read(len(LAYER_IDS)))
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
@@ -133,7 +89,8 @@ def test_a_family_with_a_peagle_draft(name, tmp_path):
     jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in prompts() * 2]
     oracle = Oracle([None] * len(LENGTHS) + [ids + [0] * 8 for ids, _ in wanted[len(LENGTHS) :]])
     peagle = write_peagle_draft(tmp_path / "draft")
-    check_answers(run(["--model-path", target.path, *dflash_arguments(peagle), *FLAGS], jobs, oracle, ENVIRONMENT), wanted)
+    [answers] = run(["--model-path", target.path, *dflash_arguments(peagle), *FLAGS], [jobs], oracle, ENVIRONMENT)
+    check_answers(answers, wanted)
 
 
 def image(prompt: list[int], model, seed: int):
@@ -172,7 +129,8 @@ def test_images(draft, tmp_path):
     wanted.append(target.answer(text, ANSWER))
     assert target.answer(jobs[0].input_ids, ANSWER)[0] != wanted[0][0], "the picture does not matter"
     arguments = ["--model-path", target.path, *dflash_arguments(draft), *FLAGS]
-    check_answers(run(arguments, jobs, Oracle([ids + [0] * 8 for ids, _ in wanted]), ENVIRONMENT), wanted)
+    [answers] = run(arguments, [jobs], Oracle([ids + [0] * 8 for ids, _ in wanted]), ENVIRONMENT)
+    check_answers(answers, wanted)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gemma4", "deepseek-v3"])
@@ -182,6 +140,6 @@ def test_a_family_without_a_draft(name, tmp_path):
     wanted = [target.answer(prompt, ANSWER) for prompt in prompts()]
     jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in prompts()]
     arguments = ["--model-path", target.path, *FLAGS, "--chunked-prefill-size", "32"]
-    first, again = run_all(arguments, [jobs, jobs], environment=ENVIRONMENT)
+    first, again = run(arguments, [jobs, jobs], environment=ENVIRONMENT)
     check_answers(first, wanted)
     check_answers(again, wanted)
