@@ -9,7 +9,7 @@ import torch
 import transformers
 from draft_cases import BASE, random_weights
 from drafts import read_config
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from serving import PEAGLE_DRAFT
 
 VOCAB, HIDDEN, LAYERS = 1100, 64, 6
@@ -100,6 +100,7 @@ class Family:
     config: dict
     written: dict = field(default_factory=dict)
     adjust: Callable | None = None
+    rewrite: Callable[[dict], dict] | None = None  # of the checkpoint's tensors, to what published ones hold
     outer: str | None = None
     outer_fields: dict = field(default_factory=dict)
     # Of captured states, relative to the largest: two implementations in float32, a few layers deep.
@@ -124,6 +125,11 @@ def _quiet_embedding(model) -> None:
     """Tied and scaled up by the square root of the width, it would drown the layers: every answer would be its prompt's
     last token."""
     model.get_input_embeddings().weight.data.mul_(0.1)
+
+
+def _experts_as_published(tensors: dict) -> dict:
+    """Inputs first, as they were saved before transformers 5."""
+    return {name: t.transpose(1, 2) if ".experts." in name else t for name, t in tensors.items()}
 
 
 _YARN = {
@@ -178,6 +184,7 @@ FAMILIES = {
         "Qwen3VLMoeForConditionalGeneration",
         "Qwen3VLMoeTextConfig",
         {**_MOE, "num_experts": 4, "rope_parameters": _MROPE},
+        rewrite=_experts_as_published,
         outer="Qwen3VLMoeConfig",
         outer_fields=_QWEN3_VL,
     ),
@@ -245,6 +252,9 @@ def write_target(name: str, folder: Path) -> Target:
     if family.adjust is not None:
         family.adjust(model)
     model.save_pretrained(folder)
+    if family.rewrite is not None:
+        weights = folder / "model.safetensors"
+        save_file({name: t.contiguous() for name, t in family.rewrite(load_file(weights)).items()}, weights, {"format": "pt"})
     path = folder / "config.json"
     path.write_text(json.dumps(_merged(json.loads(path.read_text()), family.written)))
     return Target(family, folder, model)

@@ -173,6 +173,12 @@ def _cpu_gated_norm():
     return layernorm_fn
 
 
+def _cpu_shared_expert_gate():
+    from sglang_dflash.srt.hardware_backend.cpu.fused_layers import launch_fused_gate_sigmoid_mul
+
+    return launch_fused_gate_sigmoid_mul
+
+
 _ALGORITHM = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
 
 AT_LOAD = (
@@ -287,6 +293,14 @@ AT_LOAD = (
         signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
         why="GatedDeltaNet's output norm is a Triton kernel except on CPUs with AMX",
         build=_cpu_gated_norm,
+        cpu_only=True,
+    ),
+    Change(
+        target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
+        kind="replace",
+        signature="(hidden_states, gate_weight, shared_output, output, do_add)",
+        why="the gate of a shared expert (Qwen3.5 MoE) is a Triton kernel on any device",
+        build=_cpu_shared_expert_gate,
         cpu_only=True,
     ),
     Change(
