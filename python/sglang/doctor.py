@@ -88,7 +88,10 @@ def _measure(args, pair, prompts):
     from sglang_dflash.srt.doctor.prompts import PROMPTS
 
     try:
-        measured = measure.measure(pair, prompts or PROMPTS, args.max_new_tokens, args.device, getattr(torch, args.dtype))
+        observed = measure.observe(
+            pair.target, prompts or PROMPTS, args.max_new_tokens, args.device, getattr(torch, args.dtype)
+        )
+        measured = measure.measure(pair, observed)
     except torch.OutOfMemoryError as error:
         raise BadInput("the device has too little memory for both models; try --dtype bfloat16 or --device cpu") from error
     return measured, list(measure.findings(measured))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.srt.doctor.checkpoint import BadInput
+from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
 from sglang_dflash.srt.doctor.findings import Finding, fault, note
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft, plain_draft
 from sglang_dflash.srt.doctor.readings import (
@@ -61,11 +61,23 @@ class Measurement:
     expected: Expected | None
     observations: int  # positions that the evidence rests on
     device: str
-    decode: Callable[[int], str]
+    decode: Callable[[list[int]], str]
 
     @property
     def configured(self) -> Outcome:
         return self.outcomes[0]
+
+    def pieces(self, tokens: list[int], start: int, joined: bool = False) -> list[str]:
+        """The text of each token from `start` on. A character made of several tokens goes to its last. joined: in one piece."""
+        found, done = [], self.decode(tokens[:start])
+        for end in [len(tokens)] if joined else range(start + 1, len(tokens) + 1):
+            text = self.decode(tokens[:end])
+            if text.endswith("\ufffd") and end < len(tokens):
+                found.append("")
+                continue
+            found.append(text[len(done) :])
+            done = text
+        return found
 
 
 def expectation(card: str) -> Expected | None:
@@ -85,59 +97,73 @@ def expectation(card: str) -> Expected | None:
     return None
 
 
-def measure(
-    pair: Pair,
+@dataclass(frozen=True)
+class Observed:
+    """What the target says, with no draft involved. texts: the answers to the prompts; branches: what the evidence rests on
+    besides."""
+
+    target: Any
+    tokenizer: Any
+    texts: list[Text]
+    branches: list[Text]
+
+
+def observe(
+    target_checkpoint: Checkpoint,
     prompts: Sequence[dict[str, Any]],
     max_new_tokens: int,
     device: str | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Measurement:
-    """Decode the prompts greedily and draft at every position of the answers. Raises BadInput for models that do not load."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    target, tokenizer, draft = _load(pair, device, dtype)
-    prompt_ids = [_encode(prompt, tokenizer, pair.target.name) for prompt in prompts]
-    draw = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    try:
-        answers = list(_continue(target, prompt_ids, max_new_tokens, 0.0))
-        sampled = list(_continue(target, prompt_ids * SAMPLES_PER_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE))
-        stubs = [
-            ids[:cut]
-            for ids, prompt in zip(sampled, prompt_ids * SAMPLES_PER_PROMPT, strict=True)
-            for cut in range(len(prompt) + BRANCH_EVERY // 2, len(ids), BRANCH_EVERY)
-        ]
-        branches = list(_continue(target, stubs, BRANCH_TOKENS, 0.0))
-    finally:
-        torch.random.set_rng_state(draw)
-    readings = [AS_CONFIGURED, *other_readings(draft, pair.target.tokenizer.mask_tokens() if pair.target.tokenizer else {})]
-    texts, observed = [], []
-    for ids, prompt in zip(answers, prompt_ids, strict=True):
-        if len(ids) - len(prompt) > 1:
-            texts.append(_capture(target, ids, len(prompt)))
-    for ids, stub in zip(branches, stubs, strict=True):
-        if len(ids) - len(stub) > 1:
-            observed.append(_capture(target, ids, len(stub)))
+) -> Observed:
+    """Decode the prompts greedily, and some branches. Raises BadInput for a target that does not load."""
+    name = target_checkpoint.name
+    target, tokenizer = _load_target(target_checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
+    prompt_ids = [_encode(prompt, tokenizer, name) for prompt in prompts]
+    answers = list(_continue(target, prompt_ids, max_new_tokens, 0.0))
+    roots = prompt_ids * SAMPLES_PER_PROMPT
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sampled = list(_continue(target, roots, SAMPLE_TOKENS, SAMPLE_TEMPERATURE))
+    stubs = [
+        ids[:cut]
+        for ids, root in zip(sampled, roots, strict=True)
+        for cut in range(len(root) + BRANCH_EVERY // 2, len(ids), BRANCH_EVERY)
+    ]
+    branches = list(_continue(target, stubs, BRANCH_TOKENS, 0.0))
+    texts, observed = (
+        [_capture(target, ids, len(start)) for ids, start in zip(whole, starts, strict=True) if len(ids) - len(start) > 1]
+        for whole, starts in ((answers, prompt_ids), (branches, stubs))
+    )
     if not texts:
-        raise BadInput(f"{pair.target.name}: ends every answer at once, so there is nothing to measure; take other --prompts")
+        raise BadInput(f"{name}: ends every answer at once, so there is nothing to measure; take other --prompts")
+    return Observed(target, tokenizer, texts, observed)
+
+
+def measure(pair: Pair, observed: Observed) -> Measurement:
+    """Draft at every position of what the target said, by every reading of the draft's checkpoint."""
+    draft = _load_draft(pair, observed.target)
+    texts, everything = observed.texts, observed.texts + observed.branches
+    readings = [AS_CONFIGURED, *other_readings(draft, pair.target.tokenizer.mask_tokens() if pair.target.tokenizer else {})]
     possible = [r for r in readings if r.is_possible(draft.draft.target_layer_ids, texts[0].states)]
-    of_texts = {r.label: [draft_everywhere(draft, text, r) for text in texts] for r in possible}
-    of_branches = {r.label: [draft_everywhere(draft, text, r) for text in observed] for r in possible}
-    configured = [of_branches[AS_CONFIGURED.label], of_texts[AS_CONFIGURED.label]]
-    outcomes = []
-    for reading in possible:
-        found = None
-        if reading is not AS_CONFIGURED:
-            found = evidence(configured[0] + configured[1], of_branches[reading.label] + of_texts[reading.label])
-        outcomes.append(Outcome(reading, *_acceptance(texts, of_texts[reading.label]), found))
+    drafts = {r.label: [draft_everywhere(draft, text, r) for text in everything] for r in possible}
+    configured = drafts[AS_CONFIGURED.label]
+    outcomes = [
+        Outcome(
+            reading,
+            *_acceptance(texts, drafts[reading.label][: len(texts)]),
+            None if reading is AS_CONFIGURED else evidence(configured, drafts[reading.label]),
+        )
+        for reading in possible
+    ]
     return Measurement(
         texts=texts,
-        drafts=of_texts[AS_CONFIGURED.label],
+        drafts=configured[: len(texts)],
         outcomes=outcomes,
         left_out=[r for r in readings if r not in possible],
         expected=expectation(pair.draft.card),
-        observations=sum(len(drafts.tokens) for group in configured for drafts in group),
-        device=device,
-        decode=lambda token: tokenizer.decode([token]),
+        observations=sum(len(d.tokens) for d in configured),
+        device=str(observed.target.device),
+        decode=observed.tokenizer.decode,
     )
 
 
@@ -166,33 +192,34 @@ def findings(measured: Measurement) -> Iterator[Finding]:
         )
 
 
-def _load(pair: Pair, device: str, dtype: torch.dtype) -> tuple[Any, Any, PlainDraft]:
-    from safetensors.torch import load_file
+def _load_target(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    # A hub id by its name, where only its descriptions have been fetched so far.
+    where = str(checkpoint.folder) if any(checkpoint.folder.glob("*.safetensors")) else checkpoint.name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(pair.target.folder)
-        target = AutoModelForCausalLM.from_pretrained(_with_weights(pair), dtype=dtype).eval().to(device)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:  # RuntimeError: out of memory among others
-        raise BadInput(f"{pair.target.name}: transformers cannot load it: {str(error).splitlines()[0]}") from error
-    tokenizer.padding_side = "left"
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
+        target = AutoModelForCausalLM.from_pretrained(where, dtype=dtype).eval().to(device)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise BadInput(f"{checkpoint.name}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
+    return target, tokenizer
+
+
+def _load_draft(pair: Pair, target: Any) -> PlainDraft:
+    from safetensors.torch import load_file
+
+    embedding, head = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
     weights = {}
     for file in sorted({tensor.file for tensor in pair.draft.tensors.values()}):
-        for name, tensor in load_file(file, device=device).items():
-            weights[name.removeprefix("model.")] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in load_file(file, device=str(target.device)).items():
+            weights[name.removeprefix("model.")] = tensor.to(embedding.dtype) if tensor.is_floating_point() else tensor
     if not pair.draft_config.has_own_vocabulary:
         weights.pop("d2t", None)
-    with torch.no_grad():
-        embedding, head = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
-    return target, tokenizer, plain_draft(pair.draft_config, pair.hf_config, weights, embedding, head)
-
-
-def _with_weights(pair: Pair) -> str:
-    """A hub id by its name: static checks fetched only its descriptions."""
-    return str(pair.target.folder) if any(pair.target.folder.glob("*.safetensors")) else pair.target.name
+    return plain_draft(pair.draft_config, pair.hf_config, weights, embedding, head)
 
 
 def _encode(prompt: dict[str, Any], tokenizer: Any, target: str) -> list[int]:
