@@ -7,7 +7,6 @@ some prompts. Exit status: 0 nothing found (notes do not count), 1 a fault is na
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,8 +107,13 @@ def _check_writable(path: Path) -> None:
         raise BadInput(f"{path}: is a directory, --html names a file")
     if not folder.is_dir():
         raise BadInput(f"{folder}: no such directory")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise BadInput(f"{path}: no permission to write there")
+    existed = path.exists()
+    try:
+        path.open("a").close()  # asking for permission first would not say it all: a read-only file system, a special folder
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be written ({error.strerror or error})") from error
+    if not existed:
+        path.unlink()
 
 
 if __name__ == "__main__":

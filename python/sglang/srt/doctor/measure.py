@@ -131,7 +131,7 @@ def observe(
     ]
     branches = list(_continue(target, stubs, BRANCH_TOKENS, 0.0))
     texts, observed = (
-        [_capture(target, ids, len(start)) for ids, start in zip(whole, starts, strict=True) if len(ids) - len(start) > 1]
+        [capture(target, ids, len(start)) for ids, start in zip(whole, starts, strict=True) if len(ids) - len(start) > 1]
         for whole, starts in ((answers, prompt_ids), (branches, stubs))
     )
     if not texts:
@@ -141,7 +141,7 @@ def observe(
 
 def measure(pair: Pair, observed: Observed) -> Measurement:
     """Draft at every position of what the target said, by every reading of the draft's checkpoint."""
-    draft = _load_draft(pair, observed.target)
+    draft = load_draft(pair, observed.target)
     texts, everything = observed.texts, observed.texts + observed.branches
     readings = [AS_CONFIGURED, *other_readings(draft, pair.target.tokenizer.mask_tokens() if pair.target.tokenizer else {})]
     possible = [r for r in readings if r.is_possible(draft.draft.target_layer_ids, texts[0].states)]
@@ -209,7 +209,8 @@ def _load_target(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> tup
     return target, tokenizer
 
 
-def _load_draft(pair: Pair, target: Any) -> PlainDraft:
+def load_draft(pair: Pair, target: Any) -> PlainDraft:
+    """The draft's plain model, with what it borrows from the loaded target, in its dtype and on its device."""
     from safetensors.torch import load_file
 
     embedding, head = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
@@ -255,7 +256,7 @@ def _continue(target: Any, prompts: Sequence[list[int]], new_tokens: int, temper
 
 
 @torch.no_grad()
-def _capture(target: Any, ids: list[int], prompt_length: int) -> Text:
+def capture(target: Any, ids: list[int], prompt_length: int) -> Text:
     """One forward over a finished text, for the states of all layers."""
     tokens = torch.tensor(ids, device=target.device)
     before_norm: list[torch.Tensor] = []
