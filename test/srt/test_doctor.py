@@ -4,14 +4,15 @@ import json
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from drafts import REMOVE, make_draft
+from drafts import make_draft
 from safetensors.torch import save_file
-from serving import DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET
+from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
 
 from sglang_dflash import doctor
 from sglang_dflash.srt.doctor import measure, page_style, static_checks
@@ -238,7 +239,12 @@ def test_a_draft_is_no_target(capsys):
 def observed() -> measure.Observed:
     """What the bundled target says; no draft is in it, so all tests share it."""
     torch.set_num_threads(1)
-    return measure.observe(Checkpoint.open(str(TARGET), with_tensors=False), PROMPTS, 48, "cpu")
+    return measure.observe(Checkpoint.open(str(TARGET), with_tensors=False), PROMPTS, 64, "cpu")
+
+
+def few(observed: measure.Observed) -> measure.Observed:
+    """Enough to show what is grossly wrong."""
+    return replace(observed, texts=observed.texts[::3], branches=observed.branches[::6])
 
 
 def measured_pair(draft: Path, observed) -> tuple[static_checks.Pair, measure.Measurement]:
@@ -299,7 +305,7 @@ MEASURED = {
 @pytest.mark.parametrize("what", MEASURED)
 def test_a_fault_that_only_measuring_shows(what, observed, tmp_path):
     make, said = MEASURED[what]
-    pair, found = measured_pair(make(tmp_path / "draft"), observed)
+    pair, found = measured_pair(make(tmp_path / "draft"), observed if "one too low" in what else few(observed))
     assert not [f for f in static_checks.findings(pair) if f.level == "fault"]
     faults = [str(f) for f in measure.findings(found) if f.level == "fault"]
     assert any(re.search(said, line) for line in faults), (faults, found.outcomes)
@@ -383,4 +389,3 @@ def test_the_program(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "Measured on 2 prompts" in said and "layer ids one lower" in said and "share kept" in said
     ElementTree.fromstring(html.read_text())
-    assert (ROOT / "python/sglang/doctor.py").exists()

@@ -117,8 +117,10 @@ def _chart(measured: Measurement) -> str:
         if k < len(expected):
             y = base - expected[k] * _HEIGHT
             drawn.append(f'<line class="card" x1="{x - 3}" x2="{x + _BAR + 3}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        top = base - max(share, expected[k] if k < len(expected) else 0) * _HEIGHT
-        drawn.append(f'<text class="value" x="{x + _BAR / 2}" y="{top - 6:.1f}" text-anchor="middle">{share:.2f}</text>')
+        # Inside its bar, where there is room: above it stands the card's mark.
+        mark = expected[k] * _HEIGHT if k < len(expected) else 0
+        y = base - high + 14 if high > 20 else base - max(high, mark) - 6
+        drawn.append(f'<text class="value" x="{x + _BAR / 2}" y="{y:.1f}" text-anchor="middle">{share:.2f}</text>')
         drawn.append(f'<text class="tick" x="{x + _BAR / 2}" y="{base + 16}" text-anchor="middle">{k + 1}</text>')
     label = "Share of blocks that kept the k-th drafted token: " + ", ".join(f"{share:.2f}" for share in shares)
     note = '<p class="muted key"><i></i> what the draft’s card says</p>' if expected else ""

@@ -39,7 +39,7 @@ STYLE = (
     f"@media (prefers-color-scheme:dark){{:root{{{_variables(1)}}}}}"
     """
 *{box-sizing:border-box}
-body{margin:0 auto;max-width:1240px;padding:36px 28px 60px;background:var(--page);color:var(--ink);
+body{margin:0 auto;overflow-x:clip;max-width:1240px;padding:36px 28px 60px;background:var(--page);color:var(--ink);
  font:15px/1.55 system-ui,-apple-system,"Segoe UI",sans-serif}
 h1{font-size:27px;line-height:1.2;letter-spacing:-.015em;margin:0 0 6px}
 p{margin:0 0 6px}
@@ -67,12 +67,12 @@ pre{flex:1;min-width:0;margin:0;padding:14px 18px 16px 0;white-space:pre-wrap;ov
 .a{background:var(--p);border-radius:3px;padding:1px 0}
 .b{background:var(--bonus);border-radius:3px;padding:1px 0}
 .r{text-decoration:underline dotted var(--ink) 1.5px;text-underline-offset:3px}
-pre span[data-r]{position:relative}
+pre span[data-r]{position:relative;box-shadow:inset 1px 0 0 var(--sheet)}
 pre span[data-r]:hover,pre span[data-r]:focus{outline:2px solid var(--ink);outline-offset:0;z-index:2}
 pre span[data-r]:hover::after,pre span[data-r]:focus::after{content:attr(data-r);position:absolute;left:0;top:calc(100% + 5px);
  z-index:3;width:max-content;max-width:320px;padding:6px 10px;border-radius:7px;background:var(--ink);color:var(--page);
  font:12px/1.45 system-ui,sans-serif;white-space:pre-wrap;box-shadow:0 4px 16px rgb(0 0 0/.25);pointer-events:none}
-.figure{margin:0}
+.figure{margin:0;line-height:1.4}
 .figure strong{font-size:40px;line-height:1;letter-spacing:-.03em;font-variant-numeric:tabular-nums;margin-right:4px}
 figure{margin:0}
 figcaption,caption{font-size:13px;font-weight:600;text-align:left;margin-bottom:8px}
