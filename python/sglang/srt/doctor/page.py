@@ -126,7 +126,7 @@ def _chart(measured: Measurement) -> str:
     note = '<p class="muted key"><i></i> what the draft’s card says</p>' if expected else ""
     return (
         f'<figure><figcaption>Share of blocks that kept the k-th drafted token</figcaption><svg role="img" aria-label="{label}" '
-        f'viewBox="0 0 {width} {base + 22}" xmlns="http://www.w3.org/2000/svg">{"".join(drawn)}</svg>{note}</figure>'
+        f'viewBox="0 0 {width} {base + 22}">{"".join(drawn)}</svg>{note}</figure>'
     )
 
 
