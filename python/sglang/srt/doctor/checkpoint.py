@@ -42,13 +42,13 @@ class Checkpoint:
     truncated: list[str] = field(default_factory=list)  # filled with `tensors`
 
     @classmethod
-    def open(cls, path: str, with_tensors: bool, revision: str | None = None) -> "Checkpoint":
+    def open(cls, path: str, with_tensors: bool) -> "Checkpoint":
         """From a directory, or a hub id, of which only what is needed is downloaded. Raises BadInput."""
         folder = Path(os.path.expanduser(path))
         if folder.is_file():
             raise BadInput(f"{path}: a file, where the directory of a checkpoint is needed")
         if not folder.is_dir():
-            folder = _download(path, with_tensors, revision)
+            folder = _download(path, with_tensors)
         return cls(folder, path, _read_json(folder / "config.json", path))
 
     @cached_property
@@ -133,7 +133,7 @@ class Tokenizer:
         return {i: name for i, name in self._special.items() if "mask" in name.lower()}
 
 
-def _download(name: str, with_tensors: bool, revision: str | None) -> Path:
+def _download(name: str, with_tensors: bool) -> Path:
     """A hub id's files, from the cache where they are there."""
     if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") != 1:
         raise BadInput(f"{name}: no such directory")
@@ -141,7 +141,7 @@ def _download(name: str, with_tensors: bool, revision: str | None) -> Path:
 
     patterns = [*_DESCRIPTIONS, *(["*.safetensors"] if with_tensors else [])]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # what the hub's client raises derives from these
         raise BadInput(f"{name}: no such directory, and not from the hub: {str(error).splitlines()[0]}") from error
 

@@ -58,11 +58,6 @@ class PlainDraft:
         ids = torch.arange(self._head.shape[0], device=self._head.device)
         return ids if self._offsets is None else ids + self._offsets
 
-    @property
-    def first_anchor(self) -> int:
-        """The first position of a text that a block can be anchored at: there has to be something before it."""
-        return 1
-
     def logits(self, tokens: torch.Tensor, aux_hidden: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Draft logits [N, K, draft vocab]: entry [i, k] is about the token at position anchors[i] + 1 + k.
 

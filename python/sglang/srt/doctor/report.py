@@ -49,7 +49,7 @@ def figures(measured: "Measurement") -> str:
     ]
     if expected and expected.by_position:
         lines.append("by its card       " + "".join(f"{share:>7.2f}" for share in expected.by_position))
-    lines += ["", f"{'if read with':<28}accept length   likelihood of the target's tokens"]
+    lines += ["", f"{'if read with':<28}accept length   likelihood of the target's tokens ({measured.observations} positions)"]
     for outcome in measured.outcomes:
         lines.append(f"{outcome.reading.label:<28}{outcome.accept_length:>13.2f}   {likelihood(outcome)}")
     lines += [f"{reading.label:<28}            -   names a state that the target does not hand out" for reading in measured.left_out]
