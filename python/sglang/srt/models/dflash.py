@@ -261,10 +261,6 @@ class DFlashDraftModel(BlockDraftModel):
         self._kv_bias = None if biases[0] is None else torch.cat(biases)
         self._k_norm_weight = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])
 
-    def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Checkpoint tensors outside the layers and the vocabulary, and their shapes."""
-        return {"hidden_norm.weight": (self.config.hidden_size,)}
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         self._kv_weight = None  # restacked on the next use, also after a weight update
         return super().load_weights(weights)
