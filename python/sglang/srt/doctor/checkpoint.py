@@ -128,6 +128,13 @@ class Tokenizer:
         """Whether the id stands for a piece of text, rather than being special or unused."""
         return token_id in self._names and token_id not in self._special
 
+    def __len__(self) -> int:
+        return len(self.get_vocab())
+
+    def get_vocab(self) -> dict[str, int]:
+        """Ids by token, as Hugging Face's tokenizers have it."""
+        return {name: i for i, name in (self._names | self._special).items()}
+
     def mask_tokens(self) -> dict[int, str]:
         """Special tokens with `mask` in their name, by id."""
         return {i: name for i, name in self._special.items() if "mask" in name.lower()}

@@ -1,6 +1,7 @@
 """What configs and tensor headers tell about a draft and its target. Reads no tensor but d2t, t2d and a few rows of heads."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from sglang_dflash.srt.configs.draft_tensors import is_ignored, tensor_problems
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
 from sglang_dflash.srt.doctor.findings import Finding, fault, note
+from sglang_dflash.srt.models.mask_token import find_mask_token
 from sglang_dflash.srt.speculative.speculators_format import (
     is_speculators_config,
     normalize,
@@ -79,8 +81,11 @@ class Pair:
         try:
             flat = flat_config(draft)
             self.hf_config = Qwen3Config(**flat)
-            self.draft_config = read_draft_config(self.hf_config, draft.name)
-            check_draft_fits_target(self.draft_config, self.text_config, draft.name)
+            config = read_draft_config(self.hf_config, draft.name)
+            if config.mask_token_id is None:
+                config = replace(config, mask_token_id=find_mask_token(config, target.tokenizer, draft.name))
+            self.draft_config = config
+            check_draft_fits_target(config, self.text_config, draft.name)
         except DraftConfigError as error:
             self.config_faults = [fault(problem, _config_advice(problem), is_fatal=True) for problem in error.problems]
         except (TypeError, ValueError, KeyError, AttributeError) as error:
