@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import conftest
+# Run as a module of this name, so that what is pickled there is known here.
+_PROGRAM = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import scheduled; scheduled.main()"
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,12 @@ def run(
 
     prepare: called in the process with its scheduler, before anything runs; pickled. A request's id is its job's number.
     """
+    from conftest import run_to_end  # of the tests' process alone
+
     with tempfile.TemporaryDirectory() as folder:
         task, answers = Path(folder) / "task", Path(folder) / "answers"
         task.write_bytes(pickle.dumps(([str(a) for a in arguments], groups, oracle, prepare)))
-        ended = conftest.run_to_end(__file__, task, answers, environment=environment)
+        ended = run_to_end("-c", _PROGRAM, task, answers, environment=environment)
         if not answers.exists():
             raise RuntimeError(f"exit code {ended.code}; its output ends:\n{ended.output[-4000:]}")
         return pickle.loads(answers.read_bytes())
@@ -240,7 +243,8 @@ def _observe(worker, driver, oracle):
     worker._drafter.propose = known_tokens
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """In the scheduler's process: its two arguments are files, with what to serve and for the answers."""
     task, answers = map(Path, sys.argv[1:])
     found = serve(*pickle.loads(task.read_bytes()))
     partial = answers.with_suffix(".part")
