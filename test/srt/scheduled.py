@@ -35,11 +35,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """logprobs: of the output ids, where asked for. accepted: drafts kept in each verified block, in order."""
+    """logprobs: of the output ids, and gaps: how far the best token at each position is ahead of the second, in log
+    probability; where asked for. accepted: drafts kept in each verified block, in order."""
 
     output_ids: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[float, ...]
+    gaps: tuple[float, ...]
     accepted: tuple[int, ...]
     cached_tokens: int
     retractions: int
@@ -175,7 +177,7 @@ class _Driver:
             sampling_params=sampling,
             return_logprob=job.logprobs,
             logprob_start_len=-1,
-            top_logprobs_num=0,
+            top_logprobs_num=2 if job.logprobs else 0,
             token_ids_logprob=None,
             stream=False,
         )
@@ -196,11 +198,14 @@ class _Driver:
             if said < len(output_ids):
                 accepted.append(kept)
             said += kept + 1
-        logprobs = request.logprob.output_token_logprobs_val if request.return_logprob else []
+        logprobs, top = [], []
+        if request.return_logprob:
+            logprobs, top = request.logprob.output_token_logprobs_val, request.logprob.output_top_logprobs_val
         return Answer(
             output_ids=output_ids,
             finish_reason=type(request.finished_reason).__name__,
             logprobs=tuple(logprobs[: len(output_ids)]),
+            gaps=tuple(values[0] - values[1] for values in top[: len(output_ids)]),
             accepted=tuple(accepted),
             cached_tokens=request.cached_tokens,
             retractions=request.retraction_count,
