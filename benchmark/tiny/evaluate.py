@@ -70,6 +70,16 @@ def distinct_ngrams(texts: list[list[int]]) -> list[float]:
     return ratios
 
 
+def repeated_ngrams(texts: list[list[int]], n: int = 5) -> float:
+    """Share of tokens that complete an n-gram seen before in the same text, over all texts."""
+    repeated = total = 0
+    for text in texts:
+        grams = [tuple(text[i:i + n]) for i in range(len(text) - n + 1)]
+        repeated += len(grams) - len(set(grams))
+        total += len(grams)
+    return round(repeated / max(1, total), 3)
+
+
 @torch.no_grad()
 def cache_free_steps(model, draft, prompt: list[int], max_new: int) -> tuple[list[int], list[int]]:
     """The speculative loop as in the paper, everything recomputed: (text, accept lengths)."""
@@ -155,7 +165,11 @@ def main() -> None:
                 print(f"=== {line['id']}\n{line['text'][-200:]}<<<{tokenizer.decode(text[length:end])}>>>")
 
     report = {"prompts": len(lines), "max_new_tokens": args.max_new, "dtype": "bfloat16",
-              "stopped_by_themselves": stopped, "distinct_1_to_4_grams": distinct_ngrams(texts)}
+              "stopped_by_themselves": stopped, "distinct_1_to_4_grams": distinct_ngrams(texts), "repeated_5_grams": repeated_ngrams(texts),
+              # The same measure on held-out code: pieces of long prompts, as many tokens each.
+              "repeated_5_grams_heldout": repeated_ngrams([
+                  ids[i:i + args.max_new] for members in groups.values() for _, ids in members
+                  for i in range(0, len(ids) - args.max_new + 1, args.max_new)])}
     for size, kinds in steps.items():
         name = f"block_{size}" if size == trained_size else f"block_{size}_untrained"
         report[name] = {kind: summarise(found, size) for kind, found in kinds.items()}
