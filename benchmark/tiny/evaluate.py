@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_model import aux_from_hidden_states, block_token_ids, load_draft
 from rollouts import ends_after_stop, rollout
+from train_draft import slot_logits
 
 
 @torch.no_grad()
@@ -31,8 +32,7 @@ def draft_everywhere(draft, embedding, tokens, aux, first: int, block_size: int)
     pieces = []
     for anchors in torch.arange(first, tokens.shape[1]).split(64):
         anchors = anchors.expand(len(tokens), -1)
-        embeds = F.embedding(block_token_ids(tokens.gather(1, anchors), block_size), embedding)
-        pieces.append(F.linear(draft(embeds, aux, anchors)[:, :, 1:], embedding).argmax(-1))
+        pieces.append(slot_logits(draft, embedding, tokens, aux, anchors, block_size).argmax(-1))
     return torch.cat(pieces, dim=1)
 
 

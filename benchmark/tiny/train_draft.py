@@ -58,10 +58,12 @@ def block_labels(argmax: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
     return argmax.gather(1, flat).view_as(positions)
 
 
-def slot_logits(draft, embedding: torch.Tensor, tokens, aux, anchors) -> torch.Tensor:
+def slot_logits(draft, embedding: torch.Tensor, tokens, aux, anchors, block_size: int = BLOCK_SIZE) -> torch.Tensor:
     """Logits [R, N, B - 1, vocab] of slots 1..B-1; embedding [vocab, H] is the target's, tied."""
-    block_embeds = F.embedding(block_token_ids(tokens.gather(1, anchors), BLOCK_SIZE), embedding)
-    return F.linear(draft(block_embeds, aux, anchors)[:, :, 1:], embedding)
+    block_embeds = F.embedding(block_token_ids(tokens.gather(1, anchors), block_size), embedding)
+    hidden = draft(block_embeds, aux, anchors)[:, :, 1:]
+    # Flat rows: of a slice, PyTorch makes a batched product with a copy of the embedding per batch.
+    return F.linear(hidden.flatten(0, 2), embedding).unflatten(0, hidden.shape[:3])
 
 
 def main() -> None:
@@ -71,6 +73,7 @@ def main() -> None:
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--minutes", type=float, default=math.inf, help="end earlier, by this clock")
+    parser.add_argument("--rows", type=int, default=ROWS_PER_STEP, help="per step, over all processes")
     parser.add_argument("--layers", type=int, help="default: as the target's kind says")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=0.003)
@@ -81,7 +84,7 @@ def main() -> None:
     torch.manual_seed(0)
     pools = torch.load(args.work_dir / "rollouts.pt", mmap=True)
     rank, processes = join_processes()
-    short = AnchorSampler(pools["short"], ROWS_PER_STEP // processes, seed=2 + 10 * rank)
+    short = AnchorSampler(pools["short"], args.rows // processes, seed=2 + 10 * rank)
     long = AnchorSampler(pools["long"], 1, seed=3 + 10 * rank)
     target_config = json.loads((args.target_dir / "config.json").read_text())
     target = load_file(str(args.target_dir / "model.safetensors"))
@@ -99,14 +102,17 @@ def main() -> None:
     if args.init:
         draft.load_state_dict(load_file(str(args.init / "model.safetensors")))
     weights = MasterWeights(draft, args.muon_lr, args.adam_lr)
-    short_draft = torch.compile(draft, dynamic=False) if args.compile else draft
+    if args.compile:  # layer by layer: they share their code
+        for layer in draft.layers:
+            layer.compile(dynamic=False)
     slot_weights = torch.exp(-torch.arange(BLOCK_SIZE - 1) / DECAY)
 
     began, log, running, step, done = time.time(), [], None, 0, 0.0
     while done < 1:
         is_long = step % LONG_EVERY == LONG_EVERY - 1
         tokens, argmax, aux, anchors, valid = (long if is_long else short).draw()
-        logits = slot_logits(draft if is_long else short_draft, embedding, tokens, aux, anchors)
+        with torch.compiler.set_stance("force_eager" if is_long else "default"):
+            logits = slot_logits(draft, embedding, tokens, aux, anchors)
         labels = block_labels(argmax, anchors)
         losses = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none")
         slot_weight = slot_weights * valid
