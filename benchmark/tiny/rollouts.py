@@ -119,11 +119,12 @@ def main() -> None:
     parser.add_argument("work_dir", type=Path)
     parser.add_argument("target_dir", type=Path)
     parser.add_argument("--scale", type=float, default=1.0, help="fraction of the rows to make")
+    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     rank, processes = join_processes()
     scaled = lambda n: max(4, int(n * args.scale / processes))
 
-    rng, generator = np.random.default_rng(1 + rank), torch.Generator().manual_seed(1 + rank)
+    rng, generator = np.random.default_rng(args.seed + rank), torch.Generator().manual_seed(args.seed + rank)
     arrays = np.load(args.work_dir / "corpus.npz")
     code, chat, chat_starts = arrays["code"], arrays["chat"], arrays["chat_starts"]
     tokenizer = Tokenizer.from_file(str(args.work_dir / "tokenizer.json"))
