@@ -165,7 +165,8 @@ def main() -> None:
                 print(f"=== {line['id']}\n{line['text'][-200:]}<<<{tokenizer.decode(text[length:end])}>>>")
 
     report = {"prompts": len(lines), "max_new_tokens": args.max_new, "dtype": "bfloat16",
-              "stopped_by_themselves": stopped, "distinct_1_to_4_grams": distinct_ngrams(texts), "repeated_5_grams": repeated_ngrams(texts),
+              "stopped_by_themselves": stopped, "distinct_1_to_4_grams": distinct_ngrams(texts),
+              "repeated_5_grams": repeated_ngrams(texts),
               # The same measure on held-out code: pieces of long prompts, as many tokens each.
               "repeated_5_grams_heldout": repeated_ngrams([
                   ids[i:i + args.max_new] for members in groups.values() for _, ids in members

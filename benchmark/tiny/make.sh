@@ -32,8 +32,8 @@ else
     both="$python -m torch.distributed.run --nproc-per-node 2"
     $both train_target.py "$work" "$target" --kind "$kind" --steps 1050 $compile \
         --embedding-from "$models/tiny-qwen3-code"
-    $both rollouts.py "$work" "$target" --scale 2
-    $both train_draft.py "$work" "$target" "$draft" --steps 2500 $compile
+    $both rollouts.py "$work" "$target" --scale 4
+    $both train_draft.py "$work" "$target" "$draft" --steps 3500  # compiled it is no faster
 fi
 $python evaluate.py "$target" "$draft" prompts/heldout.jsonl --json "$work/evaluation.json" \
     --block-sizes 4 6 12 --check 4

@@ -56,16 +56,17 @@ has; the held-out code itself has {repeated_heldout:.0%}.
 DRAFT_CARD = """# {name}
 
 A DFlash draft (block size 8, {layers} layers, {parameters:.1f} million parameters) for `{target}`, in z-lab's
-checkpoint layout. Aux hidden states: outputs of the target's layers {layer_ids}. Embedding and LM head are the target's. Made on {date} with the
-scripts in `benchmark/tiny`.
+checkpoint layout. Aux hidden states: outputs of the target's layers {layer_ids}. Embedding and LM head
+are the target's. Made on {date} with the scripts in `benchmark/tiny`.
 
 ## How it was made
 
 Trained on stored rollouts of the target: mostly greedy continuations of training
 prompts (code and ChatML), some sampled ones, some corpus rows, and some rows of
-1,024 tokens, {training_rows:,} rows in all. {steps:,} steps of 256 blocks, cross entropy towards the target's argmax, slot k
-weighted exp(-(k - 1) / 4){warm}. Final training loss {loss}; accuracy per slot on training
-rollouts (given the true prefix, not the accepted one): {slots}.
+1,024 tokens, {training_rows:,} rows in all. {steps:,} steps of 256 blocks, cross entropy
+towards the target's argmax, slot k weighted exp(-(k - 1) / 4){warm}. Final training
+loss {loss}; accuracy per slot on training rollouts (given the true prefix, not the
+accepted one): {slots}.
 
 ## Acceptance on held-out prompts
 
@@ -76,15 +77,17 @@ tokens. Accept length includes the bonus token, so it is tokens per target step.
 |---|---:|---:|---|
 {rows}
 
-Other block sizes, for information (the draft was trained with 8 only):
+{blocks}Distinct 1-, 2-, 3-, 4-grams in the target's greedy text on the same prompts: {distinct}.
+
+{licence}"""
+
+BLOCK_SIZES = """Other block sizes, for information (the draft was trained with 8 only):
 
 | Block size | Accept length |
 |---:|---:|
-{blocks}
+{}
 
-Distinct 1-, 2-, 3-, 4-grams in the target's greedy text on the same prompts: {distinct}.
-
-{licence}"""
+"""
 
 SPECULATORS_CARD = """# {name}
 
@@ -155,7 +158,8 @@ def main(work_dir: Path, target_dir: Path, draft_dir: Path) -> None:
         slots=joined(draft["log"][-1]["slot_accuracy"]),
         rows=table([(kind, f"{v['accept_length']:.2f}", v["steps"], joined(v["accepted_per_position"]))
                     for kind, v in kinds.items()]),
-        blocks=table([(size, f"{length:.2f}") for size, length in sizes])))
+        blocks=BLOCK_SIZES.format(table([(size, f"{length:.2f}") for size, length in sizes]))
+        if len(sizes) > 1 else ""))
 
 
 def speculators_card(work_dir: Path, draft_dir: Path, golden_dir: Path) -> None:

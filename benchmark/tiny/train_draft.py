@@ -58,7 +58,8 @@ def block_labels(argmax: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
     return argmax.gather(1, flat).view_as(positions)
 
 
-def slot_logits(draft, embedding: torch.Tensor, tokens, aux, anchors, block_size: int = BLOCK_SIZE) -> torch.Tensor:
+def slot_logits(draft, embedding: torch.Tensor, tokens, aux, anchors,
+                block_size: int = BLOCK_SIZE) -> torch.Tensor:
     """Logits [R, N, B - 1, vocab] of slots 1..B-1; embedding [vocab, H] is the target's, tied."""
     block_embeds = F.embedding(block_token_ids(tokens.gather(1, anchors), block_size), embedding)
     hidden = draft(block_embeds, aux, anchors)[:, :, 1:]
