@@ -41,12 +41,14 @@ def draft(tmp_path_factory):
 
 
 def check_answers(answers, expected: list[tuple[list[int], list[float]]]) -> None:
+    compared = 0
     for number, (answer, (ids, leads)) in enumerate(zip(answers, expected, strict=True)):
         undecided = next((i for i, lead in enumerate(leads) if lead < TIE), len(ids))
-        assert undecided >= 5, "the checkpoint hardly decides between tokens"
+        compared += undecided
         position = first_difference(answer.output_ids[:undecided], ids[:undecided])
         assert position is None, f"prompt {number} differs at {position}: {answer.output_ids}, wanted {ids}"
         assert len(answer.output_ids) == ANSWER
+    assert compared > 0.8 * ANSWER * len(expected), "the checkpoint hardly decides between tokens"
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
