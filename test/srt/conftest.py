@@ -34,12 +34,13 @@ ENVIRONMENT = {
 # A small model in a JSON grammar otherwise goes on with white space for ever.
 PLAIN_FLOAT32 = ("--dtype", "float32", "--constrained-json-disable-any-whitespace", "--sleep-on-idle")
 # A log line per step, as one test counts them; a pool that need not be counted for long after every step.
-FLOAT32 = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "32768", "--decode-log-interval", "1")
+FLOAT32 = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "16384", "--decode-log-interval", "1")
 
 # Files that take minutes, the longest first: the two workers of `make test` take files in this order.
 LONGEST = (
     "test_lossless.py",
     "test_acceptance_profiles.py",
+    "test_target_families.py",
     "test_sampled_requests.py",
     "test_sampled_sequences.py",
 )

@@ -10,12 +10,13 @@ import random
 import sys
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import conftest
+# Run as a module of this name, so that what is pickled there is known here.
+_PROGRAM = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import scheduled; scheduled.main()"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Job:
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     ignore_eos: bool = True
     logprobs: bool = False
+    mm_inputs: Any = None  # SGLang's MultimodalProcessorOutput
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,11 @@ class Answer:
 class Oracle:
     """In place of the draft's tokens: the known answers, each slot spoiled with this probability.
 
-    Long accepts happen then whatever the weights are. answers: one per job, output ids, at least as long as is asked for.
+    Long accepts happen then whatever the weights are. answers: one per job, output ids, at least as long as is asked for;
+    None leaves a job to its draft.
     """
 
-    answers: Sequence[Sequence[int]]
+    answers: Sequence[Sequence[int] | None]
     error_rate: float = 0.15
     seed: int = 5
 
@@ -62,19 +65,25 @@ def run(
     groups: Sequence[Sequence[Job]],
     oracle: Oracle | None = None,
     environment: dict[str, str] | None = None,
+    prepare: Callable[[Any], None] | None = None,
 ) -> list[list[Answer]]:
     """Serve groups of jobs one after another on one scheduler, under SGLang's command-line `arguments`, so that the prefix
-    cache of one group is there for the next. One answer per job; a RuntimeError ends with what the process printed."""
+    cache of one group is there for the next. One answer per job; a RuntimeError ends with what the process printed.
+
+    prepare: called in the process with its scheduler, before anything runs; pickled. A request's id is its job's number.
+    """
+    from conftest import run_to_end  # of the tests' process alone
+
     with tempfile.TemporaryDirectory() as folder:
         task, answers = Path(folder) / "task", Path(folder) / "answers"
-        task.write_bytes(pickle.dumps(([str(a) for a in arguments], groups, oracle)))
-        ended = conftest.run_to_end(__file__, task, answers, environment=environment)
+        task.write_bytes(pickle.dumps(([str(a) for a in arguments], groups, oracle, prepare)))
+        ended = run_to_end("-c", _PROGRAM, task, answers, environment=environment)
         if not answers.exists():
             raise RuntimeError(f"exit code {ended.code}; its output ends:\n{ended.output[-4000:]}")
         return pickle.loads(answers.read_bytes())
 
 
-def serve(arguments: list[str], groups: Sequence[Sequence[Job]], oracle: Oracle | None) -> list[list[Answer]]:
+def serve(arguments: list[str], groups: Sequence[Sequence[Job]], oracle: Oracle | None, prepare=None) -> list[list[Answer]]:
     """`run`, in this process, of which it takes possession."""
     from sglang.srt.managers import schedule_policy
     from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
@@ -97,6 +106,8 @@ def serve(arguments: list[str], groups: Sequence[Sequence[Job]], oracle: Oracle 
     driver = _Driver(scheduler, groups)
     if scheduler.draft_worker is not None:
         _observe(scheduler.draft_worker, driver, oracle)
+    if prepare is not None:
+        prepare(scheduler)
     scheduler.run_event_loop()
     return driver.answers()
 
@@ -164,7 +175,7 @@ class _Driver:
             input_text=None,
             input_ids=array("q", job.input_ids),
             input_embeds=None,
-            mm_inputs=None,
+            mm_inputs=job.mm_inputs,
             token_type_ids=None,
             sampling_params=sampling,
             return_logprob=job.logprobs,
@@ -228,6 +239,8 @@ def _observe(worker, driver, oracle):
         block = propose(cycle, sampling_info)
         for row, request in enumerate(requests):
             index = int(request.rid)
+            if oracle.answers[index] is None:
+                continue
             text = [*driver.jobs[index].input_ids, *oracle.answers[index]]
             anchor = int(cycle.seq_lens[row])
             for slot in range(1, block.tokens.shape[1]):
@@ -238,7 +251,8 @@ def _observe(worker, driver, oracle):
     worker._drafter.propose = known_tokens
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """In the scheduler's process: its two arguments are files, with what to serve and for the answers."""
     task, answers = map(Path, sys.argv[1:])
     found = serve(*pickle.loads(task.read_bytes()))
     partial = answers.with_suffix(".part")

@@ -19,6 +19,7 @@ import json
 import sys
 from types import SimpleNamespace
 
+import torch
 from sglang.srt.plugins import load_plugins
 load_plugins()
 import sglang.srt.managers.scheduler as scheduler
@@ -27,10 +28,22 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-def look():
+def torch_native(algorithm):
+    # What a model runner gets under this name, for a model that SGLang's own can run.
+    runner = SimpleNamespace(
+        device="cpu",
+        req_to_token_pool=None,
+        token_to_kv_pool=None,
+        use_mla_backend=False,
+        model=torch.nn.Linear(1, 1),
+        spec_algorithm=SpeculativeAlgorithm.from_string(algorithm),
+    )
+    return type(ATTENTION_BACKENDS["torch_native"](runner)).__module__
+
+def look(algorithm="NGRAM"):
     return {
         "draft model": ModelRegistry.models["DFlashDraftModel"].__module__,
-        "torch_native": ATTENTION_BACKENDS["torch_native"].__module__,
+        "torch_native": torch_native(algorithm),
         "request check": scheduler.validate_dflash_request.__module__,
     }
 
@@ -41,7 +54,7 @@ workers, seen = {}, {"loaded": look()}
 for name in ("NGRAM", "EAGLE3", "DFLASH"):
     algorithm = SpeculativeAlgorithm.from_string(name)
     workers[name] = algorithm.create_worker(args).__module__
-    seen[name] = look()
+    seen[name] = look(name)
 print("ANSWER", json.dumps({"workers": workers, "seen": seen, "hooks": sorted(map(str, HookRegistry._patched))}))
 """
 

@@ -12,12 +12,15 @@ from typing import Any
 
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
+from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling
+from sglang_dflash.srt.speculative.target_kinds import target_kind
 
 logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dflash"
 DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
+FALLBACK_DRAFT_ATTENTION_BACKEND = "triton"  # there wherever SGLang runs on CUDA
 # Those that verify a chain by their causal flag, without a mask.
 TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
 CPU_ATTENTION_BACKEND = "torch_native"
@@ -70,6 +73,31 @@ def default_cpu_args(server_args: Any, previous: Any) -> None:
     previous(server_args)
 
 
+# Their attention backends are on a list of SGLang's, which its own torch_native is not on for want of sinks and of windows.
+_LISTED_BACKENDS_ONLY = ("GptOssForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
+_CPU_BACKEND_ON_THE_LISTS = "intel_amx"
+
+
+def pass_backend_lists_on_cpu(server_args: Any, previous: Any) -> None:
+    """Resolution hook around SGLang's `handle_model_specific_adjustments`, installed only where the CPU stand-in serves:
+    there `torch_native` is our attention, which has what the lists are about."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    args = resolving_view(server_args)
+    if args.device != "cpu" or args.attention_backend != CPU_ATTENTION_BACKEND:
+        return previous(server_args)
+    architecture = model_config_of(server_args).hf_config.architectures[0]
+    if architecture not in _LISTED_BACKENDS_ONLY:
+        return previous(server_args)
+    if architecture == "GptOssForCausalLM" and args.moe_runner_backend == "auto":
+        # The default is Triton's kernels, whose weight layout the CPU path cannot read; "triton" has a PyTorch twin.
+        declare_resolution(server_args, SOURCE, moe_runner_backend="triton")
+    declare_resolution(server_args, SOURCE, attention_backend=_CPU_BACKEND_ON_THE_LISTS)
+    previous(server_args)
+    declare_resolution(server_args, SOURCE, attention_backend=CPU_ATTENTION_BACKEND)
+
+
 def check_draft_path(server_args: Any, previous: Any) -> None:
     """Resolution hook around SGLang's `handle_speculative_decoding`, whose first act for any algorithm is to load
     the draft's config: say what is wrong with the path before that fails somewhere deep."""
@@ -96,10 +124,12 @@ def resolve_dflash_args(server_args: Any) -> None:
     _refuse_unsupported(args)
     DraftSampling.from_environment()  # refuse a setting that means nothing before the workers read it
     target_config, draft = load_and_check_configs(args)
+    _check_mask_token(args, draft)
     block_size = _choose_block_size(args, draft)
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
     draft_backend = _choose_draft_attention(args, prefill_backend)
-    _check_target_attention(args, decode_backend if args.speculative_attention_mode == "decode" else prefill_backend)
+    verify_backend = decode_backend if args.speculative_attention_mode == "decode" else prefill_backend
+    _check_target_attention(args, verify_backend, is_chosen=_chose_attention(server_args))
     if isinstance(draft, PEagleDraftConfig):
         _check_peagle(args, draft, block_size, draft_backend)
     _check_recurrent_target(args, server_args, target_config, block_size)
@@ -140,11 +170,30 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
         revision=args.speculative_draft_model_revision,
         model_override_args=overrides,
     )
+    target_kind(target.architectures)  # refuse what no draft could read before looking for faults in this one
     checkpoint = args.speculative_draft_model_path
     config = read_draft_config(draft, checkpoint)
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint)
     return target_text, config
+
+
+def _check_mask_token(args: Any, draft: DFlashDraftConfig) -> None:
+    """Find out now, rather than with the weights loaded, that a named mask token or its embedding cannot be used."""
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    read_mask_embedding(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+    if draft.mask_token_id is not None:
+        return
+    tokenizer = None
+    if not args.skip_tokenizer_init:
+        tokenizer = get_tokenizer(
+            args.tokenizer_path or args.model_path,
+            tokenizer_mode=args.tokenizer_mode,
+            trust_remote_code=args.trust_remote_code,
+            tokenizer_backend=args.tokenizer_backend,
+        )
+    find_mask_token(draft, tokenizer, args.speculative_draft_model_path)
 
 
 def _target_dtype(given: str, target_text_config: Any) -> str:
@@ -234,18 +283,35 @@ def _check_recurrent_target(args: Any, server_args: Any, target_config: Any, blo
         )
 
 
-def _check_target_attention(args: Any, verify_backend: str) -> None:
+def _chose_attention(server_args: Any) -> bool:
+    """Whether the user, rather than SGLang by the model and the GPU, chose the target's attention backend."""
+    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    return any(getattr(server_args, field) is not None for field in fields)
+
+
+def _check_target_attention(args: Any, verify_backend: str, is_chosen: bool) -> None:
     if args.device != "cpu" and verify_backend not in TARGET_ATTENTION_BACKENDS:
+        by = "" if is_chosen else ", SGLang's choice for this model and GPU"
         raise ValueError(
-            f"DFLASH cannot verify on the target's attention backend {verify_backend!r}: "
+            f"DFLASH cannot verify on the target's attention backend {verify_backend!r}{by}: "
             f"give --attention-backend {'|'.join(TARGET_ATTENTION_BACKENDS)}."
         )
 
 
 def _choose_draft_attention(args: Any, prefill_backend: str) -> str:
+    """The draft's: what the user says, else the target's, else, where a draft cannot run on that, one that it can."""
     if args.device == "cpu":
         return CPU_ATTENTION_BACKEND
-    backend = args.speculative_draft_attention_backend or prefill_backend
+    given = args.speculative_draft_attention_backend
+    if given is None and prefill_backend not in DRAFT_ATTENTION_BACKENDS:
+        logger.info(
+            "DFLASH: the draft runs on attention backend %r, as it cannot run on the target's, %r; "
+            "--speculative-draft-attention-backend gives another.",
+            FALLBACK_DRAFT_ATTENTION_BACKEND,
+            prefill_backend,
+        )
+        return FALLBACK_DRAFT_ATTENTION_BACKEND
+    backend = given or prefill_backend
     if backend not in DRAFT_ATTENTION_BACKENDS:
         raise ValueError(
             f"DFLASH's draft cannot run on attention backend {backend!r}: "

@@ -27,6 +27,8 @@ from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraf
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 
+_TARGET_ROPE_FIELDS = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
 
 class DFlashAttention(nn.Module):
     """Attention of one draft layer over committed context (in the KV pool) and the block.
@@ -80,6 +82,8 @@ class DFlashAttention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
         self._qk_weight: torch.Tensor | None = None  # [q heads + kv heads, head_dim], gathered on first use on a CPU
         rope_theta, rope_scaling = get_rope_config(hf_config)
+        # Of a target with M-RoPE a draft's config may have the sections; the draft's positions are the text's.
+        rope_scaling = {k: v for k, v in (rope_scaling or {}).items() if k not in _TARGET_ROPE_FIELDS} or None
         self.rotary_emb = get_rope(
             head_dim,
             rotary_dim=head_dim,
@@ -256,10 +260,6 @@ class DFlashDraftModel(BlockDraftModel):
         self._kv_weight = torch.cat(weights)
         self._kv_bias = None if biases[0] is None else torch.cat(biases)
         self._k_norm_weight = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])
-
-    def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Checkpoint tensors outside the layers and the vocabulary, and their shapes."""
-        return {"hidden_norm.weight": (self.config.hidden_size,)}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         self._kv_weight = None  # restacked on the next use, also after a weight update

@@ -2,6 +2,8 @@
 
 `AT_LOAD` is in force in every process once SGLang has loaded its plugins. `AT_WORKER` is applied by the
 `create_worker` hook, so only in a scheduler process that really runs DFLASH: any other server keeps stock code.
+`AT_CPU_ATTENTION` is applied where our CPU attention is built: with DFLASH, and for targets that stock SGLang cannot run
+on a CPU at all.
 Each target is looked up and its signature compared before it is touched; a mismatch ends the process, because
 a half-hooked server would answer with the wrong implementation. Tests walk both tables.
 """
@@ -100,10 +102,31 @@ def _peagle_model():
     return PEagleDraftModel
 
 
-def _cpu_attention():
-    from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
+def _pass_backend_lists_on_cpu():
+    from sglang_dflash.srt.arg_groups.dflash_args import pass_backend_lists_on_cpu
 
-    return TorchNativeSpecAttnBackend
+    return pass_backend_lists_on_cpu
+
+
+def _cpu_attention():
+    def create(runner):
+        from sglang_dflash.srt.layers.attention.torch_native_spec import create_cpu_attention
+
+        return create_cpu_attention(runner)
+
+    return create
+
+
+def _absorbed_mla():
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttnForwardMethod
+
+    return lambda attention, forward_batch: AttnForwardMethod.MLA
+
+
+def _capture():
+    from sglang_dflash.srt.speculative.target_kinds import configure_capture
+
+    return configure_capture
 
 
 def _request_validation():
@@ -150,6 +173,12 @@ def _cpu_gated_norm():
     return layernorm_fn
 
 
+def _cpu_shared_expert_gate():
+    from sglang_dflash.srt.hardware_backend.cpu.fused_layers import launch_fused_gate_sigmoid_mul
+
+    return launch_fused_gate_sigmoid_mul
+
+
 _ALGORITHM = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
 
 AT_LOAD = (
@@ -174,6 +203,24 @@ AT_LOAD = (
         signature="(server_args)",
         why="on a CPU, SGLang defaults to intel_amx, whose kernels the stand-in lacks, and to all memory for KV",
         build=_default_cpu_args,
+        cpu_only=True,
+    ),
+    Change(
+        target="sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
+        kind="resolution",
+        signature="(server_args)",
+        why="SGLang refuses gpt-oss and Gemma 4 on torch_native, which here is our attention and has what they need",
+        build=_pass_backend_lists_on_cpu,
+        cpu_only=True,
+    ),
+    Change(
+        target="sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
+        kind="entry",
+        key="torch_native",
+        signature=None,
+        why="torch_native knows no TARGET_VERIFY, non-causal block, sinks, soft cap or MLA, and reads windowed layers at the "
+        "wrong slots; ours is built where that matters, SGLang's elsewhere. The name stays, the engine keys on it",
+        build=_cpu_attention,
         cpu_only=True,
     ),
     Change(
@@ -249,6 +296,14 @@ AT_LOAD = (
         cpu_only=True,
     ),
     Change(
+        target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
+        kind="replace",
+        signature="(hidden_states, gate_weight, shared_output, output, do_add)",
+        why="the gate of a shared expert (Qwen3.5 MoE) is a Triton kernel on any device",
+        build=_cpu_shared_expert_gate,
+        cpu_only=True,
+    ),
+    Change(
         target="torch.Tensor.pin_memory",
         kind="replace",
         signature=None,
@@ -276,13 +331,12 @@ AT_WORKER = (
         build=_peagle_model,
     ),
     Change(
-        target="sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
-        kind="entry",
-        key="torch_native",
-        signature=None,
-        why="torch_native knows neither TARGET_VERIFY nor a non-causal block; the name stays, the engine keys on it",
-        build=_cpu_attention,
-        cpu_only=True,
+        target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",
+        kind="replace",
+        signature="(model, eagle_use_aux_hidden_state, eagle_aux_hidden_state_layer_ids, dflash_use_aux_hidden_state, "
+        "dflash_target_layer_ids, is_dspark)",
+        why="some targets can only be told in EAGLE-3's way which layers to capture",
+        build=_capture,
     ),
     Change(
         target="sglang.srt.managers.scheduler.validate_dflash_request",
@@ -304,6 +358,18 @@ AT_WORKER = (
         signature="(attn_backend)",
         why="no CUDA graph is captured with a mask, as no block is run with one",
         build=_verify_mask_policy,
+    ),
+)
+
+AT_CPU_ATTENTION = (
+    Change(
+        target="sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry._handlers",
+        kind="entry",
+        key="torch_native",
+        signature=None,
+        why="SGLang has no method for MLA on torch_native and takes Triton's, which reads latents as keys of every head",
+        build=_absorbed_mla,
+        cpu_only=True,
     ),
 )
 
@@ -329,7 +395,16 @@ def install_at_load() -> None:
 
 def install_at_worker() -> None:
     """Check and apply AT_WORKER in this scheduler process."""
-    changes = _relevant(AT_WORKER)
+    _install_now(AT_WORKER)
+
+
+def install_at_cpu_attention() -> None:
+    """Check and apply AT_CPU_ATTENTION in this scheduler process."""
+    _install_now(AT_CPU_ATTENTION)
+
+
+def _install_now(table: tuple[Change, ...]) -> None:
+    changes = _relevant(table)
     for change in changes:
         check(change)
     for change in changes:

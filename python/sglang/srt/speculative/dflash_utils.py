@@ -8,6 +8,8 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_exec
 
+from sglang_dflash.srt.speculative.target_kinds import served_kind
+
 
 def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
     """SGLang asks this for every request. Returns the message of an HTTP 400, or None to serve the request.
@@ -26,6 +28,8 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
     if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
         refused.append("min_p with --enable-deterministic-inference")  # at which SGLang's sampler ends the server
         req.sampling_params.min_p = 0.0
+    if req.multimodal_inputs is not None and not served_kind().takes_images:
+        refused.append(f"images, videos and audio with {served_kind().architecture}")
     if refused:
         return f"DFLASH speculative decoding does not support {', '.join(refused)} yet."
     return None

@@ -22,6 +22,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from sglang_dflash.kernels.ops.speculative.accept import accept_greedy
 from sglang_dflash.kernels.ops.speculative.block import prepare_block
+from sglang_dflash.srt.models.mask_token import read_mask_embedding
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance import Verdict
@@ -65,6 +66,8 @@ class DFlashWorker(BaseSpecWorker):
             )
         draft_model = self._draft_worker.model_runner.model
         check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
+        checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
+        draft_model.prepare_mask(target_worker.tokenizer, read_mask_embedding(*checkpoint))
         drafter = PEagleDrafter if isinstance(draft_model, PEagleDraftModel) else DFlashDrafter
         self._drafter = drafter(self._draft_worker.model_runner, target_runner.model, self.verify_width)
         self._rejection_rule = None

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.utils.async_probe import maybe_warn_nan
 
-from sglang_dflash.srt.layers.vocab_argmax import full_logits
 from sglang_dflash.srt.speculative.rejection import DraftProbs, draw_by_inverse_cdf
 
 TEMPERATURE_SCALE_VARIABLE = "SGLANG_DFLASH_DRAFT_TEMPERATURE_SCALE"
@@ -93,7 +92,7 @@ def draw_drafts(
     model, hidden: torch.Tensor, sampling_info, sampling: DraftSampling
 ) -> tuple[torch.Tensor, DraftProbs]:
     """`draft_tokens` of a draft model's rows that draft, hidden [bs, B - 1, hidden], under each request's parameters."""
-    logits = full_logits(hidden.flatten(0, 1), model.head).view(*hidden.shape[:2], -1)
+    logits = model.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
     uniforms = torch.rand(hidden.shape[:2], device=hidden.device)
     temperatures = sampling_info.temperatures.squeeze(1)
     return draft_tokens(

@@ -59,6 +59,14 @@ def layernorm_fn(
     return y.to(x.dtype)
 
 
+def launch_fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output, output, do_add):
+    """A shared expert's output times its gate, into `output` or, with `do_add`, onto it. hidden_states, shared_output,
+    output: [tokens, hidden]; gate_weight: [hidden]."""
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()
+    gated = shared_output.float() * gate[:, None]
+    output.copy_(output.float() + gated if do_add else gated)
+
+
 def _gemma_rmsnorm(x, weight, eps):
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)

@@ -23,7 +23,8 @@ class DFlashDrafter:
     def __init__(self, draft_runner, target_model, verify_width: int):
         self._runner = draft_runner
         self._model = draft_runner.model
-        self.mask_token_id = self._model.draft.mask_token_id
+        self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
+        self.mask_token_id = self._model.mask_token_id
         self._verify_width = verify_width
         # Where the anchor's row drafts too, the last position needs no row.
         self._draft_width = verify_width - 1 + self._model.draft.num_idle_rows
@@ -32,7 +33,6 @@ class DFlashDrafter:
             draft_token_num=self._draft_width, capture_hidden_mode=CaptureHiddenMode.NULL
         )
         self._sampling = DraftSampling.from_environment()
-        self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
         self._model.stack_kv_weights()
 
     @property

@@ -37,7 +37,7 @@ class PEagleDrafter:
     def __init__(self, draft_runner, target_model, verify_width: int):
         self._runner = draft_runner
         self._model = draft_runner.model
-        self.mask_token_id = self._model.draft.mask_token_id
+        self.mask_token_id = self._model.mask_token_id
         self._verify_width = verify_width
         self._drafted = verify_width - 1
         self.block_width = 2 * self._drafted
