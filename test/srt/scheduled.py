@@ -85,11 +85,14 @@ def run(
 
 def serve(arguments: list[str], groups: Sequence[Sequence[Job]], oracle: Oracle | None, prepare=None) -> list[list[Answer]]:
     """`run`, in this process, of which it takes possession."""
+    from sglang.srt.managers import schedule_policy
     from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
+    if "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION" in os.environ:  # SGLang read it when it was imported
+        schedule_policy.CLIP_MAX_NEW_TOKENS = int(os.environ["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"])
     load_plugins()
     server_args = prepare_server_args([*arguments, "--log-level", "warning", "--skip-server-warmup"])
     server_args.resolve_once()

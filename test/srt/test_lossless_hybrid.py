@@ -45,21 +45,19 @@ class Configuration:
 
 CONFIGURATIONS = (
     Configuration("default", (*POOL, *GRID)),
-    Configuration(
-        "page-16-chunked-mixed-batches",
-        (*POOL, *GRID, "--page-size", "16", "--chunked-prefill-size", "128", "--enable-mixed-chunk"),
-    ),
+    Configuration("chunked-mixed-batches", (*POOL, *GRID, "--chunked-prefill-size", "128", "--enable-mixed-chunk")),
     # Without overlap scheduling SGLang keeps one state per request, and caches that of a finished one.
     Configuration("no-overlap", (*POOL, "--disable-overlap-schedule")),
     Configuration("block-1", (*POOL, *GRID, "--speculative-num-draft-tokens", "1"), accept_length=(1.0, 1.0)),
     Configuration(
         "block-16", (*POOL, *GRID, "--speculative-num-draft-tokens", "16"), accept_length=(3.5, 16.0)
     ),
-    Configuration("peagle", (*POOL, *GRID, "--page-size", "16"), draft="peagle"),
-    # Told that answers are short, the scheduler lets in more requests than the pool can carry to their end.
     Configuration(
-        "retraction", ("--max-total-tokens", "1100", "--schedule-conservativeness", "0.01", *GRID), cached=False
+        "peagle-page-16-chunked",
+        (*POOL, *GRID, "--page-size", "16", "--chunked-prefill-size", "128"),
+        draft="peagle",
     ),
+    Configuration("retraction", ("--max-total-tokens", "1000", *GRID), cached=False),
 )
 
 
@@ -172,8 +170,12 @@ def test_float32_output_is_the_targets(configuration, target, drafts, known):
         cases["coming and going"] = coming_and_going(known, 90)
     oracle = Oracle([k.answer for jobs in cases.values() for _, k in jobs])
     arguments = ["--model-path", target, *FLOAT32, *dflash_arguments(drafts[configuration.draft])]
+    environment = ENVIRONMENT
+    if configuration.name == "retraction":
+        # Told that answers are short, the scheduler lets in more requests than the pool can carry to their end.
+        environment = {**ENVIRONMENT, "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
     groups = [[job for job, _ in jobs] for jobs in cases.values()]
-    answers = run([*arguments, *configuration.arguments], groups, oracle, ENVIRONMENT)
+    answers = run([*arguments, *configuration.arguments], groups, oracle, environment)
     for (case, jobs), found in zip(cases.items(), answers, strict=True):
         assert_targets_own(case, jobs, found)
     everything = [answer for found in answers for answer in found]
@@ -229,7 +231,9 @@ def test_every_block_accepts_what_a_plain_loop_accepts():
         with torch.no_grad():
             out = model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
         assert out.logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(answer.output_ids)
-        assert list(answer.accepted) == plain_loop(model, draft, out.hidden_states, text, len(prompt))
+        expected = plain_loop(model, draft, out.hidden_states, text, len(prompt))
+        # The last block may have gone on past the answer's end, where the loop knows of nothing to compare with.
+        assert list(answer.accepted[:-1]) == expected[:-1] and answer.accepted[-1] >= expected[-1]
 
 
 def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], committed: int) -> list[int]:
@@ -245,7 +249,6 @@ def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], co
         hidden = draft.block_hidden(embedding[block].detach(), draft.context_kv(aux[:committed]))
         drafted = (hidden[1:] @ head.detach().double().T).argmax(-1).tolist()
         right = 0
-        # What the target would say after the last token of the text is not known; the answer ends there anyway.
         for token, want in zip(drafted, text[committed + 1 :]):
             if token != want:
                 break
@@ -253,6 +256,18 @@ def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], co
         kept.append(right)
         committed += right + 1
     return kept
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--page-size", "16", "--enable-mixed-chunk"), "--enable-mixed-chunk with --page-size 16"),
+        (("--speculative-num-draft-tokens", "33", *GRID), "--mamba-track-interval 66"),
+    ],
+)
+def test_what_would_spoil_the_prefix_cache_is_refused(arguments, words):
+    with pytest.raises(RuntimeError, match=words):
+        run(["--model-path", TARGET, *dflash_arguments(DRAFT), *arguments], [[]])
 
 
 def test_starts_without_a_flag(known):

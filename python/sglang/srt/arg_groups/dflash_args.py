@@ -6,6 +6,7 @@ sealed there: values are read through `resolving_view` and decided through `decl
 
 import json
 import logging
+import math
 import os
 from typing import Any
 
@@ -66,6 +67,9 @@ def default_cpu_args(server_args: Any, previous: Any) -> None:
         declare_resolution(server_args, SOURCE, max_total_tokens=CPU_MAX_TOTAL_TOKENS)
     if args.device == "cpu" and args.max_mamba_cache_size is None and args.mem_fraction_static is None:
         declare_resolution(server_args, SOURCE, max_mamba_cache_size=CPU_MAX_RECURRENT_STATES)
+    if args.device == "cpu" and args.dtype in ("float", "float32"):
+        # Whatever the model's dtype, SGLang keeps a convolution's last inputs in bf16, and then fails to write them.
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     previous(server_args)
 
 
@@ -128,6 +132,7 @@ def resolve_dflash_args(server_args: Any) -> None:
     _check_target_attention(args, verify_backend, is_chosen=_chose_attention(server_args))
     if isinstance(draft, PEagleDraftConfig):
         _check_peagle(args, draft, block_size, draft_backend)
+    _check_recurrent_target(args, server_args, target_config, block_size)
     declare_resolution(
         server_args,
         SOURCE,
@@ -253,6 +258,28 @@ def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int, draft_ba
             "be kept.",
             block_size - 1,
             draft.speculative_tokens,
+        )
+
+
+def _check_recurrent_target(args: Any, server_args: Any, target_config: Any, block_size: int) -> None:
+    """Refuse what would put a wrong state into the prefix cache of a target that has recurrent ones."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    if args.disable_radix_cache or mambaish_config(model_config_of(server_args)) is None:
+        return
+    if args.enable_mixed_chunk and (args.page_size or 1) > 1:
+        # SGLang then cuts prompts inside a page, and files the state there under the page's beginning.
+        raise ValueError(
+            f"--enable-mixed-chunk with --page-size {args.page_size} spoils the prefix cache of a target with recurrent "
+            "states, with a draft or without: leave one of them out, or give --disable-radix-cache."
+        )
+    # States are kept at multiples of this, and two blocks in flight must not pass two of them.
+    grid = math.lcm(args.mamba_track_interval, getattr(target_config, "mamba_chunk_size", 64))
+    if 2 * block_size > grid:
+        raise ValueError(
+            f"DFLASH's block of {block_size} tokens is too large for a target whose states are kept every {grid} tokens: "
+            f"give --mamba-track-interval {2 * block_size} or more."
         )
 
 
