@@ -124,6 +124,12 @@ def _verify_mask_policy():
     return resolve_dflash_verify_mask_policy
 
 
+def _shared_graph_output():
+    from sglang_dflash.srt.speculative.dflash_utils import graph_output_for_runner
+
+    return graph_output_for_runner()
+
+
 _ALGORITHM = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
 
 AT_LOAD = (
@@ -226,6 +232,13 @@ AT_WORKER = (
         signature="(attn_backend)",
         why="no CUDA graph is captured with a mask, as no block is run with one",
         build=_verify_mask_policy,
+    ),
+    Change(
+        target="sglang.srt.model_executor.graph_shared_output.GraphSharedOutput.create_for_model_runner",
+        kind="replace",
+        signature="(model_runner)",
+        why="a draft's graphs put no logits into the shared buffer; for P-EAGLE's wider blocks SGLang would make a larger one",
+        build=_shared_graph_output,
     ),
 )
 
