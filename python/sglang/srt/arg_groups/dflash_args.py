@@ -10,6 +10,7 @@ import math
 import os
 from typing import Any
 
+from sglang_dflash.srt.arg_groups.draft_attention import DRAFT_ATTENTION_BACKENDS, choose_draft_attention
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
@@ -19,8 +20,6 @@ from sglang_dflash.srt.speculative.target_kinds import target_kind
 logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dflash"
-DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
-FALLBACK_DRAFT_ATTENTION_BACKEND = "triton"  # there wherever SGLang runs on CUDA
 # Those that verify a chain by their causal flag, without a mask.
 TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
 CPU_ATTENTION_BACKEND = "torch_native"
@@ -127,11 +126,13 @@ def resolve_dflash_args(server_args: Any) -> None:
     _check_mask_token(args, draft)
     block_size = _choose_block_size(args, draft)
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
-    draft_backend = _choose_draft_attention(args, prefill_backend)
+    draft_backend = CPU_ATTENTION_BACKEND
+    if args.device != "cpu":
+        draft_backend = choose_draft_attention(args, prefill_backend, draft, target_config)
     verify_backend = decode_backend if args.speculative_attention_mode == "decode" else prefill_backend
     _check_target_attention(args, verify_backend, is_chosen=_chose_attention(server_args))
     if isinstance(draft, PEagleDraftConfig):
-        _check_peagle(args, draft, block_size, draft_backend)
+        _check_peagle(args, draft, block_size)
     _check_recurrent_target(args, server_args, target_config, block_size)
     declare_resolution(
         server_args,
@@ -243,15 +244,9 @@ def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
     return block_size
 
 
-def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int, draft_backend: str) -> None:
+def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int) -> None:
     if args.speculative_draft_window_size is not None:
         raise ValueError("P-EAGLE does not support --speculative-draft-window-size.")
-    if draft_backend in ("fa3", "fa4") and (args.page_size or 1) > 1:
-        # They read whole pages, and the draft's table is the target's shifted by one slot.
-        raise ValueError(
-            f"P-EAGLE's draft cannot run on attention backend {draft_backend!r} with --page-size {args.page_size}: "
-            "give --speculative-draft-attention-backend flashinfer|triton."
-        )
     if block_size - 1 > draft.speculative_tokens:
         logger.warning(
             "P-EAGLE: %d tokens are to be drafted per step, but the draft was trained for %d; the ones beyond will seldom "
@@ -296,25 +291,3 @@ def _check_target_attention(args: Any, verify_backend: str, is_chosen: bool) -> 
             f"DFLASH cannot verify on the target's attention backend {verify_backend!r}{by}: "
             f"give --attention-backend {'|'.join(TARGET_ATTENTION_BACKENDS)}."
         )
-
-
-def _choose_draft_attention(args: Any, prefill_backend: str) -> str:
-    """The draft's: what the user says, else the target's, else, where a draft cannot run on that, one that it can."""
-    if args.device == "cpu":
-        return CPU_ATTENTION_BACKEND
-    given = args.speculative_draft_attention_backend
-    if given is None and prefill_backend not in DRAFT_ATTENTION_BACKENDS:
-        logger.info(
-            "DFLASH: the draft runs on attention backend %r, as it cannot run on the target's, %r; "
-            "--speculative-draft-attention-backend gives another.",
-            FALLBACK_DRAFT_ATTENTION_BACKEND,
-            prefill_backend,
-        )
-        return FALLBACK_DRAFT_ATTENTION_BACKEND
-    backend = given or prefill_backend
-    if backend not in DRAFT_ATTENTION_BACKENDS:
-        raise ValueError(
-            f"DFLASH's draft cannot run on attention backend {backend!r}: "
-            f"give --speculative-draft-attention-backend {'|'.join(DRAFT_ATTENTION_BACKENDS)}."
-        )
-    return backend

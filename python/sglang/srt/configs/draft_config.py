@@ -72,6 +72,10 @@ class DFlashDraftConfig:
         return self.draft_vocab_size != self.vocab_size
 
     @property
+    def has_sliding_layers(self) -> bool:
+        return SLIDING_ATTENTION in self.layer_types
+
+    @property
     def tokens_before_window_start(self) -> int:
         """How far back a sliding layer sees: from the query, whose token the window counts, or from the anchor, before
         which the speculators library counts the whole window."""

@@ -237,8 +237,7 @@ class DFlashDraftModel(BlockDraftModel):
         if self._kv_weight is None:
             self.stack_kv_weights()
         if self._kv_pool is not kv_pool:
-            self._kv_pool = kv_pool
-            self._kv_pointers = KVPoolPointers.of(kv_pool.k_buffer, kv_pool.v_buffer, kv_pool.dtype)
+            self.use_pool(kv_pool)
         attention = self.layers[0].self_attn
         context = self.hidden_norm(self.fc(aux_hidden)[0])
         kv = F.linear(context, self._kv_weight, self._kv_bias)
@@ -253,6 +252,13 @@ class DFlashDraftModel(BlockDraftModel):
             accept_len,
             1 if accept_len is None else positions.numel() // accept_len.numel(),
         )
+
+    def use_pool(self, kv_pool) -> None:
+        """Take in where SGLang's pool of the draft lies. Raises ValueError for a layout that cannot be written to."""
+        if not isinstance(getattr(kv_pool, "k_buffer", None), list):
+            raise ValueError(f"DFLASH cannot write its draft's context into a KV pool of type {type(kv_pool).__name__}")
+        self._kv_pool = kv_pool
+        self._kv_pointers = KVPoolPointers.of(kv_pool.k_buffer, kv_pool.v_buffer, kv_pool.dtype)
 
     def stack_kv_weights(self) -> None:
         """Gather what `write_context_kv` reads from all layers. Raises ValueError if it is quantized."""

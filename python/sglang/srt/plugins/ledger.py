@@ -179,6 +179,12 @@ def _cpu_shared_expert_gate():
     return launch_fused_gate_sigmoid_mul
 
 
+def _shared_graph_output():
+    from sglang_dflash.srt.speculative.dflash_utils import graph_output_for_runner
+
+    return graph_output_for_runner()
+
+
 _ALGORITHM = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
 
 AT_LOAD = (
@@ -358,6 +364,13 @@ AT_WORKER = (
         signature="(attn_backend)",
         why="no CUDA graph is captured with a mask, as no block is run with one",
         build=_verify_mask_policy,
+    ),
+    Change(
+        target="sglang.srt.model_executor.graph_shared_output.GraphSharedOutput.create_for_model_runner",
+        kind="replace",
+        signature="(model_runner)",
+        why="a draft's graphs put no logits into the shared buffer; for P-EAGLE's wider blocks SGLang would make a larger one",
+        build=_shared_graph_output,
     ),
 )
 

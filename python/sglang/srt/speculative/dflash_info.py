@@ -1,5 +1,6 @@
 """The values that flow through one speculative cycle, and the two that SGLang carries or plans with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,20 +120,28 @@ class Prompts:
     @classmethod
     def of(cls, batch) -> "Prompts":
         num_running = len(batch.decoding_reqs) if batch.forward_mode.is_mixed() else 0
-        extend = torch.tensor(batch.extend_lens, dtype=torch.int64)
-        # Each request's positions go on after its prefix.
-        first = torch.tensor(batch.prefix_lens, dtype=torch.int64) - (extend.cumsum(0) - extend)
-        positions = torch.arange(int(extend.sum())) + first.repeat_interleave(extend)
         return cls(
             req_pool_indices=batch.req_pool_indices,
             tokens=batch.input_ids,
-            positions=positions.to(batch.device, non_blocking=True),
+            positions=packed_ranges(batch.prefix_lens, batch.extend_lens, batch.device),
             prefix_lens=list(batch.prefix_lens),
             extend_lens=list(batch.extend_lens),
             num_running=num_running,
             is_continued=[req.extend_batch_idx > 1 for req in batch.reqs[: len(batch.reqs) - num_running]]
             + [True] * num_running,
         )
+
+
+def packed_ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Of every request `count` numbers from its `start` on, one request after the other: [sum(counts)] int64.
+
+    Counted out on the device: a copy of more than 64 KB from ordinary host memory would wait for the stream.
+    """
+    on_host = torch.tensor([list(starts), list(counts)], dtype=torch.int64)
+    total = int(on_host[1].sum())
+    on_host[0] -= on_host[1].cumsum(0) - on_host[1]
+    shifts, lengths = on_host.to(device, non_blocking=True)
+    return torch.arange(total, device=device) + shifts.repeat_interleave(lengths, output_size=total)
 
 
 @dataclass(frozen=True, slots=True)

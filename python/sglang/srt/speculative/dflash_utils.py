@@ -3,9 +3,12 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.runtime_context import get_exec
 
 from sglang_dflash.srt.speculative.target_kinds import served_kind
@@ -50,6 +53,26 @@ def resolve_dflash_verify_mask_policy(attn_backend: Any) -> tuple[str, bool]:
     They never do: every backend we accept (`dflash_args.TARGET_ATTENTION_BACKENDS`) runs a chain by its causal flag.
     """
     return type(attn_backend).__name__, False
+
+
+class NoLogits:
+    """What SGLang's graph runner asks for room for the logits, for a model that keeps them to itself."""
+
+    def __init__(self, device: Any):
+        self._device = device
+
+    def get_logits_buffer(self, vocab_size: int, *, rows: int) -> torch.Tensor:
+        return torch.empty((0, vocab_size), device=self._device)
+
+
+def graph_output_for_runner() -> Callable[[Any], Any]:
+    """SGLang's `GraphSharedOutput.create_for_model_runner`, but for drafts, whose head and argmax are in their model."""
+    original = GraphSharedOutput.create_for_model_runner
+
+    def create_for_model_runner(model_runner: Any) -> Any:
+        return NoLogits(model_runner.device) if model_runner.is_draft_worker else original(model_runner)
+
+    return create_for_model_runner
 
 
 def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:

@@ -32,12 +32,16 @@ from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
 from sglang_dflash.srt.speculative.penalties import Penalties
+from sglang_dflash.srt.speculative.prewarm import prewarm_probabilistic_step
 from sglang_dflash.srt.speculative.rejection import accept_by_block_verification, accept_by_rejection
 from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
-from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows, target_probs
+from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, target_probs
 from sglang_dflash.srt.speculative.target_states import states_of
 
 logger = logging.getLogger(__name__)
+
+# The draft's graphs and their workspaces take a few hundred MB; without them a step still runs.
+DRAFT_GRAPHS_NEED_GB = 1.0
 
 
 class DFlashWorker(BaseSpecWorker):
@@ -48,6 +52,7 @@ class DFlashWorker(BaseSpecWorker):
         self._target_worker = target_worker
         target_runner = target_worker.model_runner
         self.device = target_worker.device
+        self._gpu_id = gpu_id
         spec = get_spec()
         # The anchor and the drafted tokens. How many rows the draft runs for them is the drafter's business.
         self.verify_width = spec.speculative_num_draft_tokens
@@ -64,6 +69,7 @@ class DFlashWorker(BaseSpecWorker):
                 context_length=target_runner.model_config.context_len,
                 draft_attention_backend=spec.speculative_draft_attention_backend,
             )
+        self._draft_worker.draft_runner = self._draft_worker.model_runner  # where SGLang's device timers look for it
         draft_model = self._draft_worker.model_runner.model
         check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
         checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
@@ -115,7 +121,41 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self):
         with draft_pp_context(), self._draft_width():
-            super().init_cuda_graphs()
+            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=self._captures_draft())
+
+    def _captures_draft(self) -> bool:
+        """Whether the draft gets CUDA graphs; the same on all tensor-parallel ranks."""
+        if self.verify_width == 1:
+            return False  # nothing is ever drafted
+        if self.device != "cuda":
+            return True  # SGLang knows whether such a device has any
+        group = get_parallel().tp_group
+        free = self._tp_sync.available_memory_gb(SpecTpSyncSite.DFLASH_MEM, self.device, self._gpu_id, group=group)
+        if free < DRAFT_GRAPHS_NEED_GB:
+            logger.warning(
+                "DFLASH: the draft runs without CUDA graphs, as only %.2f GB of GPU memory are left for them "
+                "(wanted: %.0f). A lower --mem-fraction-static makes room.",
+                free,
+                DRAFT_GRAPHS_NEED_GB,
+            )
+            return False
+        return True
+
+    def prewarm_sampling(self):
+        """Called once at start-up, when both models' graphs exist."""
+        result = super().prewarm_sampling()
+        if self._rejection_rule is not None and self.device == "cuda" and self.verify_width > 1:
+            runner = self._target_worker.model_runner
+            prewarm_probabilistic_step(
+                self._draft_worker.model_runner.model,
+                runner.model_config.hidden_size,
+                runner.max_running_requests,
+                self.verify_width,
+                runner.model_config.vocab_size,
+                runner.model_config.dtype,
+                self.device,
+            )
+        return result
 
     def _draft_width(self):
         """The draft's backends and graphs are made for the width of its own block, which need not be the verified one's."""
@@ -182,11 +222,13 @@ class DFlashWorker(BaseSpecWorker):
         block = self._drafter.propose(cycle, batch.sampling_info if self._draws_drafts(batch) else None)
         if block.probs is not None:
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, block.tokens)
+        # Its copy to the host has to be on its way before verify is: grammars then run beside it on the host.
+        grammar_tree = GrammarTree.from_linear_chain(block.tokens) if batch.has_grammar else None
         clock.lap("draft")
         target_out = self._verify(batch, cycle, block)
         logits_output = target_out.logits_output
         clock.lap("verify")
-        self._constrain(batch, block, logits_output.next_token_logits, grammar_barrier)
+        self._constrain(batch, block, logits_output.next_token_logits, grammar_tree, grammar_barrier)
         verdict, is_broken, commit_lens, new_seq_lens = self._accept(
             batch, cycle, block, logits_output.next_token_logits
         )
@@ -289,17 +331,22 @@ class DFlashWorker(BaseSpecWorker):
             return False
         return True
 
-    def _constrain(self, batch, block: DraftBlock, logits: torch.Tensor, grammar_barrier) -> None:
-        """Put each request's penalties, logit bias and grammar on the verify logits, [bs * B, vocab], in place."""
+    def _constrain(
+        self, batch, block: DraftBlock, logits: torch.Tensor, grammar_tree: GrammarTree | None, grammar_barrier
+    ) -> None:
+        """Put each request's penalties, logit bias and grammar on the verify logits, [bs * B, vocab], in place.
+
+        grammar_tree: the drafted chains, on their way to the host; None where no request has a grammar.
+        """
         info = batch.sampling_info
         if Penalties.are_asked_for(info):
             self._penalties.penalize_block(batch, block.tokens, logits)
         if info.logit_bias is not None:
-            logits.add_(repeat_rows(info.logit_bias, self.verify_width))
-        if batch.has_grammar:
+            logits.view(*block.tokens.shape, -1).add_(info.logit_bias[:, None])
+        if grammar_tree is not None:
             mask = build_grammar_vocab_mask(
                 reqs=batch.reqs,
-                tree=GrammarTree.from_linear_chain(block.tokens),
+                tree=grammar_tree,
                 sampling_info=info,
                 device=logits.device,
                 barrier=grammar_barrier,
@@ -345,9 +392,18 @@ class DFlashWorker(BaseSpecWorker):
     def _reject(self, batch, block: DraftBlock, logits: torch.Tensor) -> tuple[Verdict, torch.Tensor]:
         """Keep what was drawn as often as the target would have, given what the draft's probabilities were."""
         bs, width = block.tokens.shape
+        if batch.return_logprob:
+            logits = logits.clone()  # they are overwritten, and the log probabilities are still to be read
         probs, is_broken = target_probs(logits, batch.sampling_info, width)
         uniforms = torch.rand(bs, width, device=logits.device)
         verdict = self._rejection_rule(block.tokens, probs, block.probs, uniforms[:, 1:], uniforms[:, 0])
-        for decided in (verdict.accept_len, verdict.out_tokens, verdict.bonus):
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, decided)
-        return verdict, is_broken
+        return self._agree(verdict), is_broken
+
+    def _agree(self, verdict: Verdict) -> Verdict:
+        """Rank 0's, in one broadcast."""
+        site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        if not self._tp_sync.enabled(site):
+            return verdict
+        decided = self._tp_sync.sync(site, torch.cat((verdict.out_tokens, verdict.accept_len[:, None]), dim=1))
+        out_tokens, accept_len = decided[:, :-1], decided[:, -1:]
+        return Verdict(accept_len[:, 0].int(), out_tokens, out_tokens.gather(1, accept_len)[:, 0])

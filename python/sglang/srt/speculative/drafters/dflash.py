@@ -45,6 +45,7 @@ class DFlashDrafter:
         return get_spec().speculative_draft_window_size is not None
 
     def attach_pools(self, target_runner) -> None:
+        self._model.use_pool(self._runner.token_to_kv_pool)
         if self.has_own_table:
             spec = get_spec()
             self._view = WindowView(
@@ -107,7 +108,7 @@ class DFlashDrafter:
             spec_info=self._block_input,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             global_num_token_non_padded_cpu=cycle.bs * width,
-            can_run_decode_cuda_graph=cycle.can_run_cuda_graph and width == self._verify_width,
+            can_run_decode_cuda_graph=cycle.can_run_cuda_graph,
         )
         view.kv_loc_plan.bind(forward_batch, self._runner.kv_index_translator, cols=columns)
         return self._runner.forward(forward_batch).logits_output
