@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sglang_dflash.srt.speculative import draft_sampling, prewarm
+from sglang_dflash.srt.speculative import prewarm
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.rejection import accept_by_block_verification, accept_by_rejection
 from sglang_dflash.srt.speculative.target_sampling import target_probs
@@ -51,15 +51,13 @@ def sampling_info(device: str, bs: int = BS) -> SimpleNamespace:
 
 
 @pytest.fixture
-def draft(monkeypatch):
+def draft() -> SimpleNamespace:
     """A draft that is only its vocabulary."""
-    config = SimpleNamespace(draft_vocab_size=VOCABULARY)
-    monkeypatch.setattr(
-        draft_sampling,
-        "full_logits",
-        lambda hidden, head: torch.zeros(hidden.shape[0], VOCABULARY, dtype=hidden.dtype, device=hidden.device),
-    )
-    return SimpleNamespace(draft=config, head=None, d2t=None)
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(hidden.shape[0], VOCABULARY, dtype=hidden.dtype, device=hidden.device)
+
+    return SimpleNamespace(draft=SimpleNamespace(draft_vocab_size=VOCABULARY), logits=logits, d2t=None)
 
 
 @pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block_verification])
