@@ -48,7 +48,7 @@ def check_answers(answers, expected: list[tuple[list[int], list[float]]]) -> Non
         position = first_difference(answer.output_ids[:undecided], ids[:undecided])
         assert position is None, f"prompt {number} differs at {position}: {answer.output_ids}, wanted {ids}"
         assert len(answer.output_ids) == ANSWER
-    assert compared > 0.8 * ANSWER * len(expected), "the checkpoint hardly decides between tokens"
+    assert compared > 0.5 * ANSWER * len(expected), "the checkpoint hardly decides between tokens"
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
