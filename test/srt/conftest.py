@@ -40,6 +40,7 @@ FLOAT32 = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "16384", 
 LONGEST = (
     "test_lossless.py",
     "test_acceptance_profiles.py",
+    "test_lossless_hybrid.py",
     "test_target_families.py",
     "test_sampled_requests.py",
     "test_sampled_sequences.py",

@@ -96,7 +96,7 @@ def causal_conv1d_update_cpu(
 
 
 def _weigh(taps, weights, bias, activation):
-    """Sum of weights[..., i] * taps[i] in float32. Element by element, so that the result does not depend on the shape."""
+    """Sum of weights[..., i] * taps[i] in float32, element by element: the order of additions is that of the taps."""
     total = taps[0].float() * weights[..., 0].float()
     for i in range(1, len(taps)):
         total = total + taps[i].float() * weights[..., i].float()

@@ -2,7 +2,7 @@
 
 Pure-Python submodules are lent from the installed package; the few functions SGLang's CPU path calls are
 written here in PyTorch. Any other name resolves to a function that says what is missing when it is called:
-SGLang imports many kernels it never launches on a CPU.
+SGLang imports many kernels it never launches on a CPU. What it asks for under `torch.ops.sgl_kernel` is in ../../operators.py.
 """
 
 import os as _os
