@@ -12,6 +12,8 @@ from typing import Any
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling
+from sglang_dflash.srt.speculative.width.settings import VARIABLE as ADAPTIVE_VARIABLE
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,6 @@ _NOT_SUPPORTED = (
     ("enable_two_batch_overlap", False, "two-batch overlap (--enable-two-batch-overlap)"),
     ("enable_pdmux", False, "PD multiplexing (--enable-pdmux)"),
     ("enable_watermark", False, "watermarking (--enable-watermark)"),
-    ("speculative_adaptive", False, "adaptive speculation (--speculative-adaptive)"),
     ("speculative_num_steps", (None, 1), "--speculative-num-steps: a DFlash draft fills its block in one step"),
     ("speculative_eagle_topk", (None, 1), "--speculative-eagle-topk: a DFlash block is a chain, not a tree"),
     ("speculative_draft_sink_size", None, "--speculative-draft-sink-size"),
@@ -66,9 +67,18 @@ def check_draft_path(server_args: Any, previous: Any) -> None:
     """Resolution hook around SGLang's `handle_speculative_decoding`, whose first act for any algorithm is to load
     the draft's config: say what is wrong with the path before that fails somewhere deep."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
 
     args = resolving_view(server_args)
     if (args.speculative_algorithm or "").upper() == "DFLASH":
+        os.environ.pop(ADAPTIVE_VARIABLE, None)
+        if args.speculative_adaptive:
+            _read_adaptive(args).to_environment()
+            # SGLang's own switch means EAGLE's widths, policy and config file, from which it would size its buffers. Ours are
+            # never wider than a block.
+            declare_resolution(server_args, SOURCE, speculative_adaptive=False)
+        elif args.speculative_adaptive_config is not None:
+            raise ValueError("--speculative-adaptive-config says nothing without --speculative-adaptive.")
         path = args.speculative_draft_model_path
         if path is None:
             raise ValueError("DFLASH needs a draft: give --speculative-draft-model-path.")
@@ -89,6 +99,9 @@ def resolve_dflash_args(server_args: Any) -> None:
     DraftSampling.from_environment()  # refuse a setting that means nothing before the workers read it
     target_config, draft = load_and_check_configs(args)
     block_size = _choose_block_size(args, draft)
+    adaptive = AdaptiveSettings.from_environment()
+    if adaptive is not None:
+        logger.info("DFLASH: each cycle verifies %s slots of a block.", " or ".join(map(str, adaptive.widths(block_size))))
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
     draft_backend = _choose_draft_attention(args, prefill_backend)
     _check_target_attention(args, decode_backend if args.speculative_attention_mode == "decode" else prefill_backend)
@@ -168,6 +181,13 @@ def _refuse_unsupported(args: Any) -> None:
         found.append(f"--attention-backend {args.attention_backend} on a CPU (only {CPU_ATTENTION_BACKEND})")
     if found:
         raise ValueError("DFLASH does not support:\n  - " + "\n  - ".join(found))
+
+
+def _read_adaptive(args: Any) -> AdaptiveSettings:
+    settings = AdaptiveSettings.read(args.speculative_adaptive_config)
+    if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or -1) > 0:
+        raise ValueError("--speculative-adaptive would learn from the made-up accept lengths of SGLANG_SIMULATE_ACC_LEN.")
+    return settings
 
 
 def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:

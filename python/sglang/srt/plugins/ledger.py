@@ -124,6 +124,12 @@ def _verify_mask_policy():
     return resolve_dflash_verify_mask_policy
 
 
+def _server_info():
+    from sglang_dflash.srt.observability.server_info import reporting_width
+
+    return reporting_width()
+
+
 _ALGORITHM = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
 
 AT_LOAD = (
@@ -226,6 +232,13 @@ AT_WORKER = (
         signature="(attn_backend)",
         why="no CUDA graph is captured with a mask, as no block is run with one",
         build=_verify_mask_policy,
+    ),
+    Change(
+        target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
+        kind="replace",
+        signature="(self, state)",
+        why="/server_info says which verify width is in force and why",
+        build=_server_info,
     ),
 )
 

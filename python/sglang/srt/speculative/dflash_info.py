@@ -1,6 +1,6 @@
 """The values that flow through one speculative cycle, and the two that SGLang carries or plans with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -145,6 +145,7 @@ class Cycle:
     cache_loc: [bs * B] int64, the request table's slots of those positions.
     kv_loc_plan: SGLang's translation of those slots, shared by the draft and the verify forward.
     host_lens: [bs] on the host, n + B, exactly, where SGLang knows lengths on the host; else an upper bound.
+    write_cols: which columns of the planned slots the block is, where it is not all of them.
     """
 
     bs: int
@@ -156,6 +157,24 @@ class Cycle:
     kv_loc_plan: KVLocPlan
     host_lens: torch.Tensor
     can_run_cuda_graph: bool
+    write_cols: slice | None = None
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    def narrowed(self, width: int) -> "Cycle":
+        """The same cycle over the first `width` slots of each block."""
+        if width == self.width:
+            return self
+        return replace(
+            self,
+            tokens=self.tokens[:, :width],
+            positions=self.positions[:, :width],
+            cache_loc=self.cache_loc.view(self.bs, -1)[:, :width].flatten(),
+            host_lens=self.host_lens - (self.width - width),
+            write_cols=slice(0, width),
+        )
 
 
 @dataclass

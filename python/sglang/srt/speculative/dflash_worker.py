@@ -35,6 +35,9 @@ from sglang_dflash.srt.speculative.penalties import Penalties
 from sglang_dflash.srt.speculative.rejection import accept_by_block_verification, accept_by_rejection
 from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
 from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows, target_probs
+from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+from sglang_dflash.srt.speculative.width.start_up import start_adaptive
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,8 @@ class DFlashWorker(BaseSpecWorker):
             raise ValueError("DFLASH does not support targets with Mamba or linear-attention layers yet.")
         self.device = target_worker.device
         spec = get_spec()
-        # The anchor and the drafted tokens. How many rows the draft runs for them is the drafter's business.
+        # The anchor and the drafted tokens: the most a cycle verifies, and what SGLang reserves for. How many rows the draft
+        # runs for them is the drafter's business, how many of them a cycle verifies the width's.
         self.verify_width = spec.speculative_num_draft_tokens
         # Read by SGLang's metrics.
         self.speculative_num_steps = spec.speculative_num_steps
@@ -79,6 +83,7 @@ class DFlashWorker(BaseSpecWorker):
         self._simulated = SimulatedAcceptance.from_environment()
         self._clock = PhaseClock.from_environment()
         self._metrics = DFlashMetrics.from_server(self.verify_width - 1)
+        self._width = FixedWidth(self.verify_width)
         logger.info(
             "sglang-dflash %s with %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
             type(self).__name__,
@@ -114,6 +119,9 @@ class DFlashWorker(BaseSpecWorker):
     def init_cuda_graphs(self):
         with draft_pp_context(), self._draft_width():
             super().init_cuda_graphs()
+        settings = AdaptiveSettings.from_environment()
+        if settings is not None:
+            self._width = start_adaptive(self, settings, get_parallel().tp_group, self._metrics)
 
     def _draft_width(self):
         """The draft's backends and graphs are made for the width of its own block, which need not be the verified one's."""
@@ -124,12 +132,22 @@ class DFlashWorker(BaseSpecWorker):
         """SGLang copies lengths to the host each step if any of these asks for it."""
         return (self._target_worker.model_runner.attn_backend, self._draft_worker.model_runner.attn_backend)
 
+    @property
+    def drafter(self):
+        return self._drafter
+
+    @property
+    def width_report(self) -> dict:
+        """What `/server_info` says about the verify width."""
+        return self._width.report()
+
     def weight_update_runners(self):
         return [("draft", self._draft_worker.model_runner)]
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Called by the scheduler once a step's accept lengths are on the host."""
-        self._metrics.count_verified(num_correct_drafts_per_req)
+        drafted = self._width.kept(num_correct_drafts_per_req)
+        self._metrics.count_verified(num_correct_drafts_per_req, drafted)
 
     # -- one step ---------------------------------------------------------------------------------------------
 
@@ -149,6 +167,7 @@ class DFlashWorker(BaseSpecWorker):
         """Target prefill, capturing every token's aux hidden states; the draft's KV of those tokens is written before
         this returns, because the scheduler may then hand the slots to the prefix cache."""
         prompts = Prompts.of(batch)
+        self._width.began(batch, prompts.num_running)
         self._drafter.begin_prefill(prompts)
         is_penalized = Penalties.are_asked_for(batch.sampling_info)
         if is_penalized:
@@ -175,11 +194,11 @@ class DFlashWorker(BaseSpecWorker):
     def _decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         clock = self._clock
         clock.start()
-        cycle = self._begin_cycle(batch)
+        draws_drafts = self._draws_drafts(batch)
+        # Settled before anything is drafted: what is verified may not depend on what was drawn.
+        width = self.speculative_num_draft_tokens = self._width.ask(batch, draws_drafts)
         clock.lap("prepare")
-        block = self._drafter.propose(cycle, batch.sampling_info if self._draws_drafts(batch) else None)
-        if block.probs is not None:
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, block.tokens)
+        cycle, block = self.draft_block(batch, width, batch.sampling_info if draws_drafts else None)
         clock.lap("draft")
         target_out = self._verify(batch, cycle, block)
         logits_output = target_out.logits_output
@@ -194,13 +213,14 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(new_seq_lens)
         if batch.return_logprob:
             compute_spec_logprobs(
-                batch, logits_output, verdict.out_tokens.flatten(), chain_stride=self.verify_width
+                batch, logits_output, verdict.out_tokens.flatten(), chain_stride=width
             )
         clock.lap("accept")
         self._drafter.commit(cycle, logits_output.hidden_states, verdict)
         logits_output.hidden_states = None
         clock.lap("commit")
         clock.end_cycle(cycle.bs)
+        self._width.tell()
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=self._mark_broken(verdict, is_broken).flatten(),
@@ -208,12 +228,21 @@ class DFlashWorker(BaseSpecWorker):
             next_draft_input=DFlashDraftInput(bonus_tokens=verdict.bonus, new_seq_lens=new_seq_lens),
             new_seq_lens=new_seq_lens,
             can_run_cuda_graph=target_out.can_run_cuda_graph,
-            speculative_num_draft_tokens=self.verify_width,
+            speculative_num_draft_tokens=width,
             routed_experts_output=target_out.routed_experts_output,
             indexer_topk_output=target_out.indexer_topk_output,
         )
 
-    def _begin_cycle(self, batch) -> Cycle:
+    def draft_block(self, batch, width: int, sampling_info) -> tuple[Cycle, DraftBlock]:
+        """The first `width` slots of a block per request. The draft fills the whole of it, or, where none of it is to be
+        verified, does not run. sampling_info: where its tokens are drawn."""
+        cycle = self._begin_cycle(batch, self.verify_width if width > 1 else 1)
+        block = self._drafter.propose(cycle, sampling_info)
+        if block.probs is not None:
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, block.tokens)
+        return cycle.narrowed(width), block.narrowed(width)
+
+    def _begin_cycle(self, batch, width: int) -> Cycle:
         seq_lens = batch.seq_lens
         draft_input: DFlashDraftInput = batch.spec_info
         tokens, positions, cache_loc = prepare_block(
@@ -222,10 +251,10 @@ class DFlashWorker(BaseSpecWorker):
             batch.req_pool_indices,
             self._target_worker.model_runner.req_to_token_pool.req_to_token,
             self._drafter.mask_token_id,
-            self.verify_width,
+            width,
         )
         if batch.seq_lens_cpu is not None:
-            host_lens = batch.seq_lens_cpu + self.verify_width
+            host_lens = batch.seq_lens_cpu + width
         else:
             host_lens = draft_input.reserved_lens_cpu
         plan = self._target_worker.model_runner.kv_index_translator.plan(
@@ -233,7 +262,7 @@ class DFlashWorker(BaseSpecWorker):
             seq_lens=seq_lens,
             seq_lens_cpu=batch.seq_lens_cpu if batch.seq_lens_cpu is not None else host_lens,
             write_virtual=cache_loc,
-            read_extent=self.verify_width,
+            read_extent=width,
         )
         return Cycle(
             bs=seq_lens.numel(),
@@ -260,7 +289,7 @@ class DFlashWorker(BaseSpecWorker):
         batch.seq_lens_cpu = cycle.host_lens
         batch.seq_lens_sum = int(cycle.host_lens.sum())
         batch.spec_info = DFlashVerifyInput(
-            draft_token_num=self.verify_width,
+            draft_token_num=cycle.width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             draft_token=tokens,
             positions=cycle.positions.flatten(),
@@ -271,6 +300,7 @@ class DFlashWorker(BaseSpecWorker):
             capture_hidden_mode=CaptureHiddenMode.FULL,
             return_hidden_states_before_norm=False,
             kv_loc_plan=cycle.kv_loc_plan,
+            write_cols=cycle.write_cols,
         )
         return self._target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
@@ -291,7 +321,7 @@ class DFlashWorker(BaseSpecWorker):
         if Penalties.are_asked_for(info):
             self._penalties.penalize_block(batch, block.tokens, logits)
         if info.logit_bias is not None:
-            logits.add_(repeat_rows(info.logit_bias, self.verify_width))
+            logits.add_(repeat_rows(info.logit_bias, block.tokens.shape[1]))
         if batch.has_grammar:
             mask = build_grammar_vocab_mask(
                 reqs=batch.reqs,
@@ -334,7 +364,7 @@ class DFlashWorker(BaseSpecWorker):
         if batch.return_logprob and not info.is_all_greedy:
             logits = logits.clone()  # sampling overwrites them, and the log probabilities are still to be read
         sampler = self._target_worker.model_runner.sampler
-        tokens, is_broken = draw_target_tokens(logits, info, cycle.positions.flatten(), self.verify_width, sampler)
+        tokens, is_broken = draw_target_tokens(logits, info, cycle.positions.flatten(), cycle.positions.shape[1], sampler)
         greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         return self._tp_sync.sync(greedy if info.is_all_greedy else sampled, tokens), is_broken
 

@@ -49,8 +49,7 @@ class WidthChooser:
         self.estimate.reset(slots)
 
     def kept(self, slots: np.ndarray, modes: np.ndarray, width: int, accepted: np.ndarray) -> None:
-        """A cycle of this width kept so many drafted tokens of each of these requests, [n]. Requests whose logits a grammar or
-        a penalty changed are left out by the caller: what they keep says nothing about the others."""
+        """A cycle of this width kept so many drafted tokens of each of these requests, [n]."""
         self.estimate.learn(slots, modes, width - 1, accepted)
 
     def took(self, num_requests: int, width: int, seconds: float) -> float:

@@ -11,7 +11,8 @@ m: how the token was chosen and is judged (MODES): a draw is kept in other cases
 
 import numpy as np
 
-MODES = ("greedy", "sampled", "drawn")  # the target's argmax; its draws against a drafted argmax; rejection of drawn drafts
+# The target's argmax; its draws against a drafted argmax; rejection of drawn drafts; logits that a grammar or a penalty changes.
+MODES = ("greedy", "sampled", "drawn", "constrained")
 
 # Of one position, before anything was seen: high, as what is never verified is never learned.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
