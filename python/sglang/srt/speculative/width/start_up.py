@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _CONTEXT = 128  # committed tokens of a request that costs are measured with; longer ones are followed while serving
 _REPEATS = 3
-_BUDGET_S = 8.0  # after which each load is measured once, and the larger ones are left out
+_BUDGET_S = 8.0  # after which each load is measured once, and the larger ones are left out; one rank cannot decide that alone
 
 
 def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> AdaptiveWidth | FixedWidth:
@@ -39,7 +39,7 @@ def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> Ada
     states.begin()
     loads = _loads(runner)
     began = time.perf_counter()
-    seconds = _measure(worker, states, loads, widths)
+    seconds = _measure(worker, states, loads, widths, _BUDGET_S if tp_group.world_size == 1 else float("inf"))
     states.apply(block_size, 1)
     measured = loads[: len(seconds)]
     logger.info(
@@ -74,11 +74,11 @@ def _loads(runner) -> list[int]:
 
 
 @torch.no_grad()
-def _measure(worker, states: WidthStates, loads: list[int], widths: tuple[int, ...]) -> np.ndarray:
+def _measure(worker, states: WidthStates, loads: list[int], widths: tuple[int, ...], budget: float) -> np.ndarray:
     """Seconds of a cycle, [loads, widths], the least of some. All requests lie in SGLang's padding slot, so nothing that counts
     is read or written."""
     rows: list[list[float]] = []
-    deadline = time.perf_counter() + _BUDGET_S
+    deadline = time.perf_counter() + budget
     for n in loads:
         row = []
         for width in widths:
@@ -108,7 +108,8 @@ def _wait(device: str) -> None:
 def _run_cycle(worker, n: int, width: int) -> None:
     """Draft, verify, accept and commit for n requests that say nothing."""
     device = worker.device
-    lengths = torch.full((n,), _CONTEXT, dtype=torch.int64)
+    longest = worker.target_worker.model_runner.model_config.context_len - 2 * worker.verify_width
+    lengths = torch.full((n,), min(_CONTEXT, longest), dtype=torch.int64)
     on_device = lengths.to(device)
     draft_input = DFlashDraftInput(bonus_tokens=torch.zeros_like(on_device), new_seq_lens=on_device)
     batch = SimpleNamespace(
