@@ -166,7 +166,7 @@ class AdaptiveWidth:
             num_requests,
             choice.tokens / num_requests,
             1e3 * choice.seconds,
-            self._measured / self._expected if self._expected else float("nan"),
+            self._measured / self._expected if self._expected else np.nan,
             counts,
         )
 
