@@ -123,10 +123,14 @@ class FakePlan:
 
     def bind(self, batch, translator, *, cols: slice | None = None) -> None:
         bs = batch.req_pool_indices.numel()
-        batch.out_cache_loc = self.slots if cols is None else self.slots.view(bs, -1)[:, cols].reshape(-1)
+        batch.out_cache_loc = self._part(bs, cols)
+        self.bs = bs
 
-    def write_ids(self, translator) -> torch.Tensor:
-        return self.slots
+    def write_ids(self, translator, *, cols: slice | None = None) -> torch.Tensor:
+        return self.slots if cols is None else self._part(self.bs, cols)
+
+    def _part(self, bs: int, cols: slice | None) -> torch.Tensor:
+        return self.slots if cols is None else self.slots.view(bs, -1)[:, cols].reshape(-1)
 
 
 class Case:

@@ -127,9 +127,11 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["plain", "sliding, not causal", "layer ids left out", "sample from anchor"])
-def test_the_drafter_proposes_what_the_reference_does(name, tmp_path):
-    """Two cycles through the drafter's own interface: prefill, a block, a commit of all its rows of which two count,
-    and the next block, which must rest on the committed rows alone."""
+@pytest.mark.parametrize("verified", [(0, 0), (3, 0), (1, 1, 1, 0)], ids=["whole blocks", "narrow", "a pause"])
+def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
+    """Cycles through the drafter's own interface: prefill, a block, a commit of all its rows of which two count, and the next
+    block, which must rest on the committed rows alone. `verified`: slots of each cycle, 0 for the whole block; those of one
+    slot draft nothing, and what is drafted behind them is as if they had."""
     case = Case.variant(name, tmp_path)
     # A draft that samples from its anchor drafts a token with every row, so one more position is verified than it has rows.
     from_anchor = case.model.draft.sample_from_anchor
@@ -144,14 +146,19 @@ def test_the_drafter_proposes_what_the_reference_does(name, tmp_path):
     slots = torch.cat([pools.slots(r, 0, n) for r, n in enumerate(lengths)])
     drafter.prefill(prompts, states, slots, torch.tensor([3, 50]))
 
-    for bonus_tokens in ([3, 50], [8, 9]):
-        slots = torch.cat([pools.slots(r, n, n + width) for r, n in enumerate(lengths)])
+    for step, verify_width in enumerate(verified):
+        bonus_tokens = [3 + 5 * step, 50 - step]
         blocks = case.block_tokens(bonus_tokens)
+        if verify_width == 1:
+            width, kept = 1, [0, 0]
+        else:
+            width, kept = rows + from_anchor, [1, 0]
+        slots = torch.cat([pools.slots(r, n, n + width) for r, n in enumerate(lengths)])
         cycle = Cycle(
             bs=2,
             req_pool_indices=pools.rows,
             seq_lens=torch.tensor(lengths),
-            tokens=torch.nn.functional.pad(blocks, (0, width - rows), value=blocks[0, -1].item()),
+            tokens=torch.nn.functional.pad(blocks, (0, width - rows), value=blocks[0, -1].item())[:, :width],
             positions=torch.tensor(lengths)[:, None] + torch.arange(width),
             cache_loc=slots,
             kv_loc_plan=FakePlan(slots),
@@ -164,12 +171,14 @@ def test_the_drafter_proposes_what_the_reference_does(name, tmp_path):
         for request, n in enumerate(lengths):
             context = case.reference.context_kv(aux_hidden[request][:n])
             hidden = case.reference.block_hidden(case.embedding.weight.data[blocks[request]], context)
-            expected[request, 1:] = case.logits(hidden)[0 if from_anchor else 1 :].argmax(dim=-1)
+            expected[request, 1:] = case.logits(hidden)[0 if from_anchor else 1 :].argmax(dim=-1)[: width - 1]
         assert torch.equal(tokens, expected)
 
-        verified = case.aux_hidden(2 * width, seed=7).view(2, width, -1)
+        cycle = cycle.narrowed(verify_width or width)
+        states = case.aux_hidden(2 * cycle.width, seed=7).view(2, cycle.width, -1)
         for request, n in enumerate(lengths):
-            verified[request, : kept[request] + 1] = aux_hidden[request][n : n + kept[request] + 1]
+            states[request, : kept[request] + 1] = aux_hidden[request][n : n + kept[request] + 1]
         accept_len = torch.tensor(kept, dtype=torch.int32)
-        drafter.commit(cycle, verified.flatten(0, 1), Verdict(accept_len, tokens, torch.tensor(bonus_tokens)))
+        verdict = Verdict(accept_len, tokens[:, : cycle.width], torch.tensor(bonus_tokens))
+        drafter.commit(cycle, states.flatten(0, 1), verdict)
         lengths = [n + k + 1 for n, k in zip(lengths, kept, strict=True)]

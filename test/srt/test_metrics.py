@@ -34,7 +34,7 @@ def test_counts_are_sums_over_blocks(metrics, registry):
     dice = random.Random(5)
     batches = [[dice.randrange(BLOCK_SIZE) for _ in range(dice.randrange(9))] for _ in range(50)]
     for batch in batches:
-        metrics.count_verified(batch)
+        metrics.count_verified(batch, BLOCK_SIZE - 1)
     blocks = [accept_len for batch in batches for accept_len in batch]
     assert read_counts(generate_latest(registry).decode()) == Counts(
         drafts=len(blocks),
@@ -42,6 +42,16 @@ def test_counts_are_sums_over_blocks(metrics, registry):
         accepted=sum(blocks),
         accepted_at=[sum(accept_len >= k for accept_len in blocks) for k in range(1, BLOCK_SIZE)],
     )
+
+
+def test_narrow_cycles_count_what_they_verified(metrics, registry):
+    for width in (1, 4, 4):
+        metrics.count_width(width)
+        metrics.count_verified([0, 0], width - 1)
+    page = generate_latest(registry).decode()
+    assert read_counts(page).drafted == 12
+    assert registry.get_sample_value("sglang:spec_verify_width_bucket", {**LABELS, "le": "1.0"}) == 1
+    assert registry.get_sample_value("sglang:spec_verify_width_bucket", {**LABELS, "le": "4.0"}) == 3
 
 
 def test_fallbacks_are_counted_by_reason_and_logged_once(metrics, registry, caplog):
@@ -60,7 +70,7 @@ def test_an_unknown_fallback_is_an_error(metrics):
 
 def test_a_server_without_metrics_still_logs_fallbacks(caplog):
     silent = DFlashMetrics(BLOCK_SIZE - 1, None)
-    silent.count_verified([1, 2])
+    silent.count_verified([1, 2], 7)
     silent.count_fallback(next(iter(FALLBACKS)))
     assert len(caplog.records) == 1
 

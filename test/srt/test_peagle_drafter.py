@@ -160,8 +160,8 @@ class Simulation:
                 self.unknown[r].add(a - 1)
             self.lengths[r] = b
 
-    def begin_cycle(self, chosen: list[int]) -> Cycle:
-        width = self.width
+    def begin_cycle(self, chosen: list[int], width: int | None = None) -> Cycle:
+        width = self.width if width is None else width
         lengths = torch.tensor([self.lengths[r] for r in chosen])
         positions = lengths[:, None] + torch.arange(width)
         tokens = torch.full((len(chosen), width), CONFIG["mask_token_id"])
@@ -182,18 +182,20 @@ class Simulation:
         text, states = self.texts[request, : self.lengths[request] + 1].tolist(), self.states[request]
         return self.reference.step(text, states, self.width - 1, self.unknown[request])
 
-    def cycle(self, kept: dict[int, int]) -> None:
-        """A decode step of these requests: what is drafted must be the reference's; then so many tokens are kept."""
-        chosen, width = list(kept), self.width
-        cycle = self.begin_cycle(chosen)
+    def cycle(self, kept: dict[int, int], width: int | None = None) -> None:
+        """A decode step of these requests that verifies `width` slots, by default all: what is drafted must be the reference's;
+        then so many tokens are kept."""
+        chosen, width = list(kept), self.width if width is None else width
+        cycle = self.begin_cycle(chosen, 1 if width == 1 else self.width)
         block = self.drafter.propose(cycle).tokens
         for row, r in enumerate(chosen):
             n = self.lengths[r]
             expected = [int(self.texts[r, n])]
-            if width > 1:
+            if cycle.width > 1:
                 drafted = self.reference_logits(r).argmax(dim=-1)
                 expected += (drafted + self.d2t[drafted]).tolist()
             assert block[row].tolist() == expected, f"request {r} after {n} tokens"
+        cycle = cycle.narrowed(width)
         # What is not kept got states and tokens that never were.
         verified = torch.randn(len(chosen), width, self.states.shape[-1], generator=torch.Generator().manual_seed(9))
         out = torch.full((len(chosen), width), 1)
@@ -216,6 +218,25 @@ def test_cycles_after_a_prefill(verify_width, page_size, tmp_path):
     most = verify_width - 1
     for kept in ((0, 0, 0, 0), (most, most // 2, 0, most), (0, most, 1 % verify_width, most), (most, 0, most, 0), (0, 0, 0, 0)):
         simulation.cycle(dict(enumerate(kept)))
+
+
+@pytest.mark.parametrize("verify_width", [2, 5])
+def test_widths_change_from_cycle_to_cycle(verify_width, tmp_path):
+    """And a pause in which nothing is drafted, longer than what may be pending, with another request's prefill in the midst
+    of it: what is drafted afterwards is what would have been drafted without."""
+    simulation = Simulation(verify_width, 3, tmp_path)
+    simulation.prefill({0: 12, 1: 3})
+    simulation.cycle({0: 1, 1: 0}, width=2)
+    simulation.cycle({0: verify_width - 1, 1: 1})
+    for _ in range(verify_width + 2):
+        simulation.cycle({0: 0, 1: 0}, width=1)
+    simulation.prefill({2: 9})
+    for _ in range(2):
+        simulation.cycle({0: 0, 1: 0, 2: 0}, width=1)
+    for width in (verify_width, 2, verify_width):
+        simulation.cycle({0: 1, 1: 0, 2: 1}, width)
+    simulation.cycle({0: 0, 1: 0, 2: 0}, width=1)
+    simulation.cycle({0: 0, 1: 0, 2: 0})
 
 
 @pytest.mark.parametrize("backend", [BlockKeysFromTheForward, KeysFromThePool])

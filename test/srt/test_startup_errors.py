@@ -46,6 +46,8 @@ BAD_DRAFTS: dict[str, tuple[dict, tuple[str, ...]]] = {
     "unknown layer type": ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, ("linear",)),
 }
 
+TOO_WIDE = str(ROOT / "test" / "srt" / "golden" / "adaptive-too-wide.json")
+
 # name -> (flags beside a good pair, what the message must contain)
 BAD_FLAGS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "pipeline parallelism": (["--pp-size", "2"], ("pipeline parallelism", "--pp-size")),
@@ -65,6 +67,15 @@ BAD_FLAGS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("--speculative-num-draft-tokens", "--speculative-dflash-block-size", "4", "8"),
     ),
     "block size zero": (["--speculative-num-draft-tokens", "0"], ("block size", "0")),
+    "adaptive widths without adaptive": (["--speculative-adaptive-config", "widths.json"], ("--speculative-adaptive-config",)),
+    "adaptive without its config file": (
+        ["--speculative-adaptive", "--speculative-adaptive-config", "/no/widths.json"],
+        ("--speculative-adaptive-config", "/no/widths.json", "cannot be read"),
+    ),
+    "adaptive widths beyond the block": (
+        ["--speculative-adaptive", "--speculative-adaptive-config", TOO_WIDE],
+        ("--speculative-adaptive", "9", "block of 8"),
+    ),
 }
 
 

@@ -86,7 +86,7 @@ def test_ranks_take_what_rank_0_chose(top_k):
     worker._target_worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=Sampler()))
     worker._rejection_rule, worker.verify_width = accept_by_rejection, width
     batch = SimpleNamespace(sampling_info=sampling_info(*[{"top_k": top_k}] * 2), return_logprob=False)
-    tokens, _ = worker._target_tokens(batch, SimpleNamespace(positions=torch.arange(6)), logits.clone())
+    tokens, _ = worker._target_tokens(batch, SimpleNamespace(positions=torch.arange(6).view(2, width)), logits.clone())
     assert sites == ["dflash-accept-greedy" if top_k == 1 else "dflash-accept-sample"] and (tokens == 2).all()
     block = torch.zeros(2, width, dtype=torch.int64)
     verdict, _ = worker._reject(batch, DraftBlock(block, DraftProbs.one_hot(block[:, 1:])), logits)

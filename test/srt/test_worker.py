@@ -1,5 +1,6 @@
 """The worker's own decisions, with everything around it made up."""
 
+import contextlib
 import logging
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -10,12 +11,13 @@ from engine import start
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
-from sglang_dflash.srt.speculative import dflash_worker
+from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import packed_ranges
-from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, graph_output_for_runner
+from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, graph_output_for_runner, has_room_for_draft_graphs
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
 
 
 def worker(**fields) -> DFlashWorker:
@@ -30,7 +32,7 @@ def test_grammars_run_beside_verify(monkeypatch):
     events = []
     verdict = Verdict(torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     accepted = verdict, torch.zeros(1, 4, dtype=torch.bool), torch.ones(1, dtype=torch.int32), torch.tensor([8])
-    monkeypatch.setattr(DFlashWorker, "_begin_cycle", lambda *_: SimpleNamespace(bs=1))
+    monkeypatch.setattr(DFlashWorker, "_begin_cycle", lambda *_: MagicMock(bs=1))
     monkeypatch.setattr(DFlashWorker, "_verify", lambda *_: events.append("verify") or MagicMock())
     monkeypatch.setattr(DFlashWorker, "_accept", lambda *_: events.append("accept") or accepted)
     monkeypatch.setattr(DFlashWorker, "_mark_broken", lambda *_: verdict.out_tokens)
@@ -41,7 +43,10 @@ def test_grammars_run_beside_verify(monkeypatch):
     monkeypatch.setattr(dflash_worker, "build_grammar_vocab_mask", mask)
     drafter = MagicMock()
     drafter.propose.return_value = DraftBlock(torch.zeros(1, 4, dtype=torch.int64))
-    made = worker(_clock=PhaseClock(None), _drafter=drafter, _rejection_rule=None)
+    states = MagicMock()
+    made = worker(
+        _clock=PhaseClock(None), _drafter=drafter, _rejection_rule=None, _width=FixedWidth(4), _target_states=states
+    )
     info = SimpleNamespace(logit_bias=None, is_all_greedy=True)
     made._decode(MagicMock(has_grammar=True, sampling_info=info, return_logprob=False), None, None)
     assert events == ["copy", "verify", "mask", "accept"]
@@ -78,13 +83,21 @@ def test_ranks_agree_on_a_verdict_in_one_broadcast():
 
 
 def test_a_draft_gets_graphs_where_there_is_room(monkeypatch, caplog):
-    monkeypatch.setattr(dflash_worker, "get_parallel", MagicMock)
-    assert worker()._captures_draft()
-    assert not worker(verify_width=1)._captures_draft()  # it never runs
-    assert worker(device="cuda", _tp_sync=Sync(None, free_gb=1.5))._captures_draft()
+    monkeypatch.setattr(dflash_utils, "get_parallel", MagicMock)
+    assert has_room_for_draft_graphs(Sync(None), "cpu", 0)
+    assert has_room_for_draft_graphs(Sync(None, free_gb=1.5), "cuda", 0)
     with caplog.at_level(logging.WARNING):
-        assert not worker(device="cuda", _tp_sync=Sync(None, free_gb=0.25))._captures_draft()
+        assert not has_room_for_draft_graphs(Sync(None, free_gb=0.25), "cuda", 0)
     assert "0.25 GB" in caplog.text and "--mem-fraction-static" in caplog.text
+
+
+@pytest.mark.parametrize("verify_width", [1, 4])
+def test_nothing_is_captured_where_nothing_is_drafted(verify_width, monkeypatch):
+    monkeypatch.setattr(dflash_worker, "draft_pp_context", contextlib.nullcontext)
+    monkeypatch.setattr(DFlashWorker, "_draft_width", lambda self: contextlib.nullcontext())
+    made = worker(verify_width=verify_width, _tp_sync=Sync(None), _draft_worker=MagicMock())
+    made.init_cuda_graphs()
+    made._draft_worker.init_cuda_graphs.assert_called_once_with(capture_decode_cuda_graph=verify_width > 1)
 
 
 def test_a_drafts_graphs_hold_no_logits(monkeypatch):

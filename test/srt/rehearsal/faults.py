@@ -23,8 +23,8 @@ def _wrong_host_length() -> None:
 
     begin = DFlashWorker._begin_cycle
 
-    def shorter(self, batch):
-        cycle = begin(self, batch)
+    def shorter(self, batch, width):
+        cycle = begin(self, batch, width)
         if _is_planted("wrong host length"):
             return dataclasses.replace(cycle, host_lens=cycle.host_lens - 1)
         return cycle

@@ -16,6 +16,8 @@ from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draf
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling
 from sglang_dflash.srt.speculative.target_kinds import target_kind
+from sglang_dflash.srt.speculative.width.settings import VARIABLE as ADAPTIVE_VARIABLE
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,6 @@ _NOT_SUPPORTED = (
     ("enable_two_batch_overlap", False, "two-batch overlap (--enable-two-batch-overlap)"),
     ("enable_pdmux", False, "PD multiplexing (--enable-pdmux)"),
     ("enable_watermark", False, "watermarking (--enable-watermark)"),
-    ("speculative_adaptive", False, "adaptive speculation (--speculative-adaptive)"),
     ("speculative_num_steps", (None, 1), "--speculative-num-steps: a DFlash draft fills its block in one step"),
     ("speculative_eagle_topk", (None, 1), "--speculative-eagle-topk: a DFlash block is a chain, not a tree"),
     ("speculative_draft_sink_size", None, "--speculative-draft-sink-size"),
@@ -101,9 +102,18 @@ def check_draft_path(server_args: Any, previous: Any) -> None:
     """Resolution hook around SGLang's `handle_speculative_decoding`, whose first act for any algorithm is to load
     the draft's config: say what is wrong with the path before that fails somewhere deep."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
 
     args = resolving_view(server_args)
     if (args.speculative_algorithm or "").upper() == "DFLASH":
+        os.environ.pop(ADAPTIVE_VARIABLE, None)
+        if args.speculative_adaptive:
+            _read_adaptive(args).to_environment()
+            # SGLang's own switch means EAGLE's widths, policy and config file, from which it would size its buffers. Ours are
+            # never wider than a block.
+            declare_resolution(server_args, SOURCE, speculative_adaptive=False)
+        elif args.speculative_adaptive_config is not None:
+            raise ValueError("--speculative-adaptive-config says nothing without --speculative-adaptive.")
         path = args.speculative_draft_model_path
         if path is None:
             raise ValueError("DFLASH needs a draft: give --speculative-draft-model-path.")
@@ -125,6 +135,9 @@ def resolve_dflash_args(server_args: Any) -> None:
     target_config, draft = load_and_check_configs(args)
     _check_mask_token(args, draft)
     block_size = _choose_block_size(args, draft)
+    adaptive = AdaptiveSettings.from_environment()
+    if adaptive is not None:
+        logger.info("DFLASH: each cycle verifies %s slots of a block.", " or ".join(map(str, adaptive.widths(block_size))))
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
     draft_backend = CPU_ATTENTION_BACKEND
     if args.device != "cpu":
@@ -133,7 +146,7 @@ def resolve_dflash_args(server_args: Any) -> None:
     _check_target_attention(args, verify_backend, is_chosen=_chose_attention(server_args))
     if isinstance(draft, PEagleDraftConfig):
         _check_peagle(args, draft, block_size)
-    _check_recurrent_target(args, server_args, target_config, block_size)
+    _check_recurrent_target(args, server_args, target_config, block_size, adaptive is not None)
     declare_resolution(
         server_args,
         SOURCE,
@@ -229,6 +242,13 @@ def _refuse_unsupported(args: Any) -> None:
         raise ValueError("DFLASH does not support:\n  - " + "\n  - ".join(found))
 
 
+def _read_adaptive(args: Any) -> AdaptiveSettings:
+    settings = AdaptiveSettings.read(args.speculative_adaptive_config)
+    if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or -1) > 0:
+        raise ValueError("--speculative-adaptive would learn from the made-up accept lengths of SGLANG_SIMULATE_ACC_LEN.")
+    return settings
+
+
 def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
     """--speculative-num-draft-tokens and --speculative-dflash-block-size are two names of one number."""
     named = {
@@ -256,12 +276,18 @@ def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int) -> None:
         )
 
 
-def _check_recurrent_target(args: Any, server_args: Any, target_config: Any, block_size: int) -> None:
-    """Refuse what would put a wrong state into the prefix cache of a target that has recurrent ones."""
+def _check_recurrent_target(
+    args: Any, server_args: Any, target_config: Any, block_size: int, is_adaptive: bool
+) -> None:
+    """Refuse what would commit a wrong state of a target that has recurrent ones, or put one into the prefix cache."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    if args.disable_radix_cache or mambaish_config(model_config_of(server_args)) is None:
+    if mambaish_config(model_config_of(server_args)) is None:
+        return
+    if is_adaptive:
+        raise ValueError("--speculative-adaptive does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
+    if args.disable_radix_cache:
         return
     if args.enable_mixed_chunk and (args.page_size or 1) > 1:
         # SGLang then cuts prompts inside a page, and files the state there under the page's beginning.

@@ -22,18 +22,17 @@ class DFlashMetrics:
     block it had under way then is counted here, as in SGLang's accept-length gauge and log line, but is not in the
     request's `meta_info`.
 
-    drafted_per_block: drafted tokens of a block, the anchor not counted.
+    drafted_per_block: drafted tokens of a whole block, the anchor not counted.
     labels: of every counter; None counts nothing. registry: a prometheus_client registry; None is the default one.
     """
 
     def __init__(self, drafted_per_block: int, labels: dict[str, Any] | None, registry: Any = None):
-        self._drafted_per_block = drafted_per_block
         self._logged: set[str] = set()
         self._enabled = labels is not None
         if not self._enabled:
             return
         # Decides at its import whether processes share their values, by a variable that SGLang sets at start-up.
-        from prometheus_client import REGISTRY, Counter
+        from prometheus_client import REGISTRY, Counter, Histogram
 
         def counter(name: str, documentation: str, *own_label: str) -> Counter:
             return Counter(name, documentation, [*labels, *own_label], registry=registry or REGISTRY)
@@ -51,6 +50,13 @@ class DFlashMetrics:
             "position",
         )
         self._by_position = [by_position.labels(**labels, position=k + 1) for k in range(drafted_per_block)]
+        self._width = Histogram(
+            "sglang:spec_verify_width",
+            "Slots verified by a cycle, the anchor counted.",
+            list(labels),
+            buckets=range(1, drafted_per_block + 2),
+            registry=registry or REGISTRY,
+        ).labels(**labels)
         fallbacks = counter("sglang:spec_fallbacks_total", "Blocks that took another path than asked for.", "reason")
         self._fallbacks = {reason: fallbacks.labels(**labels, reason=reason) for reason in FALLBACKS}
 
@@ -75,15 +81,21 @@ class DFlashMetrics:
             labels["dp_rank"] = parallel.dp_rank
         return cls(drafted_per_block, {**labels, **(observability.extra_metric_labels or {})})
 
-    def count_verified(self, accept_lens: Sequence[int]) -> None:
-        """A verified batch: accepted drafted tokens of each block, bonus token not counted."""
+    def count_verified(self, accept_lens: Sequence[int], drafted: int) -> None:
+        """A verified batch: accepted drafted tokens of each block, bonus token not counted, and how many of each block were
+        verified."""
         if not self._enabled:
             return
         self._drafts.inc(len(accept_lens))
-        self._drafted.inc(len(accept_lens) * self._drafted_per_block)
+        self._drafted.inc(len(accept_lens) * drafted)
         self._accepted.inc(sum(accept_lens))
         for before, at_position in enumerate(self._by_position):
             at_position.inc(sum(accept_len > before for accept_len in accept_lens))
+
+    def count_width(self, width: int) -> None:
+        """A cycle that verifies so many slots, where the width is chosen."""
+        if self._enabled:
+            self._width.observe(width)
 
     def count_fallback(self, reason: str, blocks: int = 1) -> None:
         """Count blocks that fell back, and log each reason once. Raises KeyError for a reason not in FALLBACKS."""

@@ -185,6 +185,12 @@ def _shared_graph_output():
     return graph_output_for_runner()
 
 
+def _server_info():
+    from sglang_dflash.srt.observability.server_info import reporting_width
+
+    return reporting_width()
+
+
 _ALGORITHM = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
 
 AT_LOAD = (
@@ -371,6 +377,13 @@ AT_WORKER = (
         signature="(model_runner)",
         why="a draft's graphs put no logits into the shared buffer; for P-EAGLE's wider blocks SGLang would make a larger one",
         build=_shared_graph_output,
+    ),
+    Change(
+        target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
+        kind="replace",
+        signature="(self, state)",
+        why="/server_info says which verify width is in force and why",
+        build=_server_info,
     ),
 )
 

@@ -1,7 +1,7 @@
 """The values that flow through one speculative cycle, and the two that SGLang carries or plans with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind, KVLocPlan
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+from sglang_dflash.kernels.ops.speculative.block import prepare_block
 
 
 @dataclass
@@ -154,6 +156,7 @@ class Cycle:
     cache_loc: [bs * B] int64, the request table's slots of those positions.
     kv_loc_plan: SGLang's translation of those slots, shared by the draft and the verify forward.
     host_lens: [bs] on the host, n + B, exactly, where SGLang knows lengths on the host; else an upper bound.
+    write_cols: which columns of the planned slots the block is, where it is not all of them.
     """
 
     bs: int
@@ -165,6 +168,57 @@ class Cycle:
     kv_loc_plan: KVLocPlan
     host_lens: torch.Tensor
     can_run_cuda_graph: bool
+    write_cols: slice | None = None
+
+    @classmethod
+    def begin(cls, batch: Any, target_runner: Any, mask_token_id: int, width: int) -> "Cycle":
+        """The cycle of a decode batch whose blocks are `width` slots."""
+        draft_input: DFlashDraftInput = batch.spec_info
+        tokens, positions, cache_loc = prepare_block(
+            draft_input.bonus_tokens,
+            batch.seq_lens,
+            batch.req_pool_indices,
+            target_runner.req_to_token_pool.req_to_token,
+            mask_token_id,
+            width,
+        )
+        exact = batch.seq_lens_cpu
+        host_lens = draft_input.reserved_lens_cpu if exact is None else exact + width
+        plan = target_runner.kv_index_translator.plan(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu=host_lens if exact is None else exact,
+            write_virtual=cache_loc,
+            read_extent=width,
+        )
+        return cls(
+            bs=batch.seq_lens.numel(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            tokens=tokens,
+            positions=positions,
+            cache_loc=cache_loc,
+            kv_loc_plan=plan,
+            host_lens=host_lens,
+            can_run_cuda_graph=batch.can_run_decode_cuda_graph,
+        )
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    def narrowed(self, width: int) -> "Cycle":
+        """The same cycle over the first `width` slots of each block."""
+        if width == self.width:
+            return self
+        return replace(
+            self,
+            tokens=self.tokens[:, :width],
+            positions=self.positions[:, :width],
+            cache_loc=self.cache_loc.view(self.bs, -1)[:, :width].flatten(),
+            host_lens=self.host_lens - (self.width - width),
+            write_cols=slice(0, width),
+        )
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Checks at the edges: which requests DFLASH serves, and which targets."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -9,9 +10,15 @@ from typing import Any
 
 import torch
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
 from sglang_dflash.srt.speculative.target_kinds import served_kind
+
+logger = logging.getLogger(__name__)
+
+# The draft's graphs and their workspaces take a few hundred MB; without them a step still runs.
+DRAFT_GRAPHS_NEED_GB = 1.0
 
 
 def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
@@ -88,6 +95,21 @@ def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
     allocated = sum(draft_pool.get_kv_size_bytes()) / draft_pool.k_buffer[0].shape[0]
     if budgeted is None or allocated > budgeted:
         raise RuntimeError(f"DFLASH draft KV takes {allocated} bytes a token, but {budgeted} were budgeted")
+
+
+def has_room_for_draft_graphs(tp_sync: Any, device: str, gpu_id: int) -> bool:
+    """Whether enough memory is left for the draft's CUDA graphs; the same on all tensor-parallel ranks."""
+    if device != "cuda":
+        return True  # SGLang knows whether such a device has any
+    free = tp_sync.available_memory_gb(SpecTpSyncSite.DFLASH_MEM, device, gpu_id, group=get_parallel().tp_group)
+    if free < DRAFT_GRAPHS_NEED_GB:
+        logger.warning(
+            "DFLASH: the draft runs without CUDA graphs, as only %.2f GB of GPU memory are left for them (wanted: %.0f). "
+            "A lower --mem-fraction-static makes room.",
+            free,
+            DRAFT_GRAPHS_NEED_GB,
+        )
+    return free >= DRAFT_GRAPHS_NEED_GB
 
 
 class PhaseClock:

@@ -21,13 +21,17 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask, draft_pp_context
 
 from sglang_dflash.kernels.ops.speculative.accept import accept_greedy
-from sglang_dflash.kernels.ops.speculative.block import prepare_block
 from sglang_dflash.srt.models.mask_token import read_mask_embedding
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput, Prompts
-from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_kv_budget, check_target_model
+from sglang_dflash.srt.speculative.dflash_utils import (
+    PhaseClock,
+    check_kv_budget,
+    check_target_model,
+    has_room_for_draft_graphs,
+)
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
@@ -37,11 +41,11 @@ from sglang_dflash.srt.speculative.rejection import accept_by_block_verification
 from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
 from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, target_probs
 from sglang_dflash.srt.speculative.target_states import states_of
+from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+from sglang_dflash.srt.speculative.width.start_up import start_adaptive
 
 logger = logging.getLogger(__name__)
-
-# The draft's graphs and their workspaces take a few hundred MB; without them a step still runs.
-DRAFT_GRAPHS_NEED_GB = 1.0
 
 
 class DFlashWorker(BaseSpecWorker):
@@ -54,7 +58,8 @@ class DFlashWorker(BaseSpecWorker):
         self.device = target_worker.device
         self._gpu_id = gpu_id
         spec = get_spec()
-        # The anchor and the drafted tokens. How many rows the draft runs for them is the drafter's business.
+        # The anchor and the drafted tokens: the most a cycle verifies, and what SGLang reserves for. How many rows the draft
+        # runs for them is the drafter's business, how many of them a cycle verifies the width's.
         self.verify_width = spec.speculative_num_draft_tokens
         # Read by SGLang's metrics.
         self.speculative_num_steps = spec.speculative_num_steps
@@ -86,6 +91,7 @@ class DFlashWorker(BaseSpecWorker):
         self._simulated = SimulatedAcceptance.from_environment()
         self._clock = PhaseClock.from_environment()
         self._metrics = DFlashMetrics.from_server(self.verify_width - 1)
+        self._width = FixedWidth(self.verify_width)
         logger.info(
             "sglang-dflash %s with %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
             type(self).__name__,
@@ -120,26 +126,13 @@ class DFlashWorker(BaseSpecWorker):
         self._target_states = states_of(self._target_worker, self.verify_width)
 
     def init_cuda_graphs(self):
+        # Where nothing is ever drafted there is nothing to capture.
+        captures = self.verify_width > 1 and has_room_for_draft_graphs(self._tp_sync, self.device, self._gpu_id)
         with draft_pp_context(), self._draft_width():
-            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=self._captures_draft())
-
-    def _captures_draft(self) -> bool:
-        """Whether the draft gets CUDA graphs; the same on all tensor-parallel ranks."""
-        if self.verify_width == 1:
-            return False  # nothing is ever drafted
-        if self.device != "cuda":
-            return True  # SGLang knows whether such a device has any
-        group = get_parallel().tp_group
-        free = self._tp_sync.available_memory_gb(SpecTpSyncSite.DFLASH_MEM, self.device, self._gpu_id, group=group)
-        if free < DRAFT_GRAPHS_NEED_GB:
-            logger.warning(
-                "DFLASH: the draft runs without CUDA graphs, as only %.2f GB of GPU memory are left for them "
-                "(wanted: %.0f). A lower --mem-fraction-static makes room.",
-                free,
-                DRAFT_GRAPHS_NEED_GB,
-            )
-            return False
-        return True
+            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
+        settings = AdaptiveSettings.from_environment()
+        if settings is not None:
+            self._width = start_adaptive(self, settings, get_parallel().tp_group, self._metrics)
 
     def prewarm_sampling(self):
         """Called once at start-up, when both models' graphs exist."""
@@ -166,12 +159,22 @@ class DFlashWorker(BaseSpecWorker):
         """SGLang copies lengths to the host each step if any of these asks for it."""
         return (self._target_worker.model_runner.attn_backend, self._draft_worker.model_runner.attn_backend)
 
+    @property
+    def drafter(self):
+        return self._drafter
+
+    @property
+    def width_report(self) -> dict:
+        """What `/server_info` says about the verify width."""
+        return self._width.report()
+
     def weight_update_runners(self):
         return [("draft", self._draft_worker.model_runner)]
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Called by the scheduler once a step's accept lengths are on the host."""
-        self._metrics.count_verified(num_correct_drafts_per_req)
+        drafted = self._width.kept(num_correct_drafts_per_req)
+        self._metrics.count_verified(num_correct_drafts_per_req, drafted)
 
     # -- one step ---------------------------------------------------------------------------------------------
 
@@ -191,6 +194,7 @@ class DFlashWorker(BaseSpecWorker):
         """Target prefill, capturing every token's aux hidden states; the draft's KV of those tokens is written before
         this returns, because the scheduler may then hand the slots to the prefix cache."""
         prompts = Prompts.of(batch)
+        self._width.began(batch, prompts.num_running)
         self._drafter.begin_prefill(prompts)
         is_penalized = Penalties.are_asked_for(batch.sampling_info)
         if is_penalized:
@@ -217,11 +221,11 @@ class DFlashWorker(BaseSpecWorker):
     def _decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         clock = self._clock
         clock.start()
-        cycle = self._begin_cycle(batch)
+        draws_drafts = self._draws_drafts(batch)
+        # Settled before anything is drafted: what is verified may not depend on what was drawn.
+        width = self.speculative_num_draft_tokens = self._width.ask(batch, draws_drafts)
         clock.lap("prepare")
-        block = self._drafter.propose(cycle, batch.sampling_info if self._draws_drafts(batch) else None)
-        if block.probs is not None:
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, block.tokens)
+        cycle, block = self.draft_block(batch, width, batch.sampling_info if draws_drafts else None)
         # Its copy to the host has to be on its way before verify is: grammars then run beside it on the host.
         grammar_tree = GrammarTree.from_linear_chain(block.tokens) if batch.has_grammar else None
         clock.lap("draft")
@@ -238,14 +242,13 @@ class DFlashWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(new_seq_lens)
         if batch.return_logprob:
-            compute_spec_logprobs(
-                batch, logits_output, verdict.out_tokens.flatten(), chain_stride=self.verify_width
-            )
+            compute_spec_logprobs(batch, logits_output, verdict.out_tokens.flatten(), chain_stride=width)
         clock.lap("accept")
         self._drafter.commit(cycle, logits_output.hidden_states, verdict)
         logits_output.hidden_states = None
         clock.lap("commit")
         clock.end_cycle(cycle.bs)
+        self._width.tell()
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=self._mark_broken(verdict, is_broken).flatten(),
@@ -253,44 +256,22 @@ class DFlashWorker(BaseSpecWorker):
             next_draft_input=DFlashDraftInput(bonus_tokens=verdict.bonus, new_seq_lens=new_seq_lens),
             new_seq_lens=new_seq_lens,
             can_run_cuda_graph=target_out.can_run_cuda_graph,
-            speculative_num_draft_tokens=self.verify_width,
+            speculative_num_draft_tokens=width,
             routed_experts_output=target_out.routed_experts_output,
             indexer_topk_output=target_out.indexer_topk_output,
         )
 
-    def _begin_cycle(self, batch) -> Cycle:
-        seq_lens = batch.seq_lens
-        draft_input: DFlashDraftInput = batch.spec_info
-        tokens, positions, cache_loc = prepare_block(
-            draft_input.bonus_tokens,
-            seq_lens,
-            batch.req_pool_indices,
-            self._target_worker.model_runner.req_to_token_pool.req_to_token,
-            self._drafter.mask_token_id,
-            self.verify_width,
-        )
-        if batch.seq_lens_cpu is not None:
-            host_lens = batch.seq_lens_cpu + self.verify_width
-        else:
-            host_lens = draft_input.reserved_lens_cpu
-        plan = self._target_worker.model_runner.kv_index_translator.plan(
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=seq_lens,
-            seq_lens_cpu=batch.seq_lens_cpu if batch.seq_lens_cpu is not None else host_lens,
-            write_virtual=cache_loc,
-            read_extent=self.verify_width,
-        )
-        return Cycle(
-            bs=seq_lens.numel(),
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=seq_lens,
-            tokens=tokens,
-            positions=positions,
-            cache_loc=cache_loc,
-            kv_loc_plan=plan,
-            host_lens=host_lens,
-            can_run_cuda_graph=batch.can_run_decode_cuda_graph,
-        )
+    def draft_block(self, batch, width: int, sampling_info) -> tuple[Cycle, DraftBlock]:
+        """The first `width` slots of a block per request. The draft fills the whole of it, or, where none of it is to be
+        verified, does not run. sampling_info: where its tokens are drawn."""
+        cycle = self._begin_cycle(batch, self.verify_width if width > 1 else 1)
+        block = self._drafter.propose(cycle, sampling_info)
+        if block.probs is not None:
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, block.tokens)
+        return cycle.narrowed(width), block.narrowed(width)
+
+    def _begin_cycle(self, batch, width: int) -> Cycle:
+        return Cycle.begin(batch, self._target_worker.model_runner, self._drafter.mask_token_id, width)
 
     def _verify(self, batch, cycle: Cycle, block: DraftBlock) -> GenerationBatchResult:
         """One causal target forward over all blocks: logits [bs * B, vocab] and aux hidden states of every row.
@@ -305,7 +286,7 @@ class DFlashWorker(BaseSpecWorker):
         batch.seq_lens_cpu = cycle.host_lens
         batch.seq_lens_sum = int(cycle.host_lens.sum())
         batch.spec_info = DFlashVerifyInput(
-            draft_token_num=self.verify_width,
+            draft_token_num=cycle.width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             draft_token=tokens,
             positions=cycle.positions.flatten(),
@@ -317,6 +298,7 @@ class DFlashWorker(BaseSpecWorker):
             capture_hidden_mode=CaptureHiddenMode.FULL,
             return_hidden_states_before_norm=False,
             kv_loc_plan=cycle.kv_loc_plan,
+            write_cols=cycle.write_cols,
         )
         return self._target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
@@ -385,7 +367,7 @@ class DFlashWorker(BaseSpecWorker):
         if batch.return_logprob and not info.is_all_greedy:
             logits = logits.clone()  # sampling overwrites them, and the log probabilities are still to be read
         sampler = self._target_worker.model_runner.sampler
-        tokens, is_broken = draw_target_tokens(logits, info, cycle.positions.flatten(), self.verify_width, sampler)
+        tokens, is_broken = draw_target_tokens(logits, info, cycle.positions.flatten(), cycle.positions.shape[1], sampler)
         greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         return self._tp_sync.sync(greedy if info.is_all_greedy else sampled, tokens), is_broken
 

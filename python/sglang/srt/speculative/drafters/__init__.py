@@ -19,6 +19,16 @@ class DraftBlock:
     tokens: torch.Tensor
     probs: DraftProbs | None = None
 
+    def narrowed(self, width: int) -> "DraftBlock":
+        """The first `width` slots. Lossless as long as `width` was settled without looking at the drafted tokens."""
+        if width == self.tokens.shape[1]:
+            return self
+        probs = self.probs
+        if probs is not None:
+            drafted = slice(0, width - 1)
+            probs = DraftProbs(probs.ids[:, drafted].contiguous(), probs.probs[:, drafted].contiguous())
+        return DraftBlock(self.tokens[:, :width].contiguous(), probs)
+
 
 class Drafter(Protocol):
     """What differs between speculative algorithms of this family. The cycle around it is the worker's."""
@@ -42,8 +52,10 @@ class Drafter(Protocol):
         target's token after each request's last one."""
 
     def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
-        """Draft a block per request: by argmax, or drawn under the requests' own sampling parameters where given."""
+        """Draft a block per request: by argmax, or drawn under the requests' own sampling parameters where given. A cycle of
+        width 1 drafts nothing."""
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor, verdict: Verdict) -> None:
-        """Take in what was verified. aux_hidden: [bs * B, num_aux * hidden], row 0 of a block its anchor's. Valid in
-        this step only: the next target forward may overwrite it."""
+        """Take in what was verified: of B slots, which may be the first of those drafted, or the anchor alone. aux_hidden:
+        [bs * B, num_aux * hidden], row 0 of a block its anchor's. Valid in this step only: the next target forward may
+        overwrite it."""

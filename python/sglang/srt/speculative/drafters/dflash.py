@@ -66,7 +66,7 @@ class DFlashDrafter:
         self._model.write_context_kv(aux_hidden, prompts.positions, cache_loc, self._runner.token_to_kv_pool)
 
     def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
-        if self._verify_width == 1:
+        if cycle.width == 1:
             return DraftBlock(tokens=cycle.tokens)
         output = self._run_block(cycle)
         drafted_slots = self._verify_width - 1
@@ -83,7 +83,7 @@ class DFlashDrafter:
         self._model.write_context_kv(
             aux_hidden,
             cycle.positions.flatten(),
-            cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator),
+            cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols),
             self._runner.token_to_kv_pool,
             verdict.accept_len if aux_hidden.is_cuda else None,
         )

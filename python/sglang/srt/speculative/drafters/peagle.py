@@ -21,6 +21,9 @@ does. Mask rows write to the slots of the tokens they stand for, which the
 pending rows of the next cycle overwrite. That cycle may not come: if a request ends and no step follows in which it still
 takes part, its last block, at most B - 1 tokens, goes to the prefix cache with keys of mask rows. Who reads them drafts a
 little worse; nothing drafted is ever kept unverified.
+
+A cycle that verifies the anchor alone does not draft, and adds one pending row. When there are B of some request, all are run,
+in a block whose drafts nobody looks at.
 """
 
 import torch
@@ -61,6 +64,8 @@ class PEagleDrafter:
             fused=weight.new_zeros(rows, width, weight.numel()),
             count=torch.ones(rows, dtype=torch.int64, device=weight.device),
         )
+        # No running request has more, as all of them take part in every cycle. Known without asking the device.
+        self._most_pending = 1
         self._model.allocate_blocks(rows, self.block_width, self._drafted)
 
     @property
@@ -104,7 +109,7 @@ class PEagleDrafter:
         self._run_prompts(prompts, before, cache_loc)
 
     def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
-        if not self._drafted:
+        if cycle.width == 1:
             return DraftBlock(tokens=cycle.tokens)
         committed = cycle.host_lens - self._verify_width
         output = self._run_blocks(cycle.req_pool_indices, cycle.seq_lens, committed, cycle.can_run_cuda_graph)
@@ -119,10 +124,25 @@ class PEagleDrafter:
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor, verdict: Verdict) -> None:
         # Column k: the token after block position k, and the state of that position. Those beyond what was kept mean
         # nothing, and the count says so.
-        requests = cycle.req_pool_indices
-        self._pending.tokens[requests] = verdict.out_tokens
-        self._pending.fused[requests] = self._model.fuse(aux_hidden).view(cycle.bs, self._verify_width, -1)
-        self._pending.count[requests] = verdict.accept_len.long() + 1
+        if not self._drafted:
+            return
+        requests, pending = cycle.req_pool_indices, self._pending
+        fused = self._model.fuse(aux_hidden).view(cycle.bs, cycle.width, -1)
+        if cycle.width == 1:
+            if self._most_pending == self._verify_width:
+                committed = cycle.host_lens - 1
+                self._run_blocks(requests, cycle.seq_lens, committed, cycle.can_run_cuda_graph)
+                pending.count[requests] = self._most_pending = 0
+            column = pending.count[requests]
+            pending.tokens[requests, column] = verdict.out_tokens[:, 0]
+            pending.fused[requests, column] = fused[:, 0]
+            pending.count[requests] = column + 1
+            self._most_pending += 1
+            return
+        pending.tokens[requests, : cycle.width] = verdict.out_tokens
+        pending.fused[requests, : cycle.width] = fused
+        pending.count[requests] = verdict.accept_len.long() + 1
+        self._most_pending = cycle.width
 
     def _run_blocks(
         self, requests: torch.Tensor, seq_lens: torch.Tensor, host_lens: torch.Tensor, can_run_cuda_graph: bool

@@ -1,0 +1,115 @@
+"""Which verify widths the policy chooses on a GPU that is not here: its costs from the roofline, its acceptance given.
+
+    python benchmark/simulated_widths.py [--output benchmark/results/simulated-widths-h200.md]
+
+A cycle takes draft + verify + commit of roofline.py at its lower bound, plus a fixed time for launches; width 1 takes verify and
+commit of one row. Nothing here was measured on a GPU.
+"""
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import roofline
+from gpu.shapes import QWEN3_8B, Pair
+
+from sglang_dflash.srt.speculative.width.chooser import WidthChooser
+from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
+from sglang_dflash.srt.speculative.width.policy import expected_tokens
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+WIDTHS = np.array([1, 2, 4, 8, 16])
+CONTEXT = 1024
+LAUNCHES = 0.3e-3  # seconds of a cycle that no roofline counts; a guess, to be replaced by a measurement
+CYCLES = 600
+# P(token k is kept | those before it are), falling from the first to the last. Names say the accept length of a full block.
+ACCEPTANCE = {
+    "strong": np.linspace(0.92, 0.85, 15),
+    "usual": np.linspace(0.8, 0.6, 15),
+    "weak": np.linspace(0.45, 0.3, 15),
+    "random": np.full(15, 0.002),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One batch size with one draft. speeds: tokens/s of each fixed width. adaptive: of the policy, from its first cycle on, probes
+    included. width: its most frequent one."""
+
+    batch: int
+    draft: str
+    speeds: np.ndarray
+    adaptive: float
+    width: int
+
+
+def cycle_seconds(pair: Pair, gpu: roofline.Gpu, batch: int, width: int) -> float:
+    """The draft always fills its block; verify and commit take the first `width` slots."""
+    verified = replace(pair, block_size=width)
+    phases = roofline.verify(verified, batch, CONTEXT), roofline.commit(verified, batch, CONTEXT)
+    seconds = LAUNCHES + sum(work.seconds(gpu) for work in phases)
+    return seconds + (roofline.draft(pair, batch, CONTEXT).seconds(gpu) if width > 1 else 0.0)
+
+
+def simulate(pair: Pair, gpu: roofline.Gpu, batch: int, draft: str, seed: int = 0) -> Cell:
+    rng = np.random.default_rng(seed)
+    accept_probs = np.broadcast_to(ACCEPTANCE[draft], (batch, len(ACCEPTANCE[draft])))
+    seconds = np.array([cycle_seconds(pair, gpu, batch, int(width)) for width in WIDTHS])
+    tokens = expected_tokens(accept_probs, WIDTHS)
+    measured = np.array([[cycle_seconds(pair, gpu, n, int(width)) for width in WIDTHS] for n in BATCHES])
+    chooser = WidthChooser(CostTable(np.array(BATCHES), WIDTHS, measured), SurvivalEstimate(max(BATCHES), WIDTHS[-1] - 1))
+    slots, modes = np.arange(batch), np.zeros(batch, dtype=int)
+    spent = made = 0.0
+    chosen: Counter[int] = Counter()
+    for _ in range(CYCLES):
+        choice = chooser.ask(slots, modes)
+        kept = rng.random((batch, choice.width - 1)) < accept_probs[:, : choice.width - 1]
+        chooser.kept(slots, modes, choice.width, kept.cumprod(axis=1).sum(axis=1))
+        chooser.took(batch, choice.width, seconds[choice.index] * np.exp(0.03 * rng.standard_normal()))
+        spent += seconds[choice.index]
+        made += tokens[choice.index]
+        chosen[choice.width] += 1
+    return Cell(batch, draft, tokens / seconds, made / spent, chosen.most_common(1)[0][0])
+
+
+def table(cells: list[Cell]) -> str:
+    head = "| draft | batch | " + " | ".join(f"width {w}" for w in WIDTHS) + " | adaptive | its width | against full width | against the best fixed width |"
+    rows = [head, "|---|" + "---:|" * (len(WIDTHS) + 5)]
+    for cell in cells:
+        plain = cell.speeds[0]
+        shares = [f"{speed / plain:.2f}" for speed in cell.speeds]
+        rows.append(
+            f"| {cell.draft} | {cell.batch} | " + " | ".join(shares) + f" | {cell.adaptive / plain:.2f} | {cell.width} "
+            f"| {100 * (cell.adaptive / cell.speeds[-1] - 1):+.0f} % | {cell.adaptive / cell.speeds.max():.3f} |"
+        )
+    return "\n".join(rows)
+
+
+def page(pair: Pair = QWEN3_8B, gpu: roofline.Gpu = roofline.H200) -> str:
+    cells = [simulate(pair, gpu, batch, draft) for draft in ACCEPTANCE for batch in BATCHES]
+    full = {name: 1 + np.cumprod(probs).sum() for name, probs in ACCEPTANCE.items()}
+    lengths = ", ".join(f"{name} {length:.1f}" for name, length in full.items())
+    return f"""# Verify widths chosen on a simulated {gpu.name}
+
+By `python benchmark/simulated_widths.py`: {pair.name} at context {CONTEXT}, costs at the lower bound of `benchmark/roofline.py` plus
+{1e3 * LAUNCHES:.1f} ms a cycle for launches (a guess), acceptance as given. Nothing was measured on a GPU. Accept length of a full block of
+{pair.block_size}: {lengths}.
+
+Speeds in multiples of no speculation (width 1, whose cycle also writes the draft's context). Adaptive: {CYCLES} cycles of the real policy,
+the first ones and all probes included.
+
+{table(cells)}
+"""
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    text = page()
+    if arguments.output:
+        arguments.output.write_text(text)
+    print(text)

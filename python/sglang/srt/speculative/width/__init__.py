@@ -1,0 +1,1 @@
+"""How many slots of a drafted block to verify: `--speculative-adaptive`."""

@@ -1,0 +1,187 @@
+"""How wide the next cycle is, for the worker: it asks before a cycle and tells what came of it.
+
+Nothing here waits for the device. What a cycle kept is told when SGLang has it on the host anyway, one or two cycles later,
+and what it took when its events are over; until then the choice rests on what is known.
+"""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_dflash.srt.speculative.width.chooser import Choice, WidthChooser
+from sglang_dflash.srt.speculative.width.clock import CycleClock
+from sglang_dflash.srt.speculative.width.estimates import MODES
+from sglang_dflash.srt.speculative.width.states import WidthStates
+
+logger = logging.getLogger(__name__)
+
+_GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
+
+
+class FixedWidth:
+    """Every cycle verifies the whole block."""
+
+    def __init__(self, width: int):
+        self._width = width
+
+    def began(self, batch: Any, num_running: int) -> None:
+        pass
+
+    def ask(self, batch: Any, draws: bool) -> int:
+        return self._width
+
+    def tell(self) -> None:
+        pass
+
+    def kept(self, accepted: Sequence[int]) -> int:
+        return self._width - 1
+
+    def report(self) -> dict:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A cycle whose outcome is not known yet. births: which request each row of the request table held."""
+
+    width: int
+    slots: np.ndarray
+    births: np.ndarray
+    modes: np.ndarray
+
+
+class AdaptiveWidth:
+    """chooser: the policy, which is asked but not obeyed where a `schedule`, numbers of drafted tokens, says the width of each
+    cycle in turn. tp_group: rank 0 chooses for all of it. slots: rows of the request table. log_every: cycles from one log line
+    to the next."""
+
+    def __init__(
+        self,
+        chooser: WidthChooser,
+        states: WidthStates,
+        clock: CycleClock,
+        slots: int,
+        tp_group: Any,
+        schedule: Sequence[int] = (),
+        log_every: int = 40,
+        metrics: Any = None,
+    ):
+        self._chooser, self._states, self._clock = chooser, states, clock
+        self._tp_group, self._schedule, self._log_every, self._metrics = tp_group, schedule, log_every, metrics
+        self._births = np.zeros(slots, dtype=np.int64)
+        self._under_way: deque[_UnderWay] = deque()
+        self._cycles = self._width = 0
+        self._per_width: Counter[int] = Counter()
+        self._choice = Choice(0, 0, False, 0.0, 0.0)
+        self._probes = 0
+        self._measured = self._expected = 0.0
+
+    def began(self, batch: Any, num_running: int) -> None:
+        """A prefill, of which the last `num_running` requests are not new."""
+        self._clock.interrupt()
+        slots = _slots_of(batch.reqs[: len(batch.reqs) - num_running])
+        self._births[slots] += 1
+        self._chooser.began(slots)
+
+    def ask(self, batch: Any, draws: bool) -> int:
+        """How many slots the cycle that begins now verifies. draws: whether its drafts are drawn, where a request samples."""
+        for lap in self._clock.finished():
+            surprise = self._chooser.took(lap.num_requests, lap.width, lap.seconds)
+            if lap.gap is not None:
+                self._chooser.costs.follow_gap(lap.num_requests, lap.gap)
+            self._measured += lap.seconds
+            self._expected += lap.seconds / np.exp(surprise)
+        slots, modes = _slots_of(batch.reqs), np.array([_mode(req, draws) for req in batch.reqs])
+        width = self._agree(slots, modes)
+        self._under_way.append(_UnderWay(width, slots, self._births[slots], modes))
+        self._cycles += 1
+        self._width = width
+        self._per_width[width] += 1
+        if self._metrics is not None:
+            self._metrics.count_width(width)
+        if self._cycles % self._log_every == 0:
+            self._log(width, len(slots))
+        self._states.apply(width, len(slots))
+        self._clock.start()
+        return width
+
+    def tell(self) -> None:
+        """The cycle asked for last has been launched."""
+        entry = self._under_way[-1]
+        self._clock.stop(len(entry.slots), entry.width)
+
+    def kept(self, accepted: Sequence[int]) -> int:
+        """The oldest cycle not told of yet kept so many drafted tokens of each of its requests. Returns how many it verified."""
+        entry = self._under_way.popleft()
+        assert len(accepted) == len(entry.slots), "SGLang tells of every cycle once, in order"
+        same = self._births[entry.slots] == entry.births
+        self._chooser.kept(entry.slots[same], entry.modes[same], entry.width, np.asarray(accepted)[same])
+        return entry.width - 1
+
+    def report(self) -> dict:
+        """For /server_info: plain numbers."""
+        estimate = self._chooser.estimate
+        return {
+            "width": self._width,
+            "candidates": self._chooser.costs.widths.tolist(),
+            "cycles_per_width": {str(width): count for width, count in sorted(self._per_width.items())},
+            "probes": self._probes,
+            "expected_tokens_per_cycle": round(self._choice.tokens, 3),
+            "expected_cycle_ms": round(1e3 * self._choice.seconds, 3),
+            "measured_over_expected_time": round(self._measured / self._expected, 3) if self._expected else None,
+            "accept_probs": {name: estimate.averages(m).round(3).tolist() for m, name in enumerate(MODES)},
+        }
+
+    def _agree(self, slots: np.ndarray, modes: np.ndarray) -> int:
+        """Rank 0's width: the others may have measured something else, and ranks that disagree hang."""
+        if self._tp_group.rank_in_group == 0:
+            width = self._choose(slots, modes)
+        else:
+            width = 0
+        if self._tp_group.world_size > 1:
+            told = torch.tensor([width])
+            torch.distributed.broadcast(told, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
+            width = int(told)
+        return width
+
+    def _choose(self, slots: np.ndarray, modes: np.ndarray) -> int:
+        self._choice = self._chooser.ask(slots, modes)
+        if self._schedule:
+            return self._schedule[self._cycles % len(self._schedule)] + 1
+        self._probes += self._choice.is_probe
+        return self._choice.width
+
+    def _log(self, width: int, num_requests: int) -> None:
+        counts = ", ".join(f"{width}: {count}" for width, count in sorted(self._per_width.items()))
+        choice = self._choice
+        logger.info(
+            "DFLASH verify width %d for %d requests: %.2f tokens each and %.1f ms a cycle expected (measured over expected "
+            "time so far: %.2f). Cycles per width: %s.",
+            width,
+            num_requests,
+            choice.tokens / num_requests,
+            1e3 * choice.seconds,
+            self._measured / self._expected if self._expected else np.nan,
+            counts,
+        )
+
+
+def _slots_of(reqs: Sequence[Any]) -> np.ndarray:
+    return np.array([req.req_pool_idx for req in reqs], dtype=np.int64)
+
+
+def _mode(req: Any, draws: bool) -> int:
+    """Which of MODES. What a grammar or a penalty changes is learned apart: it says nothing about the other requests."""
+    params = req.sampling_params
+    if req.grammar is not None or params.logit_bias is not None or params.min_new_tokens > 0:
+        return _CONSTRAINED
+    if params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1:
+        return _CONSTRAINED
+    if params.top_k == 1:
+        return _GREEDY
+    return _DRAWN if draws else _SAMPLED

@@ -1,0 +1,192 @@
+"""How likely a drafted token is kept: learned from what verify forwards kept. Numpy; no request's tokens are looked at.
+
+A verified block labels its drafted tokens: 1 where kept, 0 at the first that was not, none behind it. Two estimates of a_ik, the
+probability that token k of request i is kept if those before it are:
+
+    SurvivalEstimate      an average per position, and how a request differs from it
+    ConfidenceCalibration  the same, and what the draft itself thinks of its tokens
+
+m: how the token was chosen and is judged (MODES): a draw is kept in other cases than an argmax.
+"""
+
+import numpy as np
+
+# The target's argmax; its draws against a drafted argmax; rejection of drawn drafts; logits that a grammar or a penalty changes.
+MODES = ("greedy", "sampled", "drawn", "constrained")
+
+# Of one position, before anything was seen: high, as what is never verified is never learned.
+_PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
+# Standard deviations of doubt that an average gets on top: of two mistakes, verifying too much is the one that teaches (Auer et
+# al. 2002). Without it a single request whose first drafts fail by chance stays without speculation for long.
+_OPTIMISM, _DOUBT_WEIGHT = 1.0, 8.0
+# A request's own deviation, in logits: prior precision, memory in cycles (1 / (1 - 0.94)), bound.
+_OWN_PRECISION, _OWN_DECAY, _OWN_LIMIT = 4.0, 0.94, 1.5
+
+
+def labels(accepted: np.ndarray, drafted: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a verify of `drafted` tokens a request says about a block of `depth`: (is_labelled, is_kept), [n, depth] bool.
+    accepted: [n], drafted tokens kept."""
+    position = np.arange(depth)
+    kept = position < accepted[:, None]
+    return (position <= accepted[:, None]) & (position < drafted), kept
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def _logit(p: np.ndarray) -> np.ndarray:
+    return np.log(p) - np.log1p(-p)
+
+
+class _Own:
+    """How each request differs from the average, in logits: one damped Newton step from none, g = S1 / (S2 + 4), where S1 sums
+    label - a and S2 a (1 - a) over the request's latest labels."""
+
+    def __init__(self, slots: int):
+        self._surprise = np.zeros(slots)
+        self._information = np.zeros(slots)
+
+    def reset(self, slots: np.ndarray) -> None:
+        self._surprise[slots] = self._information[slots] = 0.0
+
+    def of(self, slots: np.ndarray) -> np.ndarray:
+        return np.clip(self._surprise[slots] / (self._information[slots] + _OWN_PRECISION), -_OWN_LIMIT, _OWN_LIMIT)
+
+    def learn(self, slots: np.ndarray, base: np.ndarray, is_labelled: np.ndarray, is_kept: np.ndarray) -> None:
+        surprise = np.where(is_labelled, is_kept - base, 0).sum(axis=1)
+        information = np.where(is_labelled, base * (1 - base), 0).sum(axis=1)
+        self._surprise[slots] = _OWN_DECAY * self._surprise[slots] + surprise
+        self._information[slots] = _OWN_DECAY * self._information[slots] + information
+
+
+class SurvivalEstimate:
+    """a_ik = sigmoid(logit(b_mk) + g_i): b an average over about the last `memory` labels of its position plus a standard
+    deviation sqrt(b (1 - b) / labels), g_i `_Own`.
+
+    A position that was not verified for long keeps its average but forgets how sure it was of it, so that a few probes are
+    believed: its weight halves every `forgets_after` cycles down to `least_weight`.
+
+    slots: rows of the request table, which tell requests apart. depth: K, drafted tokens of a block.
+    """
+
+    def __init__(self, slots: int, depth: int, memory: float = 300.0, forgets_after: float = 200.0, least_weight: float = 12.0):
+        self.depth = depth
+        self._kept = np.zeros((len(MODES), depth))
+        self._seen = np.zeros((len(MODES), depth))
+        self._averages = np.empty((len(MODES), depth))
+        self._own = _Own(slots)
+        self._memory, self._forget, self._least_weight = memory, 0.5 ** (1 / forgets_after), least_weight
+
+    def averages(self, mode: int) -> np.ndarray:
+        """b_mk without the doubt, [K]. What was hardly ever verified is taken for as good as the position before it."""
+        self._update()
+        return self._averages[mode]
+
+    def _update(self) -> None:
+        before, total = np.full(len(MODES), _PRIOR), self._seen + _PRIOR_WEIGHT
+        for k in range(self.depth):
+            before = (self._kept[:, k] + _PRIOR_WEIGHT * before) / total[:, k]
+            self._averages[:, k] = before
+        np.clip(self._averages, 1e-3, 1 - 1e-3, out=self._averages)
+        doubt = _OPTIMISM * np.sqrt(self._averages * (1 - self._averages) / (self._seen + _DOUBT_WEIGHT))
+        self._hopeful = np.minimum(self._averages + doubt, 1 - 1e-3)
+
+    def accept_probs(self, slots: np.ndarray, modes: np.ndarray) -> np.ndarray:
+        """a_ik of the next cycle, [n, K]. slots, modes: [n]."""
+        self._update()
+        base = self._hopeful[modes]
+        return _sigmoid(_logit(base) + self._own.of(slots)[:, None])
+
+    def reset(self, slots: np.ndarray) -> None:
+        """These rows hold new requests."""
+        self._own.reset(slots)
+
+    def learn(self, slots: np.ndarray, modes: np.ndarray, drafted: int, accepted: np.ndarray) -> None:
+        """A cycle has verified `drafted` tokens of each of these requests and kept `accepted`, [n]."""
+        if drafted == 0 or not len(slots):
+            return
+        is_labelled, is_kept = labels(accepted, drafted, self.depth)
+        self._update()
+        base = self._averages[modes]
+        self._own.learn(slots, base, is_labelled, is_kept)
+        for mode in np.unique(modes):
+            of_mode = modes == mode
+            seen = is_labelled[of_mode].sum(axis=0)
+            kept = (is_labelled & is_kept)[of_mode].sum(axis=0)
+            faded = np.where(seen > 0, (1 - 1 / self._memory) ** seen, 1.0)
+            self._seen[mode] = faded * self._seen[mode] + seen
+            self._kept[mode] = faded * self._kept[mode] + kept
+
+    def age(self) -> None:
+        """A cycle has passed: the weight of what was seen fades, its average does not."""
+        weight = np.maximum(self._seen * self._forget, np.minimum(self._seen, self._least_weight))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            self._kept *= np.where(self._seen > 0, weight / self._seen, 1.0)
+        self._seen = weight
+
+
+class ConfidenceCalibration:
+    """a_ik = sigmoid(w_m x_ik + b_mk + g_i), x the draft's confidence: the logit of its probability for the token it proposes,
+    bounded to +-40, at the temperature the draft used.
+
+    Every `_EVERY` cycles one damped Newton step on the labels since the last, for w and all b at once. With W = a (1 - a)
+    summed per position, c = sum W + 1e-3, d = sum W x, h = sum (y - a):
+        dw = [sum (y - a) x - sum_k d_k h_k / c_k] / [sum W x^2 + 1e-3 - sum_k d_k^2 / c_k] * N / (N + 64)
+        db_k = (h_k - d_k dw) / c_k * n_k / (n_k + 64)
+    the block elimination of a Hessian whose b part is diagonal; N, n_k labels in all and of the position; w stays >= 0.
+    """
+
+    _EVERY, _LIMIT, _DAMPING = 100, 40.0, 64.0
+
+    def __init__(self, slots: int, depth: int):
+        self.depth = depth
+        self.weight = np.full(len(MODES), 0.5)
+        self.bias = np.zeros((len(MODES), depth))
+        self._own = _Own(slots)
+        # Per mode: sum (y - a) x, sum W x^2; per position: c, d, h, n.
+        self._sums = np.zeros((len(MODES), 2))
+        self._position_sums = np.zeros((len(MODES), 4, depth))
+        self._cycles = 0
+
+    def _base(self, modes: np.ndarray, confidence: np.ndarray) -> np.ndarray:
+        x = np.clip(confidence, -self._LIMIT, self._LIMIT)
+        return self.weight[modes][:, None] * x + self.bias[modes]
+
+    def accept_probs(self, slots: np.ndarray, modes: np.ndarray, confidence: np.ndarray) -> np.ndarray:
+        """[n, K], of blocks whose drafts are known already. confidence: [n, K]."""
+        return _sigmoid(self._base(modes, confidence) + self._own.of(slots)[:, None])
+
+    def reset(self, slots: np.ndarray) -> None:
+        self._own.reset(slots)
+
+    def learn(
+        self, slots: np.ndarray, modes: np.ndarray, drafted: int, accepted: np.ndarray, confidence: np.ndarray
+    ) -> None:
+        is_labelled, is_kept = labels(accepted, drafted, self.depth)
+        x = np.clip(confidence, -self._LIMIT, self._LIMIT)
+        base = self._base(modes, confidence)
+        own = self._own.of(slots)[:, None]
+        self._own.learn(slots, _sigmoid(base), is_labelled, is_kept)
+        a = _sigmoid(base + own)
+        residual, weight = np.where(is_labelled, is_kept - a, 0), np.where(is_labelled, a * (1 - a), 0)
+        for mode in np.unique(modes):
+            rows = modes == mode
+            self._sums[mode] += (residual * x)[rows].sum(), (weight * x**2)[rows].sum()
+            per_position = weight, weight * x, residual, is_labelled
+            self._position_sums[mode] += np.stack([values[rows].sum(axis=0) for values in per_position])
+        self._cycles += 1
+        if self._cycles % self._EVERY == 0:
+            self._step()
+
+    def _step(self) -> None:
+        for mode in range(len(MODES)):
+            (gradient, curvature), (c, d, h, n) = self._sums[mode], self._position_sums[mode]
+            count, c = n.sum(), c + 1e-3
+            if count:
+                step = (gradient - (d * h / c).sum()) / max(curvature + 1e-3 - (d * d / c).sum(), 1e-3)
+                step *= count / (count + self._DAMPING)
+                step = max(step, -self.weight[mode])
+                self.weight[mode] += step
+                self.bias[mode] += (h - d * step) / c * n / (n + self._DAMPING)
+        self._sums[:] = self._position_sums[:] = 0.0

@@ -1,0 +1,149 @@
+"""`--speculative-adaptive` at the end of start-up: backends and graphs per width, and what each width costs."""
+
+import logging
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_observability
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_dflash.kernels.ops.speculative.accept import accept_greedy
+from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput
+from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth
+from sglang_dflash.srt.speculative.width.chooser import WidthChooser
+from sglang_dflash.srt.speculative.width.clock import CycleClock
+from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+from sglang_dflash.srt.speculative.width.states import WidthStates
+
+logger = logging.getLogger(__name__)
+
+_CONTEXT = 128  # committed tokens of a request that costs are measured with; longer ones are followed while serving
+_REPEATS = 3
+_BUDGET_S = 8.0  # after which each load is measured once, and the larger ones are left out; one rank cannot decide that alone
+
+
+def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> AdaptiveWidth | FixedWidth:
+    """Once the worker's runners have their pools, backends and graphs. worker: the `DFlashWorker`."""
+    runner, block_size = worker.target_worker.model_runner, worker.verify_width
+    widths = settings.widths(block_size)
+    if widths == (block_size,):
+        return FixedWidth(block_size)
+    states = WidthStates(runner, widths, block_size)
+    states.begin()
+    loads = _loads(runner)
+    began = time.perf_counter()
+    seconds = _measure(worker, states, loads, widths, _BUDGET_S if tp_group.world_size == 1 else float("inf"))
+    states.apply(block_size, 1)
+    measured = loads[: len(seconds)]
+    logger.info(
+        "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle: %s.",
+        list(widths),
+        measured,
+        time.perf_counter() - began,
+        (1e3 * seconds).round(2).tolist(),
+    )
+    costs = CostTable(np.array(measured), np.array(widths), seconds, padded=bool(_captured(runner)))
+    rows = runner.req_to_token_pool.req_to_token.shape[0]
+    chooser = WidthChooser(costs, SurvivalEstimate(rows, block_size - 1), settings.constants)
+    clock = CycleClock(runner.device)
+    log_every = get_observability().decode_log_interval
+    return AdaptiveWidth(chooser, states, clock, rows, tp_group, settings.schedule, log_every, metrics)
+
+
+def _captured(runner) -> list[int]:
+    """Batch sizes of the CUDA graphs; none on a CPU."""
+    return sorted(getattr(runner.decode_cuda_graph_runner, "capture_bs", None) or [])
+
+
+def _loads(runner) -> list[int]:
+    """Numbers of running requests to measure: captured ones where there are any, about a factor of two apart."""
+    most = runner.max_running_requests
+    known = [n for n in _captured(runner) if n <= most] or [n for n in (1, 4, 16, 64, 256) if n < most] + [most]
+    loads: list[int] = []
+    for n in known:
+        if not loads or n >= 2 * loads[-1] or n == known[-1]:
+            loads.append(n)
+    return loads
+
+
+@torch.no_grad()
+def _measure(worker, states: WidthStates, loads: list[int], widths: tuple[int, ...], budget: float) -> np.ndarray:
+    """Seconds of a cycle, [loads, widths], the least of some. All requests lie in SGLang's padding slot, so nothing that counts
+    is read or written."""
+    rows: list[list[float]] = []
+    deadline = time.perf_counter() + budget
+    for n in loads:
+        row = []
+        for width in widths:
+            states.apply(width, n)
+            _run_cycle(worker, n, width)  # warms up
+            repeats = _REPEATS if time.perf_counter() < deadline else 1
+            row.append(min(_timed(worker, n, width) for _ in range(repeats)))
+        rows.append(row)
+        if time.perf_counter() >= deadline:
+            break
+    return np.array(rows)
+
+
+def _timed(worker, n: int, width: int) -> float:
+    _wait(worker.device)
+    began = time.perf_counter()
+    _run_cycle(worker, n, width)
+    _wait(worker.device)
+    return time.perf_counter() - began
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _run_cycle(worker, n: int, width: int) -> None:
+    """Draft, verify, accept and commit for n requests that say nothing."""
+    device = worker.device
+    longest = worker.target_worker.model_runner.model_config.context_len - 2 * worker.verify_width
+    lengths = torch.full((n,), min(_CONTEXT, longest), dtype=torch.int64)
+    on_device = lengths.to(device)
+    draft_input = DFlashDraftInput(bonus_tokens=torch.zeros_like(on_device), new_seq_lens=on_device)
+    batch = SimpleNamespace(
+        seq_lens=on_device,
+        seq_lens_cpu=lengths,
+        req_pool_indices=torch.arange(n, device=device),
+        spec_info=draft_input,
+        can_run_decode_cuda_graph=True,
+    )
+    cycle, block = worker.draft_block(batch, width, None)
+    logits_output = _forward(worker.target_worker.model_runner, cycle, block)
+    target_tokens = logits_output.next_token_logits.argmax(dim=-1).view(n, width)
+    accept_len, _, bonus, _ = accept_greedy(block.tokens, target_tokens, cycle.seq_lens)
+    worker.drafter.commit(cycle, logits_output.hidden_states, Verdict(accept_len, target_tokens, bonus))
+
+
+def _forward(runner, cycle: Cycle, block: DraftBlock):
+    """The verify forward, without the scheduler's batch that the worker makes its own from."""
+    tokens, positions = block.tokens.flatten(), cycle.positions.flatten()
+    forward_batch = ForwardBatch(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        batch_size=cycle.bs,
+        input_ids=tokens,
+        req_pool_indices=cycle.req_pool_indices,
+        seq_lens=cycle.seq_lens,
+        out_cache_loc=cycle.cache_loc,
+        seq_lens_sum=int(cycle.host_lens.sum()),
+        seq_lens_cpu=cycle.host_lens,
+        positions=positions,
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+        spec_info=DFlashVerifyInput(cycle.width, CaptureHiddenMode.FULL, draft_token=tokens, positions=positions),
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+        global_num_token_non_padded_cpu=tokens.numel(),
+        can_run_decode_cuda_graph=True,
+    )
+    cycle.kv_loc_plan.bind(forward_batch, runner.kv_index_translator, cols=cycle.write_cols)
+    return runner.forward(forward_batch).logits_output

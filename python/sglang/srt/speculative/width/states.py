@@ -1,0 +1,105 @@
+"""The target's attention backend and CUDA graphs for each verify width, in SGLang's own machinery for adaptive speculation.
+
+Backends and graphs are planned for one width. SGLang's `AdaptiveController` builds a set of them per candidate and swaps it whole;
+its "steps" are drafted tokens, so width - 1. The draft's never change: it always fills its block. On a CPU there are no
+graphs, and our backend takes a block of any width, so all candidates share it.
+"""
+
+import logging
+
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+from sglang.srt.runtime_context import get_exec, get_spec
+from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController, SpecRuntimeState
+
+logger = logging.getLogger(__name__)
+
+
+class WidthStates:
+    """Both sides of SGLang's `AdaptiveController`: the worker whose state is swapped, and the policy that it asks.
+
+    widths: [W], ascending; the widest is what the runner was made with, if it is the whole block.
+    """
+
+    def __init__(self, runner, widths: tuple[int, ...], block_size: int):
+        self._runner = runner
+        self._widths = widths
+        self._wanted = self.speculative_num_steps = block_size - 1
+        self._controller = AdaptiveController(self, self)
+
+    def begin(self) -> None:
+        """Once the runner has its backend and its graphs, which are those of the whole block."""
+        self._controller.register(
+            SpecRuntimeState(
+                speculative_num_steps=self._wanted,
+                speculative_num_draft_tokens=self._wanted + 1,
+                draft_attn_backend=None,
+                cuda_graph_runner=None,
+                target_attn_backend=self._runner.attn_backend,
+                target_graph_runner=self._runner.decode_cuda_graph_runner,
+                draft_extend_attn_backend=None,
+                cuda_graph_runner_for_draft_extend=None,
+            )
+        )
+        self._controller.init_states(None if not self._has_graphs else get_exec().graph.cuda_graph_bs_decode)
+
+    def apply(self, width: int, num_requests: int) -> None:
+        """From now on the target verifies blocks of this width."""
+        self._wanted = width - 1
+        self._controller.activate_step_by_batch(num_requests)
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self._runner.device != "cpu" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+
+    # -- as SGLang's policy: it is told what to say --------------------------------------------------------------------
+
+    @property
+    def candidate_steps(self) -> list[int]:
+        return [width - 1 for width in self._widths]
+
+    def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
+        self._cuda_graph_bs = cuda_graph_bs
+
+    def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
+        return self._cuda_graph_bs
+
+    def get_steps_for_batch(self, batch_size: int) -> int:
+        return self._wanted
+
+    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> int | None:
+        return None
+
+    # -- as SGLang's worker ----------------------------------------------------------------------------------------------
+
+    def build_adaptive_runtime_state(
+        self, speculative_num_steps: int, speculative_num_draft_tokens: int, cuda_graph_bs: list[int] | None = None
+    ) -> SpecRuntimeState:
+        runner = self._runner
+        backend, graphs = runner.attn_backend, None
+        if runner.device != "cpu":
+            with get_spec().override(speculative_num_draft_tokens=speculative_num_draft_tokens):
+                workspace = runner.init_new_workspace
+                try:
+                    backend = runner._get_attention_backend(init_new_workspace=True)
+                finally:
+                    runner.init_new_workspace = workspace
+                if self._has_graphs:
+                    graphs = runner._decode_cuda_graph_runner_cls()(
+                        runner, attn_backend=backend, speculative_num_draft_tokens=speculative_num_draft_tokens
+                    )
+            logger.info("DFLASH: backend and graphs for blocks of %d made.", speculative_num_draft_tokens)
+        return SpecRuntimeState(
+            speculative_num_steps=speculative_num_steps,
+            speculative_num_draft_tokens=speculative_num_draft_tokens,
+            draft_attn_backend=None,
+            cuda_graph_runner=None,
+            target_attn_backend=backend,
+            target_graph_runner=graphs,
+            draft_extend_attn_backend=None,
+            cuda_graph_runner_for_draft_extend=None,
+        )
+
+    def apply_runtime_state(self, state: SpecRuntimeState) -> None:
+        self.speculative_num_steps = state.speculative_num_steps
+        self._runner.attn_backend = state.target_attn_backend
+        self._runner.decode_cuda_graph_runner = state.target_graph_runner

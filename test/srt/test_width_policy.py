@@ -1,0 +1,286 @@
+"""How wide the next verify is: the rules against all choices tried out, and the chooser on simulated servers."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from width_simulation import WIDTHS, Simulation, best_speed, mean_tokens, smooth_cost, staircase_cost
+
+from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.estimates import ConfidenceCalibration, SurvivalEstimate, labels
+from sglang_dflash.srt.speculative.width.policy import (
+    Constants,
+    Exploration,
+    Standing,
+    best_width,
+    expected_tokens,
+    explore,
+    never_cheaper_when_wider,
+    probe_loss,
+    settle,
+)
+
+GOOD = np.array([0.85, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5])
+WEAK = np.array([0.35, 0.25, 0.2, 0.2, 0.2, 0.2, 0.2])
+RANDOM = np.full(7, 0.002)
+# Of speed against the best fixed width, which knows everything from the first cycle on.
+BAR = 0.97
+
+seconds_rows = st.lists(st.floats(0.1, 100), min_size=1, max_size=8).map(np.array)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 4))
+@settings(max_examples=60, deadline=None)
+def test_expected_tokens_are_the_mean_over_all_outcomes(seed, n, depth):
+    accept_probs = np.random.default_rng(seed).random((n, depth))
+    widths = np.arange(1, depth + 2)
+    mean = np.zeros(len(widths))
+    for request in accept_probs:
+        for outcome in itertools.product((0, 1), repeat=depth):
+            probability = np.prod(np.where(outcome, request, 1 - request))
+            for index, width in enumerate(widths):
+                mean[index] += probability * (1 + np.cumprod(outcome[: width - 1]).sum())
+    np.testing.assert_allclose(expected_tokens(accept_probs, widths), mean, rtol=1e-9)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.sampled_from([smooth_cost(), staircase_cost(), smooth_cost(0.02, 0.2)]))
+@settings(max_examples=100, deadline=None)
+def test_the_best_width_is_the_best_of_all(seed, n, cost):
+    accept_probs = np.random.default_rng(seed).random((n, 7))
+    seconds = np.array([cost(n, int(w)) for w in WIDTHS])
+    tokens = expected_tokens(accept_probs, WIDTHS)
+    speeds = [tokens[i] / seconds[i] for i in range(len(WIDTHS))]
+    chosen = best_width(tokens, seconds, free_rows=1.0)
+    assert speeds[chosen] == pytest.approx(max(speeds))
+
+
+def test_a_staircase_is_climbed_to_its_top_not_to_its_first_step():
+    """Width 2 pays for a new tile and loses; width 8 fills the same tile and wins."""
+    tokens, seconds = np.array([1.0, 1.5, 2.1, 2.6]), np.array([1.0, 1.6, 1.6, 1.6])
+    assert tokens[1] / seconds[1] < tokens[0] / seconds[0] < tokens[3] / seconds[3]
+    assert best_width(tokens, seconds) == 3
+
+
+def test_free_rows_keep_the_widest():
+    tokens, seconds = np.array([1.0, 1.0, 1.0]), np.array([1.0, 1.01, 1.02])
+    assert best_width(tokens, seconds) == 2
+    assert best_width(tokens, seconds, free_rows=1.0) == 0
+
+
+@given(seconds_rows)
+def test_monotone_costs_are_the_nearest_ones(row):
+    fitted = never_cheaper_when_wider(row)
+    assert (np.diff(fitted) >= -1e-9).all()
+    assert fitted.sum() == pytest.approx(row.sum())
+    # Optimal iff no step up or down of a tail or pool improves it; compare with the known minimax formula.
+    n = len(row)
+    minimax = [max(min(row[a : b + 1].mean() for b in range(k, n)) for a in range(k + 1)) for k in range(n)]
+    np.testing.assert_allclose(fitted, minimax, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("gain", "decisions"), [(1.15, 1), (1.03, 5), (1.01, 25), (1.004, None)])
+def test_a_width_moves_the_sooner_the_more_it_gains(gain, decisions):
+    standing = Standing(0, (0.0, 0.0), cycles=100, load=4)
+    tokens, seconds = np.array([1.0, gain * 1.2]), np.array([1.0, 1.2])
+    for decision in range(1, 200):
+        standing = settle(standing, tokens, seconds, 4)
+        if standing.width == 1:
+            break
+    assert standing.width == (0 if decisions is None else 1)
+    if decisions is not None:
+        assert decision == decisions
+
+
+def test_a_width_stays_a_while_unless_the_load_doubles_or_halves():
+    better = np.array([1.0, 1.25]), np.array([1.0, 1.2])
+    fresh = Standing.at(0, 2, 8)
+    for load in (5, 8, 15):
+        standing = fresh
+        for _ in range(Constants.dwell - 1):
+            standing = settle(standing, *better, load)
+            assert standing.width == 0
+        assert settle(standing, *better, load).width == 1
+    assert settle(fresh, *better, 16).width == settle(fresh, *better, 4).width == 1
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 3), st.sampled_from([0.001, 0.005, 0.02]))
+@settings(max_examples=15, deadline=None)
+def test_probing_never_costs_more_than_its_share(seed, standing, share):
+    rng = np.random.default_rng(seed)
+    tokens = 1 + np.cumsum(rng.random(4))
+    seconds = np.cumsum(rng.random(4) + 0.05)
+    constants, state, lost, passed, probed = Constants(probe_share=share), Exploration(), 0.0, 0.0, set()
+    for _ in range(3000):
+        state, index = explore(state, standing, tokens, seconds, constants)
+        passed += seconds[standing]
+        if index is not None:
+            lost += probe_loss(standing, index, tokens, seconds)
+            probed.add(index)
+        assert lost <= share * passed + 1e-9
+    if share == 0.02:
+        assert probed >= set(range(standing + 1, 4)) or max(
+            probe_loss(standing, i, tokens, seconds) for i in range(4)
+        ) > 20 * seconds[standing]
+
+
+# -- on simulated servers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 16, 64])
+@pytest.mark.parametrize("accept_probs", [GOOD, WEAK, RANDOM], ids=["good", "weak", "random"])
+@pytest.mark.parametrize("cost", [smooth_cost(), staircase_cost(), smooth_cost(0.5, 0.002)], ids=["smooth", "stairs", "dear draft"])
+def test_never_much_slower_than_the_best_fixed_width(n, accept_probs, cost):
+    server = Simulation(cost, noise=0.1).run(1000, accept_probs, range(n))
+    assert server.speed >= BAR * best_speed(cost, accept_probs, n)
+
+
+def test_wrong_costs_at_start_up_are_found_out():
+    """The table says that wide blocks cost twice what they do, or half."""
+    for factor in (0.5, 2.0):
+        cost = smooth_cost(0.3, 0.03)
+        server = Simulation(cost, noise=0.1, table=lambda n, w: cost(n, w) * (factor if w > 2 else 1.0))
+        server.run(2000, GOOD, range(8))
+        assert server.run(500, GOOD, range(8)).speed >= 0.95 * best_speed(cost, GOOD, 8)
+
+
+def test_a_change_of_acceptance_is_followed_down_and_up():
+    cost = smooth_cost(0.3, 0.02)
+    server = Simulation(cost, noise=0.1).run(500, GOOD, range(16))
+    wide = server.usual()
+    server.run(1000, RANDOM, range(16))
+    assert server.chosen[150:].count(1) > 0.9 * 850, "16 requests show within 150 cycles that a draft is useless"
+    assert server.speed >= 0.95 * best_speed(cost, RANDOM, 16)
+    server.run(1500, GOOD, range(16))
+    assert server.usual() == wide
+    assert server.speed >= 0.93 * best_speed(cost, GOOD, 16)
+
+
+def test_a_change_of_load_is_followed_at_once():
+    cost = smooth_cost(0.1, 0.03)
+    server = Simulation(cost).run(300, WEAK, range(2))
+    few = server.usual()
+    server.run(20, WEAK, range(64))
+    assert few > 1
+    assert set(server.chosen[1:]) == {1}
+    assert set(server.run(20, WEAK, range(2)).chosen[1:]).isdisjoint({1})
+
+
+def test_two_kinds_of_requests():
+    """What a request is like is remembered: when the good ones end, the width changes with them."""
+    cost = smooth_cost(0.3, 0.02)
+    accept_probs = np.concatenate([np.tile(GOOD, (8, 1)), np.tile(RANDOM, (8, 1))])
+    server = Simulation(cost).run(600, accept_probs, range(16))
+    mixed = max(
+        (8 * mean_tokens(GOOD, int(w)) + 8 * mean_tokens(RANDOM, int(w))) / cost(16, int(w)) for w in WIDTHS
+    )
+    assert server.speed >= BAR * mixed
+    estimate = server.chooser.estimate
+    all_greedy = np.zeros(8, dtype=int)
+    good = expected_tokens(estimate.accept_probs(np.arange(8), all_greedy), WIDTHS)[-1] / 8
+    bad = expected_tokens(estimate.accept_probs(np.arange(8, 16), all_greedy), WIDTHS)[-1] / 8
+    assert good > 1.3 * bad
+    estimate.reset(np.arange(16))
+    fresh = estimate.accept_probs(np.arange(16), np.zeros(16, dtype=int))
+    assert (fresh == fresh[0]).all()
+
+
+def test_modes_are_learned_apart():
+    estimate = SurvivalEstimate(8, 3)
+    for _ in range(100):
+        estimate.learn(np.array([0, 1]), np.array([0, 2]), 3, np.array([3, 0]))
+    estimate.reset(np.arange(2))
+    greedy, sampled, drawn = (estimate.averages(mode)[0] for mode in range(3))
+    assert greedy > 0.95 and drawn < 0.05 and 0.5 < sampled < 0.9
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_thrashing_at_a_boundary(seed):
+    """Two widths equally fast, noisy times: a move every hundred cycles at most."""
+    per_draft = (mean_tokens(GOOD, 4) / mean_tokens(GOOD, 2) - 1) / 2
+
+    def cost(n, width):
+        # Widths 2 and 4 exactly as fast as each other, the others slower.
+        return {1: 0.8, 2: 1.0, 4: 1 + 2 * per_draft, 8: 3.0}[width]
+
+    server = Simulation(cost, noise=0.2, seed=seed).run(2000, GOOD, range(4))
+    assert server.moves() <= 20
+    assert server.speed >= BAR * best_speed(cost, GOOD, 4)
+
+
+def test_probing_costs_what_it_may_and_no_more():
+    cost = smooth_cost(0.5, 0.05)
+    server = Simulation(cost).run(200, RANDOM, range(16))
+    server.run(2000, RANDOM, range(16))
+    assert set(server.chosen) - {1}, "never probed"
+    assert server.speed >= 0.994 * best_speed(cost, RANDOM, 16)
+
+
+# -- estimates and costs -----------------------------------------------------------------------------------------------
+
+
+def test_labels():
+    is_labelled, is_kept = labels(np.array([0, 2, 3]), drafted=3, depth=5)
+    assert is_labelled.tolist() == [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
+    assert is_kept.tolist() == [[0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+
+
+def test_an_estimate_finds_the_truth_and_what_is_not_seen_is_kept():
+    rng = np.random.default_rng(0)
+    estimate = SurvivalEstimate(16, 7, memory=3000)
+    slots, modes = np.arange(16), np.zeros(16, dtype=int)
+    for _ in range(600):
+        kept = rng.random((16, 7)) < GOOD
+        estimate.learn(slots, modes, 7, kept.cumprod(axis=1).sum(axis=1))
+    assert estimate.averages(0) == pytest.approx(GOOD, abs=0.06)
+    before = estimate.averages(0)
+    for _ in range(5000):
+        estimate.age()
+    assert estimate.averages(0) == pytest.approx(before, abs=0.06)
+    for _ in range(10):
+        estimate.learn(slots[:4], modes[:4], 7, np.zeros(4, dtype=int))
+    assert estimate.averages(0)[0] < 0.3, "a few probes are believed after a long time without"
+
+
+def test_confidence_is_calibrated():
+    """Drafts that know when they are wrong, but are three times too sure of it."""
+    rng = np.random.default_rng(0)
+    calibration = ConfidenceCalibration(16, 3)
+    slots, modes = np.arange(16), np.zeros(16, dtype=int)
+    truth = 1.5 * rng.standard_normal((3000, 16, 3))
+    confidence = 3 * truth
+    kept = rng.random(truth.shape) < 1 / (1 + np.exp(-truth))
+    accepted = kept.cumprod(axis=2).sum(axis=2)
+    for cycle in range(3000):
+        calibration.learn(slots, modes, 3, accepted[cycle], confidence[cycle])
+    assert calibration.weight[0] == pytest.approx(1 / 3, rel=0.1)
+    assert np.abs(calibration.bias[0]).max() < 0.25
+    calibration.reset(slots)
+    probs = calibration.accept_probs(slots, modes, confidence[0])
+    assert probs == pytest.approx(1 / (1 + np.exp(-truth[0])), abs=0.1)
+
+
+def test_costs_between_and_beyond_what_was_measured():
+    measured = np.array([[1.0, 2.0], [3.0, 6.0]])
+    table = CostTable(np.array([2, 6]), np.array([1, 4]), measured)
+    assert table.seconds(1).tolist() == pytest.approx([1.0, 2.0])
+    assert table.seconds(4).tolist() == pytest.approx([2.0, 4.0])
+    assert table.seconds(12).tolist() == pytest.approx([6.0, 12.0])
+    padded = CostTable(np.array([2, 6]), np.array([1, 4]), measured, padded=True)
+    assert padded.seconds(3).tolist() == pytest.approx([3.0, 6.0])
+
+
+def test_costs_follow_a_slower_machine_and_outlast_a_pause():
+    table = CostTable(np.array([1, 8]), np.array([1, 4]), np.array([[1.0, 2.0], [3.0, 6.0]]))
+    for _ in range(100):
+        table.follow(8, 1, 9.0)
+    assert table.seconds(8)[1] == pytest.approx(9.0, rel=0.02)
+    assert 3.2 < table.seconds(8)[0] < 4.6, "what slows one width mostly slows them all"
+    before = table.seconds(8)[1]
+    table.follow(8, 1, 900.0)
+    assert table.seconds(8)[1] < 1.12 * before
+    table.follow_gap(8, 0.5)
+    table.follow_gap(8, 100.0)
+    assert table.gap(8) < 0.6
+    assert table.seconds(8)[0] == pytest.approx(table.cycle_seconds(8)[0] + table.gap(8))
