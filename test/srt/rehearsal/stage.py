@@ -85,9 +85,8 @@ def set_the_stage(ledger) -> None:
 
         return create
 
-    ledger.AT_WORKER = tuple(
-        dataclasses.replace(change, build=build) if change.key == "torch_native" else change for change in ledger.AT_WORKER
-    )
+    [ours] = [change for change in ledger.AT_LOAD if change.key == "torch_native"]
+    ledger.AT_WORKER = (*ledger.AT_WORKER, dataclasses.replace(ours, build=build))
 
 
 def _operation(name: str, body):
