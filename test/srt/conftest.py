@@ -36,6 +36,13 @@ PLAIN_FLOAT32 = ("--dtype", "float32", "--constrained-json-disable-any-whitespac
 # A log line per step, as one test counts them; a pool that need not be counted for long after every step.
 FLOAT32 = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "16384", "--decode-log-interval", "1")
 
+# The verify width changes from cycle to cycle, with a pause longer than what P-EAGLE leaves pending.
+WIDTHS_CHANGE = (
+    "--speculative-adaptive",
+    "--speculative-adaptive-config",
+    str(Path(__file__).parent / "golden" / "widths-change.json"),
+)
+
 # Files that take minutes, the longest first: the two workers of `make test` take files in this order.
 LONGEST = (
     "test_lossless.py",

@@ -92,7 +92,7 @@ class Clock(CycleClock):
 def request(slot: int, grammar=None, **params) -> SimpleNamespace:
     defaults = dict(logit_bias=None, min_new_tokens=0, frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0)
     return SimpleNamespace(
-        req_pool_idx=slot, grammar=grammar, sampling_params=SimpleNamespace(**defaults | {"top_k": 1} | params)
+        kv=SimpleNamespace(req_pool_idx=slot), grammar=grammar, sampling_params=SimpleNamespace(**defaults | {"top_k": 1} | params)
     )
 
 

@@ -5,14 +5,13 @@ logit, so not one mismatch is tolerated there, up to the place, rare and counted
 best two tokens closer than that. A new draft or server setting joins by a row in CONFIGURATIONS.
 """
 
-import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import FLOAT32, assert_same, undecided_from
+from conftest import FLOAT32, WIDTHS_CHANGE, assert_same, undecided_from
 from drafts import always_wrong, random_draft
 from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from streaming import stream
@@ -29,7 +28,6 @@ class Configuration:
     """draft: makes the draft in a folder; None is the trained one.
     every, offset: which of the prompts it answers; together the rows cover all of them more than once.
     accept_length: what tokens per cycle must lie between, where the draft leaves no doubt about it.
-    schedule: numbers of drafted tokens that the cycles verify in turn, where --speculative-adaptive is to change them on purpose.
     comparable: no mixed batches, retraction or other block size, so the cycles are those of any other such row.
     """
 
@@ -41,7 +39,6 @@ class Configuration:
     draft: Callable[[Path], Path] | None = None
     accept_length: tuple[float, float] = (1.0, 16.0)
     comparable: bool = False
-    schedule: tuple[int, ...] = ()
 
 
 CONFIGURATIONS = (
@@ -81,18 +78,16 @@ CONFIGURATIONS = (
     Configuration("block-1", ("--speculative-num-draft-tokens", "1"), offset=4, accept_length=(1.0, 1.0)),
     Configuration(
         "widths-change",
-        ("--page-size", "16", "--chunked-prefill-size", "64", "--enable-mixed-chunk"),
+        (*WIDTHS_CHANGE, "--page-size", "16", "--chunked-prefill-size", "64", "--enable-mixed-chunk"),
         offset=1,
-        accept_length=(1.4, 8.0),
-        schedule=(7, 7, 3, 0, 0, 1, 7, 0, 3, 3),
+        accept_length=(1.3, 8.0),
     ),
     Configuration(
         "peagle-widths-change",
-        ("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
+        (*WIDTHS_CHANGE, "--chunked-prefill-size", "64", "--enable-mixed-chunk"),
         offset=2,
         draft=lambda folder: PEAGLE_DRAFT,
-        accept_length=(1.2, 8.0),
-        schedule=(7, 0, 1, 3, 3, 7, *[0] * 11, 7, 7),
+        accept_length=(1.3, 8.0),
     ),
     Configuration("random-draft", (), every=6, offset=0, draft=random_draft, accept_length=(1.0, 1.3)),
     Configuration("always-wrong", (), every=6, offset=1, concurrency=4, draft=always_wrong, accept_length=(1.0, 1.01)),
@@ -128,12 +123,7 @@ def speculative_arguments(configuration: Configuration, tmp_path_factory) -> lis
     draft = DRAFT
     if configuration.draft is not None:
         draft = configuration.draft(tmp_path_factory.mktemp("drafts") / configuration.name)
-    arguments = [*FLOAT32, *dflash_arguments(draft), *configuration.arguments]
-    if configuration.schedule:
-        path = tmp_path_factory.mktemp("widths") / "widths.json"
-        path.write_text(json.dumps({"schedule": configuration.schedule}))
-        arguments += ["--speculative-adaptive", "--speculative-adaptive-config", str(path)]
-    return arguments
+    return [*FLOAT32, *dflash_arguments(draft), *configuration.arguments]
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)

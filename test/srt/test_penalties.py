@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FLOAT32, FLOAT32_TIE, PLAIN_FLOAT32
+from conftest import FLOAT32, FLOAT32_TIE, PLAIN_FLOAT32, WIDTHS_CHANGE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import PEAGLE_DRAFT, TARGET, dflash_arguments, heldout_prompts
@@ -185,6 +185,7 @@ def plain_loop(model, tokenizer, one: dict) -> list[int]:
 SERVERS = {
     "plain": dflash_arguments(),
     "chunked and mixed": [*dflash_arguments(), "--chunked-prefill-size", "64", "--enable-mixed-chunk"],
+    "widths change": [*dflash_arguments(), *WIDTHS_CHANGE],
     "P-EAGLE, no overlap": [*dflash_arguments(PEAGLE_DRAFT), "--disable-overlap-schedule"],
 }
 

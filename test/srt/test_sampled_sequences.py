@@ -11,7 +11,7 @@ import math
 from collections import Counter
 
 import pytest
-from conftest import PLAIN_FLOAT32, patched
+from conftest import PLAIN_FLOAT32, WIDTHS_CHANGE, patched
 from scipy.stats import chi2
 from serving import PEAGLE_DRAFT, dflash_arguments
 
@@ -31,6 +31,7 @@ PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
 DRAFTING = {
     "one-hot": dflash_arguments(),
     "probabilistic": [*dflash_arguments(), *PROBABILISTIC],
+    "probabilistic, widths change": [*dflash_arguments(), *PROBABILISTIC, *WIDTHS_CHANGE],
     "probabilistic, P-EAGLE": [*dflash_arguments(PEAGLE_DRAFT), *PROBABILISTIC],
 }
 assert SAMPLES * len(PROMPTS) * LENGTH > 50_000

@@ -4,7 +4,7 @@ import itertools
 import urllib.error
 
 import pytest
-from conftest import FLOAT32, PLAIN_FLOAT32, first_difference, patched, plain_target
+from conftest import FLOAT32, PLAIN_FLOAT32, WIDTHS_CHANGE, first_difference, patched, plain_target
 from serving import Server, dflash_arguments, heldout_prompts
 
 pytestmark = pytest.mark.server
@@ -65,6 +65,12 @@ def test_a_seed_gives_the_targets_own_tokens(method, concurrency, servers, reque
     assert refusal.value.code == 400 and "min_p" in refusal.value.read().decode()
     if method == "probabilistic":
         assert 'reason="sampling_seed"' in server.get("/metrics") and "falls back (sampling_seed)" in server.log()
+
+
+def test_seeds_do_not_see_the_verify_width(servers, requests, expected):
+    server = servers.get(*FLOAT32, *DETERMINISTIC, *WIDTHS_CHANGE, *dflash_arguments(), environment=ENVIRONMENT)
+    answers = server.generate_many(requests, 12)
+    assert [answer["output_ids"] for answer in answers] == expected
 
 
 def test_nothing_to_filter_and_others_that_do(servers, requests):

@@ -46,7 +46,7 @@ BAD_DRAFTS: dict[str, tuple[dict, tuple[str, ...]]] = {
     "unknown layer type": ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, ("linear",)),
 }
 
-TOO_WIDE = str(ROOT / "test" / "srt" / "golden" / "adaptive-too-wide.json")
+TOO_WIDE = str(Path(__file__).parent / "golden" / "adaptive-too-wide.json")
 
 # name -> (flags beside a good pair, what the message must contain)
 BAD_FLAGS: dict[str, tuple[list[str], tuple[str, ...]]] = {

@@ -172,7 +172,7 @@ class AdaptiveWidth:
 
 
 def _slots_of(reqs: Sequence[Any]) -> np.ndarray:
-    return np.array([req.req_pool_idx for req in reqs], dtype=np.int64)
+    return np.array([req.kv.req_pool_idx for req in reqs], dtype=np.int64)
 
 
 def _mode(req: Any, draws: bool) -> int:

@@ -1,0 +1,103 @@
+"""Adaptive verify widths through a live server: what else a block carries, pauses, and what a person sees.
+
+That the output is the target's at any width: rows of test_lossless.py, test_penalties.py, test_seeds.py and
+test_sampled_sequences.py.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+
+import pytest
+import test_logprobs
+from conftest import FLOAT32, WIDTHS_CHANGE, assert_same
+from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments, heldout_prompts
+from streaming import stream
+from test_structured_output import EBNF, SCHEMA, greedy
+
+pytestmark = pytest.mark.server
+
+# Cycles without drafts, then with; longer than what P-EAGLE may leave pending, twice.
+PAUSES = {"schedule": [0] * 24 + [7] * 40}
+PAUSE = 12  # single tokens in a row that are no bad luck
+
+
+@pytest.fixture(scope="module")
+def server(servers) -> Server:
+    return servers.get(*FLOAT32, *dflash_arguments(), *WIDTHS_CHANGE, "--enable-metrics")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 400][::18][:12]
+
+
+def test_grammars(server, reference, prompts):
+    kinds = {"json_schema": json.dumps(SCHEMA)}, {"ebnf": EBNF}, {}
+    requests = [greedy(prompt, 48, **kinds[i % 3]) for i, prompt in enumerate(prompts)]
+    assert_same(requests, server.generate_many(requests, 6), reference.answers(requests))
+
+
+def test_log_probabilities(server, reference, prompts):
+    test_logprobs.check_same(server, reference, [test_logprobs.greedy(prompt, 30) for prompt in prompts])
+
+
+def test_what_a_person_sees(server, prompts):
+    """Widths in the log, in /server_info and in /metrics, and they agree."""
+    asked = {"sampling_params": {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}}
+    server.generate_many([{"text": prompt, **asked} for prompt in prompts], 4)
+    [state, *_] = server.get("/server_info")["internal_states"]
+    report = state["speculative_width"]
+    assert report["candidates"] == [1, 2, 4, 8] and set(report["cycles_per_width"]) == {"1", "2", "4", "8"}
+    assert 0 < report["accept_probs"]["greedy"][0] < 1 and report["expected_cycle_ms"] > 0
+    page = server.get("/metrics")
+    [count] = [float(line.split()[-1]) for line in page.splitlines() if line.startswith("sglang:spec_verify_width_count")]
+    assert count == sum(report["cycles_per_width"].values())
+    assert "DFLASH verify width" in server.log() and "DFLASH adaptive: widths [1, 2, 4, 8] measured" in server.log()
+
+
+def cycles_of(
+    server: Server, start: dict, length: int, also: Callable = lambda chunks: None
+) -> tuple[list[int], list[list[int]]]:
+    """Output ids, and split into what each cycle committed; the first is the prefill's token."""
+    sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+    ids: list[int] = []
+    chunks: list[list[int]] = []
+    for chunk in stream(server, {**start, "sampling_params": sampling}):
+        new = chunk["output_ids"][len(ids) :]
+        if new:
+            chunks.append(new)
+            ids = chunk["output_ids"]
+            also(chunks)
+    return ids, chunks
+
+
+@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["DFlash", "P-EAGLE"])
+def test_acceptance_after_a_pause_is_that_without_one(draft, servers, tmp_path_factory):
+    """Cycle by cycle. Another request's prefill falls into the pause."""
+    path = tmp_path_factory.mktemp("widths") / "pauses.json"
+    path.write_text(json.dumps(PAUSES))
+    adaptive = ("--speculative-adaptive", "--speculative-adaptive-config", path)
+    server = servers.get(*FLOAT32, *dflash_arguments(draft), *adaptive, "--disable-radix-cache")
+    texts = [p["text"] for p in heldout_prompts() if 60 <= p["num_tokens"] <= 120]
+    others: list[threading.Thread] = []
+
+    def disturb(chunks: list[list[int]]) -> None:
+        if not others and len(chunks) > 3 and all(len(chunk) == 1 for chunk in chunks[-4:]):
+            ask = {"text": texts[1], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+            others.append(threading.Thread(target=lambda: server.generate(**ask)))
+            others[0].start()
+
+    prompt_ids = server.post("/tokenize", {"prompt": texts[0]})["tokens"]
+    ids, chunks = cycles_of(server, {"input_ids": prompt_ids}, 240, disturb)
+    [thread] = others
+    thread.join()
+    singles = [len(chunk) == 1 for chunk in chunks]
+    resumed = next(i for i in range(PAUSE, len(chunks)) if all(singles[i - PAUSE : i]) and not singles[i])
+    said = sum(map(len, chunks[:resumed]))
+    fixed = servers.get(*FLOAT32, *dflash_arguments(draft), "--disable-radix-cache")
+    # The last token before it resumed is the anchor; here a prefill says it.
+    after = chunks[resumed : resumed + 12]
+    _, expected = cycles_of(fixed, {"input_ids": prompt_ids + ids[: said - 1]}, 1 + sum(map(len, after)))
+    assert [len(chunk) for chunk in expected[1:]] == [len(chunk) for chunk in after]
+    assert max(map(len, after)) > 2, "hardly anything was kept: this shows little"
