@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from acceptance import EXPECTED, Acceptance, shortfall
-from conftest import ENVIRONMENT, warm_start
+from conftest import ENVIRONMENT, UNCOUNTED, warm_start
 from serving import ROOT, serve
 
 BUNDLED = [name for name in json.loads(EXPECTED.read_text()) if name.startswith("tiny-")]
@@ -31,7 +31,7 @@ def test_a_bundled_draft(profile, servers):
         check(profile)
         return
     arguments = json.loads(EXPECTED.read_text())[profile]["server_args"]
-    with contextlib.chdir(ROOT), serve(*arguments, env=ENVIRONMENT, start=warm_start()) as server:
+    with contextlib.chdir(ROOT), serve(*arguments, env=ENVIRONMENT | UNCOUNTED, start=warm_start()) as server:
         check(profile, "--url", server.url)
 
 

@@ -108,10 +108,14 @@ def test_images_are_refused_by_name(name, is_served, monkeypatch):
         return_hidden_states=False,
         sampling_params=SimpleNamespace(min_p=0.0),
         multimodal_inputs=object(),
+        origin_input_ids=[5, 10**9],  # SGLang's ids of an image's tokens are no words
+        vocab_size=100,
     )
     message = validate_dflash_request(request, True)
     assert message is None if is_served else name in message and "images" in message
     request.multimodal_inputs = None
+    assert "1000000000" in validate_dflash_request(request, True)
+    request.origin_input_ids = [5, 99]
     assert validate_dflash_request(request, True) is None
 
 

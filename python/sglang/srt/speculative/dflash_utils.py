@@ -42,7 +42,18 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
         refused.append(f"images, videos and audio with {served_kind().architecture}")
     if refused:
         return f"DFLASH speculative decoding does not support {', '.join(refused)} yet."
-    return None
+    return _outside_vocabulary(req)
+
+
+def _outside_vocabulary(req: Any) -> str | None:
+    """A token id that would end the server with an index error in the embedding, named. SGLang lets them through."""
+    ids = req.origin_input_ids
+    if req.multimodal_inputs is not None or not len(ids):
+        return None  # SGLang's ids of an image's tokens lie outside on purpose
+    worst = next((token for token in (min(ids), max(ids)) if not 0 <= token < req.vocab_size), None)
+    if worst is None:
+        return None
+    return f"input_ids: {worst} is outside the vocabulary, 0 to {req.vocab_size - 1}."
 
 
 def check_target_model(target_model: Any, num_aux_layers: int) -> None:
