@@ -25,6 +25,8 @@ from documented import (
 )
 from serving import DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, dflash_arguments
 
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+
 COMMANDS = commands()
 # Commands that nothing runs here: they need a network, or the training library's own environment.
 INSTALLS = ("pip install .", "pip install sglang==0.5.23", "pip uninstall sglang-dflash")
@@ -106,7 +108,12 @@ def test_every_command_is_known():
 
 def test_every_block_has_a_language_we_check():
     languages = {(page.name, language) for page in PAGES for language, _ in blocks(page)}
-    assert {language for _, language in languages} == {"bash", "python"}, languages
+    assert {language for _, language in languages} == {"bash", "json", "python"}, languages
+
+
+def test_json_blocks_are_settings_of_the_verify_width():
+    given = [json.loads(block) for page in PAGES for language, block in blocks(page) if language == "json"]
+    assert given and all(AdaptiveSettings.of(settings).widths(8) == (1, 2, 4, 8) for settings in given)
 
 
 def test_an_unknown_command_is_seen():
