@@ -5,7 +5,9 @@ Block logits agree to 1e-4 of the largest logit. Layer ids off by one either way
 acceptance on a small model hardly notices. Accept lengths agree step by step.
 """
 
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -97,16 +99,20 @@ def test_draft_vocabulary_is_mapped_to_the_targets(draft):
     "checkpoint, golden_folder", [(SPECULATORS_DRAFT, GOLDEN), (PEAGLE_DRAFT, GOLDEN.parent / "tiny-peagle")]
 )
 def test_accept_lengths_are_the_librarys_step_by_step(servers, checkpoint, golden_folder):
-    """One request at a time, streamed: a chunk per step, so the tokens in it are that step's accept length."""
+    """One request at a time, streamed: a chunk per step, so the tokens in it are that step's accept length. A busy machine
+    may put two steps into one chunk, so how many steps there were, and how long, is read from the end as well."""
     server = servers.get(*FLOAT32, "--model-path", str(checkpoint))
     runs = json.loads((golden_folder / "accepted.json").read_text())
     assert len(runs) >= 10
     for run in runs:
         sampling = {"temperature": 0, "max_new_tokens": len(run["output"]), "ignore_eos": True}
-        chunks = stream(server, {"input_ids": run["prompt"], "sampling_params": sampling})
-        counts = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
-        assert counts[0] == 1  # the prompt's own forward
-        accepted = [after - before - 1 for before, after in zip(counts, counts[1:])]
-        # The last block is cut where the request ends.
-        assert accepted[:-1] == run["accepted"][: len(accepted) - 1], f"margin {run['smallest_margin']}: {run}"
-        assert len(accepted) == len(run["accepted"])
+        chunks = [c["meta_info"] for c in stream(server, {"input_ids": run["prompt"], "sampling_params": sampling})]
+        counts = [chunk["completion_tokens"] for chunk in chunks]
+        # After the prompt's own token, and after each step; the last block is cut where the request ends.
+        wanted = list(itertools.accumulate([accepted + 1 for accepted in run["accepted"][:-1]], initial=1))
+        assert set(counts[:-1]) <= set(wanted), f"margin {run['smallest_margin']}: {counts} {wanted} {run}"
+        assert len(counts) > len(wanted) / 2
+        assert chunks[-1]["spec_verify_ct"] == len(run["accepted"])
+        of_whole_blocks = Counter(dict(enumerate(chunks[-1]["spec_correct_drafts_histogram"])))
+        of_whole_blocks.subtract(run["accepted"][:-1])
+        assert sorted(of_whole_blocks.values())[-1:] == [1] and sum(of_whole_blocks.values()) == 1, run

@@ -1,5 +1,5 @@
 """Changes to a server under test. Python imports this file at start-up wherever its folder is on PYTHONPATH, and
-SERVER_PATCH names the one to make. The module it concerns does not exist yet then, so it is watched for.
+SERVER_PATCH names the one to make. A module that does not exist yet then is watched for.
 """
 
 import os
@@ -107,4 +107,8 @@ if "SERVER_PATCH" in os.environ:
         from rehearsal import cuda_branches
 
         cuda_branches.install()
-    sys.meta_path.insert(0, _Watch(PATCHES[os.environ["SERVER_PATCH"]]))
+    patches = PATCHES[os.environ["SERVER_PATCH"]]
+    for name in patches.keys() & sys.modules.keys():  # in a fork of a process that has it (warm_start.py)
+        patches[name](sys.modules[name])
+        print(f"server patch: {patches[name].__name__}", flush=True)
+    sys.meta_path.insert(0, _Watch({name: patch for name, patch in patches.items() if name not in sys.modules}))
