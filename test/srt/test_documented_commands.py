@@ -129,7 +129,11 @@ def make(*words: str) -> str:
         "PYTHON=python3",
         *words,
     ]  # a Python given is one that make need not look for
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    # As typed, though `make test` runs this.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -32,24 +32,16 @@ def test_the_trained_number_is_the_default_and_a_ceiling(caplog):
     assert isinstance(draft, PEagleDraftConfig) and draft.speculative_tokens == 7
     assert _choose_block_size(args(), draft) == 8
     for block_size in (4, 8):
-        _check_peagle(args(), draft, block_size, "triton")
+        _check_peagle(args(), draft, block_size)
     assert not caplog.records
-    _check_peagle(args(), draft, 12, "triton")
+    _check_peagle(args(), draft, 12)
     [record] = caplog.records
     assert "11 tokens" in record.getMessage() and "trained for 7" in record.getMessage()
 
 
-def test_whole_pages_do_not_fit_a_shifted_table():
-    draft = parse()
-    _check_peagle(args(page_size=1), draft, 8, "fa3")
-    _check_peagle(args(page_size=64), draft, 8, "flashinfer")
-    with pytest.raises(ValueError, match="'fa3' with --page-size 64"):
-        _check_peagle(args(page_size=64), draft, 8, "fa3")
-
-
 def test_a_draft_window_is_refused():
     with pytest.raises(ValueError, match="--speculative-draft-window-size"):
-        _check_peagle(args(speculative_draft_window_size=64), parse(), 8, "triton")
+        _check_peagle(args(speculative_draft_window_size=64), parse(), 8)
 
 
 @pytest.mark.parametrize("ids, said", [([2, 12], "the last layer"), ([2, 13], "leave the target's 12 layers"), ([6, 2], "ascending")])

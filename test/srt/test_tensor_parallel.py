@@ -82,7 +82,9 @@ def test_ranks_take_what_rank_0_chose(top_k):
     torch.manual_seed(0)
     worker, logits, width = DFlashWorker.__new__(DFlashWorker), torch.randn(6, VOCABULARY), 3
     sites = []
-    worker._tp_sync = SimpleNamespace(sync=lambda site, values: sites.append(site.slug) or values.fill_(2))
+    worker._tp_sync = SimpleNamespace(
+        enabled=lambda site: True, sync=lambda site, values: sites.append(site.slug) or values.fill_(2)
+    )
     worker._target_worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=Sampler()))
     worker._rejection_rule, worker.verify_width = accept_by_rejection, width
     batch = SimpleNamespace(sampling_info=sampling_info(*[{"top_k": top_k}] * 2), return_logprob=False)
