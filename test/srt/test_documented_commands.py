@@ -130,7 +130,8 @@ def make(*words: str) -> str:
         *words,
     ]  # a Python given is one that make need not look for
     # As typed, though `make test` runs this.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    theirs = ("MAKE", "MFLAGS", "ARGS", "WORKERS")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False, env=environment
     )
