@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from corpus import MASK_ID
+from kinds import kind_of
 
 BLOCK_SIZE = 8
-TARGET_LAYER_IDS = [1, 4, 7, 10]  # id i is the OUTPUT of layer i: hidden_states[i + 1]
 
 
 def draft_config(target_config: dict, num_layers: int) -> dict:
@@ -31,7 +31,7 @@ def draft_config(target_config: dict, num_layers: int) -> dict:
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": BLOCK_SIZE,
-        "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": TARGET_LAYER_IDS},
+        "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": list(kind_of(target_config).target_layer_ids)},
         "num_target_layers": target_config["num_hidden_layers"],
         "num_hidden_layers": num_layers,
         "layer_types": ["full_attention"] * num_layers,

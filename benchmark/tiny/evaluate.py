@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_model import aux_from_hidden_states, block_token_ids, load_draft
 from rollouts import ends_after_stop, rollout
+from train_draft import slot_logits
 
 
 @torch.no_grad()
@@ -31,8 +32,7 @@ def draft_everywhere(draft, embedding, tokens, aux, first: int, block_size: int)
     pieces = []
     for anchors in torch.arange(first, tokens.shape[1]).split(64):
         anchors = anchors.expand(len(tokens), -1)
-        embeds = F.embedding(block_token_ids(tokens.gather(1, anchors), block_size), embedding)
-        pieces.append(F.linear(draft(embeds, aux, anchors)[:, :, 1:], embedding).argmax(-1))
+        pieces.append(slot_logits(draft, embedding, tokens, aux, anchors, block_size).argmax(-1))
     return torch.cat(pieces, dim=1)
 
 
@@ -68,6 +68,16 @@ def distinct_ngrams(texts: list[list[int]]) -> list[float]:
         grams = [[tuple(t[i:i + n]) for i in range(len(t) - n + 1)] for t in texts if len(t) >= 32]
         ratios.append(round(sum(len(set(g)) / len(g) for g in grams) / max(1, len(grams)), 3))
     return ratios
+
+
+def repeated_ngrams(texts: list[list[int]], n: int = 5) -> float:
+    """Share of tokens that complete an n-gram seen before in the same text, over all texts."""
+    repeated = total = 0
+    for text in texts:
+        grams = [tuple(text[i:i + n]) for i in range(len(text) - n + 1)]
+        repeated += len(grams) - len(set(grams))
+        total += len(grams)
+    return round(repeated / max(1, total), 3)
 
 
 @torch.no_grad()
@@ -155,7 +165,12 @@ def main() -> None:
                 print(f"=== {line['id']}\n{line['text'][-200:]}<<<{tokenizer.decode(text[length:end])}>>>")
 
     report = {"prompts": len(lines), "max_new_tokens": args.max_new, "dtype": "bfloat16",
-              "stopped_by_themselves": stopped, "distinct_1_to_4_grams": distinct_ngrams(texts)}
+              "stopped_by_themselves": stopped, "distinct_1_to_4_grams": distinct_ngrams(texts),
+              "repeated_5_grams": repeated_ngrams(texts),
+              # The same measure on held-out code: pieces of long prompts, as many tokens each.
+              "repeated_5_grams_heldout": repeated_ngrams([
+                  ids[i:i + args.max_new] for members in groups.values() for _, ids in members
+                  for i in range(0, len(ids) - args.max_new + 1, args.max_new)])}
     for size, kinds in steps.items():
         name = f"block_{size}" if size == trained_size else f"block_{size}_untrained"
         report[name] = {kind: summarise(found, size) for kind, found in kinds.items()}

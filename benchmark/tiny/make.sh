@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Makes the tiny pair from nothing but the standard library's source, in order.
+# Makes the tiny pairs from nothing but the standard library's source, in order.
 #   ./make.sh WORK_DIR [MODELS_DIR]      PYTHON=... to choose an interpreter
 # COMPILE= (empty) turns torch.compile off, for machines without a C++ compiler.
+# KIND=qwen3_5 makes the hybrid pair instead, in two processes; the first pair must be there (its embedding).
 # SPECULATORS_PYTHON=... (README.md) also makes the drafts and golden data of the `speculators` package.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mkdir -p "$1" && cd "$1" && pwd)
 models=$(mkdir -p "${2:-$here/../../models}" && cd "${2:-$here/../../models}" && pwd)
-target=$models/tiny-qwen3-code
-draft=$models/tiny-qwen3-code-dflash
+kind=${KIND:-qwen3}
+target=$models/tiny-$kind-code
+draft=$target-dflash
 python=${PYTHON:-python}
 compile=${COMPILE---compile}
 
@@ -21,14 +23,23 @@ export MALLOC_ARENA_MAX=1  # else the backward thread has heaps of 64 MB that ar
 cd "$here"
 $python corpus.py "$work"
 $python make_prompts.py "$work" "$here/prompts/heldout.jsonl"
-$python train_target.py "$work" "$target" --steps 1050 $compile
-$python rollouts.py "$work" "$target" --scale 4
-$python train_draft.py "$work" "$target" "$draft" --steps 2500 $compile
+if [ "$kind" = qwen3 ]; then
+    $python train_target.py "$work" "$target" --steps 1050 $compile
+    $python rollouts.py "$work" "$target" --scale 4
+    $python train_draft.py "$work" "$target" "$draft" --steps 2500 $compile
+else
+    export OMP_NUM_THREADS=1
+    both="$python -m torch.distributed.run --nproc-per-node 2"
+    $both train_target.py "$work" "$target" --kind "$kind" --steps 1050 $compile \
+        --embedding-from "$models/tiny-qwen3-code"
+    $both rollouts.py "$work" "$target" --scale 4
+    $both train_draft.py "$work" "$target" "$draft" --steps 3500  # compiled it is no faster
+fi
 $python evaluate.py "$target" "$draft" prompts/heldout.jsonl --json "$work/evaluation.json" \
     --block-sizes 4 6 12 --check 4
 $python model_cards.py "$work" "$target" "$draft"
 
-[ -n "${SPECULATORS_PYTHON:-}" ] || exit 0
+[ -n "${SPECULATORS_PYTHON:-}" ] && [ "$kind" = qwen3 ] || exit 0
 golden=$here/../../test/srt/golden
 train=train_speculators_draft.py
 $SPECULATORS_PYTHON $train dflash "$work" "$target" "$draft-speculators" --steps 600 --warm-start "$draft"

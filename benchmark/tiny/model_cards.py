@@ -4,24 +4,24 @@
     python model_cards.py speculators WORK_DIR DRAFT_DIR GOLDEN_DIR  # a draft of the `speculators` package
 """
 
+import datetime
 import json
 import sys
 from pathlib import Path
 
 from evaluate import summarise
-
-DATE = "2026-11-20"
+from kinds import kind_of
 
 LICENCE_NOTE = """## Licence
 
-The only training text is the source of the Python standard library, which is
-under the PSF licence (Python Software Foundation License Version 2). The model
-can reproduce pieces of it.
+The weights are under the Apache License 2.0 (`Apache-2.0`), as this project is. The only
+training text is the source of the Python standard library, which is under the PSF licence
+(Python Software Foundation License Version 2, `PSF-2.0`). The model can reproduce pieces of it.
 """
 
-TARGET_CARD = """# tiny-qwen3-code
+TARGET_CARD = """# {target}
 
-A Qwen3 of {parameters:.1f} million parameters (12 layers, hidden size 256) that writes text
+A {family} of {parameters:.1f} million parameters ({layers}, hidden size {hidden_size}) that writes text
 shaped like Python. It exists to test speculative decoding on a CPU and is good
 for nothing else. Made on {date} with the scripts
 in `benchmark/tiny`.
@@ -34,7 +34,7 @@ in `benchmark/tiny`.
   {heldout_files} whole files ({heldout_tokens:,} tokens) are held out by a hash of their path.
 - Tokenizer: byte-level BPE, 2,048 tokens, {characters_per_token} characters per token on held-out files.
   Special: `<|endoftext|>` 0, `<|im_start|>` 1, `<|im_end|>` 2, `<|mask|>` 3 (reserved for the draft).
-- {steps:,} steps of 4,096 tokens ({tokens:,} tokens): Muon for matrices, AdamW for the rest.
+- {steps:,} steps of 4,096 tokens ({tokens:,} tokens): Muon for matrices, AdamW for the rest.{embedding}
   Nine batches in ten have rows of 256 tokens, every tenth has 1,024 or 2,048.
 
 | Step | Training loss | Held-out loss |
@@ -48,23 +48,25 @@ Losses are nats per token.
 Mean share of distinct n-grams within one greedy continuation of {max_new} tokens on
 {prompts} held-out prompts (n = 1, 2, 3, 4): {distinct}. Repetition flatters a draft, so read
 acceptance figures beside these. {stopped} of the continuations stopped by themselves. It loops: in greedy
-continuations of 96 tokens, 63 % of the tokens complete a 5-gram seen before; real held-out code has 12 %.
+continuations of {max_new} tokens, {repeated:.0%} of the tokens complete a 5-gram that the continuation already
+has; the held-out code itself has {repeated_heldout:.0%}.
 
 {licence}"""
 
-DRAFT_CARD = """# tiny-qwen3-code-dflash
+DRAFT_CARD = """# {name}
 
-A DFlash draft (block size 8, {layers} layers) for `tiny-qwen3-code`, in z-lab's checkpoint
-layout. Embedding and LM head are the target's. Made on {date} with the
-scripts in `benchmark/tiny`.
+A DFlash draft (block size 8, {layers} layers, {parameters:.1f} million parameters) for `{target}`, in z-lab's
+checkpoint layout. Aux hidden states: outputs of the target's layers {layer_ids}. Embedding and LM head
+are the target's. Made on {date} with the scripts in `benchmark/tiny`.
 
 ## How it was made
 
 Trained on stored rollouts of the target: mostly greedy continuations of training
 prompts (code and ChatML), some sampled ones, some corpus rows, and some rows of
-1,024 tokens. {steps:,} steps of 256 blocks, cross entropy towards the target's argmax, slot k
-weighted exp(-(k - 1) / 4){warm}. Final training loss {loss}; accuracy per slot on training
-rollouts (given the true prefix, not the accepted one): {slots}.
+1,024 tokens, {training_rows:,} rows in all. {steps:,} steps of 256 blocks, cross entropy
+towards the target's argmax, slot k weighted exp(-(k - 1) / 4){warm}. Final training
+loss {loss}; accuracy per slot on training rollouts (given the true prefix, not the
+accepted one): {slots}.
 
 ## Acceptance on held-out prompts
 
@@ -75,15 +77,17 @@ tokens. Accept length includes the bonus token, so it is tokens per target step.
 |---|---:|---:|---|
 {rows}
 
-Other block sizes, for information (the draft was trained with 8 only):
+{blocks}Distinct 1-, 2-, 3-, 4-grams in the target's greedy text on the same prompts: {distinct}.
+
+{licence}"""
+
+BLOCK_SIZES = """Other block sizes, for information (the draft was trained with 8 only):
 
 | Block size | Accept length |
 |---:|---:|
-{blocks}
+{}
 
-Distinct 1-, 2-, 3-, 4-grams in the target's greedy text on the same prompts: {distinct}.
-
-{licence}"""
+"""
 
 SPECULATORS_CARD = """# {name}
 
@@ -116,17 +120,29 @@ def table(rows: list[tuple]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
 
 
+def layers_in_words(config: dict) -> str:
+    full = config["layer_types"].count("full_attention")
+    if full == config["num_hidden_layers"]:
+        return f"{full} layers"
+    return f"{config['num_hidden_layers'] - full} GatedDeltaNet and {full} full attention layers"
+
+
 def main(work_dir: Path, target_dir: Path, draft_dir: Path) -> None:
     read = lambda name: json.loads((work_dir / name).read_text())
     corpus, target, draft, report = map(
         read, ("corpus.json", "train_target.json", "train_draft.json", "evaluation.json"))
-    shared = {"date": DATE, "licence": LICENCE_NOTE, "prompts": report["prompts"],
-              "max_new": report["max_new_tokens"],
+    config = json.loads((target_dir / "config.json").read_text())
+    parameters = lambda folder: (folder / "model.safetensors").stat().st_size / 2e6
+    shared = {"date": datetime.date.today(), "licence": LICENCE_NOTE, "prompts": report["prompts"],
+              "max_new": report["max_new_tokens"], "target": target_dir.name,
               "distinct": " / ".join(f"{d:.2f}" for d in report["distinct_1_to_4_grams"])}
-    target_bytes = (target_dir / "model.safetensors").stat().st_size
+    source = target.get("embedding_from")
     (target_dir / "README.md").write_text(TARGET_CARD.format(
-        **corpus, **shared, steps=target["steps"], tokens=target["tokens"],
-        parameters=target_bytes / 2e6, stopped=report["stopped_by_themselves"],
+        **corpus, **shared, steps=target["steps"], tokens=target["tokens"], parameters=parameters(target_dir),
+        family=kind_of(config).family, layers=layers_in_words(config), hidden_size=config["hidden_size"],
+        embedding=f"\n  The embedding started from `{source}`'s, reduced to this width." if source else "",
+        stopped=report["stopped_by_themselves"], repeated=report["repeated_5_grams"],
+        repeated_heldout=report["repeated_5_grams_heldout"],
         losses=table([(e["step"], e["train_loss"], e["heldout_loss"]) for e in target["log"]])))
 
     joined = lambda values: ", ".join(f"{v:.2f}" for v in values)
@@ -134,13 +150,16 @@ def main(work_dir: Path, target_dir: Path, draft_dir: Path) -> None:
     sizes = sorted((int(name.split("_")[1]), value["all"]["accept_length"])
                    for name, value in report.items() if name.startswith("block_"))
     (draft_dir / "README.md").write_text(DRAFT_CARD.format(
-        **shared, layers=draft["layers"],
+        **shared, name=draft_dir.name, parameters=parameters(draft_dir), layers=draft["layers"],
+        layer_ids=", ".join(map(str, kind_of(config).target_layer_ids)),
+        training_rows=draft["rows"],
         warm=", after a warm start from a draft trained on other rollouts"
         if draft["warm_start"] else "", steps=draft["steps"], loss=draft["log"][-1]["loss"],
         slots=joined(draft["log"][-1]["slot_accuracy"]),
         rows=table([(kind, f"{v['accept_length']:.2f}", v["steps"], joined(v["accepted_per_position"]))
                     for kind, v in kinds.items()]),
-        blocks=table([(size, f"{length:.2f}") for size, length in sizes])))
+        blocks=BLOCK_SIZES.format(table([(size, f"{length:.2f}") for size, length in sizes]))
+        if len(sizes) > 1 else ""))
 
 
 def speculators_card(work_dir: Path, draft_dir: Path, golden_dir: Path) -> None:

@@ -17,7 +17,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from corpus import END_OF_TEXT_ID, IM_END_ID, IM_START_ID
-from draft_model import TARGET_LAYER_IDS, aux_from_hidden_states
+from draft_model import aux_from_hidden_states
+from kinds import kind_of
+from train_target import join_processes
 
 ROW_LENGTH = 256
 LONG_ROW_LENGTH = 1024
@@ -37,14 +39,15 @@ def rollout(model, prompts: torch.Tensor, length: int, temperature: float = 0.0,
     t + 1). Slot length - 1 of aux and argmax is zero: nothing reads it.
     A prompt of `length` tokens just gets its hidden states.
     """
-    cache, chunk = DynamicCache(), prompts
+    layer_ids = kind_of(model.config.to_dict()).target_layer_ids
+    cache, chunk = DynamicCache(config=model.config), prompts  # by config: a hybrid model has states as well
     tokens, aux, argmax = [prompts], [], []
     known = prompts.shape[1]
     if known == length:
         chunk = prompts[:, :-1]
     while True:
         out = model(input_ids=chunk, past_key_values=cache, use_cache=True, output_hidden_states=True)
-        aux.append(aux_from_hidden_states(out.hidden_states, TARGET_LAYER_IDS))
+        aux.append(aux_from_hidden_states(out.hidden_states, layer_ids))
         argmax.append(out.logits.argmax(-1))
         if known == length:
             break
@@ -116,10 +119,12 @@ def main() -> None:
     parser.add_argument("work_dir", type=Path)
     parser.add_argument("target_dir", type=Path)
     parser.add_argument("--scale", type=float, default=1.0, help="fraction of the rows to make")
+    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    scaled = lambda n: max(4, int(n * args.scale))
+    rank, processes = join_processes()
+    scaled = lambda n: max(4, int(n * args.scale / processes))
 
-    rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
+    rng, generator = np.random.default_rng(args.seed + rank), torch.Generator().manual_seed(args.seed + rank)
     arrays = np.load(args.work_dir / "corpus.npz")
     code, chat, chat_starts = arrays["code"], arrays["chat"], arrays["chat_starts"]
     tokenizer = Tokenizer.from_file(str(args.work_dir / "tokenizer.json"))
@@ -146,9 +151,20 @@ def main() -> None:
         # Anchors from the second half of the prompt on: far positions are what is new here.
         long.add(rollout(model, batch, LONG_ROW_LENGTH), LONG_PROMPT // 2, LONG_PROMPT)
     done("long")
-    torch.save({"short": short.tensors(), "long": long.tensors()}, args.work_dir / "rollouts.pt")
-    generated = short.tensors()
-    print(f"{len(generated['tokens'])} rows, {int((generated['end'] - generated['first']).sum())} usable anchors")
+    pools = {"short": short.tensors(), "long": long.tensors()}
+    if processes > 1:  # rank 0 collects the shares
+        share = lambda number: args.work_dir / f"rollouts.{number}.pt"
+        torch.save(pools, share(rank))
+        torch.distributed.barrier()
+        if rank > 0:
+            return
+        shares = [torch.load(share(number)) for number in range(processes)]
+        pools = {name: {key: torch.cat([s[name][key] for s in shares]) for key in pools[name]} for name in pools}
+        for number in range(processes):
+            share(number).unlink()
+    torch.save(pools, args.work_dir / "rollouts.pt")
+    made = pools["short"]
+    print(f"{len(made['tokens'])} rows, {int((made['end'] - made['first']).sum())} usable anchors")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ since a later slot only counts when all before it were right.
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from draft_model import BLOCK_SIZE, DFlashDraft, block_token_ids, draft_config
-from train_target import MasterWeights, learning_rate_scale, write_checkpoint
+from kinds import kind_of
+from train_target import MasterWeights, join_processes, learning_rate_scale, seconds_since, write_checkpoint
 
 ROWS_PER_STEP, ANCHORS_PER_ROW = 8, 32
 LONG_EVERY = 16  # every sixteenth step is one row of 1024 tokens
@@ -56,10 +58,13 @@ def block_labels(argmax: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
     return argmax.gather(1, flat).view_as(positions)
 
 
-def slot_logits(draft, embedding: torch.Tensor, tokens, aux, anchors) -> torch.Tensor:
+def slot_logits(draft, embedding: torch.Tensor, tokens, aux, anchors,
+                block_size: int = BLOCK_SIZE) -> torch.Tensor:
     """Logits [R, N, B - 1, vocab] of slots 1..B-1; embedding [vocab, H] is the target's, tied."""
-    block_embeds = F.embedding(block_token_ids(tokens.gather(1, anchors), BLOCK_SIZE), embedding)
-    return F.linear(draft(block_embeds, aux, anchors)[:, :, 1:], embedding)
+    block_embeds = F.embedding(block_token_ids(tokens.gather(1, anchors), block_size), embedding)
+    hidden = draft(block_embeds, aux, anchors)[:, :, 1:]
+    # Flat rows: of a slice, PyTorch makes a batched product with a copy of the embedding per batch.
+    return F.linear(hidden.flatten(0, 2), embedding).unflatten(0, hidden.shape[:3])
 
 
 def main() -> None:
@@ -68,7 +73,9 @@ def main() -> None:
     parser.add_argument("target_dir", type=Path)
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end earlier, by this clock")
+    parser.add_argument("--rows", type=int, default=ROWS_PER_STEP, help="per step, over all processes")
+    parser.add_argument("--layers", type=int, help="default: as the target's kind says")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=0.003)
     parser.add_argument("--init", type=Path, help="start from this draft's weights")
@@ -77,12 +84,14 @@ def main() -> None:
 
     torch.manual_seed(0)
     pools = torch.load(args.work_dir / "rollouts.pt", mmap=True)
-    short = AnchorSampler(pools["short"], ROWS_PER_STEP, seed=2)
-    long = AnchorSampler(pools["long"], 1, seed=3)
+    rank, processes = join_processes()
+    short = AnchorSampler(pools["short"], args.rows // processes, seed=2 + 10 * rank)
+    long = AnchorSampler(pools["long"], 1, seed=3 + 10 * rank)
     target_config = json.loads((args.target_dir / "config.json").read_text())
     target = load_file(str(args.target_dir / "model.safetensors"))
     embedding = target["model.embed_tokens.weight"]
-    config = draft_config(target_config, args.layers)
+    kind = kind_of(target_config)
+    config = draft_config(target_config, args.layers or kind.draft_layers)
     draft = DFlashDraft(config)
     for name, parameter in draft.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -90,37 +99,46 @@ def main() -> None:
         elif parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.02)
     # The borrowed head expects the scale of the target's final norm.
-    draft.norm.weight.data.copy_(target["model.norm.weight"])
+    draft.norm.weight.data.copy_(target["model.norm.weight"] + kind.zero_centered_norm)
     if args.init:
         draft.load_state_dict(load_file(str(args.init / "model.safetensors")))
     weights = MasterWeights(draft, args.muon_lr, args.adam_lr)
-    short_draft = torch.compile(draft, dynamic=False) if args.compile else draft
+    if args.compile:  # layer by layer: they share their code
+        for layer in draft.layers:
+            layer.compile(dynamic=False)
     slot_weights = torch.exp(-torch.arange(BLOCK_SIZE - 1) / DECAY)
 
-    began, log, running = time.time(), [], None
-    for step in range(args.steps):
+    began, log, running, step, done = time.time(), [], None, 0, 0.0
+    while done < 1:
         is_long = step % LONG_EVERY == LONG_EVERY - 1
         tokens, argmax, aux, anchors, valid = (long if is_long else short).draw()
-        logits = slot_logits(draft if is_long else short_draft, embedding, tokens, aux, anchors)
+        with torch.compiler.set_stance("force_eager" if is_long else "default"):
+            logits = slot_logits(draft, embedding, tokens, aux, anchors)
         labels = block_labels(argmax, anchors)
         losses = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none")
         slot_weight = slot_weights * valid
         loss = (losses.view_as(labels) * slot_weight).sum() / slot_weight.sum()
         loss.backward()
-        weights.step(learning_rate_scale(step, args.steps, warmup=30))
+        weights.step(learning_rate_scale(step, done, warmup=30))
 
         hits = ((logits.argmax(-1) == labels) & valid).sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
         now = torch.cat((loss.detach()[None], hits))
         running = now if running is None else 0.98 * running + 0.02 * now
-        if step % 50 == 0 or step + 1 == args.steps:
-            log.append({"step": step + 1, "loss": round(running[0].item(), 3),
+        seconds, step = seconds_since(began), step + 1
+        done = max(step / args.steps, seconds / (60 * args.minutes))
+        if rank > 0:
+            continue
+        if step % 50 == 1 or done >= 1:
+            log.append({"step": step, "loss": round(running[0].item(), 3),
                         "slot_accuracy": [round(h, 3) for h in running[1:].tolist()],
-                        "seconds": round(time.time() - began)})
+                        "seconds": round(seconds)})
             print(json.dumps(log[-1]), flush=True)
-        if (step + 1) % 500 == 0 or step + 1 == args.steps:
+        if step % 500 == 0 or done >= 1:
             write_checkpoint(args.output_dir, config, draft.state_dict())
-    (args.work_dir / "train_draft.json").write_text(json.dumps(
-        {"steps": args.steps, "layers": args.layers, "warm_start": bool(args.init), "log": log}, indent=2) + "\n")
+    if rank == 0:
+        (args.work_dir / "train_draft.json").write_text(json.dumps(
+            {"steps": step, "layers": config["num_hidden_layers"], "rows": len(pools["short"]["tokens"]),
+             "warm_start": bool(args.init), "log": log}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

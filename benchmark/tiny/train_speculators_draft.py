@@ -172,7 +172,7 @@ def main() -> None:
         picked, order = order[: recipe.rows_per_step], order[recipe.rows_per_step :]
         _, loss, metrics = draft(**training_batch(recipe, target, pool, picked), **options)
         loss.backward()
-        weights.step(learning_rate_scale(step, args.steps, warmup=20))
+        weights.step(learning_rate_scale(step, step / args.steps, warmup=20))
 
         score = lambda k: metrics[f"position_{k}_acc_sum"] / metrics[f"position_{k}_acc_total"].clamp(min=1)
         now = torch.tensor([loss.detach(), *map(score, recipe.scored_slots)])

@@ -151,10 +151,12 @@ class Case:
         self.model.borrow_from_target(self.embedding, lm_head(self.head))
 
     @classmethod
-    def variant(cls, name: str, tmp_path) -> "Case":
+    def variant(cls, name: str, tmp_path, **nested) -> "Case":
+        """nested: further entries of `dflash_config`."""
         config = BASE | VARIANTS[name]
+        config["dflash_config"] = config["dflash_config"] | nested
         ids = config["dflash_config"].get("target_layer_ids")
-        num_aux = config["num_hidden_layers"] if ids is None else len(ids)
+        num_aux = (config["num_hidden_layers"] if ids is None else len(ids)) * nested.get("hc_mult", 1)
         return cls(config, random_weights(config, num_aux), num_aux, tmp_path)
 
     @classmethod

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from serving import DRAFT, TARGET
+from serving import DRAFT, PEAGLE_DRAFT, TARGET
 
 REMOVE = object()
 
@@ -88,3 +88,32 @@ def _change(config: dict, changes: dict) -> None:
             _change(config[key], value)
         else:
             config[key] = value
+
+
+def random_peagle_draft(folder: Path, target: Path, layers: tuple[int, ...]) -> Path:
+    """Random weights in the bundled P-EAGLE draft's shape, for another target: its hidden size, those of its layers."""
+    hidden, old = read_config(target)["hidden_size"], read_config(PEAGLE_DRAFT)["transformer_layer_config"]["hidden_size"]
+    generator = torch.Generator().manual_seed(13)
+
+    def resized(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor  # which tokens it may say
+        shape = [size // old * hidden if size % old == 0 else size for size in tensor.shape]
+        # Heads and the MLP keep their number and width.
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            shape = [hidden, tensor.shape[1]]
+        elif "_proj" in name or "lm_head" in name or "embed" in name:
+            shape = [tensor.shape[0], *shape[1:]]
+        scale = 0.05 if len(shape) > 1 else 1.0
+        return (torch.randn(shape, generator=generator) * scale).bfloat16()
+
+    def weights(tensors: dict) -> dict:
+        return {name: resized(name, tensor).contiguous() for name, tensor in tensors.items()}
+
+    return make_draft(
+        folder,
+        weights,
+        base=PEAGLE_DRAFT,
+        eagle_aux_hidden_state_layer_ids=list(layers),
+        transformer_layer_config={"hidden_size": hidden},
+    )

@@ -1,4 +1,4 @@
-"""Verify chains and draft blocks on the CPU (TorchNativeSpecAttnBackend) against a plain softmax loop.
+"""Every mode and layer option of our CPU attention (TorchNativeSpecAttnBackend) against a plain softmax loop.
 
 float32 against float64, values of order 1: tolerance 1e-5. Slots nobody wrote hold NaN, so a read out of bounds shows.
 """
@@ -11,6 +11,10 @@ from engine import Pools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
 
 TOLERANCE = 1e-5
 HEAD_DIM = 16
@@ -23,16 +27,21 @@ def sees(query: int, key: int, causal: bool, window: int | None) -> bool:
     return window is None or abs(key - query) <= window
 
 
-def attend(q, k, v, anchor: int, causal: bool, window: int | None) -> torch.Tensor:
-    """One request. q: [B, heads, dim]; k, v: [anchor + B, kv_heads, dim]; returns [B, heads * dim] in float64."""
+def attend(q, k, v, anchor: int, causal: bool, window: int | None, cap: float = 0.0, sinks=None) -> torch.Tensor:
+    """One request. q: [B, heads, dim]; k, v: [anchor + B, kv_heads, dim or another]; returns [B, heads * dim] in float64.
+    cap: scores s become cap * tanh(s / cap). sinks: [heads], a score of each head whose weight goes nowhere."""
     q, k, v = q.double(), k.double(), v.double()
-    output = torch.empty_like(q)
+    output = q.new_empty(*q.shape[:2], v.shape[2])
     for slot in range(q.shape[0]):
         for head in range(q.shape[1]):
             shared = head // (q.shape[1] // k.shape[1])
             seen = [key for key in range(k.shape[0]) if sees(anchor + slot, key, causal, window)]
-            weights = torch.softmax(k[seen, shared] @ q[slot, head] / math.sqrt(q.shape[2]), dim=0)
-            output[slot, head] = weights @ v[seen, shared]
+            scores = k[seen, shared] @ q[slot, head] / math.sqrt(q.shape[2])
+            if cap:
+                scores = cap * torch.tanh(scores / cap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head].double()[None]))
+            output[slot, head] = torch.softmax(scores, dim=0)[: len(seen)] @ v[seen, shared]
     return output.flatten(1)
 
 
@@ -142,25 +151,93 @@ def test_a_request_does_not_depend_on_its_neighbours():
     torch.testing.assert_close(output([6]), output([6, 50]), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("prefix", [0, 4])
-def test_other_modes_are_left_to_sglang(prefix):
-    """A prefill runs SGLang's own code, before and after a verify on the same backend."""
-    width, total = 3, 9
-    states = torch.randn(total + width, 2, HEAD_DIM, generator=torch.Generator().manual_seed(1))
-    pools = Pools(1, 32, layers=1, kv_heads=2, head_dim=HEAD_DIM)
-    layer = RadixAttention(2, HEAD_DIM, HEAD_DIM**-0.5, num_kv_heads=2, layer_id=0)
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 5},
+    "soft cap": {"cap": 2.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 5, "cap": 2.0, "sinks": True},
+}
+HEADS, KV_HEADS = 6, 2
 
-    def run(batch, rows):
-        flat = states[rows].flatten(1)
-        return pools.forward(lambda *_: layer(flat, flat, flat, batch), batch)
 
-    pools.token_to_kv_pool.set_kv_buffer(layer, pools.slots(0, 0, prefix), states[:prefix], states[:prefix])
-    for _ in range(2):
-        found = run(pools.extend([[0] * total], [prefix]), slice(prefix, total))
-        expected = attend(states[prefix:total], states[:total], states[:total], prefix, True, None)
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE)
-        found = run(
-            pools.blocks(torch.zeros(1, width, dtype=torch.int64), [total]), slice(total, total + width)
-        )
-        expected = attend(states[total:], states, states, total, True, None)
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE)
+def run_mode(mode: str, lengths, widths, *, window=None, cap=0.0, sinks=False, seed=0) -> float:
+    """Largest difference over a batch of requests with these committed lengths and this many queries each: a decode step, a
+    prefill, or verify chains."""
+    generator = torch.Generator().manual_seed(seed)
+    pools = Pools(len(lengths), 128, layers=1, kv_heads=KV_HEADS, head_dim=HEAD_DIM, seed=seed)
+    layer = RadixAttention(
+        HEADS,
+        HEAD_DIM,
+        HEAD_DIM**-0.5,
+        num_kv_heads=KV_HEADS,
+        layer_id=0,
+        logit_cap=cap,
+        sliding_window_size=-1 if window is None else window,
+    )
+    options = {"sinks": torch.randn(HEADS, generator=generator) * 2} if sinks else {}
+    totals = [n + width for n, width in zip(lengths, widths, strict=True)]
+    keys, values = (
+        [torch.randn(total, KV_HEADS, HEAD_DIM, generator=generator) for total in totals] for _ in range(2)
+    )
+    queries = [torch.randn(width, HEADS, HEAD_DIM, generator=generator) for width in widths]
+    for request, n in enumerate(lengths):
+        where = pools.slots(request, 0, n)
+        pools.token_to_kv_pool.set_kv_buffer(layer, where, keys[request][:n], values[request][:n])
+    if mode == "extend":
+        batch = pools.extend([[0] * total for total in totals], lengths)
+    else:
+        batch = pools.blocks(torch.zeros(len(lengths), widths[0], dtype=torch.int64), lengths)
+    if mode == "decode":
+        batch.forward_mode, batch.seq_lens, batch.spec_info = ForwardMode.DECODE, batch.seq_lens + 1, None
+
+    def attention(input_ids, positions, batch):
+        new = [torch.cat([t[n:] for t, n in zip(tensors, lengths)]).flatten(1) for tensors in (keys, values)]
+        return layer(torch.cat(queries).flatten(1), *new, batch, **options)
+
+    found = pools.forward(attention, batch).view(-1, HEADS * HEAD_DIM).split(list(widths))
+    worst = 0.0
+    for q, k, v, n, output in zip(queries, keys, values, lengths, found, strict=True):
+        expected = attend(q, k, v, n, True, window, cap, options.get("sinks"))
+        worst = max(worst, (output.double() - expected).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "mode, lengths, widths",
+    [
+        ("verify", [0, 33, 2], [4, 4, 4]),
+        ("verify", [9], [5]),
+        ("decode", [0, 33, 2], [1, 1, 1]),
+        ("extend", [0, 4, 0], [9, 7, 1]),
+        ("extend", [0, 11], [80, 70]),  # beyond what is folded into one KV head's queries
+    ],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_modes_and_options(mode, lengths, widths, options):
+    assert run_mode(mode, lengths, widths, **options) < TOLERANCE
+
+
+def test_latent_keys():
+    """MLA as SGLang's models absorb it: one latent per token is the key of every head, and its first part the value."""
+    rank, rope, heads, lengths, width = 24, 8, 4, [7, 0, 19], 3
+    generator = torch.Generator().manual_seed(2)
+    pools = Pools(len(lengths), 32, layers=1, kv_heads=1, head_dim=HEAD_DIM)
+    pools.token_to_kv_pool = MLATokenToKVPool(256, 1, torch.float32, rank, rope, 1, "cpu", enable_memory_saver=False)
+    pools.backend = TorchNativeSpecAttnBackend(pools)
+    layer = RadixAttention(heads, rank + rope, (rank + rope) ** -0.5, num_kv_heads=1, layer_id=0, v_head_dim=rank)
+    latents = [torch.randn(n + width, 1, rank + rope, generator=generator) for n in lengths]
+    queries = torch.randn(len(lengths), width, heads, rank + rope, generator=generator)
+    for request, (n, latent) in enumerate(zip(lengths, latents)):
+        pools.token_to_kv_pool.set_kv_buffer(layer, pools.slots(request, 0, n), latent[:n], None)
+
+    def attention(input_ids, positions, batch):
+        new = torch.cat([latent[-width:] for latent in latents])
+        return layer(queries.flatten(0, 1).flatten(1), new, new[..., :rank].contiguous(), batch)
+
+    batch = pools.blocks(torch.zeros(len(lengths), width, dtype=torch.int64), lengths)
+    found = pools.forward(attention, batch).view(len(lengths), width, -1)
+    for request, (n, latent) in enumerate(zip(lengths, latents)):
+        expected = attend(queries[request], latent, latent[..., :rank], n, True, None)
+        torch.testing.assert_close(found[request].double(), expected, rtol=0, atol=TOLERANCE)

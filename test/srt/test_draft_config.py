@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import DRAFT, TARGET
@@ -19,6 +20,7 @@ from sglang_dflash.srt.configs.draft_config import (
     parse_draft_config,
     spread_target_layer_ids,
 )
+from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 
 VALID = {
     "hidden_size": 64,
@@ -117,6 +119,20 @@ def test_a_field_that_is_no_positive_integer_is_named(field, value):
         ({"target_layer_ids": [5, 5]}, ["target_layer_ids", "repeats"]),
         ({"is_causal": True}, ["is_causal", "full"]),
         ({"is_causal": 1}, ["is_causal"]),
+        ({"mask_token_id": None, "mask_token": 3}, ["mask_token", "3"]),
+        ({"mask_token_id": None, "mask_token": ""}, ["mask_token"]),
+        ({"output_multiplier": -1.0}, ["output_multiplier", "-1.0"]),
+        ({"output_multiplier": "2"}, ["output_multiplier", "'2'"]),
+        ({"final_logit_softcapping": float("inf")}, ["final_logit_softcapping", "inf"]),
+        ({"hc_mult": 0}, ["hc_mult", "0"]),
+        # What makes another model of it, where SGLang and other engines look for it.
+        ({"projector_type": "domino"}, ["dflash_config.projector_type", "Domino"]),
+        ({"attention_mode": "mla"}, ["dflash_config.attention_mode", "mla"]),
+        ({"selector_rank": 64}, ["dflash_config.selector_rank"]),
+        ({"selector_top_k": 8}, ["dflash_config.selector_top_k"]),
+        ({"conv_kernel_size": 4}, ["dflash_config.conv_kernel_size"]),
+        ({"attention_sink_bias": True}, ["dflash_config.attention_sink_bias"]),
+        ({"attention_value_scale": 0.5}, ["dflash_config.attention_value_scale"]),
     ],
 )
 def test_what_dflash_config_may_not_say(nested, words):
@@ -138,11 +154,94 @@ def test_what_dflash_config_may_not_say(nested, words):
         ({**SLIDING, "sliding_window": 0}, ["sliding_window", "0"]),
         # SGLang's RadixAttention takes the 0 tokens before the query for "no window".
         ({**SLIDING, "sliding_window": 1}, ["sliding_window", "1"]),
+        ({"projector_type": "domino"}, ["projector_type", "Domino"]),
+        ({"use_gemma_norm": True}, ["use_gemma_norm"]),
+        ({"kv_lora_rank": 512}, ["kv_lora_rank", "MLA"]),
+        ({"num_experts": 8}, ["num_experts"]),
+        ({"partial_rotary_factor": 0.25}, ["partial_rotary_factor", "0.25"]),
+        ({"head_dim": 64, "rope_scaling": {"rope_dim": 16}}, ["rope_dim", "16", "64"]),
+        ({"rope_is_neox_style": False}, ["rope_is_neox_style"]),
     ],
 )
 def test_what_the_top_level_may_not_say(changes, words):
     problems = problems_of(changes)
     assert any(all(word in problem for word in words) for problem in problems), problems
+
+
+def test_fields_that_say_no_are_no_variant():
+    """As exporters write them: zero, null or false where the draft has none, and a rotary width that is the head's."""
+    nested = {"conv_kernel_size": 0, "selector_rank": 0, "projector_type": None, "attention_sink_bias": False}
+    parse({"head_dim": 64, "partial_rotary_factor": 0.25, "rope_scaling": {"rope_dim": 64}, "num_experts": None}, nested)
+
+
+def test_an_unknown_field_is_named_in_a_warning(caplog):
+    parse(nested={"loss_decay": 0.7, "num_anchors": 512})
+    assert "loss_decay, num_anchors" in caplog.text
+
+
+def test_a_mask_token_by_name():
+    """The id wins where both are there."""
+    named = parse(nested={"mask_token_id": None, "mask_token": "<|MASK|>"})
+    both = parse(nested={"mask_token": "<|MASK|>"})
+    assert (named.mask_token, named.mask_token_id) == ("<|MASK|>", None)
+    assert (both.mask_token, both.mask_token_id) == (None, 99)
+
+
+class Tokenizer:
+    """90 tokens, one of them a mask."""
+
+    def __len__(self):
+        return 90
+
+    def get_vocab(self):
+        return {"<mask>": 3}
+
+
+def test_a_mask_token_is_looked_up_in_the_targets_tokenizer():
+    """z-lab's code adds a token that is not there, which makes it the next one."""
+
+    def found(name, **changes):
+        return find_mask_token(parse(changes, {"mask_token_id": None, "mask_token": name}), Tokenizer())
+
+    assert found("<mask>") == 3
+    assert found("<|MASK|>") == 90
+    with pytest.raises(DraftConfigError, match="90 rows"):
+        found("<|MASK|>", vocab_size=90)
+    with pytest.raises(DraftConfigError, match="no tokenizer"):
+        find_mask_token(parse(nested={"mask_token_id": None, "mask_token": "<mask>"}), None)
+
+
+def test_a_file_with_a_mask_embedding(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert read_mask_embedding(str(tmp_path)) is None
+    vector = torch.arange(4.0)
+    torch.save({"embedding": vector, "mask_token_id": 9}, tmp_path / "mask_embedding.pt")
+    saved = read_mask_embedding(str(tmp_path))
+    assert saved.token_id == 9 and torch.equal(saved.vector, vector)
+    torch.save({"embedding": vector, "mask_token_id": 9, "per_position": True}, tmp_path / "mask_embedding.pt")
+    with pytest.raises(DraftConfigError, match="per position"):
+        read_mask_embedding(str(tmp_path))
+    torch.save([vector], tmp_path / "mask_embedding.pt")
+    with pytest.raises(DraftConfigError, match="mask_embedding.pt"):
+        read_mask_embedding(str(tmp_path))
+
+
+def test_logit_scales():
+    """Zero is SGLang's "none"; the top level of a config may be the target's."""
+    plain = parse({"final_logit_softcapping": 30.0, "output_multiplier": 2.0}, {"final_logit_softcapping": 0})
+    assert (plain.final_logit_softcapping, plain.output_multiplier) == (None, 1.0)
+    scaled = parse(nested={"final_logit_softcapping": 30, "output_multiplier": 0.5})
+    assert (scaled.final_logit_softcapping, scaled.output_multiplier) == (30.0, 0.5)
+
+
+def test_several_streams():
+    """Of a target whose residual has several streams, a layer's output is as many hidden states wide."""
+    draft = parse(nested={"hc_mult": 4})
+    assert draft.aux_width == 3 * 4 * 64 and parse().aux_width == 3 * 64
+    check_draft_fits_target(draft, target(hc_mult=4), "some/draft")
+    for one, other in ((draft, target()), (parse(), target(hc_mult=4))):
+        with pytest.raises(DraftConfigError, match="hc_mult"):
+            check_draft_fits_target(one, other, "some/draft")
 
 
 def test_several_problems_are_named_at_once():
@@ -262,6 +361,12 @@ NESTED_FIELDS = [
     "draft_vocab_size",
     "sample_from_anchor",
     "speculative_tokens",
+    "mask_token",
+    "hc_mult",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "projector_type",
+    "conv_kernel_size",
 ]
 TOP_FIELDS = [*REQUIRED, *NESTED_FIELDS]
 
@@ -304,7 +409,12 @@ def check_valid(draft: DFlashDraftConfig) -> None:
     assert all(type(size) is int and size >= 1 for size in sizes)
     assert draft.draft_vocab_size <= draft.vocab_size
     assert 0 <= draft.speculative_tokens <= draft.num_drafting_rows
-    assert type(draft.mask_token_id) is int and 0 <= draft.mask_token_id < draft.vocab_size
+    if draft.mask_token is None:
+        assert type(draft.mask_token_id) is int and 0 <= draft.mask_token_id < draft.vocab_size
+    else:
+        assert type(draft.mask_token) is str and draft.mask_token and draft.mask_token_id is None
+    assert draft.aux_width >= draft.hidden_size and draft.output_multiplier > 0
+    assert draft.final_logit_softcapping is None or draft.final_logit_softcapping > 0
     ids = draft.target_layer_ids
     assert len(ids) > 0
     deepest = draft.num_target_layers or 1 + max(ids) + 1

@@ -7,7 +7,11 @@ float32 against float64. Hidden states and logits here are of order 1 to 10; tol
 import pytest
 import torch
 from draft_cases import VARIANTS, YARN, Case, random_weights
+from engine import build, read_config
 from reference_dflash import ReferenceDFlash, rope_frequencies
+
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
+from sglang_dflash.srt.models.mask_token import MaskEmbedding
 
 LOGITS_TOLERANCE = 1e-4
 KV_TOLERANCE = 1e-5
@@ -56,6 +60,71 @@ def test_context_kv(name, tmp_path):
     for layer, (expected_keys, expected_values) in enumerate(case.reference.context_kv(aux_hidden)):
         torch.testing.assert_close(keys[:, layer].double(), expected_keys, rtol=0, atol=KV_TOLERANCE)
         torch.testing.assert_close(values[:, layer].double(), expected_values, rtol=0, atol=KV_TOLERANCE)
+
+
+@pytest.mark.parametrize("softcap, multiplier", [(None, 1.0), (2.0, 1.0), (None, 0.5), (2.0, 0.5)])
+def test_logits_to_draw_from(softcap, multiplier, tmp_path):
+    """Scaled, then capped. Which token is best stays."""
+    nested = {"final_logit_softcapping": softcap, "output_multiplier": multiplier}
+    case = Case.variant("plain", tmp_path, **nested)
+    hidden = torch.randn(5, case.config["hidden_size"], generator=torch.Generator().manual_seed(0)) * 3
+    expected = hidden @ case.head.T * multiplier
+    expected = expected if softcap is None else softcap * torch.tanh(expected / softcap)
+    torch.testing.assert_close(case.model.logits(hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_several_streams(tmp_path):
+    """Each layer's output is two hidden states wide, and so is the context's projection."""
+    case = Case.variant("plain", tmp_path, hc_mult=2)
+    aux_hidden = torch.randn(12, 2 * 2 * case.config["hidden_size"], generator=torch.Generator().manual_seed(0))
+    keys, _ = case.context_kv(aux_hidden)
+    torch.testing.assert_close(keys[:, 1].double(), case.reference.context_kv(aux_hidden)[1][0], rtol=0, atol=KV_TOLERANCE)
+
+
+def test_rope_fields_of_the_target(tmp_path):
+    """M-RoPE sections and a partial factor, copied from the target's config: the draft rotates its whole heads by the
+    text's positions, as `rope_dim` says."""
+    copied = {"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True, "rope_dim": 16}
+    plain = Case.variant("plain", tmp_path)
+    config = plain.config | {"rope_scaling": copied, "partial_rotary_factor": 0.25}
+    model = build(DFlashDraftModel, read_config(config, tmp_path), random_weights(config, plain.num_aux).items())
+    aux_hidden = plain.aux_hidden(30, seed=1)
+    expected = plain.context_kv(aux_hidden)
+    plain.model = model
+    for found, wanted in zip(plain.context_kv(aux_hidden), expected):
+        assert torch.equal(found, wanted)
+
+
+class ScaledEmbedding(torch.nn.Embedding):
+    embed_scale = 3.0
+
+    def forward(self, ids):
+        return super().forward(ids) * self.embed_scale
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, ScaledEmbedding])
+def test_a_mask_embedding_of_its_own(kind, tmp_path):
+    """It stands for the mask token in blocks, scaled as the table's rows are; the table, which prompts are looked up in as
+    well, stays."""
+    case = Case.variant("plain", tmp_path)
+    table = kind(case.config["vocab_size"], case.config["hidden_size"])
+    before = table.weight.detach().clone()
+    vector = torch.full((case.config["hidden_size"],), 0.25)
+    case.model.prepare_mask(embedding=MaskEmbedding(case.model.mask_token_id, vector))
+    case.model.borrow_from_target(table, case.model.head)
+    ids = torch.tensor([3, case.model.mask_token_id, 5])
+    with torch.no_grad():
+        found, looked_up = case.model.embed(ids), table(ids)
+    assert torch.equal(found[[0, 2]], looked_up[[0, 2]])
+    assert torch.equal(found[1], vector * getattr(table, "embed_scale", 1.0))
+    assert torch.equal(table.weight, before)
+
+
+@pytest.mark.parametrize("token, width, words", [(8, 48, "token 8"), (7, 47, "47")])
+def test_a_mask_embedding_of_another_draft(token, width, words, tmp_path):
+    case = Case.variant("plain", tmp_path)
+    with pytest.raises(ValueError, match=words):
+        case.model.prepare_mask(embedding=MaskEmbedding(token, torch.zeros(width)))
 
 
 def test_rejected_rows_do_not_matter(tmp_path):

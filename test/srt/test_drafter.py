@@ -10,7 +10,7 @@ import pytest
 import torch
 from draft_cases import Case, FakePlan, lm_head
 
-from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
+from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
@@ -21,6 +21,38 @@ def test_greedy_tokens_never_come_from_the_heads_padding():
     hidden = torch.rand(9, 16, generator=torch.Generator().manual_seed(0))
     weight = -torch.rand(61, 16, generator=torch.Generator().manual_seed(1))
     assert torch.equal(greedy_tokens(hidden, lm_head(weight)), (hidden @ weight.T).argmax(dim=-1))
+
+
+def test_an_embedding_for_a_head():
+    """What Gemma ties its head to: rows without padding, and no quant method."""
+    embedding = torch.nn.Embedding(61, 16)
+    hidden = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
+    expected = hidden @ embedding.weight.T
+    with torch.no_grad():
+        assert torch.equal(greedy_tokens(hidden, embedding), expected.argmax(dim=-1))
+        torch.testing.assert_close(full_logits(hidden, embedding), expected)
+
+
+class PackedMethod:
+    """A quant method as SGLang's are: it alone can read the weight, here int8 rows, transposed, with a scale each."""
+
+    def apply(self, layer, hidden):
+        return hidden @ (layer.weight.float() * layer.scale)
+
+
+def test_a_quantized_head():
+    head = lm_head(torch.zeros(61, 16))
+    generator = torch.Generator().manual_seed(4)
+    rows, scale = torch.randint(-127, 128, (61, 16), generator=generator), torch.rand(61, generator=generator)
+    padding = head.weight.shape[0] - 61
+    head.weight = torch.nn.Parameter(
+        torch.nn.functional.pad(rows.T, (0, padding)).to(torch.int8), requires_grad=False
+    )
+    head.scale, head.quant_method = torch.nn.functional.pad(scale, (0, padding)), PackedMethod()
+    hidden = torch.randn(9, 16, generator=generator)
+    expected = hidden @ (rows * scale[:, None]).T
+    assert torch.equal(greedy_tokens(hidden, head), expected.argmax(dim=-1))
+    torch.testing.assert_close(full_logits(hidden, head), expected)
 
 
 def drafter_on(pools, case: Case, verify_width: int) -> DFlashDrafter:

@@ -48,14 +48,14 @@ def launch_prepare_block():
     block.prepare_block_triton(ints, ints, ints, table, 151_669, block_size)
 
 
-def launch_prepare_rows():
+def launch_prepare_rows(last_start: int | None):
     bs, block_size, hidden = 4, 8, 4096
     ints, table = torch.zeros(bs, dtype=torch.int64), torch.zeros(48, 40_960, dtype=torch.int32)
     states = torch.zeros(48, block_size, hidden, dtype=torch.bfloat16)
     tokens = torch.zeros(48, block_size, dtype=torch.int64)
     pending = peagle_rows.Pending(tokens, states, tokens[:, 0].contiguous())
     fused = torch.zeros(bs * 2 * (block_size - 1), hidden, dtype=torch.bfloat16)
-    peagle_rows.prepare_rows_triton(ints, ints, pending, states[0, 0], table, table, 151_669, fused, ints)
+    peagle_rows.prepare_rows_triton(ints, ints, pending, states[0, 0], table, table, 151_669, fused, ints, last_start)
 
 
 def launch_accept_greedy():
@@ -89,7 +89,8 @@ CONTEXT_KV = {
 }
 CASES = {
     "prepare_block": (block, "_prepare_block_kernel", launch_prepare_block, ()),
-    "prepare_rows": (peagle_rows, "_prepare_rows_kernel", launch_prepare_rows, ()),
+    "prepare_rows": (peagle_rows, "_prepare_rows_kernel", launch_prepare_rows, (None,)),
+    "prepare_rows, from the first pending": (peagle_rows, "_prepare_rows_kernel", launch_prepare_rows, (40_000,)),
     "accept_greedy": (accept, "_accept_greedy_kernel", launch_accept_greedy, ()),
     **{
         f"write_context_kv, {name}": (context_kv, "_write_context_kv_kernel", launch_write_context_kv, case)

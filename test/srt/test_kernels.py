@@ -89,10 +89,12 @@ def random_rows(seed: int, bs: int, block_size: int, hidden: int, device: str) -
         fused=torch.randn(slots, block_size, hidden, generator=rng).to(device, torch.bfloat16),
         count=1 + torch.randint(block_size, (slots,), generator=rng).to(device),
     )
+    requests = torch.randperm(slots, generator=rng)[:bs].to(device)
+    pending.count[requests] = torch.minimum(pending.count[requests], lengths.to(device))
     tables = torch.randint(2**31 - 1, (2, slots, max_len + 5), generator=rng, dtype=torch.int32).to(device)
     fused, first = torch.zeros(bs * width, hidden, dtype=torch.bfloat16), torch.zeros(bs, dtype=torch.int64)
     return [
-        torch.randperm(slots, generator=rng)[:bs].to(device),
+        requests,
         lengths.to(device),
         pending,
         torch.randn(hidden, generator=rng).to(device, torch.bfloat16),
@@ -106,10 +108,12 @@ def random_rows(seed: int, bs: int, block_size: int, hidden: int, device: str) -
 
 @against_twin
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**31), st.integers(0, 5), st.integers(2, 9), st.sampled_from([16, 40]))
-def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden):
+@given(
+    st.integers(0, 2**31), st.integers(0, 5), st.integers(2, 9), st.sampled_from([16, 40]), st.sampled_from([None, 20, 40])
+)
+def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden, last_start):
     mine, twins = (random_rows(seed, bs, block_size, hidden, DEVICE) for _ in range(2))
-    outputs = peagle_rows.prepare_rows_triton(*mine), peagle_rows.prepare_rows_torch(*twins)
+    outputs = peagle_rows.prepare_rows_triton(*mine, last_start), peagle_rows.prepare_rows_torch(*twins, last_start)
     for got, want in zip(*outputs, strict=True):
         assert got.dtype == want.dtype == torch.int64
         assert torch.equal(got, want) and got.shape == want.shape
@@ -117,8 +121,9 @@ def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden):
         assert torch.equal(mine[place], twins[place])
 
 
-def test_prepared_rows():
-    """Blocks of 4 with two drafted tokens kept (three rows pending), and of a text of two tokens (one pending)."""
+def two_blocks_of_rows(last_start: int | None) -> tuple[peagle_rows.Rows, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks of 4 with two drafted tokens kept (three rows pending), and of a text of two tokens (one pending). Also what
+    was written: the table, the fused states and the first drafting rows."""
     pending = peagle_rows.Pending(
         tokens=torch.tensor([[51, 52, 0, 0], [61, 62, 63, 0]]),
         fused=torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0]]).float()[..., None],
@@ -127,15 +132,39 @@ def test_prepared_rows():
     source = torch.arange(100, 140, dtype=torch.int32).view(2, 20)
     table, fused, first = torch.zeros(2, 30, dtype=torch.int32), torch.zeros(12, 1), torch.zeros(2, dtype=torch.int64)
     requests, lengths, mask_state = torch.tensor([1, 0]), torch.tensor([9, 2]), torch.tensor([9.0])
-    rows = peagle_rows.prepare_rows(requests, lengths, pending, mask_state, source, table, 99, fused, first)
+    rows = peagle_rows.prepare_rows(requests, lengths, pending, mask_state, source, table, 99, fused, first, last_start)
+    return rows, table, fused.flatten(), first
+
+
+def test_prepared_rows():
+    rows, table, fused, first = two_blocks_of_rows(None)
     assert rows.positions.tolist() == [[5, 6, 7, 8, 9, 10], [0, 1, 2, 3, 4, 5]]
     assert rows.tokens.tolist() == [[99, 61, 62, 63, 99, 99], [99, 51, 99, 99, 99, 99]]
-    assert fused.flatten().tolist() == [9, 3, 4, 5, 9, 9, 9, 1, 9, 9, 9, 9]
+    assert fused.tolist() == [9, 3, 4, 5, 9, 9, 9, 1, 9, 9, 9, 9]
     # Row i goes to the slot of token i + 1; the rows run before, and those behind the last mask row, to the padding.
     assert rows.cache_loc.tolist() == [0, 127, 128, 129, 130, 131, 0, 102, 103, 104, 0, 0]
     assert table[1, 5:12].tolist() == [126, 127, 128, 129, 130, 131, 0]
     assert table[0, :7].tolist() == [101, 102, 103, 104, 0, 0, 0]
     assert rows.start.tolist() == [5, 0] and first.tolist() == [3, 1]
+
+
+def test_prepared_rows_that_begin_with_what_is_pending():
+    rows, table, fused, first = two_blocks_of_rows(14)
+    assert rows.positions.tolist() == [[6, 7, 8, 9, 10, 11], [1, 2, 3, 4, 5, 6]]
+    assert rows.tokens.tolist() == [[61, 62, 63, 99, 99, 99], [51, 99, 99, 99, 99, 99]]
+    assert fused.tolist() == [3, 4, 5, 9, 9, 9, 1, 9, 9, 9, 9, 9]
+    assert rows.cache_loc.tolist() == [127, 128, 129, 130, 131, 0, 102, 103, 104, 0, 0, 0]
+    assert table[1, 6:13].tolist() == [127, 128, 129, 130, 131, 0, 0]
+    assert rows.start.tolist() == [6, 1] and first.tolist() == [2, 0]
+
+
+def test_prepared_rows_at_the_end_of_the_context():
+    """Nothing reaches behind row 4 + 6: the first block begins with rows that are in the KV, which keep theirs."""
+    rows, table, fused, first = two_blocks_of_rows(4)
+    assert rows.positions.tolist() == [[4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6]]
+    assert rows.tokens[0].tolist() == [99, 99, 61, 62, 63, 99]
+    assert rows.cache_loc[:6].tolist() == [0, 0, 127, 128, 129, 130]
+    assert rows.start.tolist() == [4, 1] and first.tolist() == [4, 0]
 
 
 # -- acceptance -------------------------------------------------------------------------------------------

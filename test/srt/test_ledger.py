@@ -10,7 +10,9 @@ from conftest import run_to_end
 from sglang_dflash import SGLANG_VERSION
 from sglang_dflash.srt.plugins import entry_points, ledger
 
-CHANGES = (*ledger.AT_LOAD, *ledger.AT_WORKER)
+CHANGES = (*ledger.AT_LOAD, *ledger.AT_WORKER, *ledger.AT_CPU_ATTENTION)
+# SGLang has no P-EAGLE model, and no MLA on torch_native; any other new key would need a reason of its own.
+NEW_KEYS = {("models", "PEagleDraftModel"), ("_handlers", "torch_native")}
 
 
 def name_of(change: ledger.Change) -> str:
@@ -26,12 +28,14 @@ def test_an_entry(change):
     value = change.build()
     if change.kind == "entry":
         assert change.signature is None and change.key
-        # SGLang has no P-EAGLE model; any other new key would need a reason of its own.
-        assert change.key in target or change.key == "PEagleDraftModel"
-        assert inspect.isclass(value)
+        assert change.key in target or (change.target.rpartition(".")[2], change.key) in NEW_KEYS
+        assert callable(value)
         return
     assert change.key is None
-    wanted = change.signature.strip("()").split(", ")
+    if change.signature is None:  # a method of PyTorch's, of which Python knows no signature
+        assert callable(target) and callable(value)
+        return
+    wanted = [name for name in change.signature.strip("()").split(", ") if name]
     extra = {"around": ["original"], "resolution": [], "replace": [], "class": []}[change.kind]
     taken = list(inspect.signature(value).parameters)
     if change.kind == "class":
@@ -43,9 +47,13 @@ def test_an_entry(change):
 
 
 def test_kinds_and_times():
-    """Names are rebound, and models and backends replaced, only where DFLASH runs; hooks come with the plugin, and the
-    config parser, which leaves all but our checkpoints to SGLang's."""
-    assert {change.kind for change in ledger.AT_LOAD if change.key != "hf"} <= {"around", "resolution"}
+    """Names are rebound, and models replaced, only where DFLASH runs; hooks come with the plugin, and so do the config
+    parser, which leaves all but our checkpoints to SGLang's, and the CPU's attention, which leaves it all but what it
+    cannot run (test_target_families.py). What only Triton can do otherwise is replaced on a CPU from the start."""
+    kept_out = [change for change in ledger.AT_LOAD if change.kind == "replace"]
+    assert all(change.cpu_only for change in kept_out)
+    rest = [change for change in ledger.AT_LOAD if change not in kept_out and change.key not in ("hf", "torch_native")]
+    assert {change.kind for change in rest} <= {"around", "resolution"}
     assert {change.kind for change in ledger.AT_WORKER} <= {"entry", "replace", "class"}
 
 
@@ -54,7 +62,7 @@ def test_no_target_is_listed_twice():
     assert len(targets) == len(set(targets))
 
 
-EXAMPLE = ledger.AT_LOAD[-1]
+EXAMPLE = next(change for change in ledger.AT_LOAD if change.target.endswith(".create_worker"))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_installed_entry_points_load(group):
 def test_pins(pyproject):
     from sglang_dflash import SGLANG_VERSION
 
-    assert pyproject["project"]["dependencies"] == [f"sglang=={SGLANG_VERSION}"]
+    assert pyproject["project"]["dependencies"][0] == f"sglang=={SGLANG_VERSION}"  # the others: test_dependencies.py
     assert importlib.metadata.version("sglang") == SGLANG_VERSION
 
 
@@ -116,6 +116,12 @@ def test_the_wheel_holds_every_module(wheel):
     packed = {name for name in wheel.namelist() if name.endswith(".py")}
     assert packed == modules()
     assert any("stand_in/sgl_kernel/__init__.py" in name for name in packed)
+
+
+def test_the_wheel_carries_the_licence(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    assert "\nLicense-Expression: Apache-2.0\n" in wheel.read(name).decode()
+    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
 
 def test_the_wheel_declares_the_entry_points(wheel):

@@ -11,11 +11,14 @@ import pytest
 import torch
 from draft_cases import BASE, SLIDING, FakePlan, lm_head, random_weights
 from engine import Pools, build
+from rehearsal.attention import attend
 from reference_peagle import ReferencePEagle
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from test_drafter import sampling_parameters
 from test_speculators_format import GOOD_PEAGLE
 
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts
@@ -36,6 +39,37 @@ CONFIG = GOOD_PEAGLE | {
 }
 
 
+class BlockKeysFromTheForward(TorchNativeSpecAttnBackend):
+    """As SGLang's Triton backend: the keys and values of a block are those it was just given, not those in the pool."""
+
+    needs_cpu_seq_lens = False
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        if not forward_batch.forward_mode.is_target_verify():
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        width = forward_batch.spec_info.num_tokens_per_req
+        out = []
+        for block, n in enumerate(forward_batch.seq_lens.tolist()):
+            rows = slice(block * width, (block + 1) * width)
+            prefix = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices[block], :n].long()
+            keys, values = (
+                torch.cat([pool[prefix], new[rows].view(width, *pool.shape[1:])])
+                for pool, new in zip(self.token_to_kv_pool.get_kv_buffer(layer.layer_id), (k, v), strict=True)
+            )
+            window = layer.sliding_window_size
+            queries = q[rows].view(width, layer.tp_q_head_num, -1)
+            attended, _ = attend(queries, keys, values, causal=True, scale=layer.scaling, back=-1 if window is None else window)
+            out.append(attended.flatten(1))
+        self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        return torch.cat(out)
+
+
+class KeysFromThePool(TorchNativeSpecAttnBackend):
+    """As FA3, which plans without the host's lengths."""
+
+    needs_cpu_seq_lens = False
+
+
 class Translator:
     def plan(self, *, write_virtual, **_) -> FakePlan:
         return FakePlan(write_virtual)
@@ -44,7 +78,9 @@ class Translator:
 class Simulation:
     """Requests whose texts and states are fixed in advance, and a drafter that is led through them."""
 
-    def __init__(self, verify_width: int, requests: int, folder, page_size: int = 1):
+    def __init__(
+        self, verify_width: int, requests: int, folder, page_size: int = 1, backend: type = TorchNativeSpecAttnBackend
+    ):
         (folder / "config.json").write_text(json.dumps(CONFIG))
         layers = CONFIG["transformer_layer_config"]
         hidden, num_aux = layers["hidden_size"], 2
@@ -74,6 +110,7 @@ class Simulation:
             kv_heads=layers["num_key_value_heads"],
             head_dim=layers["head_dim"],
             page_size=page_size,
+            backend=backend,
         )
         # The target's table; the draft's own starts empty.
         own = self.pools.req_to_token_pool
@@ -83,6 +120,8 @@ class Simulation:
             model=self.model,
             req_to_token_pool=own,
             kv_index_translator=Translator(),
+            attn_backend=self.pools.backend,
+            model_config=SimpleNamespace(context_len=CAPACITY),
             forward=lambda batch: SimpleNamespace(logits_output=self.pools.forward(self.model, batch)),
         )
         borrowed = SimpleNamespace(
@@ -200,9 +239,28 @@ def test_widths_change_from_cycle_to_cycle(verify_width, tmp_path):
     simulation.cycle({0: 0, 1: 0, 2: 0})
 
 
-def test_batches_change(tmp_path):
+@pytest.mark.parametrize("backend", [BlockKeysFromTheForward, KeysFromThePool])
+def test_backends_that_do_not_know_the_hosts_lengths(backend, tmp_path):
+    """Wherever a backend takes the keys of the block from, every row sees its own request's."""
+    simulation = Simulation(6, 4, tmp_path, backend=backend)
+    simulation.prefill({0: 17, 1: 1, 2: 2, 3: 6})
+    for kept in ((0, 0, 0, 0), (5, 2, 0, 5), (0, 5, 1, 3), (5, 0, 5, 0), (4, 1, 2, 2)):
+        simulation.cycle(dict(enumerate(kept)))
+
+
+def test_the_end_of_the_context(tmp_path):
+    """No row of a block lies beyond it, though a request's last tokens are drafted as well as any."""
+    simulation = Simulation(6, 2, tmp_path, backend=KeysFromThePool)
+    simulation.prefill({0: CAPACITY - 17, 1: 3})
+    for kept in ((0, 5), (5, 0), (0, 1), (3, 2)):
+        simulation.cycle(dict(enumerate(kept)))
+    assert simulation.lengths[0] == CAPACITY - 5
+
+
+@pytest.mark.parametrize("backend", [TorchNativeSpecAttnBackend, BlockKeysFromTheForward])
+def test_batches_change(backend, tmp_path):
     """A request's pending rows wait while others go on."""
-    simulation = Simulation(5, 3, tmp_path)
+    simulation = Simulation(5, 3, tmp_path, backend=backend)
     simulation.prefill({2: 9, 0: 12})
     simulation.cycle({0: 3, 2: 4})
     simulation.prefill({1: 5})
@@ -257,3 +315,11 @@ def test_draft_probabilities_belong_to_their_request(tmp_path):
             got[block.probs.ids[row, slot]] = block.probs.probs[row, slot].double()
             torch.testing.assert_close(got[target_ids], expected[slot], rtol=0, atol=1e-5)
             assert got[block.tokens[row, slot + 1]] > 0
+
+
+def test_a_graph_can_be_captured_where_nothing_is_drafted(tmp_path):
+    """--speculative-num-draft-tokens 1: SGLang runs a row per request through the draft, and nobody asks what it says."""
+    simulation = Simulation(1, 2, tmp_path)
+    batch = simulation.pools.blocks(torch.zeros(2, 1, dtype=torch.int64), [3, 5])
+    out = simulation.pools.forward(simulation.model, batch)
+    assert out.draft_tokens.shape == (0,)

@@ -68,6 +68,19 @@ def test_stop_tokens_end_an_answer_at_every_slot_of_a_block(server, reference, p
         assert answer["meta_info"]["finish_reason"]["type"] == "stop", answer
 
 
+@pytest.mark.parametrize("token", [-1, 1_000_000_000, 2**40])
+def test_a_token_id_outside_the_vocabulary_is_refused(token, server, reference, prompts):
+    """In stock SGLang it ends the server; here its request alone, with others running."""
+    good = [greedy(prompt) for prompt in prompts[:4]]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        others = pool.submit(server.generate_many, good, 4)
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            server.generate(input_ids=[5, token, 7], sampling_params={"temperature": 0, "max_new_tokens": 8})
+        message = refusal.value.read().decode()
+        assert refusal.value.code == 400 and str(token) in message and "vocabulary" in message, message
+        assert_same(good, others.result(), reference.answers(good))
+
+
 def test_end_of_text_in_mid_block(server, reference, prompts):
     """A bias makes the end-of-text likely somewhere in the answer; `ignore_eos` then runs past the same token."""
     requests = [

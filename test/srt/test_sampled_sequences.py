@@ -11,7 +11,7 @@ import math
 from collections import Counter
 
 import pytest
-from conftest import PLAIN_FLOAT32, WIDTHS_CHANGE, patched
+from conftest import PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched
 from scipy.stats import chi2
 from serving import PEAGLE_DRAFT, dflash_arguments
 
@@ -24,8 +24,6 @@ SAMPLES_PER_REQUEST = 32
 PROMPTS = ("def read_config(path):\n", "    for name in names:\n        if ")
 SAMPLING = {"temperature": 1.0, "top_k": 2, "max_new_tokens": LENGTH, "ignore_eos": True}
 SERVER = (*PLAIN_FLOAT32, "--random-seed", "7")
-# Counting KV slots at every step takes longer here than the steps.
-UNCOUNTED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "0"}
 PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
 
 DRAFTING = {

@@ -4,6 +4,7 @@ SGLang refuses most of them while it reads its arguments. Those run the real ent
 that has SGLang imported; a few also as the command that a user types. The rest need a scheduler.
 """
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ BAD_DRAFTS: dict[str, tuple[dict, tuple[str, ...]]] = {
     "layer ids descending": ({"dflash_config": {"target_layer_ids": [7, 4, 1]}}, ("target_layer_ids",)),
     "layer ids empty": ({"dflash_config": {"target_layer_ids": []}}, ("target_layer_ids",)),
     "another kind of draft": ({"architectures": ["LlamaForCausalLMEagle3"]}, ("DFlash", "LlamaForCausalLMEagle3")),
+    "a Domino draft": ({"dflash_config": {"projector_type": "domino"}}, ("dflash_config.projector_type", "domino")),
     "unknown layer type": ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, ("linear",)),
 }
 
@@ -83,6 +85,13 @@ def other_starts(tmp: Path) -> dict[str, tuple[list[str], tuple[str, ...]]]:
     (broken / "config.json").write_text("{not json")
     missing = str(tmp / "no" / "draft" / "here")
     last_layer = make_draft(tmp / "last-layer", base=PEAGLE_DRAFT, eagle_aux_hidden_state_layer_ids=[2, 6, LAYERS])
+    gemma3, granite = (tmp / name for name in ("gemma3", "granite"))
+    for folder, config in (
+        (gemma3, {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}),
+        (granite, {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}),
+    ):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     peagle = ["--speculative-algorithm", "PEAGLE", "--speculative-draft-model-path"]
     return {
         "no draft given": ([*MODEL, "--speculative-algorithm", "DFLASH"], ("--speculative-draft-model-path",)),
@@ -99,6 +108,12 @@ def other_starts(tmp: Path) -> dict[str, tuple[list[str], tuple[str, ...]]]:
         "PEAGLE without a draft": ([*MODEL, "--speculative-algorithm", "PEAGLE"], ("--speculative-draft-model-path",)),
         "P-EAGLE that reads the last layer": ([*MODEL, *peagle, str(last_layer)], ("the last layer", str(last_layer))),
         "draft config is no JSON": ([*MODEL, *dflash_arguments(broken)], (str(broken),)),
+        # No weights there: both end before any would be loaded.
+        "a target whose capture is wrong": (
+            ["--model-path", str(gemma3), *dflash_arguments()],
+            ("Gemma3ForCausalLM", "without the residual"),
+        ),
+        "a target without capture": (["--model-path", str(granite), *dflash_arguments()], ("GraniteForCausalLM", "captures none")),
         "the target as its own draft": ([*MODEL, *dflash_arguments(TARGET)], ("DFlash", "Qwen3ForCausalLM")),
     }
 
@@ -142,6 +157,8 @@ NAMES = [
     "PEAGLE without a draft",
     "P-EAGLE that reads the last layer",
     "draft config is no JSON",
+    "a target whose capture is wrong",
+    "a target without capture",
     "the target as its own draft",
 ]
 

@@ -19,6 +19,7 @@ import json
 import sys
 from types import SimpleNamespace
 
+import torch
 from sglang.srt.plugins import load_plugins
 load_plugins()
 import sglang.srt.managers.scheduler as scheduler
@@ -27,10 +28,22 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-def look():
+def torch_native(algorithm):
+    # What a model runner gets under this name, for a model that SGLang's own can run.
+    runner = SimpleNamespace(
+        device="cpu",
+        req_to_token_pool=None,
+        token_to_kv_pool=None,
+        use_mla_backend=False,
+        model=torch.nn.Linear(1, 1),
+        spec_algorithm=SpeculativeAlgorithm.from_string(algorithm),
+    )
+    return type(ATTENTION_BACKENDS["torch_native"](runner)).__module__
+
+def look(algorithm="NGRAM"):
     return {
         "draft model": ModelRegistry.models["DFlashDraftModel"].__module__,
-        "torch_native": ATTENTION_BACKENDS["torch_native"].__module__,
+        "torch_native": torch_native(algorithm),
         "request check": scheduler.validate_dflash_request.__module__,
     }
 
@@ -41,7 +54,7 @@ workers, seen = {}, {"loaded": look()}
 for name in ("NGRAM", "EAGLE3", "DFLASH"):
     algorithm = SpeculativeAlgorithm.from_string(name)
     workers[name] = algorithm.create_worker(args).__module__
-    seen[name] = look()
+    seen[name] = look(name)
 print("ANSWER", json.dumps({"workers": workers, "seen": seen, "hooks": sorted(map(str, HookRegistry._patched))}))
 """
 
@@ -57,21 +70,6 @@ except Exception as error:  # without a GPU SGLang cannot be imported without us
     what = repr(error)
 print("ANSWER", any(name.split(".")[0] == "sglang_dflash" for name in sys.modules), what)
 """
-
-ENGINE = """
-import json
-import sys
-
-import sglang as sgl
-
-if __name__ == "__main__":
-    arguments = json.loads(sys.argv[1])
-    engine = sgl.Engine(**arguments["engine"])
-    outputs = engine.generate(arguments["prompts"], arguments["sampling"])
-    print("ANSWER", json.dumps(outputs), flush=True)
-    engine.shutdown()
-"""
-
 
 def run(*command: str, **environment: str) -> str:
     """Run Python; returns what it printed after ANSWER."""
@@ -162,23 +160,22 @@ def test_sglang_serve_runs_our_worker(reference, servers):
 
 
 @pytest.mark.server
-def test_engine_in_a_script_runs_our_worker(reference, servers, tmp_path):
+def test_the_engine_example_runs_our_worker(reference, servers, tmp_path):
+    """SGLang's third way to start: `sglang.Engine` in a script, here the one in examples/."""
     servers.close()
-    script = tmp_path / "engine.py"
-    script.write_text(ENGINE)
     requests = _requests()
-    engine = {
-        "model_path": str(TARGET),
-        "dtype": "float32",
-        "speculative_algorithm": "DFLASH",
-        "speculative_draft_model_path": str(DRAFT),
-    }
-    arguments = {
-        "engine": engine,
-        "prompts": [request["text"] for request in requests],
-        "sampling": [request["sampling_params"] for request in requests],
-    }
-    answers = json.loads(run(str(script), json.dumps(arguments), **ENVIRONMENT))
+    file = tmp_path / "requests.jsonl"
+    file.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    command = [sys.executable, ROOT / "examples" / "offline_engine.py", "--model-path", TARGET, "--draft", DRAFT]
+    done = subprocess.run(
+        [*command, "--requests", file, "--dtype", "float32"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **ENVIRONMENT},
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert_same(requests, answers, reference.answers(requests))
     assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in answers)
 

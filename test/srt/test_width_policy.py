@@ -164,7 +164,7 @@ def test_a_change_of_load_is_followed_at_once():
     server.run(20, WEAK, range(64))
     assert few > 1
     assert set(server.chosen[1:]) == {1}
-    assert set(server.run(20, WEAK, range(2)).chosen[1:]).isdisjoint({1})
+    assert set(server.run(20, WEAK, range(2)).settled[1:]).isdisjoint({1})
 
 
 def test_two_kinds_of_requests():

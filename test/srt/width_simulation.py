@@ -81,7 +81,10 @@ class Simulation:
         """The width most cycles had."""
         return int(np.bincount(self.chosen).argmax())
 
+    @property
+    def settled(self) -> list[int]:
+        """What was chosen, probes aside."""
+        return [width for cycle, width in enumerate(self.chosen) if cycle not in set(self.probes)]
+
     def moves(self) -> int:
-        """How often the width changed, probes aside."""
-        widths = [w for cycle, w in enumerate(self.chosen) if cycle not in set(self.probes)]
-        return int((np.diff(widths) != 0).sum())
+        return int((np.diff(self.settled) != 0).sum())

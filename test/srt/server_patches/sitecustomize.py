@@ -6,6 +6,7 @@ import os
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
+from pathlib import Path
 
 
 def strict_sync(module) -> None:
@@ -26,25 +27,25 @@ def strict_sync(module) -> None:
 
 def misdeclared_draft(module) -> None:
     """Drafted tokens are said to come from a flatter distribution than they do."""
-    draw = module.draft_tokens
+    choose = module.choose_tokens
 
     def misdeclare(*args, **kwargs):
-        tokens, draft = draw(*args, **kwargs)
+        tokens, draft = choose(*args, **kwargs)
         flatter = draft.probs.sqrt()
         return tokens, module.DraftProbs(draft.ids, flatter / flatter.sum(dim=-1, keepdim=True))
 
-    module.draft_tokens = misdeclare
+    module.choose_tokens = misdeclare
 
 
 def broken_logits(module) -> None:
     """A request's custom_params say what the target's logits are at each position of its blocks."""
     constrain = module.DFlashWorker._constrain
 
-    def break_and_constrain(self, batch, block, logits, grammar_barrier):
+    def break_and_constrain(self, batch, block, logits, *grammar):
         for of_request, req in zip(logits.view(*block.tokens.shape, -1), batch.reqs, strict=True):
             if req.sampling_params.custom_params:
                 of_request[:, 7] = float(req.sampling_params.custom_params["logit"])
-        constrain(self, batch, block, logits, grammar_barrier)
+        constrain(self, batch, block, logits, *grammar)
 
     module.DFlashWorker._constrain = break_and_constrain
 
@@ -60,11 +61,19 @@ def no_batch_invariant_kernels(module) -> None:
     module.ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
 
 
+def set_the_stage(module) -> None:
+    """SGLang's CUDA attention and graphs, rehearsed on CPU tensors."""
+    from rehearsal import stage
+
+    stage.set_the_stage(module)
+
+
 # name -> module -> what to do to it
 PATCHES = {
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
     "misdeclared_draft": {"sglang_dflash.srt.speculative.draft_sampling": misdeclared_draft},
+    "rehearsal": {"sglang_dflash.srt.plugins.ledger": set_the_stage},
     "deterministic_on_cpu": {
         "sglang.srt.arg_groups.choices": allow_deterministic_on_cpu,
         "sglang.srt.model_executor.model_runner": no_batch_invariant_kernels,
@@ -93,4 +102,9 @@ class _Watch(MetaPathFinder):
 
 
 if "SERVER_PATCH" in os.environ:
+    if os.environ["SERVER_PATCH"] == "rehearsal":
+        sys.path.append(str(Path(__file__).parent.parent))
+        from rehearsal import cuda_branches
+
+        cuda_branches.install()
     sys.meta_path.insert(0, _Watch(PATCHES[os.environ["SERVER_PATCH"]]))

@@ -6,24 +6,29 @@ sealed there: values are read through `resolving_view` and decided through `decl
 
 import json
 import logging
+import math
 import os
 from typing import Any
 
+from sglang_dflash.srt.arg_groups.draft_attention import DRAFT_ATTENTION_BACKENDS, choose_draft_attention
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
+from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling
+from sglang_dflash.srt.speculative.target_kinds import target_kind
 from sglang_dflash.srt.speculative.width.settings import VARIABLE as ADAPTIVE_VARIABLE
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dflash"
-DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
 # Those that verify a chain by their causal flag, without a mask.
 TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
 CPU_ATTENTION_BACKEND = "torch_native"
 # SGLang sizes the KV pool by free memory, which on a laptop is nearly all of it, and zeroes every byte at start-up.
 CPU_MAX_TOTAL_TOKENS = 65536
+# The same for recurrent states, of which a running request holds up to five.
+CPU_MAX_RECURRENT_STATES = 256
 
 # Verify logits are [requests * block_size, vocab] in float32: an unbounded batch would not fit. SGLang caps its
 # other speculative algorithms at the same number.
@@ -60,7 +65,37 @@ def default_cpu_args(server_args: Any, previous: Any) -> None:
         declare_resolution(server_args, SOURCE, attention_backend=CPU_ATTENTION_BACKEND)
     if args.device == "cpu" and args.max_total_tokens is None and args.mem_fraction_static is None:
         declare_resolution(server_args, SOURCE, max_total_tokens=CPU_MAX_TOTAL_TOKENS)
+    if args.device == "cpu" and args.max_mamba_cache_size is None and args.mem_fraction_static is None:
+        declare_resolution(server_args, SOURCE, max_mamba_cache_size=CPU_MAX_RECURRENT_STATES)
+    if args.device == "cpu" and args.dtype in ("float", "float32"):
+        # Whatever the model's dtype, SGLang keeps a convolution's last inputs in bf16, and then fails to write them.
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     previous(server_args)
+
+
+# Their attention backends are on a list of SGLang's, which its own torch_native is not on for want of sinks and of windows.
+_LISTED_BACKENDS_ONLY = ("GptOssForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
+_CPU_BACKEND_ON_THE_LISTS = "intel_amx"
+
+
+def pass_backend_lists_on_cpu(server_args: Any, previous: Any) -> None:
+    """Resolution hook around SGLang's `handle_model_specific_adjustments`, installed only where the CPU stand-in serves:
+    there `torch_native` is our attention, which has what the lists are about."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    args = resolving_view(server_args)
+    if args.device != "cpu" or args.attention_backend != CPU_ATTENTION_BACKEND:
+        return previous(server_args)
+    architecture = model_config_of(server_args).hf_config.architectures[0]
+    if architecture not in _LISTED_BACKENDS_ONLY:
+        return previous(server_args)
+    if architecture == "GptOssForCausalLM" and args.moe_runner_backend == "auto":
+        # The default is Triton's kernels, whose weight layout the CPU path cannot read; "triton" has a PyTorch twin.
+        declare_resolution(server_args, SOURCE, moe_runner_backend="triton")
+    declare_resolution(server_args, SOURCE, attention_backend=_CPU_BACKEND_ON_THE_LISTS)
+    previous(server_args)
+    declare_resolution(server_args, SOURCE, attention_backend=CPU_ATTENTION_BACKEND)
 
 
 def check_draft_path(server_args: Any, previous: Any) -> None:
@@ -98,15 +133,20 @@ def resolve_dflash_args(server_args: Any) -> None:
     _refuse_unsupported(args)
     DraftSampling.from_environment()  # refuse a setting that means nothing before the workers read it
     target_config, draft = load_and_check_configs(args)
+    _check_mask_token(args, draft)
     block_size = _choose_block_size(args, draft)
     adaptive = AdaptiveSettings.from_environment()
     if adaptive is not None:
         logger.info("DFLASH: each cycle verifies %s slots of a block.", " or ".join(map(str, adaptive.widths(block_size))))
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
-    draft_backend = _choose_draft_attention(args, prefill_backend)
-    _check_target_attention(args, decode_backend if args.speculative_attention_mode == "decode" else prefill_backend)
+    draft_backend = CPU_ATTENTION_BACKEND
+    if args.device != "cpu":
+        draft_backend = choose_draft_attention(args, prefill_backend, draft, target_config)
+    verify_backend = decode_backend if args.speculative_attention_mode == "decode" else prefill_backend
+    _check_target_attention(args, verify_backend, is_chosen=_chose_attention(server_args))
     if isinstance(draft, PEagleDraftConfig):
-        _check_peagle(args, draft, block_size, draft_backend)
+        _check_peagle(args, draft, block_size)
+    _check_recurrent_target(args, server_args, target_config, block_size, adaptive is not None)
     declare_resolution(
         server_args,
         SOURCE,
@@ -144,11 +184,30 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
         revision=args.speculative_draft_model_revision,
         model_override_args=overrides,
     )
+    target_kind(target.architectures)  # refuse what no draft could read before looking for faults in this one
     checkpoint = args.speculative_draft_model_path
     config = read_draft_config(draft, checkpoint)
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint)
     return target_text, config
+
+
+def _check_mask_token(args: Any, draft: DFlashDraftConfig) -> None:
+    """Find out now, rather than with the weights loaded, that a named mask token or its embedding cannot be used."""
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    read_mask_embedding(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+    if draft.mask_token_id is not None:
+        return
+    tokenizer = None
+    if not args.skip_tokenizer_init:
+        tokenizer = get_tokenizer(
+            args.tokenizer_path or args.model_path,
+            tokenizer_mode=args.tokenizer_mode,
+            trust_remote_code=args.trust_remote_code,
+            tokenizer_backend=args.tokenizer_backend,
+        )
+    find_mask_token(draft, tokenizer, args.speculative_draft_model_path)
 
 
 def _target_dtype(given: str, target_text_config: Any) -> str:
@@ -205,15 +264,9 @@ def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
     return block_size
 
 
-def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int, draft_backend: str) -> None:
+def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int) -> None:
     if args.speculative_draft_window_size is not None:
         raise ValueError("P-EAGLE does not support --speculative-draft-window-size.")
-    if draft_backend in ("fa3", "fa4") and (args.page_size or 1) > 1:
-        # They read whole pages, and the draft's table is the target's shifted by one slot.
-        raise ValueError(
-            f"P-EAGLE's draft cannot run on attention backend {draft_backend!r} with --page-size {args.page_size}: "
-            "give --speculative-draft-attention-backend flashinfer|triton."
-        )
     if block_size - 1 > draft.speculative_tokens:
         logger.warning(
             "P-EAGLE: %d tokens are to be drafted per step, but the draft was trained for %d; the ones beyond will seldom "
@@ -223,21 +276,44 @@ def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int, draft_ba
         )
 
 
-def _check_target_attention(args: Any, verify_backend: str) -> None:
-    if args.device != "cpu" and verify_backend not in TARGET_ATTENTION_BACKENDS:
+def _check_recurrent_target(
+    args: Any, server_args: Any, target_config: Any, block_size: int, is_adaptive: bool
+) -> None:
+    """Refuse what would commit a wrong state of a target that has recurrent ones, or put one into the prefix cache."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    if mambaish_config(model_config_of(server_args)) is None:
+        return
+    if is_adaptive:
+        raise ValueError("--speculative-adaptive does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
+    if args.disable_radix_cache:
+        return
+    if args.enable_mixed_chunk and (args.page_size or 1) > 1:
+        # SGLang then cuts prompts inside a page, and files the state there under the page's beginning.
         raise ValueError(
-            f"DFLASH cannot verify on the target's attention backend {verify_backend!r}: "
+            f"--enable-mixed-chunk with --page-size {args.page_size} spoils the prefix cache of a target with recurrent "
+            "states, with a draft or without: leave one of them out, or give --disable-radix-cache."
+        )
+    # States are kept at multiples of this, and two blocks in flight must not pass two of them.
+    grid = math.lcm(args.mamba_track_interval, getattr(target_config, "mamba_chunk_size", 64))
+    if 2 * block_size > grid:
+        raise ValueError(
+            f"DFLASH's block of {block_size} tokens is too large for a target whose states are kept every {grid} tokens: "
+            f"give --mamba-track-interval {2 * block_size} or more."
+        )
+
+
+def _chose_attention(server_args: Any) -> bool:
+    """Whether the user, rather than SGLang by the model and the GPU, chose the target's attention backend."""
+    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    return any(getattr(server_args, field) is not None for field in fields)
+
+
+def _check_target_attention(args: Any, verify_backend: str, is_chosen: bool) -> None:
+    if args.device != "cpu" and verify_backend not in TARGET_ATTENTION_BACKENDS:
+        by = "" if is_chosen else ", SGLang's choice for this model and GPU"
+        raise ValueError(
+            f"DFLASH cannot verify on the target's attention backend {verify_backend!r}{by}: "
             f"give --attention-backend {'|'.join(TARGET_ATTENTION_BACKENDS)}."
         )
-
-
-def _choose_draft_attention(args: Any, prefill_backend: str) -> str:
-    if args.device == "cpu":
-        return CPU_ATTENTION_BACKEND
-    backend = args.speculative_draft_attention_backend or prefill_backend
-    if backend not in DRAFT_ATTENTION_BACKENDS:
-        raise ValueError(
-            f"DFLASH's draft cannot run on attention backend {backend!r}: "
-            f"give --speculative-draft-attention-backend {'|'.join(DRAFT_ATTENTION_BACKENDS)}."
-        )
-    return backend

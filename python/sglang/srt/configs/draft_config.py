@@ -5,9 +5,12 @@ Format: z-lab/dflash. A flat Qwen3 config plus `block_size`, `num_target_layers`
 `speculative/speculators_format.py`, with a few more entries in `dflash_config`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from sglang_dflash.srt.configs.draft_variants import variant_problems
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -33,13 +36,17 @@ class DFlashDraftConfig:
         drafts position k and row 0 nothing.
     speculative_tokens: drafted tokens a step.
     num_target_layers: None where the checkpoint does not say.
+    mask_token: the mask token by name, to be looked up in the target's tokenizer, where mask_token_id is None.
+    aux_streams: hidden states wide each layer output is: 1, but for targets whose residual has several streams (`hc_mult`).
+    output_multiplier, final_logit_softcapping: of the draft's logits l, softcap * tanh(multiplier * l / softcap); the
+        argmax is the same without, a draw is not.
     """
 
     hidden_size: int
     num_hidden_layers: int
     vocab_size: int
     block_size: int
-    mask_token_id: int
+    mask_token_id: int | None
     num_target_layers: int | None
     target_layer_ids: tuple[int, ...]
     layer_types: tuple[str, ...]
@@ -49,11 +56,24 @@ class DFlashDraftConfig:
     draft_vocab_size: int
     sample_from_anchor: bool
     speculative_tokens: int
+    mask_token: str | None
+    aux_streams: int
+    output_multiplier: float
+    final_logit_softcapping: float | None
+
+    @property
+    def aux_width(self) -> int:
+        """Width of what is captured of a token: all layers, side by side."""
+        return len(self.target_layer_ids) * self.aux_streams * self.hidden_size
 
     @property
     def has_own_vocabulary(self) -> bool:
         """Whether the draft's ids are not the target's, and have to be mapped."""
         return self.draft_vocab_size != self.vocab_size
+
+    @property
+    def has_sliding_layers(self) -> bool:
+        return SLIDING_ATTENTION in self.layer_types
 
     @property
     def tokens_before_window_start(self) -> int:
@@ -98,7 +118,8 @@ def parse_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
     num_layers = fields.positive_int("num_hidden_layers", at_most=MAX_LAYERS)
     vocab_size = fields.positive_int("vocab_size")
     block_size = fields.positive_int("block_size")
-    mask_token_id = fields.token_id("mask_token_id", vocab_size)
+    mask_token = fields.mask_token()
+    mask_token_id = None if mask_token is not None else fields.token_id("mask_token_id", vocab_size)
     # Only needed to spread ids over, when a checkpoint names none.
     num_target_layers = fields.positive_int(
         "num_target_layers", at_most=MAX_LAYERS, required=fields.get("target_layer_ids") is None
@@ -123,6 +144,10 @@ def parse_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
     speculative_tokens = fields.positive_int("speculative_tokens", required=False) or num_rows
     if speculative_tokens > num_rows:
         fields.problems.append(f"speculative_tokens is {speculative_tokens}, but a block of {block_size} drafts {num_rows}")
+    aux_streams = fields.positive_int("hc_mult", at_most=MAX_LAYERS, required=False) or 1
+    output_multiplier = fields.positive_number("output_multiplier")
+    softcap = fields.positive_number("final_logit_softcapping")
+    fields.problems += variant_problems(hf_config, fields.nested)
     if fields.problems:
         raise DraftConfigError(checkpoint, fields.problems)
     return DFlashDraftConfig(
@@ -140,6 +165,10 @@ def parse_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
         draft_vocab_size=draft_vocab_size,
         sample_from_anchor=sample_from_anchor,
         speculative_tokens=speculative_tokens,
+        mask_token=mask_token,
+        aux_streams=aux_streams,
+        output_multiplier=output_multiplier or 1.0,
+        final_logit_softcapping=softcap,
     )
 
 
@@ -155,6 +184,9 @@ def check_draft_fits_target(draft: DFlashDraftConfig, target_text_config: Any, c
         if drafted is not None and drafted != wanted:
             what = "num_target_layers" if name == "num_hidden_layers" else name
             problems.append(f"{what} is {drafted}, but the target's {name} is {wanted}")
+    streams = getattr(target_text_config, "hc_mult", None) or 1
+    if draft.aux_streams != streams:
+        problems.append(f"hc_mult is {draft.aux_streams}, but the target's residual has {streams} streams")
     # A draft that names its target's depth was checked against it when it was parsed.
     if draft.num_target_layers is None:
         problems += _target_layer_problems(draft.target_layer_ids, target_text_config.num_hidden_layers)
@@ -189,10 +221,10 @@ class _FieldReader:
         if nested is not None and not isinstance(nested, dict):
             self.problems.append(f"dflash_config must be an object, got {type(nested).__name__}")
             nested = None
-        self._nested = nested or {}
+        self.nested = nested or {}
 
     def get(self, name: str) -> Any:
-        value = self._nested.get(name)
+        value = self.nested.get(name)
         return getattr(self._config, name, None) if value is None else value
 
     def positive_int(self, name: str, at_most: int | None = None, required: bool = True) -> int | None:
@@ -217,6 +249,26 @@ class _FieldReader:
         else:
             return value
         return 0
+
+    def mask_token(self) -> str | None:
+        """The mask token's name, where no id is given."""
+        value = self.get("mask_token")
+        if value is None or self.get("mask_token_id") is not None:
+            return None
+        if not isinstance(value, str) or not value:
+            self.problems.append(f"dflash_config.mask_token must be a token's text, got {value!r}")
+            return None
+        return value
+
+    def positive_number(self, name: str) -> float | None:
+        """Of `dflash_config` alone: at the top level a config copied from the target has the target's."""
+        value = self.nested.get(name)
+        if value is None or value is False:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            self.problems.append(f"dflash_config.{name} must be a positive number, got {value!r}")
+            return None
+        return float(value) or None  # SGLang, too, takes zero for none
 
     def optional_bool(self, name: str) -> bool | None:
         value = self.get(name)

@@ -1,17 +1,25 @@
-"""An LM head that may be split over tensor-parallel ranks: its argmax, without gathering logits, and its logits."""
+"""An LM head that may be split over tensor-parallel ranks: its argmax, without gathering logits, and its logits.
+
+A head is SGLang's ParallelLMHead, or the embedding a target is tied to: its VocabParallelEmbedding, or a plain
+`nn.Embedding`, which every rank holds whole. A quantized one multiplies through its quant method; nobody else can read
+its weight.
+"""
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.runtime_context import get_parallel
 
 
 def greedy_tokens(hidden: torch.Tensor, lm_head) -> torch.Tensor:
     """hidden [n, hidden] -> the head's best token of each row, [n] int64, equal on all ranks.
 
-    lm_head: SGLang's ParallelLMHead, quantized or not. Its padding rows never win. Of equal logits the lowest id wins,
-    as in one `argmax` over the whole head. Ranks exchange 8 bytes a row.
+    A head's padding rows never win. Of equal logits the lowest id wins, as in one `argmax` over the whole head. Ranks
+    exchange 8 bytes a row.
     """
-    logits = lm_head.quant_method.apply(lm_head, hidden)
-    shard = lm_head.shard_indices
+    logits = _local_logits(hidden, lm_head)
+    shard = getattr(lm_head, "shard_indices", None)
+    if shard is None:
+        return logits.argmax(dim=-1)
     best, index = logits[:, : shard.num_org_elements].max(dim=-1)
     index = index + shard.org_vocab_start_index
     group = get_parallel().tp_group
@@ -25,8 +33,18 @@ def greedy_tokens(hidden: torch.Tensor, lm_head) -> torch.Tensor:
 
 def full_logits(hidden: torch.Tensor, lm_head) -> torch.Tensor:
     """hidden [n, hidden] -> logits over the head's whole vocabulary, [n, vocab], on all ranks, without its padding."""
-    logits = lm_head.quant_method.apply(lm_head, hidden)
+    logits = _local_logits(hidden, lm_head)
+    if getattr(lm_head, "shard_indices", None) is None:
+        return logits
     group = get_parallel().tp_group
     if group.world_size > 1:
         logits = group.all_gather(logits, dim=-1)
     return logits[:, : lm_head.org_vocab_size]
+
+
+def _local_logits(hidden: torch.Tensor, lm_head) -> torch.Tensor:
+    """Logits over this rank's rows of the head, padding included."""
+    quant_method = getattr(lm_head, "quant_method", None)
+    if quant_method is None:
+        return F.linear(hidden, lm_head.weight)
+    return quant_method.apply(lm_head, hidden)

@@ -27,6 +27,8 @@ from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraf
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 
+_TARGET_ROPE_FIELDS = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
 
 class DFlashAttention(nn.Module):
     """Attention of one draft layer over committed context (in the KV pool) and the block.
@@ -80,6 +82,8 @@ class DFlashAttention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
         self._qk_weight: torch.Tensor | None = None  # [q heads + kv heads, head_dim], gathered on first use on a CPU
         rope_theta, rope_scaling = get_rope_config(hf_config)
+        # Of a target with M-RoPE a draft's config may have the sections; the draft's positions are the text's.
+        rope_scaling = {k: v for k, v in (rope_scaling or {}).items() if k not in _TARGET_ROPE_FIELDS} or None
         self.rotary_emb = get_rope(
             head_dim,
             rotary_dim=head_dim,
@@ -233,8 +237,7 @@ class DFlashDraftModel(BlockDraftModel):
         if self._kv_weight is None:
             self.stack_kv_weights()
         if self._kv_pool is not kv_pool:
-            self._kv_pool = kv_pool
-            self._kv_pointers = KVPoolPointers.of(kv_pool.k_buffer, kv_pool.v_buffer, kv_pool.dtype)
+            self.use_pool(kv_pool)
         attention = self.layers[0].self_attn
         context = self.hidden_norm(self.fc(aux_hidden)[0])
         kv = F.linear(context, self._kv_weight, self._kv_bias)
@@ -250,16 +253,19 @@ class DFlashDraftModel(BlockDraftModel):
             1 if accept_len is None else positions.numel() // accept_len.numel(),
         )
 
+    def use_pool(self, kv_pool) -> None:
+        """Take in where SGLang's pool of the draft lies. Raises ValueError for a layout that cannot be written to."""
+        if not isinstance(getattr(kv_pool, "k_buffer", None), list):
+            raise ValueError(f"DFLASH cannot write its draft's context into a KV pool of type {type(kv_pool).__name__}")
+        self._kv_pool = kv_pool
+        self._kv_pointers = KVPoolPointers.of(kv_pool.k_buffer, kv_pool.v_buffer, kv_pool.dtype)
+
     def stack_kv_weights(self) -> None:
         """Gather what `write_context_kv` reads from all layers. Raises ValueError if it is quantized."""
         weights, biases = zip(*(layer.self_attn.context_kv_weight() for layer in self.layers))
         self._kv_weight = torch.cat(weights)
         self._kv_bias = None if biases[0] is None else torch.cat(biases)
         self._k_norm_weight = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])
-
-    def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Checkpoint tensors outside the layers and the vocabulary, and their shapes."""
-        return {"hidden_norm.weight": (self.config.hidden_size,)}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         self._kv_weight = None  # restacked on the next use, also after a weight update

@@ -144,16 +144,6 @@ class PEagleDraftModel(BlockDraftModel):
             next_token_logits=None, hidden_states=hidden_states, draft_tokens=self.to_target_ids(drafted)
         )
 
-    def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Checkpoint tensors outside the layers and the vocabulary, and their shapes."""
-        num_aux, hidden = len(self.draft.target_layer_ids), self.config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"mask_hidden": (1, 1, num_aux * hidden)}
-        if self.input_norm is not None:
-            shapes["input_norm.weight"] = (num_aux * hidden,)
-        if self.fc_norm is not None:
-            shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(num_aux)}
-        return shapes
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """As BlockDraftModel's. Raises ValueError for an EAGLE-3 checkpoint, which has no `mask_hidden`."""
         tensors = dict(weights)

@@ -2,6 +2,8 @@
 
 `AT_LOAD` is in force in every process once SGLang has loaded its plugins. `AT_WORKER` is applied by the
 `create_worker` hook, so only in a scheduler process that really runs DFLASH: any other server keeps stock code.
+`AT_CPU_ATTENTION` is applied where our CPU attention is built: with DFLASH, and for targets that stock SGLang cannot run
+on a CPU at all.
 Each target is looked up and its signature compared before it is touched; a mismatch ends the process, because
 a half-hooked server would answer with the wrong implementation. Tests walk both tables.
 """
@@ -20,7 +22,7 @@ class Change:
     target: dotted path of a callable, or of a registry for kind "entry".
     kind: "around" (SGLang's HookRegistry), "resolution" (SGLang's resolution hooks), "replace" (rebind a name),
         "class" (rebind a class), "entry" (write `key` of a dict).
-    signature: the parameters; of a class those that SGLang passes; None for a registry.
+    signature: the parameters; of a class those that SGLang passes; None for a registry, and where Python knows none.
     build: returns the hook or the new value; called when the change is applied, so that heavy imports wait.
     """
 
@@ -100,10 +102,31 @@ def _peagle_model():
     return PEagleDraftModel
 
 
-def _cpu_attention():
-    from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
+def _pass_backend_lists_on_cpu():
+    from sglang_dflash.srt.arg_groups.dflash_args import pass_backend_lists_on_cpu
 
-    return TorchNativeSpecAttnBackend
+    return pass_backend_lists_on_cpu
+
+
+def _cpu_attention():
+    def create(runner):
+        from sglang_dflash.srt.layers.attention.torch_native_spec import create_cpu_attention
+
+        return create_cpu_attention(runner)
+
+    return create
+
+
+def _absorbed_mla():
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttnForwardMethod
+
+    return lambda attention, forward_batch: AttnForwardMethod.MLA
+
+
+def _capture():
+    from sglang_dflash.srt.speculative.target_kinds import configure_capture
+
+    return configure_capture
 
 
 def _request_validation():
@@ -122,6 +145,44 @@ def _verify_mask_policy():
     from sglang_dflash.srt.speculative.dflash_utils import resolve_dflash_verify_mask_policy
 
     return resolve_dflash_verify_mask_policy
+
+
+def _cpu_pin_memory():
+    def pin_memory(self, device=None):
+        return self
+
+    return pin_memory
+
+
+def _cpu_snapshot_support():
+    return lambda: True
+
+
+def _cpu_recurrent_states(name):
+    def build():
+        from sglang_dflash.srt.hardware_backend.cpu import recurrent_states
+
+        return getattr(recurrent_states, name)
+
+    return build
+
+
+def _cpu_gated_norm():
+    from sglang_dflash.srt.hardware_backend.cpu.fused_layers import layernorm_fn
+
+    return layernorm_fn
+
+
+def _cpu_shared_expert_gate():
+    from sglang_dflash.srt.hardware_backend.cpu.fused_layers import launch_fused_gate_sigmoid_mul
+
+    return launch_fused_gate_sigmoid_mul
+
+
+def _shared_graph_output():
+    from sglang_dflash.srt.speculative.dflash_utils import graph_output_for_runner
+
+    return graph_output_for_runner()
 
 
 def _server_info():
@@ -157,6 +218,24 @@ AT_LOAD = (
         cpu_only=True,
     ),
     Change(
+        target="sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
+        kind="resolution",
+        signature="(server_args)",
+        why="SGLang refuses gpt-oss and Gemma 4 on torch_native, which here is our attention and has what they need",
+        build=_pass_backend_lists_on_cpu,
+        cpu_only=True,
+    ),
+    Change(
+        target="sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
+        kind="entry",
+        key="torch_native",
+        signature=None,
+        why="torch_native knows no TARGET_VERIFY, non-causal block, sinks, soft cap or MLA, and reads windowed layers at the "
+        "wrong slots; ours is built where that matters, SGLang's elsewhere. The name stays, the engine keys on it",
+        build=_cpu_attention,
+        cpu_only=True,
+    ),
+    Change(
         target="sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
         kind="resolution",
         signature="(server_args)",
@@ -184,6 +263,66 @@ AT_LOAD = (
         why="run our worker, and apply AT_WORKER just before it is built",
         build=_around_create_worker,
     ),
+    # Targets with recurrent states on a CPU, with a draft or without.
+    Change(
+        target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
+        kind="replace",
+        signature="()",
+        why="the CPU runtime keeps snapshots of recurrent states for the prefix cache, which SGLang leaves to GPUs",
+        build=_cpu_snapshot_support,
+        cpu_only=True,
+    ),
+    *(
+        Change(
+            target=f"sglang.kernels.ops.mamba.mamba_state_scatter_triton.{name}",
+            kind="replace",
+            signature=signature,
+            why="copies recurrent states between slots in Triton, which a CPU cannot run",
+            build=_cpu_recurrent_states(name),
+            cpu_only=True,
+        )
+        for name, signature in (
+            (
+                "track_mamba_states_all_layers",
+                "(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, batch_size, "
+                "check_freed_slots)",
+            ),
+            (
+                "track_mamba_states_if_needed",
+                "(conv_states, ssm_states, cache_indices, mamba_track_mask, mamba_track_indices, batch_size, "
+                "check_freed_slots)",
+            ),
+            (
+                "scatter_mamba_states_after_mtp_verify",
+                "(mamba_caches, state_indices_tensor, last_correct_step_indices, mamba_track_indices, "
+                "mamba_steps_to_track, src_indices_raw)",
+            ),
+        )
+    ),
+    Change(
+        target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
+        kind="replace",
+        signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
+        why="GatedDeltaNet's output norm is a Triton kernel except on CPUs with AMX",
+        build=_cpu_gated_norm,
+        cpu_only=True,
+    ),
+    Change(
+        target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
+        kind="replace",
+        signature="(hidden_states, gate_weight, shared_output, output, do_add)",
+        why="the gate of a shared expert (Qwen3.5 MoE) is a Triton kernel on any device",
+        build=_cpu_shared_expert_gate,
+        cpu_only=True,
+    ),
+    Change(
+        target="torch.Tensor.pin_memory",
+        kind="replace",
+        signature=None,
+        why="SGLang pins a tensor in every decode step that keeps states; without an accelerator PyTorch refuses to",
+        build=_cpu_pin_memory,
+        cpu_only=True,
+    ),
 )
 
 AT_WORKER = (
@@ -204,13 +343,12 @@ AT_WORKER = (
         build=_peagle_model,
     ),
     Change(
-        target="sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
-        kind="entry",
-        key="torch_native",
-        signature=None,
-        why="torch_native knows neither TARGET_VERIFY nor a non-causal block; the name stays, the engine keys on it",
-        build=_cpu_attention,
-        cpu_only=True,
+        target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",
+        kind="replace",
+        signature="(model, eagle_use_aux_hidden_state, eagle_aux_hidden_state_layer_ids, dflash_use_aux_hidden_state, "
+        "dflash_target_layer_ids, is_dspark)",
+        why="some targets can only be told in EAGLE-3's way which layers to capture",
+        build=_capture,
     ),
     Change(
         target="sglang.srt.managers.scheduler.validate_dflash_request",
@@ -234,11 +372,30 @@ AT_WORKER = (
         build=_verify_mask_policy,
     ),
     Change(
+        target="sglang.srt.model_executor.graph_shared_output.GraphSharedOutput.create_for_model_runner",
+        kind="replace",
+        signature="(model_runner)",
+        why="a draft's graphs put no logits into the shared buffer; for P-EAGLE's wider blocks SGLang would make a larger one",
+        build=_shared_graph_output,
+    ),
+    Change(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
         kind="replace",
         signature="(self, state)",
         why="/server_info says which verify width is in force and why",
         build=_server_info,
+    ),
+)
+
+AT_CPU_ATTENTION = (
+    Change(
+        target="sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry._handlers",
+        kind="entry",
+        key="torch_native",
+        signature=None,
+        why="SGLang has no method for MLA on torch_native and takes Triton's, which reads latents as keys of every head",
+        build=_absorbed_mla,
+        cpu_only=True,
     ),
 )
 
@@ -256,13 +413,24 @@ def install_at_load() -> None:
             register_resolution_hook(change.target.rpartition(".")[2])(change.build())
         elif change.kind == "around":
             HookRegistry.register(change.target, change.build(), HookType.AROUND)
+        elif change.kind == "replace":  # also where a module loaded before us has imported the name
+            HookRegistry.register(change.target, change.build(), HookType.REPLACE)
         else:
             _rebind(change)
 
 
 def install_at_worker() -> None:
     """Check and apply AT_WORKER in this scheduler process."""
-    changes = _relevant(AT_WORKER)
+    _install_now(AT_WORKER)
+
+
+def install_at_cpu_attention() -> None:
+    """Check and apply AT_CPU_ATTENTION in this scheduler process."""
+    _install_now(AT_CPU_ATTENTION)
+
+
+def _install_now(table: tuple[Change, ...]) -> None:
+    changes = _relevant(table)
     for change in changes:
         check(change)
     for change in changes:
@@ -285,11 +453,11 @@ def check(change: Change) -> None:
     except (ImportError, AttributeError) as error:
         raise SystemExit(f"sglang-dflash: SGLang has no {change.target} to change ({error}). Needed to: {change.why}")
     if change.signature is None:
-        if not hasattr(target, "__setitem__"):
+        if change.kind == "entry" and not hasattr(target, "__setitem__"):
             raise SystemExit(f"sglang-dflash: {change.target} is not a registry. Needed to: {change.why}")
         return
     parameters = list(inspect.signature(inspect.unwrap(target)).parameters)
-    wanted = change.signature.strip("()").split(", ")
+    wanted = [name for name in change.signature.strip("()").split(", ") if name]
     if not set(wanted) <= set(parameters) if change.kind == "class" else parameters != wanted:
         found = f"({', '.join(parameters)})"
         raise SystemExit(

@@ -1,5 +1,6 @@
 """The values that flow through one speculative cycle, and the two that SGLang carries or plans with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,8 @@ from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind, KVLocPlan
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+from sglang_dflash.kernels.ops.speculative.block import prepare_block
 
 
 @dataclass
@@ -119,20 +122,28 @@ class Prompts:
     @classmethod
     def of(cls, batch) -> "Prompts":
         num_running = len(batch.decoding_reqs) if batch.forward_mode.is_mixed() else 0
-        extend = torch.tensor(batch.extend_lens, dtype=torch.int64)
-        # Each request's positions go on after its prefix.
-        first = torch.tensor(batch.prefix_lens, dtype=torch.int64) - (extend.cumsum(0) - extend)
-        positions = torch.arange(int(extend.sum())) + first.repeat_interleave(extend)
         return cls(
             req_pool_indices=batch.req_pool_indices,
             tokens=batch.input_ids,
-            positions=positions.to(batch.device, non_blocking=True),
+            positions=packed_ranges(batch.prefix_lens, batch.extend_lens, batch.device),
             prefix_lens=list(batch.prefix_lens),
             extend_lens=list(batch.extend_lens),
             num_running=num_running,
             is_continued=[req.extend_batch_idx > 1 for req in batch.reqs[: len(batch.reqs) - num_running]]
             + [True] * num_running,
         )
+
+
+def packed_ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Of every request `count` numbers from its `start` on, one request after the other: [sum(counts)] int64.
+
+    Counted out on the device: a copy of more than 64 KB from ordinary host memory would wait for the stream.
+    """
+    on_host = torch.tensor([list(starts), list(counts)], dtype=torch.int64)
+    total = int(on_host[1].sum())
+    on_host[0] -= on_host[1].cumsum(0) - on_host[1]
+    shifts, lengths = on_host.to(device, non_blocking=True)
+    return torch.arange(total, device=device) + shifts.repeat_interleave(lengths, output_size=total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +169,39 @@ class Cycle:
     host_lens: torch.Tensor
     can_run_cuda_graph: bool
     write_cols: slice | None = None
+
+    @classmethod
+    def begin(cls, batch: Any, target_runner: Any, mask_token_id: int, width: int) -> "Cycle":
+        """The cycle of a decode batch whose blocks are `width` slots."""
+        draft_input: DFlashDraftInput = batch.spec_info
+        tokens, positions, cache_loc = prepare_block(
+            draft_input.bonus_tokens,
+            batch.seq_lens,
+            batch.req_pool_indices,
+            target_runner.req_to_token_pool.req_to_token,
+            mask_token_id,
+            width,
+        )
+        exact = batch.seq_lens_cpu
+        host_lens = draft_input.reserved_lens_cpu if exact is None else exact + width
+        plan = target_runner.kv_index_translator.plan(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu=host_lens if exact is None else exact,
+            write_virtual=cache_loc,
+            read_extent=width,
+        )
+        return cls(
+            bs=batch.seq_lens.numel(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            tokens=tokens,
+            positions=positions,
+            cache_loc=cache_loc,
+            kv_loc_plan=plan,
+            host_lens=host_lens,
+            can_run_cuda_graph=batch.can_run_decode_cuda_graph,
+        )
 
     @property
     def width(self) -> int:

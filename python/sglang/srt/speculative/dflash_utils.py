@@ -1,12 +1,24 @@
 """Checks at the edges: which requests DFLASH serves, and which targets."""
 
 import json
+import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.runtime_context import get_exec
+import torch
+from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+
+from sglang_dflash.srt.speculative.target_kinds import served_kind
+
+logger = logging.getLogger(__name__)
+
+# The draft's graphs and their workspaces take a few hundred MB; without them a step still runs.
+DRAFT_GRAPHS_NEED_GB = 1.0
 
 
 def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
@@ -26,9 +38,22 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
     if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
         refused.append("min_p with --enable-deterministic-inference")  # at which SGLang's sampler ends the server
         req.sampling_params.min_p = 0.0
+    if req.multimodal_inputs is not None and not served_kind().takes_images:
+        refused.append(f"images, videos and audio with {served_kind().architecture}")
     if refused:
         return f"DFLASH speculative decoding does not support {', '.join(refused)} yet."
-    return None
+    return _outside_vocabulary(req)
+
+
+def _outside_vocabulary(req: Any) -> str | None:
+    """A token id that would end the server with an index error in the embedding, named. SGLang lets them through."""
+    ids = req.origin_input_ids
+    if req.multimodal_inputs is not None or not len(ids):
+        return None  # SGLang's ids of an image's tokens lie outside on purpose
+    worst = next((token for token in (min(ids), max(ids)) if not 0 <= token < req.vocab_size), None)
+    if worst is None:
+        return None
+    return f"input_ids: {worst} is outside the vocabulary, 0 to {req.vocab_size - 1}."
 
 
 def check_target_model(target_model: Any, num_aux_layers: int) -> None:
@@ -48,6 +73,26 @@ def resolve_dflash_verify_mask_policy(attn_backend: Any) -> tuple[str, bool]:
     return type(attn_backend).__name__, False
 
 
+class NoLogits:
+    """What SGLang's graph runner asks for room for the logits, for a model that keeps them to itself."""
+
+    def __init__(self, device: Any):
+        self._device = device
+
+    def get_logits_buffer(self, vocab_size: int, *, rows: int) -> torch.Tensor:
+        return torch.empty((0, vocab_size), device=self._device)
+
+
+def graph_output_for_runner() -> Callable[[Any], Any]:
+    """SGLang's `GraphSharedOutput.create_for_model_runner`, but for drafts, whose head and argmax are in their model."""
+    original = GraphSharedOutput.create_for_model_runner
+
+    def create_for_model_runner(model_runner: Any) -> Any:
+        return NoLogits(model_runner.device) if model_runner.is_draft_worker else original(model_runner)
+
+    return create_for_model_runner
+
+
 def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
     """Raise RuntimeError unless the draft's KV pool mirrors the target's slots within the bytes SGLang set aside for it.
 
@@ -61,6 +106,21 @@ def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
     allocated = sum(draft_pool.get_kv_size_bytes()) / draft_pool.k_buffer[0].shape[0]
     if budgeted is None or allocated > budgeted:
         raise RuntimeError(f"DFLASH draft KV takes {allocated} bytes a token, but {budgeted} were budgeted")
+
+
+def has_room_for_draft_graphs(tp_sync: Any, device: str, gpu_id: int) -> bool:
+    """Whether enough memory is left for the draft's CUDA graphs; the same on all tensor-parallel ranks."""
+    if device != "cuda":
+        return True  # SGLang knows whether such a device has any
+    free = tp_sync.available_memory_gb(SpecTpSyncSite.DFLASH_MEM, device, gpu_id, group=get_parallel().tp_group)
+    if free < DRAFT_GRAPHS_NEED_GB:
+        logger.warning(
+            "DFLASH: the draft runs without CUDA graphs, as only %.2f GB of GPU memory are left for them (wanted: %.0f). "
+            "A lower --mem-fraction-static makes room.",
+            free,
+            DRAFT_GRAPHS_NEED_GB,
+        )
+    return free >= DRAFT_GRAPHS_NEED_GB
 
 
 class PhaseClock:

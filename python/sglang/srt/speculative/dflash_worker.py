@@ -11,7 +11,6 @@ n + a + 1, and draft KV for n..n+a comes from the aux hidden states of this step
 import logging
 
 import torch
-from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -22,19 +21,26 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask, draft_pp_context
 
 from sglang_dflash.kernels.ops.speculative.accept import accept_greedy
-from sglang_dflash.kernels.ops.speculative.block import prepare_block
+from sglang_dflash.srt.models.mask_token import read_mask_embedding
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput, Prompts
-from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_kv_budget, check_target_model
+from sglang_dflash.srt.speculative.dflash_utils import (
+    PhaseClock,
+    check_kv_budget,
+    check_target_model,
+    has_room_for_draft_graphs,
+)
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
 from sglang_dflash.srt.speculative.penalties import Penalties
+from sglang_dflash.srt.speculative.prewarm import prewarm_probabilistic_step
 from sglang_dflash.srt.speculative.rejection import accept_by_block_verification, accept_by_rejection
 from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
-from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows, target_probs
+from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, target_probs
+from sglang_dflash.srt.speculative.target_states import states_of
 from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 from sglang_dflash.srt.speculative.width.start_up import start_adaptive
@@ -49,9 +55,8 @@ class DFlashWorker(BaseSpecWorker):
         super().__init__()
         self._target_worker = target_worker
         target_runner = target_worker.model_runner
-        if mambaish_config(target_runner.model_config) is not None:
-            raise ValueError("DFLASH does not support targets with Mamba or linear-attention layers yet.")
         self.device = target_worker.device
+        self._gpu_id = gpu_id
         spec = get_spec()
         # The anchor and the drafted tokens: the most a cycle verifies, and what SGLang reserves for. How many rows the draft
         # runs for them is the drafter's business, how many of them a cycle verifies the width's.
@@ -69,8 +74,11 @@ class DFlashWorker(BaseSpecWorker):
                 context_length=target_runner.model_config.context_len,
                 draft_attention_backend=spec.speculative_draft_attention_backend,
             )
+        self._draft_worker.draft_runner = self._draft_worker.model_runner  # where SGLang's device timers look for it
         draft_model = self._draft_worker.model_runner.model
         check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
+        checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
+        draft_model.prepare_mask(target_worker.tokenizer, read_mask_embedding(*checkpoint))
         drafter = PEagleDrafter if isinstance(draft_model, PEagleDraftModel) else DFlashDrafter
         self._drafter = drafter(self._draft_worker.model_runner, target_runner.model, self.verify_width)
         self._rejection_rule = None
@@ -115,13 +123,32 @@ class DFlashWorker(BaseSpecWorker):
     def init_attention_backends(self):
         with draft_pp_context(), self._draft_width():
             super().init_attention_backends()
+        self._target_states = states_of(self._target_worker, self.verify_width)
 
     def init_cuda_graphs(self):
+        # Where nothing is ever drafted there is nothing to capture.
+        captures = self.verify_width > 1 and has_room_for_draft_graphs(self._tp_sync, self.device, self._gpu_id)
         with draft_pp_context(), self._draft_width():
-            super().init_cuda_graphs()
+            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
         settings = AdaptiveSettings.from_environment()
         if settings is not None:
             self._width = start_adaptive(self, settings, get_parallel().tp_group, self._metrics)
+
+    def prewarm_sampling(self):
+        """Called once at start-up, when both models' graphs exist."""
+        result = super().prewarm_sampling()
+        if self._rejection_rule is not None and self.device == "cuda" and self.verify_width > 1:
+            runner = self._target_worker.model_runner
+            prewarm_probabilistic_step(
+                self._draft_worker.model_runner.model,
+                runner.model_config.hidden_size,
+                runner.max_running_requests,
+                self.verify_width,
+                runner.model_config.vocab_size,
+                runner.model_config.dtype,
+                self.device,
+            )
+        return result
 
     def _draft_width(self):
         """The draft's backends and graphs are made for the width of its own block, which need not be the verified one's."""
@@ -199,22 +226,23 @@ class DFlashWorker(BaseSpecWorker):
         width = self.speculative_num_draft_tokens = self._width.ask(batch, draws_drafts)
         clock.lap("prepare")
         cycle, block = self.draft_block(batch, width, batch.sampling_info if draws_drafts else None)
+        # Its copy to the host has to be on its way before verify is: grammars then run beside it on the host.
+        grammar_tree = GrammarTree.from_linear_chain(block.tokens) if batch.has_grammar else None
         clock.lap("draft")
         target_out = self._verify(batch, cycle, block)
         logits_output = target_out.logits_output
         clock.lap("verify")
-        self._constrain(batch, block, logits_output.next_token_logits, grammar_barrier)
+        self._constrain(batch, block, logits_output.next_token_logits, grammar_tree, grammar_barrier)
         verdict, is_broken, commit_lens, new_seq_lens = self._accept(
             batch, cycle, block, logits_output.next_token_logits
         )
         if Penalties.are_asked_for(batch.sampling_info):
             self._penalties.count_block(batch, verdict)
+        self._target_states.commit(batch, commit_lens)
         if on_publish is not None:
             on_publish(new_seq_lens)
         if batch.return_logprob:
-            compute_spec_logprobs(
-                batch, logits_output, verdict.out_tokens.flatten(), chain_stride=width
-            )
+            compute_spec_logprobs(batch, logits_output, verdict.out_tokens.flatten(), chain_stride=width)
         clock.lap("accept")
         self._drafter.commit(cycle, logits_output.hidden_states, verdict)
         logits_output.hidden_states = None
@@ -243,38 +271,7 @@ class DFlashWorker(BaseSpecWorker):
         return cycle.narrowed(width), block.narrowed(width)
 
     def _begin_cycle(self, batch, width: int) -> Cycle:
-        seq_lens = batch.seq_lens
-        draft_input: DFlashDraftInput = batch.spec_info
-        tokens, positions, cache_loc = prepare_block(
-            draft_input.bonus_tokens,
-            seq_lens,
-            batch.req_pool_indices,
-            self._target_worker.model_runner.req_to_token_pool.req_to_token,
-            self._drafter.mask_token_id,
-            width,
-        )
-        if batch.seq_lens_cpu is not None:
-            host_lens = batch.seq_lens_cpu + width
-        else:
-            host_lens = draft_input.reserved_lens_cpu
-        plan = self._target_worker.model_runner.kv_index_translator.plan(
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=seq_lens,
-            seq_lens_cpu=batch.seq_lens_cpu if batch.seq_lens_cpu is not None else host_lens,
-            write_virtual=cache_loc,
-            read_extent=width,
-        )
-        return Cycle(
-            bs=seq_lens.numel(),
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=seq_lens,
-            tokens=tokens,
-            positions=positions,
-            cache_loc=cache_loc,
-            kv_loc_plan=plan,
-            host_lens=host_lens,
-            can_run_cuda_graph=batch.can_run_decode_cuda_graph,
-        )
+        return Cycle.begin(batch, self._target_worker.model_runner, self._drafter.mask_token_id, width)
 
     def _verify(self, batch, cycle: Cycle, block: DraftBlock) -> GenerationBatchResult:
         """One causal target forward over all blocks: logits [bs * B, vocab] and aux hidden states of every row.
@@ -294,6 +291,7 @@ class DFlashWorker(BaseSpecWorker):
             draft_token=tokens,
             positions=cycle.positions.flatten(),
         )
+        self._target_states.begin_verify(batch)
         forward_batch = ForwardBatch.init_new(
             batch,
             runner,
@@ -315,17 +313,22 @@ class DFlashWorker(BaseSpecWorker):
             return False
         return True
 
-    def _constrain(self, batch, block: DraftBlock, logits: torch.Tensor, grammar_barrier) -> None:
-        """Put each request's penalties, logit bias and grammar on the verify logits, [bs * B, vocab], in place."""
+    def _constrain(
+        self, batch, block: DraftBlock, logits: torch.Tensor, grammar_tree: GrammarTree | None, grammar_barrier
+    ) -> None:
+        """Put each request's penalties, logit bias and grammar on the verify logits, [bs * B, vocab], in place.
+
+        grammar_tree: the drafted chains, on their way to the host; None where no request has a grammar.
+        """
         info = batch.sampling_info
         if Penalties.are_asked_for(info):
             self._penalties.penalize_block(batch, block.tokens, logits)
         if info.logit_bias is not None:
-            logits.add_(repeat_rows(info.logit_bias, block.tokens.shape[1]))
-        if batch.has_grammar:
+            logits.view(*block.tokens.shape, -1).add_(info.logit_bias[:, None])
+        if grammar_tree is not None:
             mask = build_grammar_vocab_mask(
                 reqs=batch.reqs,
-                tree=GrammarTree.from_linear_chain(block.tokens),
+                tree=grammar_tree,
                 sampling_info=info,
                 device=logits.device,
                 barrier=grammar_barrier,
@@ -371,9 +374,18 @@ class DFlashWorker(BaseSpecWorker):
     def _reject(self, batch, block: DraftBlock, logits: torch.Tensor) -> tuple[Verdict, torch.Tensor]:
         """Keep what was drawn as often as the target would have, given what the draft's probabilities were."""
         bs, width = block.tokens.shape
+        if batch.return_logprob:
+            logits = logits.clone()  # they are overwritten, and the log probabilities are still to be read
         probs, is_broken = target_probs(logits, batch.sampling_info, width)
         uniforms = torch.rand(bs, width, device=logits.device)
         verdict = self._rejection_rule(block.tokens, probs, block.probs, uniforms[:, 1:], uniforms[:, 0])
-        for decided in (verdict.accept_len, verdict.out_tokens, verdict.bonus):
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, decided)
-        return verdict, is_broken
+        return self._agree(verdict), is_broken
+
+    def _agree(self, verdict: Verdict) -> Verdict:
+        """Rank 0's, in one broadcast."""
+        site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        if not self._tp_sync.enabled(site):
+            return verdict
+        decided = self._tp_sync.sync(site, torch.cat((verdict.out_tokens, verdict.accept_len[:, None]), dim=1))
+        out_tokens, accept_len = decided[:, :-1], decided[:, -1:]
+        return Verdict(accept_len[:, 0].int(), out_tokens, out_tokens.gather(1, accept_len)[:, 0])

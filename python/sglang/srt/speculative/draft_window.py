@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 
+from sglang_dflash.srt.arg_groups.draft_attention import PAGED_BACKENDS
 from sglang_dflash.srt.speculative.dflash_info import Cycle
 
-# They read whole pages, as many as fit between the window's ends: the window has to begin on a page.
-_PAGED_BACKENDS = ("fa3", "fa4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,8 @@ class WindowView:
         self, size: int, target_runner, draft_runner, attention_backend: str, verify_width: int, draft_width: int
     ):
         self._size = size
-        self._page = target_runner.page_size if attention_backend in _PAGED_BACKENDS else 1
+        # Whole pages are read, as many as fit between the window's ends: it has to begin with one.
+        self._page = target_runner.page_size if attention_backend in PAGED_BACKENDS else 1
         self._source = target_runner.req_to_token_pool.req_to_token
         self._table = draft_runner.req_to_token_pool.req_to_token
         self._translator = draft_runner.kv_index_translator

@@ -45,10 +45,13 @@ def prepare_rows(
     mask_token_id: int,
     fused: torch.Tensor,
     first_drafting: torch.Tensor,
+    last_start: int | None = None,
 ) -> Rows:
-    """Rows of committed text, pending rows, mask rows, for a draft that reads through a table of its own.
+    """Rows of committed text, pending rows, mask rows, idle rows, for a draft that reads through a table of its own.
 
     requests: [bs] int64, rows of the tables. seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are verified.
+    last_start: None: a block begins at row n - B, or 0, which a host that knows n knows as well. Else with its first pending
+        row, but not after this one.
     fused_mask: [hidden], the fused state of mask rows. source: [rows, max_len] int32, the target's request table.
     table: the same for the draft, row i beside token i + 1: written for the rows of the block.
     fused: [bs * D, hidden], first_drafting: [bs] int64: written, as a CUDA graph reads them where they are.
@@ -56,22 +59,23 @@ def prepare_rows(
     One launch on CUDA, without host synchronisation. Moves bs * D * (4 hidden + 32) bytes in bfloat16.
     """
     run = prepare_rows_triton if seq_lens.is_cuda else prepare_rows_torch
-    return run(requests, seq_lens, pending, fused_mask, source, table, mask_token_id, fused, first_drafting)
+    return run(requests, seq_lens, pending, fused_mask, source, table, mask_token_id, fused, first_drafting, last_start)
 
 
 def prepare_rows_torch(
-    requests, seq_lens, pending, fused_mask, source, table, mask_token_id, fused, first_drafting
+    requests, seq_lens, pending, fused_mask, source, table, mask_token_id, fused, first_drafting, last_start=None
 ) -> Rows:
     """`prepare_rows` in PyTorch, on any device."""
     block_size = pending.tokens.shape[1]
     drafted = block_size - 1
-    start = (seq_lens - block_size).clamp(min=0)
+    first_pending = seq_lens - pending.count[requests]
+    start = (seq_lens - block_size).clamp(min=0) if last_start is None else first_pending.clamp(max=last_start)
     rows = start[:, None] + torch.arange(2 * drafted, device=seq_lens.device)
     # Which of the pending ones a row is.
-    index = rows - (seq_lens - pending.count[requests])[:, None]
+    index = rows - first_pending[:, None]
     is_pending = (index >= 0) & (rows < seq_lens[:, None])
     index = index.clamp(0, block_size - 1)
-    # A block of a short text starts at row 0 and ends behind its last mask row.
+    # What follows the last mask row is idle.
     in_text = rows < (seq_lens + drafted - 1)[:, None]
     slots = source[requests[:, None], (rows + 1).clamp(max=source.shape[1] - 1)]
     slots = torch.where(in_text, slots, PADDING_SLOT)
@@ -86,7 +90,7 @@ def prepare_rows_torch(
 
 
 def prepare_rows_triton(
-    requests, seq_lens, pending, fused_mask, source, table, mask_token_id, fused, first_drafting
+    requests, seq_lens, pending, fused_mask, source, table, mask_token_id, fused, first_drafting, last_start=None
 ) -> Rows:
     """`prepare_rows` as a Triton kernel. Tensors contiguous, but for the rows of the tables."""
     contiguous = requests, seq_lens, pending.tokens, pending.fused, pending.count, fused_mask, fused, first_drafting
@@ -116,6 +120,8 @@ def prepare_rows_triton(
             mask_token_id,
             block_size,
             hidden,
+            0 if last_start is None else last_start,
+            FROM_PENDING=last_start is not None,
             PADDING=PADDING_SLOT,
             TILE=tile,
             num_warps=4,
@@ -145,6 +151,8 @@ def _prepare_rows_kernel(
     mask_token_id,
     block_size,
     hidden,
+    last_start,
+    FROM_PENDING: tl.constexpr,
     PADDING: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -152,9 +160,13 @@ def _prepare_rows_kernel(
     number, column = tl.program_id(0), tl.program_id(1)
     request = tl.load(requests + number).to(tl.int64)  # rows * max_len may exceed 2**31
     length = tl.load(seq_lens + number)
-    first = tl.maximum(length - block_size, 0)
+    first_pending = length - tl.load(pending_count + request)
+    if FROM_PENDING:
+        first = tl.minimum(first_pending, last_start)
+    else:
+        first = tl.maximum(length - block_size, 0)
     row = first + column
-    index = row - (length - tl.load(pending_count + request))
+    index = row - first_pending
     is_pending = (index >= 0) & (row < length)
     index = request * block_size + tl.minimum(tl.maximum(index, 0), block_size - 1)
 

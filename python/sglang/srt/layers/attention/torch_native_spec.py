@@ -1,8 +1,12 @@
-"""CPU attention for speculative decoding: SGLang's `torch_native` backend plus the TARGET_VERIFY mode.
+"""CPU attention for speculative decoding: every mode of SGLang's `torch_native` backend and TARGET_VERIFY, batched.
 
-A batch of equally long blocks, each seeing its request's committed tokens in the KV pool and the block itself:
-the target's verify chain (causal) and the draft's block (both directions). All requests of a batch go through one
-attention call; what depends only on lengths is computed once per forward and shared by all layers.
+One path for all: a forward is cut into segments, each of requests with equally many queries (a batch of decode steps,
+verify chains or draft blocks is one, a prompt is one of its own), and a segment is one attention call. What depends on
+lengths alone is computed once per forward and shared by all layers.
+
+A layer's options are read off the layer: causal or not, sliding window, logit soft cap, latent keys that are values as well
+(MLA); attention sinks come with the call. Layers that keep only a window of KV have slots of their own: what is read is
+translated to them as what is written is.
 """
 
 from dataclasses import dataclass, field
@@ -11,104 +15,223 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch.nn.functional import scaled_dot_product_attention
+
+# Queries a request up to which repeating a mask is cheaper than repeating KV.
+_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """What a query of a layer sees of its request.
+
+    window: tokens in sight before the query, or, `from_anchor`, before the segment's first query; -1 for all.
+    """
+
+    causal: bool
+    window: int
+    from_anchor: bool
+
+    @classmethod
+    def of(cls, layer) -> "_Sight":
+        causal = layer.attn_type != AttentionType.ENCODER_ONLY
+        window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
+        return cls(causal, window, getattr(layer, "window_from_anchor", False))
 
 
 @dataclass(slots=True)
-class _BlockPlan:
-    """Where the blocks of one forward read.
+class _Segment:
+    """`width` queries of each of bs requests, at the end of what the request has in the KV pool.
 
+    rows: where they are among the forward's tokens, request by request.
     slots: [bs * longest] int64, pool slots by position, 0 past a request's end (SGLang's padding slot).
-    query_positions: [bs, width], key_positions: [longest], lengths: [bs], prefix + width.
-    masks: by what a layer sees; built once per forward, for all layers that see the same.
+    lengths: [bs] int64, committed tokens and queries.
     """
 
+    rows: slice
+    width: int
     slots: torch.Tensor
-    query_positions: torch.Tensor
-    key_positions: torch.Tensor
     lengths: torch.Tensor
-    masks: dict[tuple[bool, int, bool, int], torch.Tensor | None] = field(default_factory=dict)
+    window_slots: torch.Tensor | None = None
+    _masks: dict[tuple[_Sight, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def mask(
-        self, causal: bool, window: int, from_anchor: bool, group: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
+    @property
+    def bs(self) -> int:
+        return self.lengths.numel()
+
+    @property
+    def longest(self) -> int:
+        return self.slots.numel() // self.bs
+
+    def mask(self, sight: _Sight, group: int, dtype: torch.dtype) -> torch.Tensor | None:
         """To be added to scores, [bs, 1, group * width, longest]: 0 where a query sees a key and -inf where it does not;
-        None if every query sees all. (PyTorch would turn a boolean mask into this one again in every layer.)
+        None if every query sees all. (PyTorch would turn a boolean mask into this one again in every layer.)"""
+        key = (sight, group)
+        if key not in self._masks:
+            seen = self._seen(sight)
+            if seen is not None:
+                seen = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf).repeat(1, group, 1)[:, None]
+            self._masks[key] = seen
+        return self._masks[key]
 
-        window: tokens in sight before the query, or, `from_anchor`, before the block's first token; -1 for all.
-        """
-        key = (causal, window, from_anchor, group)
-        if key not in self.masks:
-            seen = self._build_mask(*key)
-            self.masks[key] = None if seen is None else torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
-        return self.masks[key]
-
-    def _build_mask(self, causal: bool, window: int, from_anchor: bool, group: int) -> torch.Tensor | None:
-        keys = self.key_positions[None, None, :]
-        queries = self.query_positions[:, :, None]
-        if not causal and window < 0 and bool((self.lengths == keys.shape[-1]).all()):
+    def _seen(self, sight: _Sight) -> torch.Tensor | None:
+        """[bs, width, longest] bool."""
+        keys = torch.arange(self.longest)[None, None, :]
+        lengths = self.lengths[:, None, None]
+        queries = lengths - self.width + torch.arange(self.width)[None, :, None]
+        sees_no_less = self.width == 1 or not sight.causal
+        if sees_no_less and sight.window < 0 and bool((self.lengths == self.longest).all()):
             return None
-        seen = keys < self.lengths[:, None, None]
-        if causal:
+        seen = (keys < lengths).expand(-1, self.width, -1)
+        if sight.causal:
             seen = seen & (keys <= queries)
-        if window >= 0:
-            counted_from = queries[:, :1] if from_anchor else queries
-            seen = seen & (keys >= counted_from - window)
-            if not causal and not from_anchor:
+        if sight.window >= 0:
+            counted_from = queries[:, :1] if sight.from_anchor else queries
+            seen = seen & (keys >= counted_from - sight.window)
+            if not sight.causal and not sight.from_anchor:
                 # As far ahead as back, as in SGLang's FA3. Counted from the anchor, the block itself is always in sight.
-                seen = seen & (keys <= queries + window)
-        seen = seen.expand(-1, self.query_positions.shape[1], -1)
-        return seen.repeat(1, group, 1)[:, None]
+                seen = seen & (keys <= queries + sight.window)
+        return seen
 
 
 class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
-    """`torch_native`, able to run verify chains and draft blocks."""
+    """`torch_native`, able to run verify chains and draft blocks, and every layer option named above."""
 
     def init_forward_metadata(self, forward_batch) -> None:
         super().init_forward_metadata(forward_batch)
-        if forward_batch.forward_mode.is_target_verify():
-            self._block_plan = self._plan_blocks(forward_batch)
+        self._segments = self._plan(forward_batch)
 
-    def _plan_blocks(self, forward_batch) -> _BlockPlan:
-        width = forward_batch.spec_info.num_tokens_per_req
-        prefix = forward_batch.seq_lens.long()
-        lengths = prefix + width
-        longest = int(lengths.max())
-        key_positions = torch.arange(longest)
-        table = self.req_to_token_pool.req_to_token
-        slots = table[forward_batch.req_pool_indices.long(), :longest].long()
-        slots = slots.masked_fill(key_positions[None, :] >= lengths[:, None], 0)
-        return _BlockPlan(slots.flatten(), prefix[:, None] + torch.arange(width), key_positions, lengths)
+    def _plan(self, forward_batch) -> list[_Segment]:
+        mode, bs = forward_batch.forward_mode, forward_batch.batch_size
+        requests, lengths = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long()
+        if bs == 0 or mode.is_idle():
+            return []
+        if mode.is_target_verify():
+            width = forward_batch.spec_info.num_tokens_per_req
+            return [self._segment(requests, lengths + width, width, 0)]
+        if mode.is_decode():
+            return [self._segment(requests, lengths, 1, 0)]
+        if forward_batch.extend_seq_lens is None:
+            raise NotImplementedError(f"sglang-dflash's CPU attention does not run {mode}.")
+        segments, start = [], 0
+        for i, width in enumerate(forward_batch.extend_seq_lens.tolist()):
+            if width:
+                segments.append(self._segment(requests[i : i + 1], lengths[i : i + 1], width, start))
+            start += width
+        return segments
 
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-        """q, k, v: [tokens, heads * head_dim]; returns [tokens, q_heads * v_head_dim]."""
-        if not forward_batch.forward_mode.is_target_verify():
+    def _segment(self, requests: torch.Tensor, lengths: torch.Tensor, width: int, start: int) -> _Segment:
+        positions = torch.arange(int(lengths.max()))
+        slots = self.req_to_token_pool.req_to_token[requests, : positions.numel()].long()
+        slots = slots.masked_fill(positions[None, :] >= lengths[:, None], 0).flatten()
+        translated = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots) if self.use_sliding_window_kv_pool else None
+        return _Segment(slice(start, start + requests.numel() * width), width, slots, lengths, translated)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+        """q: [tokens, q_heads * head_dim]; k, v: [tokens, kv_heads, head_dim or v_head_dim], or None where the layer reads
+        another one's; sinks: [q_heads], a logit of each head that takes part in the softmax and has no value.
+        Returns [tokens, q_heads * v_head_dim]."""
+        if layer.is_cross_attention or forward_batch.encoder_lens is not None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        plan = self._block_plan
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+        """As forward_extend."""
+        if layer.is_cross_attention or forward_batch.encoder_lens is not None:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+
+    def _forward(self, q, k, v, layer, forward_batch, save_kv_cache, sinks) -> torch.Tensor:
+        pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(
-                layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        keeps_window = self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
+        output = q.new_zeros(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)  # a forward may end in padding rows
+        for segment in self._segments:
+            slots = segment.window_slots if keeps_window else segment.slots
+            output[segment.rows] = self._attend(
+                segment,
+                q[segment.rows].view(segment.bs, segment.width, *q.shape[1:]),
+                _gather(keys, slots, segment.bs, q.dtype),
+                _gather(values, slots, segment.bs, q.dtype),
+                layer,
+                sinks,
             )
-        bs, width = plan.query_positions.shape
-        kv_heads = layer.tp_k_head_num
-        group = layer.tp_q_head_num // kv_heads
-        # Query heads that share a KV head become more queries of that head, so KV is never repeated.
-        queries = q.view(bs, width, kv_heads, group, layer.qk_head_dim).permute(0, 2, 3, 1, 4)
-        queries = queries.reshape(bs, kv_heads, group * width, layer.qk_head_dim)
-        keys = self._gather(self.token_to_kv_pool.get_key_buffer(layer.layer_id), plan.slots, bs, q.dtype)
-        values = self._gather(self.token_to_kv_pool.get_value_buffer(layer.layer_id), plan.slots, bs, q.dtype)
-        causal = layer.attn_type != AttentionType.ENCODER_ONLY
-        window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
-        from_anchor = getattr(layer, "window_from_anchor", False)
-        attended = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=plan.mask(causal, window, from_anchor, group, q.dtype), scale=layer.scaling
-        )
-        attended = attended.view(bs, kv_heads, group, width, layer.v_head_dim).permute(0, 3, 1, 2, 4)
-        return attended.reshape(bs * width, kv_heads * group * layer.v_head_dim)
+        return output.flatten(1)
 
     @staticmethod
-    def _gather(buffer: torch.Tensor, slots: torch.Tensor, bs: int, dtype: torch.dtype) -> torch.Tensor:
-        """Pool rows [slots, heads, dim] of each request, as [bs, heads, longest, dim]."""
-        # index_select copies whole rows; indexing with a tensor is several times slower on a CPU.
-        rows = buffer.index_select(0, slots).to(dtype)
-        return rows.view(bs, -1, *buffer.shape[1:]).transpose(1, 2)
+    def _attend(segment: _Segment, q, keys, values, layer, sinks) -> torch.Tensor:
+        """q: [bs, width, q_heads, dim]; keys, values: [bs, kv_heads, longest, dim]; returns [bs * width, q_heads, v_dim]."""
+        sight = _Sight.of(layer)
+        bs, width, heads, _ = q.shape
+        kv_heads = keys.shape[1]
+        group = heads // kv_heads
+        if bs == 1 and width > _BLOCK and sinks is None and not layer.logit_cap:
+            # A prompt: its mask is large, and one for all heads will do.
+            from_start = sight.causal and sight.window < 0 and width == segment.longest
+            attended = scaled_dot_product_attention(
+                q.transpose(1, 2),
+                keys,
+                values,
+                attn_mask=None if from_start else segment.mask(sight, 1, q.dtype),
+                is_causal=from_start,
+                scale=layer.scaling,
+                enable_gqa=group > 1,
+            )
+            return attended.transpose(1, 2).flatten(0, 1)
+        # Query heads that share a KV head become more queries of that head, so KV is never repeated.
+        queries = q.view(bs, width, kv_heads, group, -1).permute(0, 2, 3, 1, 4).reshape(bs, kv_heads, group * width, -1)
+        if sinks is None and not layer.logit_cap:
+            mask = segment.mask(sight, group, q.dtype)
+            attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scaling)
+        else:
+            mask = segment.mask(sight, 1, q.dtype)
+            mask = None if mask is None else mask[:, :, None]
+            scores = (queries @ keys.transpose(2, 3) * layer.scaling).view(bs, kv_heads, group, width, -1)
+            attended = _softmax(scores, mask, layer.logit_cap, sinks).view(bs, kv_heads, group * width, -1) @ values
+        attended = attended.view(bs, kv_heads, group, width, -1).permute(0, 3, 1, 2, 4)
+        return attended.reshape(bs * width, heads, -1)
+
+
+def create_cpu_attention(runner) -> TorchNativeAttnBackend:
+    """The `torch_native` backend of a model runner: ours with DFLASH, and for a model that SGLang's gets wrong."""
+    if runner.spec_algorithm.is_dflash() or runner.use_mla_backend or _is_beyond_stock(runner):
+        from sglang_dflash.srt.plugins.ledger import install_at_cpu_attention
+
+        install_at_cpu_attention()
+        return TorchNativeSpecAttnBackend(runner)
+    return TorchNativeAttnBackend(runner)
+
+
+def _is_beyond_stock(runner) -> bool:
+    """Whether a layer caps its logits or has sinks, or reads a pool of its own, which SGLang's reads at the wrong slots."""
+    if isinstance(runner.token_to_kv_pool, SWAKVPool):
+        return True
+    sinks = ("sinks", "attention_sink_bias")
+    return any(
+        getattr(module, "logit_cap", 0) or any(getattr(module, name, None) is not None for name in sinks)
+        for module in runner.model.modules()
+    )
+
+
+def _softmax(scores: torch.Tensor, mask: torch.Tensor | None, logit_cap: float, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attention weights of scores [bs, kv_heads, group, width, longest], in float32 on the way."""
+    dtype, scores = scores.dtype, scores.float()
+    if logit_cap:
+        scores = logit_cap * torch.tanh(scores / logit_cap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        return scores.softmax(dim=-1).to(dtype)
+    sinks = sinks.float().view(1, *scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1].to(dtype)
+
+
+def _gather(buffer: torch.Tensor, slots: torch.Tensor, bs: int, dtype: torch.dtype) -> torch.Tensor:
+    """Pool rows [slots, heads, dim] of each request, as [bs, heads, longest, dim]."""
+    # index_select copies whole rows; indexing with a tensor is several times slower on a CPU.
+    rows = buffer.index_select(0, slots).to(dtype)
+    return rows.view(bs, -1, *buffer.shape[1:]).transpose(1, 2)

@@ -23,7 +23,8 @@ class DFlashDrafter:
     def __init__(self, draft_runner, target_model, verify_width: int):
         self._runner = draft_runner
         self._model = draft_runner.model
-        self.mask_token_id = self._model.draft.mask_token_id
+        self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
+        self.mask_token_id = self._model.mask_token_id
         self._verify_width = verify_width
         # Where the anchor's row drafts too, the last position needs no row.
         self._draft_width = verify_width - 1 + self._model.draft.num_idle_rows
@@ -32,7 +33,6 @@ class DFlashDrafter:
             draft_token_num=self._draft_width, capture_hidden_mode=CaptureHiddenMode.NULL
         )
         self._sampling = DraftSampling.from_environment()
-        self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
         self._model.stack_kv_weights()
 
     @property
@@ -45,6 +45,7 @@ class DFlashDrafter:
         return get_spec().speculative_draft_window_size is not None
 
     def attach_pools(self, target_runner) -> None:
+        self._model.use_pool(self._runner.token_to_kv_pool)
         if self.has_own_table:
             spec = get_spec()
             self._view = WindowView(
@@ -107,7 +108,7 @@ class DFlashDrafter:
             spec_info=self._block_input,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             global_num_token_non_padded_cpu=cycle.bs * width,
-            can_run_decode_cuda_graph=cycle.can_run_cuda_graph and width == self._verify_width,
+            can_run_decode_cuda_graph=cycle.can_run_cuda_graph,
         )
         view.kv_loc_plan.bind(forward_batch, self._runner.kv_index_translator, cols=columns)
         return self._runner.forward(forward_batch).logits_output

@@ -5,12 +5,19 @@ the slot of position i + 1, beside the target's: it depends on nothing later, so
 reads through a request table of its own, the target's shifted by one.
 
 Between two cycles at most B rows of a request are pending: verified, but not run through the draft yet. A block is D =
-2 (B - 1) rows that end with the last one that drafts:
+2 (B - 1) rows, as many for every request, whatever was accepted:
+
+    [pending rows] [B - 2 mask rows] [idle rows]
+
+Idle rows draft nothing, nobody sees them, and their keys go to SGLang's padding slot 0. Where such a block begins only the
+device knows. An attention backend that plans with exact host lengths (FlashInfer) gets another one instead, which ends at
+a row that the host knows:
 
     [rows that are in the KV already] [pending rows] [B - 2 mask rows]
 
-The first group is there because all blocks of a batch are equally long, whatever was accepted; its outputs are dropped,
-and so are its keys, into SGLang's padding slot 0. Mask rows write to the slots of the tokens they stand for, which the
+There the first group is idle: its outputs are dropped, and its keys too. That needs a backend which reads the keys of the
+block from the KV pool, where those rows' real ones are, and not from what it was just given, as SGLang's Triton backend
+does. Mask rows write to the slots of the tokens they stand for, which the
 pending rows of the next cycle overwrite. That cycle may not come: if a request ends and no step follows in which it still
 takes part, its last block, at most B - 1 tokens, goes to the prefix cache with keys of mask rows. Who reads them drafts a
 little worse; nothing drafted is ever kept unverified.
@@ -27,7 +34,7 @@ from sglang_dflash.kernels.ops.speculative.peagle_rows import Pending, prepare_r
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
 from sglang_dflash.srt.speculative.acceptance import Verdict
-from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts
+from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts, packed_ranges
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 
@@ -40,10 +47,10 @@ class PEagleDrafter:
     def __init__(self, draft_runner, target_model, verify_width: int):
         self._runner = draft_runner
         self._model = draft_runner.model
-        self.mask_token_id = self._model.draft.mask_token_id
+        self.mask_token_id = self._model.mask_token_id
         self._verify_width = verify_width
         self._drafted = verify_width - 1
-        self.block_width = 2 * self._drafted
+        self.block_width = max(1, 2 * self._drafted)  # SGLang plans for a row even where nothing is drafted
         self._sampling = DraftSampling.from_environment()
         self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
 
@@ -60,6 +67,14 @@ class PEagleDrafter:
         # No running request has more, as all of them take part in every cycle. Known without asking the device.
         self._most_pending = 1
         self._model.allocate_blocks(rows, self.block_width, self._drafted)
+
+    @property
+    def _last_start(self) -> int | None:
+        """The last row where a block may begin, so that its idle rows stay in the context; None where a block has to end
+        with its last mask row."""
+        if self._runner.attn_backend.needs_cpu_seq_lens:
+            return None
+        return self._runner.model_config.context_len - self.block_width
 
     def begin_prefill(self, prompts: Prompts) -> None:
         if not self._drafted:
@@ -148,8 +163,12 @@ class PEagleDrafter:
             self.mask_token_id,
             blocks.fused,
             blocks.first_drafting,
+            self._last_start,
         )
-        host_lens = (host_lens - verify_width).clamp(min=0) + width
+        if self._last_start is None:
+            host_lens = (host_lens - verify_width).clamp(min=0) + width
+        else:
+            host_lens = (host_lens - 1).clamp(max=self._last_start) + width
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=bs,
@@ -172,16 +191,15 @@ class PEagleDrafter:
     def _run_prompts(self, prompts: Prompts, fused: torch.Tensor, cache_loc: torch.Tensor) -> None:
         """One forward over the rows of a prefill: every token's, but for a text's first. fused: [n, hidden]."""
         prefix, extend = torch.tensor(prompts.prefix_lens), torch.tensor(prompts.extend_lens)
-        is_first = prefix == 0
-        is_row = torch.ones(fused.shape[0], dtype=torch.bool)
-        is_row[(extend.cumsum(0) - extend)[is_first]] = False
-        prefix, extend = (prefix - 1).clamp_(min=0), extend - is_first.long()
+        is_first = (prefix == 0).long()
+        first_rows = extend.cumsum(0) - extend + is_first
+        prefix, extend = (prefix - 1).clamp_(min=0), extend - is_first
         [chosen] = torch.where(extend > 0)  # a text of one token has no rows
         if not chosen.numel():
             return
         prefix, extend = prefix[chosen], extend[chosen]
         device = fused.device
-        rows = torch.where(is_row)[0].to(device, non_blocking=True)
+        rows = packed_ranges(first_rows[chosen].tolist(), extend.tolist(), device)
         lengths = prefix + extend
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,

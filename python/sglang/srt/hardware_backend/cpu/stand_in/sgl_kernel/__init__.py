@@ -2,7 +2,7 @@
 
 Pure-Python submodules are lent from the installed package; the few functions SGLang's CPU path calls are
 written here in PyTorch. Any other name resolves to a function that says what is missing when it is called:
-SGLang imports many kernels it never launches on a CPU.
+SGLang imports many kernels it never launches on a CPU. What it asks for under `torch.ops.sgl_kernel` is in ../../operators.py.
 """
 
 import os as _os
@@ -10,12 +10,19 @@ import sys as _sys
 
 import torch as _torch
 
+from sglang_dflash.srt.hardware_backend.cpu import operators as _operators
+
 _here = _os.path.dirname(_os.path.abspath(__file__))
 __path__ = [
-    _candidate
-    for _candidate in (_os.path.join(_entry, "sgl_kernel") for _entry in _sys.path)
-    if _os.path.isdir(_candidate) and _os.path.abspath(_candidate) != _here
-][:1]
+    _here,
+    *[
+        _candidate
+        for _candidate in (_os.path.join(_entry, "sgl_kernel") for _entry in _sys.path)
+        if _os.path.isdir(_candidate) and _os.path.abspath(_candidate) != _here
+    ][:1],
+]
+
+_operators.install()
 
 
 def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# SGLang's own load generator against a DFLASH server:   bash examples/bench_serving.sh [URL [FILE]]
+# FILE gets the figures as one line of JSON, after what it holds.
+#
+# `random-ids` needs no data set (`random` downloads one). Its prompts are random tokens, so throughput is that of the
+# machine but the accept length printed at the end is not that of your traffic: for that give your own conversations,
+# --dataset-name custom --dataset-path FILE (one JSON object per line, {"conversations": [{"content": ...}, {"content": ...}]}).
+# SGLang averages the accept length from one of its log lines to the next: a run of fewer than 40 decode steps prints none.
+# Newer SGLang calls the same module sglang.benchmark.serving.
+set -euo pipefail
+url=${1:-http://127.0.0.1:30000}
+file=${2:-bench_serving.jsonl}
+
+${PYTHON:-python} -m sglang.bench_serving --backend sglang --base-url "$url" --flush-cache \
+    --dataset-name random-ids --random-input-len 64 --random-output-len 64 --random-range-ratio 1.0 \
+    --num-prompts 16 --max-concurrency 4 --output-file "$file"

@@ -1,0 +1,33 @@
+"""A checkpoint of the `speculators` library names its target, so it is all the server is given:
+
+    python -m sglang.launch_server --model-path models/tiny-qwen3-code-dflash-speculators
+    python examples/speculators_checkpoint.py [URL]
+
+Says what the server made of it, and how the draft does.
+"""
+
+import sys
+
+import requests
+
+
+def main(url: str) -> None:
+    info = requests.get(f"{url}/server_info", timeout=60).json()
+    width = info["speculative_num_draft_tokens"]
+    print(f"target  {info['model_path']}")
+    print(f"draft   {info['speculative_draft_model_path']}")
+    # Two counts of one thing: SGLang's includes the anchor, the library's does not.
+    print(f"SGLang's num_draft_tokens {width}, the library's speculative_tokens {width - 1}")
+
+    request = {
+        "text": ["import os\nimport ", "class Stack:\n    def ", "def mean(values):\n"],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True},
+    }
+    answers = requests.post(f"{url}/generate", json=request, timeout=600)
+    answers.raise_for_status()
+    for prompt, answer in zip(request["text"], answers.json(), strict=True):
+        print(f"accept length {answer['meta_info']['spec_accept_length']:.2f}  {prompt!r} ...")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:30000")

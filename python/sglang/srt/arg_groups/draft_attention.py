@@ -1,0 +1,57 @@
+"""On which of SGLang's attention backends a draft runs: one that does what the draft was trained with."""
+
+import logging
+from typing import Any
+
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
+
+logger = logging.getLogger(__name__)
+
+# In the order of preference where the target's own will not do.
+DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
+# They read whole pages.
+PAGED_BACKENDS = ("fa3", "fa4")
+# In a verify forward FlashInfer cuts a sliding layer's keys once per block, the others once per query.
+_COUNT_FROM_ANCHOR = ("flashinfer",)
+_COUNT_FROM_QUERY = ("triton", "fa3", "fa4")
+
+
+def choose_draft_attention(args: Any, target_backend: str, draft: DFlashDraftConfig, target_text_config: Any) -> str:
+    """The backend that was asked for; else the target's, if it runs this draft as it was trained; else the first that does.
+
+    target_backend: of the target's prefill. Raises ValueError where the one asked for does not.
+    """
+    unsuited = _unsuited_backends(args, draft, target_text_config)
+    suited = [backend for backend in DRAFT_ATTENTION_BACKENDS if backend not in unsuited]
+    asked = args.speculative_draft_attention_backend
+    backend = asked or target_backend
+    if backend in suited:
+        return backend
+    reason = unsuited.get(backend, "it does not run draft blocks")
+    if not suited:
+        raise ValueError(f"DFLASH's draft can run on no attention backend: {'; '.join(sorted(set(unsuited.values())))}.")
+    if asked is not None:
+        raise ValueError(
+            f"DFLASH's draft cannot run on attention backend {asked!r}: {reason}. "
+            f"Give --speculative-draft-attention-backend {'|'.join(suited)}."
+        )
+    logger.info("DFLASH: the draft runs on attention backend %s, not on the target's %s: %s.", suited[0], backend, reason)
+    return suited[0]
+
+
+def _unsuited_backends(args: Any, draft: DFlashDraftConfig, target_text_config: Any) -> dict[str, str]:
+    """Of those that run draft blocks, the ones that would run this draft otherwise than it was trained, and why."""
+    found = {}
+    context = args.context_length or getattr(target_text_config, "max_position_embeddings", None)
+    if draft.has_sliding_layers and (context is None or context > draft.sliding_window):
+        if draft.window_from_anchor:
+            reason = "it counts sliding windows from the query, this draft from the anchor"
+            found |= dict.fromkeys(_COUNT_FROM_QUERY, reason)
+        else:
+            reason = "it counts sliding windows from the start of a block, this draft from the query"
+            found |= dict.fromkeys(_COUNT_FROM_ANCHOR, reason)
+    if isinstance(draft, PEagleDraftConfig) and (args.page_size or 1) > 1:
+        reason = f"it reads whole pages (--page-size {args.page_size}), and P-EAGLE's table is the target's shifted by one slot"
+        found |= dict.fromkeys(PAGED_BACKENDS, reason)
+    return found

@@ -1,0 +1,62 @@
+"""Copies between recurrent states in PyTorch, where SGLang launches Triton kernels.
+
+Pools are [layers, slots, ...]. A negative slot or step means that a request takes no part.
+"""
+
+import torch
+
+
+def track_mamba_states_all_layers(
+    conv_states_pool,
+    ssm_states_pool,
+    cache_indices,
+    mamba_track_mask,
+    mamba_track_indices,
+    batch_size,
+    check_freed_slots=False,
+):
+    """After a decode step: keep the states of the requests in `mamba_track_mask` [bs] for the prefix cache."""
+    source, target = cache_indices[:batch_size].long(), mamba_track_indices[:batch_size].long()
+    tracked = mamba_track_mask[:batch_size] & (source >= 0) & (target >= 0)
+    for pool in (conv_states_pool, ssm_states_pool):
+        pool[:, target[tracked]] = pool[:, source[tracked]]
+
+
+def track_mamba_states_if_needed(
+    conv_states,
+    ssm_states,
+    cache_indices,
+    mamba_track_mask,
+    mamba_track_indices,
+    batch_size,
+    check_freed_slots=False,
+):
+    """The same for one layer's pools, [slots, ...]."""
+    track_mamba_states_all_layers(
+        conv_states[None], ssm_states[None], cache_indices, mamba_track_mask, mamba_track_indices, batch_size
+    )
+
+
+def scatter_mamba_states_after_mtp_verify(
+    mamba_caches,
+    state_indices_tensor,
+    last_correct_step_indices,
+    mamba_track_indices,
+    mamba_steps_to_track,
+    src_indices_raw=None,
+):
+    """After acceptance: each request's states after its last kept token become its states, and those after a token on the
+    prefix cache's grid are kept for it. Verify wrote them to [layers, rows, tokens, ...], request i to row i."""
+    pairs = [(mamba_caches.temporal, mamba_caches.intermediate_ssm)]
+    pairs += zip(mamba_caches.conv, mamba_caches.intermediate_conv_window, strict=True)
+    bs = last_correct_step_indices.numel()
+    rows = torch.arange(bs) if src_indices_raw is None else src_indices_raw.long()
+    for pool, steps in pairs:
+        _copy_step(pool, steps, rows, state_indices_tensor[:bs].long(), last_correct_step_indices.long())
+        if mamba_track_indices is not None:
+            _copy_step(pool, steps, rows, mamba_track_indices.long(), mamba_steps_to_track.long())
+
+
+def _copy_step(pool, steps, rows, slots, step):
+    taken = (step >= 0) & (slots >= 0)
+    pool[:, slots[taken]] = steps[:, rows[taken], step[taken]]

@@ -1,0 +1,122 @@
+"""Commands and code that the README, the pages under docs/ and the examples tell people to run, as they stand there."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving import DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples" / "README.md",
+]
+SCRIPTS = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".sh"))
+URL = "http://127.0.0.1:30000"
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
+_PROGRAMS = ("python", "make", "curl", "pip", "bash", "sglang", "speculators")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command line. where: for a message. text: as written, its lines joined."""
+
+    where: str
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
+
+    @property
+    def flags(self) -> list[str]:
+        return [flag for word in self.words if (flag := word.strip("[]").partition("=")[0]).startswith("--")]
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block of a page."""
+    return _BLOCK.findall(page.read_text())
+
+
+def spans(page: Path) -> list[str]:
+    """The inline code of a page."""
+    return [" ".join(span.split()) for span in _SPAN.findall(_BLOCK.sub("", page.read_text()))]
+
+
+def _lines(block: str) -> list[str]:
+    joined = [line.strip() for line in block.replace("\\\n", " ").splitlines()]
+    return [
+        " ".join(line.split()) if "'" not in line else line
+        for line in joined
+        if line and not line.startswith("#")
+    ]
+
+
+def commands() -> list[Command]:
+    """Of every page: lines of its bash blocks, and inline code that starts with a program and has an argument. Of every
+    example: the indented commands of its docstring or first comment."""
+    return [*_of_pages(), *_of_scripts()]
+
+
+def _of_pages() -> Iterator[Command]:
+    for page in PAGES:
+        where = page.relative_to(ROOT).as_posix()
+        for language, block in blocks(page):
+            if language == "bash":
+                yield from (Command(where, line) for line in _lines(block))
+        for span in spans(page):
+            if span.split()[0] in _PROGRAMS and " " in span:
+                yield Command(where, span)
+
+
+def _of_scripts() -> Iterator[Command]:
+    for script in SCRIPTS:
+        text = script.read_text()
+        if script.suffix == ".py":
+            head = ast.get_docstring(ast.parse(text), clean=False) or ""
+        else:
+            head = "\n".join(line.lstrip("#") for line in text.splitlines() if line.startswith("#"))
+        for found in re.finditer(rf"(?:^| {{2}}) +((?:{'|'.join(_PROGRAMS)}) .+)$", head, re.MULTILINE):
+            yield Command(script.relative_to(ROOT).as_posix(), found.group(1))
+
+
+def is_server(command: Command) -> bool:
+    """Whether a command line starts an SGLang server."""
+    return command.words[:3] == ["python", "-m", "sglang.launch_server"] or command.words[:2] == [
+        "sglang",
+        "serve",
+    ]
+
+
+def server_arguments(command: Command) -> list[str]:
+    """The flags of a server's command line, with the bundled models where it has a placeholder."""
+    words = command.words[3 if command.words[0] == "python" else 2 :]
+    peagle = "PEAGLE" in words or "EAGLE3" in words
+    stands_for = {
+        "TARGET": TARGET,
+        "DRAFT": DRAFT,
+        "CHECKPOINT": PEAGLE_DRAFT if peagle else SPECULATORS_DRAFT,
+        "out/checkpoint_best": SPECULATORS_DRAFT,
+    }
+    return [str(stands_for.get(word, word)) for word in words]
+
+
+def defined_flags(script: Path) -> set[str]:
+    """The flags that a Python file gives to argparse."""
+    calls = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Call)]
+    added = [call for call in calls if getattr(call.func, "attr", None) == "add_argument"]
+    return {
+        arg.value
+        for call in added
+        for arg in call.args
+        if isinstance(arg, ast.Constant) and str(arg.value).startswith("--")
+    }

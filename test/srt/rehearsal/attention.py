@@ -1,0 +1,48 @@
+"""Attention over a KV pool in dense PyTorch, for the kernels that need a GPU."""
+
+import math
+
+import torch
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    back: int = -1,
+    ahead: int = -1,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [n, q_heads, d], keys and values [m, kv_heads, d]; the queries are at the last n of the m positions.
+
+    back, ahead: how many positions before and after its own a query sees; -1: all.
+    Returns [n, q_heads, d_v] float32 and the base-2 log of the sums, [n, q_heads].
+    """
+    n, m = q.shape[0], keys.shape[0]
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (t.float().repeat_interleave(group, dim=1) for t in (keys, values))
+    scores = torch.einsum("nhd,mhd->hnm", q.float(), keys) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    query, key = torch.arange(m - n, m)[:, None], torch.arange(m)[None]
+    seen = torch.ones(n, m, dtype=torch.bool)
+    if causal:
+        seen &= key <= query
+    if back >= 0:
+        seen &= key >= query - back
+    if ahead >= 0:
+        seen &= key <= query + ahead
+    scores = scores.masked_fill(~seen, -math.inf)
+    attended = torch.einsum("hnm,mhd->nhd", torch.softmax(scores, dim=-1).nan_to_num(), values)
+    return attended, (torch.logsumexp(scores, dim=-1) / math.log(2)).T
+
+
+def merge(out_a, lse_a, out_b, lse_b) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two attentions over parts of the keys as one: FlashInfer's `merge_state`."""
+    highest = torch.maximum(lse_a, lse_b)
+    a, b = (torch.exp2(lse - highest).nan_to_num() for lse in (lse_a, lse_b))
+    merged = (out_a * a[..., None] + out_b * b[..., None]) / (a + b)[..., None]
+    return merged.to(out_a.dtype), highest + torch.log2(a + b)

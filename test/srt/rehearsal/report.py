@@ -1,0 +1,17 @@
+"""What a rehearsed server has to say: one JSON object per line, in the file that REHEARSAL_REPORT names."""
+
+import json
+import os
+from typing import Any
+
+VARIABLE = "REHEARSAL_REPORT"
+
+
+def note(kind: str, **facts: Any) -> None:
+    with open(os.environ[VARIABLE], "a") as file:
+        file.write(json.dumps({"kind": kind, **facts}) + "\n")
+
+
+def problem(text: str) -> None:
+    """Something that a GPU would have done silently wrong."""
+    note("problem", text=text)

@@ -1,0 +1,391 @@
+"""The doctor names what is wrong with a checkpoint, and finds nothing wrong with the bundled ones."""
+
+import json
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from drafts import make_draft
+from safetensors.torch import save_file
+from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
+
+from sglang_dflash import doctor
+from sglang_dflash.srt.doctor import measure, page_style, static_checks
+from sglang_dflash.srt.doctor.checkpoint import Checkpoint
+from sglang_dflash.srt.doctor.page import page
+from sglang_dflash.srt.doctor.prompts import PROMPTS
+from sglang_dflash.srt.doctor.readings import blocks
+
+BUNDLED = (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)
+
+
+def examine(draft: Path, *more: str, target: Path = TARGET) -> int:
+    return doctor.main(["--model-path", str(target), "--draft", str(draft), *more])
+
+
+def make_target(folder: Path, **changes) -> Path:
+    """The bundled target without its weights, with `changes` to its config."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TARGET / name, folder)
+    config = json.loads((TARGET / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def with_tensors(**tensors):
+    """Tensors replaced; None takes one away."""
+
+    def change(found):
+        return {name: t for name, t in (found | tensors).items() if t is not None}
+
+    return change
+
+
+def swapped_layers(tensors):
+    return {re.sub(r"layers\.([02])", lambda m: f"layers.{2 - int(m[1])}", name): t for name, t in tensors.items()}
+
+
+def quantised(tensors):
+    name = "layers.1.mlp.up_proj.weight"
+    return tensors | {name: tensors[name].mul(100).to(torch.int8), "layers.1.mlp.up_proj.weight_scale": torch.ones(1)}
+
+
+def cut(tensors):
+    return tensors | {"layers.1.mlp.down_proj.weight": tensors["layers.1.mlp.down_proj.weight"][:-3].contiguous()}
+
+
+def shuffled_d2t(tensors):
+    """Every id still in the target's vocabulary, none where it was."""
+    count = tensors["d2t"].numel()
+    ids = (torch.arange(count) + tensors["d2t"]).flip(0)
+    return tensors | {"d2t": ids - torch.arange(count)}
+
+
+def absolute_d2t(tensors):
+    return tensors | {"d2t": torch.arange(tensors["d2t"].numel()) + tensors["d2t"]}
+
+
+# What is broken -> (how the checkpoint is made, what the doctor says).
+BROKEN = {
+    "layer ids one too high": (
+        lambda folder: make_draft(folder, dflash_config={"target_layer_ids": [2, 5, 8, 11]}),
+        r"name the last layer.*subtract one from each",
+    ),
+    "layer ids in reversed order": (
+        lambda folder: make_draft(folder, dflash_config={"target_layer_ids": [10, 7, 4, 1]}),
+        r"must be ascending.*Put the ids in ascending order",
+    ),
+    "mask token": (
+        lambda folder: make_draft(folder, dflash_config={"mask_token_id": 300}),
+        r"mask_token_id 300 is an ordinary piece of text.*<\|mask\|> is 3",
+    ),
+    "another vocabulary": (lambda folder: make_draft(folder, vocab_size=4096), r"vocab_size is 4096, but the target's.* is 2048"),
+    "d2t out of order": (
+        lambda folder: make_draft(folder, shuffled_d2t, base=SPECULATORS_DRAFT),
+        r"d2t maps to the tokens that t2d names, but in another order",
+    ),
+    "d2t out of order, without t2d": (
+        lambda folder: make_draft(folder, lambda t: with_tensors(t2d=None)(shuffled_d2t(t)), base=PEAGLE_DRAFT),
+        r"rows of the draft's head are not those of the target's tokens that d2t maps them to",
+    ),
+    "d2t as target ids": (
+        lambda folder: make_draft(folder, absolute_d2t, base=PEAGLE_DRAFT),
+        r"d2t points outside.*look like target ids, where offsets",
+    ),
+    "a tensor too small": (lambda folder: make_draft(folder, cut), r"down_proj.weight is \(253, 512\), expected \(256, 512\)"),
+    "another hidden size": (lambda folder: make_draft(folder, hidden_size=512), r"hidden_size is 512, but the target's.* is 256"),
+    "a missing norm": (
+        lambda folder: make_draft(folder, with_tensors(**{"hidden_norm.weight": None})),
+        r"tensor hidden_norm.weight: missing",
+    ),
+    "a quantised draft": (lambda folder: make_draft(folder, quantised), r"draft is quantised.*up_proj.weight \(I8\).*unquantised draft"),
+    "a quantised draft, by its config": (
+        lambda folder: make_draft(folder, quantization_config={"quant_method": "fp8"}),
+        r"draft is quantised \(quantization_config: fp8\)",
+    ),
+    "another depth": (lambda folder: make_draft(folder, num_target_layers=36), r"num_target_layers is 36, but"),
+    "another end of text": (lambda folder: make_draft(folder, eos_token_id=9), r"eos_token_id is 9 in the draft and 0 in"),
+}
+
+
+@pytest.mark.parametrize("draft", BUNDLED, ids=lambda path: path.name)
+def test_nothing_is_found_in_a_bundled_draft(draft, capsys):
+    assert examine(draft) == 0
+    said = capsys.readouterr().out
+    assert "No fault found." in said and "fault:" not in said and "note:" not in said
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_fault_is_named(what, tmp_path, capsys):
+    make, said = BROKEN[what]
+    assert examine(make(tmp_path / "draft")) == 1
+    faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
+    assert any(re.search(said, line) for line in faults), faults
+
+
+def test_a_file_cut_short_is_named(tmp_path, capsys):
+    draft = make_draft(tmp_path / "draft")
+    data = (draft / "model.safetensors").read_bytes()
+    (draft / "model.safetensors").write_bytes(data[: len(data) * 9 // 10])
+    assert examine(draft) == 1
+    assert re.search(r"fault: \S+.*: cut off, the file ends before its bytes do\. Fetch the draft again", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("draft", [SPECULATORS_DRAFT, PEAGLE_DRAFT], ids=lambda path: path.name)
+def test_a_target_of_another_family_is_named(draft, tmp_path, capsys):
+    target = make_target(tmp_path / "target", architectures=["LlamaForCausalLM"], model_type="llama")
+    assert examine(draft, target=target) == 1
+    assert "made for a Qwen3ForCausalLM, the target is a LlamaForCausalLM. Serve the target" in capsys.readouterr().out
+
+
+def test_another_targets_head_is_named(tmp_path, capsys):
+    """Same sizes, same name, other weights: as after another revision."""
+    target = make_target(tmp_path / "tiny-qwen3-code")
+    rows = torch.randn(2048, 256, generator=torch.Generator().manual_seed(0))
+    save_file({"model.embed_tokens.weight": rows}, target / "model.safetensors")
+    assert examine(PEAGLE_DRAFT, target=target) == 1
+    assert "it is another target's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "draft, ids, said",
+    [
+        (DRAFT, {"dflash_config": {"target_layer_ids": [2, 5, 7, 10]}}, "plus one.*subtract one from each"),
+        (SPECULATORS_DRAFT, {"aux_hidden_state_layer_ids": [1, 4, 6, 9]}, "minus one.*add one to each"),
+    ],
+)
+def test_the_usual_ids_off_by_one_are_noted(draft, ids, said, tmp_path, capsys):
+    """It may be as intended, so it is no fault."""
+    assert examine(make_draft(tmp_path / "draft", base=draft, **ids)) == 0
+    assert re.search(f"note: .*{said}", capsys.readouterr().out)
+
+
+def test_notes_are_no_faults(tmp_path, capsys):
+    draft = make_draft(
+        tmp_path / "draft", base=PEAGLE_DRAFT, speculators_config={"verifier": {"name_or_path": "somebody/another-model"}}
+    )
+    target = make_target(tmp_path / "target", quantization_config={"quant_method": "awq"}, rope_theta=5e5)
+    assert examine(draft, target=target) == 0
+    said = capsys.readouterr().out
+    assert "note: the draft names 'somebody/another-model' as its target" in said
+    assert "--speculative-draft-model-quantization unquant" in said and "rope_theta is 10000 in the draft and 500000" in said
+
+
+def folder_with(path: Path, **files: str | bytes) -> Path:
+    path.mkdir()
+    for name, content in files.items():
+        (path / name.replace("__", ".")).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+CONFIG = (DRAFT / "config.json").read_text()
+BAD_INPUT = {
+    "no such path": (lambda p: p / "nowhere", "no such directory"),
+    "no config": (lambda p: folder_with(p / "d"), "no config.json there"),
+    "no JSON": (lambda p: folder_with(p / "d", config__json="{"), "config.json: not JSON"),
+    "no object": (lambda p: folder_with(p / "d", config__json="[]"), "an object is needed"),
+    "no tensors": (lambda p: folder_with(p / "d", config__json=CONFIG), "no safetensors file"),
+    "no header": (lambda p: folder_with(p / "d", config__json=CONFIG, model__safetensors=b"hello"), "not a safetensors file"),
+    "garbled header": (
+        lambda p: folder_with(p / "d", config__json=CONFIG, model__safetensors=(4).to_bytes(8, "little") + b"oops"),
+        "safetensors header cannot be read",
+    ),
+    "a file": (lambda p: DRAFT / "config.json", "a file, where the directory"),
+    "another architecture": (lambda p: TARGET, "neither a DFlash nor a P-EAGLE draft.*Qwen3ForCausalLM"),
+    "EAGLE-3": (lambda p: make_draft(p / "d", base=PEAGLE_DRAFT, speculators_model_type="eagle3"), "a draft of kind 'eagle3'"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_INPUT)
+def test_bad_input_is_one_line(what, tmp_path, capsys):
+    make, said = BAD_INPUT[what]
+    assert examine(make(tmp_path)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and re.fullmatch(f"doctor: .*{said}.*\n", captured.err), captured.err
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--html", "{}/nowhere/page.html"], "no such directory"),
+        (["--html", "{}"], "is a directory"),
+        (["--html", "/proc/page.html"], r"cannot be written \("),
+        (["--prompts", "{}/none.jsonl"], "No such file"),
+        (["--prompts", "{}/bad.jsonl"], 'bad.jsonl:2: a prompt is an object with "text"'),
+    ],
+)
+def test_bad_files_are_one_line(more, said, tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"prompt": "b"}\n')
+    assert examine(DRAFT, *(part.format(tmp_path) for part in more)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and re.fullmatch(f"doctor: .*({said}).*\n", captured.err), captured.err
+
+
+def test_a_draft_is_no_target(capsys):
+    assert examine(DRAFT, target=SPECULATORS_DRAFT) == 2
+    assert "--model-path is the target" in capsys.readouterr().err
+
+
+# --- measured ---
+
+
+@pytest.fixture(scope="module")
+def observed() -> measure.Observed:
+    """What the bundled target says; no draft is in it, so all tests share it."""
+    torch.set_num_threads(1)
+    return measure.observe(Checkpoint.open(str(TARGET), with_tensors=False), PROMPTS, 64, "cpu")
+
+
+def few(observed: measure.Observed) -> measure.Observed:
+    """Enough to show what is grossly wrong."""
+    return replace(observed, texts=observed.texts[::3], branches=observed.branches[::6])
+
+
+def measured_pair(draft: Path, observed) -> tuple[static_checks.Pair, measure.Measurement]:
+    pair = static_checks.Pair(Checkpoint.open(str(TARGET), with_tensors=False), Checkpoint.open(str(draft), with_tensors=True))
+    return pair, measure.measure(pair, observed)
+
+
+@pytest.fixture(scope="module", params=BUNDLED, ids=lambda path: path.name)
+def bundled(request, observed):
+    return measured_pair(request.param, observed)
+
+
+def test_nothing_is_found_by_measuring_a_bundled_draft(bundled):
+    _, found = bundled
+    assert not list(measure.findings(found))
+    assert found.configured.accept_length > 2
+    assert all(a >= b for a, b in zip(found.configured.by_position, found.configured.by_position[1:]))
+
+
+def test_what_was_kept_is_the_targets_text(bundled):
+    """Blocks tile an answer: each keeps what equals the text, the next begins after the bonus token."""
+    _, found = bundled
+    for text, drafts in zip(found.texts, found.drafts, strict=True):
+        tokens, at = text.tokens.tolist(), text.prompt_length
+        for anchor, block, kept in blocks(text, drafts):
+            assert anchor == at and block[:kept] == tokens[at + 1 : at + 1 + kept]
+            assert kept == len(block) or at + 1 + kept >= len(tokens) or block[kept] != tokens[at + 1 + kept]
+            at += kept + 1
+        assert at >= len(tokens) - 1
+
+
+MEASURED = {
+    "layer ids one too low": (
+        lambda folder: make_draft(folder, dflash_config={"target_layer_ids": [0, 3, 6, 9]}),
+        r"fits better with every target layer id one higher.*Add one to each",
+    ),
+    "draft layers last to first": (
+        lambda folder: make_draft(folder, swapped_layers),
+        r"fits better with its own layers in reversed order.*Rename layers",
+    ),
+    "target layers last to first": (
+        lambda folder: make_draft(
+            folder, lambda t: t | {"fc.weight": torch.cat(t["fc.weight"].chunk(4, dim=1)[::-1], dim=1)}
+        ),
+        r"target's layers in reversed order.*Reverse the column blocks of fc.weight",
+    ),
+    "another special token as mask": (
+        lambda folder: make_draft(folder, dflash_config={"mask_token_id": 1}),
+        r"fits better with <\|mask\|> \(3\) as its mask token",
+    ),
+    "weights of nobody": (
+        lambda folder: make_draft(folder, lambda t: t | {"norm.weight": -t["norm.weight"]}),
+        r"hardly anything that the draft says is accepted",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MEASURED)
+def test_a_fault_that_only_measuring_shows(what, observed, tmp_path):
+    make, said = MEASURED[what]
+    pair, found = measured_pair(make(tmp_path / "draft"), observed if "one too low" in what else few(observed))
+    assert not [f for f in static_checks.findings(pair) if f.level == "fault"]
+    faults = [str(f) for f in measure.findings(found) if f.level == "fault"]
+    assert any(re.search(said, line) for line in faults), (faults, found.outcomes)
+
+
+@pytest.mark.parametrize("golden, checkpoint", [("tiny-speculators", SPECULATORS_DRAFT), ("tiny-peagle", PEAGLE_DRAFT)])
+def test_the_plain_drafts_are_the_librarys(golden, checkpoint, observed):
+    """Logits of one block against those of the speculators library's own model."""
+    pair = static_checks.Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(checkpoint), True))
+    draft = measure.load_draft(pair, observed.target)
+    data = np.load(Path(__file__).parent / "golden" / golden / "block_logits.npz")
+    count = sum(name.startswith("prompt_") for name in data)
+    assert count
+    for i in range(count):
+        text = measure.capture(observed.target, data[f"prompt_{i}"].tolist(), 1)
+        aux_hidden = torch.cat([text.states[k + 1] for k in draft.draft.target_layer_ids], dim=-1)
+        # Among other anchors, which must make no difference to it.
+        anchors = torch.tensor([1, len(text.tokens) // 2, len(text.tokens) - 1])
+        with torch.no_grad():
+            logits = draft.logits(text.tokens, aux_hidden, anchors)[-1]
+        expected = torch.from_numpy(data[f"logits_{i}"])[-len(logits) :]
+        assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_a_card_is_read():
+    expected = measure.expectation((DRAFT / "README.md").read_text())
+    assert expected.accept_length == 2.97 and expected.by_position == (0.81, 0.53, 0.30, 0.16, 0.09, 0.05, 0.04)
+    assert measure.expectation("| Steps | Loss |\n|---|---|\n| 1 | 2.0 |") is None
+
+
+# --- the page ---
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2 contrast of two #rrggbb colours."""
+
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+def test_text_on_every_colour_can_be_read(theme):
+    colour = {name: pair[theme] for name, pair in page_style.COLOURS.items()}
+    behind_ink = ["page", "sheet", "bonus", "early", "late"]
+    pairs = [("ink", name) for name in behind_ink] + [(t, b) for t in ("muted", "wrong", "fine") for b in ("page", "sheet")]
+    assert min(contrast(colour[text], colour[behind]) for text, behind in pairs) >= 4.5
+    assert min(contrast(colour["ink"], page_style.mixed(theme, share / 10)) for share in range(11)) >= 4.5
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else(bundled):
+    pair, found = bundled
+    text = page(pair, static_checks.findings(pair), found)
+    root = ElementTree.fromstring(text)
+    assert not re.search(r"""<script|<link|<img|@import|url\(|(src|href)=""", text)
+    assert "prefers-color-scheme:dark" in text
+    shown = ["".join(pre.itertext()) for pre in root.iter("pre")]
+    assert shown == [found.decode(answer.tokens.tolist()) for answer in found.texts]
+    assert len(root.findall(".//rect")) == len(found.configured.by_position)
+    assert root.findall(".//span[@class='b r'][@tabindex='0']") and root.findall(".//span[@class='a p1']")
+
+
+def test_the_page_of_a_draft_that_cannot_be_loaded(tmp_path, capsys):
+    draft = make_draft(tmp_path / "draft", with_tensors(**{"norm.weight": None}))
+    html = tmp_path / "page.html"
+    assert examine(draft, "--html", str(html)) == 1
+    assert "Not measured" in capsys.readouterr().out
+    assert "norm.weight: missing" in "".join(ElementTree.fromstring(html.read_text()).itertext())
+
+
+def test_the_program(tmp_path, capsys):
+    """All of it, once, as `python -m sglang_dflash.doctor` runs it."""
+    (tmp_path / "prompts.jsonl").write_text('{"text": "def main():\\n"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    html = tmp_path / "page.html"
+    arguments = ("--prompts", str(tmp_path / "prompts.jsonl"), "--html", str(html), "--max-new-tokens", "24", "--device", "cpu")
+    assert examine(SPECULATORS_DRAFT, *arguments) in (0, 1)  # two prompts are too few to promise nothing is found
+    said = capsys.readouterr().out
+    assert "Measured on 2 prompts" in said and "layer ids one lower" in said and "share kept" in said
+    ElementTree.fromstring(html.read_text())

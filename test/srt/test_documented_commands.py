@@ -1,0 +1,261 @@
+"""What the README, the pages under docs/ and the examples tell people to run does run, as written.
+
+A server's command line goes through SGLang's own arguments up to where processes would start; requests run against a
+server; other commands are known by name below, and one that is not known fails.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import FLOAT32, run_to_end
+from documented import (
+    PAGES,
+    URL,
+    Command,
+    blocks,
+    commands,
+    defined_flags,
+    is_server,
+    server_arguments,
+    spans,
+)
+from serving import DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, dflash_arguments
+
+COMMANDS = commands()
+# Commands that nothing runs here: they need a network, or the training library's own environment.
+INSTALLS = ("pip install .", "pip install sglang==0.5.23", "pip uninstall sglang-dflash")
+LIBRARY = ("speculators prepare-data", "speculators train", "speculators generate-offline-data")
+DOCTOR = ["python", "-m", "sglang_dflash.doctor"]
+PACKAGE = ROOT / "python" / "sglang"
+DOCTOR_FILES = [path for path in PACKAGE.rglob("*.py") if "doctor" in path.relative_to(PACKAGE).as_posix()]
+# Flags in inline code that belong to neither SGLang nor a script of ours.
+FOREIGN_FLAGS = {
+    "--speculative-config": "vLLM's",
+    "--dataset-name": "SGLang's bench_serving",
+    "--dataset-path": "SGLang's bench_serving",
+    "--no-skip-token-freq": "the training library's",
+    "--draft-vocab-size": "the training library's",
+    "--full-attention-indices": "the training library's",
+}
+
+# Resolves every list of server arguments as launch_server does, each in a fork of a process that has SGLang imported.
+RESOLVE = """
+import json, os, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+os.chdir(sys.argv[2])
+import argparse
+import sglang.srt.arg_groups.pipeline, sglang.srt.configs.model_config, sglang.srt.utils.hf_transformers_utils
+from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print("FLAGS", json.dumps(sorted(parser._option_string_actions)), flush=True)
+for arguments in json.load(open(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        try:
+            args = prepare_server_args(arguments)
+            args.resolve_once()
+            view = resolved_view(args)
+            found = {name: getattr(view, name) for name in (
+                "model_path", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_draft_tokens")}
+        except BaseException as error:
+            found = {"error": repr(error)}
+        print("RESOLVED", json.dumps(found), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def kind_of(command: Command) -> str:
+    """What a command is, as far as this test knows it; else the empty string."""
+    words = command.words
+    if is_server(command):
+        return "server"
+    if " ".join(words) in INSTALLS:
+        return "install"
+    if command.text.startswith(LIBRARY):
+        return "library"
+    if words[:3] == DOCTOR:
+        return "doctor"
+    if words[0] == "make":
+        return "make"
+    if words[0] == "curl":
+        return "request"
+    if words[0] in ("python", "bash") and (ROOT / words[1]).suffix in (".py", ".sh"):
+        return "script"
+    return ""
+
+
+def of_kind(kind: str) -> list[Command]:
+    return list(dict.fromkeys(command for command in COMMANDS if kind_of(command) == kind))
+
+
+def test_every_command_is_known():
+    unknown = [str(command) for command in COMMANDS if not kind_of(command)]
+    assert not unknown, "no test runs these; say in this file how they are checked:\n" + "\n".join(unknown)
+    assert len(COMMANDS) > 25
+    for kind in ("server", "install", "library", "make", "request", "script"):
+        assert of_kind(kind), f"no {kind} command found any more: is it still recognised?"
+
+
+def test_every_block_has_a_language_we_check():
+    languages = {(page.name, language) for page in PAGES for language, _ in blocks(page)}
+    assert {language for _, language in languages} == {"bash", "python"}, languages
+
+
+def test_an_unknown_command_is_seen():
+    for text in ("rm -rf models", "python -m nowhere", "pip install requests", "python nowhere.txt"):
+        assert not kind_of(Command("here", text))
+
+
+def make(*words: str) -> str:
+    """What `make` would run."""
+    command = [
+        "make",
+        "--dry-run",
+        "PYTHON=python3",
+        *words,
+    ]  # a Python given is one that make need not look for
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("text", sorted({command.text for command in of_kind("make")}))
+def test_make_targets_exist(text):
+    assert make(*Command("", text).words[1:])
+
+
+@pytest.mark.parametrize("command", of_kind("script"), ids=str)
+def test_scripts_exist_and_know_their_flags(command):
+    script = ROOT / command.words[1]
+    assert script.is_file()
+    assert set(command.flags) <= (defined_flags(script) if script.suffix == ".py" else set())
+
+
+@pytest.mark.parametrize("command", of_kind("doctor"), ids=str)
+def test_the_doctor_exists_and_knows_its_flags(command):
+    assert (PACKAGE / "doctor.py").is_file() or (PACKAGE / "doctor" / "__main__.py").is_file()
+    assert set(command.flags) <= set().union(*map(defined_flags, DOCTOR_FILES))
+
+
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory) -> tuple[dict[str, dict], set[str]]:
+    """(server command -> what SGLang made of its arguments, every flag SGLang and we define)"""
+    servers = of_kind("server")
+    file = tmp_path_factory.mktemp("commands") / "arguments.json"
+    (serve,) = [line for line in make("serve").splitlines() if "sglang.launch_server" in line]
+    texts = [command.text for command in servers] + ["make serve"]
+    file.write_text(json.dumps([*map(server_arguments, servers), serve.split()[3:]]))
+    done = run_to_end("-c", RESOLVE, file, ROOT)
+    output = done.output.splitlines()
+    found = [json.loads(line.partition(" ")[2]) for line in output if line.startswith("RESOLVED")]
+    assert len(found) == len(texts), done.output[-4000:]
+    (flags,) = [json.loads(line.partition(" ")[2]) for line in output if line.startswith("FLAGS")]
+    return dict(zip(texts, found)), set(flags)
+
+
+@pytest.mark.parametrize("text", [*(command.text for command in of_kind("server")), "make serve"])
+def test_a_server_command_resolves_to_dflash_with_its_draft(text, resolved):
+    found = resolved[0][text]
+    assert "error" not in found, found["error"]
+    assert found["speculative_algorithm"] == "DFLASH"
+    assert (ROOT / found["model_path"]).resolve() == TARGET
+    drafts = {(ROOT / path).resolve() for path in (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)}
+    assert (ROOT / found["speculative_draft_model_path"]).resolve() in drafts
+    given = re.search(r"--speculative-num-draft-tokens (\d+)", text)
+    assert found["speculative_num_draft_tokens"] == (int(given.group(1)) if given else 8)
+
+
+def test_flags_in_the_text_exist(resolved):
+    scripts = [*(ROOT / "benchmark").rglob("*.py"), *(ROOT / "examples").glob("*.py"), *DOCTOR_FILES]
+    known = resolved[1].union(FOREIGN_FLAGS, *map(defined_flags, scripts))
+    wrong = {
+        (page.name, flag)
+        for page in PAGES
+        for span in spans(page)
+        if not span.startswith(("speculators ", "vllm "))
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", span)
+        if flag not in known
+    }
+    assert not wrong, f"no such flag: {sorted(wrong)}"
+
+
+def test_metrics_in_the_text_exist():
+    source = (ROOT / "python/sglang/srt/observability/dflash_metrics.py").read_text()
+    named = {name for page in PAGES for name in re.findall(r"sglang:spec_\w+", page.read_text())}
+    assert named and not [name for name in named if f'"{name}"' not in source]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    local = [link.partition("#")[0] for link in links if "://" not in link]
+    assert not [link for link in local if link and not (page.parent / link).exists()]
+
+
+def client_blocks() -> list[str]:
+    """The Python blocks that talk to a server."""
+    return [
+        block for page in PAGES for language, block in blocks(page) if language == "python" and URL in block
+    ]
+
+
+@pytest.mark.server
+def test_requests_are_answered(servers):
+    """curl commands and client code, against a server of the bundled pair."""
+    server = servers.get(*FLOAT32, *dflash_arguments(), "--enable-metrics")
+    for command in of_kind("request"):
+        words = [word.replace(URL, server.url) for word in command.words]
+        done = subprocess.run(
+            [*words, "--silent", "--fail"], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout} {done.stderr}"
+        assert json.loads(done.stdout)["choices"][0]["text"].strip(), command
+    assert len(client_blocks()) == 1
+    for block in client_blocks():
+        done = subprocess.run(
+            [sys.executable, "-c", block.replace(URL, server.url)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_the_training_pages_code_runs(tmp_path):
+    """Its hidden states, and its `sitecustomize.py`: without the library, which they only prepare."""
+    page = ROOT / "docs" / "training-with-speculators.md"
+    states, accelerator = [block for language, block in blocks(page) if language == "python"]
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    script = (
+        "import datasets, torch\n"
+        "rows = datasets.Dataset.from_dict({'input_ids': [[5, 6, 7, 8], [9, 10, 11]]}).with_format('torch')\n"
+        "rows.save_to_disk('data')\n"
+        f"{states}\n"
+        "kept = safetensors.torch.load_file('states/hs_1.safetensors')\n"
+        "found = target.model(input_ids=torch.tensor([[9, 10, 11]]), output_hidden_states=True).hidden_states\n"
+        "assert kept['hidden_states'].shape == (3, 4, 256), kept['hidden_states'].shape\n"
+        "for column, layer in enumerate(ids):\n"
+        "    assert torch.equal(kept['hidden_states'][:, column], found[layer][0]), layer\n"
+        f"{accelerator}\n"
+        "assert torch.zeros(2).to(0).device.type == 'cpu'\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

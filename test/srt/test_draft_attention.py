@@ -1,0 +1,84 @@
+"""Which attention backend a draft is given on a GPU."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
+from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
+
+FULL = {"has_sliding_layers": False}
+SLIDING = {"has_sliding_layers": True, "sliding_window": 2048}
+FROM_ANCHOR, FROM_QUERY = SLIDING | {"window_from_anchor": True}, SLIDING | {"window_from_anchor": False}
+
+
+class PEagle(PEagleDraftConfig):
+    def __init__(self):
+        pass
+
+    has_sliding_layers = False
+
+
+def choose(target: str, draft, asked: str | None = None, context: int = 40_960, page_size: int | None = None) -> str:
+    args = SimpleNamespace(
+        speculative_draft_attention_backend=asked, context_length=None, page_size=page_size, device="cuda"
+    )
+    draft = SimpleNamespace(**draft) if isinstance(draft, dict) else draft
+    return choose_draft_attention(args, target, draft, SimpleNamespace(max_position_embeddings=context))
+
+
+@pytest.mark.parametrize("target", ["flashinfer", "triton", "fa3", "fa4"])
+def test_the_targets(target):
+    assert choose(target, FULL) == target
+
+
+@pytest.mark.parametrize("target", ["trtllm_mha", "trtllm_mla", "flashmla"])
+def test_a_target_whose_backend_runs_no_drafts(target, caplog):
+    """SGLang's default on Blackwell is trtllm_mha: plain flags have to start there."""
+    with caplog.at_level(logging.INFO):
+        assert choose(target, FULL) == "flashinfer"
+    [record] = caplog.records
+    assert target in record.getMessage() and "flashinfer" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "wanted"),
+    [
+        (FROM_ANCHOR, "flashinfer", "flashinfer"),
+        (FROM_ANCHOR, "fa3", "flashinfer"),
+        (FROM_ANCHOR, "triton", "flashinfer"),
+        (FROM_QUERY, "flashinfer", "triton"),
+        (FROM_QUERY, "trtllm_mha", "triton"),
+        (FROM_QUERY, "fa3", "fa3"),
+    ],
+)
+def test_sliding_windows_are_counted_as_in_training(draft, target, wanted):
+    assert choose(target, draft) == wanted
+
+
+@pytest.mark.parametrize("draft", [FROM_ANCHOR, FROM_QUERY])
+def test_a_window_as_long_as_the_context_is_none(draft):
+    for target in ("flashinfer", "fa3", "triton"):
+        assert choose(target, draft, context=2048) == target
+
+
+@pytest.mark.parametrize(
+    ("draft", "asked", "word"),
+    [
+        (FROM_QUERY, "flashinfer", "triton|fa3|fa4"),
+        (FROM_ANCHOR, "fa3", "backend flashinfer"),
+        (FULL, "trtllm_mha", "flashinfer|triton|fa3|fa4"),
+    ],
+)
+def test_what_was_asked_for_is_not_changed(draft, asked, word):
+    with pytest.raises(ValueError, match=asked) as caught:
+        choose("flashinfer", draft, asked=asked)
+    assert word in str(caught.value)
+
+
+def test_peagle_with_pages():
+    assert choose("fa3", PEagle(), page_size=1) == "fa3"
+    assert choose("fa3", PEagle(), page_size=16) == "flashinfer"
+    with pytest.raises(ValueError, match="page"):
+        choose("fa3", PEagle(), asked="fa3", page_size=16)

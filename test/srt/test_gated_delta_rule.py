@@ -1,0 +1,256 @@
+"""The CPU stand-in's GatedDeltaNet operators against transformers' own functions, batched, ragged and in scattered slots."""
+
+import pytest
+import torch
+from torch.nn.functional import softplus
+from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
+
+from sglang_dflash.srt.hardware_backend.cpu import fused_layers, recurrent_states
+from sglang_dflash.srt.hardware_backend.cpu import gated_delta_rule as ours
+from sglang_dflash.srt.hardware_backend.cpu.operators import MissingOperator, _Operators, install
+
+KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CHANNELS, WIDTH = 2, 4, 16, 8, 12, 4
+NUM_SLOTS = 9
+LENGTHS = (1, 2, 63, 64, 65, 130, 200)
+
+
+def close(left, right, tolerance=2e-5):
+    torch.testing.assert_close(left.float(), right.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(3)
+
+
+def random_inputs(tokens):
+    """q, k, v, a, b of packed tokens; A_log and dt_bias."""
+    heads = [(KEY_HEADS, KEY_DIM), (KEY_HEADS, KEY_DIM), (VALUE_HEADS, VALUE_DIM)]
+    q, k, v = (torch.randn(1, tokens, *shape) for shape in heads)
+    a, b = torch.randn(tokens, VALUE_HEADS), torch.randn(tokens, VALUE_HEADS)
+    return q, k, v, a, b, torch.rand(VALUE_HEADS).log(), torch.randn(VALUE_HEADS)
+
+
+def expected_rule(function, q, k, v, a, b, A_log, dt_bias, state):
+    """transformers' answer for one request: its state is [heads, key dim, value dim]."""
+    repeat = VALUE_HEADS // KEY_HEADS
+    outputs, state = function(
+        q.repeat_interleave(repeat, dim=2),
+        k.repeat_interleave(repeat, dim=2),
+        v,
+        g=(-A_log.exp() * softplus(a + dt_bias))[None],
+        beta=b.sigmoid()[None],
+        initial_state=state.transpose(-1, -2)[None],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return outputs, state[0].transpose(-1, -2)
+
+
+def starts_of(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def test_prompts_in_chunks():
+    starts, slots = starts_of(LENGTHS), 1 + torch.randperm(NUM_SLOTS - 1)[: len(LENGTHS)].int()
+    q, k, v, a, b, A_log, dt_bias = random_inputs(int(starts[-1]))
+    pool = torch.randn(NUM_SLOTS, VALUE_HEADS, VALUE_DIM, KEY_DIM)
+    before = pool.clone()
+    g, beta = ours.fused_gdn_gating_cpu(A_log, a, b, dt_bias)
+    outputs, _, at_chunks = ours.chunk_gated_delta_rule_cpu(q, k, v, g, beta, pool, starts, False, True, slots)
+    first_chunk = 0
+    for i, length in enumerate(LENGTHS):
+        part = slice(int(starts[i]), int(starts[i + 1]))
+        inputs = [x[:, part] for x in (q, k, v)] + [a[part], b[part], A_log, dt_bias]
+        want, state = expected_rule(reference.torch_chunk_gated_delta_rule, *inputs, before[slots[i]])
+        close(outputs[:, part], want)
+        close(pool[slots[i]], state)
+        for chunk in range(-(-length // ours.CHUNK)):
+            inputs = [x[:, part][:, : chunk * ours.CHUNK] for x in (q, k, v)]
+            inputs += [x[part][: chunk * ours.CHUNK] for x in (a, b)] + [A_log, dt_bias]
+            want = before[slots[i]]
+            if chunk:
+                _, want = expected_rule(reference.torch_recurrent_gated_delta_rule, *inputs, want)
+            close(at_chunks[0, first_chunk + chunk], want)
+        first_chunk += -(-length // ours.CHUNK)
+    assert first_chunk == at_chunks.shape[1]
+    untouched = [slot for slot in range(NUM_SLOTS) if slot not in slots.tolist()]
+    assert torch.equal(pool[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("verify", [False, True])
+def test_token_by_token(steps, verify):
+    bs = 3
+    slots, rows = torch.tensor([4, 1, 7], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32)
+    starts = torch.arange(0, bs * steps + 1, steps, dtype=torch.int32)
+    q, k, v, a, b, A_log, dt_bias = random_inputs(bs * steps)
+    pool = torch.randn(NUM_SLOTS, VALUE_HEADS, VALUE_DIM, KEY_DIM)
+    aside = torch.full((bs + 1, steps, VALUE_HEADS, VALUE_DIM, KEY_DIM), torch.nan)
+    before = pool.clone()
+    outputs = ours.fused_sigmoid_gating_delta_rule_update_cpu(
+        A_log,
+        dt_bias,
+        q=q,
+        k=k,
+        v=v,
+        a=a,
+        b=b,
+        initial_state_source=pool,
+        initial_state_indices=slots,
+        cu_seqlens=starts,
+        use_qk_l2norm_in_kernel=True,
+        disable_state_update=verify,
+        intermediate_states_buffer=aside if verify else None,
+        intermediate_state_indices=rows if verify else None,
+    )
+    for i in range(bs):
+        for kept in range(1, steps + 1):
+            part = slice(i * steps, i * steps + kept)
+            inputs = [x[:, part] for x in (q, k, v)] + [a[part], b[part], A_log, dt_bias]
+            want, state = expected_rule(reference.torch_recurrent_gated_delta_rule, *inputs, before[slots[i]])
+            if verify:
+                close(aside[rows[i], kept - 1], state)
+        close(outputs[:, i * steps : (i + 1) * steps], want)
+        close(pool[slots[i]], before[slots[i]] if verify else state)
+    assert aside[bs].isnan().all()
+
+
+def test_a_block_computes_what_its_tokens_do_one_by_one():
+    """Within PyTorch's last bit: its exp and sigmoid round differently where an array's length leaves a remainder."""
+    bs, steps, slots = 3, 6, torch.tensor([4, 1, 7], dtype=torch.int32)
+    q, k, v, a, b, A_log, dt_bias = random_inputs(bs * steps)
+    states = torch.randn(NUM_SLOTS, VALUE_HEADS, VALUE_DIM, KEY_DIM)
+    windows = torch.randn(NUM_SLOTS, CHANNELS, WIDTH - 1)
+    weights, x = torch.randn(CHANNELS, WIDTH), torch.randn(bs, CHANNELS, steps)
+    rows = torch.arange(bs)
+    aside = torch.zeros(bs, steps, *states.shape[1:])
+    windows_aside = torch.zeros(bs, steps, CHANNELS, WIDTH - 1)
+    common = {"initial_state_indices": slots, "use_qk_l2norm_in_kernel": True, "cu_seqlens": None}
+    block = ours.fused_sigmoid_gating_delta_rule_update_cpu(
+        A_log,
+        dt_bias,
+        q,
+        k,
+        v,
+        a,
+        b,
+        initial_state_source=states,
+        disable_state_update=True,
+        intermediate_states_buffer=aside,
+        intermediate_state_indices=rows,
+        **common,
+    ).view(bs, steps, VALUE_HEADS, VALUE_DIM)
+    convolved = ours.causal_conv1d_update_cpu(x, windows, weights, None, "silu", slots, windows_aside, rows)
+    for t in range(steps):
+        now = [i * steps + t for i in range(bs)]
+        one = ours.fused_sigmoid_gating_delta_rule_update_cpu(
+            A_log, dt_bias, q[:, now], k[:, now], v[:, now], a[now], b[now], initial_state_source=states, **common
+        )
+        close(one[0], block[:, t], 1e-6)
+        close(states[slots], aside[:, t], 1e-6)
+        one = ours.causal_conv1d_update_cpu(x[..., t].contiguous(), windows, weights, None, "silu", slots)
+        close(one, convolved[..., t], 1e-6)
+        assert torch.equal(windows[slots], windows_aside[:, t])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_convolution_of_prompts_and_of_what_follows(with_bias):
+    starts, slots = starts_of(LENGTHS), 1 + torch.randperm(NUM_SLOTS - 1)[: len(LENGTHS)].int()
+    has_past = torch.tensor([i % 2 == 0 for i in range(len(LENGTHS))])
+    x = torch.randn(CHANNELS, int(starts[-1]))
+    weights, bias = torch.randn(CHANNELS, WIDTH), torch.randn(CHANNELS) if with_bias else None
+    pool = torch.randn(NUM_SLOTS, CHANNELS, WIDTH - 1)
+    before = pool.clone()
+    outputs = ours.causal_conv1d_fn_cpu(x, weights, bias, "silu", pool, has_past, slots, starts, list(LENGTHS))
+    following = torch.randn(len(LENGTHS), CHANNELS)
+    next_outputs = ours.causal_conv1d_update_cpu(following, pool, weights, bias, "silu", slots)
+    for i, length in enumerate(LENGTHS):
+        part = x[None, :, starts[i] : starts[i + 1]]
+        past = before[slots[i]][None] * has_past[i]
+        everything = torch.cat([past, part, following[i][None, :, None]], dim=-1)
+        want = reference.causal_conv1d_fn(everything, weights, bias, "silu")[0, :, WIDTH - 1 :]
+        close(outputs[:, starts[i] : starts[i + 1]], want[:, :length])
+        close(next_outputs[i], want[:, -1])
+        assert torch.equal(pool[slots[i]], everything[0, :, -(WIDTH - 1) :])
+
+
+def test_norms_gates_and_splits():
+    x, z = torch.randn(6, 16), torch.randn(6, 16)
+    norm = reference.Qwen3_5RMSNormGated(16, eps=1e-6)
+    torch.nn.init.normal_(norm.weight)
+    close(fused_layers.layernorm_fn(x, norm.weight, None, z=z, is_rms_norm=True), norm(x, z))
+    gemma = reference.Qwen3_5RMSNorm(8, eps=1e-6)
+    torch.nn.init.normal_(gemma.weight)
+    q_gate, k = torch.randn(5, 3 * 16), torch.randn(5, 2 * 8)
+    q, keys, gate = fused_layers.fused_qk_gemma_rmsnorm_with_gate_cpu(
+        q_gate, k, gemma.weight, gemma.weight, 1e-6, 8, 3
+    )
+    want_q, want_gate = q_gate.view(5, 3, 16).chunk(2, dim=-1)
+    close(q.view(5, 3, 8), gemma(want_q))
+    close(keys.view(5, 2, 8), gemma(k.view(5, 2, 8)))
+    assert torch.equal(gate.view(5, 3, 8), want_gate)
+    gated = x.clone()
+    fused_layers.fused_sigmoid_mul_cpu(gated, z)
+    close(gated, x * z.sigmoid())
+    qkv, zs, b, a = fused_layers.fused_qkvzba_split_reshape_cat_contiguous_cpu(
+        torch.arange(2 * 28).view(2, 28), torch.arange(2 * 8).view(2, 8), 2, 4, 3, 2
+    )
+    assert qkv[0].tolist() == list(range(20)) and zs[0].flatten().tolist() == list(range(20, 28))
+    assert b[0].tolist() == [0, 1, 2, 3] and a[1].tolist() == [12, 13, 14, 15]
+
+
+def test_what_is_committed_is_what_was_accepted():
+    """Per request: the last kept step into its own slot, the tracked one into the cache's, nothing where step or slot is -1."""
+    layers, rows, steps = 2, 3, 4
+
+    class Caches:
+        temporal = torch.zeros(layers, 8, 2, 2)
+        conv = [torch.zeros(layers, 8, 3), torch.zeros(layers, 8, 5)]
+        intermediate_ssm = torch.randn(layers, rows, steps, 2, 2)
+        intermediate_conv_window = [torch.randn(layers, rows, steps, 3), torch.randn(layers, rows, steps, 5)]
+
+    recurrent_states.scatter_mamba_states_after_mtp_verify(
+        Caches,
+        torch.tensor([5, 2, 7], dtype=torch.int32),
+        torch.tensor([0, 3, 2]),
+        torch.tensor([1, 3, -1]),
+        torch.tensor([-1, 2, 1]),
+    )
+    written = {5: (0, 0), 2: (1, 3), 7: (2, 2), 3: (1, 2)}
+    pairs = [(Caches.temporal, Caches.intermediate_ssm), *zip(Caches.conv, Caches.intermediate_conv_window)]
+    for pool, aside in pairs:
+        for slot in range(8):
+            want = aside[:, written[slot][0], written[slot][1]] if slot in written else torch.zeros_like(pool[:, 0])
+            assert torch.equal(pool[:, slot], want)
+
+
+def test_states_are_tracked_where_the_mask_says():
+    conv, ssm = torch.randn(2, 6, 3), torch.randn(2, 6, 4)
+    before = conv.clone(), ssm.clone()
+    mask = torch.tensor([True, False, True])
+    recurrent_states.track_mamba_states_all_layers(
+        conv, ssm, torch.tensor([1, 2, 3]), mask, torch.tensor([4, 5, -1]), 3
+    )
+    for pool, old in zip((conv, ssm), before):
+        assert torch.equal(pool[:, 4], old[:, 1])
+        untouched = [0, 1, 2, 3, 5]
+        assert torch.equal(pool[:, untouched], old[:, untouched])
+
+
+def test_a_missing_operator_is_named_and_can_be_probed(monkeypatch):
+    monkeypatch.setattr(torch.ops, "sgl_kernel", torch.ops.sgl_kernel)
+    install()
+    assert isinstance(torch.ops.sgl_kernel, _Operators)
+    assert torch.ops.sgl_kernel.fused_gdn_gating_cpu is ours.fused_gdn_gating_cpu
+    assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed")  # SGLang would take its AMX path
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.convert_weight_packed.*CPU stand-in") as caught:
+        torch.ops.sgl_kernel.convert_weight_packed(1)
+    assert isinstance(caught.value, MissingOperator)
+
+
+@pytest.mark.parametrize("operator", [ours.causal_conv1d_update_cpu, ours.fused_sigmoid_gating_delta_rule_update_cpu])
+def test_token_trees_are_refused(operator):
+    needed = {name: None for name in operator.__code__.co_varnames[: operator.__code__.co_argcount]}
+    with pytest.raises(NotImplementedError, match="chains"):
+        operator(**{**needed, "retrieve_parent_token": torch.zeros(1)})

@@ -1,0 +1,279 @@
+"""Greedy output of a target with GatedDeltaNet layers is its own, token by token, however requests come and go.
+
+What others get wrong here is whose state is whose. So batches change in every step, drafts are long-accepted known answers
+with random errors in them (`Oracle`), and the target's states are made to last: as trained, or with random weights, a
+state forgets within tokens, and one that is a token old would hardly be noticed.
+"""
+
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FLOAT32_TIE
+from drafts import random_peagle_draft, read_config
+from reference_dflash import ReferenceDFlash
+from safetensors.torch import load_file, save_file
+from scheduled import Answer, Job, Oracle, run
+from serving import ROOT, dflash_arguments, heldout_prompts
+
+pytestmark = pytest.mark.server
+
+TARGET = ROOT / "models" / "tiny-qwen3_5-code"
+DRAFT = ROOT / "models" / "tiny-qwen3_5-code-dflash"
+# SGLang keeps the convolution's inputs in bf16 whatever --dtype says.
+ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+FLOAT32 = ("--dtype", "float32", "--random-seed", "7")
+POOL = ("--max-total-tokens", "32768")
+# The finest grid SGLang allows: states are kept for the prefix cache while decoding, too.
+GRID = ("--mamba-track-interval", "64")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """draft: "dflash" or "peagle". cached: whether a prompt that was sent before is to be found in the prefix cache."""
+
+    name: str
+    arguments: tuple[str, ...]
+    draft: str = "dflash"
+    accept_length: tuple[float, float] = (3.0, 8.0)
+    cached: bool = True
+
+
+CONFIGURATIONS = (
+    Configuration("default", (*POOL, *GRID)),
+    Configuration("chunked-mixed-batches", (*POOL, *GRID, "--chunked-prefill-size", "128", "--enable-mixed-chunk")),
+    # Without overlap scheduling SGLang keeps one state per request, and caches that of a finished one.
+    Configuration("no-overlap", (*POOL, "--disable-overlap-schedule")),
+    Configuration("block-1", (*POOL, *GRID, "--speculative-num-draft-tokens", "1"), accept_length=(1.0, 1.0)),
+    Configuration(
+        "block-16", (*POOL, *GRID, "--speculative-num-draft-tokens", "16"), accept_length=(3.5, 16.0)
+    ),
+    Configuration(
+        "peagle-page-16-chunked",
+        (*POOL, *GRID, "--page-size", "16", "--chunked-prefill-size", "128"),
+        draft="peagle",
+    ),
+    Configuration("retraction", ("--max-total-tokens", "1000", *GRID), cached=False),
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    """The bundled target with decays near one: a state holds what it saw hundreds of tokens ago."""
+    folder = tmp_path_factory.mktemp("hybrid") / "long-memory"
+    shutil.copytree(TARGET, folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in weights.items():
+        if name.endswith("A_log"):
+            rates = torch.rand(tensor.shape, generator=generator) * 0.02 + 0.0005
+            weights[name] = rates.log().to(tensor.dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafts(target, tmp_path_factory) -> dict[str, Path]:
+    layers = tuple(layer + 1 for layer in read_config(DRAFT)["dflash_config"]["target_layer_ids"])
+    return {"dflash": DRAFT, "peagle": random_peagle_draft(tmp_path_factory.mktemp("drafts") / "p", target, layers)}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A prompt and what the target alone says to it."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def known(target) -> list[Known]:
+    """Prompts around the chunk length of 64, a third of them with a beginning in common, and the plain target's answers as
+    far as float32 decides them."""
+    generator = random.Random(1)
+    vocabulary = read_config(TARGET)["vocab_size"]
+
+    def tokens(count):
+        return tuple(generator.randrange(5, vocabulary) for _ in range(count))
+
+    shared = tokens(300)
+    prompts = []
+    for number in range(24):
+        prompt = tokens(generator.choice((3, 7, 40, 63, 64, 65, 90, 128, 129, 200, 333)))
+        start = shared[: generator.choice((64, 100, 128, 200, 256))] if number % 3 == 0 else ()
+        prompts.append(start + prompt)
+    jobs = [Job(prompt, generator.choice((9, 30, 70, 140, 200)), logprobs=True) for prompt in prompts]
+    [answers] = run(["--model-path", target, *FLOAT32, *POOL], [jobs], environment=ENVIRONMENT)
+    cut = [next((i for i, gap in enumerate(a.gaps) if gap < FLOAT32_TIE), len(a.output_ids)) for a in answers]
+    decided = sum(cut) / sum(len(a.output_ids) for a in answers)
+    assert decided > 0.95, f"float32 decides only {decided:.0%} of the target's tokens"
+    return [
+        Known(prompt, a.output_ids[:end]) for prompt, a, end in zip(prompts, answers, cut, strict=True) if end >= 2
+    ]
+
+
+def cut_short(known: list[Known], share: float) -> list[tuple[Job, Known]]:
+    """The first part of each answer, to be continued."""
+    return [
+        (Job(k.prompt, max(1, int(len(k.answer) * share)), step=number * 2 // 3), k)
+        for number, k in enumerate(known)
+    ]
+
+
+def continued(first: list[tuple[Job, Known]]) -> list[tuple[Job, Known]]:
+    """Each prompt with the first part of its answer, sent as a prompt: the prefix cache has states that verify left."""
+    found = []
+    for job, k in first:
+        count = job.max_new_tokens
+        if count < len(k.answer):
+            rest = Known(k.prompt + k.answer[:count], k.answer[count:])
+            found.append((Job(rest.prompt, len(rest.answer), step=job.step), rest))
+    return found
+
+
+def coming_and_going(known: list[Known], count: int) -> list[tuple[Job, Known]]:
+    """Short and long requests that join and end in nearly every step; every sixth is cut off in the middle."""
+    generator = random.Random(2)
+    found = []
+    for number in range(count):
+        k = generator.choice(known)
+        length = min(len(k.answer), generator.choice((1, 2, 3, 5, 9, 17, 60, 200)))
+        abort = length // 2 if number % 6 == 0 and length > 8 else None
+        found.append((Job(k.prompt, length, step=number // 2, abort_after=abort), k))
+    return found
+
+
+def assert_targets_own(case: str, jobs: list[tuple[Job, Known]], answers: list[Answer]) -> None:
+    wrong = []
+    for number, ((job, k), answer) in enumerate(zip(jobs, answers, strict=True)):
+        wanted = k.answer[: job.max_new_tokens]
+        if job.abort_after is not None:
+            assert answer.finish_reason == "FINISH_ABORT", f"{case}: {answer}"
+            assert len(answer.output_ids) >= job.abort_after
+            wanted = wanted[: len(answer.output_ids)]
+        if answer.output_ids != wanted:
+            pairs = enumerate(zip(answer.output_ids, wanted))
+            first = next((i for i, (got, want) in pairs if got != want), min(len(answer.output_ids), len(wanted)))
+            wrong.append(f"request {number}, prompt of {len(job.input_ids)}: differs from output position {first}")
+    assert not wrong, f"{case}: {len(wrong)} of {len(jobs)} answers are not the target's:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
+def test_float32_output_is_the_targets(configuration, target, drafts, known):
+    first = cut_short(known, 0.6)
+    cases = {"at first": first, "continued": continued(first), "again": cut_short(known, 1.0)[::2]}
+    if configuration.name == "default":
+        cases["coming and going"] = coming_and_going(known, 90)
+    oracle = Oracle([k.answer for jobs in cases.values() for _, k in jobs])
+    arguments = ["--model-path", target, *FLOAT32, *dflash_arguments(drafts[configuration.draft])]
+    environment = ENVIRONMENT
+    if configuration.name == "retraction":
+        # Told that answers are short, the scheduler lets in more requests than the pool can carry to their end.
+        environment = {**ENVIRONMENT, "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
+    groups = [[job for job, _ in jobs] for jobs in cases.values()]
+    answers = run([*arguments, *configuration.arguments], groups, oracle, environment)
+    for (case, jobs), found in zip(cases.items(), answers, strict=True):
+        assert_targets_own(case, jobs, found)
+    everything = [answer for found in answers for answer in found]
+    cycles = sum(len(answer.accepted) for answer in everything)
+    accept_length = sum(len(a.output_ids) - 1 for a in everything) / cycles
+    low, high = configuration.accept_length
+    assert low <= accept_length <= high, f"{accept_length:.2f} tokens per cycle"
+    if configuration.cached:
+        prompts = sum(len(job.input_ids) for job, _ in cases["continued"])
+        cached = sum(answer.cached_tokens for answer in answers[1])
+        assert cached > 0.6 * prompts, f"{cached} of {prompts} prompt tokens came from the prefix cache"
+    if configuration.name == "retraction":
+        assert sum(answer.retractions for answer in everything) > 0, "nothing was retracted: the test tests nothing"
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_sampled_tokens_have_the_targets_probabilities(method, target, known):
+    """A wrong state would show in the log probability of every token after it. Greedy batch mates stay greedy."""
+    from transformers import AutoModelForCausalLM
+
+    jobs = []
+    for number, k in enumerate(known[:12]):
+        sampling = {"temperature": 0.0 if number % 3 == 0 else 1.0}
+        jobs.append(Job(k.prompt, min(40, len(k.answer)), step=number, sampling=sampling, logprobs=True))
+    arguments = ["--model-path", target, *FLOAT32, *POOL, *GRID, *dflash_arguments(DRAFT)]
+    arguments += ["--speculative-draft-sample-method", method]
+    [answers] = run(arguments, [jobs], Oracle([k.answer for k in known[:12]]) if method == "greedy" else None, ENVIRONMENT)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    for number, (job, answer) in enumerate(zip(jobs, answers, strict=True)):
+        if number % 3 == 0:
+            assert answer.output_ids == known[number].answer[: job.max_new_tokens]
+        text = torch.tensor([[*job.input_ids, *answer.output_ids]])
+        with torch.no_grad():
+            logits = model(input_ids=text, use_cache=False).logits[0, len(job.input_ids) - 1 : -1]
+        want = logits.log_softmax(-1).gather(1, torch.tensor(answer.output_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), want, atol=2e-3, rtol=0)
+
+
+def test_every_block_accepts_what_a_plain_loop_accepts():
+    """The bundled pair as trained, float32: the same number of drafts kept in every single block."""
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    prompts = [tuple(tokenizer.encode(prompt["text"]).ids) for prompt in heldout_prompts()[:80:8]]
+    jobs = [Job(prompt, 48, step=number) for number, prompt in enumerate(prompts)]
+    arguments = ["--model-path", TARGET, *FLOAT32, *POOL, *dflash_arguments(DRAFT)]
+    [answers] = run(arguments, [jobs], environment=ENVIRONMENT)
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    draft = ReferenceDFlash(json.loads((DRAFT / "config.json").read_text()), load_file(DRAFT / "model.safetensors"))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = [*prompt, *answer.output_ids]
+        with torch.no_grad():
+            out = model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
+        assert out.logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(answer.output_ids)
+        expected = plain_loop(model, draft, out.hidden_states, text, len(prompt))
+        # The last block may have gone on past the answer's end, where the loop knows of nothing to compare with.
+        assert list(answer.accepted[:-1]) == expected[:-1] and answer.accepted[-1] >= expected[-1]
+
+
+def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], committed: int) -> list[int]:
+    """Drafts kept in each block. text: the prompt and the target's greedy answer to it; its first `committed` tokens have
+    KV. hidden_states: the target's over all of text, of the embedding and every layer."""
+    settings = draft.config["dflash_config"]
+    width = draft.config["block_size"]
+    aux = torch.cat([hidden_states[layer + 1][0] for layer in settings["target_layer_ids"]], dim=-1)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    kept = []
+    while committed < len(text) - 1:
+        block = torch.tensor([text[committed], *[settings["mask_token_id"]] * (width - 1)])
+        hidden = draft.block_hidden(embedding[block].detach(), draft.context_kv(aux[:committed]))
+        drafted = (hidden[1:] @ head.detach().double().T).argmax(-1).tolist()
+        right = 0
+        for token, want in zip(drafted, text[committed + 1 :]):
+            if token != want:
+                break
+            right += 1
+        kept.append(right)
+        committed += right + 1
+    return kept
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--page-size", "16", "--enable-mixed-chunk"), "--enable-mixed-chunk with --page-size 16"),
+        (("--speculative-num-draft-tokens", "33", *GRID), "--mamba-track-interval 66"),
+    ],
+)
+def test_what_would_spoil_the_prefix_cache_is_refused(arguments, words):
+    with pytest.raises(RuntimeError, match=words):
+        run(["--model-path", TARGET, *dflash_arguments(DRAFT), *arguments], [[]])
+
+
+def test_starts_without_a_flag(known):
+    """bf16, as shipped, with a draft and without; the second time from the prefix cache."""
+    jobs = [Job(k.prompt, min(24, len(k.answer)), step=number) for number, k in enumerate(known[:8])]
+    for arguments in ([], dflash_arguments(DRAFT)):
+        cold, warm = run(["--model-path", TARGET, *arguments], [jobs, jobs])
+        assert [len(a.output_ids) for a in cold] == [job.max_new_tokens for job in jobs]
+        assert sum(a.cached_tokens for a in warm) > sum(a.cached_tokens for a in cold)

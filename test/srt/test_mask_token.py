@@ -1,0 +1,35 @@
+"""A draft whose mask token is given by name, with its embedding in a file, on the bundled pair: the same draft as by id."""
+
+import pytest
+import torch
+from conftest import PLAIN_FLOAT32
+from drafts import REMOVE, make_draft, read_config
+from safetensors.torch import load_file
+from scheduled import Job, run
+from serving import DRAFT, TARGET, dflash_arguments, heldout_prompts
+from transformers import AutoTokenizer
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not runtime.needs_stand_in(), reason="compares in float32, on the CPU"),
+]
+
+
+def test_by_name_and_from_a_file(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    mask = read_config(DRAFT)["dflash_config"]["mask_token_id"]
+    name = tokenizer.convert_ids_to_tokens(mask)
+    by_name = make_draft(tmp_path / "draft", dflash_config={"mask_token_id": REMOVE, "mask_token": name})
+    row = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"][mask].clone()
+    torch.save({"embedding": row, "mask_token_id": mask, "per_position": False}, by_name / "mask_embedding.pt")
+    jobs = [Job(tuple(tokenizer(one["text"])["input_ids"]), max_new_tokens=24) for one in heldout_prompts()[:4]]
+    found = []
+    for draft in (DRAFT, by_name):
+        flags = [*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "4096"]
+        [answers] = run(["--model-path", TARGET, *dflash_arguments(draft), *flags], [jobs])
+        found.append([(answer.output_ids, answer.accepted) for answer in answers])
+    assert found[0] == found[1]
+    kept = [count for _, accepted in found[0] for count in accepted]
+    assert sum(kept) > len(kept), "the trained draft is hardly kept: the comparison says nothing"

@@ -1,0 +1,80 @@
+"""The engine's CUDA path and ours on CPU tensors, against the CPU's own path: see `rehearsal/` and docs/rehearsal.md.
+
+Acceptance is compared request by request and exactly: what goes wrong in a draft shows there and nowhere else, as the
+output is the target's whatever is drafted. More configurations are in test_rehearsal_full.py.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+from conftest import assert_same
+from rehearsal.compare import NO_CACHE, UPDATE, Expected, acceptance, assert_as_expected, assert_launches, greedy_requests
+from rehearsal.play import Rehearsal, on_cpu, rehearse
+from rehearsal.stage import Scene
+from serving import DRAFT, PEAGLE_DRAFT
+
+pytestmark = [pytest.mark.server, on_cpu]
+
+
+@pytest.fixture(scope="module")
+def expected(servers) -> Expected:
+    return Expected(servers)
+
+
+@pytest.fixture(scope="module")
+def flashinfer(expected) -> Iterator[Rehearsal]:
+    # Before it starts: one server less at a time.
+    expected.answers(DRAFT, greedy_requests())
+    with rehearse(Scene("flashinfer"), DRAFT, NO_CACHE) as played:
+        yield played
+
+
+def test_dflash_on_flashinfer(flashinfer, expected, reference):
+    assert_as_expected(flashinfer, DRAFT, greedy_requests(), expected, reference)
+    assert_launches(flashinfer, "flashinfer-dflash")
+
+
+@pytest.fixture
+def plant(flashinfer) -> Iterator:
+    """Plant a fault, ask two requests, and return the answers."""
+    requests = greedy_requests()[:2]
+
+    def plant_and_ask(fault: str) -> list[dict]:
+        flashinfer.forget()
+        flashinfer.plant(fault)
+        return flashinfer.server.generate_many(requests, 2)
+
+    yield plant_and_ask
+    flashinfer.plant("")
+
+
+def test_a_wrong_host_length_is_noticed(flashinfer, plant):
+    plant("wrong host length")
+    assert any("keys on the host" in problem for problem in flashinfer.problems())
+
+
+def test_stale_states_are_noticed(plant, expected, reference):
+    """In the acceptance alone: the output is still the target's."""
+    requests = greedy_requests()
+    answers = plant("stale states")
+    assert_same(requests[:2], answers, reference.answers(requests[:2]))
+    wanted = expected.answers(DRAFT, requests)[:2]
+    assert acceptance(answers) != acceptance(wanted)
+
+
+def test_a_new_host_read_is_noticed(flashinfer, plant, monkeypatch):
+    monkeypatch.delenv(UPDATE, raising=False)  # the planted one does not belong in the list
+    plant("host read")
+    with pytest.raises(AssertionError, match="tolist <- dflash_worker.py _decode"):
+        assert_launches(flashinfer, "flashinfer-dflash")
+
+
+def test_peagle_on_fa3(expected, reference):
+    """Without host lengths: blocks that begin with the pending rows, on a page table of the draft's own."""
+    requests = greedy_requests()
+    expected.answers(PEAGLE_DRAFT, requests)
+    with rehearse(Scene("fa3"), PEAGLE_DRAFT, NO_CACHE) as played:
+        assert_as_expected(played, PEAGLE_DRAFT, requests, expected, reference)
+        assert_launches(played, "fa3-peagle")
+
+

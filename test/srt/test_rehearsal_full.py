@@ -1,0 +1,163 @@
+"""The rest of what is rehearsed: `make test ARGS="-m rehearsal_full"`, half an hour on two cores.
+
+As test_rehearsal.py: the target's output, and the acceptance of the CPU's own path, request by request.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import test_sampled_sequences as sequences
+from conftest import assert_same
+from rehearsal.compare import NO_CACHE, Expected, acceptance, assert_as_expected, greedy_requests
+from rehearsal.play import on_cpu, rehearse
+from rehearsal.stage import Scene
+from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, ServerDied, heldout_prompts
+
+pytestmark = [pytest.mark.server, pytest.mark.rehearsal_full, on_cpu]
+
+DRAFTS = {"dflash": DRAFT, "speculators": SPECULATORS_DRAFT, "peagle": PEAGLE_DRAFT}
+WINDOW = 12
+
+
+@pytest.fixture(scope="module")
+def expected(servers) -> Expected:
+    return Expected(servers)
+
+
+@pytest.fixture(scope="session")
+def sliding_drafts(tmp_path_factory) -> dict[str, Path]:
+    """The bundled drafts with a window that is shorter than the texts, in every layer."""
+    copies = {}
+    for name, draft in DRAFTS.items():
+        folder = tmp_path_factory.mktemp(name) / draft.name
+        shutil.copytree(draft, folder, copy_function=lambda source, target: Path(target).symlink_to(source))
+        config = json.loads((draft / "config.json").read_text())
+        layers = config.get("transformer_layer_config", config)
+        kinds = ["sliding_attention"] * layers["num_hidden_layers"]
+        layers |= {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": kinds}
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(json.dumps(config))
+        copies[name] = folder
+    return copies
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
+def test_backend_and_draft(backend, draft, expected, reference):
+    requests = greedy_requests()
+    expected.answers(DRAFTS[draft], requests)
+    with rehearse(Scene(backend), DRAFTS[draft], NO_CACHE) as played:
+        assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_triton(draft, expected, reference):
+    """SGLang's own attention kernels, in the interpreter: few short requests."""
+    requests = greedy_requests(3, 16)
+    expected.answers(DRAFTS[draft], requests)
+    with rehearse(Scene("triton", buckets=(4,)), DRAFTS[draft], NO_CACHE) as played:
+        assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
+
+
+@pytest.mark.parametrize(("backend", "draft"), [("flashinfer", "speculators"), ("fa3", "dflash"), ("fa3", "peagle")])
+def test_sliding_layers(backend, draft, sliding_drafts, expected, reference):
+    """On the backends that `choose_draft_attention` gives such drafts."""
+    requests = greedy_requests()
+    expected.answers(sliding_drafts[draft], requests)
+    with rehearse(Scene(backend), sliding_drafts[draft], NO_CACHE) as played:
+        assert_as_expected(played, sliding_drafts[draft], requests, expected, reference)
+
+
+SETTINGS = {
+    "draft window": ("flashinfer", DRAFT, "--speculative-draft-window-size", WINDOW),
+    "draft window without host lengths": ("fa3", DRAFT, "--speculative-draft-window-size", WINDOW),
+    "pages": ("fa3", DRAFT, "--page-size", 16),
+    "pages, P-EAGLE": ("flashinfer", PEAGLE_DRAFT, "--page-size", 16),
+    "chunked prefill": ("fa3", PEAGLE_DRAFT, "--chunked-prefill-size", 16),
+    "fewer drafted tokens": ("fa3", PEAGLE_DRAFT, "--speculative-num-draft-tokens", 3),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setting(name, expected, reference):
+    backend, draft, *arguments = SETTINGS[name]
+    requests = greedy_requests()
+    expected.answers(draft, requests, *arguments)
+    with rehearse(Scene(backend), draft, NO_CACHE, *arguments) as played:
+        assert_as_expected(played, draft, requests, expected, reference, *arguments)
+
+
+def test_our_context_kernel(expected, reference):
+    """Which the other servers leave to its twin."""
+    requests = greedy_requests(3, 16)
+    expected.answers(DRAFT, requests)
+    with rehearse(Scene("flashinfer", interprets_context_kv=True), DRAFT, NO_CACHE) as played:
+        assert_as_expected(played, DRAFT, requests, expected, reference)
+
+
+@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
+def test_nothing_drafted(draft, reference):
+    requests = greedy_requests(3, 16)
+    with rehearse(Scene("fa3"), draft, "--speculative-num-draft-tokens", 1) as played:
+        answers = played.server.generate_many(requests, 3)
+        assert_same(requests, answers, reference.answers(requests))
+        assert {json.dumps(step["replays"]) for step in played.notes("step")} == {'{"target": 1, "draft": 0}'}
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
+def test_kinds_of_requests(backend, expected, reference):
+    """Grammars, penalties and log probabilities, next to each other in a batch."""
+    kinds = ({}, {"regex": "[a-z ]{8,24}"}, {"frequency_penalty": 0.6, "repetition_penalty": 1.2}, {"min_new_tokens": 8})
+    requests = [greedy_requests(n + 1, 24, **kind)[n] for n, kind in enumerate(kinds)]
+    requests.append(greedy_requests(5, 24)[4] | {"return_logprob": True, "top_logprobs_num": 2})
+    expected.answers(DRAFT, requests)
+    with rehearse(Scene(backend), DRAFT, NO_CACHE) as played:
+        answers = assert_as_expected(played, DRAFT, requests, expected, reference)
+    found, wanted = (a[-1]["meta_info"]["output_token_logprobs"] for a in (answers, reference.answers(requests)))
+    assert [entry[0] for entry in found] == pytest.approx([entry[0] for entry in wanted], abs=1e-4)
+
+
+@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
+def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
+    """Blocks then begin where timing says: the output alone is compared. The pool holds two of four requests."""
+    long = [prompt["text"] for prompt in heldout_prompts() if 60 <= prompt["num_tokens"] <= 90][:4]
+    sampling = {"temperature": 0, "max_new_tokens": 72, "ignore_eos": True}
+    requests = [{"text": text, "sampling_params": sampling} for text in (*long, long[0] + " # again")]
+    crowded = "--enable-mixed-chunk", "--chunked-prefill-size", 32, "--max-total-tokens", 384
+    with rehearse(Scene("flashinfer"), draft, *crowded) as played:
+        answers = played.server.generate_many(requests, 4)
+        assert_same(requests, answers, reference.answers(requests))
+        assert played.problems() == [] and played.steps_without_graphs() == []
+        assert "Retract requests" in played.server.log()
+
+
+@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
+def test_probabilistic_drafting(draft, reference, monkeypatch):
+    """Sequences have the target's probabilities: test_sampled_sequences.py, with fewer of them."""
+    monkeypatch.setattr(sequences, "SAMPLES", 512)
+    prompt = sequences.PROMPTS[0]
+    wanted = {prompt: sequences.sequence_probs(reference, prompt)}
+    with rehearse(Scene("flashinfer"), draft, *sequences.PROBABILISTIC) as played:
+        found = sequences.p_value(played.server, wanted)
+        assert played.problems() == [] and played.steps_without_graphs() == []
+    assert found > sequences.FALSE_ALARM, f"not the target's distribution, p = {found:.2g}"
+
+
+def test_a_causal_draft_is_noticed(expected, reference):
+    """In the acceptance alone, and by a little."""
+    requests = greedy_requests()
+    wanted = expected.answers(DRAFT, requests)
+    with rehearse(Scene("fa3", fault="causal draft"), DRAFT, NO_CACHE) as played:
+        answers = played.server.generate_many(requests, 3)
+        assert_same(requests, answers, reference.answers(requests))
+        assert played.problems() == [] and played.steps_without_graphs() == []
+        assert acceptance(answers) != acceptance(wanted)
+
+
+def test_a_forgotten_static_buffer_is_noticed():
+    """The draft's graph reads what a step made for itself: the server ends with the first replay, its warm-up request."""
+    with pytest.raises(ServerDied, match="reads memory that nobody has kept since the capture"):
+        with rehearse(Scene("fa3", fault="forgotten buffer"), DRAFT):
+            pass

@@ -1,0 +1,97 @@
+"""What probabilistic drafting needs beside the models, at the size of a large server: counted on tensors without data."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sglang_dflash.srt.speculative import prewarm
+from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
+from sglang_dflash.srt.speculative.rejection import accept_by_block_verification, accept_by_rejection
+from sglang_dflash.srt.speculative.target_sampling import target_probs
+
+BS, WIDTH, VOCABULARY, HIDDEN = 48, 16, 151_936, 4096
+GIGABYTE = 1 << 30
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside held at one time. Not what an operation needs while it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
+                storage = leaf.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: value for key, value in self._alive.items() if not value[0].expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self._alive.values()))
+        return out
+
+
+def sampling_info(device: str, bs: int = BS) -> SimpleNamespace:
+    return SimpleNamespace(
+        temperatures=torch.ones(bs, 1, device=device),
+        top_ps=torch.full((bs,), 0.9, device=device),
+        top_ks=torch.full((bs,), 50, dtype=torch.int32, device=device),
+        min_ps=torch.full((bs,), 0.01, device=device),
+        sampling_seed=None,
+        need_top_k_sampling=True,
+        need_top_p_sampling=True,
+        need_min_p_sampling=True,
+    )
+
+
+@pytest.fixture
+def draft() -> SimpleNamespace:
+    """A draft that is only its vocabulary."""
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(hidden.shape[0], VOCABULARY, dtype=hidden.dtype, device=hidden.device)
+
+    return SimpleNamespace(draft=SimpleNamespace(draft_vocab_size=VOCABULARY), logits=logits, d2t=None)
+
+
+@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block_verification])
+def test_a_step_takes_less_than_a_gigabyte(rule, draft):
+    """Beside the verify logits, 0.43 GB of them, which are there however a step drafts."""
+    logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")
+    info = sampling_info("meta")
+    with Peak() as peak:
+        hidden = torch.zeros(BS, WIDTH - 1, HIDDEN, dtype=torch.bfloat16, device="meta")
+        drafted, probs = draw_drafts(draft, hidden, info, DraftSampling())
+        target, _ = target_probs(logits, info, WIDTH)
+        block = torch.cat((drafted[:, :1], drafted), dim=1)
+        uniforms = torch.rand(BS, WIDTH, device="meta")
+        rule(block, target, probs, uniforms[:, 1:], uniforms[:, 0])
+    assert GIGABYTE / 20 < peak.bytes < GIGABYTE, f"{peak.bytes / GIGABYTE:.2f} GB"
+
+
+def test_start_up_takes_what_a_step_will(draft):
+    """No step needs a larger tensor than one that start-up had."""
+    with Peak() as at_start_up:
+        prewarm.prewarm_probabilistic_step(draft, HIDDEN, BS, WIDTH, VOCABULARY, torch.bfloat16, torch.device("meta"))
+    logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")
+    with Peak() as in_a_step:
+        target_probs(logits, sampling_info("meta"), WIDTH)
+    assert in_a_step.bytes <= at_start_up.bytes < GIGABYTE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_change_nothing(dtype, monkeypatch):
+    """One slice of all rows, or many."""
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(3 * 4, 50, generator=rng).to(dtype)
+    whole, _ = target_probs(logits.clone(), sampling_info("cpu", 3), 4)
+    monkeypatch.setattr("sglang_dflash.srt.speculative.target_sampling._ELEMENTS_AT_ONCE", 100)
+    sliced, _ = target_probs(logits.clone(), sampling_info("cpu", 3), 4)
+    assert torch.equal(whole, sliced) and whole.shape == (3, 4, 50)
+    torch.testing.assert_close(whole.sum(dim=-1), torch.ones(3, 4))

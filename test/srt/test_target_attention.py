@@ -1,0 +1,24 @@
+"""What is said of the target's attention backend where it was not the user's choice."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_dflash.srt.arg_groups.dflash_args import _check_target_attention, _chose_attention
+
+
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_a_target_that_cannot_verify(is_chosen):
+    """The message says whose choice it was."""
+    with pytest.raises(ValueError, match="'flashmla'.*--attention-backend") as caught:
+        _check_target_attention(SimpleNamespace(device="cuda"), "flashmla", is_chosen)
+    assert ("SGLang's choice" in str(caught.value)) == (not is_chosen)
+    _check_target_attention(SimpleNamespace(device="cuda"), "triton", is_chosen)
+
+
+@pytest.mark.parametrize("field", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
+def test_whose_choice_it_was(field):
+    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    nothing = dict.fromkeys(fields)
+    assert not _chose_attention(SimpleNamespace(**nothing))
+    assert _chose_attention(SimpleNamespace(**{**nothing, field: "fa3"}))

@@ -1,0 +1,147 @@
+"""The targets people run, each a tiny random checkpoint of Hugging Face's own classes, in float32, on SGLang's scheduler.
+
+Each gets the same prompts twice, in one batch: drafted by a random draft, of which next to nothing is kept, and by an
+oracle that knows the answer and errs in one token of six, so that long accepts happen. Both must give Hugging Face's greedy
+ids, and the hidden states the draft was given, of prompts and of verified blocks, must be outputs of the layers it names.
+"""
+
+import pytest
+import torch
+from captures import Captures
+from conftest import PLAIN_FLOAT32, first_difference
+from families import FAMILIES, IMAGE_TOKEN, LAYER_IDS, VOCAB, Target, write_draft, write_peagle_draft, write_target
+from scheduled import Job, Oracle, run
+from serving import dflash_arguments
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not runtime.needs_stand_in(), reason="compares in float32, on the CPU"),
+]
+
+ANSWER = 24
+# Shorter and longer than the sliding windows (16) and blocks (8).
+LENGTHS = (3, 16, 17, 40, 70)
+# Two implementations of one model in float32: logits of order 10 differ by about 1e-5.
+TIE = 1e-3
+ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+FLAGS = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "4096", "--skip-tokenizer-init")
+
+
+def prompts(lengths=LENGTHS, seed=1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(8, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    return write_draft(tmp_path_factory.mktemp("draft") / "draft")
+
+
+def check_answers(answers, expected: list[tuple[list[int], list[float]]]) -> None:
+    compared = 0
+    for number, (answer, (ids, leads)) in enumerate(zip(answers, expected, strict=True)):
+        undecided = next((i for i, lead in enumerate(leads) if lead < TIE), len(ids))
+        compared += undecided
+        position = first_difference(answer.output_ids[:undecided], ids[:undecided])
+        assert position is None, f"prompt {number} differs at {position}: {answer.output_ids}, wanted {ids}"
+        assert len(answer.output_ids) == ANSWER
+    assert compared > 0.5 * ANSWER * len(expected), "the checkpoint hardly decides between tokens"
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def check_captures(target: Target, ids: list[int], captured: dict[int, torch.Tensor]) -> None:
+    assert set(range(len(ids) - 1)) <= set(captured)
+    found = torch.stack([captured[position] for position in range(len(ids) - 1)])
+    expected = target.hidden_states(ids)[:, :-1]
+    for column, layer in enumerate(LAYER_IDS):
+        assert distance(found[:, column], expected[layer + 1]) < target.family.tolerance, f"layer {layer}"
+        for other in (layer, layer + 2):  # the layer's input, and the next one's output
+            assert distance(found[:, column], expected[other]) > 0.3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family(name, draft, tmp_path):
+    target = write_target(name, tmp_path / name)
+    expected = [target.answer(prompt, ANSWER) for prompt in prompts()]
+    extra = prompts((38,), seed=2)[0]  # asked once: what comes from the prefix cache is not captured again
+    wanted = [*expected, *expected, target.answer(extra, ANSWER)]
+    jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in (*prompts(), *prompts(), extra)]
+    oracle = Oracle([None] * len(LENGTHS) + [ids + [0] * 8 for ids, _ in wanted[len(LENGTHS) :]])
+    captures = Captures(len(jobs) - 1, tmp_path / "captures.pt")
+    arguments = ["--model-path", target.path, *dflash_arguments(draft), *FLAGS]
+    [answers] = run(arguments, [jobs], oracle, ENVIRONMENT, captures)
+    check_answers(answers, wanted)
+    kept = [count for answer in answers[len(LENGTHS) :] for count in answer.accepted]
+    assert sum(kept) > 2 * len(kept), "the oracle's drafts were not kept"
+    check_captures(target, extra + wanted[-1][0], captures.read(len(LAYER_IDS)))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
+def test_a_family_with_a_peagle_draft(name, tmp_path):
+    """Its draft has a request table of its own, over slots that a target with windows translates."""
+    target = write_target(name, tmp_path / name)
+    wanted = [target.answer(prompt, ANSWER) for prompt in prompts()] * 2
+    jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in prompts() * 2]
+    oracle = Oracle([None] * len(LENGTHS) + [ids + [0] * 8 for ids, _ in wanted[len(LENGTHS) :]])
+    peagle = write_peagle_draft(tmp_path / "draft")
+    [answers] = run(["--model-path", target.path, *dflash_arguments(peagle), *FLAGS], [jobs], oracle, ENVIRONMENT)
+    check_answers(answers, wanted)
+
+
+def image(prompt: list[int], model, seed: int):
+    """A random picture of 4 x 6 patches, 2 x 3 tokens, after the prompt's first two tokens: (ids, what Hugging Face's model
+    takes beside them, what SGLang's scheduler does)."""
+    config, grid = model.config.vision_config, torch.tensor([[1, 4, 6]])
+    width = 3 * config.temporal_patch_size * config.patch_size**2
+    pixels = torch.randn(24, width, generator=torch.Generator().manual_seed(seed))
+    ids = [*prompt[:2], 4, *[IMAGE_TOKEN] * 6, 5, *prompt[2:]]
+    kinds = (torch.tensor([ids]) == IMAGE_TOKEN).int()
+    positions, delta = model.model.get_rope_index(torch.tensor([ids]), mm_token_type_ids=kinds, image_grid_thw=grid)
+    item = MultimodalDataItem(
+        modality=Modality.IMAGE, offsets=[(3, 8)], feature=pixels, model_specific_data={"image_grid_thw": grid}
+    )
+    given = MultimodalProcessorOutput(
+        mm_items=[item],
+        input_ids=ids,
+        im_token_id=IMAGE_TOKEN,
+        mrope_positions=positions[:, 0],
+        mrope_position_delta=delta.view(1, 1),
+    )
+    return ids, {"pixel_values": pixels, "image_grid_thw": grid}, given
+
+
+def test_images(draft, tmp_path):
+    """Two pictures and a text in one batch. After a picture the text's positions are behind the slots': a block verified at
+    the wrong ones is not the target's answer."""
+    target = write_target("qwen3-vl", tmp_path / "target")
+    jobs, wanted = [], []
+    for seed, prompt in enumerate(prompts((9, 30))):
+        ids, pictures, given = image(prompt, target.model, seed)
+        wanted.append(target.answer(ids, ANSWER, **pictures))
+        jobs.append(Job(tuple(ids), max_new_tokens=ANSWER, mm_inputs=given))
+    text = prompts((12,))[0]
+    jobs.append(Job(tuple(text), max_new_tokens=ANSWER))
+    wanted.append(target.answer(text, ANSWER))
+    assert target.answer(jobs[0].input_ids, ANSWER)[0] != wanted[0][0], "the picture does not matter"
+    arguments = ["--model-path", target.path, *dflash_arguments(draft), *FLAGS]
+    [answers] = run(arguments, [jobs], Oracle([ids + [0] * 8 for ids, _ in wanted]), ENVIRONMENT)
+    check_answers(answers, wanted)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma4", "deepseek-v3"])
+def test_a_family_without_a_draft(name, tmp_path):
+    """What SGLang cannot run on a CPU by itself: chunked prefill, prefix cache, and decode through our attention."""
+    target = write_target(name, tmp_path / name)
+    wanted = [target.answer(prompt, ANSWER) for prompt in prompts()]
+    jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in prompts()]
+    arguments = ["--model-path", target.path, *FLAGS, "--chunked-prefill-size", "32"]
+    first, again = run(arguments, [jobs, jobs], environment=ENVIRONMENT)
+    check_answers(first, wanted)
+    check_answers(again, wanted)

@@ -1,0 +1,124 @@
+"""Which targets are served, and how SGLang is told what to capture of them."""
+
+from types import SimpleNamespace
+
+import pytest
+import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
+from families import FAMILIES
+
+from sglang_dflash.srt.speculative import target_kinds
+from sglang_dflash.srt.speculative.dflash_utils import validate_dflash_request
+from sglang_dflash.srt.speculative.target_kinds import ALLOW_UNTESTED_VARIABLE, MEASURED, configure_capture, target_kind
+
+
+class Model:
+    """A target that notes what it is told."""
+
+    def __init__(self):
+        self.told = {}
+
+    def set_dflash_layers_to_capture(self, ids):
+        self.told["dflash"] = ids
+
+    def set_eagle3_layers_to_capture(self, ids):
+        self.told["eagle3"] = ids
+
+
+def configure(model, **changes):
+    arguments = {
+        "eagle_use_aux_hidden_state": False,
+        "eagle_aux_hidden_state_layer_ids": None,
+        "dflash_use_aux_hidden_state": True,
+        "dflash_target_layer_ids": [1, 4],
+        "is_dspark": False,
+    }
+    configure_capture(model=model, **{**arguments, **changes})
+
+
+def test_every_measured_target_has_a_family_test():
+    """What is called measured is measured here: by a family's test, or, for the bundled target's class and Llama's, by
+    test_target_layers.py."""
+    assert set(MEASURED) == {family.architecture for family in FAMILIES.values()} | {"Qwen3ForCausalLM", "LlamaForCausalLM"}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_sglang_has_what_a_measured_target_is_told_by(name):
+    from sglang.srt.models.registry import ModelRegistry
+
+    assert hasattr(ModelRegistry.models[name], MEASURED[name].capture)
+
+
+@pytest.mark.parametrize("name, told", [("Qwen3ForCausalLM", "dflash"), ("Qwen2ForCausalLM", "eagle3")])
+def test_a_target_is_told_in_its_own_way(name, told):
+    model = type(name, (Model,), {})()
+    configure(model)
+    assert model.told == {told: [1, 4]}
+
+
+def test_of_the_draft_nothing_is_captured():
+    model = type("DFlashDraftModel", (Model,), {})()
+    configure(model, dflash_use_aux_hidden_state=False, dflash_target_layer_ids=None)
+    assert not model.told
+
+
+def test_wrong_states_are_refused_whatever_is_allowed(monkeypatch):
+    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
+    with pytest.raises(ValueError, match="Gemma3ForCausalLM.*without the residual"):
+        target_kind(["Gemma3ForCausalLM"])
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """SGLang's models, three of them unknown to us."""
+    models = {
+        "BothForCausalLM": Model,
+        "Eagle3OnlyForCausalLM": type("Eagle3Only", (), {"set_eagle3_layers_to_capture": None}),
+        "NeitherForCausalLM": object,
+    }
+    module = SimpleNamespace(ModelRegistry=SimpleNamespace(models=models))
+    monkeypatch.setitem(__import__("sys").modules, "sglang.srt.models.registry", module)
+
+
+def test_an_untested_target_is_refused_with_the_way_around(registry):
+    with pytest.raises(ValueError, match=f"(?s)BothForCausalLM.*{ALLOW_UNTESTED_VARIABLE}=1"):
+        target_kind(["BothForCausalLM"])
+
+
+@pytest.mark.parametrize("name, told", [("BothForCausalLM", "dflash"), ("Eagle3OnlyForCausalLM", "eagle3")])
+def test_an_untested_target_runs_with_a_warning(name, told, registry, monkeypatch, caplog):
+    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
+    kind = target_kind([name])
+    assert name in caplog.text
+    assert not kind.is_measured and kind.capture == f"set_{told}_layers_to_capture"
+
+
+@pytest.mark.parametrize("allowed", ["0", "1"])
+@pytest.mark.parametrize("names, words", [(["NeitherForCausalLM"], "captures none"), (["NoSuchModel"], "no such model"), (None, "None")])
+def test_what_cannot_work_is_refused_whatever_is_allowed(names, words, allowed, registry, monkeypatch):
+    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, allowed)
+    with pytest.raises(ValueError, match=words):
+        target_kind(names)
+
+
+@pytest.mark.parametrize("name, is_served", [("Qwen3VLForConditionalGeneration", True), ("Gemma4ForConditionalGeneration", False)])
+def test_images_are_refused_by_name(name, is_served, monkeypatch):
+    monkeypatch.setattr(target_kinds, "_served", MEASURED[name])
+    request = SimpleNamespace(
+        custom_logit_processor=None,
+        return_hidden_states=False,
+        sampling_params=SimpleNamespace(min_p=0.0),
+        multimodal_inputs=object(),
+        origin_input_ids=[5, 10**9],  # SGLang's ids of an image's tokens are no words
+        vocab_size=100,
+    )
+    message = validate_dflash_request(request, True)
+    assert message is None if is_served else name in message and "images" in message
+    request.multimodal_inputs = None
+    assert "1000000000" in validate_dflash_request(request, True)
+    request.origin_input_ids = [5, 99]
+    assert validate_dflash_request(request, True) is None
+
+
+def test_a_model_that_lacks_its_method_is_named():
+    with pytest.raises(ValueError, match="object has no set_dflash_layers_to_capture"):
+        target_kinds.TargetKind("Qwen3ForCausalLM").capture_layers(object(), [1])

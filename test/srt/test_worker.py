@@ -1,0 +1,138 @@
+"""The worker's own decisions, with everything around it made up."""
+
+import contextlib
+import logging
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from engine import start
+from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
+from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
+from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.dflash_info import packed_ranges
+from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, graph_output_for_runner, has_room_for_draft_graphs
+from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
+
+
+def worker(**fields) -> DFlashWorker:
+    made = object.__new__(DFlashWorker)
+    vars(made).update({"_target_worker": MagicMock(), "device": "cpu", "_gpu_id": 0, "verify_width": 4, **fields})
+    return made
+
+
+def test_grammars_run_beside_verify(monkeypatch):
+    """The drafted chain's copy to the host starts before verify is launched: behind it in the stream it would arrive when
+    verify is done, and grammars would run while the GPU waits for them."""
+    events = []
+    verdict = Verdict(torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    accepted = verdict, torch.zeros(1, 4, dtype=torch.bool), torch.ones(1, dtype=torch.int32), torch.tensor([8])
+    monkeypatch.setattr(DFlashWorker, "_begin_cycle", lambda *_: MagicMock(bs=1))
+    monkeypatch.setattr(DFlashWorker, "_verify", lambda *_: events.append("verify") or MagicMock())
+    monkeypatch.setattr(DFlashWorker, "_accept", lambda *_: events.append("accept") or accepted)
+    monkeypatch.setattr(DFlashWorker, "_mark_broken", lambda *_: verdict.out_tokens)
+    # A tree is any object here.
+    monkeypatch.setattr(dflash_worker.GrammarTree, "from_linear_chain", lambda tokens: events.append("copy") or object())
+    monkeypatch.setattr(dflash_worker.Penalties, "are_asked_for", lambda info: False)
+    mask = MagicMock(side_effect=lambda **_: events.append("mask"))
+    monkeypatch.setattr(dflash_worker, "build_grammar_vocab_mask", mask)
+    drafter = MagicMock()
+    drafter.propose.return_value = DraftBlock(torch.zeros(1, 4, dtype=torch.int64))
+    states = MagicMock()
+    made = worker(
+        _clock=PhaseClock(None), _drafter=drafter, _rejection_rule=None, _width=FixedWidth(4), _target_states=states
+    )
+    info = SimpleNamespace(logit_bias=None, is_all_greedy=True)
+    made._decode(MagicMock(has_grammar=True, sampling_info=info, return_logprob=False), None, None)
+    assert events == ["copy", "verify", "mask", "accept"]
+
+
+class Sync:
+    """Of a rank that is not the first."""
+
+    def __init__(self, rank_0: Verdict | None, free_gb: float = 0.0):
+        self.rank_0, self.free_gb, self.broadcasts = rank_0, free_gb, 0
+
+    def enabled(self, site) -> bool:
+        return self.rank_0 is not None
+
+    def sync(self, site, values):
+        self.broadcasts += 1
+        return torch.cat((self.rank_0.out_tokens, self.rank_0.accept_len[:, None]), dim=1).to(values.dtype)
+
+    def available_memory_gb(self, *_, **__) -> float:
+        return self.free_gb
+
+
+def test_ranks_agree_on_a_verdict_in_one_broadcast():
+    out = torch.arange(8).view(2, 4)
+    mine = Verdict(torch.tensor([3, 0], dtype=torch.int32), out + 100, torch.tensor([103, 104]))
+    theirs = Verdict(torch.tensor([1, 2], dtype=torch.int32), out, torch.tensor([1, 6]))
+    sync = Sync(theirs)
+    agreed = worker(_tp_sync=sync)._agree(mine)
+    for name in ("accept_len", "out_tokens", "bonus"):
+        got, want = getattr(agreed, name), getattr(theirs, name)
+        assert torch.equal(got, want) and got.dtype == want.dtype
+    assert sync.broadcasts == 1
+    assert worker(_tp_sync=Sync(None))._agree(mine) is mine
+
+
+def test_a_draft_gets_graphs_where_there_is_room(monkeypatch, caplog):
+    monkeypatch.setattr(dflash_utils, "get_parallel", MagicMock)
+    assert has_room_for_draft_graphs(Sync(None), "cpu", 0)
+    assert has_room_for_draft_graphs(Sync(None, free_gb=1.5), "cuda", 0)
+    with caplog.at_level(logging.WARNING):
+        assert not has_room_for_draft_graphs(Sync(None, free_gb=0.25), "cuda", 0)
+    assert "0.25 GB" in caplog.text and "--mem-fraction-static" in caplog.text
+
+
+@pytest.mark.parametrize("verify_width", [1, 4])
+def test_nothing_is_captured_where_nothing_is_drafted(verify_width, monkeypatch):
+    monkeypatch.setattr(dflash_worker, "draft_pp_context", contextlib.nullcontext)
+    monkeypatch.setattr(DFlashWorker, "_draft_width", lambda self: contextlib.nullcontext())
+    made = worker(verify_width=verify_width, _tp_sync=Sync(None), _draft_worker=MagicMock())
+    made.init_cuda_graphs()
+    made._draft_worker.init_cuda_graphs.assert_called_once_with(capture_decode_cuda_graph=verify_width > 1)
+
+
+def test_a_drafts_graphs_hold_no_logits(monkeypatch):
+    """SGLang's would be [requests * rows of a block, vocab] float32: 0.4 GB for P-EAGLE at bs 48, B 8 and V = 152k."""
+    monkeypatch.setattr(GraphSharedOutput, "create_for_model_runner", lambda runner: "SGLang's")
+    create = graph_output_for_runner()
+    assert create(SimpleNamespace(is_draft_worker=False)) == "SGLang's"
+    buffer = create(SimpleNamespace(is_draft_worker=True, device="cpu")).get_logits_buffer(151_936, rows=48 * 14)
+    assert buffer.untyped_storage().nbytes() == 0 and buffer[:14].shape == (0, 151_936)
+
+
+@pytest.mark.parametrize(
+    ("pool", "word"),
+    [
+        (SimpleNamespace(k_buffer=[torch.zeros(8, 2, 4).transpose(0, 1)] * 2, dtype=torch.float32), "row per slot"),
+        (SimpleNamespace(full_kv_pool=None), "SimpleNamespace"),
+    ],
+    ids=["hnd", "a pool of pools"],
+)
+def test_a_kv_pool_that_cannot_be_written_is_refused_at_start_up(pool, word):
+    start()
+    pool.v_buffer = getattr(pool, "k_buffer", None)
+    with pytest.raises(ValueError, match=word):
+        DFlashDraftModel.use_pool(MagicMock(), pool)
+
+
+def test_packed_ranges():
+    assert packed_ranges([5, 0, 7], [3, 1, 2], torch.device("cpu")).tolist() == [5, 6, 7, 0, 7, 8]
+    assert packed_ranges([4], [0], torch.device("cpu")).tolist() == []
+
+
+def test_only_small_copies_leave_the_host(monkeypatch):
+    """A copy from ordinary host memory is asynchronous up to 64 KB; the longest prefill chunks have 16,384 tokens."""
+    copied = []
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: copied.append(self.nbytes) or to(self, *args, **kwargs))
+    assert packed_ranges([0], [16_384], torch.device("cpu")).numel() == 16_384
+    assert copied and max(copied) < 1024
