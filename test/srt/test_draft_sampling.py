@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_dflash.srt.speculative.acceptance import accept_matching_prefix
-from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draft_tokens
+from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, choose_tokens, likeliest
 from sglang_dflash.srt.speculative.rejection import (
     DraftProbs,
     accept_by_block_verification,
@@ -24,7 +24,7 @@ def dense(draft: DraftProbs, vocabulary: int) -> torch.Tensor:
 
 
 def draw(logits, uniforms=None, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, sampling=WHOLE, d2t=None):
-    """`draft_tokens`, every request with the same parameters unless they are given as lists."""
+    """What is drafted from logits [bs, B - 1, V], every request with the same parameters unless they are given as lists."""
     bs, slots = logits.shape[:2]
     uniforms = torch.zeros(bs, slots) if uniforms is None else uniforms
 
@@ -32,7 +32,8 @@ def draw(logits, uniforms=None, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, samp
         return torch.tensor(value if isinstance(value, list) else [value] * bs, dtype=dtype)
 
     temperature, top_k = column(temperature, torch.float32), column(top_k, torch.int32)
-    return draft_tokens(logits, temperature, top_k, column(top_p, torch.float32), uniforms, sampling, d2t)
+    ids, probs = likeliest(logits.flatten(0, 1), temperature.repeat_interleave(slots), sampling)
+    return choose_tokens(ids, probs, top_k, column(top_p, torch.float32), uniforms, sampling, d2t)
 
 
 def intended(

@@ -46,31 +46,6 @@ class DraftSampling:
         return cls(**given)
 
 
-def draft_tokens(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    uniforms: torch.Tensor,
-    sampling: DraftSampling,
-    d2t: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, DraftProbs]:
-    """One token per drafted slot: ([bs, B - 1] int64 target token ids, the distributions they come from).
-
-    logits: [bs, B - 1, V_draft] float, over the whole draft vocabulary.
-    temperature, top_p: [bs] float, top_k: [bs] int, as SGLang has them: temperature above zero; a greedy
-        request has top_k 1 (it drafts the argmax, one-hot); top_k may exceed the vocabulary. The filters are
-        joint, as in SGLang's sampler: top_p looks at probabilities of the unfiltered softmax.
-    uniforms: [bs, B - 1] in [0, 1).
-    d2t: [V_draft] int64, target token id minus draft token id; None where the vocabularies are one.
-
-    NaN and infinite logits are replaced by finite ones (SGLang warns of NaN on CUDA, once). Verified with the
-    probabilities of what the slot was then drawn from, such a draft costs acceptance and nothing else.
-    """
-    ids, probs = likeliest(logits.flatten(0, 1), temperature.repeat_interleave(logits.shape[1]), sampling)
-    return choose_tokens(ids, probs, top_k, top_p, uniforms, sampling, d2t)
-
-
 def likeliest(
     logits: torch.Tensor, temperature: torch.Tensor, sampling: DraftSampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +70,18 @@ def choose_tokens(
     sampling: DraftSampling,
     d2t: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, DraftProbs]:
-    """A token for every slot out of its candidates, [bs * (B - 1), C] as `likeliest` returns them; else as `draft_tokens`."""
+    """One token per drafted slot: ([bs, B - 1] int64 target token ids, the distributions they come from).
+
+    ids, probs: [bs * (B - 1), C], every slot's candidates, as `likeliest` returns them.
+    top_p: [bs] float, top_k: [bs] int, as SGLang has them: a greedy request has top_k 1 (it drafts the argmax, one-hot);
+        top_k may exceed the vocabulary. The filters are joint, as in SGLang's sampler: top_p looks at probabilities
+        of the unfiltered softmax.
+    uniforms: [bs, B - 1] in [0, 1).
+    d2t: [V_draft] int64, target token id minus draft token id; None where the vocabularies are one.
+
+    NaN and infinite logits are finite ones in `likeliest` (SGLang warns of NaN on CUDA, once). Verified with the
+    probabilities of what the slot was then drawn from, such a draft costs acceptance and nothing else.
+    """
     bs, slots = uniforms.shape
     ids, probs = (of_slots.view(bs, slots, of_slots.shape[-1]) for of_slots in (ids, probs))
     if sampling.sampled_slots is None:
@@ -116,7 +102,7 @@ def choose_tokens(
 def draw_drafts(
     model, hidden: torch.Tensor, sampling_info, sampling: DraftSampling
 ) -> tuple[torch.Tensor, DraftProbs]:
-    """`draft_tokens` of a draft model's rows that draft, hidden [bs, B - 1, hidden], under each request's parameters."""
+    """`choose_tokens` of a draft model's rows that draft, hidden [bs, B - 1, hidden], under each request's parameters."""
     rows = hidden.flatten(0, 1)
     temperature = sampling_info.temperatures.squeeze(1).repeat_interleave(hidden.shape[1])
     # Logits of some rows at a time: those of all are 0.4 GB at bs 48, B 16 and V = 152k, in each of four forms.

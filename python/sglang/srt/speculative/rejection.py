@@ -60,7 +60,7 @@ def accept_by_rejection(
     accept_uniforms: [bs, B - 1], final_uniforms: [bs], float in [0, 1), independent of each other and of the
         drafting.
 
-    NaN, infinite or negative probabilities, which neither `target_probs` nor `draft_tokens` makes, give their request
+    NaN, infinite or negative probabilities, which neither `target_probs` nor `choose_tokens` makes, give their request
     a verdict without a meaning, but of valid token ids, and change no other request's.
     """
     return _accept(walk_by_rejection, block, target_probs, draft, accept_uniforms, final_uniforms)
