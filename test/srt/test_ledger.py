@@ -8,7 +8,7 @@ import sglang  # noqa: F401  loads our platform plugin before any of SGLang's mo
 from conftest import run_to_end
 
 from sglang_dflash import SGLANG_VERSION
-from sglang_dflash.srt.plugins import entry_points, ledger
+from sglang_dflash.srt.plugins import entry_points, install, ledger
 
 CHANGES = (*ledger.AT_LOAD, *ledger.AT_WORKER, *ledger.AT_CPU_ATTENTION)
 # SGLang has no P-EAGLE model, and no MLA on torch_native; any other new key would need a reason of its own.
@@ -22,8 +22,8 @@ def name_of(change: ledger.Change) -> str:
 @pytest.mark.parametrize("change", CHANGES, ids=name_of)
 def test_an_entry(change):
     """The target exists and looks as expected in the installed SGLang, the entry says why, and its hook fits."""
-    ledger.check(change)
-    _, target = ledger.resolve(change.target)
+    install.check(change)
+    _, target = install.resolve(change.target)
     assert len(change.why.split()) >= 4
     value = change.build()
     if change.kind == "entry":
@@ -76,21 +76,21 @@ EXAMPLE = next(change for change in ledger.AT_LOAD if change.target.endswith(".c
 )
 def test_a_missing_target_ends_the_process(target):
     with pytest.raises(SystemExit, match="sglang-dflash") as caught:
-        ledger.check(dataclasses.replace(EXAMPLE, target=target))
+        install.check(dataclasses.replace(EXAMPLE, target=target))
     assert target in str(caught.value) and EXAMPLE.why in str(caught.value)
 
 
 @pytest.mark.parametrize("signature", ["(self)", "(self, server_args, more)", "(self, args)", "()"])
 def test_another_signature_ends_the_process(signature):
     with pytest.raises(SystemExit, match="sglang-dflash") as caught:
-        ledger.check(dataclasses.replace(EXAMPLE, signature=signature))
+        install.check(dataclasses.replace(EXAMPLE, signature=signature))
     assert signature in str(caught.value) and EXAMPLE.signature in str(caught.value)
 
 
 def test_something_else_than_a_registry_ends_the_process():
     entry = next(change for change in CHANGES if change.kind == "entry")
     with pytest.raises(SystemExit, match="not a registry"):
-        ledger.check(dataclasses.replace(entry, target=EXAMPLE.target))
+        install.check(dataclasses.replace(entry, target=EXAMPLE.target))
 
 
 def test_an_import_error_inside_sglang_is_not_taken_for_a_missing_target(tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_an_import_error_inside_sglang_is_not_taken_for_a_missing_target(tmp_pat
     (tmp_path / "broken_host.py").write_text("import module_that_is_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit, match="module_that_is_not_installed"):
-        ledger.check(dataclasses.replace(EXAMPLE, target="broken_host.function"))
+        install.check(dataclasses.replace(EXAMPLE, target="broken_host.function"))
 
 
 def test_nothing_is_applied_when_one_check_fails(monkeypatch):
@@ -109,9 +109,9 @@ def test_nothing_is_applied_when_one_check_fails(monkeypatch):
     monkeypatch.setattr(HookRegistry, "register", lambda *arguments: registered.append(arguments))
     monkeypatch.setattr("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook", registered.append)
     broken = dataclasses.replace(EXAMPLE, signature="(nothing)")
-    monkeypatch.setattr(ledger, "AT_LOAD", (*ledger.AT_LOAD, broken))
+    monkeypatch.setattr(install, "AT_LOAD", (*ledger.AT_LOAD, broken))
     with pytest.raises(SystemExit):
-        ledger.install_at_load()
+        install.install_at_load()
     assert not registered
 
 
@@ -119,23 +119,23 @@ def test_worker_changes_are_checked_before_the_first_is_applied(monkeypatch):
     registry = {"key": "stock"}
     first = dataclasses.replace(ledger.AT_WORKER[0], target="fake.registry", key="key", build=lambda: "ours")
     broken = dataclasses.replace(EXAMPLE, kind="replace", signature="(nothing)")
-    resolve = ledger.resolve
+    resolve = install.resolve
     monkeypatch.setattr(
-        ledger, "resolve", lambda path: (None, registry) if path == "fake.registry" else resolve(path)
+        install, "resolve", lambda path: (None, registry) if path == "fake.registry" else resolve(path)
     )
-    monkeypatch.setattr(ledger, "AT_WORKER", (first, broken))
+    monkeypatch.setattr(install, "AT_WORKER", (first, broken))
     with pytest.raises(SystemExit):
-        ledger.install_at_worker()
+        install.install_at_worker()
     assert registry == {"key": "stock"}
-    monkeypatch.setattr(ledger, "AT_WORKER", (first,))
-    ledger.install_at_worker()
+    monkeypatch.setattr(install, "AT_WORKER", (first,))
+    install.install_at_worker()
     assert registry == {"key": "ours"}
 
 
 @pytest.mark.parametrize("active", [True, False])
 def test_cpu_changes_are_made_on_the_cpu_only(active, monkeypatch):
     monkeypatch.setattr("sglang_dflash.srt.hardware_backend.cpu.runtime.is_active", lambda: active)
-    relevant = ledger._relevant(CHANGES)
+    relevant = install._relevant(CHANGES)
     assert [change for change in CHANGES if change not in relevant] == (
         [] if active else [change for change in CHANGES if change.cpu_only]
     )
@@ -152,7 +152,7 @@ def test_an_exception_becomes_the_end_of_the_process(monkeypatch):
     def fail():
         raise ValueError("half a hook")
 
-    monkeypatch.setattr(ledger, "install_at_load", fail)
+    monkeypatch.setattr(install, "install_at_load", fail)
     with pytest.raises(SystemExit, match="half a hook"):
         entry_points.install()
 
@@ -161,7 +161,7 @@ PRELUDE = "import sglang; from sglang.srt.plugins import load_plugins; "
 FAILURES = {
     "nothing wrong": ("pass", None),
     "an exception": (
-        "from sglang_dflash.srt.plugins import ledger; ledger.install_at_load = lambda: 1 / 0",
+        "from sglang_dflash.srt.plugins import install; install.install_at_load = lambda: 1 / 0",
         "ZeroDivisionError",
     ),
     "another version": (

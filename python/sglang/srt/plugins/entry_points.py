@@ -28,8 +28,8 @@ def install() -> None:
             f"Run `pip install sglang=={SGLANG_VERSION}`, or `pip uninstall sglang-dflash`."
         )
     try:
-        from sglang_dflash.srt.plugins import ledger
+        from sglang_dflash.srt.plugins.install import install_at_load
 
-        ledger.install_at_load()
+        install_at_load()
     except Exception as error:
         raise SystemExit(f"sglang-dflash could not be installed into SGLang: {error!r}") from error

@@ -199,7 +199,7 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
 def create_cpu_attention(runner) -> TorchNativeAttnBackend:
     """The `torch_native` backend of a model runner: ours with DFLASH, and for a model that SGLang's gets wrong."""
     if runner.spec_algorithm.is_dflash() or runner.use_mla_backend or _is_beyond_stock(runner):
-        from sglang_dflash.srt.plugins.ledger import install_at_cpu_attention
+        from sglang_dflash.srt.plugins.install import install_at_cpu_attention
 
         install_at_cpu_attention()
         return TorchNativeSpecAttnBackend(runner)

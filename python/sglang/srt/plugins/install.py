@@ -1,0 +1,99 @@
+"""Applies the ledger's changes to SGLang.
+
+Each target is looked up and its signature compared before any is touched; a mismatch ends the process, because
+a half-hooked server would answer with the wrong implementation.
+"""
+
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
+
+from sglang_dflash.srt.plugins.ledger import AT_CPU_ATTENTION, AT_LOAD, AT_WORKER, Change
+from sglang_dflash.srt.plugins.resolve import resolve
+
+
+def install_at_load() -> None:
+    """Check every AT_LOAD target, then register the hooks. SGLang applies them when all plugins have run."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    changes = _relevant(AT_LOAD)
+    for change in changes:
+        check(change)
+    replaced = []
+    for change in changes:
+        if change.kind == "resolution":
+            register_resolution_hook(change.target.rpartition(".")[2])(change.build())
+        elif change.kind == "around":
+            HookRegistry.register(change.target, change.build(), HookType.AROUND)
+        elif change.kind == "replace":
+            replaced.append(_rebind(change))
+        else:
+            _rebind(change)
+    _rebind_importers(replaced)
+
+
+def install_at_worker() -> None:
+    """Check and apply AT_WORKER in this scheduler process."""
+    _install_now(AT_WORKER)
+
+
+def install_at_cpu_attention() -> None:
+    """Check and apply AT_CPU_ATTENTION in this scheduler process."""
+    _install_now(AT_CPU_ATTENTION)
+
+
+def _install_now(table: tuple[Change, ...]) -> None:
+    changes = _relevant(table)
+    for change in changes:
+        check(change)
+    for change in changes:
+        _rebind(change)
+
+
+def _rebind(change: Change) -> tuple[Any, Any]:
+    """Returns what stood there and what stands there now."""
+    value = change.build()
+    owner, target = resolve(change.target)
+    if change.kind == "entry":
+        target[change.key] = value
+    else:
+        setattr(owner, change.target.rpartition(".")[2], value)
+    return target, value
+
+
+def _rebind_importers(replaced: list[tuple[Any, Any]]) -> None:
+    """Where a module loaded before us has imported (old, new)'s old under any name, it gets the new. (SGLang's registry
+    walks all modules once for every hook, which takes longer than everything else we do at load.)"""
+    new = {id(old): value for old, value in replaced}
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                if id(value) in new:
+                    setattr(module, name, new[id(value)])
+
+
+def check(change: Change) -> None:
+    """Raise SystemExit unless the target exists with the parameters we expect."""
+    try:
+        _, target = resolve(change.target)
+    except (ImportError, AttributeError) as error:
+        raise SystemExit(f"sglang-dflash: SGLang has no {change.target} to change ({error}). Needed to: {change.why}")
+    if change.signature is None:
+        if change.kind == "entry" and not hasattr(target, "__setitem__"):
+            raise SystemExit(f"sglang-dflash: {change.target} is not a registry. Needed to: {change.why}")
+        return
+    parameters = list(inspect.signature(inspect.unwrap(target)).parameters)
+    wanted = [name for name in change.signature.strip("()").split(", ") if name]
+    if not set(wanted) <= set(parameters) if change.kind == "class" else parameters != wanted:
+        found = f"({', '.join(parameters)})"
+        raise SystemExit(
+            f"sglang-dflash: {change.target} takes {found}, expected {change.signature}. Needed to: {change.why}"
+        )
+
+
+def _relevant(changes: tuple[Change, ...]) -> list[Change]:
+    from sglang_dflash.srt.hardware_backend.cpu import runtime
+
+    return [change for change in changes if runtime.is_active() or not change.cpu_only]
