@@ -233,6 +233,16 @@ def test_target_probs_are_what_the_sampler_draws_from():
     assert torch.equal(found[0], torch.nn.functional.one_hot(before[:width].argmax(dim=-1), VOCABULARY).float())
 
 
+def test_target_probs_with_small_top_k_need_no_sort(monkeypatch):
+    """What the host knows of top_k spares the sort and changes nothing."""
+    requests = [{"top_k": 1}, {"top_k": 4, "top_p": 0.82}, {"top_k": 3, "min_p": 0.2, "temperature": 0.7}]
+    logits = torch.randn(len(requests) * 3, VOCABULARY, generator=torch.Generator().manual_seed(8)) * 2
+    sorted_, _ = target_probs(logits.clone(), sampling_info(*requests), 3)
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    found, _ = target_probs(logits, sampling_info(*requests), 3, largest_top_k=4)
+    torch.testing.assert_close(found, sorted_, rtol=0, atol=1e-7)
+
+
 def test_unfiltered_target_probs_need_no_sort():
     logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(6))
     info = sampling_info({"temperature": 0.5}, {"temperature": 2.0})

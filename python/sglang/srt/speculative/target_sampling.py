@@ -38,12 +38,15 @@ def draw_target_tokens(
     return drawn.long().view(-1, block_size), is_broken.view(-1, block_size)
 
 
-def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def target_probs(
+    logits: torch.Tensor, sampling_info, block_size: int, largest_top_k: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The distributions the sampler would draw from after each block position, [bs, B, vocab] float32, and which of them
     mean nothing, [bs, B] bool: see `replace_broken_rows`.
 
     logits: [bs * B, vocab], already biased and masked. Overwritten: where they are float32, with the result, as a second
     tensor of this size is 0.5 GB at bs 48, B 16 and V = 152k. What is needed besides is a few times `_ELEMENTS_AT_ONCE`.
+    largest_top_k: of the batch's requests, from the host; None where it is not known. If it is small, rows are not sorted.
 
     One joint filter, as the sampler's: top-k and top-p both look at the unfiltered softmax, min-p at its largest
     probability. Greedy requests (top_k 1) are one-hot.
@@ -53,7 +56,8 @@ def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[
     probs = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
     for rows in slices_of_rows(*logits.shape):
         torch.softmax(logits[rows].float() / per_row["temperatures"][rows], dim=-1, out=probs[rows])
-        _filter(probs[rows], {name: None if v is None else v[rows] for name, v in per_row.items()}, sampling_info)
+        of_rows = {name: None if v is None else v[rows] for name, v in per_row.items()}
+        _filter(probs[rows], of_rows, sampling_info, largest_top_k)
     return probs.view(-1, block_size, probs.shape[-1]), is_broken.view(-1, block_size)
 
 
@@ -67,7 +71,13 @@ def slices_of_rows(num_rows: int, width: int) -> list[slice]:
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor | None], sampling_info) -> None:
+# From about here on, sorting a whole row takes no longer than finding its largest entries.
+_MOST_WITHOUT_SORT = 256
+
+
+def _filter(
+    probs: torch.Tensor, per_row: dict[str, torch.Tensor | None], sampling_info, largest_top_k: int | None
+) -> None:
     """Leave of each row, [n, vocab], what its request's filters do, normalised, in place."""
     filters = (
         sampling_info.need_top_k_sampling,
@@ -76,7 +86,11 @@ def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor | None], sampli
     )
     if not any(filters):
         return
-    ranked, ids = probs.sort(dim=-1, descending=True)
+    if largest_top_k is not None and largest_top_k <= min(_MOST_WITHOUT_SORT, probs.shape[-1]):
+        ranked, ids = probs.topk(largest_top_k, dim=-1)
+        probs.zero_()
+    else:
+        ranked, ids = probs.sort(dim=-1, descending=True)
     more_likely = ranked.cumsum(dim=-1).sub_(ranked)
     rank = torch.arange(ranked.shape[-1], device=ranked.device)
     drop = (rank >= per_row["top_ks"][:, None]).logical_or_(more_likely > per_row["top_ps"][:, None])
