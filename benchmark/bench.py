@@ -1,6 +1,6 @@
 """Throughput and acceptance with and without DFLASH, same settings, same prompts, one run.
 
-    python benchmark/bench.py                       # the bundled pair; what `make bench` runs
+    python benchmark/bench.py                       # the bundled pairs, one by one; what `make bench` runs
     python benchmark/bench.py --target T --draft D --concurrency 1 8 --max-new-tokens 256
     python benchmark/bench.py --draft D1 D2         # drafts side by side, such as a DFlash and a P-EAGLE one
     python benchmark/bench.py --peer-env SGLANG_PLUGINS=none    # also SGLang's built-in DFLASH (needs a GPU)
@@ -23,9 +23,10 @@ from pathlib import Path
 
 import report
 from acceptance import Acceptance, sum_histograms
-from serving import DRAFT, ROOT, TARGET, Server, dflash_arguments, heldout_prompts, serve
+from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, ROOT, TARGET, Server, dflash_arguments, heldout_prompts, serve
 
 RESULTS = ROOT / "benchmark" / "results"
+BUNDLED_PAIRS = (TARGET, DRAFT), (HYBRID_TARGET, HYBRID_DRAFT)
 PHASE_TIMES = "SGLANG_DFLASH_PHASE_TIMES"
 
 
@@ -76,18 +77,27 @@ class Load:
 
 def main() -> None:
     args = _parse_arguments()
+    if args.draft:
+        run(args, args.target or str(TARGET.relative_to(ROOT)), args.draft, args.name)
+        return
+    for target, draft in BUNDLED_PAIRS:
+        run(args, str(target.relative_to(ROOT)), [str(draft.relative_to(ROOT))], f"{args.name}-{target.name}")
+
+
+def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str) -> None:
+    """All servers of one target, one after the other, and what they gave."""
     prompts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
-    common = ["--model-path", args.target, "--dtype", args.dtype, *args.server_args.split()]
+    common = ["--model-path", target, "--dtype", args.dtype, *args.server_args.split()]
     plans = [("no speculation", common, {}, {})]
     with tempfile.TemporaryDirectory() as scratch:
         phase_file = Path(scratch) / "phases.json"
-        for draft in args.draft:
-            name = "DFLASH" if len(args.draft) == 1 else Path(draft).name
+        for draft in drafts:
+            name = "DFLASH" if len(drafts) == 1 else Path(draft).name
             plans.append((name, [*common, *dflash_arguments(draft)], {PHASE_TIMES: str(phase_file)}, {}))
         if args.peer_env or args.peer_python:
             peer_env = dict(pair.split("=", 1) for pair in args.peer_env)
             options = {"python": args.peer_python or sys.executable}
-            dflash = [*common, *dflash_arguments(args.draft[0])]
+            dflash = [*common, *dflash_arguments(drafts[0])]
             plans.append(("built-in DFLASH", [*dflash, *args.peer_args.split()], peer_env, options))
         loads = []
         for name, arguments, env, options in plans:
@@ -103,6 +113,7 @@ def main() -> None:
     shown = ["PEER_PYTHON" if word == args.peer_python else word for word in args.raw]
     heading = {
         "date": str(date.today()),
+        "target": Path(target).name,
         "command": "make bench" if args.is_default else "python benchmark/bench.py " + " ".join(shown),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
         "versions": {name: version(name) for name in ("sglang", "sglang-dflash", "torch")},
@@ -111,7 +122,7 @@ def main() -> None:
         "max_new_tokens": args.max_new_tokens,
     }
     RESULTS.mkdir(exist_ok=True)
-    stem = RESULTS / args.name
+    stem = RESULTS / file_name
     stem.with_suffix(".json").write_text(json.dumps({**heading, "loads": [asdict(load) for load in loads]}, indent=1))
     stem.with_suffix(".md").write_text(report.markdown(heading, loads, stem.name))
     report.plot(loads, stem.with_suffix(".png"))
@@ -150,8 +161,8 @@ def _read_phases(path: Path) -> dict:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=str(TARGET.relative_to(ROOT)))
-    parser.add_argument("--draft", nargs="+", default=[str(DRAFT.relative_to(ROOT))])
+    parser.add_argument("--target", help="default: the bundled Qwen3 target")
+    parser.add_argument("--draft", nargs="+", help="default, without --target: both bundled pairs, one after the other")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -163,6 +174,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peer-args", default="", help="its additional flags")
     parser.add_argument("--name", default="bench", help="of the files in benchmark/results/")
     args = parser.parse_args()
+    if args.target and not args.draft:
+        parser.error("--target needs its --draft")
     args.raw = sys.argv[1:]
     args.is_default = not args.raw
     return args

@@ -20,11 +20,9 @@ import urllib.error
 from collections import Counter
 from pathlib import Path
 
-from serving import ROOT, Server, dflash_arguments, heldout_prompts, serve
+from serving import HYBRID_DRAFT as DRAFT, HYBRID_TARGET as TARGET, Server, dflash_arguments, heldout_prompts, serve
 from tokenizers import Tokenizer
 
-TARGET = ROOT / "models" / "tiny-qwen3_5-code"
-DRAFT = ROOT / "models" / "tiny-qwen3_5-code-dflash"
 # Two batch shapes compute a logit within about 1e-6 in float32, and recurrent states carry that on.
 TIE = 2e-5
 LONGEST = 160

@@ -39,7 +39,7 @@ def markdown(heading: dict, loads, stem: str) -> str:
     drafted = [load for load in loads if load.acceptance]
     deepest = max(len(load.acceptance.by_position) for load in drafted)
     parts = [
-        f"# {heading['command']}",
+        f"# {heading['command']}: {heading['target']}",
         f"{heading['date']}; {heading['machine']}; PyTorch threads per server: {heading['threads']}; {heading['dtype']}; "
         f"greedy, {heading['max_new_tokens']} new tokens a request; "
         + ", ".join(f"{name} {number}" for name, number in heading["versions"].items())

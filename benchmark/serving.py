@@ -23,6 +23,8 @@ TARGET = ROOT / "models" / "tiny-qwen3-code"
 DRAFT = ROOT / "models" / "tiny-qwen3-code-dflash"
 SPECULATORS_DRAFT = ROOT / "models" / "tiny-qwen3-code-dflash-speculators"
 PEAGLE_DRAFT = ROOT / "models" / "tiny-qwen3-code-peagle"
+HYBRID_TARGET = ROOT / "models" / "tiny-qwen3_5-code"
+HYBRID_DRAFT = ROOT / "models" / "tiny-qwen3_5-code-dflash"
 HELDOUT_PROMPTS = ROOT / "benchmark" / "tiny" / "prompts" / "heldout.jsonl"
 START_TIMEOUT_S = 240
 

@@ -106,8 +106,8 @@ class Family:
     # Of captured states, relative to the largest: two implementations in float32, a few layers deep.
     tolerance: float = 1e-4
 
-    def build_config(self):
-        config = getattr(transformers, self.config_class)(**{**_SHARED, **self.config})
+    def build_config(self, **changes):
+        config = getattr(transformers, self.config_class)(**{**_SHARED, **self.config, **changes})
         if self.outer is not None:
             config = getattr(transformers, self.outer)(
                 text_config=config.to_dict(), tie_word_embeddings=config.tie_word_embeddings, **self.outer_fields
@@ -239,9 +239,10 @@ class Target:
         return torch.cat(self.model(torch.tensor([list(ids)]), output_hidden_states=True).hidden_states)
 
 
-def write_target(name: str, folder: Path) -> Target:
+def write_target(name: str, folder: Path, **changes) -> Target:
+    """changes: to the config of its text model."""
     family = FAMILIES[name]
-    config = family.build_config()
+    config = family.build_config(**changes)
     config._attn_implementation = "eager"
     torch.manual_seed(3)
     model = getattr(transformers, family.architecture)(config).float().eval()
@@ -266,16 +267,16 @@ def _merged(config: dict, changes: dict) -> dict:
     return config | changes | inner
 
 
-def write_draft(folder: Path) -> Path:
+def write_draft(folder: Path, vocab: int = VOCAB) -> Path:
     """A random DFlash draft for any of the targets."""
     config = {
         **BASE,
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "hidden_size": HIDDEN,
         "intermediate_size": 96,
         "num_target_layers": LAYERS,
         "block_size": 8,
-        "dflash_config": {"mask_token_id": 7, "target_layer_ids": list(LAYER_IDS)},
+        "dflash_config": {"mask_token_id": min(7, vocab - 1), "target_layer_ids": list(LAYER_IDS)},
     }
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -283,18 +284,18 @@ def write_draft(folder: Path) -> Path:
     return folder
 
 
-def write_peagle_draft(folder: Path) -> Path:
+def write_peagle_draft(folder: Path, vocab: int = VOCAB, tokens: int = 500) -> Path:
     """A random P-EAGLE draft of one layer, with a window and a reduced vocabulary, for any of the targets."""
-    heads, head_dim, inner, tokens, num_aux = 4, 16, 96, 500, len(LAYER_IDS)
+    heads, head_dim, inner, num_aux = 4, 16, 96, len(LAYER_IDS)
     config = read_config(PEAGLE_DRAFT)
     config |= {
         "draft_vocab_size": tokens,
-        "mask_token_id": 7,
+        "mask_token_id": min(7, vocab - 1),
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYER_IDS],  # the library counts from the embedding
     }
     config["transformer_layer_config"] |= {
         "hidden_size": HIDDEN,
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "head_dim": head_dim,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
@@ -306,7 +307,7 @@ def write_peagle_draft(folder: Path) -> Path:
     }
     wide, layer = heads * head_dim, "layers.0"
     shapes = {
-        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "embed_tokens.weight": (vocab, HIDDEN),
         "lm_head.weight": (tokens, HIDDEN),
         "mask_hidden": (1, 1, num_aux * HIDDEN),
         "fc.weight": (HIDDEN, num_aux * HIDDEN),

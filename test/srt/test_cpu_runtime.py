@@ -128,7 +128,9 @@ def test_dunder_names_are_not_invented():
 def bare_machine(monkeypatch):
     """A process as it was before any activation, on a machine with the CUDA kernels installed and no driver."""
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != runtime.STAND_IN_DIR])
-    monkeypatch.delenv(runtime.CPU_ENGINE_SWITCH, raising=False)
+    for variable in (runtime.CPU_ENGINE_SWITCH, runtime.SPIN_VARIABLE, "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(variable, "")  # so that what is set meanwhile is undone
+        monkeypatch.delenv(variable)
     monkeypatch.setattr(runtime, "_has_cuda_kernels", lambda: True)
     monkeypatch.setattr(runtime, "_can_load", lambda library: False)
     monkeypatch.setattr(runtime, "_has_other_accelerator", lambda: False)
@@ -185,6 +187,19 @@ def test_activation_speaks_once(bare_machine, caplog):
     assert [NOTICE in record.message for record in caplog.records].count(True) == 1
     assert sys.path[0] == runtime.STAND_IN_DIR
     assert sys.path.count(runtime.STAND_IN_DIR) == 1
+
+
+@pytest.mark.parametrize("variable", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_a_users_choice_of_how_openmp_waits_stands(variable, bare_machine, monkeypatch):
+    monkeypatch.setenv(variable, "as chosen")
+    runtime.activate()
+    assert os.environ[variable] == "as chosen"
+    assert ("OMP_WAIT_POLICY" in os.environ) + ("GOMP_SPINCOUNT" in os.environ) == 1
+
+
+def test_openmp_threads_spin_for_a_bounded_time(bare_machine):
+    runtime.activate()
+    assert os.environ["GOMP_SPINCOUNT"] == runtime.SPIN_COUNT
 
 
 # -- in real processes ----------------------------------------------------------------------------------------------

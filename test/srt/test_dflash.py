@@ -4,7 +4,7 @@ import json
 import unittest
 
 import pytest
-from conftest import differences, first_difference, plain_target
+from conftest import UNCOUNTED, differences, first_difference, plain_target
 from serving import DRAFT, Server, dflash_arguments, heldout_prompts
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin
 from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
@@ -27,7 +27,7 @@ BLOCK_SIZE = json.loads((DRAFT / "config.json").read_text())["block_size"]
 @pytest.fixture(scope="module")
 def server(servers) -> Server:
     """Only the flags the README gives: bf16, defaults for everything else."""
-    return servers.get(*dflash_arguments())
+    return servers.get(*dflash_arguments(), environment=UNCOUNTED)
 
 
 @pytest.fixture(scope="module")

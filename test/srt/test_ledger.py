@@ -103,10 +103,9 @@ def test_an_import_error_inside_sglang_is_not_taken_for_a_missing_target(tmp_pat
 
 def test_nothing_is_applied_when_one_check_fails(monkeypatch):
     """All targets are checked before the first is touched."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
     registered = []
-    monkeypatch.setattr(HookRegistry, "register", lambda *arguments: registered.append(arguments))
+    for way in ("_wrap", "_rebind", "_rebind_importers"):
+        monkeypatch.setattr(install, way, registered.append)
     monkeypatch.setattr("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook", registered.append)
     broken = dataclasses.replace(EXAMPLE, signature="(nothing)")
     monkeypatch.setattr(install, "AT_LOAD", (*ledger.AT_LOAD, broken))
@@ -155,6 +154,31 @@ def test_an_exception_becomes_the_end_of_the_process(monkeypatch):
     monkeypatch.setattr(install, "install_at_load", fail)
     with pytest.raises(SystemExit, match="half a hook"):
         entry_points.install()
+
+
+IMPORTED_BEFORE = """
+import sys
+import sglang.srt.managers.scheduler
+from sglang.srt.layers.attention import hybrid_linear_attn_backend
+from sglang_dflash.srt.plugins import install
+from sglang.srt.plugins import load_plugins
+targets = {c.target: install.resolve(c.target)[1] for c in install._relevant(install.AT_LOAD) if c.kind == "replace"}
+load_plugins()
+for target, old in targets.items():
+    assert install.resolve(target)[1] is not old, target
+    for path, module in sys.modules.items():
+        for name, value in list(vars(module).items()) if path.startswith("sglang.") else ():
+            assert value is not old, f"{path}.{name} is still SGLang's"
+importers = hybrid_linear_attn_backend.__dict__.keys() & {target.rpartition(".")[2] for target in targets}
+print("imported before:", *importers)
+"""
+
+
+def test_names_imported_before_the_plugin_are_replaced_too():
+    done = run_to_end("-c", IMPORTED_BEFORE)
+    assert done.code == 0 and "imported before: " in done.output, done.output
+    if install._relevant(ledger.AT_CPU_ATTENTION):  # a CPU
+        assert "scatter_mamba_states_after_mtp_verify" in done.output, "nothing was imported before: this shows nothing"
 
 
 PRELUDE = "import sglang; from sglang.srt.plugins import load_plugins; "

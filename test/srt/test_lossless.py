@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import FLOAT32, WIDTHS_CHANGE, assert_same, undecided_from
+from conftest import FLOAT32, WIDTHS_CHANGE, assert_same, patched, undecided_from
 from drafts import always_wrong, random_draft
 from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from streaming import stream
@@ -159,11 +159,8 @@ def test_float32_retracted_requests_resume_as_the_target_would(requests, referen
     ]
     expected = reference.answers(chosen)
     needed = sum(answer["meta_info"]["prompt_tokens"] + 160 for answer in expected)
-    # Told that answers are short, the scheduler lets in more requests than the pool can carry to their end. It reads this
-    # while it is imported.
-    overcommit = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
     pool = ("--max-total-tokens", needed // 3)
-    server = servers.get(*FLOAT32, *dflash_arguments(), *pool, environment=overcommit, is_cold=True)
+    server = servers.get(*FLOAT32, *dflash_arguments(), *pool, environment=patched("overcommit"))
     answers = server.generate_many(chosen, len(chosen))
     assert_same(chosen, answers, expected)
     retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)

@@ -18,12 +18,10 @@ from drafts import random_peagle_draft, read_config
 from reference_dflash import ReferenceDFlash
 from safetensors.torch import load_file, save_file
 from scheduled import Answer, Job, Oracle, run
-from serving import ROOT, dflash_arguments, heldout_prompts
+from serving import HYBRID_DRAFT as DRAFT, HYBRID_TARGET as TARGET, dflash_arguments, heldout_prompts
 
 pytestmark = pytest.mark.server
 
-TARGET = ROOT / "models" / "tiny-qwen3_5-code"
-DRAFT = ROOT / "models" / "tiny-qwen3_5-code-dflash"
 # SGLang keeps the convolution's inputs in bf16 whatever --dtype says.
 ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 FLOAT32 = ("--dtype", "float32", "--random-seed", "7")

@@ -1,70 +1,96 @@
 """Whole sampled sequences have the target's probabilities, to the chi-square test.
 
-Two tokens are allowed at every position, so the target alone can be asked for the probability of every sequence of
-LENGTH tokens there is. A server under test then samples more than 50,000 tokens, and what it says is counted. Where
-test_sampled_requests.py holds each token against the tokens before it, this holds them together.
+Two tokens are allowed at every position, so there are few enough sequences of LENGTH tokens to know the probability of each.
+A server under test then samples more than 50,000 tokens, and what it says is counted. Where test_sampled_requests.py holds
+each token against the tokens before it, this holds them together.
 
-A right server fails once in 1 / FALSE_ALARM runs. One that lies about its draft's probabilities must fail.
+Target and drafts are random and have eight tokens in all, so that random drafts are often right; the probabilities come from
+Hugging Face's model. A right server fails once in 1 / FALSE_ALARM runs. One that lies about its draft's probabilities must fail.
 """
 
-import math
+import itertools
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched
+from families import write_draft, write_peagle_draft, write_target
 from scipy.stats import chi2
-from serving import PEAGLE_DRAFT, dflash_arguments
+from serving import TARGET, dflash_arguments
 
 pytestmark = pytest.mark.server
 
 FALSE_ALARM = 1e-6
+VOCABULARY = 8
 LENGTH = 8  # the first token is the prefill's, the others come out of verified blocks
 SAMPLES = 3200  # of each prompt
 SAMPLES_PER_REQUEST = 32
-PROMPTS = ("def read_config(path):\n", "    for name in names:\n        if ")
+PROMPTS = ((4, 2, 6, 1, 3), (0, 5, 5, 2, 7, 1, 1, 4, 3))
 SAMPLING = {"temperature": 1.0, "top_k": 2, "max_new_tokens": LENGTH, "ignore_eos": True}
-SERVER = (*PLAIN_FLOAT32, "--random-seed", "7")
+SERVER = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "16384", "--skip-server-warmup")
 PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
 
+# name -> which draft, and the server's other flags
 DRAFTING = {
-    "one-hot": dflash_arguments(),
-    "probabilistic": [*dflash_arguments(), *PROBABILISTIC],
-    "probabilistic, widths change": [*dflash_arguments(), *PROBABILISTIC, *WIDTHS_CHANGE],
-    "probabilistic, P-EAGLE": [*dflash_arguments(PEAGLE_DRAFT), *PROBABILISTIC],
+    "one-hot": ("dflash", ()),
+    "probabilistic": ("dflash", PROBABILISTIC),
+    "probabilistic, widths change": ("dflash", (*PROBABILISTIC, *WIDTHS_CHANGE)),
+    "probabilistic, P-EAGLE": ("peagle", PROBABILISTIC),
 }
 assert SAMPLES * len(PROMPTS) * LENGTH > 50_000
 
+Probs = dict[tuple[int, ...], float]
+
 
 @pytest.fixture(scope="module")
-def expected(reference) -> dict[str, dict[tuple[int, ...], float]]:
+def checkpoints(tmp_path_factory) -> Path:
+    """A folder with a target and its two drafts."""
+    folder = tmp_path_factory.mktemp("eight-tokens")
+    write_target("qwen2", folder / "target", vocab_size=VOCABULARY)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TARGET / name, folder / "target")
+    write_draft(folder / "dflash", VOCABULARY)
+    write_peagle_draft(folder / "peagle", VOCABULARY, VOCABULARY // 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints) -> dict[tuple[int, ...], Probs]:
     """prompt -> every sequence of LENGTH tokens -> its probability."""
-    return {prompt: sequence_probs(reference, prompt) for prompt in PROMPTS}
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "target", dtype=torch.float32).eval()
+    return {prompt: sequence_probs(model, prompt) for prompt in PROMPTS}
 
 
-def sequence_probs(reference, prompt: str) -> dict[tuple[int, ...], float]:
-    asked = {"sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}}
-    prompt_ids = reference.server.post("/tokenize", {"prompt": prompt})["tokens"]
-    probs = {(): 1.0}
+@torch.no_grad()
+def sequence_probs(model, prompt: tuple[int, ...]) -> Probs:
+    probs: Probs = {(): 1.0}
     for _ in range(LENGTH):
-        requests = [{"input_ids": prompt_ids + list(prefix), **asked} for prefix in probs]
-        longer = {}
-        for (prefix, prob), answer in zip(probs.items(), reference.answers(requests), strict=True):
-            (first, a, *_), (second, b, *_) = answer["meta_info"]["output_top_logprobs"][0]
-            total = math.exp(first) + math.exp(second)
-            longer[(*prefix, a)] = prob * math.exp(first) / total
-            longer[(*prefix, b)] = prob * math.exp(second) / total
-        probs = longer
-    assert math.isclose(sum(probs.values()), 1)
+        logits = model(torch.tensor([prompt + prefix for prefix in probs])).logits[:, -1].double()
+        best = logits.topk(2)
+        shares = best.values.softmax(dim=-1).tolist()
+        probs = {
+            (*prefix, token): prob * share
+            for (prefix, prob), tokens, two in zip(probs.items(), best.indices.tolist(), shares, strict=True)
+            for token, share in zip(tokens, two)
+        }
+    assert len(probs) == 2**LENGTH and abs(sum(probs.values()) - 1) < 1e-9
     return probs
 
 
-def sample(server, prompt: str) -> Counter:
-    requests = [{"text": prompt, "sampling_params": {**SAMPLING, "n": SAMPLES_PER_REQUEST}}]
+def sample(server, prompt: tuple[int, ...]) -> Counter:
+    requests = [{"input_ids": list(prompt), "sampling_params": {**SAMPLING, "n": SAMPLES_PER_REQUEST}}]
     answers = server.generate_many(requests * (SAMPLES // SAMPLES_PER_REQUEST), concurrency=2)
-    return Counter(tuple(answer["output_ids"]) for answers_of_one in answers for answer in answers_of_one)
+    answers = list(itertools.chain.from_iterable(answers))
+    kept = sum(answer["meta_info"]["spec_accept_length"] for answer in answers) / len(answers)
+    assert kept > 1.2, f"hardly anything drafted was kept ({kept:.2f} tokens a cycle): this shows little"
+    return Counter(tuple(answer["output_ids"]) for answer in answers)
 
 
-def p_value(server, expected) -> float:
+def p_value(server, expected: dict[tuple[int, ...], Probs]) -> float:
     """How often a server that samples from the target says what is at least as far from what is expected."""
     statistic = freedom = 0.0
     for prompt, probs in expected.items():
@@ -95,17 +121,21 @@ def test_rare_sequences_are_counted_together():
     assert pooled([(1, 3.0), (2, 2.0), (9, 20.0), (0, 4.0)]) == [(3, 9.0), (9, 20.0)]
 
 
+def start(servers, checkpoints: Path, drafting: str, environment: dict[str, str]):
+    draft, flags = DRAFTING[drafting]
+    arguments = ("--model-path", checkpoints / "target", *SERVER, *dflash_arguments(checkpoints / draft), *flags)
+    return servers.get(*arguments, environment=environment)
+
+
 @pytest.mark.parametrize("drafting", DRAFTING)
-def test_sequences_have_the_targets_probabilities(drafting, servers, expected):
-    server = servers.get(*SERVER, *DRAFTING[drafting], environment=UNCOUNTED)
-    found = p_value(server, expected)
+def test_sequences_have_the_targets_probabilities(drafting, servers, checkpoints, expected):
+    found = p_value(start(servers, checkpoints, drafting, UNCOUNTED), expected)
     assert found > FALSE_ALARM, f"not the target's distribution, p = {found:.2g}"
 
 
-def test_misdeclared_draft_probabilities_are_noticed(servers, expected):
-    """The negative control: drafted tokens that come from another distribution than the rule is told."""
-    environment = UNCOUNTED | patched("misdeclared_draft")
-    server = servers.get(*SERVER, *DRAFTING["probabilistic"], environment=environment)
-    found = p_value(server, expected)
+def test_misdeclared_draft_probabilities_are_noticed(servers, checkpoints, expected):
+    """The negative control: drafted tokens that come from another distribution than the rule is told. One prompt tells."""
+    server = start(servers, checkpoints, "probabilistic", UNCOUNTED | patched("misdeclared_draft"))
+    found = p_value(server, {PROMPTS[0]: expected[PROMPTS[0]]})
     assert "server patch: misdeclared_draft" in server.log()
     assert found < FALSE_ALARM, f"a draft that lies about its probabilities passes, p = {found:.2g}"

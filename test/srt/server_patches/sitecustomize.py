@@ -61,6 +61,12 @@ def no_batch_invariant_kernels(module) -> None:
     module.ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
 
 
+def overcommit(module) -> None:
+    """Told that answers are short, the scheduler lets in more requests than the pool can carry to their end. (SGLang's
+    SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, which it reads while it is imported.)"""
+    module.CLIP_MAX_NEW_TOKENS = 8
+
+
 def set_the_stage(module) -> None:
     """SGLang's CUDA attention and graphs, rehearsed on CPU tensors."""
     from rehearsal import stage
@@ -73,6 +79,7 @@ PATCHES = {
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
     "misdeclared_draft": {"sglang_dflash.srt.speculative.draft_sampling": misdeclared_draft},
+    "overcommit": {"sglang.srt.managers.schedule_policy": overcommit},
     "rehearsal": {"sglang_dflash.srt.plugins.ledger": set_the_stage},
     "deterministic_on_cpu": {
         "sglang.srt.arg_groups.choices": allow_deterministic_on_cpu,

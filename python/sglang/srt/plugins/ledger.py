@@ -21,8 +21,8 @@ class Change:
     """One change to SGLang.
 
     target: dotted path of a callable, or of a registry for kind "entry".
-    kind: "around" (SGLang's HookRegistry), "resolution" (SGLang's resolution hooks), "replace" (rebind a name),
-        "class" (rebind a class), "entry" (write `key` of a dict).
+    kind: "around" (wrap a method), "resolution" (SGLang's resolution hooks), "replace" (rebind a name), "class" (rebind a
+        class), "entry" (write `key` of a dict).
     signature: the parameters; of a class those that SGLang passes; None for a registry, and where Python knows none.
     build: returns the hook or the new value; called when the change is applied, so that heavy imports wait.
     """

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 STAND_IN_DIR = str(Path(__file__).parent / "stand_in")
 CPU_ENGINE_SWITCH = "SGLANG_USE_CPU_ENGINE"  # read by sglang.srt.utils.common.is_cpu
+SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"  # read by libgomp, PyTorch's OpenMP, when a process loads it
 
 
 def needs_stand_in() -> bool:
@@ -30,10 +31,22 @@ def activate() -> None:
     os.environ[CPU_ENGINE_SWITCH] = "1"
     # torch.compile wants a C++ compiler, which a plain machine may lack; SGLang compiles a few helpers for any device.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    _bound_openmp_spin()
     sys.path.insert(0, STAND_IN_DIR)
     logger.warning(
         "sglang-dflash: no CUDA driver on this machine; serving on the CPU with PyTorch stand-ins for sgl_kernel."
     )
+
+
+def _bound_openmp_spin() -> None:
+    """Have the threads of the processes started from here wait for each other for some microseconds before they sleep.
+
+    libgomp's own choice is milliseconds, in which a thread that waits keeps the one it waits for from running where another
+    process is busy on the same cores; sleeping at once costs a wake-up per operator on an idle machine
+    (benchmark/openmp_wait.py, benchmark/results/openmp-wait.md). Who has set either variable has chosen.
+    """
+    if not {"OMP_WAIT_POLICY", SPIN_VARIABLE} & os.environ.keys():
+        os.environ[SPIN_VARIABLE] = SPIN_COUNT
 
 
 def is_active() -> bool:
