@@ -3,8 +3,9 @@
     python benchmark/adaptive.py                                   # everything: an hour or two on two cores
     python benchmark/adaptive.py --cases trained random --concurrency 1 16 --rounds 1
 
-For each draft: a server without speculation, one per fixed verify width, one adaptive. They take turns, round by round, so that
-what else the machine does hits all alike, and each cell is their median with the spread of the rounds. A fixed width is
+For each draft: a server without speculation, one per fixed verify width, one adaptive, all started first; idle ones sleep. They
+take turns, round by round, so that what else the machine does hits all alike, and each cell is their median with the spread of
+the rounds. A fixed width is
 the adaptive server with a single candidate: the draft fills its block and so many of its tokens are verified.
 
 Writes benchmark/results/adaptive.md and .json.
@@ -101,10 +102,10 @@ class Cell:
         return (max(self.speeds) - min(self.speeds)) / 2 / self.speed
 
 
-def arguments(case: Case, name: str, folder: Path) -> list[str]:
+def arguments(case: Case, draft: Path, name: str, folder: Path) -> list[str]:
     if name == NONE:
         return []
-    flags = [*dflash_arguments(case.draft(folder)), *case.flags, "--speculative-adaptive"]
+    flags = [*dflash_arguments(draft), *case.flags, "--speculative-adaptive"]
     if name != ADAPTIVE:
         path = folder / f"{case.name}-{name}.json"
         path.write_text(json.dumps({"candidate_steps": [int(name)]}))
@@ -135,23 +136,22 @@ def run(case: Case, args, say: Callable[[str], None]) -> list[Cell]:
     cells = {(name, n): Cell(case.name, name, n) for name in names for n in args.concurrency}
     common = ["--model-path", str(TARGET), "--sleep-on-idle", "--random-seed", "1", "--max-total-tokens", "32768"]
     env = {"OMP_NUM_THREADS": str(args.threads)}
-    with tempfile.TemporaryDirectory() as scratch:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        draft = case.draft(folder)
+        servers = {}
+        for name in names:
+            flags = arguments(case, draft, name, folder)
+            servers[name] = stack.enter_context(serve(*common, *flags, env=env))
+            measure(servers[name], prompts[:4], 4, case, 16, 1)  # warms up
         for round_number in range(args.rounds):
-            order = names if round_number % 2 == 0 else names[::-1]
-            for name in order:
-                # One at a time: two at once would take turns on the cores. Their order reverses from round to round instead.
-                with ExitStack() as stack:
-                    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
-                    server = stack.enter_context(serve(*common, *arguments(case, name, folder), env=env))
-                    measure(server, prompts[:4], 4, case, 16, 1)  # warms up
-                    for n in args.concurrency:
-                        before = widths_of(server)
-                        speed = measure(server, prompts, n, case, args.new_tokens, args.requests_per_slot)
-                        after = widths_of(server)
-                        cell = cells[name, n]
-                        cell.speeds.append(speed)
-                        cell.widths = {w: count - before.get(w, 0) for w, count in after.items()}
-                        say(f"{case.name:>10} {name:>8} x{n:<3} round {round_number + 1}: {speed:7.1f} tokens/s")
+            for n in args.concurrency:
+                for name in names if round_number % 2 == 0 else names[::-1]:
+                    server, cell = servers[name], cells[name, n]
+                    before = widths_of(server)
+                    cell.speeds.append(measure(server, prompts, n, case, args.new_tokens, args.requests_per_slot))
+                    cell.widths = {w: count - before.get(w, 0) for w, count in widths_of(server).items()}
+                    say(f"{case.name:>10} {name:>8} x{n:<3} round {round_number + 1}: {cell.speeds[-1]:7.1f} tokens/s")
     return list(cells.values())
 
 

@@ -40,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", required=True, metavar="NAME=VALUE", help="the first is compared with")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--busy-rounds", type=int, default=1, help="of them beside a busy process, which takes minutes")
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     args = parser.parse_args()
@@ -52,8 +53,8 @@ def main() -> None:
             flags = ("--model-path", TARGET, "--sleep-on-idle", *dflash_arguments())
             servers[setting] = stack.enter_context(serve(*flags, env=env))
             measure(servers[setting], prompts, args.concurrency, args.max_new_tokens, setting, 1)
-        for _ in range(args.rounds):
-            for where, burning in ((IDLE, 0), (BUSY, 1)):
+        for number in range(args.rounds):
+            for where, burning in ((IDLE, 0), (BUSY, 1))[: 2 if number < args.busy_rounds else 1]:
                 with busy_process(burning):
                     for setting, server in servers.items():
                         load = measure(server, prompts, args.concurrency, args.max_new_tokens, setting, 1)

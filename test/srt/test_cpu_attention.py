@@ -14,10 +14,35 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
+from sglang_dflash.srt.layers.attention import torch_native_spec
+from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend, cuts_by_length
 
 TOLERANCE = 1e-5
 HEAD_DIM = 16
+
+
+@pytest.fixture(params=[1, 1 << 20], ids=["many segments", "one segment"], autouse=True, scope="module")
+def segment_cost(request):
+    """All of this file twice: requests of unequal length cut into segments wherever they can be, and never."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_native_spec, "_SEGMENT_COST", request.param)
+        yield
+
+
+def padding(lengths, cuts) -> int:
+    edges = [0, *cuts, len(lengths)]
+    return sum((end - start) * lengths[end - 1] for start, end in zip(edges, edges[1:])) - sum(lengths)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(0, 900), min_size=1, max_size=20).map(sorted), cost=st.integers(0, 600))
+def test_cuts_spare_padding(lengths, cost):
+    """The cuts pay for themselves, and after the last one no other would."""
+    cuts = cuts_by_length(lengths, cost)
+    assert cuts == sorted(set(cuts)) and all(0 < cut < len(lengths) for cut in cuts)
+    assert padding(lengths, []) - padding(lengths, cuts) >= cost * len(cuts)
+    for more in set(range(1, len(lengths))) - set(cuts):
+        assert padding(lengths, cuts) - padding(lengths, sorted([*cuts, more])) <= cost
 
 
 def sees(query: int, key: int, causal: bool, window: int | None) -> bool:

@@ -47,6 +47,7 @@ def sampling_info(device: str, bs: int = BS) -> SimpleNamespace:
         need_top_k_sampling=True,
         need_top_p_sampling=True,
         need_min_p_sampling=True,
+        max_top_k=None,
     )
 
 

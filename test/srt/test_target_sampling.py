@@ -4,6 +4,8 @@ Frequencies are compared by Hoeffding's bound: the chance that one of them stray
 probability over DRAWS draws is below 2 * exp(-2 * DRAWS * EPSILON**2) = 3e-14. Seeds are fixed besides.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from engine import start
@@ -237,9 +239,10 @@ def test_target_probs_with_small_top_k_need_no_sort(monkeypatch):
     """What the host knows of top_k spares the sort and changes nothing."""
     requests = [{"top_k": 1}, {"top_k": 4, "top_p": 0.82}, {"top_k": 3, "min_p": 0.2, "temperature": 0.7}]
     logits = torch.randn(len(requests) * 3, VOCABULARY, generator=torch.Generator().manual_seed(8)) * 2
-    sorted_, _ = target_probs(logits.clone(), sampling_info(*requests), 3)
+    unknown = dataclasses.replace(sampling_info(*requests), max_top_k=None)
+    sorted_, *_ = target_probs(logits.clone(), unknown, 3)
     monkeypatch.setattr(torch.Tensor, "sort", None)
-    found, _ = target_probs(logits, sampling_info(*requests), 3, largest_top_k=4)
+    found, *_ = target_probs(logits, sampling_info(*requests), 3)
     torch.testing.assert_close(found, sorted_, rtol=0, atol=1e-7)
 
 

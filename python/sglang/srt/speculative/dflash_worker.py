@@ -376,8 +376,7 @@ class DFlashWorker(BaseSpecWorker):
         bs, width = block.tokens.shape
         if batch.return_logprob:
             logits = logits.clone()  # they are overwritten, and the log probabilities are still to be read
-        largest_top_k = max(req.sampling_params.top_k for req in batch.reqs)
-        probs, is_broken = target_probs(logits, batch.sampling_info, width, largest_top_k)
+        probs, is_broken = target_probs(logits, batch.sampling_info, width)
         uniforms = torch.rand(bs, width, device=logits.device)
         verdict = self._rejection_rule(block.tokens, probs, block.probs, uniforms[:, 1:], uniforms[:, 0])
         return self._agree(verdict), is_broken

@@ -27,6 +27,7 @@ def prewarm_probabilistic_step(
         need_top_k_sampling=True,
         need_top_p_sampling=True,
         need_min_p_sampling=True,
+        max_top_k=None,
     )
     hidden = torch.zeros(bs, width - 1, hidden_size, dtype=dtype, device=device)
     drafted, draft = draw_drafts(model, hidden, info, DraftSampling.from_environment())

@@ -38,15 +38,13 @@ def draw_target_tokens(
     return drawn.long().view(-1, block_size), is_broken.view(-1, block_size)
 
 
-def target_probs(
-    logits: torch.Tensor, sampling_info, block_size: int, largest_top_k: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The distributions the sampler would draw from after each block position, [bs, B, vocab] float32, and which of them
     mean nothing, [bs, B] bool: see `replace_broken_rows`.
 
     logits: [bs * B, vocab], already biased and masked. Overwritten: where they are float32, with the result, as a second
     tensor of this size is 0.5 GB at bs 48, B 16 and V = 152k. What is needed besides is a few times `_ELEMENTS_AT_ONCE`.
-    largest_top_k: of the batch's requests, from the host; None where it is not known. If it is small, rows are not sorted.
+    Where the host knows that every request's top_k is small, rows are not sorted.
 
     One joint filter, as the sampler's: top-k and top-p both look at the unfiltered softmax, min-p at its largest
     probability. Greedy requests (top_k 1) are one-hot.
@@ -57,7 +55,7 @@ def target_probs(
     for rows in slices_of_rows(*logits.shape):
         torch.softmax(logits[rows].float() / per_row["temperatures"][rows], dim=-1, out=probs[rows])
         of_rows = {name: None if v is None else v[rows] for name, v in per_row.items()}
-        _filter(probs[rows], of_rows, sampling_info, largest_top_k)
+        _filter(probs[rows], of_rows, sampling_info)
     return probs.view(-1, block_size, probs.shape[-1]), is_broken.view(-1, block_size)
 
 
@@ -75,9 +73,7 @@ def slices_of_rows(num_rows: int, width: int) -> list[slice]:
 _MOST_WITHOUT_SORT = 256
 
 
-def _filter(
-    probs: torch.Tensor, per_row: dict[str, torch.Tensor | None], sampling_info, largest_top_k: int | None
-) -> None:
+def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor | None], sampling_info) -> None:
     """Leave of each row, [n, vocab], what its request's filters do, normalised, in place."""
     filters = (
         sampling_info.need_top_k_sampling,
@@ -86,8 +82,9 @@ def _filter(
     )
     if not any(filters):
         return
-    if largest_top_k is not None and largest_top_k <= min(_MOST_WITHOUT_SORT, probs.shape[-1]):
-        ranked, ids = probs.topk(largest_top_k, dim=-1)
+    most = sampling_info.max_top_k  # None where a request has no such filter
+    if most is not None and most <= min(_MOST_WITHOUT_SORT, probs.shape[-1]):
+        ranked, ids = probs.topk(most, dim=-1)
         probs.zero_()
     else:
         ranked, ids = probs.sort(dim=-1, descending=True)

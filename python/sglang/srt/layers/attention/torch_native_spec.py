@@ -1,8 +1,8 @@
 """CPU attention for speculative decoding: every mode of SGLang's `torch_native` backend and TARGET_VERIFY, batched.
 
-One path for all: a forward is cut into segments, each of requests with equally many queries (a batch of decode steps,
-verify chains or draft blocks is one, a prompt is one of its own), and a segment is one attention call. What depends on
-lengths alone is computed once per forward and shared by all layers.
+One path for all: a forward is cut into segments, each of requests with equally many queries and about as much KV (decode
+steps, verify chains or draft blocks of a batch make one or a few, a prompt is one of its own), and a segment is one attention
+call. What depends on lengths alone is computed once per forward and shared by all layers.
 
 A layer's options are read off the layer: causal or not, sliding window, logit soft cap, latent keys that are values as well
 (MLA); attention sinks come with the call. Layers that keep only a window of KV have slots of their own: what is read is
@@ -20,6 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 # Queries a request up to which repeating a mask is cheaper than repeating KV.
 _BLOCK = 64
+# What a segment costs beside its keys, in keys (of one request, 8 queries) that take as long.
+_SEGMENT_COST = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,12 @@ class _Sight:
 class _Segment:
     """`width` queries of each of bs requests, at the end of what the request has in the KV pool.
 
-    rows: where they are among the forward's tokens, request by request.
+    rows: where they are among the forward's tokens, request by request: a slice, or int64 indices.
     slots: [bs * longest] int64, pool slots by position, 0 past a request's end (SGLang's padding slot).
     lengths: [bs] int64, committed tokens and queries.
     """
 
-    rows: slice
+    rows: slice | torch.Tensor
     width: int
     slots: torch.Tensor
     lengths: torch.Tensor
@@ -95,6 +97,18 @@ class _Segment:
         return seen
 
 
+def cuts_by_length(lengths: list[int], cost: int) -> list[int]:
+    """Where to cut ascending lengths so that each part can be padded to its longest: best first, as long as a cut spares more
+    than `cost` keys."""
+
+    def cut(start: int, end: int) -> list[int]:
+        longest = lengths[end - 1]
+        spared, at = max(((i - start) * (longest - lengths[i - 1]), i) for i in range(start + 1, end + 1))
+        return cut(start, at) + [at] + cut(at, end) if spared > cost else []
+
+    return cut(0, len(lengths))
+
+
 class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
     """`torch_native`, able to run verify chains and draft blocks, and every layer option named above."""
 
@@ -109,24 +123,37 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
             return []
         if mode.is_target_verify():
             width = forward_batch.spec_info.num_tokens_per_req
-            return [self._segment(requests, lengths + width, width, 0)]
+            return self._by_length(requests, lengths + width, width)
         if mode.is_decode():
-            return [self._segment(requests, lengths, 1, 0)]
+            return self._by_length(requests, lengths, 1)
         if forward_batch.extend_seq_lens is None:
             raise NotImplementedError(f"sglang-dflash's CPU attention does not run {mode}.")
         segments, start = [], 0
         for i, width in enumerate(forward_batch.extend_seq_lens.tolist()):
             if width:
-                segments.append(self._segment(requests[i : i + 1], lengths[i : i + 1], width, start))
+                rows = slice(start, start + width)
+                segments.append(self._segment(requests[i : i + 1], lengths[i : i + 1], width, rows))
             start += width
         return segments
 
-    def _segment(self, requests: torch.Tensor, lengths: torch.Tensor, width: int, start: int) -> _Segment:
+    def _by_length(self, requests: torch.Tensor, lengths: torch.Tensor, width: int) -> list[_Segment]:
+        """Of requests that are padded to the longest of their segment."""
+        by_length, order = lengths.sort()
+        cuts = cuts_by_length(by_length.tolist(), _SEGMENT_COST * 8 // max(width, 2))
+        if not cuts:
+            return [self._segment(requests, lengths, width, slice(0, requests.numel() * width))]
+        segments = []
+        for some in order.tensor_split(cuts):
+            rows = (some[:, None] * width + torch.arange(width)).flatten()
+            segments.append(self._segment(requests[some], lengths[some], width, rows))
+        return segments
+
+    def _segment(self, requests: torch.Tensor, lengths: torch.Tensor, width: int, rows: slice | torch.Tensor) -> _Segment:
         positions = torch.arange(int(lengths.max()))
         slots = self.req_to_token_pool.req_to_token[requests, : positions.numel()].long()
         slots = slots.masked_fill(positions[None, :] >= lengths[:, None], 0).flatten()
         translated = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots) if self.use_sliding_window_kv_pool else None
-        return _Segment(slice(start, start + requests.numel() * width), width, slots, lengths, translated)
+        return _Segment(rows, width, slots, lengths, translated)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         """q: [tokens, q_heads * head_dim]; k, v: [tokens, kv_heads, head_dim or v_head_dim], or None where the layer reads
