@@ -125,16 +125,18 @@ def test_kinds_of_requests(backend, expected, reference):
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
-    """Blocks then begin where timing says: the output alone is compared. The pool holds two of four requests."""
+    """Blocks then begin where timing says: the output alone is compared. The pool holds two of four requests, and the
+    scheduler, told that answers are short, lets in more."""
     long = [prompt["text"] for prompt in heldout_prompts() if 60 <= prompt["num_tokens"] <= 90][:4]
     sampling = {"temperature": 0, "max_new_tokens": 72, "ignore_eos": True}
     requests = [{"text": text, "sampling_params": sampling} for text in (*long, long[0] + " # again")]
     crowded = "--enable-mixed-chunk", "--chunked-prefill-size", 32, "--max-total-tokens", 384
+    crowded += "--schedule-conservativeness", 0.1
     with rehearse(Scene("flashinfer"), draft, *crowded) as played:
         answers = played.server.generate_many(requests, 4)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == [] and played.steps_without_graphs() == []
-        assert "Retract requests" in played.server.log()
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
 
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
