@@ -95,12 +95,12 @@ def verify(pair: Pair, batch: int, context: float) -> Work:
 
 
 def commit(pair: Pair, batch: int, context: float) -> Work:
-    """Captured states to the draft's KV: `fc`, then K and V of all layers. All rows are projected, as only
-    the device knows how many count; of these, KV is written for the accepted ones."""
+    """Captured states to the draft's KV: `fc`, then K and V of all layers. Of all rows, as the verify graph ends with it and
+    only the device knows how many count."""
     rows, hidden = batch * pair.block_size, pair.draft.hidden_size
     aux = len(pair.target_layer_ids) * pair.target.hidden_size
     parameters = aux * hidden + hidden * kv_bytes(pair.draft) // BF16
-    written = kv_bytes(pair.draft) * batch * ACCEPT_LENGTH
+    written = kv_bytes(pair.draft) * rows
     return Work(BF16 * (parameters + rows * aux) + written, 2.0 * parameters * rows)
 
 
@@ -116,20 +116,20 @@ def prepare_block_bytes(pair: Pair, batch: int) -> int:
     return batch * (24 + 28 * pair.block_size)
 
 
-def write_context_kv_bytes(pair: Pair, batch: int) -> float:
-    """Accepted rows: K and V read and written, a row of the cosine table (float32), position and slot."""
+def write_context_kv_bytes(pair: Pair, batch: int) -> int:
+    """All rows: K and V read and written, a row of the cosine table (float32), position and slot."""
     row = 2 * kv_bytes(pair.draft) + 4 * pair.draft.head_dim + 16
-    return batch * ACCEPT_LENGTH * row + BF16 * pair.draft.num_hidden_layers * pair.draft.head_dim
+    return batch * pair.block_size * row + BF16 * pair.draft.num_hidden_layers * pair.draft.head_dim
 
 
 def accept_greedy_bytes(pair: Pair, batch: int) -> int:
-    return batch * (16 * pair.block_size + 24)
+    return batch * (28 * pair.block_size + 24)
 
 
 SMALL_KERNELS = (
     ("`prepare_block`", "bs (24 + 28 B)", prepare_block_bytes),
     ("`write_context_kv`", "rows (2 KV + 4 head_dim + 16) + 2 layers head_dim", write_context_kv_bytes),
-    ("`accept_greedy`", "bs (16 B + 24)", accept_greedy_bytes),
+    ("`accept_greedy`", "bs (28 B + 24)", accept_greedy_bytes),
 )
 
 

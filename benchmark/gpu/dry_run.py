@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from gpu.plans import NO_SPECULATION, Part, Plan
+from gpu.plans import DFLASH, NO_SPECULATION, Part, Plan
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,6 +32,7 @@ def problems_of(plan: Plan) -> list[str]:
     from sglang.srt.server_args import ServerArgs
 
     from sglang_dflash.srt.arg_groups.dflash_args import load_and_check_configs
+    from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 
     problems = [f"SGLang knows no variable {name}" for name in plan.environment if not hasattr(envs, name)]
     # SGLang itself accepts any unique beginning of a flag; a command to be copied should spell it out.
@@ -43,7 +44,9 @@ def problems_of(plan: Plan) -> list[str]:
         return [*problems, str(error)]
     if plan.variant != NO_SPECULATION:
         try:
-            load_and_check_configs(args)  # reads the target's config as well
+            target, draft = load_and_check_configs(args)
+            if plan.variant == DFLASH and args.attention_backend != "torch_native":
+                choose_draft_attention(args, args.attention_backend, draft, target)
         except (ValueError, OSError) as error:
             problems.append(str(error))
     return problems

@@ -143,13 +143,13 @@ def _counts(counts: dict[str, float]) -> str:
 def _lossless(results: dict) -> list[str]:
     rows = []
     for name, result in results.items():
-        for draft in result["drafts"] if name.startswith("lossless/") else []:
+        for draft in result["drafts"] if name.startswith(("lossless/", "rehearsed/")) else []:
             gaps = [difference["gap"] for difference in draft["differences"]]
             known = [gap for gap in gaps if gap is not None]
             wide = len(gaps) - sum(gap <= NEAR_TIE for gap in known)
             numbers = [draft["requests"], len(gaps), wide, f"{max(known):.4f}" if known else "–"]
             accept_length = f"{draft['accept_length']:.2f}"
-            rows.append([name.removeprefix("lossless/"), draft["draft"], *map(str, numbers), accept_length])
+            rows.append([name, draft["draft"], *map(str, numbers), accept_length])
     if not rows:
         return []
     return [
@@ -158,7 +158,7 @@ def _lossless(results: dict) -> list[str]:
         f"may tip a near-tie: the target's best two tokens at most {NEAR_TIE} apart in log probability. "
         "The JSON has every difference and its gap.",
         _table(
-            ["decoding", "draft", "answers", "differ", "no near-tie", "widest gap", "accept length"],
+            ["part", "draft", "answers", "differ", "no near-tie", "widest gap", "accept length"],
             rows,
         ),
     ]

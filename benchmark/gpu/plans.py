@@ -1,5 +1,6 @@
 """What is run: every server with its flags and environment, and the parts that use them."""
 
+import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from serving import DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, dflash_arguments
+from acceptance import EXPECTED
+from serving import DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, dflash_arguments
 
 from gpu import work
-from gpu.shapes import PAIRS, QWEN3_8B, Pair
+from gpu.shapes import PAIRS, Pair
 
 SCRATCH = Path("build/gpu")  # below the repository's root, where the servers run; ignored by git
 CONCURRENCIES = (1, 4, 16, 48)
@@ -29,6 +31,25 @@ OURS, BUILT_IN = {"SGLANG_PLUGINS": "dflash"}, {"SGLANG_PLUGINS": "none"}
 
 NO_SPECULATION, DFLASH, BUILT_IN_DFLASH = "no-speculation", "ours", "built-in"
 VARIANTS = (NO_SPECULATION, BUILT_IN_DFLASH, DFLASH)
+
+# What the tests rehearse on CPU tensors (docs/rehearsal.md), here with the kernels themselves: attention backend, draft, what is
+# added. FA3 last: not every machine has its kernels.
+REHEARSED = {
+    "flashinfer-dflash": ("flashinfer", DRAFT),
+    "flashinfer-peagle": ("flashinfer", PEAGLE_DRAFT),
+    "flashinfer-speculators": ("flashinfer", SPECULATORS_DRAFT),
+    "triton-dflash": ("triton", DRAFT),
+    "triton-peagle": ("triton", PEAGLE_DRAFT),
+    "probabilistic": ("flashinfer", DRAFT, "--speculative-draft-sample-method", "probabilistic"),
+    "widths": ("flashinfer", DRAFT, "--speculative-adaptive"),
+    "pages": ("flashinfer", PEAGLE_DRAFT, "--page-size", "16"),
+    "mixed-chunks": ("flashinfer", DRAFT, "--enable-mixed-chunk", "--chunked-prefill-size", "64", "--max-total-tokens", "2048"),
+    "window": ("flashinfer", DRAFT, "--speculative-draft-window-size", "64"),
+    "fa3-dflash": ("fa3", DRAFT),
+    "fa3-peagle": ("fa3", PEAGLE_DRAFT),
+}
+# Of these the acceptance is another: by a window, by cycles that draft nothing.
+OTHER_ACCEPTANCE = ("widths", "window")
 
 
 @dataclass(frozen=True)
@@ -67,27 +88,69 @@ class Part:
 
 
 def all_parts(backend: str) -> list[Part]:
-    """In order of what one would like to know first."""
-    parts = [
+    """In order of what one would like to know first: whether it is right, how fast it is beside the built-in, where the time
+    goes; then what only adds to that."""
+    first, *others = PAIRS
+    return [
+        *rehearsed_parts(backend),
+        *speed_parts(first, backend),
+        *profile_parts(first, backend),
+        *test_parts(),
+        *(part for pair in others for part in speed_parts(pair, backend)),
+        *lossless_parts(backend),
+    ]
+
+
+def rehearsed_parts(backend: str) -> list[Part]:
+    """backend: torch_native, to try this program out, stands for all of them."""
+    expected = {
+        Path(profile["server_args"][-1]).name: profile["sets"]["heldout"]["accept_length"]
+        for profile in json.loads(EXPECTED.read_text()).values()
+        if "heldout" in profile["sets"]
+    }
+    parts = []
+    for name, (own, draft, *more) in REHEARSED.items():
+        chosen = backend if backend == "torch_native" else own
+        reference = Plan(NO_SPECULATION, tuple(_bundled_target("flashinfer" if chosen == own else backend)), dict(OURS))
+        arguments = *_bundled_target(chosen), *_dflash(_from_root(draft), chosen), *more
+        plans = reference, Plan(DFLASH, arguments, dict(OURS))
+        accept_length = None if name in OTHER_ACCEPTANCE else expected[draft.name]
+        run = partial(work.check_rehearsed, *plans, SCRATCH / "reference.json", accept_length)
+        parts.append(Part(f"rehearsed/{name}", plans, run, 150))
+    return parts
+
+
+def speed_parts(pair: Pair, backend: str) -> list[Part]:
+    parts = []
+    for variant in VARIANTS:
+        plan = shape_server(pair, variant, backend)
+        accept_length = None if variant == NO_SPECULATION else ACCEPT_LENGTH
+        run = partial(work.measure_speed, plan, CONCURRENCIES, accept_length)
+        parts.append(Part(f"speed/{pair.name}/{variant}", (plan,), run, 240))
+    return parts
+
+
+def profile_parts(pair: Pair, backend: str) -> list[Part]:
+    parts = []
+    for variant in (DFLASH, BUILT_IN_DFLASH):
+        plan = shape_server(pair, variant, backend)
+        run = partial(work.profile, plan, PROFILED_CONCURRENCIES, SCRATCH / "traces")
+        parts.append(Part(f"profile/{pair.name}/{variant}", (plan,), run, 200))
+    return parts
+
+
+def test_parts() -> list[Part]:
+    return [
         Part(f"tests/{file.stem}", (), partial(work.run_tests, file.relative_to(ROOT)), 120)
         for file in sorted((ROOT / "test" / "srt").glob("test_*.py"))
-        if "pytest.mark.gpu" in file.read_text()
+        if "pytest.mark.gpu" in file.read_text() or "against_twin" in file.read_text()
     ]
-    for graphs in ("graphs", "eager"):
-        plans = bundled_servers(backend, graphs == "graphs")
-        parts.append(Part(f"lossless/{graphs}", plans, partial(work.check_lossless, plans), 200))
-    for pair in PAIRS:
-        for variant in VARIANTS:
-            plan = shape_server(pair, variant, backend)
-            accept_length = None if variant == NO_SPECULATION else ACCEPT_LENGTH
-            run = partial(work.measure_speed, plan, CONCURRENCIES, accept_length)
-            parts.append(Part(f"speed/{pair.name}/{variant}", (plan,), run, 240))
-        if pair is QWEN3_8B:
-            for variant in (DFLASH, BUILT_IN_DFLASH):
-                plan = shape_server(pair, variant, backend)
-                run = partial(work.profile, plan, PROFILED_CONCURRENCIES, SCRATCH / "traces")
-                parts.append(Part(f"profile/{pair.name}/{variant}", (plan,), run, 200))
-    return parts
+
+
+def lossless_parts(backend: str) -> list[Part]:
+    """With graphs `rehearsed_parts` has it."""
+    plans = bundled_servers(backend)
+    return [Part("lossless/eager", plans, partial(work.check_lossless, plans), 200)]
 
 
 def shape_server(pair: Pair, variant: str, backend: str) -> Plan:
@@ -106,13 +169,20 @@ def shape_server(pair: Pair, variant: str, backend: str) -> Plan:
     return Plan(variant, tuple(arguments), switch | SIMULATION)
 
 
-def bundled_servers(backend: str, graphs: bool) -> tuple[Plan, ...]:
-    """The bundled target alone, then with each bundled draft: bf16, as shipped."""
+def _bundled_target(backend: str, graphs: bool = True) -> list[str]:
     arguments = ["--model-path", _from_root(TARGET), "--dtype", "bfloat16", "--attention-backend", backend]
-    arguments += ["--max-total-tokens", "65536", "--max-running-requests", "16"]
-    arguments += ["--cuda-graph-max-bs-decode", "16"] if graphs else ["--disable-decode-cuda-graph"]
-    arguments += ["--disable-prefill-cuda-graph"]
-    drafts = [_dflash(_from_root(draft), backend) for draft in (DRAFT, SPECULATORS_DRAFT)]
+    arguments += ["--max-total-tokens", "65536", "--max-running-requests", "16", "--disable-prefill-cuda-graph"]
+    # No longer than the bundled drafts' windows: every backend counts them alike then.
+    arguments += ["--context-length", "1024"]
+    # A small model in a JSON grammar otherwise goes on with white space for ever.
+    arguments += ["--constrained-json-disable-any-whitespace"]
+    return arguments + (["--cuda-graph-max-bs-decode", "16"] if graphs else ["--disable-decode-cuda-graph"])
+
+
+def bundled_servers(backend: str) -> tuple[Plan, ...]:
+    """The bundled target alone, then with each bundled draft, without graphs: bf16, as shipped."""
+    arguments = _bundled_target(backend, graphs=False)
+    drafts = [_dflash(_from_root(draft), backend) for draft in (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)]
     return (
         Plan(NO_SPECULATION, tuple(arguments), dict(OURS)),
         *(Plan(DFLASH, tuple(arguments + draft), dict(OURS)) for draft in drafts),

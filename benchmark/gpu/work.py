@@ -30,7 +30,11 @@ PROFILED_STEPS = 30
 # Two ways of batching the same bf16 sums may round differently in every layer. The bundled target's logits
 # lie 1/16 apart in bf16; up to four such steps between its best two tokens is a near-tie, as in the tests.
 NEAR_TIE = 0.25
-WORKER_LINE = "DFlashWorker with DFlashDrafter: block size"  # what this plugin's worker logs when it is built
+# Of the accept length on a CPU, in bf16 as here, over the same prompts and with the same draft. The target's near-ties may fall
+# otherwise; drafts that attend to the wrong rows lose more.
+LEAST_OF_EXPECTED = 0.97
+# What this plugin's worker logs when it is built.
+WORKER_LINES = tuple(f"DFlashWorker with {drafter}: block size" for drafter in ("DFlashDrafter", "PEagleDrafter"))
 
 
 @contextlib.contextmanager
@@ -38,8 +42,9 @@ def running(plan, limit: TimeLimit) -> Iterator[Server]:
     """The plan's server. Raises RuntimeError if it is not the variant it should be."""
     with serve(*plan.arguments, env=plan.environment, timeout=START_TIMEOUT_S) as server:
         limit.guard(server.process)
-        if (WORKER_LINE in server.log()) != (plan.variant == "ours"):
-            raise RuntimeError(f"not a server of {plan.variant}; its log ends:\n{server.log()[-2000:]}")
+        log = server.log()
+        if any(line in log for line in WORKER_LINES) != (plan.variant == "ours"):
+            raise RuntimeError(f"not a server of {plan.variant}; its log ends:\n{log[-2000:]}")
         yield server
 
 
@@ -159,10 +164,61 @@ def check_lossless(plans: Sequence, limit: TimeLimit) -> dict:
             found = compare(server.generate_many(requests, 16), expected)
         name = Path(plan.arguments[plan.arguments.index("--speculative-draft-model-path") + 1]).name
         drafts.append({"draft": name, **found})
-        wide = [d for d in found["differences"] if d["gap"] is None or d["gap"] > NEAR_TIE]
-        if wide:
+        if wide := wide_of(found):
             problems.append(f"{name}: {len(wide)} answers differ where the target is near no tie: {wide[:3]}")
     return {"drafts": drafts, "problems": problems}
+
+
+def rehearsed_requests() -> tuple[list[dict], list[dict]]:
+    """Greedy ones, as benchmark/acceptance.py asks them; and kinds that take other ways through a cycle, each with the target's
+    one answer."""
+    length = {"temperature": 0, "max_new_tokens": 128}
+    texts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
+    greedy = [{"text": text, "sampling_params": length} for text in texts]
+    more = (
+        {"regex": "[a-z ]{8,48}"},
+        {"frequency_penalty": 0.6, "repetition_penalty": 1.2},
+        {"min_new_tokens": 40},
+        {"logit_bias": {"13": 1.5}},
+    )
+    kinds = [{"text": text, "sampling_params": length | more[i % 4], "return_logprob": True} for i, text in enumerate(texts[:32])]
+    return greedy, kinds
+
+
+def check_rehearsed(reference, plan, known: Path, accept_length: float | None, limit: TimeLimit) -> dict:
+    """{"drafts": [a `compare`]}: the plan's answers against the target's own, which `known` keeps for all parts on a machine,
+    and how much is accepted. accept_length: what is on a CPU; None: something else."""
+    greedy, kinds = rehearsed_requests()
+    if not known.exists():
+        with running(reference, limit) as server:
+            asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in (*greedy, *kinds)]
+            known.parent.mkdir(parents=True, exist_ok=True)
+            known.write_text(json.dumps(server.generate_many(asked, 16)))
+    expected = json.loads(known.read_text())
+    with running(plan, limit) as server:
+        answers = server.generate_many(greedy, 16)
+        others = server.generate_many(kinds, 16)
+        hot = [{**request, "sampling_params": {**request["sampling_params"], "temperature": 0.7}} for request in greedy[:64]]
+        sampled = server.generate_many(hot, 16)
+    # Blocks cut at the end of an answer count whole, as in the figures of a CPU.
+    accepted = Load.of(plan.variant, 16, answers, 1.0).accept_length
+    found = {**compare(answers, expected[: len(greedy)]), "accept_length": accepted}
+    of_kinds = compare(others, expected[len(greedy) :])["differences"]
+    problems = [f"{len(wide)} answers differ where the target is near no tie: {wide[:3]}"] if (wide := wide_of(found)) else []
+    if wide := wide_of({"differences": of_kinds}):
+        problems.append(f"{len(wide)} answers with penalties or grammars differ where the target is near no tie: {wide[:3]}")
+    if accept_length and accepted < LEAST_OF_EXPECTED * accept_length:
+        problems.append(f"accept length {accepted:.3f}, on a CPU {accept_length}")
+    ends = [answer["meta_info"]["finish_reason"] for answer in sampled]
+    if broken := [end for end in ends if end.get("matched") == "NaN happened" or end["type"] == "abort"]:
+        problems.append(f"{len(broken)} sampled requests ended with {broken[0]}")
+    draft = Path(plan.arguments[plan.arguments.index("--speculative-draft-model-path") + 1]).name
+    return {"drafts": [{"draft": draft, **found}], "kinds": of_kinds, "problems": problems}
+
+
+def wide_of(found: dict) -> list[dict]:
+    """Differences that no near-tie explains."""
+    return [d for d in found["differences"] if d["gap"] is None or d["gap"] > NEAR_TIE]
 
 
 def compare(answers: Sequence[dict], expected: Sequence[dict]) -> dict:

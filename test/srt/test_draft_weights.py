@@ -56,6 +56,20 @@ def test_an_unknown_tensor_is_named(unknown, plain):
         build(DFlashDraftModel, config, iter(weights.items()))
 
 
+def test_new_weights_come_to_where_graphs_read_them(plain):
+    """The stacked K/V weights are captured in the verify graphs by their address."""
+    config, weights = plain
+    model = build(DFlashDraftModel, config, iter(weights.items()))
+    model.stack_kv_weights()
+    stacked = {name: getattr(model, name) for name in ("_kv_weight", "_k_norm_weight")}
+    others = {name: tensor + 1 for name, tensor in weights.items()}
+    model.load_weights(iter(others.items()))
+    other = build(DFlashDraftModel, config, iter(others.items()))
+    other.stack_kv_weights()
+    for name, tensor in stacked.items():
+        assert getattr(model, name) is tensor and torch.equal(tensor, getattr(other, name))
+
+
 SPOILED = {
     "shorter": lambda tensor: tensor[:-1],
     "longer": lambda tensor: torch.cat([tensor, tensor]),

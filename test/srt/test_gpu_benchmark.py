@@ -1,5 +1,6 @@
 """The GPU benchmark, as far as a machine without a GPU can tell: its commands, its memory, its arithmetic."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -48,9 +49,10 @@ def test_both_dflash_servers_get_the_same_flags():
 
 def test_our_worker_still_says_the_line_that_tells_it_from_the_built_in():
     source = inspect.getsource(dflash_worker)
-    names, rest = work.WORKER_LINE.split(": ")
-    assert all(hasattr(dflash_worker, name) for name in names.split(" with "))
-    assert f"sglang-dflash %s with %s: {rest} %d" in source
+    for line in work.WORKER_LINES:
+        names, rest = line.split(": ")
+        assert all(hasattr(dflash_worker, name) for name in names.split(" with "))
+        assert f"sglang-dflash %s with %s: {rest} %d" in source
 
 
 @pytest.fixture
@@ -83,6 +85,16 @@ def test_dry_run_sees_a_wrong_flag(shapes, more, said):
 def test_dry_run_sees_a_variable_sglang_does_not_read(shapes):
     plan = dataclasses.replace(shapes(LLAMA_3_1_8B), environment={"SGLANG_SIMULATE_ACCEPTS": "6.5"})
     assert dry_run.problems_of(plan) == ["SGLang knows no variable SGLANG_SIMULATE_ACCEPTS"]
+
+
+def test_dry_run_sees_an_attention_backend_that_does_not_run_a_draft():
+    """The bundled P-EAGLE draft has windows of 2048, which FlashInfer counts otherwise."""
+    [part] = [part for part in plans.rehearsed_parts("flashinfer") if part.name == "rehearsed/flashinfer-peagle"]
+    plan = part.servers[-1]
+    assert dry_run.problems_of(plan) == []
+    longer = [word.replace("1024", "4096") for word in plan.arguments]
+    [problem] = dry_run.problems_of(dataclasses.replace(plan, arguments=tuple(longer)))
+    assert "sliding windows" in problem
 
 
 @pytest.mark.parametrize(
@@ -244,6 +256,60 @@ def test_a_difference_is_reported_with_the_targets_gap():
     assert found["accept_length"] == (4 + 4 + 2) / 6
 
 
+class Answering:
+    """A server with one answer to everything."""
+
+    process = None
+
+    def __init__(self, told: dict):
+        self.told, self.asked = told, 0
+
+    def generate_many(self, requests, concurrency):
+        self.asked += len(requests)
+        return [self.told for _ in requests]
+
+
+def test_rehearsed_configurations_are_held_against_the_target_and_a_cpu(tmp_path, monkeypatch):
+    """The target is asked once on a machine."""
+    tops = [[(-0.5, 1, None), (-1.0, 9, None)]] * 4
+    right, finished = answer([1, 2, 3, 4], tops), {"finish_reason": {"type": "length"}}
+    right["meta_info"] |= finished | {"spec_correct_drafts_histogram": [0, 1, 1]}
+    wrong = answer([1, 2, 9, 4])
+    wrong["meta_info"] |= {"finish_reason": {"type": "stop", "matched": "NaN happened"}, "spec_correct_drafts_histogram": [3]}
+    target, drafting = Answering(right), Answering(right)
+    monkeypatch.setattr(work, "running", lambda plan, limit: contextlib.nullcontext(target if plan is STOCK else drafting))
+    plan = dataclasses.replace(OURS, arguments=("--speculative-draft-model-path", "models/tiny"))
+    known, limit = tmp_path / "build" / "reference.json", TimeLimit(None)
+    assert work.check_rehearsed(STOCK, plan, known, 2.5, limit)["problems"] == []
+    asked = target.asked
+    assert asked == drafting.asked - 64  # which are sampled
+    [problem] = work.check_rehearsed(STOCK, plan, known, 2.6, limit)["problems"]
+    assert problem == "accept length 2.500, on a CPU 2.6"
+    assert work.check_rehearsed(STOCK, plan, known, None, limit)["problems"] == []
+    drafting.told = wrong
+    texts, kinds, sampled = work.check_rehearsed(STOCK, plan, known, None, limit)["problems"]
+    assert "near no tie" in texts and "penalties or grammars" in kinds and "NaN happened" in sampled
+    assert target.asked == asked
+
+
+def test_the_most_wanted_comes_first():
+    names = [part.name for part in plans.all_parts("flashinfer")]
+    kinds = list(dict.fromkeys(name.rsplit("/", 1)[0] for name in names))
+    wanted = ["rehearsed", "speed/qwen3-8b", "profile/qwen3-8b", "tests", "speed/llama-3.1-8b", "lossless"]
+    assert kinds == wanted and len(set(names)) == len(names)
+    # A fresh machine lends ten minutes at a time.
+    assert max(part.seconds for part in plans.all_parts("flashinfer")) < 570
+
+
+def test_what_is_rehearsed_runs_on_its_own_backend():
+    for part in plans.rehearsed_parts("triton"):
+        reference, ours = part.servers
+        own = plans.REHEARSED[part.name.removeprefix("rehearsed/")][0]
+        for flag in ("--attention-backend", "--speculative-draft-attention-backend"):
+            assert ours.arguments[ours.arguments.index(flag) + 1] == own
+        assert reference == plans.rehearsed_parts("flashinfer")[0].servers[0]
+
+
 def test_junit_report_is_read():
     xml = """<testsuites><testsuite>
       <testcase name="a"/><testcase name="b"><skipped message="no CUDA"/></testcase>
@@ -288,13 +354,13 @@ def test_page_shows_gaps_failures_and_what_is_missing(tmp_path):
     page = finished(
         tmp_path,
         {
-            "lossless/graphs": {"drafts": drafts, "problems": ["tiny: 1 answers differ"]},
+            "rehearsed/pages": {"drafts": drafts, "kinds": [], "problems": ["1 answers differ"]},
             "profile/qwen3-8b/ours": {"profiles": [profile]},
             "tests/test_a": {"passed": 3, "skipped": 1, "problems": []},
         },
     )
-    assert "| graphs | tiny | 220 | 2 | 1 | 2.0000 | 2.60 |" in page
-    assert "- `lossless/graphs`: tiny: 1 answers differ" in page
+    assert "| rehearsed/pages | tiny | 220 | 2 | 1 | 2.0000 | 2.60 |" in page
+    assert "- `rehearsed/pages`: 1 answers differ" in page
     assert "- no result yet: `speed/b`\n" in page
     assert "waiting for the host 150 (wanted: under 100: MISSED)" in page
     assert "| test_a | 3 | 1 | 0 |" in page

@@ -17,7 +17,9 @@ DECODE_PATH = (
     "srt/speculative/dflash_info.py",
     "srt/speculative/acceptance.py",
     "srt/speculative/draft_sampling.py",
+    "srt/speculative/constraints.py",
     "srt/speculative/penalties.py",
+    "srt/speculative/verify_tail.py",
     "srt/speculative/rejection.py",
     "srt/speculative/simulated_acceptance.py",
     "srt/speculative/target_sampling.py",
@@ -34,6 +36,8 @@ DECODE_PATH = (
     "kernels/ops/speculative/accept.py",
     "kernels/ops/speculative/context_kv.py",
     "kernels/ops/speculative/peagle_rows.py",
+    "kernels/ops/speculative/penalties.py",
+    "kernels/ops/speculative/window.py",
     "kernels/ops/speculative/rejection.py",
 )
 # Methods that copy to the host or whose result's shape depends on values, and functions that do on tensors.
@@ -56,6 +60,7 @@ ALLOWED = {
     ("srt/speculative/drafters/peagle.py", "_run_prompts", "first_rows[chosen].tolist()"): "lies on the host; prefill",
     ("srt/speculative/drafters/peagle.py", "_run_prompts", "prefix.tolist()"): "lies on the host; prefill",
     ("srt/speculative/drafters/peagle.py", "_run_prompts", "extend.tolist()"): "lies on the host; prefill",
+    ("kernels/ops/speculative/accept.py", "settle_torch", "bool(is_broken.any())"): "the CPU's twin",
     ("kernels/ops/speculative/context_kv.py", "write_context_kv_torch", "kept.flatten().nonzero()"): "the CPU's twin",
     ("srt/models/dflash.py", "__init__", "bool(getattr(hf_config, 'attention_bias', False))"): "start-up",
 }

@@ -9,7 +9,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, peagle_rows
+from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, peagle_rows, penalties, window
+from sglang_dflash.srt.speculative.acceptance import Verdict
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -48,6 +49,28 @@ def launch_prepare_block():
     block.prepare_block_triton(ints, ints, ints, table, 151_669, block_size)
 
 
+def launch_pack_blocks():
+    block.pack_blocks_triton(torch.zeros(48, dtype=torch.int64), 16)
+
+
+def launch_prepare_window():
+    ints, table = torch.zeros(4, dtype=torch.int64), torch.zeros(48, 40_960, dtype=torch.int32)
+    window.prepare_window_triton(ints, ints, table, table, 4096, 16, 4127)
+
+
+def launch_penalize_block(dtype: torch.dtype, has_stops: bool):
+    bs, width, vocabulary = 4, 16, 151_936
+    logits, counts = torch.zeros(bs * width, vocabulary, dtype=dtype), torch.zeros(48, vocabulary, dtype=torch.int32)
+    ints, floats = torch.zeros(bs, dtype=torch.int64), torch.zeros(bs)
+    tokens, stops = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(bs, vocabulary) if has_stops else None
+    penalties.penalize_block_triton(logits, tokens, counts, ints, ints, floats, floats, floats, ints, ints, stops)
+
+
+def launch_count_tokens():
+    tokens, counts = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(48, 151_936, dtype=torch.int32)
+    penalties.count_tokens_triton(counts, tokens[:, 0].contiguous(), tokens, torch.zeros(4, dtype=torch.int32))
+
+
 def launch_prepare_rows(last_start: int | None):
     bs, block_size, hidden = 4, 8, 4096
     ints, table = torch.zeros(bs, dtype=torch.int64), torch.zeros(48, 40_960, dtype=torch.int32)
@@ -58,9 +81,23 @@ def launch_prepare_rows(last_start: int | None):
     peagle_rows.prepare_rows_triton(ints, ints, pending, states[0, 0], table, table, 151_669, fused, ints, last_start)
 
 
-def launch_accept_greedy():
-    tokens = torch.zeros(4, 16, dtype=torch.int64)
-    accept.accept_greedy_triton(tokens, tokens, tokens[:, 0].contiguous())
+def launch_commit_rows(width: int):
+    bs, block_size, hidden = 4, 8, 4096
+    tokens = torch.zeros(48, block_size, dtype=torch.int64)
+    pending = peagle_rows.Pending(tokens, torch.zeros(48, block_size, hidden, dtype=torch.bfloat16), tokens[:, 0].contiguous())
+    fused = torch.zeros(bs * width, hidden, dtype=torch.bfloat16)
+    accept_len = torch.zeros(bs, dtype=torch.int32)
+    peagle_rows.commit_rows_triton(pending.count[:bs], accept_len, tokens[:bs, :width].contiguous(), fused, pending)
+
+
+def launch_accept(is_settled: bool):
+    tokens, best = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(4, 16)
+    seq_lens = tokens[:, 0].contiguous()
+    if is_settled:
+        verdict = Verdict(seq_lens.int(), tokens, seq_lens)
+        accept.settle_triton(verdict, best, seq_lens, 151_936)
+    else:
+        accept.accept_greedy_triton(tokens, tokens, best, seq_lens, 151_936)
 
 
 def launch_write_context_kv(head_dim: int, pool_dtype: torch.dtype, prefill: bool):
@@ -89,9 +126,17 @@ CONTEXT_KV = {
 }
 CASES = {
     "prepare_block": (block, "_prepare_block_kernel", launch_prepare_block, ()),
+    "pack_blocks": (block, "_pack_blocks_kernel", launch_pack_blocks, ()),
+    "prepare_window": (window, "_prepare_window_kernel", launch_prepare_window, ()),
+    "penalize_block": (penalties, "_penalize_block_kernel", launch_penalize_block, (torch.float32, False)),
+    "penalize_block, bfloat16, stops": (penalties, "_penalize_block_kernel", launch_penalize_block, (BF16, True)),
+    "count_tokens": (penalties, "_count_tokens_kernel", launch_count_tokens, ()),
     "prepare_rows": (peagle_rows, "_prepare_rows_kernel", launch_prepare_rows, (None,)),
     "prepare_rows, from the first pending": (peagle_rows, "_prepare_rows_kernel", launch_prepare_rows, (40_000,)),
-    "accept_greedy": (accept, "_accept_greedy_kernel", launch_accept_greedy, ()),
+    "commit_rows": (peagle_rows, "_commit_rows_kernel", launch_commit_rows, (8,)),
+    "commit_rows, one more": (peagle_rows, "_commit_rows_kernel", launch_commit_rows, (1,)),
+    "accept_greedy": (accept, "_accept_kernel", launch_accept, (False,)),
+    "settle": (accept, "_accept_kernel", launch_accept, (True,)),
     **{
         f"write_context_kv, {name}": (context_kv, "_write_context_kv_kernel", launch_write_context_kv, case)
         for name, case in CONTEXT_KV.items()

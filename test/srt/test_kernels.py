@@ -4,37 +4,19 @@ Every comparison of a kernel with its twin runs compiled where there is a GPU, a
 interpreter, in a process of its own: Triton decides between the two when it is first imported.
 """
 
-import numpy as np
+from types import SimpleNamespace
+
 import pytest
 import torch
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import DEVICE, INTERPRETED, against_twin, needs_gpu, run_comparisons
 
-from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, peagle_rows
+from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, peagle_rows, window
 from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers
+from sglang_dflash.srt.speculative.acceptance import accept_matching_prefix
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def round_to_nearest(data: np.ndarray, source: tl.dtype, target: tl.dtype, _rounding_mode) -> np.ndarray:
-    """Floats between formats as the hardware converts them. `data` and the result hold the formats' bits."""
-    formats = {
-        tl.float32: torch.float32,
-        tl.float16: torch.float16,
-        tl.bfloat16: torch.bfloat16,
-        tl.float8e4nv: torch.float8_e4m3fn,
-        tl.float8e5: torch.float8_e5m2,
-    }
-    values = torch.frombuffer(bytearray(data.tobytes()), dtype=formats[source]).to(formats[target])
-    return values.view(torch.uint8).numpy().view(f"uint{target.primitive_bitwidth}").reshape(data.shape)
-
-
-if INTERPRETED:
-    from triton.runtime import interpreter
-
-    interpreter._convert_float = round_to_nearest  # its own cuts the lower bits off
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
@@ -74,6 +56,49 @@ def test_a_prepared_block():
     assert tokens.tolist() == [[7, 99, 99], [8, 99, 99]]
     assert positions.tolist() == [[0, 1, 2], [5, 6, 7]]
     assert cache_loc.tolist() == [0, 1, 2, 25, 26, 27]
+
+
+@against_twin
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 2**20), max_size=9), st.integers(1, 17), st.sampled_from([torch.int32, torch.int64]))
+def test_pack_blocks_equals_its_twin(seq_lens, block_size, dtype):
+    seq_lens = torch.tensor(seq_lens, dtype=dtype, device=DEVICE)
+    outputs = block.pack_blocks_triton(seq_lens, block_size), block.pack_blocks_torch(seq_lens, block_size)
+    for got, want in zip(*outputs, strict=True):
+        assert torch.equal(got, want) and got.dtype == want.dtype
+
+
+def test_packed_blocks():
+    lengths, keys, queries = block.pack_blocks(torch.tensor([5, 0, 7]), 4)
+    assert [x.tolist() for x in (lengths, keys, queries)] == [[9, 4, 11], [0, 9, 13, 24], [0, 4, 8, 12]]
+
+
+# -- the table of a window --------------------------------------------------------------------------------
+
+
+@against_twin
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 5), st.integers(1, 60), st.sampled_from([1, 4, 16]), st.integers(1, 24))
+def test_prepare_window_equals_its_twin(seed, bs, size, page, columns):
+    rng = torch.Generator().manual_seed(seed)
+    source = torch.randint(2**31 - 1, (bs + 3, 70), generator=rng, dtype=torch.int32)[:, :64].to(DEVICE)
+    seq_lens = torch.randint(64, (bs,), generator=rng).to(DEVICE)
+    requests = torch.randperm(bs + 3, generator=rng)[:bs].to(DEVICE)
+    tables = [torch.full((bs + 3, 40), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    runs = window.prepare_window_triton, window.prepare_window_torch
+    got, want = (run(seq_lens, requests, source, table, size, page, columns) for run, table in zip(runs, tables))
+    assert torch.equal(got, want) and got.dtype == torch.int64
+    assert torch.equal(*tables)
+
+
+def test_a_prepared_window():
+    """The last 5 tokens of 9 and of 3; then from whole pages of 4."""
+    source, table = torch.arange(24, dtype=torch.int32).view(2, 12), torch.zeros(2, 8, dtype=torch.int32)
+    seq_lens, requests = torch.tensor([9, 3]), torch.tensor([1, 0])
+    assert window.prepare_window(seq_lens, requests, source, table, 5, 1, 7).tolist() == [5, 3]
+    assert table[:, :7].tolist() == [[0, 1, 2, 3, 4, 5, 6], [16, 17, 18, 19, 20, 21, 22]]
+    assert window.prepare_window(seq_lens, requests, source, table, 4, 4, 7).tolist() == [5, 3]
+    assert table[1, :7].tolist() == [16, 17, 18, 19, 20, 21, 22]
 
 
 # -- rows of a P-EAGLE block ------------------------------------------------------------------------------
@@ -167,11 +192,59 @@ def test_prepared_rows_at_the_end_of_the_context():
     assert rows.start.tolist() == [4, 1] and first.tolist() == [4, 0]
 
 
+def random_commit(seed: int, bs: int, width: int, block_size: int, hidden: int, device: str) -> list:
+    """Arguments of commit_rows."""
+    pending = random_rows(seed, bs, block_size, hidden, device)[2]
+    rng = torch.Generator().manual_seed(seed)
+    requests = torch.randperm(bs + 3, generator=rng)[:bs].to(device)
+    pending.count.clamp_(max=block_size - 1)  # room for one more
+    accept_len = torch.randint(width, (bs,), generator=rng, dtype=torch.int32).to(device)
+    tokens = torch.randint(150_000, (bs, width), generator=rng).to(device)
+    return [requests, accept_len, tokens, torch.randn(bs * width, hidden, generator=rng).to(device, torch.bfloat16), pending]
+
+
+@against_twin
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 5), st.integers(2, 9), st.booleans(), st.sampled_from([16, 40]))
+def test_commit_rows_equals_its_twin(seed, bs, block_size, appends, hidden):
+    width = 1 if appends else block_size
+    mine, twins = (random_commit(seed, bs, width, block_size, hidden, DEVICE) for _ in range(2))
+    peagle_rows.commit_rows_triton(*mine), peagle_rows.commit_rows_torch(*twins)
+    for name in ("tokens", "fused", "count"):
+        assert torch.equal(getattr(mine[-1], name), getattr(twins[-1], name)), name
+
+
+# -- SGLang's norm and rotation ---------------------------------------------------------------------------
+
+
+@against_twin
+@pytest.mark.parametrize("heads", [(4, 2), (1, 1)])
+def test_sglangs_norm_and_rotation_equals_its_twin(heads):
+    """Of a draft layer in bfloat16: what the model does on a CPU, but for the last bit."""
+    from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
+
+    from sglang_dflash.srt.models.dflash import _rms_norm, _rotate
+
+    rng, (q_heads, kv_heads), dim, rows = torch.Generator().manual_seed(0), heads, 64, 7
+    qkv = torch.randn(rows, (q_heads + 2 * kv_heads) * dim, generator=rng).to(DEVICE, torch.bfloat16)
+    weights = [(1 + 0.3 * torch.randn(dim, generator=rng)).to(DEVICE, torch.bfloat16) for _ in "qk"]
+    angles = torch.randn(40, dim // 2, generator=rng)
+    table, positions = torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE), torch.randperm(40, generator=rng)[:rows].to(DEVICE)
+    by_head = torch.cat([weight.expand(n, -1) for weight, n in zip(weights, heads)])
+    wanted = _rotate(
+        _rms_norm(qkv.view(rows, -1, dim)[:, : sum(heads)], by_head, 1e-6), positions, SimpleNamespace(cos_sin_cache=table)
+    )
+    values = qkv[:, sum(heads) * dim :].clone()
+    table_qk_norm_rope_(qkv, positions, *weights, table, *heads, dim, 1e-6)
+    torch.testing.assert_close(qkv.view(rows, -1, dim)[:, : sum(heads)], wanted, rtol=0.02, atol=0.02)
+    assert torch.equal(qkv[:, sum(heads) * dim :], values)
+
+
 # -- acceptance -------------------------------------------------------------------------------------------
 
 
 def random_verdicts(seed: int, bs: int, block_size: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Arguments of accept_greedy: rows that agree up to a random slot, and by chance beyond it."""
+    """Arguments of accept_greedy: rows that agree up to a random slot, and by chance beyond it. Some logits are broken."""
     rng = torch.Generator().manual_seed(seed)
     values = torch.tensor([0, 1, 2**40])  # the last beyond int32
     target = values[torch.randint(3, (bs, block_size), generator=rng)]
@@ -179,7 +252,9 @@ def random_verdicts(seed: int, bs: int, block_size: int, device: str) -> tuple[t
     flips = torch.randint(2, tokens.shape, generator=rng)
     kept = torch.randint(block_size, (bs, 1), generator=rng)
     tokens += flips * (torch.arange(block_size) > kept)
-    return tuple(x.to(device) for x in (tokens, target, torch.randint(2**40, (bs,), generator=rng)))
+    values = torch.tensor([*[3.0, -2e38] * 10, torch.nan, torch.inf, -torch.inf])
+    best = values[torch.randint(len(values), (bs, block_size), generator=rng)]
+    return *(x.to(device) for x in (tokens, target, best, torch.randint(2**40, (bs,), generator=rng))), 2**41
 
 
 @against_twin
@@ -187,18 +262,42 @@ def random_verdicts(seed: int, bs: int, block_size: int, device: str) -> tuple[t
 @given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 17))
 def test_accept_greedy_equals_its_twin(seed, bs, block_size):
     arguments = random_verdicts(seed, bs, block_size, DEVICE)
+    want = accept.accept_greedy_torch(*arguments)
+    tokens, target_tokens, *rest = arguments
+    verdict = accept_matching_prefix(tokens, target_tokens)
+    for got in (accept.accept_greedy_triton(*arguments), accept.settle_triton(verdict, *rest)):
+        for name, value in want._asdict().items():
+            assert getattr(got, name).dtype == value.dtype, name
+            assert torch.equal(getattr(got, name), value), name
+
+
+@against_twin
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_broken_logits_of_half_the_width_equals_its_twin(dtype):
+    tokens, target_tokens, best, *rest = random_verdicts(5, 9, 8, DEVICE)
+    arguments = tokens, target_tokens, best.to(dtype), *rest
     got, want = accept.accept_greedy_triton(*arguments), accept.accept_greedy_torch(*arguments)
-    for name, value in want._asdict().items():
-        assert getattr(got, name).dtype == value.dtype, name
-        assert torch.equal(getattr(got, name), value), name
+    assert torch.equal(got.said, want.said) and (want.said == rest[-1]).any()
 
 
 def test_accepted_blocks():
     """All kept; none kept, and a later match that does not count."""
     tokens, target_tokens = torch.tensor([[[5, 1, 2], [5, 9, 2]], [[1, 2, 3], [1, 2, 3]]])
-    got = accept.accept_greedy(tokens, target_tokens, torch.tensor([10, 2**40]))
-    assert [x.tolist() for x in got] == [[2, 0], [3, 1], [3, 1], [13, 2**40 + 1]]
-    assert [x.dtype for x in got] == [torch.int32, torch.int32, torch.int64, torch.int64]
+    got = accept.accept_greedy(tokens, target_tokens, torch.zeros(2, 3), torch.tensor([10, 2**40]), broken_token=9)
+    assert [x.tolist() for x in got] == [[2, 0], [3, 1], [3, 1], [13, 2**40 + 1], [[1, 2, 3], [1, 2, 3]]]
+    assert [x.dtype for x in got] == [torch.int32, torch.int32, *[torch.int64] * 3]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_broken_logits_end_a_request_where_they_are_output(value):
+    """Of two equal requests the first kept three tokens, the second one: it never said what follows on broken logits."""
+    tokens, target_tokens = torch.tensor([[5, 1, 2, 8], [5, 9, 2, 8]]), torch.tensor([[1, 2, 3, 4]] * 2)
+    best = torch.zeros(2, 4)
+    best[:, 1] = value
+    got = accept.accept_greedy(tokens, target_tokens, best, torch.tensor([10, 10]), broken_token=9)
+    assert got.accept_len.tolist() == [2, 0]
+    assert got.said.tolist() == [[9, 9, 9, 9], [1, 2, 3, 4]]
+    assert got.bonus.tolist() == [3, 1]  # what the next cycle works on stays in the vocabulary
 
 
 # -- context K/V ------------------------------------------------------------------------------------------
@@ -406,6 +505,7 @@ def test_alignment_is_what_all_buffers_have():
 def test_no_kernel_synchronises_with_the_host():
     """And all of them are captured into one CUDA graph, which replays on other data."""
     blocks, verdicts = random_blocks(0, 3, 16, "cuda"), random_verdicts(0, 3, 16, "cuda")
+    committed = random_commit(0, 3, 16, 16, 64, "cuda")
     context = Context(0, 48, 5, 8, 128, torch.bfloat16, torch.bfloat16, torch.float32, "cuda")
     buffers = torch.full(context.pool_shape, torch.nan, device="cuda", dtype=torch.bfloat16)
     pool = KVPoolPointers.of(list(buffers[:, 0]), list(buffers[:, 1]))
@@ -414,6 +514,7 @@ def test_no_kernel_synchronises_with_the_host():
     def cycle():
         prepared, accepted = block.prepare_block(*blocks), accept.accept_greedy(*verdicts)
         context_kv.write_context_kv(*arguments, accept_len=accepted.accept_len, block_size=16)
+        peagle_rows.commit_rows(*committed)
         return *prepared, *accepted
 
     cycle()  # compiles
@@ -426,7 +527,7 @@ def test_no_kernel_synchronises_with_the_host():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = cycle()
-    for current, other in zip(verdicts, random_verdicts(1, 3, 16, "cuda"), strict=True):
+    for current, other in zip(verdicts[:-1], random_verdicts(1, 3, 16, "cuda")[:-1], strict=True):
         current.copy_(other)
     buffers.fill_(torch.nan)
     graph.replay()

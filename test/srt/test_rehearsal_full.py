@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import test_sampled_sequences as sequences
 from conftest import assert_same
-from rehearsal.compare import NO_CACHE, Expected, acceptance, assert_as_expected, greedy_requests
+from rehearsal.compare import NO_CACHE, Expected, acceptance, assert_as_expected, assert_launches, greedy_requests
 from rehearsal.play import on_cpu, rehearse
 from rehearsal.stage import Scene
 from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, ServerDied, heldout_prompts
@@ -50,6 +50,8 @@ def test_backend_and_draft(backend, draft, expected, reference):
     expected.answers(DRAFTS[draft], requests)
     with rehearse(Scene(backend), DRAFTS[draft], NO_CACHE) as played:
         assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
+        if draft != "speculators":  # whose steps are DFlash's
+            assert_launches(played, f"{backend}-{draft}")
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -109,7 +111,9 @@ def test_nothing_drafted(draft, reference):
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
 def test_kinds_of_requests(backend, expected, reference):
     """Grammars, penalties and log probabilities, next to each other in a batch."""
-    kinds = ({}, {"regex": "[a-z ]{8,24}"}, {"frequency_penalty": 0.6, "repetition_penalty": 1.2}, {"min_new_tokens": 8})
+    # A grammar's last token is the end of the text: stock SGLang, told to ignore that, says one more.
+    grammar = {"regex": "[a-z ]{8,24}", "ignore_eos": False}
+    kinds = ({}, grammar, {"frequency_penalty": 0.6, "repetition_penalty": 1.2}, {"min_new_tokens": 8})
     requests = [greedy_requests(n + 1, 24, **kind)[n] for n, kind in enumerate(kinds)]
     requests.append(greedy_requests(5, 24)[4] | {"return_logprob": True, "top_logprobs_num": 2})
     expected.answers(DRAFT, requests)
@@ -121,16 +125,18 @@ def test_kinds_of_requests(backend, expected, reference):
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
-    """Blocks then begin where timing says: the output alone is compared. The pool holds two of four requests."""
+    """Blocks then begin where timing says: the output alone is compared. The pool holds two of four requests, and the
+    scheduler, told that answers are short, lets in more."""
     long = [prompt["text"] for prompt in heldout_prompts() if 60 <= prompt["num_tokens"] <= 90][:4]
     sampling = {"temperature": 0, "max_new_tokens": 72, "ignore_eos": True}
     requests = [{"text": text, "sampling_params": sampling} for text in (*long, long[0] + " # again")]
     crowded = "--enable-mixed-chunk", "--chunked-prefill-size", 32, "--max-total-tokens", 384
+    crowded += "--schedule-conservativeness", 0.1
     with rehearse(Scene("flashinfer"), draft, *crowded) as played:
         answers = played.server.generate_many(requests, 4)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == [] and played.steps_without_graphs() == []
-        assert "Retract requests" in played.server.log()
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
 
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from rehearsal import launch_table
 from rehearsal.attention import attend, merge
 from rehearsal.graphs import CaptureError, GraphBackend, StaleRead, kernel
+from serving import ROOT
 
 
 class OneGraph(GraphBackend):
@@ -112,3 +114,25 @@ def test_two_parts_of_the_keys_merge_to_the_whole():
     want, want_lse = attend(q, keys, values, **options)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
+
+
+@pytest.mark.parametrize("path", sorted(launch_table.LISTS.glob("*.txt")), ids=lambda path: path.stem)
+def test_a_greedy_step_launches_little(path):
+    counts = launch_table.counts_of(path)
+    assert counts["graph"] == 2 and 0 < counts["launch"] <= launch_table.MOST_LAUNCHES
+
+
+def test_launches_are_told_apart():
+    kinds = {
+        "replay:draft <- decode_cuda_graph_runner.py execute: output = self.backend.replay(self._replay_graph_key, forward_batch)": "graph",
+        "copy_ <- cuda_graph_buffer_registry.py fill_from: dst.copy_(src)": "input",
+        "sum <- dflash_worker.py _verify: batch.seq_lens_sum = int(cycle.host_lens.sum())": "host",
+        "flashinfer:plan <- flashinfer_backend.py fast_prefill_plan: self._plan_info = self._cached_module.plan(*args)": "metadata",
+        "triton:_pack_blocks_kernel <- block.py pack_blocks_triton: _pack_blocks_kernel[(1,)](": "metadata",
+        "triton:_accept_kernel <- accept.py _launch: _accept_kernel[(bs,)](": "launch",
+    }
+    assert {operation: launch_table.kind_of(operation) for operation in kinds} == kinds
+
+
+def test_the_page_of_launches_shows_the_lists():
+    assert launch_table.table() in (ROOT / "benchmark" / "results" / "launches.md").read_text()

@@ -262,13 +262,14 @@ def test_broken_rows_are_named_and_hurt_no_other(requests, bad, sampler):
     broken = good.clone()
     broken[3, 4] = bad
     torch.manual_seed(1)
-    wanted, none_broken = draw_target_tokens(good.clone(), info, positions, width, sampler)
+    wanted, all_fine = draw_target_tokens(good.clone(), info, positions, width, sampler)
     torch.manual_seed(1)
-    found, is_broken = draw_target_tokens(broken.clone(), info, positions, width, sampler)
-    assert not none_broken.any() and is_broken.flatten().tolist() == [row == 3 for row in range(6)]
+    found, best = draw_target_tokens(broken.clone(), info, positions, width, sampler)
+    is_broken = ~best.isfinite()
+    assert all_fine.isfinite().all() and is_broken.flatten().tolist() == [row == 3 for row in range(6)]
     assert torch.equal(found[~is_broken], wanted[~is_broken])
-    probs, is_broken = target_probs(broken.clone(), info, width)
-    assert is_broken.flatten().tolist() == [row == 3 for row in range(6)]
+    probs, best = target_probs(broken.clone(), info, width)
+    assert best.isfinite().logical_not().flatten().tolist() == [row == 3 for row in range(6)]
     assert torch.equal(probs[~is_broken], target_probs(good, info, width)[0][~is_broken])
     assert torch.allclose(probs.sum(dim=-1), torch.ones(3, width))
 
@@ -277,5 +278,5 @@ def test_a_row_in_which_nothing_is_allowed_is_broken(sampler):
     logits = torch.randn(4, VOCABULARY)
     logits[2] = -torch.inf
     for requests in ([{"top_k": 1}] * 2, [{}] * 2):
-        _, is_broken = draw_target_tokens(logits.clone(), sampling_info(*requests), torch.arange(4), 2, sampler)
-        assert is_broken.flatten().tolist() == [False, False, True, False]
+        _, best = draw_target_tokens(logits.clone(), sampling_info(*requests), torch.arange(4), 2, sampler)
+        assert best.isfinite().flatten().tolist() == [True, True, False, True]

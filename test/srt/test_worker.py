@@ -10,13 +10,15 @@ import torch
 from engine import start
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 
+from sglang_dflash.kernels.ops.speculative.accept import settle
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
-from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
+from sglang_dflash.srt.speculative import constraints, dflash_utils, dflash_worker
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import packed_ranges
 from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, graph_output_for_runner, has_room_for_draft_graphs
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.verify_tail import VerifyTail
 from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
 
 
@@ -31,22 +33,22 @@ def test_grammars_run_beside_verify(monkeypatch):
     verify is done, and grammars would run while the GPU waits for them."""
     events = []
     verdict = Verdict(torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    accepted = verdict, torch.zeros(1, 4, dtype=torch.bool), torch.ones(1, dtype=torch.int32), torch.tensor([8])
+    accepted = verdict, settle(verdict, torch.zeros(1, 4), torch.tensor([7]), broken_token=99)
     monkeypatch.setattr(DFlashWorker, "_begin_cycle", lambda *_: MagicMock(bs=1))
     monkeypatch.setattr(DFlashWorker, "_verify", lambda *_: events.append("verify") or MagicMock())
     monkeypatch.setattr(DFlashWorker, "_accept", lambda *_: events.append("accept") or accepted)
-    monkeypatch.setattr(DFlashWorker, "_mark_broken", lambda *_: verdict.out_tokens)
     # A tree is any object here.
     monkeypatch.setattr(dflash_worker.GrammarTree, "from_linear_chain", lambda tokens: events.append("copy") or object())
     monkeypatch.setattr(dflash_worker.Penalties, "are_asked_for", lambda info: False)
     mask = MagicMock(side_effect=lambda **_: events.append("mask"))
-    monkeypatch.setattr(dflash_worker, "build_grammar_vocab_mask", mask)
+    monkeypatch.setattr(constraints, "build_grammar_vocab_mask", mask)
     drafter = MagicMock()
     drafter.propose.return_value = DraftBlock(torch.zeros(1, 4, dtype=torch.int64))
     states = MagicMock()
     made = worker(
-        _clock=PhaseClock(None), _drafter=drafter, _rejection_rule=None, _width=FixedWidth(4), _target_states=states
-    )
+        _clock=PhaseClock(None), _drafter=drafter, _rejection_rule=None, _width=FixedWidth(4), _target_states=states,
+        verify_tail=MagicMock(), _penalties=MagicMock(),
+    )  # fmt: skip
     info = SimpleNamespace(logit_bias=None, is_all_greedy=True)
     made._decode(MagicMock(has_grammar=True, sampling_info=info, return_logprob=False), None, None)
     assert events == ["copy", "verify", "mask", "accept"]
@@ -67,6 +69,31 @@ class Sync:
 
     def available_memory_gb(self, *_, **__) -> float:
         return self.free_gb
+
+
+@pytest.mark.parametrize("one_naming", [True, False])
+def test_the_verify_graph_absorbs_what_a_commit_would(one_naming):
+    """Where the graph of this very width ends so, nothing is left to commit; elsewhere all of it."""
+    drafter, states = MagicMock(), torch.zeros(8, 4)
+    runners = [MagicMock(capture_tail_hooks=[]) for _ in range(2)]
+    for runner, write in zip(runners, (None, None if one_naming else object())):
+        runner.kv_index_translator.space.return_value = SimpleNamespace(write=write)
+    target = runners[0]
+    tail = VerifyTail(drafter, *runners)
+    output = SimpleNamespace(hidden_states=states)
+    by_graph, eager = (SimpleNamespace(logits_output=output, can_run_cuda_graph=graph) for graph in (True, False))
+    assert tail.left_to_commit(by_graph) is states  # no graph of ours
+    batch = SimpleNamespace(positions=object(), out_cache_loc=object())
+    for hook in target.capture_tail_hooks:
+        hook(target.decode_cuda_graph_runner, output, batch, 6)
+    assert len(drafter.absorb.mock_calls) == one_naming
+    if one_naming:
+        absorbed, *where = drafter.absorb.call_args.args
+        assert torch.equal(absorbed, states[:6]) and where == [batch.positions, batch.out_cache_loc]
+    assert (tail.left_to_commit(by_graph) is None) == one_naming
+    assert tail.left_to_commit(eager) is states
+    target.decode_cuda_graph_runner = MagicMock()  # another width's, made by others
+    assert tail.left_to_commit(by_graph) is states
 
 
 def test_ranks_agree_on_a_verdict_in_one_broadcast():

@@ -39,15 +39,15 @@ def misdeclared_draft(module) -> None:
 
 def broken_logits(module) -> None:
     """A request's custom_params say what the target's logits are at each position of its blocks."""
-    constrain = module.DFlashWorker._constrain
+    constrain = module.constrain
 
-    def break_and_constrain(self, batch, block, logits, *grammar):
-        for of_request, req in zip(logits.view(*block.tokens.shape, -1), batch.reqs, strict=True):
+    def break_and_constrain(batch, block, logits, *more):
+        for of_request, req in zip(logits.view(*block.shape, -1), batch.reqs, strict=True):
             if req.sampling_params.custom_params:
                 of_request[:, 7] = float(req.sampling_params.custom_params["logit"])
-        constrain(self, batch, block, logits, *grammar)
+        constrain(batch, block, logits, *more)
 
-    module.DFlashWorker._constrain = break_and_constrain
+    module.constrain = break_and_constrain
 
 
 def allow_deterministic_on_cpu(module) -> None:

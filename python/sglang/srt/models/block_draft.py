@@ -21,10 +21,13 @@ class DraftOutput(LogitsProcessorOutput):
     """Of a forward over num_blocks blocks of D rows.
 
     hidden_states: [num_blocks * D, hidden], after the final norm.
-    draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary. A CUDA graph pads both.
+    draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary.
+    blocks: [num_blocks, B] int64, the anchors and these, where the anchors are the blocks' first rows. Valid until the next
+        forward. A CUDA graph pads all of them.
     """
 
     draft_tokens: torch.Tensor | None = None
+    blocks: torch.Tensor | None = None
 
 
 class BlockDraftModel(nn.Module):

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
+from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -112,13 +113,26 @@ class DFlashAttention(nn.Module):
         if qkv.is_cpu:
             q, k, v = self._norm_and_rotate(qkv, positions)
         else:
+            is_ready = self._norm_and_rotate_in_place(qkv, positions)
             q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-            if self.q_norm is not None:
-                q, k = apply_qk_norm(q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim)
-            q, k = self.rotary_emb(positions, q, k)
+            if not is_ready:
+                if self.q_norm is not None:
+                    q, k = apply_qk_norm(q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim)
+                q, k = self.rotary_emb(positions, q, k)
         attended = self.attn(q, k, v, forward_batch)
         output, _ = self.o_proj(attended.flatten(1))
         return output
+
+    def _norm_and_rotate_in_place(self, qkv: torch.Tensor, positions: torch.Tensor) -> bool:
+        """Both in one kernel of SGLang's, where it can: bfloat16, and heads of a power of two."""
+        if self.q_norm is None or self.head_dim & (self.head_dim - 1) or not self.rotary_emb.is_neox_style:
+            return False
+        weights = self.q_norm.weight, self.k_norm.weight
+        if any(tensor.dtype != torch.bfloat16 for tensor in (qkv, *weights)):
+            return False
+        table, eps = self.rotary_emb.cos_sin_cache, self.q_norm.variance_epsilon
+        table_qk_norm_rope_(qkv, positions, *weights, table, self.num_heads, self.num_kv_heads, self.head_dim, eps)
+        return True
 
     def _norm_and_rotate(self, qkv: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The same for a CPU, where every small operation costs its launch: query and key heads go through one norm and
@@ -197,6 +211,12 @@ class DFlashDraftModel(BlockDraftModel):
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._kv_weight = self._kv_bias = self._k_norm_weight = None
         self._kv_pool = self._kv_pointers = None
+        self._blocks: torch.Tensor | None = None
+
+    def allocate_blocks(self, requests: int, width: int) -> None:
+        """Room for so many drafted blocks of `width` slots. Not in a CUDA graph's own memory, where the target's graphs would
+        overwrite what they are about to verify."""
+        self._blocks = torch.zeros(requests, width, dtype=torch.int64, device=self.norm.weight.device)
 
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
@@ -210,10 +230,14 @@ class DFlashDraftModel(BlockDraftModel):
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
         hidden_states, _ = self.norm(hidden_states, residual)
         blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
-        drafted = greedy_tokens(blocks[:, self.draft.num_idle_rows :].flatten(0, 1), self.head)
-        return DraftOutput(
-            next_token_logits=None, hidden_states=hidden_states, draft_tokens=self.to_target_ids(drafted)
-        )
+        drafted = self.to_target_ids(greedy_tokens(blocks[:, self.draft.num_idle_rows :].flatten(0, 1), self.head))
+        whole = self.whole_blocks(input_ids.view(blocks.shape[:2])[:, :1], drafted.view(blocks.shape[0], -1))
+        return DraftOutput(next_token_logits=None, hidden_states=hidden_states, draft_tokens=drafted, blocks=whole)
+
+    def whole_blocks(self, anchors: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        """anchors [num_blocks, 1] and drafted [num_blocks, B - 1], int64, side by side, in the room there is for them."""
+        room = None if self._blocks is None else self._blocks[: anchors.shape[0]]
+        return torch.cat((anchors, drafted), dim=1, out=room)
 
     @torch.no_grad()
     def write_context_kv(
@@ -260,16 +284,21 @@ class DFlashDraftModel(BlockDraftModel):
         self._kv_pool = kv_pool
         self._kv_pointers = KVPoolPointers.of(kv_pool.k_buffer, kv_pool.v_buffer, kv_pool.dtype)
 
+    @torch.no_grad()
     def stack_kv_weights(self) -> None:
-        """Gather what `write_context_kv` reads from all layers. Raises ValueError if it is quantized."""
+        """Gather what `write_context_kv` reads from all layers, where CUDA graphs read it from. Raises ValueError if it is
+        quantized."""
         weights, biases = zip(*(layer.self_attn.context_kv_weight() for layer in self.layers))
-        self._kv_weight = torch.cat(weights)
-        self._kv_bias = None if biases[0] is None else torch.cat(biases)
-        self._k_norm_weight = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])
+        self._kv_weight = torch.cat(weights, out=self._kv_weight)
+        self._kv_bias = None if biases[0] is None else torch.cat(biases, out=self._kv_bias)
+        norms = [layer.self_attn.k_norm.weight for layer in self.layers]
+        self._k_norm_weight = torch.stack(norms, out=self._k_norm_weight)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        self._kv_weight = None  # restacked on the next use, also after a weight update
-        return super().load_weights(weights)
+        loaded = super().load_weights(weights)
+        if self._kv_weight is not None:  # a weight update
+            self.stack_kv_weights()
+        return loaded
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
-from sglang_dflash.kernels.ops.speculative.block import prepare_block
+from sglang_dflash.kernels.ops.speculative.block import pack_blocks, prepare_block
 
 
 @dataclass
@@ -259,10 +259,7 @@ class DFlashVerifyInput(SpecInput):
         `paged_kernel_lens` [bs] are committed lengths; each request also reads its own block.
         """
         bs, width, device = req_pool_indices.numel(), self.draft_token_num, req_pool_indices.device
-        lengths = paged_kernel_lens + width
-        kv_indptr = torch.zeros(bs + 1, dtype=torch.int32, device=device)
-        torch.cumsum(lengths, dim=0, out=kv_indptr[1:])
-        qo_indptr = torch.arange(0, (bs + 1) * width, width, dtype=torch.int32, device=device)
+        lengths, kv_indptr, qo_indptr = pack_blocks(paged_kernel_lens, width)
         if kv_indices_buf is None:
             kv_indices_buf = torch.empty(paged_kernel_lens_sum + bs * width, dtype=torch.int32, device=device)
         translator.pack_read_stream(

@@ -18,13 +18,14 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask, draft_pp_context
+from sglang.srt.speculative.spec_utils import GrammarTree, draft_pp_context
 
-from sglang_dflash.kernels.ops.speculative.accept import accept_greedy
+from sglang_dflash.kernels.ops.speculative.accept import Acceptance, accept_greedy, settle
 from sglang_dflash.srt.models.mask_token import read_mask_embedding
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.constraints import constrain
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput, Prompts
 from sglang_dflash.srt.speculative.dflash_utils import (
     PhaseClock,
@@ -41,6 +42,7 @@ from sglang_dflash.srt.speculative.rejection import accept_by_block_verification
 from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
 from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, target_probs
 from sglang_dflash.srt.speculative.target_states import states_of
+from sglang_dflash.srt.speculative.verify_tail import VerifyTail
 from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 from sglang_dflash.srt.speculative.width.start_up import start_adaptive
@@ -117,6 +119,7 @@ class DFlashWorker(BaseSpecWorker):
         target_runner = self._target_worker.model_runner
         check_kv_budget(target_runner, self._draft_worker.model_runner)
         self._drafter.attach_pools(target_runner)
+        self.verify_tail = VerifyTail(self._drafter, target_runner, self._draft_worker.model_runner)
         pool_size = target_runner.req_to_token_pool.req_to_token.shape[0]
         self._penalties = Penalties(pool_size, target_runner.model_config.vocab_size, self.device)
 
@@ -232,29 +235,29 @@ class DFlashWorker(BaseSpecWorker):
         target_out = self._verify(batch, cycle, block)
         logits_output = target_out.logits_output
         clock.lap("verify")
-        self._constrain(batch, block, logits_output.next_token_logits, grammar_tree, grammar_barrier)
-        verdict, is_broken, commit_lens, new_seq_lens = self._accept(
-            batch, cycle, block, logits_output.next_token_logits
+        constrain(
+            batch, block.tokens, logits_output.next_token_logits, self._penalties, grammar_tree, grammar_barrier
         )
+        verdict, accepted = self._accept(batch, cycle, block, logits_output.next_token_logits)
         if Penalties.are_asked_for(batch.sampling_info):
             self._penalties.count_block(batch, verdict)
-        self._target_states.commit(batch, commit_lens)
+        self._target_states.commit(batch, accepted.commit_lens)
         if on_publish is not None:
-            on_publish(new_seq_lens)
+            on_publish(accepted.new_seq_lens)
         if batch.return_logprob:
             compute_spec_logprobs(batch, logits_output, verdict.out_tokens.flatten(), chain_stride=width)
         clock.lap("accept")
-        self._drafter.commit(cycle, logits_output.hidden_states, verdict)
+        self._drafter.commit(cycle, self.verify_tail.left_to_commit(target_out), verdict)
         logits_output.hidden_states = None
         clock.lap("commit")
         clock.end_cycle(cycle.bs)
         self._width.tell()
         return GenerationBatchResult(
             logits_output=logits_output,
-            next_token_ids=self._mark_broken(verdict, is_broken).flatten(),
-            accept_lens=commit_lens,
-            next_draft_input=DFlashDraftInput(bonus_tokens=verdict.bonus, new_seq_lens=new_seq_lens),
-            new_seq_lens=new_seq_lens,
+            next_token_ids=accepted.said.flatten(),
+            accept_lens=accepted.commit_lens,
+            next_draft_input=DFlashDraftInput(bonus_tokens=verdict.bonus, new_seq_lens=accepted.new_seq_lens),
+            new_seq_lens=accepted.new_seq_lens,
             can_run_cuda_graph=target_out.can_run_cuda_graph,
             speculative_num_draft_tokens=width,
             routed_experts_output=target_out.routed_experts_output,
@@ -313,53 +316,24 @@ class DFlashWorker(BaseSpecWorker):
             return False
         return True
 
-    def _constrain(
-        self, batch, block: DraftBlock, logits: torch.Tensor, grammar_tree: GrammarTree | None, grammar_barrier
-    ) -> None:
-        """Put each request's penalties, logit bias and grammar on the verify logits, [bs * B, vocab], in place.
-
-        grammar_tree: the drafted chains, on their way to the host; None where no request has a grammar.
-        """
-        info = batch.sampling_info
-        if Penalties.are_asked_for(info):
-            self._penalties.penalize_block(batch, block.tokens, logits)
-        if info.logit_bias is not None:
-            logits.view(*block.tokens.shape, -1).add_(info.logit_bias[:, None])
-        if grammar_tree is not None:
-            mask = build_grammar_vocab_mask(
-                reqs=batch.reqs,
-                tree=grammar_tree,
-                sampling_info=info,
-                device=logits.device,
-                barrier=grammar_barrier,
-            )
-            if mask is not None:
-                mask.apply(logits)
-
     def _accept(
         self, batch, cycle: Cycle, block: DraftBlock, logits: torch.Tensor
-    ) -> tuple[Verdict, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What is kept, which of it rests on broken logits ([bs, B] bool), how many tokens that commits ([bs] int32), and
-        the committed lengths then ([bs] int64)."""
+    ) -> tuple[Verdict, Acceptance]:
+        """What is kept, and what that leaves behind. What rests on broken logits the scheduler is told as a token outside
+        the vocabulary, at which it ends the request with "NaN happened"."""
+        broken_token = self._target_worker.model_runner.model_config.vocab_size
         if block.probs is not None:
-            verdict, is_broken = self._reject(batch, block, logits)
+            verdict, best = self._reject(batch, block, logits)
         else:
-            target_tokens, is_broken = self._target_tokens(batch, cycle, logits)
-            accept_len, commit_lens, bonus, new_seq_lens = accept_greedy(block.tokens, target_tokens, cycle.seq_lens)
-            verdict = Verdict(accept_len, target_tokens, bonus)
+            target_tokens, best = self._target_tokens(batch, cycle, logits)
+            accepted = accept_greedy(block.tokens, target_tokens, best, cycle.seq_lens, broken_token)
+            verdict = Verdict(accepted.accept_len, target_tokens, accepted.bonus)
             if self._simulated is None:
-                return verdict, is_broken, commit_lens, new_seq_lens
+                return verdict, accepted
         if self._simulated is not None:
             verdict = self._simulated.override(verdict, block.tokens)
-            is_broken = torch.zeros_like(is_broken)  # random weights may say anything
-        commit_lens = verdict.accept_len + 1
-        return verdict, is_broken, commit_lens, cycle.seq_lens + commit_lens
-
-    def _mark_broken(self, verdict: Verdict, is_broken: torch.Tensor) -> torch.Tensor:
-        """What the scheduler is told was said, [bs, B]: a token outside the vocabulary, at which it ends a request with
-        "NaN happened", where a token depends on broken logits."""
-        is_lost = (is_broken & verdict.is_output).any(dim=1, keepdim=True)
-        return verdict.out_tokens.masked_fill(is_lost, self._target_worker.model_runner.model_config.vocab_size)
+            best = torch.zeros_like(best)  # random weights may say anything
+        return verdict, settle(verdict, best, cycle.seq_lens, broken_token)
 
     def _target_tokens(self, batch, cycle: Cycle, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`draw_target_tokens` under each request's own sampling parameters."""
@@ -367,19 +341,19 @@ class DFlashWorker(BaseSpecWorker):
         if batch.return_logprob and not info.is_all_greedy:
             logits = logits.clone()  # sampling overwrites them, and the log probabilities are still to be read
         sampler = self._target_worker.model_runner.sampler
-        tokens, is_broken = draw_target_tokens(logits, info, cycle.positions.flatten(), cycle.positions.shape[1], sampler)
+        tokens, best = draw_target_tokens(logits, info, cycle.positions.flatten(), cycle.positions.shape[1], sampler)
         greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
-        return self._tp_sync.sync(greedy if info.is_all_greedy else sampled, tokens), is_broken
+        return self._tp_sync.sync(greedy if info.is_all_greedy else sampled, tokens), best
 
     def _reject(self, batch, block: DraftBlock, logits: torch.Tensor) -> tuple[Verdict, torch.Tensor]:
         """Keep what was drawn as often as the target would have, given what the draft's probabilities were."""
         bs, width = block.tokens.shape
         if batch.return_logprob:
             logits = logits.clone()  # they are overwritten, and the log probabilities are still to be read
-        probs, is_broken = target_probs(logits, batch.sampling_info, width)
+        probs, best = target_probs(logits, batch.sampling_info, width)
         uniforms = torch.rand(bs, width, device=logits.device)
         verdict = self._rejection_rule(block.tokens, probs, block.probs, uniforms[:, 1:], uniforms[:, 0])
-        return self._agree(verdict), is_broken
+        return self._agree(verdict), best
 
     def _agree(self, verdict: Verdict) -> Verdict:
         """Rank 0's, in one broadcast."""
@@ -387,5 +361,5 @@ class DFlashWorker(BaseSpecWorker):
         if not self._tp_sync.enabled(site):
             return verdict
         decided = self._tp_sync.sync(site, torch.cat((verdict.out_tokens, verdict.accept_len[:, None]), dim=1))
-        out_tokens, accept_len = decided[:, :-1], decided[:, -1:]
+        out_tokens, accept_len = decided[:, :-1].contiguous(), decided[:, -1:]
         return Verdict(accept_len[:, 0].int(), out_tokens, out_tokens.gather(1, accept_len)[:, 0])

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 
+from sglang_dflash.kernels.ops.speculative.window import prepare_window
 from sglang_dflash.srt.arg_groups.draft_attention import PAGED_BACKENDS
 from sglang_dflash.srt.speculative.dflash_info import Cycle
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,13 @@ class WindowView:
         self._verify_width, self._draft_width = verify_width, draft_width
         # Never more than the table holds: a window longer than the context is the whole of it.
         self._longest = min(size + self._page - 1, self._table.shape[1] - draft_width)
-        self._columns = torch.arange(self._longest + draft_width, device=self._table.device)
 
     def of(self, cycle: Cycle) -> DraftView:
-        start = (cycle.seq_lens - self._size).clamp_(min=0)
-        start -= start % self._page
-        seq_lens = cycle.seq_lens - start
         # The whole width for every request: past its block a row holds what nobody reads.
-        positions = (start[:, None] + self._columns).clamp_(max=self._source.shape[1] - 1)
-        rows = cycle.req_pool_indices[:, None]
-        self._table[rows, self._columns] = self._source[rows, positions]
+        columns = self._longest + self._draft_width
+        seq_lens = prepare_window(
+            cycle.seq_lens, cycle.req_pool_indices, self._source, self._table, self._size, self._page, columns
+        )
         host_lens = (cycle.host_lens - self._verify_width).clamp(max=self._longest) + self._draft_width
         plan = cycle.kv_loc_plan.reads_from(
             self._translator, seq_lens=seq_lens, seq_lens_cpu=host_lens, read_extent=self._draft_width

@@ -6,11 +6,12 @@ counts are kept here, on the device, and SGLang's own are replaced.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
+from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
 from sglang_dflash.srt.speculative.acceptance import Verdict
 
 
@@ -37,14 +38,14 @@ class _Terms:
             stop_logits = torch.zeros(len(reqs), vocab_size, device=device)
             at = _indices([_stop_ids(req) for req in reqs], device)
             stop_logits.index_put_(at, stop_logits.new_full((), -torch.inf))
-        columns = (
-            ([p.frequency_penalty for p in params], torch.float32),
-            ([p.presence_penalty for p in params], torch.float32),
-            ([p.repetition_penalty for p in params], torch.float32),
-            (min_new_tokens, torch.int64),
-            ([len(req.origin_input_ids) for req in reqs], torch.int64),
-        )
-        return cls(*(_on_device(values, dtype, device)[:, None] for values, dtype in columns), stop_logits)
+        penalties = [
+            [p.frequency_penalty for p in params],
+            [p.presence_penalty for p in params],
+            [p.repetition_penalty for p in params],
+        ]
+        lengths = [min_new_tokens, [len(req.origin_input_ids) for req in reqs]]
+        columns = *_on_device(penalties, torch.float32, device), *_on_device(lengths, torch.int64, device)
+        return cls(*(column[:, None] for column in columns), stop_logits)
 
     def additive(self, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """To be added to logits [bs, vocab], for requests of `lengths` [bs] tokens, the prompt's included, that have said
@@ -115,31 +116,45 @@ class Penalties:
 
     def count_prefill(self, batch: Any, next_tokens: torch.Tensor) -> None:
         """next_tokens: [bs] int64, what each request has said now."""
-        self._count(batch, next_tokens[:, None], torch.ones_like(next_tokens[:, None], dtype=torch.int32))
+        self._count(batch, next_tokens[:, None], torch.zeros_like(next_tokens, dtype=torch.int32))
 
     def penalize_block(self, batch: Any, block: torch.Tensor, logits: torch.Tensor) -> None:
         """block: [bs, B] int64, drafted after its first column. logits: [bs * B, vocab], overwritten.
 
-        Position by position, as [bs, B, vocab] counts would not fit next to the logits of a large vocabulary.
+        One launch on CUDA. Elsewhere position by position, as [bs, B, vocab] counts would not fit next to the logits of a large
+        vocabulary.
         """
-        bs, width = block.shape
         terms = _Terms.of(batch.reqs, self._shape[1], self._device)
-        counts = self._counts[batch.req_pool_indices]
-        by_position = logits.view(bs, width, -1)
-        one = counts.new_ones((bs, 1))
-        for k in range(width):
-            if k > 0:
-                counts.scatter_add_(1, block[:, k : k + 1], one)
-            row = by_position[:, k]
-            # The block's first token, at position seq_lens, has been said as well.
-            row.add_(terms.additive(counts, batch.seq_lens + 1 + k))
-            scaling = terms.scaling(counts)
-            row.copy_(torch.where(row > 0, row / scaling, row * scaling))
+        run = penalize_block_triton if logits.is_cuda else penalize_block_torch
+        columns = (getattr(terms, field.name) for field in fields(terms))
+        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *columns)
 
     def count_block(self, batch: Any, verdict: Verdict) -> None:
         """The kept tokens and the bonus token."""
-        self._count(batch, verdict.out_tokens, verdict.is_output.int())
+        self._count(batch, verdict.out_tokens, verdict.accept_len)
 
-    def _count(self, batch: Any, tokens: torch.Tensor, times: torch.Tensor) -> None:
-        counts = self._counts[batch.req_pool_indices]
-        self._counts[batch.req_pool_indices] = counts.scatter_add_(1, tokens, times)
+    def _count(self, batch: Any, tokens: torch.Tensor, accept_len: torch.Tensor) -> None:
+        run = count_tokens_triton if tokens.is_cuda else count_tokens_torch
+        run(self._counts, batch.req_pool_indices, tokens, accept_len)
+
+
+def penalize_block_torch(logits, block, counts, requests, seq_lens, *columns) -> None:
+    """`penalize_block_triton` in PyTorch, on any device. columns: the fields of `_Terms`."""
+    bs, width = block.shape
+    terms, counts = _Terms(*columns), counts[requests]
+    by_position = logits.view(bs, width, -1)
+    one = counts.new_ones((bs, 1))
+    for k in range(width):
+        if k > 0:
+            counts.scatter_add_(1, block[:, k : k + 1], one)
+        row = by_position[:, k]
+        # The block's first token, at position seq_lens, has been said as well.
+        row.add_(terms.additive(counts, seq_lens + 1 + k))
+        scaling = terms.scaling(counts)
+        row.copy_(torch.where(row > 0, row / scaling, row * scaling))
+
+
+def count_tokens_torch(counts, requests, tokens, accept_len) -> None:
+    """`count_tokens_triton` in PyTorch, on any device."""
+    is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
+    counts[requests] = counts[requests].scatter_add_(1, tokens, is_output.int())

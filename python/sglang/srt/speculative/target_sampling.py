@@ -13,8 +13,8 @@ _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 def draw_target_tokens(
     logits: torch.Tensor, sampling_info, positions: torch.Tensor, block_size: int, sampler
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's token after each block position, [bs, B] int64, and which of them mean nothing, [bs, B] bool, because
-    the target's logits were broken: see `replace_broken_rows`.
+    """The target's token after each block position, [bs, B] int64, and the largest logit there, [bs, B]: where that is not
+    finite, the logits were broken and the token means nothing (`replace_broken_rows`).
 
     logits: [bs * B, vocab], already biased and masked; sampled requests overwrite it (SGLang's sampler works in place).
     positions: [bs * B] int64, the position each row's input token has: SGLang seeds its draws with it.
@@ -24,8 +24,8 @@ def draw_target_tokens(
     if sampling_info.is_all_greedy:
         sanitize_nan_logits(logits, "DFLASH verify")
         best, tokens = logits.max(dim=-1)
-        return tokens.view(-1, block_size), ~best.isfinite().view(-1, block_size)
-    is_broken = replace_broken_rows(logits)
+        return tokens.view(-1, block_size), best.view(-1, block_size)
+    best = replace_broken_rows(logits)
     per_row = {name: repeat_rows(getattr(sampling_info, name), block_size) for name in _PER_REQUEST}
     drawn = sampler(
         LogitsProcessorOutput(next_token_logits=logits),
@@ -35,12 +35,12 @@ def draw_target_tokens(
         token_ids_logprobs=[],
         positions=positions,
     )
-    return drawn.long().view(-1, block_size), is_broken.view(-1, block_size)
+    return drawn.long().view(-1, block_size), best.view(-1, block_size)
 
 
 def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distributions the sampler would draw from after each block position, [bs, B, vocab] float32, and which of them
-    mean nothing, [bs, B] bool: see `replace_broken_rows`.
+    """The distributions the sampler would draw from after each block position, [bs, B, vocab] float32, and the largest
+    logit there, [bs, B]: where that is not finite, they mean nothing (`replace_broken_rows`).
 
     logits: [bs * B, vocab], already biased and masked. Overwritten: where they are float32, with the result, as a second
     tensor of this size is 0.5 GB at bs 48, B 16 and V = 152k. What is needed besides is a few times `_ELEMENTS_AT_ONCE`.
@@ -49,14 +49,14 @@ def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[
     One joint filter, as the sampler's: top-k and top-p both look at the unfiltered softmax, min-p at its largest
     probability. Greedy requests (top_k 1) are one-hot.
     """
-    is_broken = replace_broken_rows(logits)
+    best = replace_broken_rows(logits)
     per_row = {name: repeat_rows(getattr(sampling_info, name), block_size) for name in _PER_REQUEST[:4]}
     probs = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
     for rows in slices_of_rows(*logits.shape):
         torch.softmax(logits[rows].float() / per_row["temperatures"][rows], dim=-1, out=probs[rows])
         of_rows = {name: None if v is None else v[rows] for name, v in per_row.items()}
         _filter(probs[rows], of_rows, sampling_info)
-    return probs.view(-1, block_size, probs.shape[-1]), is_broken.view(-1, block_size)
+    return probs.view(-1, block_size, probs.shape[-1]), best.view(-1, block_size)
 
 
 # A sort of so many float32 and what comes of it take about 0.4 GB.
@@ -98,15 +98,15 @@ def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor | None], sampli
 
 
 def replace_broken_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Which rows of logits [n, vocab] have no finite maximum: NaN or infinity among them, or nothing that a grammar allows.
-    [n] bool. They become zeros, as a sampler does not survive them; what is drawn there is not to be believed.
+    """The largest of each row of logits [n, vocab], [n]. Rows where it is not finite, with NaN or infinity among them or
+    nothing that a grammar allows, become zeros, as a sampler does not survive them; what is drawn there is not to be believed.
 
     SGLANG_SANITIZE_NAN_LOGITS has SGLang replace NaN and infinity by finite numbers, after which no such row is broken.
     """
     sanitize_nan_logits(logits, "DFLASH verify")
-    is_broken = ~logits.amax(dim=-1).isfinite()
-    logits.masked_fill_(is_broken[:, None], 0)
-    return is_broken
+    best = logits.amax(dim=-1)
+    logits.masked_fill_(~best.isfinite()[:, None], 0)
+    return best
 
 
 def repeat_rows(per_request: torch.Tensor | None, block_size: int) -> torch.Tensor | None:

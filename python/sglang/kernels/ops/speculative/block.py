@@ -1,4 +1,4 @@
-"""The inputs of a draft block, from what crosses a cycle."""
+"""The inputs of a draft block, from what crosses a cycle, and where blocks lie for a packed attention kernel."""
 
 import torch
 import triton
@@ -89,3 +89,48 @@ def _prepare_block_kernel(
     tl.store(tokens + out, tl.where(slot == 0, tl.load(bonus_tokens + request), mask_token_id), mask=inside)
     tl.store(positions + out, position, mask=inside)
     tl.store(cache_loc + out, loc.to(tl.int64), mask=inside)
+
+
+def pack_blocks(seq_lens: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the keys and the queries of packed blocks begin and end, for FlashInfer.
+
+    seq_lens: [bs] int, committed lengths; each request's keys are these and its block's.
+
+    Returns lengths with the block, [bs] as seq_lens, their running sum with a zero before it, [bs + 1] int32, and that of
+    the queries, [bs + 1] int32.
+
+    One launch on CUDA, without host synchronisation.
+    """
+    run = pack_blocks_triton if seq_lens.is_cuda else pack_blocks_torch
+    return run(seq_lens, block_size)
+
+
+def pack_blocks_torch(seq_lens, block_size):
+    """`pack_blocks` in PyTorch, on any device."""
+    bs, device = seq_lens.numel(), seq_lens.device
+    lengths = seq_lens + block_size
+    keys = torch.zeros(bs + 1, dtype=torch.int32, device=device)
+    torch.cumsum(lengths, dim=0, out=keys[1:])
+    return lengths, keys, torch.arange(0, (bs + 1) * block_size, block_size, dtype=torch.int32, device=device)
+
+
+def pack_blocks_triton(seq_lens, block_size):
+    """`pack_blocks` as a Triton kernel. seq_lens contiguous."""
+    assert seq_lens.is_contiguous()
+    bs = seq_lens.numel()
+    lengths = torch.empty_like(seq_lens)
+    keys, queries = (seq_lens.new_empty((bs + 1,), dtype=torch.int32) for _ in range(2))
+    _pack_blocks_kernel[(1,)](seq_lens, lengths, keys, queries, bs, block_size, BLOCK=triton.next_power_of_2(bs + 1))
+    return lengths, keys, queries
+
+
+@triton.jit(do_not_specialize=["bs"])
+def _pack_blocks_kernel(seq_lens, lengths, keys, queries, bs, block_size, BLOCK: tl.constexpr):
+    """One program for all requests."""
+    entry = tl.arange(0, BLOCK)
+    inside = entry < bs
+    length = tl.load(seq_lens + entry, mask=inside, other=0) + tl.where(inside, block_size, 0)
+    tl.store(lengths + entry, length, mask=inside)
+    tl.store(keys + 1 + entry, tl.cumsum(length.to(tl.int32), axis=0), mask=inside)
+    tl.store(keys + entry, 0, mask=entry == 0)
+    tl.store(queries + entry, entry * block_size, mask=entry <= bs)

@@ -55,7 +55,12 @@ class Drafter(Protocol):
         """Draft a block per request: by argmax, or drawn under the requests' own sampling parameters where given. A cycle of
         width 1 drafts nothing."""
 
-    def commit(self, cycle: Cycle, aux_hidden: torch.Tensor, verdict: Verdict) -> None:
+    def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
+        """What `commit` does with the target's states that does not depend on what was accepted, for a verify graph to end
+        with. aux_hidden: [n, num_aux * hidden], positions, cache_loc: [n] int64, of whole blocks; those that pad a batch come
+        last, in SGLang's padding slot."""
+
+    def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, verdict: Verdict) -> None:
         """Take in what was verified: of B slots, which may be the first of those drafted, or the anchor alone. aux_hidden:
         [bs * B, num_aux * hidden], row 0 of a block its anchor's. Valid in this step only: the next target forward may
-        overwrite it."""
+        overwrite it. None where the verify graph had it absorbed."""

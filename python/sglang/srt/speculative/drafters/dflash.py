@@ -46,6 +46,7 @@ class DFlashDrafter:
 
     def attach_pools(self, target_runner) -> None:
         self._model.use_pool(self._runner.token_to_kv_pool)
+        self._model.allocate_blocks(target_runner.req_to_token_pool.req_to_token.shape[0], self._verify_width)
         if self.has_own_table:
             spec = get_spec()
             self._view = WindowView(
@@ -69,15 +70,18 @@ class DFlashDrafter:
         if cycle.width == 1:
             return DraftBlock(tokens=cycle.tokens)
         output = self._run_block(cycle)
-        drafted_slots = self._verify_width - 1
         if sampling_info is None:
-            drafted, probs = output.draft_tokens[: cycle.bs * drafted_slots].view(cycle.bs, -1), None
-        else:
-            rows = output.hidden_states.view(cycle.bs, self._draft_width, -1)[:, -drafted_slots:]
-            drafted, probs = draw_drafts(self._model, rows, sampling_info, self._sampling)
+            return DraftBlock(output.blocks[: cycle.bs])  # a CUDA graph pads what it returns
+        rows = output.hidden_states.view(cycle.bs, self._draft_width, -1)[:, 1 - self._verify_width :]
+        drafted, probs = draw_drafts(self._model, rows, sampling_info, self._sampling)
         return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1), probs)
 
-    def commit(self, cycle: Cycle, aux_hidden: torch.Tensor, verdict: Verdict) -> None:
+    def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
+        self._model.write_context_kv(aux_hidden, positions, cache_loc, self._runner.token_to_kv_pool)
+
+    def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, verdict: Verdict) -> None:
+        if aux_hidden is None:
+            return
         # What a rejected row leaves in its slot is never read: the next block starts at the first of them. Skipping
         # them spares writes on a GPU; on a CPU picking the others out costs more than it spares.
         self._model.write_context_kv(

@@ -30,7 +30,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.kernels.ops.speculative.peagle_rows import Pending, prepare_rows
+from sglang_dflash.kernels.ops.speculative.peagle_rows import Pending, commit_rows, prepare_rows
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
 from sglang_dflash.srt.speculative.acceptance import Verdict
@@ -64,6 +64,7 @@ class PEagleDrafter:
             fused=weight.new_zeros(rows, width, weight.numel()),
             count=torch.ones(rows, dtype=torch.int64, device=weight.device),
         )
+        self._absorbed = weight.new_zeros(rows * width, weight.numel())  # fused states that a verify graph leaves
         # No running request has more, as all of them take part in every cycle. Known without asking the device.
         self._most_pending = 1
         self._model.allocate_blocks(rows, self.block_width, self._drafted)
@@ -121,28 +122,22 @@ class PEagleDrafter:
             drafted, probs = draw_drafts(self._model, rows, sampling_info, self._sampling)
         return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1), probs)
 
-    def commit(self, cycle: Cycle, aux_hidden: torch.Tensor, verdict: Verdict) -> None:
-        # Column k: the token after block position k, and the state of that position. Those beyond what was kept mean
-        # nothing, and the count says so.
+    def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
+        if self._drafted:
+            self._absorbed[: aux_hidden.shape[0]] = self._model.fuse(aux_hidden)
+
+    def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, verdict: Verdict) -> None:
         if not self._drafted:
             return
-        requests, pending = cycle.req_pool_indices, self._pending
-        fused = self._model.fuse(aux_hidden).view(cycle.bs, cycle.width, -1)
-        if cycle.width == 1:
-            if self._most_pending == self._verify_width:
-                committed = cycle.host_lens - 1
-                self._run_blocks(requests, cycle.seq_lens, committed, cycle.can_run_cuda_graph)
-                pending.count[requests] = self._most_pending = 0
-            column = pending.count[requests]
-            pending.tokens[requests, column] = verdict.out_tokens[:, 0]
-            pending.fused[requests, column] = fused[:, 0]
-            pending.count[requests] = column + 1
-            self._most_pending += 1
-            return
-        pending.tokens[requests, : cycle.width] = verdict.out_tokens
-        pending.fused[requests, : cycle.width] = fused
-        pending.count[requests] = verdict.accept_len.long() + 1
-        self._most_pending = cycle.width
+        requests, rows = cycle.req_pool_indices, cycle.bs * cycle.width
+        if cycle.width == 1 and self._most_pending == self._verify_width:
+            self._run_blocks(requests, cycle.seq_lens, cycle.host_lens - 1, cycle.can_run_cuda_graph)
+            self._pending.count[requests] = self._most_pending = 0
+        # Column k: the token after block position k, and the state of that position. Those beyond what was kept mean
+        # nothing, and the count says so.
+        fused = self._absorbed[:rows] if aux_hidden is None else self._model.fuse(aux_hidden)
+        commit_rows(requests, verdict.accept_len, verdict.out_tokens, fused, self._pending)
+        self._most_pending = self._most_pending + 1 if cycle.width == 1 else cycle.width
 
     def _run_blocks(
         self, requests: torch.Tensor, seq_lens: torch.Tensor, host_lens: torch.Tensor, can_run_cuda_graph: bool

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_observability
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -120,13 +121,15 @@ def _run_cycle(worker, n: int, width: int) -> None:
         can_run_decode_cuda_graph=True,
     )
     cycle, block = worker.draft_block(batch, width, None)
-    logits_output = _forward(worker.target_worker.model_runner, cycle, block)
-    target_tokens = logits_output.next_token_logits.argmax(dim=-1).view(n, width)
-    accept_len, _, bonus, _ = accept_greedy(block.tokens, target_tokens, cycle.seq_lens)
-    worker.drafter.commit(cycle, logits_output.hidden_states, Verdict(accept_len, target_tokens, bonus))
+    runner = worker.target_worker.model_runner
+    target_out = _forward(runner, cycle, block)
+    best, target_tokens = target_out.logits_output.next_token_logits.view(n, width, -1).max(dim=-1)
+    accepted = accept_greedy(block.tokens, target_tokens, best, cycle.seq_lens, runner.model_config.vocab_size)
+    verdict = Verdict(accepted.accept_len, target_tokens, accepted.bonus)
+    worker.drafter.commit(cycle, worker.verify_tail.left_to_commit(target_out), verdict)
 
 
-def _forward(runner, cycle: Cycle, block: DraftBlock):
+def _forward(runner, cycle: Cycle, block: DraftBlock) -> GenerationBatchResult:
     """The verify forward, without the scheduler's batch that the worker makes its own from."""
     tokens, positions = block.tokens.flatten(), cycle.positions.flatten()
     forward_batch = ForwardBatch(
@@ -146,4 +149,5 @@ def _forward(runner, cycle: Cycle, block: DraftBlock):
         can_run_decode_cuda_graph=True,
     )
     cycle.kv_loc_plan.bind(forward_batch, runner.kv_index_translator, cols=cycle.write_cols)
-    return runner.forward(forward_batch).logits_output
+    out = runner.forward(forward_batch)
+    return GenerationBatchResult(logits_output=out.logits_output, can_run_cuda_graph=out.can_run_graph)

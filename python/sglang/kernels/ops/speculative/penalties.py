@@ -1,0 +1,130 @@
+"""Penalties at every position of a block, and the count of what was said, each in one launch.
+
+The PyTorch twins are in `srt/speculative/penalties.py`, where penalties take a dozen launches per position.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def penalize_block_triton(
+    logits: torch.Tensor,
+    block: torch.Tensor,
+    counts: torch.Tensor,
+    requests: torch.Tensor,
+    seq_lens: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    repetition: torch.Tensor,
+    min_new_tokens: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    stop_logits: torch.Tensor | None,
+) -> None:
+    """Penalise logits [bs * B, vocab] in place, each row for what its request has said and the block up to it.
+
+    block: [bs, B] int64, of which the first column is counted already. counts: [rows, vocab] int32; requests: [bs] int64, rows
+    of it. seq_lens: [bs] int64, tokens before the block. Then one entry per request, contiguous: frequency, presence,
+    repetition float32, min_new_tokens and prompt_lens int64. stop_logits: [bs, vocab] float32, added while a request is too
+    short to end; None where none is.
+
+    No host synchronisation. Moves bs * vocab * (2 B * itemsize + 4) bytes, and 4 more with stop_logits.
+    """
+    per_request = block, requests, seq_lens, frequency, presence, repetition, min_new_tokens, prompt_lens
+    assert all(tensor.is_contiguous() for tensor in (*per_request, counts)) and logits.stride(1) == 1
+    bs, width = block.shape
+    vocabulary = counts.shape[1]
+    assert logits.shape == (bs * width, vocabulary)
+    if bs:
+        tile = 1024
+        _penalize_block_kernel[(bs, triton.cdiv(vocabulary, tile))](
+            logits,
+            counts,
+            *per_request,
+            counts if stop_logits is None else stop_logits.contiguous(),
+            logits.stride(0),
+            vocabulary,
+            width,
+            HAS_STOPS=stop_logits is not None,
+            TILE=tile,
+            num_warps=4,
+        )
+
+
+# Columns of one copy: how they are aligned depends on how many requests there are.
+@triton.jit(
+    do_not_specialize_on_alignment=["frequency", "presence", "repetition", "min_new_tokens", "prompt_lens"]
+)
+def _penalize_block_kernel(
+    logits,
+    counts,
+    block,
+    requests,
+    seq_lens,
+    frequency,
+    presence,
+    repetition,
+    min_new_tokens,
+    prompt_lens,
+    stop_logits,
+    logits_stride,
+    vocabulary,
+    width,
+    HAS_STOPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program per request and tile of the vocabulary, one step per position."""
+    number = tl.program_id(0).to(tl.int64)
+    request = tl.load(requests + number).to(tl.int64)
+    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = token < vocabulary
+    count = tl.load(counts + request * vocabulary + token, mask=inside, other=0)
+    per_time, once = tl.load(frequency + number), tl.load(presence + number)
+    factor = tl.load(repetition + number)
+    # The block's first token, at position seq_lens, has been said as well.
+    said = tl.load(seq_lens + number) + 1 - tl.load(prompt_lens + number)
+    missing = tl.load(min_new_tokens + number) - said
+    if HAS_STOPS:
+        stop = tl.load(stop_logits + number * vocabulary + token, mask=inside, other=0.0)
+    block += number * width
+    logits += number * width * logits_stride
+    for position in range(width):
+        if position > 0:
+            count += (token == tl.load(block + position)).to(tl.int32)
+        is_said = count > 0
+        added = -per_time * count.to(tl.float32) - tl.where(is_said, once, 0.0)
+        if HAS_STOPS:
+            added += tl.where(position < missing, stop, 0.0)
+        logit = tl.load(logits + token, mask=inside, other=0.0)
+        changed = (logit.to(tl.float32) + added).to(logit.dtype).to(tl.float32)
+        scaling = tl.where(is_said, factor, 1.0)
+        changed = tl.where(changed > 0, changed / scaling, changed * scaling)
+        tl.store(logits + token, changed.to(logit.dtype), mask=inside)
+        logits += logits_stride
+
+
+def count_tokens_triton(
+    counts: torch.Tensor, requests: torch.Tensor, tokens: torch.Tensor, accept_len: torch.Tensor
+) -> None:
+    """Add the first accept_len + 1 tokens of each row to its request's counts, [rows, vocab] int32.
+
+    requests: [bs] int64. tokens: [bs, B] int64. accept_len: [bs] int32. No host synchronisation.
+    """
+    assert all(tensor.is_contiguous() for tensor in (counts, requests, tokens, accept_len))
+    bs, width = tokens.shape
+    if bs:
+        block = triton.next_power_of_2(width)
+        _count_tokens_kernel[(bs,)](
+            counts, requests, tokens, accept_len, counts.shape[1], width, BLOCK=block, num_warps=1
+        )
+
+
+@triton.jit
+def _count_tokens_kernel(counts, requests, tokens, accept_len, vocabulary, width, BLOCK: tl.constexpr):
+    """One program per request."""
+    number = tl.program_id(0)
+    slot = tl.arange(0, BLOCK)
+    is_output = (slot < width) & (slot <= tl.load(accept_len + number))
+    token = tl.load(tokens + number * width + slot, mask=is_output, other=0)
+    row = counts + tl.load(requests + number).to(tl.int64) * vocabulary
+    tl.atomic_add(row + token, tl.full((BLOCK,), 1, tl.int32), mask=is_output)

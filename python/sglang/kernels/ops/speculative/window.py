@@ -1,0 +1,93 @@
+"""The request table of a draft that sees a window (`srt/speculative/draft_window.py`), in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def prepare_window(
+    seq_lens: torch.Tensor,
+    requests: torch.Tensor,
+    source: torch.Tensor,
+    table: torch.Tensor,
+    size: int,
+    page: int,
+    columns: int,
+) -> torch.Tensor:
+    """Write the slots of each request's last `size` committed positions, and of what follows them, from the front of its row.
+
+    seq_lens: [bs] int64, committed lengths n. requests: [bs] int64, rows of both tables.
+    source, table: [rows, max_len] int32. Row i of `table` gets source[i, start : start + columns], where start is the last
+        multiple of `page` up to max(0, n - size). Past the end of `source` its last entry is repeated, which nobody reads.
+
+    Returns n - start, [bs] int64: how many of the columns are committed.
+
+    One launch on CUDA, without host synchronisation. Moves bs * (24 + 8 columns) bytes.
+    """
+    run = prepare_window_triton if seq_lens.is_cuda else prepare_window_torch
+    return run(seq_lens, requests, source, table, size, page, columns)
+
+
+def prepare_window_torch(seq_lens, requests, source, table, size, page, columns) -> torch.Tensor:
+    """`prepare_window` in PyTorch, on any device."""
+    start = (seq_lens - size).clamp_(min=0)
+    if page > 1:
+        start -= start % page
+    column = torch.arange(columns, device=seq_lens.device)
+    positions = (start[:, None] + column).clamp_(max=source.shape[1] - 1)
+    table[requests, :columns] = source[requests[:, None], positions]
+    return seq_lens - start
+
+
+def prepare_window_triton(seq_lens, requests, source, table, size, page, columns) -> torch.Tensor:
+    """`prepare_window` as a Triton kernel. Tensors contiguous, but for the rows of the tables."""
+    assert seq_lens.is_contiguous() and requests.is_contiguous() and source.stride(1) == table.stride(1) == 1
+    committed = torch.empty_like(seq_lens)
+    bs, tile = seq_lens.numel(), min(triton.next_power_of_2(columns), 1024)
+    if bs:
+        _prepare_window_kernel[(bs, triton.cdiv(columns, tile))](
+            seq_lens,
+            requests,
+            source,
+            table,
+            committed,
+            source.stride(0),
+            table.stride(0),
+            source.shape[1],
+            size,
+            page,
+            columns,
+            TILE=tile,
+            num_warps=4,
+        )
+    return committed
+
+
+@triton.jit
+def _prepare_window_kernel(
+    seq_lens,
+    requests,
+    source,
+    table,
+    committed,
+    source_stride,
+    table_stride,
+    source_width,
+    size,
+    page,
+    columns,
+    TILE: tl.constexpr,
+):
+    """One program per request and tile of columns."""
+    number, tile = tl.program_id(0), tl.program_id(1)
+    request = tl.load(requests + number).to(tl.int64)  # rows * max_len may exceed 2**31
+    length = tl.load(seq_lens + number)
+    start = tl.maximum(length - size, 0)
+    start -= start % page
+    column = tile * TILE + tl.arange(0, TILE)
+    position = tl.minimum(start + column, source_width - 1)
+    inside = column < columns
+    slot = tl.load(source + request * source_stride + position, mask=inside)
+    tl.store(table + request * table_stride + column, slot, mask=inside)
+    if tile == 0:
+        tl.store(committed + number, length - start)
