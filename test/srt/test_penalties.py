@@ -160,26 +160,52 @@ def expected(asked) -> list[list[int]]:
     takes them from the host, and without overlap two of these answers still differ from the plain loop's."""
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    return [plain_loop(model, tokenizer, one) for one in asked]
+    return plain_loop(model, tokenizer, asked)
 
 
 @torch.no_grad()
-def plain_loop(model, tokenizer, one: dict) -> list[int]:
-    """What a request says, up to where float32 cannot tell the best two tokens apart."""
-    params = SimpleNamespace(**NEUTRAL | {"logit_bias": {}, "stop_token_ids": []} | one["sampling_params"])
-    ends = set() if params.ignore_eos else {model.config.eos_token_id, *params.stop_token_ids}
-    rule = request(1, eos_token_ids=ends, stop_token_ids=set(), **{name: getattr(params, name) for name in NEUTRAL})
-    said, fed, cache = [], tokenizer.encode(one["text"]).ids, DynamicCache(config=model.config)
-    while len(said) < params.max_new_tokens and not (said and said[-1] in ends):
-        logits = penalized(model(torch.tensor([fed]), past_key_values=cache).logits[0, -1], rule, said)
-        for token, bias in params.logit_bias.items():
+def plain_loop(model, tokenizer, asked: list[dict]) -> list[list[int]]:
+    """What each request says, up to where float32 cannot tell the best two tokens apart. All of them side by side."""
+    prompts = [tokenizer.encode(one["text"]).ids for one in asked]
+    longest = max(map(len, prompts))
+    fed = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    sayings = [Saying(one["sampling_params"], model.config.eos_token_id) for one in asked]
+    while not all(saying.is_over for saying in sayings):
+        logits = model(fed, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]
+        fed = torch.tensor([[saying.go_on(row)] for saying, row in zip(sayings, logits, strict=True)])
+        mask = torch.cat((mask, torch.ones_like(fed)), dim=1)
+        positions = positions[:, -1:] + 1
+    return [saying.said for saying in sayings]
+
+
+class Saying:
+    """One request's answer as it grows."""
+
+    def __init__(self, sampling_params: dict, eos_token_id: int):
+        self._params = params = SimpleNamespace(**NEUTRAL | {"logit_bias": {}, "stop_token_ids": []} | sampling_params)
+        self._ends = set() if params.ignore_eos else {eos_token_id, *params.stop_token_ids}
+        neutral = {name: getattr(params, name) for name in NEUTRAL}
+        self._rule = request(1, eos_token_ids=self._ends, stop_token_ids=set(), **neutral)
+        self.said: list[int] = []
+        self.is_over = False
+
+    def go_on(self, logits: torch.Tensor) -> int:
+        """The next token after these logits; when it is over, any."""
+        if self.is_over:
+            return 0
+        logits = penalized(logits, self._rule, self.said)
+        for token, bias in self._params.logit_bias.items():
             logits[int(token)] += bias
         best, second = logits.topk(2).values.tolist()
         if best - second < FLOAT32_TIE:
-            return said
-        fed = [int(logits.argmax())]
-        said += fed
-    return said
+            self.is_over = True
+            return 0
+        self.said.append(int(logits.argmax()))
+        self.is_over = len(self.said) == self._params.max_new_tokens or self.said[-1] in self._ends
+        return self.said[-1]
 
 
 SERVERS = {

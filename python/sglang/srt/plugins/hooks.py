@@ -73,3 +73,9 @@ def server_info():
     from sglang_dflash.srt.observability.server_info import reporting_width
 
     return reporting_width()
+
+
+def cpu_linear():
+    from sglang_dflash.srt.hardware_backend.cpu.linear import linear_on_onednn
+
+    return linear_on_onednn()
