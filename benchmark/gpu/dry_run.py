@@ -13,9 +13,6 @@ class _Parser(argparse.ArgumentParser):
 
 def check(parts: Sequence[Part]) -> list[str]:
     """Print the parts and their commands. Returns one line per problem."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()  # as a server does first; ours reads configs that SGLang's own parser rejects
     problems = []
     for part in parts:
         print(f"\n{part.name}")
@@ -29,8 +26,10 @@ def check(parts: Sequence[Part]) -> list[str]:
 def problems_of(plan: Plan) -> list[str]:
     """What SGLang would refuse of this server: flags, environment, configs of target and draft."""
     from sglang.srt.environ import envs
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
+    load_plugins()  # as a server does first; ours reads configs that SGLang's own parser rejects
     from sglang_dflash.srt.arg_groups.dflash_args import load_and_check_configs
     from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 
