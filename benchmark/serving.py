@@ -23,6 +23,7 @@ TARGET = ROOT / "models" / "tiny-qwen3-code"
 DRAFT = ROOT / "models" / "tiny-qwen3-code-dflash"
 SPECULATORS_DRAFT = ROOT / "models" / "tiny-qwen3-code-dflash-speculators"
 PEAGLE_DRAFT = ROOT / "models" / "tiny-qwen3-code-peagle"
+DFLASH2_DRAFT = ROOT / "models" / "tiny-qwen3-code-dflash2"
 HELDOUT_PROMPTS = ROOT / "benchmark" / "tiny" / "prompts" / "heldout.jsonl"
 START_TIMEOUT_S = 240
 

@@ -16,6 +16,7 @@ DECODE_PATH = (
     "srt/speculative/dflash_worker.py",
     "srt/speculative/dflash_info.py",
     "srt/speculative/acceptance.py",
+    "srt/speculative/candidate_selector.py",
     "srt/speculative/draft_sampling.py",
     "srt/speculative/penalties.py",
     "srt/speculative/rejection.py",
@@ -26,15 +27,19 @@ DECODE_PATH = (
     "srt/speculative/width/states.py",
     "srt/speculative/draft_window.py",
     "srt/speculative/drafters/dflash.py",
+    "srt/speculative/drafters/dflash2.py",
     "srt/speculative/drafters/peagle.py",
     "srt/models/dflash.py",
+    "srt/models/dflash2.py",
     "srt/models/peagle.py",
     "srt/layers/vocab_argmax.py",
     "kernels/ops/speculative/block.py",
     "kernels/ops/speculative/accept.py",
+    "kernels/ops/speculative/block_conv.py",
     "kernels/ops/speculative/context_kv.py",
     "kernels/ops/speculative/peagle_rows.py",
     "kernels/ops/speculative/rejection.py",
+    "kernels/ops/speculative/selector_walk.py",
 )
 # Methods that copy to the host or whose result's shape depends on values, and functions that do on tensors.
 METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "unique", "masked_select"}

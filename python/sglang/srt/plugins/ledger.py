@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -94,6 +96,12 @@ def _draft_model():
     from sglang_dflash.srt.models.dflash import DFlashDraftModel
 
     return DFlashDraftModel
+
+
+def _dflash2_model():
+    from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
+
+    return DFlash2DraftModel
 
 
 def _peagle_model():
@@ -333,6 +341,17 @@ AT_WORKER = (
         signature=None,
         why="load drafts with our model class",
         build=_draft_model,
+    ),
+    *(
+        Change(
+            target="sglang.srt.models.registry.ModelRegistry.models",
+            kind="entry",
+            key=architecture,
+            signature=None,
+            why="load DFlash2 drafts with our model class",
+            build=_dflash2_model,
+        )
+        for architecture in DFLASH2_ARCHITECTURES
     ),
     Change(
         target="sglang.srt.models.registry.ModelRegistry.models",

@@ -11,6 +11,7 @@ from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput, 
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.draft_window import FullView, WindowView
 from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.rejection import DraftProbs
 
 
 class DFlashDrafter:
@@ -73,9 +74,13 @@ class DFlashDrafter:
         if sampling_info is None:
             drafted, probs = output.draft_tokens[: cycle.bs * drafted_slots].view(cycle.bs, -1), None
         else:
-            rows = output.hidden_states.view(cycle.bs, self._draft_width, -1)[:, -drafted_slots:]
-            drafted, probs = draw_drafts(self._model, rows, sampling_info, self._sampling)
+            drafted, probs = self._draw(cycle, output, sampling_info)
         return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1), probs)
+
+    def _draw(self, cycle: Cycle, output: DraftOutput, sampling_info) -> tuple[torch.Tensor, DraftProbs]:
+        """Tokens [bs, B - 1] and what they were drawn from."""
+        rows = output.hidden_states.view(cycle.bs, self._draft_width, -1)[:, self._model.draft.num_idle_rows :]
+        return draw_drafts(self._model, rows, sampling_info, self._sampling)
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor, verdict: Verdict) -> None:
         # What a rejected row leaves in its slot is never read: the next block starts at the first of them. Skipping
