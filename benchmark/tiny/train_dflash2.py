@@ -58,12 +58,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="end earlier, by this clock")
     parser.add_argument("--muon-lr", type=float, default=0.01)
     parser.add_argument("--adam-lr", type=float, default=0.003)
+    parser.add_argument("--seed", type=int, default=2, help="of the rows and anchors; another one to go on with")
     parser.add_argument("--init", type=Path, help="go on from this DFlash2 draft")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     pools = torch.load(args.work_dir / "rollouts.pt", mmap=True)
-    short, long = AnchorSampler(pools["short"], ROWS_PER_STEP, seed=2), AnchorSampler(pools["long"], 1, seed=3)
+    short, long = AnchorSampler(pools["short"], ROWS_PER_STEP, args.seed), AnchorSampler(pools["long"], 1, args.seed + 1)
     embedding = load_file(str(args.target_dir / "model.safetensors"))["model.embed_tokens.weight"]
     config = dflash2_config(json.loads((args.plain_dir / "config.json").read_text()))
     draft = DFlash2Draft(config)
