@@ -41,6 +41,7 @@ def block_scores(draft, embedding, tokens, aux, anchors, use_selector: bool, top
     return ids, draft.candidate_selector(hidden, previous, ids, unary)
 
 
+@torch.no_grad()
 def accept_length(draft, embedding, texts, temperature: float, use_selector: bool, top_k: int | None = None) -> float:
     """Mean tokens per step over texts: (tokens [R, S], aux, target probabilities at `temperature` or None, first, ends)."""
     block_size = draft.config["block_size"]
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("dflash2_dir", type=Path)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--max-new", type=int, default=128)
-    parser.add_argument("--stride", type=int, default=3, help="use every n-th prompt")
+    parser.add_argument("--stride", type=int, default=6, help="use every n-th prompt")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--top-k", type=int, nargs="*", default=[], help="other numbers of candidates, for information")
     parser.add_argument("--json", type=Path)
