@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 from conftest import PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched
 from scipy.stats import chi2
-from serving import PEAGLE_DRAFT, dflash_arguments
+from serving import DFLASH2_DRAFT, PEAGLE_DRAFT, dflash_arguments
 
 pytestmark = pytest.mark.server
 
@@ -30,6 +30,7 @@ DRAFTING = {
     "one-hot": dflash_arguments(),
     "probabilistic": [*dflash_arguments(), *PROBABILISTIC],
     "probabilistic, widths change": [*dflash_arguments(), *PROBABILISTIC, *WIDTHS_CHANGE],
+    "probabilistic, DFlash2": [*dflash_arguments(DFLASH2_DRAFT), *PROBABILISTIC],
     "probabilistic, P-EAGLE": [*dflash_arguments(PEAGLE_DRAFT), *PROBABILISTIC],
 }
 assert SAMPLES * len(PROMPTS) * LENGTH > 50_000
