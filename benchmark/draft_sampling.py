@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--name", default="sampling", help="of the file in benchmark/results/")
     args = parser.parse_args()
     texts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512][: args.prompts]
     header = " | ".join(f"T = {t}" for t in args.temperatures)
@@ -62,7 +63,7 @@ def main() -> None:
 token included, ± one standard error. `python benchmark/draft_sampling.py`.
 
 """
-    (ROOT / "benchmark" / "results" / "sampling.md").write_text(page + "\n".join(lines) + "\n")
+    (ROOT / "benchmark" / "results" / f"{args.name}.md").write_text(page + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

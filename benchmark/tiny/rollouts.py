@@ -5,6 +5,9 @@ greedy continuations of training prompts. The hidden states come for free
 during generation and are stored: every later draft step skips the target.
 
     python rollouts.py WORK_DIR TARGET_DIR      # writes rollouts.pt
+
+With `--sampled` most continuations are drawn at temperature 1, and every row also keeps the target's last
+hidden state, from which its whole distribution can be had: for drafts that are to be right by probabilities.
 """
 
 import argparse
@@ -27,19 +30,23 @@ LONG_ROW_LENGTH = 1024
 CODE_GROUPS = [(128, 16, 0.0), (384, 64, 0.0), (128, 128, 0.0), (64, 64, 0.7)]
 CHAT_ROWS, CHAT_CORPUS_ROWS, CORPUS_ROWS = 192, 64, 256
 LONG_ROWS, LONG_PROMPT = 24, 832
+SAMPLED_GROUPS = [(256, 64, 0.0), (384, 64, 1.0), (128, 64, 0.7), (128, 16, 1.0)]
+SAMPLED_CHAT_ROWS, SAMPLED_CORPUS_ROWS = 96, 768
 
 
 @torch.no_grad()
 def rollout(model, prompts: torch.Tensor, length: int, temperature: float = 0.0,
-            generator: torch.Generator | None = None):
+            generator: torch.Generator | None = None, keep_last: bool = False):
     """Continue prompts [rows, P] int64 to `length` tokens with a KV cache.
 
-    Returns tokens [rows, length] int64, aux [rows, length, A * H] and
-    argmax [rows, length] int64 (argmax[t] is the greedy token for position
+    Returns tokens [rows, length] int64, aux [rows, length, A * H] (with `keep_last` one H more, at the end: what
+    the head reads) and argmax [rows, length] int64 (argmax[t] is the greedy token for position
     t + 1). Slot length - 1 of aux and argmax is zero: nothing reads it.
     A prompt of `length` tokens just gets its hidden states.
     """
-    layer_ids = kind_of(model.config.to_dict()).target_layer_ids
+    layer_ids = list(kind_of(model.config.to_dict()).target_layer_ids)
+    if keep_last:  # transformers' last entry is the final norm's output
+        layer_ids.append(model.config.num_hidden_layers - 1)
     cache, chunk = DynamicCache(config=model.config), prompts  # by config: a hybrid model has states as well
     tokens, aux, argmax = [prompts], [], []
     known = prompts.shape[1]
@@ -120,6 +127,7 @@ def main() -> None:
     parser.add_argument("target_dir", type=Path)
     parser.add_argument("--scale", type=float, default=1.0, help="fraction of the rows to make")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--sampled", action="store_true")
     args = parser.parse_args()
     rank, processes = join_processes()
     scaled = lambda n: max(4, int(n * args.scale / processes))
@@ -131,25 +139,28 @@ def main() -> None:
     header = tokenizer.encode("<|im_start|>assistant\n").ids
     model = AutoModelForCausalLM.from_pretrained(args.target_dir, dtype=torch.bfloat16).eval()
 
+    keep = args.sampled
+    groups = SAMPLED_GROUPS if args.sampled else CODE_GROUPS
+    chat_rows, corpus_rows = (SAMPLED_CHAT_ROWS, SAMPLED_CORPUS_ROWS) if args.sampled else (CHAT_ROWS, CORPUS_ROWS)
     began, short, long = time.time(), Pool(), Pool()
     done = lambda what: print(f"{what}: {time.time() - began:.0f} s", flush=True)
-    for count, prompt_length, temperature in CODE_GROUPS:
+    for count, prompt_length, temperature in groups:
         for batch in code_rows(code, scaled(count), prompt_length, rng).split(128):
-            short.add(rollout(model, batch, ROW_LENGTH, temperature, generator),
+            short.add(rollout(model, batch, ROW_LENGTH, temperature, generator, keep),
                       prompt_length, prompt_length)
         done(f"{count} x {prompt_length} at temperature {temperature}")
-    for batch in chat_prompts(chat, chat_starts[:-8], header, scaled(CHAT_ROWS), rng):
-        short.add(rollout(model, batch, ROW_LENGTH), batch.shape[1], batch.shape[1])
+    for batch in chat_prompts(chat, chat_starts[:-8], header, scaled(chat_rows), rng):
+        short.add(rollout(model, batch, ROW_LENGTH, keep_last=keep), batch.shape[1], batch.shape[1])
     done("chat")
-    for batch in code_rows(code, scaled(CORPUS_ROWS), ROW_LENGTH, rng).split(64):
-        short.add(rollout(model, batch, ROW_LENGTH), 1, ROW_LENGTH)
+    for batch in code_rows(code, scaled(corpus_rows), ROW_LENGTH, rng).split(64):
+        short.add(rollout(model, batch, ROW_LENGTH, keep_last=keep), 1, ROW_LENGTH)
     starts = rng.choice(chat_starts[chat_starts < len(chat) - ROW_LENGTH], scaled(CHAT_CORPUS_ROWS))
     rows = torch.from_numpy(np.stack([chat[s:s + ROW_LENGTH] for s in starts]).astype(np.int64))
-    short.add(rollout(model, rows, ROW_LENGTH), 1, ROW_LENGTH)
+    short.add(rollout(model, rows, ROW_LENGTH, keep_last=keep), 1, ROW_LENGTH)
     done("corpus")
     for batch in code_rows(code, scaled(LONG_ROWS), LONG_PROMPT, rng).split(16):
         # Anchors from the second half of the prompt on: far positions are what is new here.
-        long.add(rollout(model, batch, LONG_ROW_LENGTH), LONG_PROMPT // 2, LONG_PROMPT)
+        long.add(rollout(model, batch, LONG_ROW_LENGTH, keep_last=keep), LONG_PROMPT // 2, LONG_PROMPT)
     done("long")
     pools = {"short": short.tensors(), "long": long.tensors()}
     if processes > 1:  # rank 0 collects the shares

@@ -134,7 +134,8 @@ class MasterWeights:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.pairs = [(p, p.detach().float().clone()) for _, p in named]
         # A projection to a few scalars per token (GatedDeltaNet's gates) is no matrix to orthogonalise.
-        is_matrix = [p.ndim == 2 and min(p.shape) >= 16 and "embed" not in n for n, p in named]
+        is_matrix = [p.ndim == 2 and min(p.shape) >= 16 and "embed" not in n and "codebook" not in n
+                     for n, p in named]
         masters = [m for _, m in self.pairs]
         self.optimizers = [
             torch.optim.Muon([m for m, use in zip(masters, is_matrix) if use],

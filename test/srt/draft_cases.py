@@ -136,11 +136,13 @@ class FakePlan:
 class Case:
     """One draft, built twice, with a random target embedding and head."""
 
+    model_class, reference_class, checkpoint = DFlashDraftModel, ReferenceDFlash, DRAFT
+
     def __init__(self, config: dict, weights: dict[str, torch.Tensor], num_aux: int, tmp_path):
         self.config = config
-        self.num_aux = num_aux
-        self.reference = ReferenceDFlash(config, weights)
-        self.model = build(DFlashDraftModel, read_config(config, tmp_path), iter(weights.items()))
+        self.num_aux, self.weights = num_aux, weights
+        self.reference = self.reference_class(config, weights)
+        self.model = build(self.model_class, read_config(config, tmp_path), iter(weights.items()))
         generator = torch.Generator().manual_seed(1)
         self.embedding = torch.nn.Embedding(config["vocab_size"], config["hidden_size"])
         self.embedding.weight.data = torch.randn(
@@ -161,8 +163,8 @@ class Case:
 
     @classmethod
     def bundled(cls, tmp_path) -> "Case":
-        config = json.loads((DRAFT / "config.json").read_text())
-        weights = {name: tensor.float() for name, tensor in load_file(DRAFT / "model.safetensors").items()}
+        config = json.loads((cls.checkpoint / "config.json").read_text())
+        weights = {name: tensor.float() for name, tensor in load_file(cls.checkpoint / "model.safetensors").items()}
         return cls(config, weights, len(config["dflash_config"]["target_layer_ids"]), tmp_path)
 
     def pools(self, requests: int, capacity: int, **options) -> Pools:

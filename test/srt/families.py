@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from dflash2_cases import OPTIONS as DFLASH2_OPTIONS
+from dflash2_cases import random_dflash2_weights
 from draft_cases import BASE, random_weights
 from drafts import read_config
 from safetensors.torch import load_file, save_file
@@ -267,9 +269,8 @@ def _merged(config: dict, changes: dict) -> dict:
     return config | changes | inner
 
 
-def write_draft(folder: Path, vocab: int = VOCAB) -> Path:
-    """A random DFlash draft for any of the targets."""
-    config = {
+def _draft_config(vocab: int) -> dict:
+    return {
         **BASE,
         "vocab_size": vocab,
         "hidden_size": HIDDEN,
@@ -278,9 +279,25 @@ def write_draft(folder: Path, vocab: int = VOCAB) -> Path:
         "block_size": 8,
         "dflash_config": {"mask_token_id": min(7, vocab - 1), "target_layer_ids": list(LAYER_IDS)},
     }
+
+
+def write_draft(folder: Path, vocab: int = VOCAB) -> Path:
+    """A random DFlash draft for any of the targets."""
+    config = _draft_config(vocab)
+    return _write(folder, config, random_weights(config, len(LAYER_IDS)))
+
+
+def write_dflash2_draft(folder: Path, vocab: int = VOCAB) -> Path:
+    """A random DFlash2 draft for any of the targets."""
+    config = _draft_config(vocab) | {"architectures": ["DFlash2DraftModel"]}
+    config["dflash_config"] |= DFLASH2_OPTIONS
+    return _write(folder, config, random_dflash2_weights(config, len(LAYER_IDS)))
+
+
+def _write(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(random_weights(config, len(LAYER_IDS)), folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 
@@ -323,7 +340,4 @@ def write_peagle_draft(folder: Path, vocab: int = VOCAB, tokens: int = 500) -> P
     weights = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
     weights |= {name: torch.ones(shape) for name, shape in shapes.items() if len(shape) == 1}
     weights["d2t"] = torch.arange(tokens)  # token i of the draft is token 2 i of the target
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
-    return folder
+    return _write(folder, config, weights)

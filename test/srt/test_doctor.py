@@ -12,7 +12,7 @@ import pytest
 import torch
 from drafts import make_draft
 from safetensors.torch import save_file
-from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
+from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
 
 from sglang_dflash import doctor
 from sglang_dflash.srt.doctor import measure, page_style, static_checks
@@ -114,7 +114,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("draft", BUNDLED, ids=lambda path: path.name)
+@pytest.mark.parametrize("draft", [*BUNDLED, DFLASH2_DRAFT], ids=lambda path: path.name)
 def test_nothing_is_found_in_a_bundled_draft(draft, capsys):
     assert examine(draft) == 0
     said = capsys.readouterr().out
@@ -127,6 +127,11 @@ def test_a_fault_is_named(what, tmp_path, capsys):
     assert examine(make(tmp_path / "draft")) == 1
     faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
     assert any(re.search(said, line) for line in faults), faults
+
+
+def test_a_dflash2_draft_is_not_measured(capsys):
+    assert examine(DFLASH2_DRAFT, "--measure") == 2
+    assert "a DFlash2 draft is examined by its files alone" in capsys.readouterr().err
 
 
 def test_a_file_cut_short_is_named(tmp_path, capsys):

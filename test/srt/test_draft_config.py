@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from serving import DRAFT, TARGET
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
+from sglang_dflash.srt.configs.dflash2_config import parse_dflash2_config
 from sglang_dflash.srt.configs.draft_config import (
     DFlashDraftConfig,
     DraftConfigError,
@@ -20,6 +21,7 @@ from sglang_dflash.srt.configs.draft_config import (
     parse_draft_config,
     spread_target_layer_ids,
 )
+from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 
 VALID = {
@@ -131,6 +133,8 @@ def test_a_field_that_is_no_positive_integer_is_named(field, value):
         ({"selector_rank": 64}, ["dflash_config.selector_rank"]),
         ({"selector_top_k": 8}, ["dflash_config.selector_top_k"]),
         ({"conv_kernel_size": 4}, ["dflash_config.conv_kernel_size"]),
+        ({"lilicorr_rank": 8}, ["dflash_config.lilicorr_rank", "LiLiCorr"]),
+        ({"markov_order": 1}, ["dflash_config.markov_order", "DSpark"]),
         ({"attention_sink_bias": True}, ["dflash_config.attention_sink_bias"]),
         ({"attention_value_scale": 0.5}, ["dflash_config.attention_value_scale"]),
     ],
@@ -172,6 +176,52 @@ def test_fields_that_say_no_are_no_variant():
     """As exporters write them: zero, null or false where the draft has none, and a rotary width that is the head's."""
     nested = {"conv_kernel_size": 0, "selector_rank": 0, "projector_type": None, "attention_sink_bias": False}
     parse({"head_dim": 64, "partial_rotary_factor": 0.25, "rope_scaling": {"rope_dim": 64}, "num_experts": None}, nested)
+
+
+SELECTOR = {"selector_rank": 8, "selector_top_k": 4, "conv_kernel_size": 2, "conv_group_size": 16}
+
+
+def parse_dflash2(changes: dict | None = None, nested: dict | None = None):
+    merged = {**VALID, **(changes or {}), "dflash_config": {**VALID["dflash_config"], **SELECTOR, **(nested or {})}}
+    return parse_dflash2_config(SimpleNamespace(**merged), "some/draft")
+
+
+def test_a_dflash2_config():
+    draft = parse_dflash2(nested={"causal": False} | SLIDING)
+    assert {name: getattr(draft, name) for name in SELECTOR} == SELECTOR
+    assert (draft.block_size, draft.target_layer_ids, draft.sliding_is_causal) == (8, (1, 5, 9), False)
+    plain = parse_dflash2(nested={"conv_kernel_size": 0, "conv_group_size": None})
+    assert plain.conv_kernel_size == plain.conv_group_size == 0
+    for architecture in ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"):
+        named = SimpleNamespace(**{**VALID, "dflash_config": VALID["dflash_config"] | SELECTOR, "architectures": [architecture]})
+        assert read_draft_config(named, "some/draft") == parse_dflash2()
+
+
+@pytest.mark.parametrize(
+    "nested, words",
+    [
+        ({"selector_rank": None}, ["selector_rank", "missing"]),
+        ({"selector_top_k": 0}, ["selector_top_k", "missing"]),
+        ({"selector_top_k": -1}, ["selector_top_k", "-1"]),
+        ({"selector_top_k": 101}, ["selector_top_k", "101", "100"]),
+        ({"selector_rank": "8"}, ["selector_rank", "'8'"]),
+        ({"conv_kernel_size": 0}, ["conv_kernel_size", "conv_group_size"]),
+        ({"conv_group_size": None}, ["conv_kernel_size", "conv_group_size"]),
+        ({"conv_group_size": 15}, ["conv_group_size", "15", "64"]),
+        ({"draft_vocab_size": 50}, ["draft_vocab_size"]),
+        ({"sample_from_anchor": True}, ["sample_from_anchor"]),
+        ({"selector_beam_width": 4}, ["selector_beam_width"]),
+        ({"conv_dilation": 2}, ["conv_dilation"]),
+        ({"projector_type": "domino"}, ["projector_type", "Domino"]),
+        ({"lilicorr_rank": 8}, ["lilicorr_rank", "LiLiCorr"]),
+        ({"markov_order": 1}, ["markov_order", "DSpark"]),
+        ({"mask_token_id": 200, "selector_rank": 1.5}, ["selector_rank", "1.5"]),
+    ],
+)
+def test_what_a_dflash2_config_may_not_say(nested, words):
+    with pytest.raises(DraftConfigError) as caught:
+        parse_dflash2(nested=nested)
+    assert any(all(word in problem for word in words) for problem in caught.value.problems), caught.value.problems
 
 
 def test_an_unknown_field_is_named_in_a_warning(caplog):

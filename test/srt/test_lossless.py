@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 from conftest import FLOAT32, WIDTHS_CHANGE, assert_same, patched, undecided_from
 from drafts import always_wrong, random_draft
-from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from serving import (
+    DFLASH2_DRAFT,
+    DRAFT,
+    PEAGLE_DRAFT,
+    SPECULATORS_DRAFT,
+    TARGET,
+    Server,
+    dflash_arguments,
+    heldout_prompts,
+)
 from streaming import stream
 from tokenizers import Tokenizer
 
@@ -50,6 +59,13 @@ CONFIGURATIONS = (
     ),
     Configuration(
         "speculators", (), offset=3, draft=lambda folder: SPECULATORS_DRAFT, accept_length=(1.8, 8.0)
+    ),
+    Configuration(
+        "dflash2-mixed-batches",
+        ("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
+        offset=4,
+        draft=lambda folder: DFLASH2_DRAFT,
+        accept_length=(2.2, 8.0),
     ),
     Configuration("peagle", (), offset=4, draft=lambda folder: PEAGLE_DRAFT, accept_length=(2.2, 8.0)),
     Configuration(

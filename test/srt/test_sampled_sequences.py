@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched
-from families import write_draft, write_peagle_draft, write_target
+from families import write_dflash2_draft, write_draft, write_peagle_draft, write_target
 from scipy.stats import chi2
 from serving import TARGET, dflash_arguments
 
@@ -37,6 +37,7 @@ DRAFTING = {
     "one-hot": ("dflash", ()),
     "probabilistic": ("dflash", PROBABILISTIC),
     "probabilistic, widths change": ("dflash", (*PROBABILISTIC, *WIDTHS_CHANGE)),
+    "probabilistic, DFlash2": ("dflash2", PROBABILISTIC),
     "probabilistic, P-EAGLE": ("peagle", PROBABILISTIC),
 }
 assert SAMPLES * len(PROMPTS) * LENGTH > 50_000
@@ -46,12 +47,13 @@ Probs = dict[tuple[int, ...], float]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
-    """A folder with a target and its two drafts."""
+    """A folder with a target and its drafts."""
     folder = tmp_path_factory.mktemp("eight-tokens")
     write_target("qwen2", folder / "target", vocab_size=VOCABULARY)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET / name, folder / "target")
     write_draft(folder / "dflash", VOCABULARY)
+    write_dflash2_draft(folder / "dflash2", VOCABULARY)
     write_peagle_draft(folder / "peagle", VOCABULARY, VOCABULARY // 2)
     return folder
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import run_to_end
+from dflash2_cases import DFlash2Case
 from draft_cases import BASE, Case
 from engine import Pools, start
 from test_target_sampling import VOCABULARY, sampling_info
@@ -23,11 +24,13 @@ WORLD = 2
 LENGTHS = [11, 4]
 # Query and KV heads, MLP and head divide by two; one KV head is replicated instead.
 NAMES = ("plain", "one kv head", "sliding, causal")
+# The last has more candidates than a rank has rows of the head.
+DFLASH2_NAMES = ("as published", "all candidates")
 
 
 def draft_block(name: str, folder, world_size: int) -> torch.Tensor:
     """Drafted tokens [requests, B - 1] of this rank's shard of a draft."""
-    case = Case.variant(name, folder)
+    case = (DFlash2Case if name in DFLASH2_NAMES else Case).variant(name, folder)
     attention = case.model.layers[0].self_attn
     pools = Pools(
         len(LENGTHS), 40, layers=len(case.model.layers), kv_heads=attention.num_kv_heads, head_dim=attention.head_dim
@@ -50,7 +53,7 @@ def run_rank(rank: int, folder: str) -> None:
     pynccl.PyNcclCommunicator = lambda **_: SimpleNamespace(disabled=True)
     store = torch.distributed.FileStore(str(folder / "store"), WORLD)
     start(rank, WORLD, store)
-    for name in NAMES:
+    for name in NAMES + DFLASH2_NAMES:
         own = folder / f"{name}-{rank}"
         own.mkdir()
         torch.save(draft_block(name, own, WORLD), own / "tokens.pt")
@@ -63,7 +66,7 @@ def test_ranks_draft_the_same_tokens_as_one(tmp_path):
         ranks = pool.map(lambda rank: run_to_end("-c", program.format(rank)), range(WORLD))
         for rank in ranks:
             assert rank.code == 0, rank.output
-    for name in NAMES:
+    for name in NAMES + DFLASH2_NAMES:
         own = tmp_path / f"{name}-whole"
         own.mkdir()
         whole = draft_block(name, own, world_size=1)

@@ -108,8 +108,8 @@ def spread_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tu
     return tuple(round(first + i * (last - first) / (num_draft_layers - 1)) for i in range(num_draft_layers))
 
 
-def parse_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
-    """Read a draft's `PretrainedConfig`.
+def parse_draft_config(hf_config: Any, checkpoint: str, served: Sequence[str] = ()) -> DFlashDraftConfig:
+    """Read a draft's `PretrainedConfig`. served: fields of `dflash_config` that the caller reads itself.
 
     Raises DraftConfigError naming every missing or contradictory field at once.
     """
@@ -135,7 +135,7 @@ def parse_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
         if sliding_window == 1:
             fields.problems.append("sliding_window is 1, which leaves a layer nothing but the query itself")
     layer_ids = fields.target_layer_ids(num_target_layers, num_layers)
-    is_causal = fields.optional_bool("is_causal")
+    is_causal = fields.optional_bool("is_causal" if fields.get("is_causal") is not None else "causal")
     if is_causal and FULL_ATTENTION in layer_types:
         fields.problems.append("is_causal is true, but full-attention DFlash layers see their whole block")
     sliding_is_causal = fields.optional_bool("sliding_is_causal")
@@ -147,7 +147,7 @@ def parse_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
     aux_streams = fields.positive_int("hc_mult", at_most=MAX_LAYERS, required=False) or 1
     output_multiplier = fields.positive_number("output_multiplier")
     softcap = fields.positive_number("final_logit_softcapping")
-    fields.problems += variant_problems(hf_config, fields.nested)
+    fields.problems += variant_problems(hf_config, fields.nested, served)
     if fields.problems:
         raise DraftConfigError(checkpoint, fields.problems)
     return DFlashDraftConfig(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 
@@ -26,6 +27,10 @@ def required_shapes(hf_config: Any, draft: DFlashDraftConfig) -> dict[str, tuple
             shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(num_aux)}
     else:
         shapes["hidden_norm.weight"] = (hidden,)
+    if isinstance(draft, DFlash2DraftConfig):
+        rank = draft.selector_rank
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+        shapes |= {f"candidate_selector.{side}_codebook": (draft.vocab_size, rank) for side in ("predecessor", "successor")}
     for i in range(draft.num_hidden_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(hf_config, draft, i).items()}
     return shapes
@@ -81,4 +86,9 @@ def _layer_shapes(config: Any, draft: DFlashDraftConfig, layer: int) -> dict[str
         shapes["self_attn.o_proj.bias"] = (hidden,)
     if is_peagle and layer == 0:
         shapes["hidden_norm.weight"] = (hidden,)
+    if isinstance(draft, DFlash2DraftConfig) and draft.conv_kernel_size:
+        taps, groups = draft.conv_kernel_size, hidden // draft.conv_group_size
+        for name in ("attention_conv", "mlp_conv"):
+            shapes[f"{name}.base_kernel"] = (2, taps, hidden)
+            shapes[f"{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
     return shapes

@@ -5,7 +5,7 @@ Read as a plain draft such a checkpoint would draft nonsense, without a word. Ev
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 # What `dflash_config` may hold and we read, or need not.
 _KNOWN = {
     "block_size",
+    "causal",
     "draft_vocab_size",
     "fc_norm",
     "final_logit_softcapping",
@@ -57,9 +58,11 @@ _REFUSED = {
 }
 
 
-def variant_problems(config: Any, nested: Mapping[str, Any]) -> list[str]:
-    """What of a draft's config describes something we do not run. config: its top level; nested: its `dflash_config`."""
+def variant_problems(config: Any, nested: Mapping[str, Any], served: Sequence[str] = ()) -> list[str]:
+    """What of a draft's config describes something we do not run. config: its top level; nested: its `dflash_config`, of
+    which the fields in `served` are the caller's."""
     problems = []
+    nested = {name: value for name, value in nested.items() if name not in served}
     for where, fields in (("dflash_config.", nested), ("", _top_level(config))):
         for name, value in fields.items():
             meaning = next((meaning for start, meaning in _REFUSED.items() if _is_named(name, start)), None)

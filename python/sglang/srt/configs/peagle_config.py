@@ -6,6 +6,7 @@ Format: speculators, `speculators_model_type: "peagle"`, brought to a flat confi
 from dataclasses import dataclass, fields
 from typing import Any
 
+from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES, parse_dflash2_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, parse_draft_config
 
 PEAGLE_ARCHITECTURE = "PEagleDraftModel"
@@ -48,4 +49,8 @@ def read_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
     return parse(hf_config, checkpoint)
 
 
-_PARSERS = {"DFlashDraftModel": parse_draft_config, PEAGLE_ARCHITECTURE: parse_peagle_config}
+_PARSERS = {
+    "DFlashDraftModel": parse_draft_config,
+    PEAGLE_ARCHITECTURE: parse_peagle_config,
+    **dict.fromkeys(DFLASH2_ARCHITECTURES, parse_dflash2_config),
+}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
 from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
 from sglang_dflash.srt.doctor.findings import Finding, fault, note
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft, plain_draft
@@ -213,6 +214,8 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
     """The draft's plain model, with what it borrows from the loaded target, in its dtype and on its device."""
     from safetensors.torch import load_file
 
+    if isinstance(pair.draft_config, DFlash2DraftConfig):
+        raise BadInput(f"{pair.draft.name}: a DFlash2 draft is examined by its files alone; leave out --measure")
     embedding, head = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
     weights = {}
     for file in sorted({tensor.file for tensor in pair.draft.tensors.values()}):

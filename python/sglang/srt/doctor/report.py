@@ -2,12 +2,15 @@
 
 from typing import TYPE_CHECKING
 
+from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 from sglang_dflash.srt.doctor.static_checks import Pair
 from sglang_dflash.srt.speculative.speculators_format import is_speculators_config
 
 if TYPE_CHECKING:  # measure.py needs torch and transformers' models, the static checks do not
     from sglang_dflash.srt.doctor.measure import Measurement, Outcome
+
+_KINDS = {PEagleDraftConfig: "P-EAGLE", DFlash2DraftConfig: "DFlash2"}
 
 
 def heading(pair: Pair) -> str:
@@ -22,7 +25,7 @@ def describe_draft(pair: Pair) -> str:
     draft = pair.draft_config
     if draft is None:
         return "its config cannot be read"
-    kind = "P-EAGLE" if isinstance(draft, PEagleDraftConfig) else "DFlash"
+    kind = _KINDS.get(type(draft), "DFlash")
     made_by = "speculators" if is_speculators_config(pair.draft.config) else "z-lab"
     tokenizer = pair.target.tokenizer
     mask = tokenizer.name(draft.mask_token_id) if tokenizer else None

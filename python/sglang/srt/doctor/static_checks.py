@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES
 from sglang_dflash.srt.configs.draft_config import (
     DFlashDraftConfig,
     DraftConfigError,
@@ -28,6 +29,7 @@ from sglang_dflash.srt.speculative.speculators_format import (
 FETCH_AGAIN = "Fetch the draft again, or take one whose tensors and config.json belong together"
 OTHER_TARGET = "Serve the target that the draft was trained for, or a draft that was trained for this one"
 _FLOATS = ("BF16", "F16", "F32", "F64")
+_BLOCK_DRAFTS = {"DFlashDraftModel", *DFLASH2_ARCHITECTURES}
 _SAMPLED_ROWS = 64
 _SAME_ROWS = 0.9  # cosine; a frozen head gives 1, rows of other tokens about 0
 # What to do about a problem of the config, by words of its message; the first match counts.
@@ -49,7 +51,7 @@ def flat_config(draft: Checkpoint) -> dict[str, Any]:
         if speculators_type(config) not in served_types():
             raise BadInput(f"{draft.name}: a draft of kind {speculators_type(config)!r}; DFlash and P-EAGLE are examined here")
         return normalize(config, draft.name)
-    if "DFlashDraftModel" not in (config.get("architectures") or ()):
+    if not _BLOCK_DRAFTS.intersection(config.get("architectures") or ()):
         raise BadInput(
             f"{draft.name}: neither a DFlash nor a P-EAGLE draft, its architectures are {config.get('architectures')}"
         )
@@ -58,7 +60,7 @@ def flat_config(draft: Checkpoint) -> dict[str, Any]:
 
 def text_config(target: Checkpoint) -> SimpleNamespace:
     """The target's language model's config. Raises BadInput if there is none."""
-    if is_speculators_config(target.config) or "DFlashDraftModel" in (target.config.get("architectures") or ()):
+    if is_speculators_config(target.config) or _BLOCK_DRAFTS.intersection(target.config.get("architectures") or ()):
         raise BadInput(f"{target.name}: is a draft; --model-path is the target")
     text = target.config.get("text_config") or target.config
     missing = [name for name in ("hidden_size", "vocab_size", "num_hidden_layers") if name not in text]

@@ -102,7 +102,10 @@ class BlockDraftModel(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden] -> [n, draft_vocab_size], those the draft's distribution is made from, on all ranks."""
-        logits = full_logits(hidden, self.head)
+        return self.capped(full_logits(hidden, self.head))
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of the head, some or all, as the config has them scaled and capped."""
         softcap, multiplier = self.draft.final_logit_softcapping, self.draft.output_multiplier
         if multiplier != 1.0:
             logits = logits.float() * multiplier

@@ -201,11 +201,18 @@ class DFlashDraftModel(BlockDraftModel):
     all of them.
     """
 
+    parse_config = staticmethod(parse_draft_config)
+
+    @staticmethod
+    def layer_class(draft: DFlashDraftConfig) -> type[DFlashDecoderLayer]:
+        return DFlashDecoderLayer
+
     def __init__(self, config, quant_config=None, prefix: str = ""):
-        draft = parse_draft_config(config, getattr(config, "_name_or_path", "draft"))
+        draft = self.parse_config(config, getattr(config, "_name_or_path", "draft"))
         super().__init__(config, draft, quant_config, prefix)
+        layer_class = self.layer_class(draft)
         self.layers = nn.ModuleList(
-            DFlashDecoderLayer(config, self.draft, layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix))
+            layer_class(config, self.draft, layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix))
             for layer_id in range(config.num_hidden_layers)
         )
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -225,10 +232,7 @@ class DFlashDraftModel(BlockDraftModel):
 
         input_ids, positions: [num_blocks * D] int64.
         """
-        hidden_states, residual = self.embed(input_ids), None
-        for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
-        hidden_states, _ = self.norm(hidden_states, residual)
+        hidden_states = self.run_layers(input_ids, positions, forward_batch)
         blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
         drafted = self.to_target_ids(greedy_tokens(blocks[:, self.draft.num_idle_rows :].flatten(0, 1), self.head))
         whole = self.whole_blocks(input_ids.view(blocks.shape[:2])[:, :1], drafted.view(blocks.shape[0], -1))
@@ -238,6 +242,13 @@ class DFlashDraftModel(BlockDraftModel):
         """anchors [num_blocks, 1] and drafted [num_blocks, B - 1], int64, side by side, in the room there is for them."""
         room = None if self._blocks is None else self._blocks[: anchors.shape[0]]
         return torch.cat((anchors, drafted), dim=1, out=room)
+
+    def run_layers(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> torch.Tensor:
+        """Hidden states after the final norm, [num_blocks * D, hidden]."""
+        hidden_states, residual = self.embed(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
+        return self.norm(hidden_states, residual)[0]
 
     @torch.no_grad()
     def write_context_kv(

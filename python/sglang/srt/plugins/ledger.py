@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES
 from sglang_dflash.srt.plugins import hooks
 from sglang_dflash.srt.plugins.resolve import resolve
 
@@ -183,6 +184,17 @@ AT_WORKER = (
         signature=None,
         why="load drafts with our model class",
         build=_ours("srt.models.dflash.DFlashDraftModel"),
+    ),
+    *(
+        Change(
+            target="sglang.srt.models.registry.ModelRegistry.models",
+            kind="entry",
+            key=architecture,
+            signature=None,
+            why="load DFlash2 drafts with our model class",
+            build=_ours("srt.models.dflash2.DFlash2DraftModel"),
+        )
+        for architecture in DFLASH2_ARCHITECTURES
     ),
     Change(
         target="sglang.srt.models.registry.ModelRegistry.models",

@@ -21,6 +21,8 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, draft_pp_context
 
 from sglang_dflash.kernels.ops.speculative.accept import Acceptance, accept_greedy, settle
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
+from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.mask_token import read_mask_embedding
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
@@ -35,6 +37,7 @@ from sglang_dflash.srt.speculative.dflash_utils import (
 )
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
+from sglang_dflash.srt.speculative.drafters.dflash2 import DFlash2Drafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
 from sglang_dflash.srt.speculative.penalties import Penalties
 from sglang_dflash.srt.speculative.prewarm import prewarm_probabilistic_step
@@ -48,6 +51,8 @@ from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 from sglang_dflash.srt.speculative.width.start_up import start_adaptive
 
 logger = logging.getLogger(__name__)
+
+_DRAFTERS = {DFlashDraftModel: DFlashDrafter, DFlash2DraftModel: DFlash2Drafter, PEagleDraftModel: PEagleDrafter}
 
 
 class DFlashWorker(BaseSpecWorker):
@@ -81,7 +86,7 @@ class DFlashWorker(BaseSpecWorker):
         check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
         checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
         draft_model.prepare_mask(target_worker.tokenizer, read_mask_embedding(*checkpoint))
-        drafter = PEagleDrafter if isinstance(draft_model, PEagleDraftModel) else DFlashDrafter
+        drafter = _DRAFTERS[type(draft_model)]
         self._drafter = drafter(self._draft_worker.model_runner, target_runner.model, self.verify_width)
         self._rejection_rule = None
         if spec.speculative_use_rejection_sampling:

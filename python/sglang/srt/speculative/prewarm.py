@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
+from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
+from sglang_dflash.srt.speculative.candidate_selector import Draw
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.rejection import DraftProbs, draw_final_tokens
 from sglang_dflash.srt.speculative.target_sampling import slices_of_rows, target_probs
@@ -30,7 +32,13 @@ def prewarm_probabilistic_step(
         max_top_k=None,
     )
     hidden = torch.zeros(bs, width - 1, hidden_size, dtype=dtype, device=device)
-    drafted, draft = draw_drafts(model, hidden, info, DraftSampling.from_environment())
+    sampling = DraftSampling.from_environment()
+    if isinstance(model, DFlash2DraftModel):
+        anchors = torch.zeros(bs, dtype=torch.int64, device=device)
+        draw = Draw.of(info, sampling, width - 1)
+        drafted, draft = model.candidate_selector.walk(model.candidates(hidden), anchors, draw)
+    else:
+        drafted, draft = draw_drafts(model, hidden, info, sampling)
     # As many requests as one slice of logits holds stand for all of them.
     at_once = min(bs, -(-slices_of_rows(bs * width, vocab_size)[0].stop // width))
     some = SimpleNamespace(**{name: value[:at_once] if torch.is_tensor(value) else value for name, value in vars(info).items()})

@@ -11,6 +11,7 @@ from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput, 
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.draft_window import FullView, WindowView
 from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.rejection import DraftProbs
 
 
 class DFlashDrafter:
@@ -72,9 +73,13 @@ class DFlashDrafter:
         output = self._run_block(cycle)
         if sampling_info is None:
             return DraftBlock(output.blocks[: cycle.bs])  # a CUDA graph pads what it returns
-        rows = output.hidden_states.view(cycle.bs, self._draft_width, -1)[:, 1 - self._verify_width :]
-        drafted, probs = draw_drafts(self._model, rows, sampling_info, self._sampling)
+        drafted, probs = self._draw(cycle, output, sampling_info)
         return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1), probs)
+
+    def _draw(self, cycle: Cycle, output: DraftOutput, sampling_info) -> tuple[torch.Tensor, DraftProbs]:
+        """Tokens [bs, B - 1] and what they were drawn from."""
+        rows = output.hidden_states.view(cycle.bs, self._draft_width, -1)[:, self._model.draft.num_idle_rows :]
+        return draw_drafts(self._model, rows, sampling_info, self._sampling)
 
     def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
         self._model.write_context_kv(aux_hidden, positions, cache_loc, self._runner.token_to_kv_pool)

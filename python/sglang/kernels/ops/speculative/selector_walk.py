@@ -1,0 +1,112 @@
+"""A DFlash2 selector's walk along a block, in one launch; its PyTorch twin is `srt/speculative/candidate_selector.py`."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def walk_triton(
+    ids: torch.Tensor,
+    unary: torch.Tensor,
+    gate: torch.Tensor,
+    anchors: torch.Tensor,
+    predecessor_codebook: torch.Tensor,
+    successor_codebook: torch.Tensor,
+    draw: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    drawn_slots: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(tokens [bs, S] int64, what they were drawn from [bs, S, K] float32; None where they are the best).
+
+    Arguments as for `candidate_selector.walk`; draw: temperature, top_k, top_p, min_p, each [bs], and uniforms [bs, S].
+    One program per request: a slot's scores stay in registers, so the next one waits for no launch. No host
+    synchronisation. Reads K + 1 rows of the codebooks per slot.
+    """
+    bs, slots, candidates = ids.shape
+    rank = gate.shape[2]
+    tokens = ids.new_empty((bs, slots))
+    probs = None if draw is None else unary.new_empty((bs, slots, candidates), dtype=torch.float32)
+    inputs = ids, unary, gate, anchors, predecessor_codebook, successor_codebook
+    # Without drawing nothing of these is read; a kernel wants addresses all the same.
+    drawing = (unary,) * 6 if draw is None else (*draw, probs)
+    if bs:
+        tile, width = triton.next_power_of_2(candidates), triton.next_power_of_2(rank)
+        _walk_kernel[(bs,)](
+            *(tensor.contiguous() for tensor in inputs),
+            *(tensor.contiguous() for tensor in drawing),
+            tokens,
+            slots,
+            candidates,
+            rank,
+            drawn_slots,
+            DRAWS=draw is not None,
+            K=tile,
+            R=width,
+            num_warps=max(1, min(8, tile * width // 1024)),
+        )
+    return tokens, probs
+
+
+@triton.jit
+def _walk_kernel(
+    ids,
+    unary,
+    gate,
+    anchors,
+    predecessors,
+    successors,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    uniforms,
+    probs_out,
+    tokens,
+    slots,
+    candidates,
+    rank,
+    drawn_slots,
+    DRAWS: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, K)
+    inside = column < candidates
+    dim = tl.arange(0, R)
+    in_rank = dim < rank
+    previous = tl.load(anchors + request)
+    for slot in range(slots):
+        row = request * slots + slot
+        token_ids = tl.load(ids + row * candidates + column, mask=inside, other=0)
+        scores = tl.load(unary + row * candidates + column, mask=inside, other=0).to(tl.float32)
+        query = tl.load(predecessors + previous * rank + dim, mask=in_rank, other=0).to(tl.float32)
+        query *= tl.load(gate + row * rank + dim, mask=in_rank, other=0).to(tl.float32)
+        keys = tl.load(successors + token_ids[:, None] * rank + dim[None, :], mask=inside[:, None] & in_rank[None, :], other=0)
+        scores += tl.sum(keys.to(tl.float32) * query[None, :], axis=1)
+        # Finite at any temperature, as the twin's.
+        scores = tl.where(scores == scores, tl.minimum(tl.maximum(scores, -1e30), 1e30), -1e30)
+        scores = tl.where(inside, scores, -float("inf"))
+        best = tl.max(scores, axis=0)
+        chosen = tl.min(tl.where(scores == best, column, K), axis=0)
+        if DRAWS:
+            probs = tl.exp((scores - best) / tl.load(temperatures + request))
+            probs /= tl.sum(probs, axis=0)
+            # [i, j]: candidate j goes before candidate i.
+            ahead = probs[None, :] > probs[:, None]
+            ahead = ahead | ((probs[None, :] == probs[:, None]) & (column[None, :] < column[:, None]))
+            position = tl.sum(ahead.to(tl.int32), axis=1)
+            more_likely = tl.sum(tl.where(ahead, probs[None, :], 0), axis=1)
+            top_k = tl.where(slot < drawn_slots, tl.load(top_ks + request), 1)
+            kept = inside & (position < top_k) & (more_likely <= tl.load(top_ps + request))
+            kept = kept & ((probs >= tl.max(probs, axis=0) * tl.load(min_ps + request)) | (position == 0))
+            probs = tl.where(kept, probs, 0)
+            probs /= tl.sum(probs, axis=0)
+            tl.store(probs_out + row * candidates + column, probs, mask=inside)
+            wide = probs.to(tl.float64)
+            upto = tl.sum(tl.where(column[None, :] <= column[:, None], wide[None, :], 0), axis=1)
+            # A float32 draw may have been rounded up to 1.
+            uniform = tl.minimum(tl.load(uniforms + row).to(tl.float64), 1 - 1 / 16777216)
+            level = uniform * tl.sum(wide, axis=0)
+            chosen = tl.min(tl.where((upto > level) & (probs > 0), column, K), axis=0)
+        previous = tl.sum(tl.where(column == chosen, token_ids, 0), axis=0)
+        tl.store(tokens + row, previous)

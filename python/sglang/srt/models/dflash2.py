@@ -1,0 +1,140 @@
+"""The DFlash2 draft model on SGLang's layers: a DFlash draft with convolutions along the block, and a candidate selector.
+
+Format: z-lab/dflash, `DFlash2DraftModel`. Convolutions wrap both halves of a layer, in the block alone: the context's keys
+and values are a plain draft's. What they and the selector hold is whole on every rank: rows are channels of the hidden
+state, and tokens of the target's vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.utils import add_prefix
+from torch import nn
+
+from sglang_dflash.kernels.ops.speculative.block_conv import block_conv
+from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig, parse_dflash2_config
+from sglang_dflash.srt.layers.vocab_argmax import largest_logits
+from sglang_dflash.srt.models.block_draft import DraftOutput
+from sglang_dflash.srt.models.dflash import DFlashDecoderLayer, DFlashDraftModel
+from sglang_dflash.srt.speculative.candidate_selector import Candidates, Draw, walk
+from sglang_dflash.srt.speculative.rejection import DraftProbs
+
+
+@dataclass
+class DFlash2Output(DraftOutput):
+    """Also every slot's candidates, for walks that draw: [num_blocks, B - 1, ...] as in `Candidates`. A CUDA graph pads
+    them."""
+
+    candidate_ids: torch.Tensor | None = None
+    unary: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+
+    def candidates(self, bs: int) -> Candidates:
+        """Those of the first bs blocks."""
+        return Candidates(self.candidate_ids[:bs], self.unary[:bs], self.gate[:bs])
+
+
+class BlockConv(nn.Module):
+    """The convolutions around one sublayer: every channel has a kernel of its own, to which each row adds, per group of channels,
+    what one projection of the sublayer's input says: for that input, and for the sublayer's output."""
+
+    def __init__(self, hidden_size: int, taps: int, group_size: int, prefix: str):
+        super().__init__()
+        self.taps = taps
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, hidden_size), requires_grad=False)
+        # Never quantized: small, and drafts that are leave it out.
+        self.kernel_projection = ReplicatedLinear(
+            hidden_size,
+            2 * taps * (hidden_size // group_size),
+            bias=False,
+            prefix=add_prefix("kernel_projection", prefix),
+        )
+
+    def forward(self, x: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor], width: int) -> torch.Tensor:
+        """x: [num_blocks * width, hidden], the sublayer's input."""
+        before, after = self.kernel_projection(x)[0].view(x.shape[0], 2, self.taps, -1).unbind(dim=1)
+        output = sublayer(block_conv(x, self.base_kernel[0], before, width))
+        return block_conv(output, self.base_kernel[1], after, width)
+
+
+class DFlash2DecoderLayer(DFlashDecoderLayer):
+    def __init__(self, hf_config, draft: DFlash2DraftConfig, layer_id: int, quant_config, prefix: str):
+        super().__init__(hf_config, draft, layer_id, quant_config, prefix)
+        sizes = hf_config.hidden_size, draft.conv_kernel_size, draft.conv_group_size
+        self.attention_conv = BlockConv(*sizes, add_prefix("attention_conv", prefix))
+        self.mlp_conv = BlockConv(*sizes, add_prefix("mlp_conv", prefix))
+
+    def forward(self, positions, hidden_states, residual, forward_batch):
+        width = forward_batch.spec_info.draft_token_num
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.attention_conv(
+            hidden_states, lambda x: self.self_attn(positions, x, forward_batch), width
+        )
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp_conv(hidden_states, self.mlp, width), residual
+
+
+class CandidateSelector(nn.Module):
+    def __init__(self, config, draft: DFlash2DraftConfig, prefix: str):
+        super().__init__()
+        rank = draft.selector_rank
+        self.predecessor_codebook = nn.Parameter(torch.zeros(draft.vocab_size, rank), requires_grad=False)
+        self.successor_codebook = nn.Parameter(torch.zeros(draft.vocab_size, rank), requires_grad=False)
+        self.hidden_projection = ReplicatedLinear(
+            config.hidden_size, rank, bias=False, prefix=add_prefix("hidden_projection", prefix)
+        )
+
+    def walk(
+        self, candidates: Candidates, anchors: torch.Tensor, draw: Draw | None = None
+    ) -> tuple[torch.Tensor, DraftProbs | None]:
+        """`candidate_selector.walk` with these codebooks."""
+        return walk(candidates, anchors, self.predecessor_codebook, self.successor_codebook, draw)
+
+
+class DFlash2DraftModel(DFlashDraftModel):
+    """A DFlash2 checkpoint: a DFlash one, `layers.*.attention_conv`, `layers.*.mlp_conv` and `candidate_selector`."""
+
+    parse_config = staticmethod(parse_dflash2_config)
+
+    @staticmethod
+    def layer_class(draft: DFlash2DraftConfig) -> type[DFlashDecoderLayer]:
+        return DFlash2DecoderLayer if draft.conv_kernel_size else DFlashDecoderLayer
+
+    def __init__(self, config, quant_config=None, prefix: str = ""):
+        super().__init__(config, quant_config, prefix)
+        self.candidate_selector = CandidateSelector(config, self.draft, add_prefix("candidate_selector", prefix))
+
+    @torch.no_grad()
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DFlash2Output:
+        """As a DFlash draft's; the drafted tokens are the selector's best path."""
+        hidden_states = self.run_layers(input_ids, positions, forward_batch)
+        blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
+        found = self.candidates(blocks[:, self.draft.num_idle_rows :])
+        anchors = input_ids.view(blocks.shape[:2])[:, :1]
+        tokens, _ = self.candidate_selector.walk(found, anchors[:, 0])
+        return DFlash2Output(
+            next_token_logits=None,
+            hidden_states=hidden_states,
+            draft_tokens=tokens.flatten(),
+            blocks=self.whole_blocks(anchors, tokens),
+            candidate_ids=found.ids,
+            unary=found.unary,
+            gate=found.gate,
+        )
+
+    def candidates(self, rows: torch.Tensor) -> Candidates:
+        """rows: [num_blocks, slots, hidden], those that draft, after the final norm."""
+        hidden = rows.flatten(0, 1)
+        logits, ids = largest_logits(hidden, self.head, self.draft.selector_top_k)
+        found = self.capped(logits).float(), ids, self.candidate_selector.hidden_projection(hidden)[0]
+        unary, ids, gate = (tensor.view(*rows.shape[:2], -1) for tensor in found)
+        return Candidates(ids, unary, gate)
+
+
+EntryClass = DFlash2DraftModel

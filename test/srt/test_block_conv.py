@@ -1,0 +1,58 @@
+"""The convolution along a block against its twin, on a GPU where there is one, else in the interpreter; the twin is held against
+reference_dflash2.py in test_dflash2_model.py."""
+
+import pytest
+import torch
+from test_kernel_compile import ARCHITECTURES, Launch
+from triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
+
+from sglang_dflash.kernels.ops.speculative import block_conv as kernels
+
+
+def inputs(blocks: int, width: int, hidden: int, groups: int, taps: int, dtype: torch.dtype = torch.float32):
+    """x, base, and the deltas of the second side, which do not lie side by side."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = (
+        torch.randn(blocks * width, hidden, generator=generator),
+        torch.randn(taps, hidden, generator=generator),
+        torch.randn(blocks * width, 2, taps, groups, generator=generator),
+    )
+    x, base, deltas = (tensor.to(dtype) for tensor in tensors)
+    return x, base, deltas[:, 1]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_the_kernel_in_the_interpreter():
+    run_comparisons(__file__)
+
+
+@against_twin
+@pytest.mark.parametrize(
+    "blocks, width, hidden, groups, taps",
+    [(3, 5, 48, 6, 2), (1, 8, 40, 5, 3), (2, 3, 16, 1, 5), (2, 4, 8, 8, 1), (2, 1, 1032, 129, 2)],
+)
+def test_the_kernel_equals_its_twin(blocks, width, hidden, groups, taps):
+    x, base, deltas = inputs(blocks, width, hidden, groups, taps)
+    want = kernels.block_conv_torch(x, base, deltas, width)
+    got = kernels.block_conv_triton(x.to(DEVICE), base.to(DEVICE), deltas.to(DEVICE), width)
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=1e-5)
+
+
+@against_twin
+def test_bfloat16_equals_its_twin():
+    """Rounded once here and several times there."""
+    x, base, deltas = inputs(2, 8, 64, 4, 2, torch.bfloat16)
+    want = kernels.block_conv_torch(x.float(), base.float(), deltas.float(), 8)
+    got = kernels.block_conv_triton(x.to(DEVICE), base.to(DEVICE), deltas.to(DEVICE), 8)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float().cpu(), want, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_kernel_compiles(arch, monkeypatch):
+    """For GPUs that need not be here; of published size."""
+    launch = Launch(kernels._block_conv_kernel)
+    monkeypatch.setattr(kernels, "_block_conv_kernel", launch)
+    kernels.block_conv_triton(*inputs(4, 8, 5120, 320, 2, torch.bfloat16), 8)
+    assert f".target sm_{arch}" in launch.compile(arch).asm["ptx"]

@@ -1,0 +1,151 @@
+"""Our DFlash2 draft on SGLang's layers against an independent plain-PyTorch reading of the format (reference_dflash2.py):
+block logits, and walks step by step. float32 against float64; tolerances as in test_draft_model.py.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from dflash2_cases import VARIANTS, DFlash2Case, dflash2_config, random_dflash2_weights
+from engine import build, read_config
+from serving import DFLASH2_DRAFT, ROOT
+
+from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
+from sglang_dflash.srt.speculative.candidate_selector import Draw
+
+LOGITS_TOLERANCE = 1e-4
+BUNDLED = "bundled"
+needs_bundled = pytest.mark.skipif(not DFLASH2_DRAFT.is_dir(), reason="the bundled draft is not there")
+
+
+def make(name: str, tmp_path) -> DFlash2Case:
+    return DFlash2Case.bundled(tmp_path) if name == BUNDLED else DFlash2Case.variant(name, tmp_path)
+
+
+CASES = [*VARIANTS, pytest.param(BUNDLED, marks=needs_bundled)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_block_logits(name, tmp_path):
+    assert make(name, tmp_path).compare_blocks([23, 1, 9, 14]) <= LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_best_path(name, tmp_path):
+    """What the forward drafts, slot by slot, of several requests with other contexts."""
+    case = make(name, tmp_path)
+    tokens, contexts, output = case.run_blocks([17, 3, 11])
+    drafted = output.draft_tokens.view(3, -1)
+    base = case.logits(output.hidden_states).view(*tokens.shape, -1)[:, 1:].argmax(dim=2)
+    for request, aux_hidden in enumerate(contexts):
+        hidden = case.reference_hidden(tokens[request], aux_hidden)
+        assert drafted[request].tolist() == case.reference.greedy_path(hidden, case.head, int(tokens[request, 0]))
+    if name in ("as published", "all candidates"):
+        assert (drafted != base).any()  # the transitions were worth something
+
+
+@pytest.mark.parametrize("name", ["as published", "capped logits", "all candidates", pytest.param(BUNDLED, marks=needs_bundled)])
+def test_drawn_paths(name, tmp_path):
+    """Each slot's declared distribution is softmax(scores / temperature) given the token really drawn before it."""
+    case = make(name, tmp_path)
+    tokens, contexts, output = case.run_blocks([17, 3, 11])
+    slots = tokens.shape[1] - 1
+    temperatures = torch.tensor([0.7, 1.0, 1.6])
+    draw = Draw(
+        temperature=temperatures,
+        top_k=torch.full((3,), 1 << 30, dtype=torch.int32),
+        top_p=torch.ones(3),
+        min_p=torch.zeros(3),
+        uniforms=torch.rand(3, slots, generator=torch.Generator().manual_seed(2)),
+        slots=slots,
+    )
+    drafted, probs = case.model.candidate_selector.walk(output.candidates(3), tokens[:, 0], draw)
+    assert (drafted != output.draft_tokens.view(3, -1)).any()  # not all are the best
+    for request, aux_hidden in enumerate(contexts):
+        hidden = case.reference_hidden(tokens[request], aux_hidden)
+        ids, unary = case.reference.candidates(hidden, case.head)
+        previous = int(tokens[request, 0])
+        for slot in range(slots):
+            scores = case.reference.scores(hidden[slot], previous, ids[slot], unary[slot])
+            expected = torch.zeros(case.config["vocab_size"], dtype=torch.float64)
+            expected[ids[slot]] = (scores / temperatures[request]).softmax(dim=0)
+            found = torch.zeros_like(expected)
+            found[probs.ids[request, slot]] = probs.probs[request, slot].double()
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+            previous = int(drafted[request, slot])
+            assert found[previous] > 0
+
+
+def test_a_narrower_block_is_the_first_part_of_a_causal_one(tmp_path):
+    """`--speculative-num-draft-tokens` below the block size: convolutions look back only."""
+    case = DFlash2Case.variant("causal in a window", tmp_path)
+    wide = case.run_blocks([12, 5])[2].draft_tokens.view(2, -1)
+    case.config = case.config | {"block_size": 3}
+    narrow = case.run_blocks([12, 5])[2].draft_tokens.view(2, -1)
+    assert torch.equal(narrow, wide[:, :2])
+
+
+@pytest.mark.parametrize(
+    "missing", ["candidate_selector.successor_codebook", "layers.1.mlp_conv.base_kernel", "layers.0.attention_conv"]
+)
+def test_missing_tensors_are_named(missing, tmp_path):
+    config = dflash2_config({})
+    weights = {name: t for name, t in random_dflash2_weights(config, 2).items() if not name.startswith(missing)}
+    with pytest.raises(ValueError, match=missing):
+        build(DFlash2DraftModel, read_config(config, tmp_path), iter(weights.items()))
+
+
+def test_tensors_of_another_shape_are_named(tmp_path):
+    config = dflash2_config({})
+    weights = random_dflash2_weights(config, 2)
+    weights["candidate_selector.predecessor_codebook"] = torch.zeros(60, 6)
+    with pytest.raises(ValueError, match=r"predecessor_codebook is \(60, 6\), expected \(61, 6\)"):
+        build(DFlash2DraftModel, read_config(config, tmp_path), iter(weights.items()))
+
+
+@pytest.mark.parametrize("name", ["as published", "three taps", "capped logits", pytest.param(BUNDLED, marks=needs_bundled)])
+def test_sglangs_own_model_says_the_same(name, tmp_path):
+    """float32 on both sides, SGLang's class in a process of its own: hidden states, candidates, both kinds of walk."""
+    case = make(name, tmp_path)
+    tokens, contexts, ours = case.run_blocks([17, 3, 11])
+    slots = tokens.shape[1] - 1
+    generator = torch.Generator().manual_seed(4)
+    given = {
+        "folder": str(tmp_path),
+        "weights": {name: tensor.float() for name, tensor in case.weights.items()},
+        "head": case.head,
+        "embedding": case.embedding.weight.data,
+        "tokens": tokens,
+        "contexts": contexts,
+        "uniforms": torch.rand(3, slots, generator=generator),
+        "temperatures": torch.tensor([0.7, 1.0, 1.3]),
+    }
+    torch.save(given, tmp_path / "given.pt")
+    script = Path(__file__).with_name("stock_dflash2.py")
+    paths = os.pathsep.join([str(script.parent), str(ROOT / "benchmark"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "TORCHDYNAMO_DISABLE": "1"}
+    command = [sys.executable, str(script), str(tmp_path / "given.pt"), str(tmp_path / "said.pt")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    theirs = torch.load(tmp_path / "said.pt")
+    found = ours.candidates(3)
+    torch.testing.assert_close(
+        ours.hidden_states.view(*tokens.shape, -1)[:, 1:], theirs["hidden"], rtol=0, atol=LOGITS_TOLERANCE
+    )
+    assert torch.equal(found.ids, theirs["ids"])
+    torch.testing.assert_close(found.unary, theirs["unary"], rtol=0, atol=LOGITS_TOLERANCE)
+    assert torch.equal(ours.draft_tokens.view(3, -1), theirs["best"])
+    draw = Draw(
+        temperature=given["temperatures"],
+        top_k=torch.full((3,), 1 << 30, dtype=torch.int32),
+        top_p=torch.ones(3),
+        min_p=torch.zeros(3),
+        uniforms=given["uniforms"],
+        slots=slots,
+    )
+    drafted, probs = case.model.candidate_selector.walk(found, tokens[:, 0], draw)
+    assert torch.equal(drafted, theirs["drawn"])
+    torch.testing.assert_close(probs.probs, theirs["probs"], rtol=0, atol=1e-4)

@@ -1,0 +1,215 @@
+"""The selector's walks: as drawn, as filtered, lossless; and the Triton kernel against its twin, on a GPU where there is
+one, else in the interpreter."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernel_compile import ARCHITECTURES, Launch
+from triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
+
+from sglang_dflash.kernels.ops.speculative import selector_walk as kernels
+from sglang_dflash.srt.speculative.candidate_selector import Candidates, Draw, slot_probs, walk, walk_torch
+
+NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1
+
+
+def random_walk(seed: int, bs: int, slots: int, candidates: int, rank: int, vocab: int = 50, spread: float = 2.0):
+    """(Candidates, anchors, both codebooks)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    logits = spread * normal(bs, slots, vocab)
+    unary, ids = logits.topk(candidates, dim=2)
+    anchors = torch.randint(vocab, (bs,), generator=generator)
+    codebooks = normal(vocab, rank), normal(vocab, rank) * rank**-0.5
+    return Candidates(ids, unary, normal(bs, slots, rank)), anchors, *codebooks
+
+
+def drawing(bs: int, slots: int, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, min_p=0.0, drawn_slots=None, seed=3) -> Draw:
+    uniforms = torch.rand(bs, slots, generator=torch.Generator().manual_seed(seed))
+    number = torch.full((bs,), 1.0)
+    return Draw(
+        temperature=number * temperature,
+        top_k=torch.full((bs,), top_k, dtype=torch.int32),
+        top_p=number * top_p,
+        min_p=number * min_p,
+        uniforms=uniforms,
+        slots=slots if drawn_slots is None else drawn_slots,
+    )
+
+
+def scores_of(case, request: int, slot: int, previous: int) -> torch.Tensor:
+    """One slot's scores, term by term: [K] float64."""
+    found, _, left, right = case
+    query = left[previous].double() * found.gate[request, slot].double()
+    terms = [found.unary[request, slot, c].double() + query @ right[t].double() for c, t in enumerate(found.ids[request, slot])]
+    return torch.stack(terms)
+
+
+def test_the_best_path_is_walked_from_the_anchor_on():
+    case = random_walk(0, bs=4, slots=5, candidates=6, rank=7)
+    tokens, probs = walk(*case)
+    assert probs is None
+    for request in range(4):
+        previous = int(case[1][request])
+        for slot in range(5):
+            previous = int(case[0].ids[request, slot, scores_of(case, request, slot, previous).argmax()])
+            assert tokens[request, slot] == previous
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p, min_p",
+    [
+        (1.0, NO_LIMIT, 1.0, 0.0),
+        (0.5, NO_LIMIT, 1.0, 0.0),
+        (1.0, 3, 1.0, 0.0),
+        (1.0, NO_LIMIT, 0.6, 0.0),
+        (1.0, NO_LIMIT, 1.0, 0.3),
+        (1.4, 4, 0.8, 0.1),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, NO_LIMIT, 0.0, 0.0),
+        (1.0, NO_LIMIT, 1.0, 1.0),
+        (1e-6, NO_LIMIT, 1.0, 0.0),
+        (100.0, NO_LIMIT, 1.0, 0.0),
+    ],
+)
+def test_the_filters(temperature, top_k, top_p, min_p):
+    """One joint filter, token by token: the cut probabilities are those before any of it."""
+    scores = 2 * torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    found = slot_probs(scores, drawing(8, 1, temperature, top_k, top_p, min_p), is_drawn=True)
+    for row, got in zip(scores, found):
+        probs = (row.double() / temperature).softmax(dim=0)
+        before, kept = 0.0, torch.zeros(6, dtype=torch.float64)
+        for place, c in enumerate(sorted(range(6), key=lambda c: -probs[c])):
+            if place == 0 or (place < top_k and before <= top_p and probs[c] >= min_p * probs.max()):
+                kept[c] = probs[c]
+            before += float(probs[c])
+        torch.testing.assert_close(got.double(), kept / kept.sum(), rtol=0, atol=1e-6)
+
+
+def test_what_is_drawn_is_drawn_from_what_is_declared():
+    """Frequencies of whole paths against the product of the declared conditionals; chi-square, 1 in 10^6."""
+    from scipy.stats import chi2
+
+    found, anchors, left, right = random_walk(7, bs=1, slots=3, candidates=3, rank=4)
+    draws = 40_000
+    repeat = lambda tensor: tensor.expand(draws, *tensor.shape[1:])
+    many = Candidates(*(repeat(t) for t in (found.ids, found.unary, found.gate)))
+    draw = drawing(draws, 3, temperature=0.9)
+    tokens, probs = walk(many, repeat(anchors), left, right, draw)
+    places = (found.ids == tokens[..., None]).int().argmax(dim=2)
+    drawn = probs.probs.gather(2, places[..., None]).squeeze(2)
+    likelihood = {}
+    for path, conditionals in zip(map(tuple, places.tolist()), drawn):
+        likelihood.setdefault(path, float(conditionals.double().prod()))
+    expected = torch.tensor(list(likelihood.values())) * draws
+    counted = torch.tensor([float((places == torch.tensor(path)).all(dim=1).sum()) for path in likelihood])
+    rest = draws - expected.sum()
+    assert rest < draws * 0.01  # paths that never came are rare ones
+    statistic = float(((counted - expected) ** 2 / expected).sum())
+    assert statistic < chi2.ppf(1 - 1e-6, len(likelihood))
+
+
+def test_greedy_requests_and_later_slots_take_the_best():
+    case = random_walk(3, bs=2, slots=6, candidates=5, rank=3)
+    best, _ = walk(*case)
+    draw = drawing(2, 6, temperature=2.0)
+    draw.top_k[0] = 1
+    tokens, probs = walk(*case, draw)
+    assert torch.equal(tokens[0], best[0]) and torch.equal(probs.probs[0].max(dim=1).values, torch.ones(6))
+    assert not torch.equal(tokens[1], best[1])
+    tokens, probs = walk(*case, drawing(2, 6, temperature=2.0, drawn_slots=2))
+    assert torch.equal(probs.probs[:, 2:].max(dim=2).values, torch.ones(2, 4))
+
+
+def test_broken_logits_give_some_candidate():
+    found, *rest = random_walk(4, bs=2, slots=3, candidates=4, rank=3)
+    found.unary[0, 1] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
+    found.gate[1, 0, 0] = torch.nan
+    for draw in (None, drawing(2, 3)):
+        tokens, probs = walk(found, *rest, draw)
+        assert (found.ids == tokens[..., None]).any(dim=2).all()
+        assert probs is None or torch.allclose(probs.probs.sum(dim=2), torch.ones(2, 3))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_the_kernel_in_the_interpreter():
+    run_comparisons(__file__)
+
+
+def assert_same_walk(case, draw: Draw | None) -> None:
+    found, *rest = case
+    want, want_probs = walk_torch(found.ids, found.unary, found.gate, *rest, draw)
+    on_device = [t.to(DEVICE) for t in (found.ids, found.unary, found.gate, *rest)]
+    options = None
+    if draw is not None:
+        options = tuple(t.to(DEVICE) for t in (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms))
+    got, got_probs = kernels.walk_triton(*on_device, options, 0 if draw is None else draw.slots)
+    assert torch.equal(got.cpu(), want) and got.dtype == want.dtype
+    assert (got_probs is None) == (want_probs is None)
+    if got_probs is not None:
+        torch.testing.assert_close(got_probs.cpu(), want_probs, rtol=1e-4, atol=1e-6)
+
+
+@against_twin
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 1 << 20),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from([0.3, 1.0, 2.0]),
+    st.sampled_from([1, 3, NO_LIMIT]),
+    st.sampled_from([0.0, 0.55, 1.0]),
+    st.sampled_from([0.0, 0.2]),
+    st.integers(0, 4),
+)
+def test_the_walk_equals_its_twin(seed, bs, slots, candidates, rank, draws, temperature, top_k, top_p, min_p, drawn_slots):
+    case = random_walk(seed, bs, slots, candidates, rank)
+    assert_same_walk(case, drawing(bs, slots, temperature, top_k, top_p, min_p, drawn_slots, seed) if draws else None)
+
+
+@against_twin
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_walk_of_published_size_equals_its_twin(draws, dtype):
+    """16 candidates, rank 256, blocks of 8; also codebooks in bfloat16, as checkpoints have them."""
+    found, anchors, *codebooks = random_walk(11, bs=4, slots=7, candidates=16, rank=256, vocab=500)
+    found = Candidates(found.ids, found.unary, found.gate.to(dtype))
+    case = found, anchors, *(book.to(dtype) for book in codebooks)
+    assert_same_walk(case, drawing(4, 7, 0.8, top_p=0.95) if draws else None)
+
+
+@against_twin
+def test_broken_scores_equals_its_twin():
+    case = random_walk(12, bs=2, slots=3, candidates=4, rank=3)
+    case[0].unary[0, 1] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
+    assert_same_walk(case, None)
+    assert_same_walk(case, drawing(2, 3))
+
+
+def test_nobody_there():
+    """No launch, so this needs no GPU."""
+    found, anchors, *codebooks = random_walk(0, 1, 3, 4, 5)
+    tokens, probs = kernels.walk_triton(found.ids[:0], found.unary[:0], found.gate[:0], anchors[:0], *codebooks, None, 0)
+    assert (tokens.shape, tokens.dtype, probs) == ((0, 3), torch.int64, None)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_kernel_compiles(arch, draws, monkeypatch):
+    """For GPUs that need not be here."""
+    launch = Launch(kernels._walk_kernel)
+    monkeypatch.setattr(kernels, "_walk_kernel", launch)
+    found, anchors, *codebooks = random_walk(0, bs=4, slots=7, candidates=16, rank=256)
+    gate, codebooks = found.gate.bfloat16(), [book.bfloat16() for book in codebooks]
+    draw = drawing(4, 7)
+    options = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms) if draws else None
+    kernels.walk_triton(found.ids, found.unary, gate, anchors, *codebooks, options, 7)
+    assert f".target sm_{arch}" in launch.compile(arch).asm["ptx"]
