@@ -187,10 +187,10 @@ class DFlashWorker(BaseSpecWorker):
             # rank, it does not depend on the others.
             batch.sampling_info.need_top_k_sampling = True
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            return self._prefill(batch, on_publish)
+            return self._prefill(batch, on_publish, grammar_barrier)
         return self._decode(batch, on_publish, grammar_barrier)
 
-    def _prefill(self, batch, on_publish) -> GenerationBatchResult:
+    def _prefill(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         """Target prefill, capturing every token's aux hidden states; the draft's KV of those tokens is written before
         this returns, because the scheduler may then hand the slots to the prefix cache."""
         prompts = Prompts.of(batch)
@@ -199,6 +199,9 @@ class DFlashWorker(BaseSpecWorker):
         is_penalized = Penalties.are_asked_for(batch.sampling_info)
         if is_penalized:
             self._penalties.begin_prefill(batch, prompts.num_running)
+        if prompts.num_running and batch.has_grammar and grammar_barrier is not None:
+            # Under overlap the running requests' grammars may be a step behind, and SGLang samples in this very forward.
+            grammar_barrier()
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
