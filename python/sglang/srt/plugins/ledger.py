@@ -173,6 +173,14 @@ AT_LOAD = (
         build=hooks.cpu_pin_memory,
         cpu_only=True,
     ),
+    Change(
+        target="sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
+        kind="replace",
+        signature="()",
+        why="two ranks on a CPU get an NCCL communicator where PyTorch brought the library, and end for want of a device",
+        build=_ours("srt.hardware_backend.cpu.ranks.find_nccl_library"),
+        cpu_only=True,
+    ),
 )
 
 AT_WORKER = (
