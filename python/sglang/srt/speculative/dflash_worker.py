@@ -41,6 +41,7 @@ from sglang_dflash.srt.speculative.rejection import accept_by_block_verification
 from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
 from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, target_probs
 from sglang_dflash.srt.speculative.target_states import states_of
+from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
 from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 from sglang_dflash.srt.speculative.width.start_up import start_adaptive
@@ -92,6 +93,7 @@ class DFlashWorker(BaseSpecWorker):
         self._clock = PhaseClock.from_environment()
         self._metrics = DFlashMetrics.from_server(self.verify_width - 1)
         self._width = FixedWidth(self.verify_width)
+        route_weight_updates(target_runner, self._draft_worker.model_runner)
         logger.info(
             "sglang-dflash %s with %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
             type(self).__name__,
