@@ -81,6 +81,71 @@ def test_a_token_id_outside_the_vocabulary_is_refused(token, server, reference, 
         assert_same(good, others.result(), reference.answers(good))
 
 
+FIELDS = (
+    ("stop_token_ids", {"stop_token_ids": [1_000_000_000], "min_new_tokens": 4}, {}),
+    ("stop_token_ids", {"stop_token_ids": [-1]}, {}),
+    ("logit_bias", {"logit_bias": {"1000000000": 1.0}}, {}),
+    ("logit_bias", {"logit_bias": {"-1": 1.0}}, {}),
+    ("top_k", {"temperature": 1.0, "top_k": 2**31}, {}),
+    ("stop_regex", {"stop_regex": "["}, {}),
+    ("custom_params", {"custom_params": [1]}, {}),
+    ("n is 1000000000", {"n": 10**9}, {}),
+    ("n is 0", {"n": 0}, {}),
+    ("n is -2", {"n": -2}, {}),
+    ("top_logprobs_num", {}, {"return_logprob": True, "top_logprobs_num": 1_000_000_000}),
+    ("top_logprobs_num", {}, {"return_logprob": True, "top_logprobs_num": -3}),
+    ("top_logprobs_num", {}, {"return_logprob": True, "top_logprobs_num": 2049, "logprob_start_len": 0}),
+    ("token_ids_logprob", {}, {"return_logprob": True, "token_ids_logprob": [1_000_000_000]}),
+    ("token_ids_logprob", {}, {"return_logprob": True, "token_ids_logprob": [-1]}),
+    ("logprob_start_len", {}, {"return_logprob": True, "logprob_start_len": -5}),
+    ("logprob_start_len", {}, {"return_logprob": True, "logprob_start_len": 1_000_000}),
+    ("positional_embed_overrides", {}, {"positional_embed_overrides": {"a": 1}}),
+    ("no tokens", {}, {"text": ""}),
+    ("no tokens", {}, {"text": None, "input_ids": [[]]}),
+    # SGLang's own check of types comes first, and does not say which field it is.
+    ("", {"max_new_tokens": 8.5}, {}),
+    ("", {"stop_token_ids": [2**70]}, {}),
+    ("", {"json_schema": {"type": "object"}}, {}),
+)
+
+
+def test_a_field_out_of_range_is_refused_by_name(server, reference, prompts):
+    """Most of these end stock SGLang's server, or its request with an error of the server's. All in one test, with others
+    running: what is to be seen is that they go on."""
+    good = [greedy(prompt) for prompt in prompts[:6]]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        others = pool.submit(server.generate_many, good * 4, 6)
+        for name, sampling, fields in FIELDS:
+            request = {**greedy(prompts[0], 8, **sampling), **fields}
+            with pytest.raises(urllib.error.HTTPError) as refusal:
+                server.generate(**request)
+            message = refusal.value.read().decode()
+            assert refusal.value.code == 400 and name in message, f"{name} {sampling} {fields}: {refusal.value.code} {message}"
+        assert_same(good * 4, others.result(), reference.answers(good) * 4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 10**9},
+        {"logit_bias": {"1000000000": 1.0}},
+        {"stop_token_ids": [1_000_000_000]},
+        {"top_k": 2**31, "temperature": 1.0},
+        {"logprobs": 1_000_000},
+        {"max_tokens": 2**70},
+        {"prompt": [[5, 1_000_000_000]]},
+        {"prompt": [-7]},
+    ],
+    ids=str,
+)
+def test_an_openai_field_out_of_range_is_refused(fields, server, reference, prompts):
+    request = {"model": "default", "prompt": prompts[0], "max_tokens": 8, "temperature": 0, **fields}
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        server.post("/v1/completions", request)
+    assert refusal.value.code in (400, 422), refusal.value.read()
+    check_same(server, reference, [greedy(prompts[1], 8)])
+
+
 def test_end_of_text_in_mid_block(server, reference, prompts):
     """A bias makes the end-of-text likely somewhere in the answer; `ignore_eos` then runs past the same token."""
     requests = [

@@ -1,7 +1,7 @@
 """The draft split over two tensor-parallel ranks, which are two processes on the CPU.
 
-SGLang's server refuses more than one rank on a CPU, so this is the model without it: context written, a block run, its
-tokens chosen by the vocabulary-parallel argmax.
+The model without a server (test_ranks.py has those): context written, a block run, its tokens chosen by the
+vocabulary-parallel argmax.
 """
 
 import sys

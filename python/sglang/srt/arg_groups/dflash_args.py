@@ -13,6 +13,7 @@ from typing import Any
 from sglang_dflash.srt.arg_groups.draft_attention import DRAFT_ATTENTION_BACKENDS, choose_draft_attention
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
+from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling
 from sglang_dflash.srt.speculative.target_kinds import target_kind
@@ -70,6 +71,8 @@ def default_cpu_args(server_args: Any, previous: Any) -> None:
     if args.device == "cpu" and args.dtype in ("float", "float32"):
         # Whatever the model's dtype, SGLang keeps a convolution's last inputs in bf16, and then fails to write them.
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+    if args.device == "cpu":
+        prepare_ranks(args)
     previous(server_args)
 
 

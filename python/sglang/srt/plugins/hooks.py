@@ -8,7 +8,12 @@ def handle_server_args():
     from sglang_dflash.srt.arg_groups.dflash_args import resolve_dflash_args
 
     def handle(original, self, server_args):
-        return resolve_dflash_args(server_args) if self.is_dflash() else original(self, server_args)
+        if not self.is_dflash():
+            return original(self, server_args)
+        from sglang_dflash.srt.plugins.install import install_at_front_end
+
+        install_at_front_end()
+        return resolve_dflash_args(server_args)
 
     return handle
 
@@ -61,6 +66,12 @@ def cpu_pin_memory():
 
 def cpu_snapshot_support():
     return lambda: True
+
+
+def request_check():
+    from sglang_dflash.srt.speculative.request_fields import checking_requests
+
+    return checking_requests()
 
 
 def shared_graph_output():

@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from sglang_dflash.srt.plugins.ledger import AT_CPU_ATTENTION, AT_LOAD, AT_WORKER, Change
+from sglang_dflash.srt.plugins.ledger import AT_CPU_ATTENTION, AT_FRONT_END, AT_LOAD, AT_WORKER, Change
 from sglang_dflash.srt.plugins.resolve import resolve
 
 
@@ -35,6 +35,11 @@ def install_at_load() -> None:
         else:
             _rebind(change)
     _rebind_importers(replaced)
+
+
+def install_at_front_end() -> None:
+    """Check and apply AT_FRONT_END in this process, which takes requests in."""
+    _install_now(AT_FRONT_END)
 
 
 def install_at_worker() -> None:

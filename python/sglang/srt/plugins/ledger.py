@@ -2,6 +2,7 @@
 
 `AT_LOAD` is in force in every process once SGLang has loaded its plugins. `AT_WORKER` is applied by the
 `create_worker` hook, so only in a scheduler process that really runs DFLASH: any other server keeps stock code.
+`AT_FRONT_END` is applied in the process that takes requests in, once it has read that it serves DFLASH.
 `AT_CPU_ATTENTION` is applied where our CPU attention is built: with DFLASH, and for targets that stock SGLang cannot run
 on a CPU at all.
 Tests walk the tables; `install.py` checks and applies them.
@@ -173,6 +174,24 @@ AT_LOAD = (
         why="SGLang pins a tensor in every decode step that keeps states; without an accelerator PyTorch refuses to",
         build=hooks.cpu_pin_memory,
         cpu_only=True,
+    ),
+    Change(
+        target="sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
+        kind="replace",
+        signature="()",
+        why="two ranks on a CPU get an NCCL communicator where PyTorch brought the library, and end for want of a device",
+        build=_ours("srt.hardware_backend.cpu.ranks.find_nccl_library"),
+        cpu_only=True,
+    ),
+)
+
+AT_FRONT_END = (
+    Change(
+        target="sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+        kind="replace",
+        signature="(self)",
+        why="SGLang checks neither types nor ranges of sampling parameters here, and some end the scheduler",
+        build=hooks.request_check,
     ),
 )
 

@@ -13,6 +13,7 @@ from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
+from sglang_dflash.srt.speculative.request_fields import take_out_of_range
 from sglang_dflash.srt.speculative.target_kinds import served_kind
 
 logger = logging.getLogger(__name__)
@@ -40,15 +41,19 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
         req.sampling_params.min_p = 0.0
     if req.multimodal_inputs is not None and not served_kind().takes_images:
         refused.append(f"images, videos and audio with {served_kind().architecture}")
+    wrong = take_out_of_range(req)
     if refused:
         return f"DFLASH speculative decoding does not support {', '.join(refused)} yet."
-    return _outside_vocabulary(req)
+    return "; ".join(wrong) + "." if wrong else _outside_vocabulary(req)
 
 
 def _outside_vocabulary(req: Any) -> str | None:
-    """A token id that would end the server with an index error in the embedding, named. SGLang lets them through."""
+    """A prompt that would end the server with an index error: a token id outside the embedding, named, or none at all. SGLang
+    lets them through."""
     ids = req.origin_input_ids
-    if req.multimodal_inputs is not None or not len(ids):
+    if not len(ids):
+        return "input_ids: the prompt has no tokens."
+    if req.multimodal_inputs is not None:
         return None  # SGLang's ids of an image's tokens lie outside on purpose
     worst = next((token for token in (min(ids), max(ids)) if not 0 <= token < req.vocab_size), None)
     if worst is None:

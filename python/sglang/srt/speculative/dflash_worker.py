@@ -46,6 +46,7 @@ from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptan
 from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, target_probs
 from sglang_dflash.srt.speculative.target_states import states_of
 from sglang_dflash.srt.speculative.verify_tail import VerifyTail
+from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
 from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 from sglang_dflash.srt.speculative.width.start_up import start_adaptive
@@ -99,6 +100,7 @@ class DFlashWorker(BaseSpecWorker):
         self._clock = PhaseClock.from_environment()
         self._metrics = DFlashMetrics.from_server(self.verify_width - 1)
         self._width = FixedWidth(self.verify_width)
+        route_weight_updates(target_runner, self._draft_worker.model_runner)
         logger.info(
             "sglang-dflash %s with %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
             type(self).__name__,
@@ -195,10 +197,10 @@ class DFlashWorker(BaseSpecWorker):
             # rank, it does not depend on the others.
             batch.sampling_info.need_top_k_sampling = True
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            return self._prefill(batch, on_publish)
+            return self._prefill(batch, on_publish, grammar_barrier)
         return self._decode(batch, on_publish, grammar_barrier)
 
-    def _prefill(self, batch, on_publish) -> GenerationBatchResult:
+    def _prefill(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         """Target prefill, capturing every token's aux hidden states; the draft's KV of those tokens is written before
         this returns, because the scheduler may then hand the slots to the prefix cache."""
         prompts = Prompts.of(batch)
@@ -207,6 +209,9 @@ class DFlashWorker(BaseSpecWorker):
         is_penalized = Penalties.are_asked_for(batch.sampling_info)
         if is_penalized:
             self._penalties.begin_prefill(batch, prompts.num_running)
+        if prompts.num_running and batch.has_grammar and grammar_barrier is not None:
+            # Under overlap the running requests' grammars may be a step behind, and SGLang samples in this very forward.
+            grammar_barrier()
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )

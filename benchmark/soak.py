@@ -1,0 +1,227 @@
+"""Random requests against servers of random configuration, until something is wrong.
+
+    python benchmark/soak.py --minutes 30
+    python benchmark/soak.py --requests 20000 --seed 7
+
+A round is one server: draft, block size, pages, chunking, mixed batches, pool, overlap, adaptive width, window and
+probabilistic drafting are drawn from the seed. Requests are of every kind that users mix, with aborts, disconnects and
+bad ones among them. Checked are greedy answers against the plain target's, token by token up to where float32 cannot tell
+its best two apart; streams, which may not take a token back; counts; that every bad request is refused by name; and after
+a round that nothing runs, no KV slot is taken, the log shows no traceback, and threads, file handles and memory are what
+they were. Ends with a line of figures. What fails is printed with the round that repeats it:
+
+    python benchmark/soak.py --seed 7 --only-round 3
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import random
+import re
+import shlex
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, serve
+from soak_requests import Known, Wrong, ask, known_requests
+
+# The scheduler counts its KV slots after every step, and a leak or a double free ends the server.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    # Told that answers are short, the scheduler lets in more requests than a small pool carries to their end.
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8",
+}
+PLAIN = ("--model-path", str(TARGET), "--dtype", "float32", "--constrained-json-disable-any-whitespace")
+# Resident memory a server may gain in a round after its first half, in MB: allocators do not give back at once.
+MEMORY_SLACK_MB = 200
+SHOWN = 80
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One round's server, beyond the target."""
+
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def draw(cls, generator: random.Random) -> "Configuration":
+        draft = generator.choice((DRAFT, DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT))
+        arguments = dflash_arguments(draft)
+        for flag, values in (
+            ("--speculative-num-draft-tokens", (None, None, 2, 4, 12)),
+            ("--page-size", (None, 16)),
+            ("--max-running-requests", (None, 4, 12)),
+            ("--max-total-tokens", (16384, 16384, 3072)),
+            ("--speculative-draft-window-size", (None, None, 64) if draft != PEAGLE_DRAFT else (None,)),
+            ("--speculative-draft-sample-method", (None, "probabilistic")),
+            ("--chunked-prefill-size", (None, 64, 96)),
+        ):
+            value = generator.choice(values)
+            arguments += [] if value is None else [flag, str(value)]
+        if "--chunked-prefill-size" in arguments and generator.random() < 0.6:
+            arguments.append("--enable-mixed-chunk")
+        for flag, share in (("--disable-overlap-schedule", 0.3), ("--speculative-adaptive", 0.3), ("--disable-radix-cache", 0.1)):
+            arguments += [flag] if generator.random() < share else []
+        return cls((*PLAIN, *arguments))
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What a server's processes hold, added up."""
+
+    threads: int
+    handles: int
+    memory_mb: float
+
+    @classmethod
+    def of(cls, server: Server) -> "Resources":
+        threads = handles = pages = 0
+        for process in _processes(server.process.pid):
+            threads += len(os.listdir(f"/proc/{process}/task"))
+            handles += len(os.listdir(f"/proc/{process}/fd"))
+            pages += int(Path(f"/proc/{process}/statm").read_text().split()[1])
+        return cls(threads, handles, pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+
+    def leaks_since(self, before: "Resources") -> list[str]:
+        """Threads and handles come and go with connections: a few of them are no leak."""
+        found = []
+        for name, slack in (("threads", 24), ("handles", 64), ("memory_mb", MEMORY_SLACK_MB)):
+            old, new = getattr(before, name), getattr(self, name)
+            if new > old + slack:
+                found.append(f"{name}: {old:.0f} before, {new:.0f} after")
+        return found
+
+
+def _processes(session: int) -> list[int]:
+    """All processes of a server, which has a session of its own."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.getsid(int(entry.name)) == session:
+                found.append(int(entry.name))
+        except ProcessLookupError:
+            continue  # ended meanwhile
+    return found
+
+
+def run_round(
+    server: Server, known: list[Known], requests: int, seed: str, concurrency: int = 16, progress=lambda counts: None
+) -> tuple[Counter, list[str]]:
+    """`requests` random requests; how many of which kind there were, and what went wrong, a line each."""
+    counts: Counter = Counter()
+    wrong: list[str] = []
+
+    def one(number: int) -> None:
+        generator = random.Random(f"{seed}-{number}")
+        try:
+            kind, _, meta = ask(server, known, generator, f"soak-{seed}-{number}")
+        except Wrong as error:
+            wrong.append(f"request {number}: {error}")
+            return
+        except OSError as error:
+            wrong.append(f"request {number}: the server did not answer: {error!r}")
+            return
+        meta = meta or {}
+        counts.update({kind: 1, "tokens": meta.get("completion_tokens", 0), "retractions": meta.get("num_retractions", 0)})
+        counts.update({"cycles": sum(meta.get("spec_correct_drafts_histogram") or [])})
+
+    before, log_before = None, len(server.log())
+    with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+        for number, _ in enumerate(pool.map(one, range(requests)), start=1):
+            counts["requests"] = number
+            progress(counts)
+            if number == requests // 2:
+                before = Resources.of(server)
+            if server.process.poll() is not None:
+                break
+    if server.process.poll() is not None:
+        return counts, [*wrong, f"the server ended with code {server.process.returncode}: {server.log()[-3000:]}"]
+    return counts, wrong + _after(server, before, server.log()[log_before:])
+
+
+def _after(server: Server, before: Resources | None, log: str) -> list[str]:
+    """What is not as it should be once all requests are over."""
+    found = []
+    server.flush_cache()
+    load = server.get("/v1/loads")["loads"][0]
+    left = {name: load[name] for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens") if load[name]}
+    if left:
+        found.append(f"still there when all is over: {left}")
+    if tracebacks := re.findall(r"Traceback \(most recent call last\)(?:\n.*){0,30}", log):
+        found.append(f"{len(tracebacks)} tracebacks in the log, such as {tracebacks[0][-1500:]}")
+    if before is not None:
+        found += Resources.of(server).leaks_since(before)
+    return found
+
+
+def _bar(counts: Counter, wanted: int | None, started: float, minutes: float | None) -> None:
+    if not sys.stderr.isatty():
+        return
+    passed = time.monotonic() - started
+    share = counts["requests"] / wanted if wanted else passed / (60 * minutes)
+    filled = min(SHOWN // 2, round(share * SHOWN // 2))
+    print(f"\r[{'#' * filled:<{SHOWN // 2}}] {counts['requests']} requests, {passed:.0f} s", end="", file=sys.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, help="all in all (default 2000, unless --minutes)")
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--per-round", type=int, default=500, help="requests per server")
+    parser.add_argument("--known", type=int, default=300, help="greedy requests with known answers, to choose from")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only-round", type=int, help="repeat one round")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds a server may take to start")
+    options = parser.parse_args()
+    if options.minutes is None and options.requests is None:
+        options.requests = 2000
+    with serve(*PLAIN, env=ENVIRONMENT, timeout=options.timeout) as plain:
+        known = known_requests(plain, options.known, options.seed)
+    totals, failures, started, number = Counter(), 0, time.monotonic(), options.only_round or 0
+
+    def is_over() -> bool:
+        if options.only_round is not None:
+            return totals["rounds"] == 1
+        if options.requests is not None and totals["requests"] >= options.requests:
+            return True
+        return options.minutes is not None and time.monotonic() - started > 60 * options.minutes
+
+    while not is_over():
+        seed = f"{options.seed}-{number}"
+        configuration = Configuration.draw(random.Random(seed))
+        print(f"round {number}: {shlex.join(configuration.arguments[len(PLAIN):])}", flush=True)
+        count = options.per_round
+        if options.requests is not None:
+            count = min(count, options.requests - totals["requests"])
+        with serve(*configuration.arguments, env=ENVIRONMENT, timeout=options.timeout) as server:
+            counts, wrong = run_round(
+                server,
+                known,
+                count,
+                seed,
+                options.concurrency,
+                lambda counts: _bar(totals + counts, options.requests, started, options.minutes),
+            )
+        totals += counts + Counter(rounds=1, wrong=len(wrong))
+        for line in wrong:
+            print(f"\nWRONG in round {number}: {line}", flush=True)
+        if wrong:
+            failures += 1
+            again = f"--seed {options.seed} --known {options.known} --per-round {count} --only-round {number}"
+            print(f"again: python benchmark/soak.py {again} --concurrency {options.concurrency}", flush=True)
+        number += 1
+    figures = {**totals, "wrong": totals["wrong"], "failed rounds": failures, "seed": options.seed}
+    print(json.dumps({**figures, "minutes": round((time.monotonic() - started) / 60, 1)}))
+    return 1 if totals["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

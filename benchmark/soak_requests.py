@@ -1,0 +1,259 @@
+"""The requests of `soak.py`: random ones of every kind that users mix, each with what its answer has to be."""
+
+import http.client
+import json
+import math
+import random
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serving import TARGET, Server, heldout_prompts
+from tokenizers import Tokenizer
+
+# Two batch shapes compute a log probability within about 1e-6 in float32, and where two tokens are closer than this the
+# target has no one answer.
+TIE = 1e-5
+LONGEST = 64
+VOCABULARY = json.loads((TARGET / "config.json").read_text())["vocab_size"]
+GRAMMARS = (
+    {"ebnf": 'root ::= ("ab" | "cd" | "e")+ "z"'},
+    {"regex": r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}"},
+    {"json_schema": json.dumps({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})},
+)
+# What nobody may ask for, and what of it the refusal names.
+BAD = (
+    ({"input_ids": [5, 1_000_000_000]}, "1000000000"),
+    ({"input_ids": [-1]}, "-1"),
+    ({"text": "x", "sampling_params": {"temperature": -1}}, "temperature"),
+    ({"text": "x", "sampling_params": {"logit_bias": {"1000000000": 1.0}}}, "logit_bias"),
+    ({"text": "x", "sampling_params": {"stop_token_ids": [1_000_000_000]}}, "stop_token_ids"),
+    ({"text": "x", "sampling_params": {"top_k": 2**40}}, "top_k"),
+    ({"text": "x", "return_logprob": True, "top_logprobs_num": 1_000_000}, "top_logprobs_num"),
+    ({"text": "x", "return_logprob": True, "token_ids_logprob": [-7]}, "token_ids_logprob"),
+    ({"text": "x", "sampling_params": {"regex": "[a-z"}}, ""),
+    ({"text": "x", "sampling_params": {"n": 10**9}}, "n"),
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A greedy request, and the plain target's answer as far as float32 decides it; is_whole: that is all of it."""
+
+    request: dict[str, Any]
+    output_ids: list[int]
+    text: str
+    finish: dict[str, Any]
+    is_whole: bool
+
+
+def known_requests(plain: Server, count: int, seed: int) -> list[Known]:
+    """`count` greedy requests of all kinds, answered by the target alone, in float32."""
+    generator = random.Random(seed)
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    texts = [prompt["text"] for prompt in heldout_prompts()]
+    shared = tokenizer.encode("".join(texts[:8])).ids[:300]
+    requests = []
+    for _ in range(count):
+        ids = tokenizer.encode(generator.choice(texts) + generator.choice(texts)).ids
+        ids = ids[: generator.choice((1, 7, 40, 63, 64, 65, 128, 200, 400))]
+        if generator.random() < 0.3:
+            ids = shared[: generator.choice((16, 64, 100, 256))] + ids
+        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": generator.choice((1, 2, 8, 9, 24, 48, LONGEST))}
+        sampling["ignore_eos"] = generator.random() < 0.5
+        kind = generator.random()
+        if kind < 0.2:
+            sampling |= generator.choice(GRAMMARS) | {"ignore_eos": False}
+        elif kind < 0.3:
+            sampling["logit_bias"] = {str(generator.randrange(5, VOCABULARY)): generator.choice((-100.0, 4.0))}
+        elif kind < 0.4:
+            sampling["stop_token_ids"] = [generator.randrange(5, VOCABULARY) for _ in range(40)]
+        elif kind < 0.5:
+            sampling["stop"] = [generator.choice(("\n\n", "self", "):", "return", " = "))]
+        requests.append({"input_ids": ids, "sampling_params": sampling})
+    asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
+    return [_known(request, answer) for request, answer in zip(requests, plain.generate_many(asked, 16), strict=True)]
+
+
+def _known(request: dict, answer: dict) -> Known:
+    # Under a grammar only one token may be left, the others at -inf.
+    leads = [
+        values[0] - values[1] if len(values := [value for value, *_ in top or [] if value is not None]) > 1 else math.inf
+        for top in answer["meta_info"]["output_top_logprobs"]
+    ]
+    decided = next((i for i, lead in enumerate(leads) if lead < TIE), len(leads))
+    output = answer["output_ids"]
+    is_whole = decided >= len(output)
+    return Known(request, output[:decided], answer["text"], answer["meta_info"]["finish_reason"], is_whole)
+
+
+class Wrong(Exception):
+    """An answer that is not what it has to be."""
+
+
+def ask(server: Server, known: Sequence[Known], generator: random.Random, name: str) -> tuple[str, dict, dict | None]:
+    """Send one random request and check its answer. Returns its kind, the request, and `meta_info` where it was answered.
+    Raises Wrong. name: unique, for aborts."""
+    kinds: tuple[tuple[float, Callable], ...] = (
+        (0.40, _greedy),
+        (0.15, _streamed),
+        (0.08, _with_logprobs),
+        (0.10, _sampled),
+        (0.07, _penalized),
+        (0.05, _completion),
+        (0.05, _aborted),
+        (0.05, _walked_away),
+        (0.05, _bad),
+    )
+    [ask_one] = generator.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])
+    request: dict = {}
+    try:
+        return ask_one.__name__.strip("_"), request, ask_one(server, generator.choice(known), generator, name, request)
+    except Wrong as wrong:
+        raise Wrong(json.dumps({"kind": ask_one.__name__.strip("_"), "request": request, "wrong": str(wrong)})) from wrong
+
+
+def _post(server: Server, request: dict) -> dict:
+    try:
+        return server.generate(**request)
+    except urllib.error.HTTPError as error:
+        raise Wrong(f"HTTP {error.code}: {error.read().decode()[:500]}") from error
+
+
+def _hold_against(known: Known, answer: dict) -> dict:
+    got = answer["output_ids"]
+    if got[: len(known.output_ids)] != known.output_ids:
+        raise Wrong(f"{got} instead of {known.output_ids}")
+    meta = answer["meta_info"]
+    if known.is_whole and (got, answer["text"], meta["finish_reason"]) != (known.output_ids, known.text, known.finish):
+        raise Wrong(f"{got}, {answer['text']!r}, {meta['finish_reason']} instead of {known.text!r}, {known.finish}")
+    if meta["completion_tokens"] != len(got):
+        raise Wrong(f"{meta['completion_tokens']} tokens are counted, {len(got)} came")
+    return meta
+
+
+def _greedy(server, known: Known, generator, name, request) -> dict:
+    request |= known.request
+    if generator.random() < 0.15:
+        sampling = {**known.request["sampling_params"], "n": 2}
+        answers = _post(server, request | {"sampling_params": sampling})
+        return [_hold_against(known, answer) for answer in answers][0]
+    return _hold_against(known, _post(server, request))
+
+
+def _streamed(server, known: Known, generator, name, request) -> dict:
+    request |= known.request | {"stream": True}
+    said: list[int] = []
+    with _open(server, request) as response:
+        for chunk in _chunks(response):
+            ids = chunk["output_ids"]
+            if ids[: len(said)] != said:
+                raise Wrong(f"{said} was said, and taken back for {ids}")
+            said = ids
+    return _hold_against(known, chunk)
+
+
+def _with_logprobs(server, known: Known, generator, name, request) -> dict:
+    request |= known.request | {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5, VOCABULARY - 1]}
+    answer = _post(server, request)
+    meta = _hold_against(known, answer)
+    for field in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
+        if len(meta[field]) != len(answer["output_ids"]):
+            raise Wrong(f"{len(meta[field])} {field} for {len(answer['output_ids'])} tokens")
+    if [token for _, token, *_ in meta["output_token_logprobs"]] != answer["output_ids"]:
+        raise Wrong("log probabilities of other tokens")
+    return meta
+
+
+def _loose(server, known: Known, generator, request, **sampling) -> dict:
+    """One whose tokens are not known: as many as were asked for, all of them in the vocabulary."""
+    length = generator.choice((1, 5, 24, 40))
+    sampling |= {"max_new_tokens": length, "ignore_eos": True}
+    request |= {"input_ids": known.request["input_ids"], "sampling_params": sampling}
+    answer = _post(server, request)
+    got, reason = answer["output_ids"], answer["meta_info"]["finish_reason"]
+    if len(got) != length or reason["type"] != "length" or not all(0 <= token < VOCABULARY for token in got):
+        raise Wrong(f"{len(got)} tokens of {length}, {reason}: {got}")
+    return answer["meta_info"]
+
+
+def _sampled(server, known, generator, name, request) -> dict:
+    choices = ({}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9})
+    return _loose(server, known, generator, request, temperature=generator.choice((0.3, 0.7, 1.0, 1.3)), **generator.choice(choices))
+
+
+def _penalized(server, known, generator, name, request) -> dict:
+    choices = ({"frequency_penalty": 0.7}, {"presence_penalty": -0.5}, {"repetition_penalty": 1.3}, {"min_new_tokens": 1})
+    return _loose(server, known, generator, request, temperature=0, **generator.choice(choices))
+
+
+def _completion(server, known: Known, generator, name, request) -> None:
+    """OpenAI's endpoint."""
+    sampling = known.request["sampling_params"]
+    request |= {"model": "default", "prompt": known.request["input_ids"], "temperature": 0, "max_tokens": sampling["max_new_tokens"]}
+    try:
+        answer = server.post("/v1/completions", request)
+    except urllib.error.HTTPError as error:
+        raise Wrong(f"HTTP {error.code}: {error.read().decode()[:500]}") from error
+    if answer["usage"]["completion_tokens"] > sampling["max_new_tokens"]:
+        raise Wrong(f"{answer['usage']} for {sampling['max_new_tokens']} tokens")
+
+
+def _aborted(server, known: Known, generator, name, request) -> None:
+    request |= known.request | {"rid": name}
+    request["sampling_params"] = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+    timer = threading.Timer(generator.random(), lambda: server.post("/abort_request", {"rid": name}))
+    timer.start()
+    try:
+        answer = server.generate(**request)
+    except urllib.error.HTTPError as error:
+        error.close()  # one that is aborted before it runs is answered so
+        return
+    finally:
+        timer.join()
+    if answer["meta_info"]["finish_reason"]["type"] not in ("abort", "length"):
+        raise Wrong(str(answer["meta_info"]["finish_reason"]))
+
+
+def _walked_away(server, known: Known, generator, name, request) -> None:
+    """A client that closes its connection, before the first token or after some."""
+    request |= {"input_ids": known.request["input_ids"], "stream": True}
+    request["sampling_params"] = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+    wanted = generator.choice((0, 1, 10))
+    with _open(server, request) as response:
+        for number, _ in enumerate(_chunks(response)):
+            if number >= wanted:
+                return
+
+
+def _bad(server, known, generator, name, request) -> None:
+    bad, named = generator.choice(BAD)
+    request |= bad
+    try:
+        answer = server.generate(**request)
+    except urllib.error.HTTPError as error:
+        message = error.read().decode()
+        if error.code != 400 or named not in message:
+            raise Wrong(f"HTTP {error.code}, and {named!r} is to be named: {message[:500]}") from error
+        return
+    raise Wrong(f"was answered: {str(answer)[:500]}")
+
+
+def _open(server: Server, request: dict) -> http.client.HTTPResponse:
+    call = urllib.request.Request(
+        server.url + "/generate", data=json.dumps(request).encode(), headers={"Content-Type": "application/json"}
+    )
+    try:
+        return urllib.request.urlopen(call, timeout=600)
+    except urllib.error.HTTPError as error:
+        raise Wrong(f"HTTP {error.code}: {error.read().decode()[:500]}") from error
+
+
+def _chunks(response):
+    for line in response:
+        data = line.decode().strip().removeprefix("data:").strip()
+        if data and data != "[DONE]":
+            yield json.loads(data)

@@ -1,0 +1,131 @@
+"""Fields of a request that would reach a tensor's index, a number of fixed width or an allocation as they came: refused by
+name, where in SGLang one request ends the server.
+
+Two places: the front end sees a request as it was sent, before it is sent on; the scheduler knows the vocabulary.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+# Answers to one prompt. Each is a request of its own, and all of them are made at once.
+MAX_ANSWERS = 4096
+INT64 = 2**63
+# The sampler keeps `top_k` in 32 bits. Above the vocabulary it keeps every token anyway.
+MAX_TOP_K = 2**31 - 1
+# SGLang fills these in itself.
+_INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized", "ebnf_full_assistant")
+
+
+def checking_requests() -> Callable[[Any], None]:
+    """SGLang's `GenerateReqInput.normalize_batch_and_arguments`, after a look at the request."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    original = GenerateReqInput.normalize_batch_and_arguments
+
+    @functools.wraps(original)
+    def normalize_batch_and_arguments(self):
+        check_request(self)
+        original(self)
+
+    return normalize_batch_and_arguments
+
+
+def check_request(request: Any) -> None:
+    """request: SGLang's GenerateReqInput. Raises ValueError, which SGLang answers with HTTP 400, naming the first field that
+    cannot be."""
+    if isinstance(request.sampling_params, list) and _is_one_prompt(request):
+        raise ValueError("sampling_params: a list goes with a list of prompts.")
+    if not all(type(value).__name__ == "PositionalEmbeds" for value in _each(request.positional_embed_overrides) if value):
+        raise ValueError("positional_embed_overrides: these are tensors, which a request cannot bring.")
+    for sampling in _each(request.sampling_params):
+        if not isinstance(sampling, dict):
+            raise ValueError(f"sampling_params: {_shown(sampling)} is not an object.")
+        _check_sampling(sampling)
+    for start in _each(request.logprob_start_len):
+        if not -1 <= start < INT64:
+            raise ValueError(f"logprob_start_len: {start} is neither -1 nor a position.")
+
+
+def _check_sampling(sampling: dict[str, Any]) -> None:
+    if sampling.get("n", 1) is None:
+        del sampling["n"]  # the default, as everywhere
+    for name, value in sampling.items():
+        if name in _INTERNAL or name not in _types():
+            raise ValueError(f"sampling_params: there is no {name!r}.")
+        if value is None:  # the default
+            continue
+        try:
+            msgspec.convert(value, _types()[name])
+        except msgspec.ValidationError as error:
+            raise ValueError(f"sampling_params: {name} cannot be {_shown(value)}: {error}.") from error
+        if any(not -INT64 <= number < INT64 for number in _integers(value)):
+            raise ValueError(f"sampling_params: {name} has a number beyond 64 bits.")
+    for pattern in _each(sampling.get("stop_regex")):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"sampling_params: stop_regex {_shown(pattern)} is no regular expression: {error}.") from error
+    n = sampling.get("n", 1)
+    if not 1 <= n <= MAX_ANSWERS:
+        raise ValueError(f"sampling_params: n is {n}, and has to be 1 to {MAX_ANSWERS}.")
+
+
+def _is_one_prompt(request: Any) -> bool:
+    ids = request.input_ids
+    return isinstance(request.text, str) or bool(ids) and isinstance(ids[0], int)
+
+
+@functools.cache
+def _types() -> dict[str, Any]:
+    """What SGLang's sampling parameters are, by name; it checks them only where they arrive, in the scheduler."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    types = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+    return types | {"stop_token_ids": list[int | str | None]}  # SGLang itself makes numbers of them
+
+
+def _each(values: Any) -> Sequence[Any]:
+    """Of a field that may be one value for all, or one for each prompt."""
+    if values is None:
+        return ()
+    return values if isinstance(values, list) else (values,)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, dict):
+        for key, nested in value.items():
+            yield from _integers(key)
+            yield from _integers(nested)
+    elif isinstance(value, list):
+        for nested in value:
+            yield from _integers(nested)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def take_out_of_range(req: Any) -> list[str]:
+    """What of a scheduler's request lies outside the vocabulary or the numbers that hold it, a message each. It is taken out
+    as well, since SGLang runs a refused request through one forward."""
+    found, params, last = [], req.sampling_params, req.vocab_size - 1
+    if outside := [token for token in params.stop_token_ids or () if not 0 <= token <= last]:
+        found.append(f"stop_token_ids: {outside[0]} is outside the vocabulary, 0 to {last}")
+        params.stop_token_ids = None
+    if params.top_k > MAX_TOP_K:
+        found.append(f"top_k: {params.top_k} is more than {MAX_TOP_K}")
+        params.top_k = 1
+    if not 0 <= req.logprob.top_logprobs_num <= req.vocab_size:
+        found.append(f"top_logprobs_num: {req.logprob.top_logprobs_num} is not in 0 to {req.vocab_size}")
+        req.logprob.top_logprobs_num = 0
+    if outside := [token for token in req.logprob.token_ids_logprob or () if not 0 <= token <= last]:
+        found.append(f"token_ids_logprob: {outside[0]} is outside the vocabulary, 0 to {last}")
+        req.logprob.token_ids_logprob = None
+    return found

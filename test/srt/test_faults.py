@@ -1,0 +1,179 @@
+"""What goes wrong around a running server, and what it promises then: the target's own answers, or an error by name."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+import urllib.error
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FLOAT32, assert_same
+from drafts import make_draft
+from safetensors.torch import load_file, save_file
+from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from streaming import stream
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory) -> Path:
+    """A copy of the bundled draft, for tests to spoil."""
+    return Path(shutil.copytree(DRAFT, tmp_path_factory.mktemp("faults") / "draft"))
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[dict]:
+    texts = [prompt["text"] for prompt in heldout_prompts() if 10 <= prompt["num_tokens"] <= 300][::16][:10]
+    return [{"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}} for text in texts]
+
+
+@pytest.fixture
+def server(servers, draft) -> Server:
+    return servers.get(*FLOAT32, *dflash_arguments(draft))
+
+
+def accept_length(answers: list[dict]) -> float:
+    cycles = sum(sum(answer["meta_info"]["spec_correct_drafts_histogram"]) for answer in answers)
+    return sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers) / cycles
+
+
+def check(server: Server, requests: list[dict], reference) -> float:
+    answers = server.generate_many(requests, 4)
+    assert_same(requests, answers, reference.answers(requests))
+    return accept_length(answers)
+
+
+def update(server: Server, checkpoint: Path) -> tuple[bool, str]:
+    try:
+        answer = server.post("/update_weights_from_disk", {"model_path": str(checkpoint)})
+    except urllib.error.HTTPError as error:
+        answer = json.loads(error.read())
+    return answer["success"], answer["message"]
+
+
+def test_the_target_is_updated_and_the_draft_left_alone(server, requests, reference):
+    before = check(server, requests, reference)
+    assert update(server, TARGET) == (True, "Succeeded to update model weights.")
+    assert check(server, requests, reference) == pytest.approx(before, rel=0.02)
+
+
+def test_the_draft_is_updated_and_the_target_left_alone(server, requests, reference, tmp_path):
+    before = check(server, requests, reference)
+    negated = make_draft(tmp_path / "negated", lambda tensors: {**tensors, "norm.weight": -tensors["norm.weight"]})
+    assert update(server, negated)[0]
+    assert check(server, requests, reference) < 1.05 < before
+    assert update(server, DRAFT)[0]
+    assert check(server, requests, reference) == pytest.approx(before, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["draft", "target", "nothing"])
+def test_an_update_that_does_not_load_changes_nothing(kind, server, requests, reference, tmp_path):
+    before = check(server, requests, reference)
+    folder = tmp_path / "broken"
+    if kind != "nothing":
+        shutil.copytree(DRAFT if kind == "draft" else TARGET, folder)
+        weights = load_file(folder / "model.safetensors")
+        name = next(name for name in weights if "down_proj" in name)
+        weights[name] = weights[name][:-8].contiguous()
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    succeeded, message = update(server, folder)
+    assert not succeeded and str(folder) in message, message
+    assert check(server, requests, reference) == pytest.approx(before, rel=0.02)
+
+
+def test_a_flush_during_decode_is_refused_or_harmless(server, requests, reference):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(server.generate_many, requests, 4)
+        refused = 0
+        while not answers.done():
+            try:
+                server.post("/flush_cache", {})
+            except urllib.error.HTTPError as error:
+                refused += error.code == 400
+    assert_same(requests, answers.result(), reference.answers(requests))
+    assert refused, "no flush met a running request"
+
+
+def test_a_stalled_client_holds_up_nobody(server, requests, reference):
+    """It asks for a long stream and reads none of it; then it walks away."""
+    host, port = server.url.removeprefix("http://").split(":")
+    body = {**requests[0], "stream": True, "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
+    payload = json.dumps(body).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.sendall(head.encode() + payload)
+        check(server, requests, reference)
+    check_idle(server)
+
+
+def test_a_client_that_leaves_in_mid_stream(server, requests, reference):
+    long = {**requests[0], "sampling_params": {**requests[0]["sampling_params"], "max_new_tokens": 3000}}
+    chunks = stream(server, long)
+    next(chunks)
+    chunks.close()
+    check(server, requests, reference)
+    check_idle(server)
+
+
+def check_idle(server: Server) -> None:
+    """Nothing runs and no KV slot is taken, once what was left alone has ended."""
+    deadline = time.monotonic() + 120
+    while (load := server.get("/v1/loads")["loads"][0])["num_running_reqs"] and time.monotonic() < deadline:
+        time.sleep(0.2)
+    server.flush_cache()
+    load = server.get("/v1/loads")["loads"][0]
+    assert load["num_running_reqs"] == load["num_waiting_reqs"] == load["num_used_tokens"] == 0, load
+
+
+def test_a_draft_deleted_after_the_start(server, draft, requests, reference):
+    shutil.rmtree(draft)
+    try:
+        assert check(server, requests, reference) > 1.5
+    finally:
+        shutil.copytree(DRAFT, draft)
+
+
+def test_a_killed_scheduler_ends_the_server(servers, draft, requests):
+    """Nothing hangs: whoever waits for an answer is told, and the server ends, for its supervisor to start it again."""
+    # Cold: a fork of a nursery keeps that one's title.
+    server = servers.get(*FLOAT32, *dflash_arguments(draft), is_cold=True)
+    long = {**requests[0], "sampling_params": {**requests[0]["sampling_params"], "max_new_tokens": 3000}}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.generate, **long)
+        time.sleep(1)
+        os.kill(process_named(server, "scheduler"), signal.SIGKILL)
+        with pytest.raises((urllib.error.URLError, OSError)):
+            waiting.result(timeout=60)
+        deadline = time.monotonic() + 60
+        while server.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert server.process.poll() not in (None, 0)
+
+
+def process_named(server: Server, who: str) -> int:
+    """SGLang gives its processes titles."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if entry.name.isdigit() and os.getsid(int(entry.name)) == server.process.pid:
+                if re.match(rf"sglang::{who}", (entry / "cmdline").read_text()):
+                    return int(entry.name)
+    raise LookupError(who)
+
+
+def test_a_draft_that_says_nan(servers, requests, reference, tmp_path):
+    """Only acceptance suffers."""
+
+    def spoil(tensors):
+        return {name: torch.full_like(t, torch.nan) if name == "norm.weight" else t for name, t in tensors.items()}
+
+    server = servers.get(*FLOAT32, *dflash_arguments(make_draft(tmp_path / "nan", spoil)))
+    assert check(server, requests, reference) < 1.2

@@ -1,0 +1,159 @@
+"""Servers of more than one process: tensor parallelism and data parallelism, over loopback, on the CPU runtime's defaults.
+
+Two ranks add up in another order than one, so the target's near ties are left out as everywhere; what is drafted, and so
+the number of cycles, may differ by as little.
+"""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import FLOAT32, Reference, assert_same
+from drafts import make_draft, read_config
+from scipy.stats import kstest
+from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from test_sampled_requests import FALSE_ALARM, joint_filter, places, score
+from tokenizers import Tokenizer
+
+from sglang_dflash.srt.hardware_backend.cpu import ranks
+
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["get", "put", "head"]}}, "required": ["name"]}
+GRAMMARS = ({"regex": r"(def|class) [a-z_]{3,12}\(\):"}, {"json_schema": json.dumps(SCHEMA)})
+PENALTIES = {"frequency_penalty": 0.6, "repetition_penalty": 1.2}
+# A cycle more or less where two drafts tie.
+NEARLY_SAME = 0.01
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    texts = [prompt["text"] for prompt in heldout_prompts() if 5 <= prompt["num_tokens"] <= 300]
+    return [tokenizer.encode(text).ids for text in texts[::4][:36]]
+
+
+def greedy(ids: list[int], **sampling) -> dict:
+    return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True, **sampling}}
+
+
+def requests_of(prompts: list[list[int]]) -> list[dict]:
+    """Every sixth one under a grammar."""
+    requests = [greedy(ids) for ids in prompts]
+    for number in range(0, len(requests), 6):
+        grammar = GRAMMARS[number // 6 % len(GRAMMARS)]
+        requests[number] = greedy(prompts[number], ignore_eos=False, **grammar)
+    return requests
+
+
+def cycles(answers: list[dict]) -> int:
+    return sum(sum(answer["meta_info"]["spec_correct_drafts_histogram"]) for answer in answers)
+
+
+def serve_both(server: Server, requests: list[dict], penalized: list[dict]) -> tuple[list[dict], list[dict]]:
+    server.flush_cache()
+    return server.generate_many(requests, 8), server.generate_many(penalized, 8)
+
+
+def wider_draft(folder: Path) -> Path:
+    """The bundled draft with 32 rows of zeros more in its MLPs, which change nothing: SGLang widens it for two ranks."""
+    inner = read_config(DRAFT)["intermediate_size"]
+
+    def widen(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name, tensor in tensors.items():
+            if ".mlp." in name:
+                tensors[name] = F.pad(tensor, (0, 32) if "down_proj" in name else (0, 0, 0, 32)).contiguous()
+        return tensors
+
+    assert (inner + 32) % 64
+    return make_draft(folder, widen, intermediate_size=inner + 32)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("kind", ["DFlash", "P-EAGLE"])
+def test_two_ranks_say_what_one_says(kind, servers, reference, prompts, tmp_path):
+    requests = requests_of(prompts)
+    penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
+    arguments = dflash_arguments(PEAGLE_DRAFT if kind == "P-EAGLE" else DRAFT)
+    drawn = ["--speculative-draft-sample-method", "probabilistic"]
+    [alone, alone_penalized] = serve_both(servers.get(*FLOAT32, *arguments, *drawn), requests, penalized)
+    assert_same(requests, alone, reference.answers(requests))
+
+    if kind == "DFlash":
+        arguments = dflash_arguments(wider_draft(tmp_path / "wider"))
+    server = servers.get(*FLOAT32, *arguments, *drawn, "--tp-size", "2")
+    both, both_penalized = serve_both(server, requests, penalized)
+    assert_same(requests, both, reference.answers(requests))
+    assert abs(cycles(both) - cycles(alone)) <= NEARLY_SAME * cycles(alone)
+    assert [answer["output_ids"] for answer in both_penalized] == [answer["output_ids"] for answer in alone_penalized]
+    check_samples(server, reference, prompts)
+
+
+def check_samples(server: Server, reference: Reference, prompts: list[list[int]]) -> None:
+    """What two ranks draw, each with a generator of its own, follows the target's sampler, and they agree on it."""
+    sampling = {"temperature": 1.0, "top_k": 4, "top_p": 0.82, "max_new_tokens": 32, "ignore_eos": True}
+    answers = server.generate_many([{"input_ids": ids, "sampling_params": sampling} for ids in prompts], 12)
+    draws = score(reference, prompts, [answer["output_ids"] for answer in answers])
+    found, outside = places(draws, joint_filter(4, 0.82), 1.0)
+    assert not outside and len(found) > 800
+    assert kstest(found, "uniform").pvalue > FALSE_ALARM
+    assert cycles(answers) < sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers), "no draft was kept"
+
+
+@pytest.mark.server
+def test_two_replicas(servers, reference, prompts):
+    """`--dp-size 2`: two schedulers with a draft each behind one server."""
+    server = servers.get(*FLOAT32, *dflash_arguments(), "--dp-size", "2")
+    requests = requests_of(prompts)
+    answers = server.generate_many(requests, 8)
+    assert_same(requests, answers, reference.answers(requests))
+    assert cycles(answers) < sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers), "no draft was kept"
+    assert set(re.findall(r"DP(\d)[^\n]*Decode batch", server.log())) == {"0", "1"}, "one replica did it all"
+
+
+# -- what the CPU runtime sets by itself ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cpus, count, expected",
+    [
+        ([0, 1], 2, ["0", "1"]),
+        ([0, 1, 2, 3, 4], 2, ["0,1", "2,3,4"]),
+        ([3], 2, ["3", "3"]),
+        ([0, 2, 4], 4, ["0", "2", "4", "0"]),
+        (list(range(8)), 1, ["0,1,2,3,4,5,6,7"]),
+    ],
+)
+def test_cpus_are_shared_out(cpus, count, expected):
+    assert ranks.groups_of_cpus(cpus, count) == expected
+
+
+def args_of(**changes) -> SimpleNamespace:
+    return SimpleNamespace(**{"tp_size": 1, "pp_size": 1, "dp_size": 1, "base_gpu_id": 0, "gpu_id_step": 1, **changes})
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """pytest writes into the real one."""
+    found: dict[str, str] = {}
+    monkeypatch.setattr(ranks, "os", SimpleNamespace(environ=found, sched_getaffinity=lambda pid: {0, 1, 2, 3, 4, 5}))
+    return found
+
+
+def test_one_rank_is_left_as_it_was(environment):
+    ranks.prepare_ranks(args_of())
+    assert environment == {}
+
+
+def test_ranks_get_their_share(environment):
+    ranks.prepare_ranks(args_of(tp_size=2, dp_size=2, base_gpu_id=1, gpu_id_step=2))
+    assert environment[ranks.NUM_THREADS] == "1"
+    assert len(environment[ranks.THREADS_BIND].split("|")) == 1 + 2 * 4  # the last device is number 7
+
+
+def test_what_the_user_set_stays(environment):
+    environment |= {ranks.THREADS_BIND: "4|5", ranks.NUM_THREADS: "3"}
+    ranks.prepare_ranks(args_of(tp_size=2))
+    assert environment == {ranks.THREADS_BIND: "4|5", ranks.NUM_THREADS: "3"}

@@ -1,0 +1,133 @@
+"""What a request's fields may be, without a server: what is refused, and that nothing else is."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_dflash.srt.speculative.request_fields import INT64, MAX_ANSWERS, check_request, take_out_of_range
+
+
+def request(sampling=None, **fields) -> SimpleNamespace:
+    absent = dict.fromkeys(("logprob_start_len", "positional_embed_overrides", "text", "input_ids"))
+    return SimpleNamespace(**absent | {"sampling_params": sampling, **fields})
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        None,
+        {},
+        [{}, {"n": 2}],
+        {"n": None, "temperature": 1, "top_p": 0.5, "stop": "a", "stop_token_ids": ["5", 7, None]},
+        {"n": MAX_ANSWERS, "stop": ["a", "b"], "logit_bias": {"5": 1, "7": -100.0}, "ignore_eos": True},
+        {"json_schema": "{}", "custom_params": {"a": [1, None], "b": {"c": "d"}, "thinking_budget": 5}},
+        {"sampling_seed": INT64 - 1, "max_new_tokens": 10**9, "stream_interval": 4, "min_p": 0},
+    ],
+)
+def test_what_users_send_is_let_through(sampling):
+    check_request(request(sampling))
+    for start in (-1, 0, 7, [0, -1]):
+        check_request(request(sampling, logprob_start_len=start))
+
+
+@pytest.mark.parametrize(
+    "fields, named",
+    [
+        ({"sampling": {"n": 0}}, "n is 0"),
+        ({"sampling": {"n": MAX_ANSWERS + 1}}, f"n is {MAX_ANSWERS + 1}"),
+        ({"sampling": {"max_new_tokens": 2.5}}, "max_new_tokens"),
+        ({"sampling": {"sampling_seed": 2**70}}, "sampling_seed"),
+        ({"sampling": {"stop_regex": ["a", "["]}}, "stop_regex"),
+        ({"sampling": {"nonsense": 1}}, "nonsense"),
+        ({"sampling": ["x"]}, "sampling_params"),
+        ({"sampling": [{}], "text": "one prompt"}, "a list of prompts"),
+        ({"sampling": [{}], "input_ids": [1, 2]}, "a list of prompts"),
+        ({"logprob_start_len": -5}, "logprob_start_len"),
+        ({"logprob_start_len": [0, 2**70]}, "logprob_start_len"),
+        ({"positional_embed_overrides": {"a": 1}}, "positional_embed_overrides"),
+        ({"positional_embed_overrides": [[1, 2]]}, "positional_embed_overrides"),
+    ],
+)
+def test_what_cannot_be_is_named(fields, named):
+    with pytest.raises(ValueError, match=named):
+        check_request(request(**fields))
+
+
+def test_every_parameter_that_sglang_has_is_known():
+    """With the default that SGLang gives it."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    defaults = SamplingParams()
+    internal = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized", "ebnf_full_assistant")
+    given = {name: getattr(defaults, name) for name in SamplingParams.__struct_fields__ if name not in internal}
+    assert len(given) > 20
+    check_request(request(given))
+    for name in internal:
+        with pytest.raises(ValueError, match=name):
+            check_request(request({name: getattr(defaults, name)}))
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_is_let_through_can_be_sent_on(data):
+    """To the scheduler, which decodes it strictly and ends at what it cannot."""
+    import msgspec
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    name = data.draw(st.sampled_from(SamplingParams.__struct_fields__))
+    sampling = {name: data.draw(ANYTHING)}
+    try:
+        check_request(request(sampling))
+        made = SamplingParams(**sampling)
+        made.verify(2048)
+    except (ValueError, TypeError):  # an answer with HTTP 400
+        return
+    msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=SamplingParams)
+
+
+def scheduled(**fields) -> SimpleNamespace:
+    logprob = SimpleNamespace(top_logprobs_num=fields.pop("top_logprobs_num", 0), token_ids_logprob=fields.pop("token_ids_logprob", None))
+    params = SimpleNamespace(**{"stop_token_ids": None, "top_k": 1, **fields})
+    return SimpleNamespace(vocab_size=100, logprob=logprob, sampling_params=params)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_token_ids": {0, 99}},
+        {"top_k": 1 << 30},
+        {"top_k": 2**31 - 1},
+        {"top_logprobs_num": 100},
+        {"token_ids_logprob": [0, 99]},
+    ],
+)
+def test_what_the_vocabulary_holds(fields):
+    assert take_out_of_range(scheduled(**fields)) == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_token_ids": {5, 100}},
+        {"stop_token_ids": {-1}},
+        {"top_k": 2**31},
+        {"top_logprobs_num": 101},
+        {"top_logprobs_num": -1},
+        {"token_ids_logprob": [5, 100]},
+        {"token_ids_logprob": [-1]},
+    ],
+)
+def test_what_it_does_not_hold_is_named_and_taken_out(fields):
+    req = scheduled(**fields)
+    [message] = take_out_of_range(req)
+    assert message.startswith(next(iter(fields)))
+    assert take_out_of_range(req) == []

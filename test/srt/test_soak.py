@@ -1,0 +1,81 @@
+"""Three hundred random requests of benchmark/soak.py, and that its checks see what they are there for."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from soak import Configuration, Resources, run_round
+from soak_requests import Known, Wrong, _hold_against, known_requests
+
+SEED = "suite"
+# Of what the seed draws: a tight pool, a draft window, widths that change; and drawn drafts without a prefix cache. Both with
+# mixed batches under overlap scheduling.
+ROUNDS = (12, 13)
+
+
+@pytest.fixture(scope="module")
+def known(reference) -> list[Known]:
+    return known_requests(reference.server, 80, seed=11)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("number", ROUNDS)
+def test_a_round(number, known, servers):
+    configuration = Configuration.draw(random.Random(f"{SEED}-{number}"))
+    server = servers.get(*configuration.arguments[2:], "--sleep-on-idle")
+    counts, wrong = run_round(server, known, 150, f"{SEED}-{number}", concurrency=8)
+    assert not wrong, f"{configuration.arguments}\n" + "\n".join(wrong)
+    assert counts["requests"] == 150 and counts["cycles"] > 100
+    assert {"greedy", "streamed", "sampled", "aborted", "walked_away", "bad"} <= set(counts)
+
+
+ANSWER = {"output_ids": [5, 6, 7], "text": "abc", "meta_info": {"completion_tokens": 3, "finish_reason": {"type": "length"}}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output_ids": [5, 7, 6]},
+        {"output_ids": [5, 6]},
+        {"output_ids": [5, 6, 7, 8]},
+        {"text": "abd"},
+        {"meta_info": {"completion_tokens": 3, "finish_reason": {"type": "stop"}}},
+        {"meta_info": {"completion_tokens": 2, "finish_reason": {"type": "length"}}},
+    ],
+)
+def test_a_planted_fault_in_an_answer_is_seen(changes):
+    known = Known({}, [5, 6, 7], "abc", {"type": "length"}, is_whole=True)
+    _hold_against(known, ANSWER)
+    with pytest.raises(Wrong):
+        _hold_against(known, ANSWER | changes)
+
+
+def test_what_float32_does_not_decide_is_not_held_against():
+    known = Known({}, [5], "abc", {"type": "length"}, is_whole=False)
+    _hold_against(known, ANSWER | {"text": "axy"})
+    with pytest.raises(Wrong):
+        _hold_against(known, ANSWER | {"output_ids": [4, 6, 7]})
+
+
+def test_leaks_are_seen():
+    before = Resources(threads=50, handles=100, memory_mb=900.0)
+    assert Resources(55, 110, 950.0).leaks_since(before) == []
+    for leaking in (Resources(90, 100, 900.0), Resources(50, 300, 900.0), Resources(50, 100, 2000.0)):
+        assert len(leaking.leaks_since(before)) == 1
+
+
+class PlantedServer(SimpleNamespace):
+    """What `_after` asks of a server."""
+
+    def flush_cache(self):
+        pass
+
+    def get(self, path):
+        return {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": self.used}]}
+
+
+@pytest.mark.parametrize("used, log, found", [(0, "all is well", 0), (16, "", 1), (0, "Traceback (most recent call last)\n  x", 1)])
+def test_a_leaked_slot_and_a_traceback_are_seen(used, log, found):
+    from soak import _after
+
+    assert len(_after(PlantedServer(used=used), None, log)) == found
