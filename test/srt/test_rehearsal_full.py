@@ -13,11 +13,11 @@ from conftest import assert_same
 from rehearsal.compare import NO_CACHE, Expected, acceptance, assert_as_expected, assert_launches, greedy_requests
 from rehearsal.play import on_cpu, rehearse
 from rehearsal.stage import Scene
-from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, ServerDied, heldout_prompts
+from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, ServerDied, heldout_prompts
 
 pytestmark = [pytest.mark.server, pytest.mark.rehearsal_full, on_cpu]
 
-DRAFTS = {"dflash": DRAFT, "speculators": SPECULATORS_DRAFT, "peagle": PEAGLE_DRAFT}
+DRAFTS = {"dflash": DRAFT, "speculators": SPECULATORS_DRAFT, "peagle": PEAGLE_DRAFT, "dflash2": DFLASH2_DRAFT}
 WINDOW = 12
 
 
