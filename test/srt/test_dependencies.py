@@ -154,7 +154,7 @@ def test_dependencies_come_with_sglang_and_are_bound_as_there():
                 f"{name}: {bounds!r}, not one of {brought_by_sglang()[name]}"
             )
     extra = names_of(declared(("test", "bench"))) - set(brought_by_sglang()) - {"sglang"}
-    assert extra == {"pytest", "pytest-xdist", "hypothesis", "matplotlib"}, (
+    assert extra == {"pytest", "pytest-xdist", "hypothesis", "matplotlib", "nixl"}, (
         "a package beyond SGLang's: say here that it is meant"
     )
 

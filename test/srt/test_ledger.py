@@ -10,7 +10,13 @@ from conftest import run_to_end
 from sglang_dflash import SGLANG_VERSION
 from sglang_dflash.srt.plugins import entry_points, install, ledger
 
-CHANGES = (*ledger.AT_LOAD, *ledger.AT_FRONT_END, *ledger.AT_WORKER, *ledger.AT_CPU_ATTENTION)
+CHANGES = (
+    *ledger.AT_LOAD,
+    *ledger.AT_FRONT_END,
+    *ledger.AT_WORKER,
+    *ledger.AT_DISAGGREGATION,
+    *ledger.AT_CPU_ATTENTION,
+)
 # SGLang has no P-EAGLE model, and no MLA on torch_native; any other new key would need a reason of its own.
 NEW_KEYS = {("models", "PEagleDraftModel"), ("_handlers", "torch_native")}
 

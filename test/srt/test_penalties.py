@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.disaggregation import Arrival
 from sglang_dflash.srt.speculative.penalties import Penalties
 
 VOCAB = 12
@@ -129,6 +130,22 @@ def test_a_tokenizers_own_end_counts_too():
     batch = batch_of([req], [0], [2])
     Penalties(POOL, VOCAB, torch.device("cpu")).begin_prefill(batch, num_running=0)
     assert batch.sampling_info.acc_additive_penalties[0].isinf().nonzero().flatten().tolist() == [EOS, STOP, 7]
+
+
+def test_requests_that_another_server_prefilled():
+    """A decode server has no prefill of theirs: what they have said comes with them, as after a retraction."""
+    penalties, device = Penalties(POOL, VOCAB, torch.device("cpu")), torch.device("cpu")
+    old = request(2, [3, 3, 4], frequency_penalty=0.5)
+    penalties.begin_prefill(batch_of([old], [2], [5]), num_running=0)  # the row's former owner
+    reqs = [request(2, frequency_penalty=0.5), request(3, min_new_tokens=2)]
+    said = [[5, 6, 5], [7]]
+    slots = torch.tensor([2, 1], device=device)
+    penalties.join(Arrival(reqs, slots, [4, 3], torch.tensor([5, 7]), said))
+    batch = batch_of(reqs, [2, 1], [4, 3])
+    logits = torch.randn(2, VOCAB)
+    expected = torch.stack([penalized(*row) for row in zip(logits, reqs, said, strict=True)])
+    penalties.penalize_block(batch, torch.tensor([[5], [7]]), logits)
+    torch.testing.assert_close(logits, expected)
 
 
 # -- through servers -----------------------------------------------------------------------------------------

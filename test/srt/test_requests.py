@@ -103,7 +103,7 @@ FIELDS = (
     ("no tokens", {}, {"text": ""}),
     ("no tokens", {}, {"text": None, "input_ids": [[]]}),
     # SGLang's own check of types comes first, and does not say which field it is.
-    ("", {"max_new_tokens": 8.5}, {}),
+    ("", {"min_new_tokens": 2.5}, {}),
     ("", {"stop_token_ids": [2**70]}, {}),
     ("", {"json_schema": {"type": "object"}}, {}),
 )

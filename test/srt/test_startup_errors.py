@@ -55,7 +55,6 @@ BAD_FLAGS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "two-batch overlap": (["--enable-two-batch-overlap"], ("two-batch overlap",)),
     "hierarchical cache": (["--enable-hierarchical-cache"], ("hierarchical",)),
     "a grammar backend that cannot roll back": (["--grammar-backend", "outlines"], ("--grammar-backend", "xgrammar")),
-    "disaggregation": (["--disaggregation-mode", "decode"], ("disaggregation",)),
     "a tree": (["--speculative-eagle-topk", "4"], ("--speculative-eagle-topk",)),
     "several steps": (["--speculative-num-steps", "3"], ("--speculative-num-steps",)),
     "no draft window": (["--speculative-draft-window-size", "0"], ("--speculative-draft-window-size", "0")),

@@ -14,6 +14,7 @@ from sglang_dflash.srt.arg_groups.draft_attention import DRAFT_ATTENTION_BACKEND
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
+from sglang_dflash.srt.hardware_backend.cpu.transfer import prepare_transfer
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling
 from sglang_dflash.srt.speculative.target_kinds import target_kind
@@ -38,9 +39,13 @@ DEFAULT_MAX_RUNNING_REQUESTS = 48
 # (ServerArgs field, value that is fine, what to tell the user)
 _NOT_SUPPORTED = (
     ("pp_size", 1, "pipeline parallelism (--pp-size)"),
-    ("attn_dp_size", 1, "DP attention (--enable-dp-attention)"),
+    (
+        "attn_dp_size",
+        1,
+        "DP attention (--enable-dp-attention): SGLang's built-in DFLASH does on CUDA, with SGLANG_PLUGINS=none and "
+        "--enable-dp-lm-head; --dp-size alone makes replicas, here too",
+    ),
     ("attn_cp_size", 1, "context parallelism (--attn-cp-size)"),
-    ("disaggregation_mode", "null", "prefill/decode disaggregation (--disaggregation-mode)"),
     ("grammar_backend", (None, "xgrammar", "llguidance", "none"), "--grammar-backend: only xgrammar, llguidance, none roll back"),
     ("enable_lora", (None, False), "LoRA adapters (--enable-lora)"),
     ("enable_hierarchical_cache", False, "hierarchical KV cache (--enable-hierarchical-cache)"),
@@ -73,6 +78,7 @@ def default_cpu_args(server_args: Any, previous: Any) -> None:
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     if args.device == "cpu":
         prepare_ranks(args)
+        prepare_transfer(args)
     previous(server_args)
 
 
@@ -288,6 +294,8 @@ def _check_recurrent_target(
 
     if mambaish_config(model_config_of(server_args)) is None:
         return
+    if args.disaggregation_mode != "null":
+        raise ValueError("--disaggregation-mode does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
     if is_adaptive:
         raise ValueError("--speculative-adaptive does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
     if args.disable_radix_cache:

@@ -34,7 +34,7 @@ def create_worker():
             return original(self, server_args)
         from sglang_dflash.srt.plugins.install import install_at_worker
 
-        install_at_worker()
+        install_at_worker(is_disaggregated=server_args.disaggregation_mode != "null")
         from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 
         return DFlashWorker

@@ -13,7 +13,14 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from sglang_dflash.srt.plugins.ledger import AT_CPU_ATTENTION, AT_FRONT_END, AT_LOAD, AT_WORKER, Change
+from sglang_dflash.srt.plugins.ledger import (
+    AT_CPU_ATTENTION,
+    AT_DISAGGREGATION,
+    AT_FRONT_END,
+    AT_LOAD,
+    AT_WORKER,
+    Change,
+)
 from sglang_dflash.srt.plugins.resolve import resolve
 
 
@@ -42,9 +49,9 @@ def install_at_front_end() -> None:
     _install_now(AT_FRONT_END)
 
 
-def install_at_worker() -> None:
-    """Check and apply AT_WORKER in this scheduler process."""
-    _install_now(AT_WORKER)
+def install_at_worker(is_disaggregated: bool = False) -> None:
+    """Check and apply AT_WORKER, and AT_DISAGGREGATION where it is asked for, in this scheduler process."""
+    _install_now(AT_WORKER + AT_DISAGGREGATION if is_disaggregated else AT_WORKER)
 
 
 def install_at_cpu_attention() -> None:

@@ -2,7 +2,8 @@
 
 `AT_LOAD` is in force in every process once SGLang has loaded its plugins. `AT_WORKER` is applied by the
 `create_worker` hook, so only in a scheduler process that really runs DFLASH: any other server keeps stock code.
-`AT_FRONT_END` is applied in the process that takes requests in, once it has read that it serves DFLASH.
+`AT_DISAGGREGATION` comes with it where the server does prefill or decode alone, and `AT_FRONT_END` is applied in the
+process that takes requests in, once it has read that it serves DFLASH.
 `AT_CPU_ATTENTION` is applied where our CPU attention is built: with DFLASH, and for targets that stock SGLang cannot run
 on a CPU at all.
 Tests walk the tables; `install.py` checks and applies them.
@@ -265,6 +266,32 @@ AT_WORKER = (
         signature="(self, state)",
         why="/server_info says which verify width is in force and why",
         build=hooks.server_info,
+    ),
+)
+
+AT_DISAGGREGATION = (
+    Change(
+        target="sglang.srt.speculative.dflash_disaggregation.build_dflash_disagg_draft_input",
+        kind="replace",
+        signature="(batch, last_tokens_tensor, future_map)",
+        why="a decode server's requests come without a prefill of ours: our draft input, and a note for the worker",
+        build=_ours("srt.speculative.disaggregation.build_disagg_draft_input"),
+    ),
+    Change(
+        target="sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
+        kind="replace",
+        signature="(kinds, expected_len)",
+        why="SGLang calls all KV pools GPU memory, which nixl refuses on a machine without one",
+        build=_ours("srt.hardware_backend.cpu.transfer.normalize_kv_mem_kinds"),
+        cpu_only=True,
+    ),
+    Change(
+        target="sglang.srt.mem_cache.pool_host.common._cuda_host_register",
+        kind="replace",
+        signature="(buffer, registration_granularity_bytes)",
+        why="SGLang page-locks host buffers through the CUDA driver, which a CPU has not",
+        build=_ours("srt.hardware_backend.cpu.transfer.host_register"),
+        cpu_only=True,
     ),
 )
 

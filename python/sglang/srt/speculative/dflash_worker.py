@@ -35,6 +35,7 @@ from sglang_dflash.srt.speculative.dflash_utils import (
     check_target_model,
     has_room_for_draft_graphs,
 )
+from sglang_dflash.srt.speculative.disaggregation import arrivals
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.dflash2 import DFlash2Drafter
@@ -231,9 +232,17 @@ class DFlashWorker(BaseSpecWorker):
         result.next_draft_input = DFlashDraftInput(bonus_tokens=next_tokens, new_seq_lens=result.new_seq_lens)
         return result
 
+    def _take_arrivals(self) -> None:
+        """Requests that another server has prefilled, before their first cycle."""
+        for arrival in arrivals.take():
+            self._width.began(arrival, 0)
+            self._drafter.join(arrival)
+            self._penalties.join(arrival)
+
     def _decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         clock = self._clock
         clock.start()
+        self._take_arrivals()
         draws_drafts = self._draws_drafts(batch)
         # Settled before anything is drafted: what is verified may not depend on what was drawn.
         width = self.speculative_num_draft_tokens = self._width.ask(batch, draws_drafts)

@@ -13,6 +13,7 @@ import torch
 
 from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
 from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.disaggregation import Arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,11 @@ def _stop_ids(req: Any) -> set[int]:
     return ids - {None}
 
 
+def _asks(params: Any) -> bool:
+    penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty - 1.0, params.min_new_tokens
+    return any(penalties)
+
+
 def _indices(tokens: Sequence[Iterable[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, token ids), int64, of every token of every row."""
     pairs = [(row, token) for row, of_row in enumerate(tokens) for token in of_row]
@@ -101,18 +107,26 @@ class Penalties:
     def begin_prefill(self, batch: Any, num_running: int) -> None:
         """Before the target's forward: what each request is penalised for at its next token. The last `num_running` ones
         are not new; the others may have said something before they were retracted."""
-        if self._counts is None:
-            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-        slots = batch.req_pool_indices
         new = batch.reqs[: len(batch.reqs) - num_running]
-        counts = self._counts[slots]
-        counts[: len(new)] = 0
-        said = _indices([req.output_ids for req in new], self._device)
-        counts.index_put_(said, counts.new_ones(()), accumulate=True)
-        self._counts[slots] = counts
+        counts = self._recount(batch.req_pool_indices, [req.output_ids for req in new])
         terms = _Terms.of(batch.reqs, self._shape[1], self._device)
         batch.sampling_info.acc_additive_penalties = terms.additive(counts, batch.seq_lens)
         batch.sampling_info.acc_scaling_penalties = terms.scaling(counts)
+
+    def join(self, arrival: Arrival) -> None:
+        """Requests that have said something elsewhere."""
+        if any(_asks(req.sampling_params) for req in arrival.reqs):
+            self._recount(arrival.req_pool_indices, arrival.said)
+
+    def _recount(self, slots: torch.Tensor, said: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Start the first requests of `slots` [bs] afresh, with what each has said so far. Returns all counts, [bs, vocab]."""
+        if self._counts is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        counts = self._counts[slots]
+        counts[: len(said)] = 0
+        counts.index_put_(_indices(said, self._device), counts.new_ones(()), accumulate=True)
+        self._counts[slots] = counts
+        return counts
 
     def count_prefill(self, batch: Any, next_tokens: torch.Tensor) -> None:
         """next_tokens: [bs] int64, what each request has said now."""

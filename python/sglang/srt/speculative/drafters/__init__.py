@@ -7,6 +7,7 @@ import torch
 
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts
+from sglang_dflash.srt.speculative.disaggregation import Arrival
 from sglang_dflash.srt.speculative.rejection import DraftProbs
 
 
@@ -50,6 +51,9 @@ class Drafter(Protocol):
     ) -> None:
         """Take in prompt tokens. aux_hidden: [n, num_aux * hidden]; cache_loc: [n] int64; next_tokens: [bs] int64, the
         target's token after each request's last one."""
+
+    def join(self, arrival: Arrival) -> None:
+        """Take in requests that another server has prefilled; their KV is in both pools."""
 
     def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
         """Draft a block per request: by argmax, or drawn under the requests' own sampling parameters where given. A cycle of

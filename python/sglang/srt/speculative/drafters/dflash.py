@@ -8,6 +8,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput, Prompts
+from sglang_dflash.srt.speculative.disaggregation import Arrival
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.draft_window import FullView, WindowView
 from sglang_dflash.srt.speculative.drafters import DraftBlock
@@ -66,6 +67,9 @@ class DFlashDrafter:
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
         self._model.write_context_kv(aux_hidden, prompts.positions, cache_loc, self._runner.token_to_kv_pool)
+
+    def join(self, arrival: Arrival) -> None:
+        pass  # all of the context is in the pool
 
     def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
         if cycle.width == 1:

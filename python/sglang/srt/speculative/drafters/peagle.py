@@ -35,6 +35,7 @@ from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts, packed_ranges
+from sglang_dflash.srt.speculative.disaggregation import Arrival
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 
@@ -108,6 +109,16 @@ class PEagleDrafter:
         self._pending.tokens[requests, 0] = next_tokens
         self._pending.count[requests] = 1
         self._run_prompts(prompts, before, cache_loc)
+
+    def join(self, arrival: Arrival) -> None:
+        if not self._drafted:
+            return
+        requests, longest = arrival.req_pool_indices, max(arrival.lengths) - 1
+        self._table[requests, :longest] = self._source[requests, 1 : longest + 1]
+        # The other server kept the state of the last token: the learned one stands in for it, as after a cached prefix.
+        self._pending.tokens[requests, 0] = arrival.bonus_tokens
+        self._pending.fused[requests, 0] = self._model.fused_mask
+        self._pending.count[requests] = 1
 
     def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
         if cycle.width == 1:

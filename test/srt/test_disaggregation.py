@@ -1,0 +1,137 @@
+"""Prefill/decode disaggregation over nixl on loopback: a prefill and a decode server, both with the draft, say what one
+server says, in as many cycles. This file does what SGLang's router does: it sends a request to both.
+
+Slow parts are starts: each pair is started once per draft.
+"""
+
+import concurrent.futures
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import time
+import urllib.error
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from conftest import ENVIRONMENT, FLOAT32, assert_same, warm_start
+from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts, serve
+from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy
+from tokenizers import Tokenizer
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
+]
+
+# A peer that is gone is noticed in seconds rather than minutes.
+PATIENCE = {
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Pair:
+    prefill: Server
+    decode: Server
+    bootstrap_port: int
+    rooms: Iterator[int]
+
+    def generate(self, **request) -> dict:
+        """The decode server's answer. A request goes to both, and names the place where they meet."""
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port, "bootstrap_room": next(self.rooms)}
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            first = pool.submit(self.prefill.generate, **request, **where)
+            answer = self.decode.generate(**request, **where)
+            first.result()
+        return answer
+
+    def generate_many(self, requests: list[dict], concurrency: int) -> list[dict]:
+        with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(lambda request: self.generate(**request), requests))
+
+
+@contextlib.contextmanager
+def pair_of(*arguments: str, decode: tuple[str, ...] = ()) -> Iterator[Pair]:
+    port = free_port()
+    common = ["--model-path", TARGET, *FLOAT32, *arguments, "--disaggregation-transfer-backend", "nixl"]
+    common += ["--disaggregation-bootstrap-port", port]
+    environment = ENVIRONMENT | PATIENCE
+    with (
+        serve(*common, "--disaggregation-mode", "prefill", env=environment, start=warm_start()) as prefill,
+        serve(*common, "--disaggregation-mode", "decode", *decode, env=environment, start=warm_start()) as decode_server,
+    ):
+        yield Pair(prefill, decode_server, port, itertools.count(random.randrange(2**40)))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    texts = [prompt["text"] for prompt in heldout_prompts() if 5 <= prompt["num_tokens"] <= 300]
+    return [tokenizer.encode(text).ids for text in texts[::4][:24]]
+
+
+@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
+def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
+    requests = [greedy(ids) for ids in prompts]
+    requests += [greedy(ids, ignore_eos=False, **GRAMMARS[i % 2]) for i, ids in enumerate(prompts[:6])]
+    with_logprobs = [{**greedy(ids), "return_logprob": True, "top_logprobs_num": 2} for ids in prompts[:4]]
+    penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
+    one = servers.get(*FLOAT32, *dflash_arguments(draft))
+    alone = one.generate_many(requests, 8)
+    alone_penalized = one.generate_many(penalized, 8)
+    alone_with_logprobs = one.generate_many(with_logprobs, 4)
+    servers.close()
+    with pair_of(*dflash_arguments(draft)) as pair:
+        answers = pair.generate_many(requests, 8)
+        assert_same(requests, answers, reference.answers(requests))
+        # P-EAGLE drafts its first block without the state of the prompt's last token, which the prefill server keeps.
+        allowed = NEARLY_SAME if draft == DRAFT else 0.05
+        assert abs(cycles(answers) - cycles(alone)) <= allowed * cycles(alone)
+        penalized_answers = pair.generate_many(penalized, 8)
+        assert [a["output_ids"] for a in penalized_answers] == [a["output_ids"] for a in alone_penalized]
+        for got, want in zip(pair.generate_many(with_logprobs, 4), alone_with_logprobs, strict=True):
+            mine, theirs = ([value for value, *_ in a["meta_info"]["output_token_logprobs"]] for a in (got, want))
+            assert mine == pytest.approx(theirs, abs=1e-4)
+        if draft == DRAFT:
+            check_abort(pair, reference, prompts)
+            check_dead_peer(pair, prompts)
+
+
+def check_abort(pair: Pair, reference, prompts) -> None:
+    """One request is cut off on the decode side, others go on."""
+    others = [greedy(ids) for ids in prompts[:6]]
+    with concurrent.futures.ThreadPoolExecutor(7) as pool:
+        victim = pool.submit(pair.generate, **greedy(prompts[7], max_new_tokens=2000), rid="victim")
+        answers = pool.map(lambda request: pair.generate(**request), others)
+        time.sleep(1)
+        pair.decode.post("/abort_request", {"rid": "victim"})
+        assert victim.result()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert_same(others, list(answers), reference.answers(others))
+
+
+def check_dead_peer(pair: Pair, prompts) -> None:
+    """The prefill server is gone: requests end with an error, the decode server lives."""
+    os.killpg(pair.prefill.process.pid, signal.SIGKILL)
+    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.bootstrap_port, "bootstrap_room": next(pair.rooms)}
+    with pytest.raises(urllib.error.HTTPError) as failure:
+        pair.decode.post("/generate", {**greedy(prompts[0]), **where}, timeout=120)
+    assert failure.value.code >= 500, failure.value.read()
+    assert pair.decode.process.poll() is None
+    deadline = time.monotonic() + 30
+    while (load := pair.decode.get("/v1/loads")["loads"][0])["num_used_tokens"] and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert load["num_running_reqs"] == load["num_used_tokens"] == 0, json.dumps(load)
