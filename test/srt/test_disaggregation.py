@@ -25,6 +25,7 @@ from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy
 from tokenizers import Tokenizer
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.server,
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
 ]

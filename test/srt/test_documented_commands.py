@@ -23,7 +23,7 @@ from documented import (
     server_arguments,
     spans,
 )
-from serving import DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, dflash_arguments
+from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, dflash_arguments
 
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
@@ -179,7 +179,7 @@ def test_a_server_command_resolves_to_dflash_with_its_draft(text, resolved):
     assert "error" not in found, found["error"]
     assert found["speculative_algorithm"] == "DFLASH"
     assert (ROOT / found["model_path"]).resolve() == TARGET
-    drafts = {(ROOT / path).resolve() for path in (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)}
+    drafts = {(ROOT / path).resolve() for path in (DRAFT, DFLASH2_DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)}
     assert (ROOT / found["speculative_draft_model_path"]).resolve() in drafts
     given = re.search(r"--speculative-num-draft-tokens (\d+)", text)
     assert found["speculative_num_draft_tokens"] == (int(given.group(1)) if given else 8)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from streaming import stream
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

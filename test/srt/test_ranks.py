@@ -72,6 +72,7 @@ def wider_draft(folder: Path) -> Path:
 
 
 @pytest.mark.server
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["DFlash", "P-EAGLE"])
 def test_two_ranks_say_what_one_says(kind, servers, reference, prompts, tmp_path):
     requests = requests_of(prompts)
@@ -103,6 +104,7 @@ def check_samples(server: Server, reference: Reference, prompts: list[list[int]]
 
 
 @pytest.mark.server
+@pytest.mark.long
 def test_two_replicas(servers, reference, prompts):
     """`--dp-size 2`: two schedulers with a draft each behind one server."""
     server = servers.get(*FLOAT32, *dflash_arguments(), "--dp-size", "2")

@@ -19,6 +19,7 @@ def known(reference) -> list[Known]:
 
 
 @pytest.mark.server
+@pytest.mark.long
 @pytest.mark.parametrize("number", ROUNDS)
 def test_a_round(number, known, servers):
     configuration = Configuration.draw(random.Random(f"{SEED}-{number}"))

@@ -106,7 +106,8 @@ def test_images_are_refused_by_name(name, is_served, monkeypatch):
     request = SimpleNamespace(
         custom_logit_processor=None,
         return_hidden_states=False,
-        sampling_params=SimpleNamespace(min_p=0.0),
+        sampling_params=SimpleNamespace(min_p=0.0, stop_token_ids=None, top_k=1),
+        logprob=SimpleNamespace(top_logprobs_num=0, token_ids_logprob=None),
         multimodal_inputs=object(),
         origin_input_ids=[5, 10**9],  # SGLang's ids of an image's tokens are no words
         vocab_size=100,
