@@ -47,7 +47,11 @@ def look(algorithm="NGRAM"):
     }
 
 args = SimpleNamespace(
-    disable_overlap_schedule=False, enable_multi_layer_eagle=False, speculative_adaptive=False, device="cpu"
+    disable_overlap_schedule=False,
+    enable_multi_layer_eagle=False,
+    speculative_adaptive=False,
+    device="cpu",
+    disaggregation_mode="null",
 )
 workers, seen = {}, {"loaded": look()}
 for name in ("NGRAM", "EAGLE3", "DFLASH"):
