@@ -60,11 +60,12 @@ def main() -> None:
                         load = measure(server, prompts, args.concurrency, args.max_new_tokens, setting, 1)
                         speeds[setting, where].append(load.tokens_per_second)
                         print(f"{setting:>32} {where:>22} {load.tokens_per_second:8.1f} tokens/s", flush=True)
-    print("\n| setting | idle | | beside a busy process | |\n|---|---:|---:|---:|---:|")
-    medians = {key: statistics.median(values) for key, values in speeds.items()}
+    places = (IDLE, BUSY) if args.busy_rounds else (IDLE,)
+    print("\n| setting |" + "".join(f" {where} | |" for where in places) + "\n|---|" + "---:|---:|" * len(places))
+    medians = {key: statistics.median(values) for key, values in speeds.items() if values}
     for setting in args.settings:
         cells = []
-        for where in (IDLE, BUSY):
+        for where in places:
             speed = medians[setting, where]
             cells += [f"{speed:.1f} tokens/s", f"{speed / medians[args.settings[0], where]:.2f}x"]
         print(f"| `{setting}` | " + " | ".join(cells) + " |")
