@@ -146,13 +146,16 @@ class Servers:
         self._wanted: tuple | None = None
         self._server: Server | None = None
 
-    def get(self, *arguments: object, environment: dict[str, str] | None = None) -> Server:
-        wanted = tuple(map(str, arguments)), environment
+    def get(
+        self, *arguments: object, environment: dict[str, str] | None = None, is_cold: bool = False
+    ) -> Server:
+        """is_cold: in an interpreter of its own, where the test is about the server's processes."""
+        wanted = tuple(map(str, arguments)), environment, is_cold
         if self._wanted != wanted or self._server.process.poll() is not None:
             self.close()
             env = {**ENVIRONMENT, **(environment or {})}
             self._server = self._stack.enter_context(
-                serve("--model-path", TARGET, *wanted[0], env=env, start=warm_start())
+                serve("--model-path", TARGET, *wanted[0], env=env, start=None if is_cold else warm_start())
             )
             self._wanted = wanted
         return self._server
