@@ -41,7 +41,8 @@ def install_at_load() -> None:
             replaced.append(_rebind(change))
         else:
             _rebind(change)
-    _rebind_importers(replaced)
+    if replaced:  # only on a CPU: nobody else pays for the walk
+        _rebind_importers(replaced)
 
 
 def install_at_front_end() -> None:
