@@ -54,7 +54,7 @@ class Acceptance:
         return [blocks / self.drafts for blocks in list(itertools.accumulate(padded[::-1]))[::-1][1:]]
 
 
-def measure(server: Server, prompts: list[dict], max_new_tokens: int, concurrency: int = 32) -> Acceptance:
+def measure(server: Server, prompts: list[dict], max_new_tokens: int, concurrency: int = 96) -> Acceptance:
     """Send every prompt greedily and add up what became of the drafts."""
     params = {"temperature": 0, "max_new_tokens": max_new_tokens}
     requests = [{"text": prompt["text"], "sampling_params": params} for prompt in prompts]

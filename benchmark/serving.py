@@ -148,7 +148,7 @@ def _wait_until_ready(server: Server, timeout: float) -> None:
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
             server.get("/health", timeout=5)
             return
-        time.sleep(0.3)
+        time.sleep(0.1)
     raise ServerDied(f"not ready after {timeout} s; its output ends:\n{server.log()[-4000:]}")
 
 

@@ -31,6 +31,7 @@ def test_a_bundled_draft(profile, servers):
         check(profile)
         return
     arguments = json.loads(EXPECTED.read_text())[profile]["server_args"]
+    arguments += ["--max-running-requests", "96"]
     with contextlib.chdir(ROOT), serve(*arguments, env=ENVIRONMENT | UNCOUNTED, start=warm_start()) as server:
         check(profile, "--url", server.url)
 

@@ -1,4 +1,7 @@
-"""The server as the README starts it: it lives, answers every endpoint, tells true numbers, and its drafts are taken."""
+"""The server as the README starts it: it lives, answers every endpoint and tells true numbers.
+
+How many of its drafts are taken is test_acceptance_profiles.py's.
+"""
 
 import json
 import unittest
@@ -10,13 +13,11 @@ from sglang.test.kits.abort_timeout_kit import AbortAllMixin
 from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
 from sglang.test.kits.spec_server_kits import SpecCorrectnessKit, SpecLogprobKit
 from streaming import stream
-from test_lossless import requests_from_prompts
+from target_answers import requests_from_prompts
 from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server
 
-# Mean tokens per cycle, bonus included, over the held-out prompts with the bundled pair.
-MIN_ACCEPT_LENGTH = 2.5
 # Two ways of batching the same bf16 sums may round differently in every layer. Logits of 8 to 16, as the bundled
 # target's are, lie 1/16 apart in bf16: a gap of up to four such steps is called a near-tie.
 BF16_NEAR_TIE = 0.25
@@ -73,21 +74,6 @@ def test_bf16_differs_from_the_target_only_at_near_ties(server, capsys):
             print(f"  output position {difference['position']}, the target's best two {difference['gap']:.4f} apart")
     wide = [difference for difference in found if difference["gap"] is None or difference["gap"] > BF16_NEAR_TIE]
     assert not wide, f"{len(wide)} answers differ where the bf16 target is not near a tie:\n{wide[:3]}"
-
-
-def test_accept_length_on_heldout_prompts(server):
-    """Over prompts neither model was trained on, as the model card counts it (2.65, by Hugging Face's forward)."""
-    prompts = [p["text"] for p in heldout_prompts() if 16 <= p["num_tokens"] <= 600][::3]
-    assert len(prompts) >= 50
-    sampling = {"temperature": 0, "max_new_tokens": 128}
-    answers = server.generate_many([{"text": text, "sampling_params": sampling} for text in prompts], 8)
-    metas = [answer["meta_info"] for answer in answers]
-    cycles = sum(meta["spec_verify_ct"] for meta in metas)
-    # From the histogram, as the last block of an answer is often cut by its limit.
-    kept = sum(tokens * count for meta in metas for tokens, count in enumerate(meta["spec_correct_drafts_histogram"]))
-    length = 1 + kept / cycles
-    print(f"accept length {length:.2f} over {len(prompts)} prompts, {cycles} cycles")
-    assert length >= MIN_ACCEPT_LENGTH, f"mean accept length {length:.3f} over {len(prompts)} held-out prompts"
 
 
 def test_numbers_of_an_answer_fit_together(server):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-from conftest import FLOAT32, assert_same
+from conftest import FLOAT32, UNCOUNTED, assert_same
 from scipy.stats import kstest
 from serving import SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from tokenizers import Tokenizer
@@ -102,7 +102,7 @@ DRAFTING = {
 
 @pytest.fixture(scope="module", params=DRAFTING)
 def server(request, servers) -> Server:
-    return servers.get(*FLOAT32, *DRAFTING[request.param])
+    return servers.get(*FLOAT32, *DRAFTING[request.param], environment=UNCOUNTED)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def score(reference, prompts: list[list[int]], outputs: list[list[int]]) -> list
             "sampling_params": {"temperature": 0, "max_new_tokens": 1},
             "return_logprob": True,
             "top_logprobs_num": TOP_LOGPROBS,
-            "logprob_start_len": 0,
+            "logprob_start_len": len(prompt) - 1,
         }
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
@@ -216,7 +216,7 @@ def test_logprobs_of_sampled_tokens(server, reference, prompts):
             "input_ids": ids + answer["output_ids"],
             "sampling_params": {"temperature": 0, "max_new_tokens": 1},
             "return_logprob": True,
-            "logprob_start_len": 0,
+            "logprob_start_len": len(ids) - 1,
         }
         for ids, answer in zip(prompts, answers)
     ]

@@ -29,7 +29,7 @@ SAMPLES = 3200  # of each prompt
 SAMPLES_PER_REQUEST = 32
 PROMPTS = ((4, 2, 6, 1, 3), (0, 5, 5, 2, 7, 1, 1, 4, 3))
 SAMPLING = {"temperature": 1.0, "top_k": 2, "max_new_tokens": LENGTH, "ignore_eos": True}
-SERVER = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "16384", "--skip-server-warmup")
+SERVER = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "16384", "--max-running-requests", "256", "--skip-server-warmup")
 PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
 
 # name -> which draft, and the server's other flags
@@ -85,7 +85,7 @@ def sequence_probs(model, prompt: tuple[int, ...]) -> Probs:
 
 def sample(server, prompt: tuple[int, ...]) -> Counter:
     requests = [{"input_ids": list(prompt), "sampling_params": {**SAMPLING, "n": SAMPLES_PER_REQUEST}}]
-    answers = server.generate_many(requests * (SAMPLES // SAMPLES_PER_REQUEST), concurrency=2)
+    answers = server.generate_many(requests * (SAMPLES // SAMPLES_PER_REQUEST), concurrency=8)
     answers = list(itertools.chain.from_iterable(answers))
     kept = sum(answer["meta_info"]["spec_accept_length"] for answer in answers) / len(answers)
     assert kept > 1.2, f"hardly anything drafted was kept ({kept:.2f} tokens a cycle): this shows little"

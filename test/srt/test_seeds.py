@@ -4,14 +4,14 @@ import itertools
 import urllib.error
 
 import pytest
-from conftest import FLOAT32, PLAIN_FLOAT32, WIDTHS_CHANGE, first_difference, patched, plain_target
+from conftest import FLOAT32, PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, first_difference, patched, plain_target
 from serving import Server, dflash_arguments, heldout_prompts
 
 pytestmark = pytest.mark.server
 
 EXACT_PENALTIES = ("--disable-overlap-schedule",)  # under overlap SGLang's counts are a token behind
 DETERMINISTIC = ("--enable-deterministic-inference",)
-ENVIRONMENT = patched("deterministic_on_cpu")
+ENVIRONMENT = UNCOUNTED | patched("deterministic_on_cpu")
 SEEDS = (1, 42, 2**31)
 PARAMETERS = (
     {"temperature": 1.0, "top_k": 2000},
