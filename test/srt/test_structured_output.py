@@ -11,7 +11,7 @@ import urllib.error
 
 import pytest
 from conftest import FLOAT32, FLOAT32_TIE, PLAIN_FLOAT32, assert_same, plain_target
-from scheduled import Job, run
+from scheduled import Answer, Job, run
 from serving import PEAGLE_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from streaming import stream
 from tokenizers import Tokenizer
@@ -118,13 +118,9 @@ def test_different_grammars_in_one_batch(server, reference, prompts):
     check_same(server, reference, requests)
 
 
-@pytest.mark.parametrize("draft", ["dflash", "peagle"])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
-def test_running_requests_of_a_mixed_batch(overlap, draft, prompts):
-    """A request with a grammar takes part in the prefill of others: what it says there is under the grammar after all it
-    has said, the last block included, which the scheduler may not have looked at yet."""
-    if draft == "peagle" and not overlap:
-        pytest.skip("one draft is enough where nothing is in flight")
+@pytest.fixture(scope="module")
+def joining(prompts) -> list[Job]:
+    """One more in every step, of every kind of constraint and none."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     texts = [tokenizer.encode(prompt).ids for prompt in prompts]
     kinds = (
@@ -135,7 +131,7 @@ def test_running_requests_of_a_mixed_batch(overlap, draft, prompts):
         {"logit_bias": {"13": 1.5}},
         {},
     )
-    jobs = [
+    return [
         Job(
             tuple(texts[number % len(texts)] + texts[(number + 5) % len(texts)]),
             48,
@@ -145,15 +141,36 @@ def test_running_requests_of_a_mixed_batch(overlap, draft, prompts):
         )
         for number in range(36)
     ]
-    # Compiled grammars are kept: the second group's requests join in the step they are to join in.
-    first = [Job((5, 6, 7), 2, sampling=job.sampling) for job in jobs[: len(kinds)]]
-    target = "--model-path", TARGET, "--dtype", "float32", "--max-total-tokens", "16384"
+
+
+def run_compiled(arguments: tuple, jobs: list[Job]) -> list[Answer]:
+    """Compiled grammars are kept: with all of them compiled, a request joins in the step it is to join in."""
+    sampling = {json.dumps(job.sampling): job.sampling for job in jobs}.values()
+    first = [Job((5, 6, 7), 2, sampling=one) for one in sampling]
+    _, answers = run(
+        ["--model-path", TARGET, "--dtype", "float32", "--max-total-tokens", "16384", *arguments], [first, jobs]
+    )
+    return answers
+
+
+@pytest.fixture(scope="module")
+def joining_alone(joining) -> list[Answer]:
+    """What the target says without a draft."""
+    return run_compiled((), [dataclasses.replace(job, logprobs=True) for job in joining])
+
+
+@pytest.mark.parametrize("draft", ["dflash", "peagle"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+def test_running_requests_of_a_mixed_batch(overlap, draft, joining, joining_alone):
+    """A request with a grammar takes part in the prefill of others: what it says there is under the grammar after all it
+    has said, the last block included, which the scheduler may not have looked at yet."""
+    if draft == "peagle" and not overlap:
+        pytest.skip("one draft is enough where nothing is in flight")
     mixed = "--page-size", "16", "--chunked-prefill-size", "64", "--enable-mixed-chunk", "--max-running-requests", "12"
     sync = () if overlap else ("--disable-overlap-schedule",)
-    arguments = dflash_arguments(*([PEAGLE_DRAFT] if draft == "peagle" else []))
-    _, answers = run([*target, *mixed, *sync, *arguments], [first, jobs])
-    _, expected = run(target, [first, [dataclasses.replace(job, logprobs=True) for job in jobs]])
-    for job, got, want in zip(jobs, answers, expected, strict=True):
+    drafts = dflash_arguments(*([PEAGLE_DRAFT] if draft == "peagle" else []))
+    answers = run_compiled((*mixed, *sync, *drafts), joining)
+    for job, got, want in zip(joining, answers, joining_alone, strict=True):
         assert got.finish_reason != "FINISH_ABORT", job
         decided = next((i for i, gap in enumerate(want.gaps) if gap < FLOAT32_TIE), 48)
         assert got.output_ids[:decided] == want.output_ids[:decided], job
