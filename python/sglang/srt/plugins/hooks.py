@@ -66,27 +66,3 @@ def cpu_pin_memory():
 
 def cpu_snapshot_support():
     return lambda: True
-
-
-def request_check():
-    from sglang_dflash.srt.speculative.request_fields import checking_requests
-
-    return checking_requests()
-
-
-def shared_graph_output():
-    from sglang_dflash.srt.speculative.dflash_utils import graph_output_for_runner
-
-    return graph_output_for_runner()
-
-
-def server_info():
-    from sglang_dflash.srt.observability.server_info import reporting_width
-
-    return reporting_width()
-
-
-def cpu_linear():
-    from sglang_dflash.srt.hardware_backend.cpu.linear import linear_on_onednn
-
-    return linear_on_onednn()

@@ -44,6 +44,11 @@ def _ours(path: str) -> Callable[[], Any]:
     return functools.partial(lambda name: resolve(name)[1], f"sglang_dflash.{path}")
 
 
+def _made_by(path: str) -> Callable[[], Any]:
+    """Builds what this function of ours returns."""
+    return lambda: _ours(path)()()
+
+
 _ALGORITHM = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
 
 AT_LOAD = (
@@ -192,37 +197,25 @@ AT_FRONT_END = (
         kind="replace",
         signature="(self)",
         why="SGLang checks neither types nor ranges of sampling parameters here, and some end the scheduler",
-        build=hooks.request_check,
+        build=_made_by("srt.speculative.request_fields.checking_requests"),
     ),
 )
 
 AT_WORKER = (
-    Change(
-        target="sglang.srt.models.registry.ModelRegistry.models",
-        kind="entry",
-        key="DFlashDraftModel",
-        signature=None,
-        why="load drafts with our model class",
-        build=_ours("srt.models.dflash.DFlashDraftModel"),
-    ),
     *(
         Change(
             target="sglang.srt.models.registry.ModelRegistry.models",
             kind="entry",
             key=architecture,
             signature=None,
-            why="load DFlash2 drafts with our model class",
-            build=_ours("srt.models.dflash2.DFlash2DraftModel"),
+            why="load drafts with our model classes; SGLang has none for P-EAGLE",
+            build=_ours(f"srt.models.{model}"),
         )
-        for architecture in DFLASH2_ARCHITECTURES
-    ),
-    Change(
-        target="sglang.srt.models.registry.ModelRegistry.models",
-        kind="entry",
-        key="PEagleDraftModel",
-        signature=None,
-        why="load P-EAGLE drafts, which SGLang has no model for",
-        build=_ours("srt.models.peagle.PEagleDraftModel"),
+        for architecture, model in (
+            ("DFlashDraftModel", "dflash.DFlashDraftModel"),
+            *((architecture, "dflash2.DFlash2DraftModel") for architecture in DFLASH2_ARCHITECTURES),
+            ("PEagleDraftModel", "peagle.PEagleDraftModel"),
+        )
     ),
     Change(
         target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",
@@ -258,14 +251,14 @@ AT_WORKER = (
         kind="replace",
         signature="(model_runner)",
         why="a draft's graphs put no logits into the shared buffer; for P-EAGLE's wider blocks SGLang would make a larger one",
-        build=hooks.shared_graph_output,
+        build=_made_by("srt.speculative.dflash_utils.graph_output_for_runner"),
     ),
     Change(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
         kind="replace",
         signature="(self, state)",
         why="/server_info says which verify width is in force and why",
-        build=hooks.server_info,
+        build=_made_by("srt.observability.server_info.reporting_width"),
     ),
 )
 
@@ -310,7 +303,7 @@ AT_CPU_ATTENTION = (
         kind="replace",
         signature="(self, layer, x, bias)",
         why="float32 products of many rows take half the time on oneDNN where MKL does not know the processor",
-        build=hooks.cpu_linear,
+        build=_made_by("srt.hardware_backend.cpu.linear.linear_on_onednn"),
         cpu_only=True,
     ),
 )
