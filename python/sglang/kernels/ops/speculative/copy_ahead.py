@@ -128,7 +128,10 @@ def _look_back(history, requests, ends, back):
 
 
 def choose_copies_torch(history, records, requests, seq_lens, keys, block_size, rule):
-    """`choose_copies` in PyTorch, on any device."""
+    """`choose_copies` in PyTorch, with a look at whether there is any match: for the CPU."""
+    copied = keys.new_full((len(keys), block_size), -1)
+    if not keys.any():
+        return copied, torch.zeros_like(seq_lens, dtype=torch.int32)
     best = keys.amax(dim=1)
     length, end = best >> 32, best & 0xFFFFFFFF
     share = records[requests]
@@ -137,7 +140,6 @@ def choose_copies_torch(history, records, requests, seq_lens, keys, block_size, 
     at = end[:, None] + 1 + step % (seq_lens - end).clamp(min=1)[:, None]
     tokens = history[requests[:, None], at].long()
     is_valid = (tokens >= 0).cumprod(dim=1).bool()
-    copied = keys.new_full((len(best), block_size), -1)
     copied[:, 1:] = torch.where(is_valid & is_copied[:, None], tokens, -1)
     length = torch.where(is_valid[:, 0], length, 0)
     return copied, torch.where(is_copied, length, -length).int()
