@@ -235,7 +235,9 @@ def page(cells: list[Cell], args) -> str:
     return f"""# Copy ahead
 
 {date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; bf16; sglang {version("sglang")},
-sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request, medians of {args.rounds} rounds. `python benchmark/copy_ahead.py`.
+sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request, medians of {args.rounds} rounds. `python benchmark/copy_ahead.py`. When this was written
+{os.getloadavg()[2]:.1f} processes wanted to run at once (load average of 15 minutes): where that is more than the cores, tokens/s are worth
+as much as their spread says; accept lengths and shares do not depend on it.
 
 Sets, and what "does not loop" means, are in the program's head. Copied: of the proposed tokens. Of the output: copied tokens that were
 kept. No draft: cycles without a draft forward. Loops: of the output's tokens those that complete a 5-gram it had before. Bars: 1.25 on
