@@ -95,8 +95,8 @@ class CopyAhead:
             self.outcomes.proposed(cycle.bs, None, False)
             return self._drafter.propose(cycle, sampling_info)
         text = self._history, cycle.req_pool_indices, cycle.seq_lens
-        keys = find_match(*text, bound=int(cycle.host_lens.max()))
-        copied, self._lengths = choose_copies(text[0], self._records, *text[1:], keys, cycle.width)
+        keys = find_match(*text, int(cycle.host_lens.max()), RULE)
+        copied, self._lengths = choose_copies(text[0], self._records, *text[1:], keys, cycle.width, RULE)
         self._was_drafted = not self._needs_no_draft()
         self.outcomes.proposed(cycle.bs, self._lengths, self._was_drafted)
         if self._was_drafted:
@@ -121,6 +121,7 @@ class CopyAhead:
             verdict.accept_len,
             lengths,
             self._was_drafted,
+            RULE,
         )
         self._drafter.commit(cycle, aux_hidden, verdict)
 
