@@ -31,13 +31,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--measure", action="store_true", help="load both, decode some prompts, report what is accepted")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSON lines with "text" or "messages"; implies --measure')
     parser.add_argument("--html", type=Path, metavar="FILE", help="write what was found as a page; implies --measure")
+    parser.add_argument(
+        "--copy-ahead", action="store_true", help="what --speculative-copy-ahead would have copied as well; implies --measure"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="to decode per prompt (default: 64)")
     parser.add_argument("--device", help="for --measure (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="for --measure")
     args = parser.parse_args(arguments)
     if args.max_new_tokens < 2:
         parser.error("--max-new-tokens must be at least 2")
-    args.measure = args.measure or args.prompts is not None or args.html is not None
+    args.measure = args.measure or args.copy_ahead or args.prompts is not None or args.html is not None
     return args
 
 
@@ -90,7 +93,7 @@ def _measure(args, pair, prompts):
         observed = measure.observe(
             pair.target, prompts or PROMPTS, args.max_new_tokens, args.device, getattr(torch, args.dtype)
         )
-        measured = measure.measure(pair, observed)
+        measured = measure.measure(pair, observed, args.copy_ahead)
     except torch.OutOfMemoryError as error:
         raise BadInput("the device has too little memory for both models; try --dtype bfloat16 or --device cpu") from error
     return measured, list(measure.findings(measured))

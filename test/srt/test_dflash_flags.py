@@ -4,7 +4,9 @@ import argparse
 
 import pytest
 
+from sglang_dflash.srt.arg_groups.dflash_args import check_copy_ahead
 from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
+from sglang_dflash.srt.speculative import copy_ahead
 from sglang_dflash.srt.speculative.draft_sampling import (
     SAMPLED_SLOTS_VARIABLE,
     TEMPERATURE_SCALE_VARIABLE,
@@ -14,7 +16,7 @@ from sglang_dflash.srt.speculative.draft_sampling import (
 
 @pytest.fixture
 def parser(monkeypatch) -> argparse.ArgumentParser:
-    for variable in (TEMPERATURE_SCALE_VARIABLE, SAMPLED_SLOTS_VARIABLE):
+    for variable in (TEMPERATURE_SCALE_VARIABLE, SAMPLED_SLOTS_VARIABLE, copy_ahead.VARIABLE):
         monkeypatch.setenv(variable, "")  # restored afterwards, whatever a test sets
     parser = argparse.ArgumentParser()
     parser.add_argument("--speculative-use-rejection-sampling", action="store_true")
@@ -55,6 +57,37 @@ def test_impossible_settings(parser, monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match="must"):
         DraftSampling.from_environment()
+
+
+def test_copies_are_off_unless_asked_for(parser, monkeypatch):
+    parser.parse_args([])
+    assert not copy_ahead.is_asked_for()
+    parser.parse_args(["--speculative-copy-ahead"])
+    assert copy_ahead.is_asked_for()
+    monkeypatch.setenv(copy_ahead.VARIABLE, "yes")
+    with pytest.raises(ValueError, match="1 or 0, got 'yes'"):
+        copy_ahead.is_asked_for()
+
+
+def test_copies_that_could_not_be_are_refused(parser, monkeypatch):
+    check_copy_ahead(block_size=1)  # nobody asked
+    parser.parse_args(["--speculative-copy-ahead"])
+    check_copy_ahead(block_size=2)
+    with pytest.raises(ValueError, match="no place to copy to"):
+        check_copy_ahead(block_size=1)
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3.5")
+    with pytest.raises(ValueError, match="made-up accept lengths"):
+        check_copy_ahead(block_size=2)
+
+
+def test_a_config_file_turns_copies_on(parser, monkeypatch, tmp_path):
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    path = tmp_path / "server.yaml"
+    path.write_text("speculative-copy-ahead: true\n")
+    parser.add_argument("--config")
+    parser.parse_args(ConfigArgumentMerger(parser).merge_config_with_args(["--config", str(path)]))
+    assert copy_ahead.is_asked_for()
 
 
 def test_sglang_knows_them():

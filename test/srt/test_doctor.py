@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
 
 from sglang_dflash import doctor
-from sglang_dflash.srt.doctor import measure, page_style, static_checks
+from sglang_dflash.srt.doctor import copies, measure, page_style, static_checks
 from sglang_dflash.srt.doctor.checkpoint import Checkpoint
 from sglang_dflash.srt.doctor.page import page
 from sglang_dflash.srt.doctor.prompts import PROMPTS
@@ -359,7 +359,7 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("theme", [0, 1])
 def test_text_on_every_colour_can_be_read(theme):
     colour = {name: pair[theme] for name, pair in page_style.COLOURS.items()}
-    behind_ink = ["page", "sheet", "bonus", "early", "late"]
+    behind_ink = ["page", "sheet", "bonus", "copy", "early", "late"]
     pairs = [("ink", name) for name in behind_ink] + [(t, b) for t in ("muted", "wrong", "fine") for b in ("page", "sheet")]
     assert min(contrast(colour[text], colour[behind]) for text, behind in pairs) >= 4.5
     assert min(contrast(colour["ink"], page_style.mixed(theme, share / 10)) for share in range(11)) >= 4.5
@@ -390,7 +390,21 @@ def test_the_program(tmp_path, capsys):
     (tmp_path / "prompts.jsonl").write_text('{"text": "def main():\\n"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
     html = tmp_path / "page.html"
     arguments = ("--prompts", str(tmp_path / "prompts.jsonl"), "--html", str(html), "--max-new-tokens", "24", "--device", "cpu")
-    assert examine(SPECULATORS_DRAFT, *arguments) in (0, 1)  # two prompts are too few to promise nothing is found
+    assert examine(SPECULATORS_DRAFT, "--copy-ahead", *arguments) in (0, 1)  # two prompts are too few to promise nothing is found
     said = capsys.readouterr().out
     assert "Measured on 2 prompts" in said and "layer ids one lower" in said and "share kept" in said
+    assert "With copies from the text: accept length" in said
     ElementTree.fromstring(html.read_text())
+
+
+def test_copies_are_shown_as_such(bundled):
+    """The text is the same; its repeated part is copied, in no more blocks than it was drafted in."""
+    pair, found = bundled
+    with_copies = replace(found, copies=[copies.cycles(*of_text) for of_text in zip(found.texts, found.drafts)])
+    root = ElementTree.fromstring(page(pair, [], with_copies))
+    shown = ["".join(pre.itertext()) for pre in root.iter("pre")]
+    assert shown == [found.decode(answer.tokens.tolist()) for answer in found.texts]
+    copied = root.findall(".//pre/span[@class='a c']")
+    assert len(copied) == sum(kept for cycles in with_copies.copies for _, _, kept, is_copied in cycles if is_copied) > 0
+    length, share = with_copies.with_copies
+    assert length > found.configured.accept_length and 0 < share < 1

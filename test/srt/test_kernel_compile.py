@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, peagle_rows, penalties, window
+from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, copy_ahead, peagle_rows, penalties, window
 from sglang_dflash.srt.speculative.acceptance import Verdict
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -90,6 +90,23 @@ def launch_commit_rows(width: int):
     peagle_rows.commit_rows_triton(pending.count[:bs], accept_len, tokens[:bs, :width].contiguous(), fused, pending)
 
 
+def launch_find_match():
+    texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    copy_ahead.find_match_triton(texts, ints, ints, 32_768, copy_ahead.RULE)
+
+
+def launch_choose_copies():
+    texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    keys, records = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(48, 2)
+    copy_ahead.choose_copies_triton(texts, records, ints, ints, keys, 16, copy_ahead.RULE)
+
+
+def launch_append_tokens():
+    texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    tokens, records, counts = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(48, 2), torch.zeros(4, dtype=torch.int32)
+    copy_ahead.append_tokens_triton(texts, records, ints, ints, tokens, counts, counts, True, copy_ahead.RULE)
+
+
 def launch_accept(is_settled: bool):
     tokens, best = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(4, 16)
     seq_lens = tokens[:, 0].contiguous()
@@ -135,6 +152,9 @@ CASES = {
     "prepare_rows, from the first pending": (peagle_rows, "_prepare_rows_kernel", launch_prepare_rows, (40_000,)),
     "commit_rows": (peagle_rows, "_commit_rows_kernel", launch_commit_rows, (8,)),
     "commit_rows, one more": (peagle_rows, "_commit_rows_kernel", launch_commit_rows, (1,)),
+    "find_match": (copy_ahead, "_find_match_kernel", launch_find_match, ()),
+    "choose_copies": (copy_ahead, "_choose_copies_kernel", launch_choose_copies, ()),
+    "append_tokens": (copy_ahead, "_append_tokens_kernel", launch_append_tokens, ()),
     "accept_greedy": (accept, "_accept_kernel", launch_accept, (False,)),
     "settle": (accept, "_accept_kernel", launch_accept, (True,)),
     **{

@@ -26,6 +26,7 @@ from target_answers import requests_from_prompts, target_answers
 
 pytestmark = pytest.mark.server
 
+COPY_AHEAD = ("--speculative-copy-ahead",)
 # Of cycles, in float32: the draft's own near-ties may fall either way; wrong draft KV costs far more.
 NEARLY_SAME = 0.01
 
@@ -100,6 +101,21 @@ CONFIGURATIONS = (
         "peagle-widths-change",
         (*WIDTHS_CHANGE, "--chunked-prefill-size", "64", "--enable-mixed-chunk"),
         offset=2,
+        draft=lambda folder: PEAGLE_DRAFT,
+        accept_length=(1.3, 8.0),
+    ),
+    Configuration(
+        "copy-ahead",
+        (*COPY_AHEAD, "--page-size", "16", "--chunked-prefill-size", "64", "--enable-mixed-chunk"),
+        every=9,
+        offset=2,
+        accept_length=(2.2, 16.0),  # a mixed step says a token without a cycle
+    ),
+    Configuration(
+        "peagle-copy-ahead-widths-change",
+        (*COPY_AHEAD, *WIDTHS_CHANGE, "--chunked-prefill-size", "64"),
+        every=9,
+        offset=3,
         draft=lambda folder: PEAGLE_DRAFT,
         accept_length=(1.3, 8.0),
     ),

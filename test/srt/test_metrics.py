@@ -54,6 +54,19 @@ def test_narrow_cycles_count_what_they_verified(metrics, registry):
     assert registry.get_sample_value("sglang:spec_verify_width_bucket", {**LABELS, "le": "4.0"}) == 3
 
 
+def test_proposals_are_counted_by_source(metrics, registry):
+    for given in (("copy", 2, 14, 9), ("draft", 1, 7, 3), ("copy", 1, 7, 7)):
+        metrics.count_source(*given)
+    metrics.count_undrafted(1)
+    found = {
+        (name, source): registry.get_sample_value(f"sglang:spec_source_{name}_total", {**LABELS, "source": source})
+        for name in ("blocks", "proposed_tokens", "accepted_tokens")
+        for source in ("copy", "draft")
+    }
+    assert list(found.values()) == [3, 1, 21, 7, 16, 3]
+    assert registry.get_sample_value("sglang:spec_cycles_without_draft_total", LABELS) == 1
+
+
 def test_fallbacks_are_counted_by_reason_and_logged_once(metrics, registry, caplog):
     assert FALLBACKS
     for reason in FALLBACKS:
@@ -71,6 +84,8 @@ def test_an_unknown_fallback_is_an_error(metrics):
 def test_a_server_without_metrics_still_logs_fallbacks(caplog):
     silent = DFlashMetrics(BLOCK_SIZE - 1, None)
     silent.count_verified([1, 2], 7)
+    silent.count_source("copy", 1, 7, 3)
+    silent.count_undrafted(1)
     silent.count_fallback(next(iter(FALLBACKS)))
     assert len(caplog.records) == 1
 

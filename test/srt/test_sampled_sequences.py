@@ -37,6 +37,7 @@ DRAFTING = {
     "one-hot": ("dflash", ()),
     "probabilistic": ("dflash", PROBABILISTIC),
     "probabilistic, widths change": ("dflash", (*PROBABILISTIC, *WIDTHS_CHANGE)),
+    "probabilistic, copy ahead": ("dflash", (*PROBABILISTIC, "--speculative-copy-ahead")),
     "probabilistic, DFlash2": ("dflash2", PROBABILISTIC),
     "probabilistic, P-EAGLE": ("peagle", PROBABILISTIC),
 }
@@ -131,8 +132,14 @@ def start(servers, checkpoints: Path, drafting: str, environment: dict[str, str]
 
 @pytest.mark.parametrize("drafting", DRAFTING)
 def test_sequences_have_the_targets_probabilities(drafting, servers, checkpoints, expected):
-    found = p_value(start(servers, checkpoints, drafting, UNCOUNTED), expected)
+    eager = patched("eager_copies") if "copy ahead" in drafting else {}  # a text of eight tokens has few matches else
+    server = start(servers, checkpoints, drafting, UNCOUNTED | eager)
+    found = p_value(server, expected)
     assert found > FALSE_ALARM, f"not the target's distribution, p = {found:.2g}"
+    if "copy ahead" in drafting:
+        [state] = server.get("/server_info")["internal_states"]
+        kept = state["speculative_copy_ahead"]["accepted_tokens"]
+        assert min(kept["copy"], kept["draft"]) > 500, f"shows little of copies beside drafts: {kept}"
 
 
 def test_misdeclared_draft_probabilities_are_noticed(servers, checkpoints, expected):

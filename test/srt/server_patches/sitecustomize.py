@@ -37,6 +37,13 @@ def misdeclared_draft(module) -> None:
     module.choose_tokens = misdeclare
 
 
+def eager_copies(module) -> None:
+    """A request copies whenever its last token has been said before, however copies fare."""
+    from dataclasses import replace
+
+    module.RULE = replace(module.RULE, shortest=1, copies_follow=0.0, drafts_follow=0.0, drafts_start=0.0)
+
+
 def broken_logits(module) -> None:
     """A request's custom_params say what the target's logits are at each position of its blocks."""
     constrain = module.constrain
@@ -78,6 +85,7 @@ def set_the_stage(module) -> None:
 PATCHES = {
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
+    "eager_copies": {"sglang_dflash.srt.speculative.copy_ahead.drafter": eager_copies},
     "misdeclared_draft": {"sglang_dflash.srt.speculative.draft_sampling": misdeclared_draft},
     "overcommit": {"sglang.srt.managers.schedule_policy": overcommit},
     "rehearsal": {"sglang_dflash.srt.plugins.ledger": set_the_stage},

@@ -16,6 +16,7 @@ from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draf
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
 from sglang_dflash.srt.hardware_backend.cpu.transfer import prepare_transfer
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
+from sglang_dflash.srt.speculative import copy_ahead
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling
 from sglang_dflash.srt.speculative.target_kinds import target_kind
 from sglang_dflash.srt.speculative.width.settings import VARIABLE as ADAPTIVE_VARIABLE
@@ -144,6 +145,7 @@ def resolve_dflash_args(server_args: Any) -> None:
     target_config, draft = load_and_check_configs(args)
     _check_mask_token(args, draft)
     block_size = _choose_block_size(args, draft)
+    check_copy_ahead(block_size)
     adaptive = AdaptiveSettings.from_environment()
     if adaptive is not None:
         logger.info("DFLASH: each cycle verifies %s slots of a block.", " or ".join(map(str, adaptive.widths(block_size))))
@@ -253,9 +255,23 @@ def _refuse_unsupported(args: Any) -> None:
 
 def _read_adaptive(args: Any) -> AdaptiveSettings:
     settings = AdaptiveSettings.read(args.speculative_adaptive_config)
-    if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or -1) > 0:
+    if _simulates_acceptance():
         raise ValueError("--speculative-adaptive would learn from the made-up accept lengths of SGLANG_SIMULATE_ACC_LEN.")
     return settings
+
+
+def check_copy_ahead(block_size: int) -> None:
+    """Raises ValueError where copies are asked for and mean nothing."""
+    if not copy_ahead.is_asked_for():
+        return
+    if block_size == 1:
+        raise ValueError("--speculative-copy-ahead has no place to copy to: a block of 1 is the anchor alone.")
+    if _simulates_acceptance():
+        raise ValueError("--speculative-copy-ahead would learn from the made-up accept lengths of SGLANG_SIMULATE_ACC_LEN.")
+
+
+def _simulates_acceptance() -> bool:
+    return float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or -1) > 0
 
 
 def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:

@@ -7,6 +7,7 @@ inherits and which are how `sgl.Engine(...)` sets them.
 import argparse
 import os
 
+from sglang_dflash.srt.speculative.copy_ahead import VARIABLE as COPY_AHEAD_VARIABLE
 from sglang_dflash.srt.speculative.draft_sampling import SAMPLED_SLOTS_VARIABLE, TEMPERATURE_SCALE_VARIABLE
 
 SAMPLE_METHODS = ("greedy", "probabilistic")
@@ -24,6 +25,13 @@ class _SetVariable(argparse.Action):
 
     def __call__(self, parser, namespace, value, option_string=None):
         os.environ[self.dest] = str(value)
+
+
+class _TurnOn(argparse._StoreTrueAction):  # what SGLang's config files know of flags without a value
+    """1 in the environment variable the argument is named after."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        os.environ[self.dest] = "1"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,4 +59,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=argparse.SUPPRESS,
         help="Probabilistic drafting: draw only this many tokens of a block and take the argmax behind them.",
+    )
+    group.add_argument(
+        "--speculative-copy-ahead",
+        action=_TurnOn,
+        dest=COPY_AHEAD_VARIABLE,
+        default=argparse.SUPPRESS,
+        help="Where a request's last tokens have stood in its prompt or output before, propose what came next there in the "
+        "place of the draft's block, and leave the draft out of cycles in which all requests do. Lossless.",
     )

@@ -9,6 +9,7 @@ import torch
 
 from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
 from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
+from sglang_dflash.srt.doctor.copies import Cycle, accept_length, cycles
 from sglang_dflash.srt.doctor.findings import Finding, fault, note
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft, plain_draft
 from sglang_dflash.srt.doctor.readings import (
@@ -63,10 +64,16 @@ class Measurement:
     observations: int  # positions that the evidence rests on
     device: str
     decode: Callable[[list[int]], str]
+    copies: list[list[Cycle]] | None = None  # of each text, where they were asked for
 
     @property
     def configured(self) -> Outcome:
         return self.outcomes[0]
+
+    @property
+    def with_copies(self) -> tuple[float, float]:
+        """Accept length, and the share of blocks that are copied, where copies were asked for."""
+        return accept_length(self.copies, self.texts)
 
     def pieces(self, tokens: list[int], start: int, joined: bool = False) -> list[str]:
         """The text of each token from `start` on. A character made of several tokens goes to its last. joined: in one piece."""
@@ -140,7 +147,7 @@ def observe(
     return Observed(target, tokenizer, texts, observed)
 
 
-def measure(pair: Pair, observed: Observed) -> Measurement:
+def measure(pair: Pair, observed: Observed, with_copies: bool = False) -> Measurement:
     """Draft at every position of what the target said, by every reading of the draft's checkpoint."""
     draft = load_draft(pair, observed.target)
     texts, everything = observed.texts, observed.texts + observed.branches
@@ -165,6 +172,7 @@ def measure(pair: Pair, observed: Observed) -> Measurement:
         observations=sum(len(d.tokens) for d in configured),
         device=str(observed.target.device),
         decode=observed.tokenizer.decode,
+        copies=[cycles(*of_text) for of_text in zip(texts, configured)] if with_copies else None,
     )
 
 

@@ -28,7 +28,7 @@ def page(pair: Pair, found: Sequence[Finding], measured: Measurement | None) -> 
     else:
         body += [
             '<main><section aria-label="Text by where its tokens came from">',
-            _legend(width),
+            _legend(width, measured.copies is not None),
             *(_answer(number, *pieces) for number, pieces in enumerate(_pieces(measured), 1)),
             "</section><aside>",
             _summary(measured),
@@ -55,30 +55,34 @@ def _findings(found: Sequence[Finding]) -> str:
     return f'<ul class="findings" aria-label="Findings">{"".join(rows)}</ul>'
 
 
-def _legend(width: int) -> str:
+def _legend(width: int, has_copies: bool) -> str:
     steps = "".join(f'<span class="a p{k}">{k}</span>' for k in range(1, width + 1))
+    copied = '<span class="a c">copied from the text, and kept</span> ' if has_copies else ""
     return (
         f'<p class="legend"><span class="prompt">prompt</span> <span class="first">first token</span> '
-        f'<span>kept, by its place in the block</span> <span class="steps">{steps}</span> <span class="b r">bonus</span> '
+        f'<span>kept, by its place in the block</span> <span class="steps">{steps}</span> {copied}<span class="b r">bonus</span> '
         f'<span class="muted">dotted: hover or tab to see what the draft said instead</span></p>'
     )
 
 
 def _pieces(measured: Measurement) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     """Per answer: the prompt's text, and (class, text, remark) of every token after it."""
-    for text, drafts in zip(measured.texts, measured.drafts, strict=True):
+    for number, (text, drafts) in enumerate(zip(measured.texts, measured.drafts, strict=True)):
         tokens, start = text.tokens.tolist(), text.prompt_length
         pieces = measured.pieces(tokens, start)
         spans = [("first", pieces[0], "the target's, from the prompt's own forward")]
-        for anchor, block, kept in blocks(text, drafts):
+        cycles = measured.copies[number] if measured.copies else [(*block, False) for block in blocks(text, drafts)]
+        for anchor, block, kept, is_copied in cycles:
+            kind, source = ("c", "copied") if is_copied else ("p", "drafted")
             for k in range(1, kept + 1):
-                spans.append((f"a p{k}", pieces[anchor + k - start], f"drafted token {k} of its block, kept"))
+                place = kind if is_copied else f"{kind}{k}"
+                spans.append((f"a {place}", pieces[anchor + k - start], f"{source} token {k} of its block, kept"))
             if anchor + kept + 1 < len(tokens):
                 refused = [measured.pieces(tokens[: anchor + 1 + kept] + [token], anchor + 1 + kept)[0] for token in block[kept:]]
                 remark, kind = "bonus token after a block kept whole", "b"
                 if refused:
                     rest = f", then {_quoted(''.join(refused[1:]))}" if refused[1:] else ""
-                    remark, kind = f"bonus token; draft, rejected: {_quoted(refused[0])}{rest}", "b r"
+                    remark, kind = f"bonus token; {'copy' if is_copied else 'draft'}, rejected: {_quoted(refused[0])}{rest}", "b r"
                 spans.append((kind, pieces[anchor + kept + 1 - start], remark))
         yield measured.pieces(tokens[:start], 0, joined=True)[0], spans
 
@@ -97,9 +101,13 @@ _TABBED = ' tabindex="0"'
 def _summary(measured: Measurement) -> str:
     expected = measured.expected
     card = f"card {expected.accept_length:.2f}, on its own prompts" if expected else "its card gives no figure"
+    copies = ""
+    if measured.copies:
+        length, share = measured.with_copies
+        copies = f'<br/><span class="muted">{length:.2f} with copies from the text, which {share:.0%} of the blocks are</span>'
     return (
         f'<p class="figure"><strong>{measured.configured.accept_length:.2f}</strong> accept length<br/>'
-        f'<span class="muted">tokens a block, bonus included; {card}</span></p>'
+        f'<span class="muted">tokens a block, bonus included; {card}</span>{copies}</p>'
     )
 
 

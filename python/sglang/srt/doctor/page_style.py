@@ -9,6 +9,7 @@ COLOURS = {
     "line": ("#dfdcd4", "#343b41"),
     "early": ("#d3efe6", "#14483d"),
     "late": ("#7cabe8", "#3d5a9e"),
+    "copy": ("#e6d8f6", "#4a3168"),
     "bonus": ("#ffe3a3", "#5a4104"),
     "wrong": ("#a3201a", "#ff9d94"),
     "fine": ("#17653f", "#7fd6a8"),
@@ -65,6 +66,7 @@ pre{flex:1;min-width:0;margin:0;padding:14px 18px 16px 0;white-space:pre-wrap;ov
 .prompt{color:var(--muted)}
 .first{border-bottom:2px solid var(--muted)}
 .a{background:var(--p);border-radius:3px;padding:1px 0}
+.c{--p:var(--copy)}
 .b{background:var(--bonus);border-radius:3px;padding:1px 0}
 .r{text-decoration:underline dotted var(--ink) 1.5px;text-underline-offset:3px}
 pre span[data-r]{position:relative;box-shadow:inset 1px 0 0 var(--sheet)}

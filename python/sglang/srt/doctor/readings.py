@@ -190,9 +190,15 @@ def blocks(text: Text, drafts: Drafts) -> list[tuple[int, list[int], int]]:
     found, anchor = [], drafts.first
     while anchor < len(tokens) - 1:
         block = drafted[anchor - drafts.first]
-        kept = 0
-        while kept < len(block) and anchor + 1 + kept < len(tokens) and block[kept] == tokens[anchor + 1 + kept]:
-            kept += 1
+        kept = kept_of(tokens, anchor, block)
         found.append((anchor, block, kept))
         anchor += kept + 1
     return found
+
+
+def kept_of(tokens: list[int], anchor: int, block: list[int]) -> int:
+    """How many of a block's tokens the text goes on with."""
+    kept = 0
+    while kept < len(block) and anchor + 1 + kept < len(tokens) and block[kept] == tokens[anchor + 1 + kept]:
+        kept += 1
+    return kept

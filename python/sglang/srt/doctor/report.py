@@ -50,6 +50,9 @@ def figures(measured: "Measurement") -> str:
         "drafted token     " + "".join(f"{k:>7}" for k in range(1, len(configured.by_position) + 1)),
         "share kept        " + "".join(f"{share:>7.2f}" for share in configured.by_position),
     ]
+    if measured.copies:
+        length, share = measured.with_copies
+        lines.insert(1, f"With copies from the text: accept length {length:.2f}; {share:.0%} of the blocks are copied.")
     if expected and expected.by_position:
         lines.append("by its card       " + "".join(f"{share:>7.2f}" for share in expected.by_position))
     lines += ["", f"{'if read with':<28}accept length   likelihood of the target's tokens ({measured.observations} positions)"]

@@ -57,6 +57,15 @@ class DFlashMetrics:
             buckets=range(1, drafted_per_block + 2),
             registry=registry or REGISTRY,
         ).labels(**labels)
+        self._by_source = {
+            "blocks": counter("sglang:spec_source_blocks_total", "Blocks verified, by what proposed their tokens.", "source"),
+            "proposed": counter("sglang:spec_source_proposed_tokens_total", "Proposed tokens verified, by source.", "source"),
+            "accepted": counter("sglang:spec_source_accepted_tokens_total", "Proposed tokens accepted, by source.", "source"),
+        }
+        self._labels = labels
+        self._undrafted = counter(
+            "sglang:spec_cycles_without_draft_total", "Cycles without a draft forward, as all requests copied."
+        ).labels(**labels)
         fallbacks = counter("sglang:spec_fallbacks_total", "Blocks that took another path than asked for.", "reason")
         self._fallbacks = {reason: fallbacks.labels(**labels, reason=reason) for reason in FALLBACKS}
 
@@ -96,6 +105,17 @@ class DFlashMetrics:
         """A cycle that verifies so many slots, where the width is chosen."""
         if self._enabled:
             self._width.observe(width)
+
+    def count_source(self, source: str, blocks: int, proposed: int, accepted: int) -> None:
+        """Of a cycle's blocks those from one source, `draft` or `copy`, where there are two."""
+        if not self._enabled:
+            return
+        for name, count in (("blocks", blocks), ("proposed", proposed), ("accepted", accepted)):
+            self._by_source[name].labels(**self._labels, source=source).inc(count)
+
+    def count_undrafted(self, cycles: int) -> None:
+        if self._enabled:
+            self._undrafted.inc(cycles)
 
     def count_fallback(self, reason: str, blocks: int = 1) -> None:
         """Count blocks that fell back, and log each reason once. Raises KeyError for a reason not in FALLBACKS."""

@@ -5,7 +5,8 @@ import inspect
 
 
 def reporting_width():
-    """`SchedulerInternalStateController._add_speculative` that adds `speculative_width` where the width is chosen."""
+    """`SchedulerInternalStateController._add_speculative` that adds `speculative_width` where the width is chosen, and
+    `speculative_copy_ahead` where copies are proposed."""
     from sglang.srt.managers.scheduler_components.internal_state import SchedulerInternalStateController
 
     original = inspect.unwrap(SchedulerInternalStateController._add_speculative)
@@ -16,5 +17,8 @@ def reporting_width():
         report = self.scheduler.draft_worker.width_report
         if report:
             state["speculative_width"] = report
+        report = self.scheduler.draft_worker.copy_report
+        if report:
+            state["speculative_copy_ahead"] = report
 
     return add_speculative

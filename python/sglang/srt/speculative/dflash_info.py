@@ -109,6 +109,7 @@ class Prompts:
         token.
     is_continued: of each request, whether its tokens follow on the ones of an earlier step, rather than on a prefix that
         the cache had.
+    reqs: SGLang's, in this order.
     """
 
     req_pool_indices: torch.Tensor
@@ -118,6 +119,7 @@ class Prompts:
     extend_lens: list[int]
     num_running: int
     is_continued: list[bool]
+    reqs: Sequence[Any] = ()
 
     @classmethod
     def of(cls, batch) -> "Prompts":
@@ -131,6 +133,7 @@ class Prompts:
             num_running=num_running,
             is_continued=[req.extend_batch_idx > 1 for req in batch.reqs[: len(batch.reqs) - num_running]]
             + [True] * num_running,
+            reqs=batch.reqs,
         )
 
 

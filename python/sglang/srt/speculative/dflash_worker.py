@@ -26,8 +26,11 @@ from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.mask_token import read_mask_embedding
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
+from sglang_dflash.srt.speculative import copy_ahead
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.constraints import constrain
+from sglang_dflash.srt.speculative.copy_ahead.drafter import CopyAhead
+from sglang_dflash.srt.speculative.copy_ahead.outcomes import Outcomes
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput, Prompts
 from sglang_dflash.srt.speculative.dflash_utils import (
     PhaseClock,
@@ -101,6 +104,7 @@ class DFlashWorker(BaseSpecWorker):
         self._clock = PhaseClock.from_environment()
         self._metrics = DFlashMetrics.from_server(self.verify_width - 1)
         self._width = FixedWidth(self.verify_width)
+        self._copies: Outcomes | None = None
         route_weight_updates(target_runner, self._draft_worker.model_runner)
         logger.info(
             "sglang-dflash %s with %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
@@ -144,6 +148,10 @@ class DFlashWorker(BaseSpecWorker):
         settings = AdaptiveSettings.from_environment()
         if settings is not None:
             self._width = start_adaptive(self, settings, get_parallel().tp_group, self._metrics)
+        if copy_ahead.is_asked_for():
+            # After what adaptive width measures, which has no texts.
+            self._drafter = CopyAhead.of(self._drafter, self._target_worker.model_runner, self.verify_width, self._metrics)
+            self._copies = self._drafter.outcomes
 
     def prewarm_sampling(self):
         """Called once at start-up, when both models' graphs exist."""
@@ -179,6 +187,11 @@ class DFlashWorker(BaseSpecWorker):
         """What `/server_info` says about the verify width."""
         return self._width.report()
 
+    @property
+    def copy_report(self) -> dict:
+        """What it says about copies."""
+        return self._copies.report() if self._copies is not None else {}
+
     def weight_update_runners(self):
         return [("draft", self._draft_worker.model_runner)]
 
@@ -186,6 +199,8 @@ class DFlashWorker(BaseSpecWorker):
         """Called by the scheduler once a step's accept lengths are on the host."""
         drafted = self._width.kept(num_correct_drafts_per_req)
         self._metrics.count_verified(num_correct_drafts_per_req, drafted)
+        if self._copies is not None:
+            self._copies.kept(num_correct_drafts_per_req, drafted)
 
     # -- one step ---------------------------------------------------------------------------------------------
 

@@ -39,6 +39,8 @@ class Drafter(Protocol):
     block_width: int
     # Whether the draft reads through a request table of its own, which SGLang then makes.
     has_own_table: bool
+    # Whether a verified block's context is written without the draft's forward, so that a cycle may leave that out.
+    writes_context_apart: bool
 
     def attach_pools(self, target_runner) -> None:
         """Called once, when the pools of both runners exist."""

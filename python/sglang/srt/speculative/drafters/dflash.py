@@ -22,6 +22,8 @@ class DFlashDrafter:
     bookkeeping here: whoever wrote a slot's target KV wrote its draft KV as well.
     """
 
+    writes_context_apart = True
+
     def __init__(self, draft_runner, target_model, verify_width: int):
         self._runner = draft_runner
         self._model = draft_runner.model

@@ -44,6 +44,7 @@ class PEagleDrafter:
     """Drives the draft model through a SGLang model runner of its own."""
 
     has_own_table = True
+    writes_context_apart = False
 
     def __init__(self, draft_runner, target_model, verify_width: int):
         self._runner = draft_runner

@@ -1,0 +1,279 @@
+"""What copies from a request's own text bring, on the bundled pairs, with and without in the same run.
+
+    python benchmark/copy_ahead.py                                 # everything: some 40 minutes on two cores
+    python benchmark/copy_ahead.py --sets edit plain --pairs qwen3 --rounds 2
+
+Sets: `edit`, a held-out file to be said again with a name changed; `quote`, a file to be summed up in the target's own words around
+two of its lines; `plain`, held-out prompts to be continued. The bundled targets are too small to do the first two when asked, so their
+logits are held to it (held/sitecustomize.py): the same text in all servers, which the draft sees as it would any other. They loop in
+greedy text of their own, which flatters every copy, so requests whose output does not loop are measured apart: at temperature 0.8,
+and, greedy, the prompts of which at most LOOPS of the output's tokens complete a 5-gram that the output had before.
+
+Two servers per pair, both started first, take turns; a cell is the median of the rounds. Writes benchmark/results/copy-ahead.md and
+.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from serving import (
+    DRAFT,
+    HYBRID_DRAFT,
+    HYBRID_TARGET,
+    PEAGLE_DRAFT,
+    ROOT,
+    TARGET,
+    Server,
+    dflash_arguments,
+    heldout_prompts,
+    serve,
+)
+from tokenizers import Tokenizer
+
+RESULTS = ROOT / "benchmark" / "results"
+PAIRS = {
+    "qwen3": (TARGET, DRAFT, ()),
+    "qwen3, P-EAGLE": (TARGET, PEAGLE_DRAFT, ()),
+    "qwen3, drawn": (TARGET, DRAFT, ("--speculative-draft-sample-method", "probabilistic")),
+    "hybrid": (HYBRID_TARGET, HYBRID_DRAFT, ()),
+}
+LOOPS = 0.2
+OWN_WORDS = 20  # tokens before each quote
+BARS = {"edit": 1.25, "plain": 0.98}
+OFF, ON = "off", "on"
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def files(count: int) -> list[str]:
+    """Pieces of held-out files."""
+    return [p["text"] for p in heldout_prompts() if not p.get("chat") and 217 <= p["num_tokens"] <= 800][:count]
+
+
+@dataclass(frozen=True)
+class Request:
+    """says: what the target is held to, token ids by output position, -1 for its own (held/sitecustomize.py)."""
+
+    text: str
+    says: tuple[int, ...] = ()
+
+
+def edit(file: str, tokenizer: Tokenizer) -> Request:
+    """The file, to be said again with its commonest name changed."""
+    names = Counter(re.findall(r"\b[a-z_]{6,}\b", file))
+    name = max(names, key=lambda n: (names[n], n))
+    edited = re.sub(rf"\b{name}\b", f"new_{name}", file)
+    return Request(f"{file}\n\n# The same, with {name} renamed to new_{name}:\n\n", tuple(tokenizer.encode(edited).ids))
+
+
+def quote(file: str, tokenizer: Tokenizer) -> Request:
+    """The file, to be summed up in words of the target's own around two of its longest lines."""
+    lines = sorted({line.strip() for line in file.splitlines()}, key=lambda line: (-len(line), line))[:2]
+    says = [[-1] * OWN_WORDS + tokenizer.encode(f'"{line}"').ids for line in lines]
+    return Request(f"{file}\n\n# In short: ", (*says[0], *says[1]))
+
+
+def requests_of(name: str, count: int, tokenizer: Tokenizer) -> list[Request]:
+    if name == "edit":
+        return [edit(file, tokenizer) for file in files(count)]
+    if name == "quote":
+        return [quote(file, tokenizer) for file in files(count)]
+    every = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
+    return [Request(text) for text in every[:: max(1, len(every) // count)][:count]]
+
+
+def loop_share(ids: Sequence[int], n: int = 5) -> float:
+    """Of a text's tokens, how many complete an n-gram that it had before."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """One round of one server. shares: of the proposed tokens, copied; of the output, copied and kept."""
+
+    speed: float
+    accept_length: float
+    copied: float
+    kept_copies: float
+    skipped: float
+    loops: float
+
+
+@dataclass
+class Cell:
+    pair: str
+    name: str
+    temperature: float
+    concurrency: int
+    requests: int
+    runs: dict[str, list[Run]] = field(default_factory=lambda: {OFF: [], ON: []})
+
+    def median(self, server: str, value: str) -> float:
+        return statistics.median(getattr(run, value) for run in self.runs[server])
+
+    @property
+    def ratio(self) -> float:
+        """Of rounds that stood next to each other."""
+        return statistics.median(on.speed / off.speed for on, off in zip(self.runs[ON], self.runs[OFF]))
+
+    @property
+    def spread(self) -> float:
+        ratios = [on.speed / off.speed for on, off in zip(self.runs[ON], self.runs[OFF])]
+        return (max(ratios) - min(ratios)) / 2
+
+
+def copies(server: Server) -> Counter:
+    [state, *_] = server.get("/server_info")["internal_states"]
+    report = state.get("speculative_copy_ahead", {})
+    counts = Counter({key: report.get(key, 0) for key in ("cycles", "cycles_without_draft")})
+    for key in ("proposed_tokens", "accepted_tokens"):
+        counts |= Counter({f"{key}, {source}": count for source, count in report.get(key, {}).items()})
+    return counts
+
+
+def ask(
+    server: Server, requests: Sequence[Request], temperature: float, new_tokens: int, concurrency: int
+) -> tuple[Run, list[dict]]:
+    server.flush_cache()
+    params = {"temperature": temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
+    asked = [{"text": r.text, "sampling_params": params | {"custom_params": {"says": r.says}}} for r in requests]
+    before = copies(server)
+    began = time.perf_counter()
+    answers = server.generate_many(asked, concurrency)
+    seconds = time.perf_counter() - began
+    counts = copies(server)
+    counts.subtract(before)
+    tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+    cycles = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    proposed = counts["proposed_tokens, copy"] + counts["proposed_tokens, draft"]
+    run = Run(
+        speed=tokens / seconds,
+        accept_length=(tokens - len(answers)) / cycles,
+        copied=counts["proposed_tokens, copy"] / max(1, proposed),
+        kept_copies=counts["accepted_tokens, copy"] / tokens,
+        skipped=counts["cycles_without_draft"] / max(1, counts["cycles"]),
+        loops=statistics.mean(loop_share(answer["output_ids"]) for answer in answers),
+    )
+    return run, answers
+
+
+def run(pair: str, args) -> Iterator[Cell]:
+    target, draft, flags = PAIRS[pair]
+    common = ["--model-path", str(target), *dflash_arguments(draft), *flags]
+    common += ["--sleep-on-idle", "--random-seed", "1", "--max-total-tokens", "32768"]
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    with ExitStack() as stack:
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "held"), os.environ.get("PYTHONPATH"))))
+        env = {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": path}
+        servers = {OFF: stack.enter_context(serve(*common, env=env))}
+        servers[ON] = stack.enter_context(serve(*common, "--speculative-copy-ahead", env=env))
+        for server in servers.values():
+            ask(server, requests_of("plain", 4, tokenizer), 0.0, 16, 4)  # warms up
+        for name in args.sets:
+            requests = requests_of(name, args.requests, tokenizer)
+            _, answers = ask(servers[OFF], requests, 0.0, args.new_tokens, 16)
+            quiet = [r for r, answer in zip(requests, answers) if loop_share(answer["output_ids"]) <= LOOPS]
+            parts = [(name, 0.0, requests)] + [(name, 0.8, requests)] * (name != "edit")  # whose every token is held
+            if name == "plain":
+                parts.insert(1, (f"{name}, does not loop", 0.0, quiet))
+            if "drawn" in pair:
+                parts = parts[-1:]  # greedy requests draft as they do elsewhere
+            for title, temperature, chosen in parts:
+                if not chosen:
+                    print(f"{pair}: {title}: no such request", flush=True)
+                    continue
+                for concurrency in args.concurrency:
+                    cell = Cell(pair, title, temperature, concurrency, len(chosen))
+                    for number in range(args.rounds):
+                        for server in (OFF, ON) if number % 2 == 0 else (ON, OFF):
+                            result, _ = ask(servers[server], chosen, temperature, args.new_tokens, concurrency)
+                            cell.runs[server].append(result)
+                    print(row(cell), flush=True)
+                    yield cell
+
+
+# -- the page --------------------------------------------------------------------------------------------------------------
+
+
+def row(cell: Cell) -> str:
+    off, on = (cell.median(server, "speed") for server in (OFF, ON))
+    lengths = [cell.median(server, "accept_length") for server in (OFF, ON)]
+    bar = BARS.get(cell.name.split(",")[0])
+    ratio = f"{cell.ratio:.2f}" if bar is None or cell.ratio >= bar else f"**{cell.ratio:.2f}**"
+    shares = " | ".join(f"{100 * cell.median(ON, key):.0f} %" for key in ("copied", "kept_copies", "skipped", "loops"))
+    return (
+        f"| {cell.pair} | {cell.name} | {cell.temperature:g} | {cell.concurrency} | {cell.requests} | {off:.0f} | {on:.0f} "
+        f"| {ratio} ±{cell.spread:.2f} | {lengths[0]:.2f} | {lengths[1]:.2f} | {shares} |"
+    )
+
+
+HEAD = (
+    "| pair | set | T | at once | requests | tokens/s off | on | on / off | accept length off | on | copied | of the output | "
+    "no draft | loops |"
+)
+
+
+def page(cells: list[Cell], args) -> str:
+    table = "\n".join([HEAD, "|---|---|" + "---:|" * 12, *map(row, cells)])
+    return f"""# Copy ahead
+
+{date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; bf16; sglang {version("sglang")},
+sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request, medians of {args.rounds} rounds. `python benchmark/copy_ahead.py`. When this was written
+{os.getloadavg()[2]:.1f} processes wanted to run at once (load average of 15 minutes): where that is more than the cores, tokens/s are worth
+as much as their spread says; accept lengths and shares do not depend on it.
+
+Sets, and what "does not loop" means, are in the program's head. Copied: of the proposed tokens. Of the output: copied tokens that were
+kept. No draft: cycles without a draft forward. Loops: of the output's tokens those that complete a 5-gram it had before. Bars: 1.25 on
+`edit`, 0.98 on `plain`; bold: below.
+
+{table}
+"""
+
+
+def known(path: Path) -> list[Cell]:
+    """What earlier runs measured; a pair's two servers are always of one run."""
+    if not path.exists():
+        return []
+    cells = json.loads(path.read_text())
+    return [Cell(**{**c, "runs": {server: [Run(**r) for r in runs] for server, runs in c["runs"].items()}}) for c in cells]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
+    parser.add_argument("--sets", nargs="+", choices=("edit", "quote", "plain"), default=["edit", "quote", "plain"])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--name", default="copy-ahead", help="of the files in benchmark/results/")
+    args = parser.parse_args()
+    stem = RESULTS / args.name
+    cells = [cell for cell in known(stem.with_suffix(".json")) if cell.pair not in args.pairs]
+    for pair in args.pairs:
+        for cell in run(pair, args):
+            cells.append(cell)
+            stem.with_suffix(".md").write_text(page(cells, args))
+            stem.with_suffix(".json").write_text(json.dumps([asdict(cell) for cell in cells], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Has a server's target say given tokens. Python imports this at start-up wherever its folder is on PYTHONPATH; used by
+benchmark/copy_ahead.py. A request's custom_params["says"] are token ids by output position; -1 leaves a position to the target, and the
+first token, which comes from the prefill, is always its own. Drafts see the hidden states of the text that results."""
+
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+
+WORKER = "sglang_dflash.srt.speculative.dflash_worker"
+
+
+def hold(module) -> None:
+    constrain = module.constrain
+
+    def held(batch, block, logits, *more):
+        constrain(batch, block, logits, *more)
+        for rows, req, length in zip(logits.view(*block.shape, -1), batch.reqs, batch.seq_lens.tolist(), strict=True):
+            says = (req.sampling_params.custom_params or {}).get("says", ())
+            after = length + 1 - len(req.origin_input_ids)  # the output position that slot 0 decides
+            for row, token in zip(rows, says[after:]):
+                if token >= 0:
+                    row.fill_(-30.0)
+                    row[token] = 30.0
+
+    module.constrain = held
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != WORKER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            hold(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())

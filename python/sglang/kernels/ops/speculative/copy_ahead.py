@@ -1,0 +1,353 @@
+"""Proposals copied from a request's own text: where its last tokens stood before, what came next there, and how that fared.
+
+A history [rows, columns] int32 holds the text of each request by position, a row per row of the request table; -1 is what no
+block may contain (a place nobody wrote, an image), which matches nothing and ends a copy. Records [rows, 2] float32 hold, per row,
+which share of its copied tokens has been kept lately, and which of its drafted ones.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+_TILE = 2048  # positions per program of the lookup
+_PARTS = 64  # tiles looked at in one step
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRule:
+    """When a copy is preferred to a draft: where the share kept of copies, times the trust in a match of this length, is at least
+    the share kept of drafts. Any values are lossless; these are chosen on the bundled pair (benchmark/copy_rules.py).
+
+    longest: tokens of a match that are looked for. medium, long: lengths from which on a match is trusted more; shortest: below
+        which it is none.
+    trust_short, trust_medium: against 1 for a long match.
+    copies_follow, drafts_follow: how fast the records follow, per cycle. retry: how fast a record recovers per cycle in which a
+        match was passed over, so that copies are tried again.
+    """
+
+    longest: int = 16
+    shortest: int = 3
+    medium: int = 5
+    long: int = 8
+    trust_short: float = 0.4
+    trust_medium: float = 0.7
+    copies_follow: float = 0.125
+    drafts_follow: float = 0.125
+    retry: float = 1 / 256
+    # What a new request's records say.
+    copies_start: float = 1.0
+    drafts_start: float = 0.3
+
+
+RULE = CopyRule()
+
+
+def find_match(
+    history: torch.Tensor, requests: torch.Tensor, seq_lens: torch.Tensor, bound: int, rule: CopyRule = RULE
+) -> torch.Tensor:
+    """The longest earlier occurrence of each request's last tokens, the most recent one of several.
+
+    history: [rows, columns] int32. requests: [bs] int64, rows of it. seq_lens: [bs] int64, n: the last token is at position n.
+    bound: at least the largest n + 1, on the host.
+
+    Returns keys [bs, parts] int64, whose maximum of a row is (length of the match << 32) + the position of its last token, which
+    is below n; 0 where no match has `shortest` tokens. Occurrences may overlap the text's end.
+
+    One launch on CUDA, without host synchronisation. Reads 4 bytes per token of text.
+    """
+    run = find_match_triton if history.is_cuda else find_match_torch
+    return run(history, requests, seq_lens, min(bound, history.shape[1]), rule)
+
+
+def choose_copies(
+    history: torch.Tensor,
+    records: torch.Tensor,
+    requests: torch.Tensor,
+    seq_lens: torch.Tensor,
+    keys: torch.Tensor,
+    block_size: int,
+    rule: CopyRule = RULE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What followed each match, where the request's record speaks for it.
+
+    keys: `find_match`'s. Returns copied [bs, B] int64, token ids, -1 where nothing is copied, as in column 0, the anchor's; and
+    lengths [bs] int32: of the match copied from, negative where one was passed over, 0 where there is none.
+
+    A continuation that reaches the end of the text goes on with its own beginning: after "a b c a b c" comes "a b c a b c". Looks
+    at nothing but text and records, so it is lossless for sampled requests too. One launch on CUDA, without host synchronisation.
+    """
+    run = choose_copies_triton if history.is_cuda else choose_copies_torch
+    return run(history, records, requests, seq_lens, keys, block_size, rule)
+
+
+def append_tokens(
+    history: torch.Tensor,
+    records: torch.Tensor,
+    requests: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_tokens: torch.Tensor,
+    accept_len: torch.Tensor,
+    lengths: torch.Tensor,
+    was_drafted: bool,
+    rule: CopyRule = RULE,
+) -> None:
+    """Write a verified block's output at positions n + 1 on, and what it says about copies and drafts into the records.
+
+    out_tokens: [bs, B] int64, of which accept_len [bs] int32 + 1 count; those beyond are written too and mean nothing. The
+    history has columns for them. lengths: `choose_copies`'. was_drafted: whether what was not copied came from the draft.
+
+    One launch on CUDA, without host synchronisation.
+    """
+    run = append_tokens_triton if history.is_cuda else append_tokens_torch
+    run(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule)
+
+
+# -- the twins ---------------------------------------------------------------------------------------------------------
+
+
+def find_match_torch(history, requests, seq_lens, bound, rule):
+    """`find_match` in PyTorch, with a look at where the last token stands: for the CPU."""
+    back = torch.arange(rule.longest, device=history.device)
+    suffix = _look_back(history, requests, seq_lens, back)
+    text = history[requests, :bound]
+    is_earlier = torch.arange(bound, device=history.device) < seq_lens[:, None]
+    rows, ends = ((text == suffix[:, :1]) & is_earlier).nonzero(as_tuple=True)
+    found = _look_back(history, requests[rows], ends, back)
+    same = (found == suffix[rows]) & (found >= 0)
+    length = same.cumprod(dim=1).sum(dim=1)
+    keys = torch.where(length >= rule.shortest, (length << 32) + ends, 0)
+    return torch.zeros_like(seq_lens).scatter_reduce_(0, rows, keys, "amax")[:, None]
+
+
+def _look_back(history, requests, ends, back):
+    """The tokens up to `ends`, the last first; -1 before a text's beginning."""
+    at = ends[:, None] - back
+    return torch.where(at >= 0, history[requests[:, None], at.clamp(min=0)], -1)
+
+
+def choose_copies_torch(history, records, requests, seq_lens, keys, block_size, rule):
+    """`choose_copies` in PyTorch, with a look at whether there is any match: for the CPU."""
+    copied = keys.new_full((len(keys), block_size), -1)
+    if not keys.any():
+        return copied, torch.zeros_like(seq_lens, dtype=torch.int32)
+    best = keys.amax(dim=1)
+    length, end = best >> 32, best & 0xFFFFFFFF
+    share = records[requests]
+    is_copied = (length > 0) & (_trust(length, rule) * share[:, 0] >= share[:, 1])
+    step = torch.arange(block_size - 1, device=history.device)
+    at = end[:, None] + 1 + step % (seq_lens - end).clamp(min=1)[:, None]
+    tokens = history[requests[:, None], at].long()
+    is_valid = (tokens >= 0).cumprod(dim=1).bool()
+    copied[:, 1:] = torch.where(is_valid & is_copied[:, None], tokens, -1)
+    length = torch.where(is_valid[:, 0], length, 0)
+    return copied, torch.where(is_copied, length, -length).int()
+
+
+def append_tokens_torch(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule):
+    """`append_tokens` in PyTorch, on any device."""
+    width = out_tokens.shape[1]
+    at = seq_lens[:, None] + 1 + torch.arange(width, device=history.device)
+    history[requests[:, None], at] = out_tokens.int()
+    if width == 1:
+        return
+    kept = accept_len / (width - 1)
+    copies, drafts = records[requests].unbind(dim=1)
+    fared = (kept / _trust(lengths, rule)).clamp(max=1)
+    followed = copies + rule.copies_follow * (fared - copies)
+    retried = copies + rule.retry * (1 - copies)
+    copies = torch.where(lengths > 0, followed, torch.where(lengths < 0, retried, copies))
+    if was_drafted:
+        drafts = torch.where(lengths > 0, drafts, drafts + rule.drafts_follow * (kept - drafts))
+    records[requests] = torch.stack((copies, drafts), dim=1)
+
+
+def _trust(length, rule):
+    trust = torch.where(length >= rule.medium, rule.trust_medium, rule.trust_short)
+    return torch.where(length >= rule.long, 1.0, trust)
+
+
+# -- the kernels -------------------------------------------------------------------------------------------------------
+
+
+def find_match_triton(history, requests, seq_lens, bound, rule):
+    """`find_match` as a Triton kernel. Tensors contiguous, but for the rows of the history."""
+    assert requests.is_contiguous() and seq_lens.is_contiguous() and history.stride(1) == 1
+    bs, tiles = seq_lens.numel(), max(1, triton.cdiv(bound, _TILE))
+    keys = seq_lens.new_empty((bs, tiles))
+    if bs:
+        _find_match_kernel[(bs, tiles)](
+            history,
+            requests,
+            seq_lens,
+            keys,
+            history.stride(0),
+            tiles,
+            LONGEST=rule.longest,
+            SHORTEST=rule.shortest,
+            TILE=_TILE,
+            num_warps=8,
+        )
+    return keys
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _find_match_kernel(
+    history, requests, seq_lens, keys, stride, tiles, LONGEST: tl.constexpr, SHORTEST: tl.constexpr, TILE: tl.constexpr
+):
+    """One program per request and tile of its text. A lane whose tokens differ reads no further."""
+    number, tile = tl.program_id(0), tl.program_id(1)
+    last = tl.load(seq_lens + number)
+    row = history + tl.load(requests + number).to(tl.int64) * stride
+    end = tile * TILE + tl.arange(0, TILE).to(tl.int64)
+    is_same = end < last
+    length = tl.zeros((TILE,), tl.int64)
+    for back in tl.static_range(LONGEST):
+        wanted = tl.load(row + last - back, mask=last >= back, other=-1)
+        token = tl.load(row + end - back, mask=is_same & (end >= back), other=-1)
+        is_same = is_same & (token == wanted) & (token >= 0)
+        length += is_same.to(tl.int64)
+    key = tl.where(length >= SHORTEST, (length << 32) + end, 0)
+    tl.store(keys + number * tiles + tile, tl.max(key, axis=0))
+
+
+def choose_copies_triton(history, records, requests, seq_lens, keys, block_size, rule):
+    """`choose_copies` as a Triton kernel. Tensors contiguous, but for the rows of the history."""
+    assert all(t.is_contiguous() for t in (records, requests, seq_lens, keys)) and history.stride(1) == 1
+    bs, tiles = keys.shape
+    copied = keys.new_empty((bs, block_size))
+    lengths = keys.new_empty((bs,), dtype=torch.int32)
+    if bs:
+        _choose_copies_kernel[(bs,)](
+            history,
+            records,
+            requests,
+            seq_lens,
+            keys,
+            copied,
+            lengths,
+            history.stride(0),
+            tiles,
+            block_size,
+            MEDIUM=rule.medium,
+            LONG=rule.long,
+            TRUST_SHORT=rule.trust_short,
+            TRUST_MEDIUM=rule.trust_medium,
+            PARTS=_PARTS,
+            BLOCK=triton.next_power_of_2(block_size),
+            num_warps=1,
+        )
+    return copied, lengths
+
+
+@triton.jit
+def _trust_kernel(length, MEDIUM: tl.constexpr, LONG: tl.constexpr, SHORT_TRUST: tl.constexpr, MEDIUM_TRUST: tl.constexpr):
+    return tl.where(length >= LONG, 1.0, tl.where(length >= MEDIUM, MEDIUM_TRUST, SHORT_TRUST))
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _choose_copies_kernel(
+    history,
+    records,
+    requests,
+    seq_lens,
+    keys,
+    copied,
+    lengths,
+    stride,
+    tiles,
+    block_size,
+    MEDIUM: tl.constexpr,
+    LONG: tl.constexpr,
+    TRUST_SHORT: tl.constexpr,
+    TRUST_MEDIUM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per request."""
+    number = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    best = tl.zeros((PARTS,), tl.int64)
+    for first in range(0, tiles, PARTS):
+        best = tl.maximum(best, tl.load(keys + number * tiles + first + part, mask=first + part < tiles, other=0))
+    key = tl.max(best, axis=0)
+    length = (key >> 32).to(tl.int32)
+    end = key & 0xFFFFFFFF
+    request = tl.load(requests + number).to(tl.int64)
+    row = history + request * stride
+    trust = _trust_kernel(length, MEDIUM, LONG, TRUST_SHORT, TRUST_MEDIUM)
+    is_copied = (length > 0) & (trust * tl.load(records + 2 * request) >= tl.load(records + 2 * request + 1))
+    slot = tl.arange(0, BLOCK)
+    is_drafted = (slot > 0) & (slot < block_size)
+    period = tl.maximum(tl.load(seq_lens + number) - end, 1)
+    at = end + 1 + tl.where(is_drafted, slot - 1, 0) % period
+    token = tl.load(row + at, mask=is_drafted & (length > 0), other=0)
+    # The first slot that nothing can be copied to.
+    stop = tl.min(tl.where(is_drafted & (token < 0), slot, BLOCK), axis=0)
+    token = tl.where(is_drafted & is_copied & (slot < stop), token, -1)
+    tl.store(copied + number * block_size + slot, token.to(tl.int64), mask=slot < block_size)
+    length = tl.where(stop > 1, length, 0)
+    tl.store(lengths + number, tl.where(is_copied, length, -length))
+
+
+def append_tokens_triton(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule):
+    """`append_tokens` as a Triton kernel. Tensors contiguous, but for the rows of the history."""
+    per_request = records, requests, seq_lens, out_tokens, accept_len, lengths
+    assert all(t.is_contiguous() for t in per_request) and history.stride(1) == 1
+    bs, width = out_tokens.shape
+    if bs:
+        _append_tokens_kernel[(bs,)](
+            history,
+            *per_request,
+            history.stride(0),
+            width,
+            MEDIUM=rule.medium,
+            LONG=rule.long,
+            TRUST_SHORT=rule.trust_short,
+            TRUST_MEDIUM=rule.trust_medium,
+            COPIES_FOLLOW=rule.copies_follow,
+            DRAFTS_FOLLOW=rule.drafts_follow if was_drafted else 0.0,
+            RETRY=rule.retry,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=1,
+        )
+
+
+@triton.jit(do_not_specialize=["width"])
+def _append_tokens_kernel(
+    history,
+    records,
+    requests,
+    seq_lens,
+    out_tokens,
+    accept_len,
+    lengths,
+    stride,
+    width,
+    MEDIUM: tl.constexpr,
+    LONG: tl.constexpr,
+    TRUST_SHORT: tl.constexpr,
+    TRUST_MEDIUM: tl.constexpr,
+    COPIES_FOLLOW: tl.constexpr,
+    DRAFTS_FOLLOW: tl.constexpr,
+    RETRY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per request."""
+    number = tl.program_id(0)
+    request = tl.load(requests + number).to(tl.int64)
+    slot = tl.arange(0, BLOCK)
+    token = tl.load(out_tokens + number * width + slot, mask=slot < width)
+    at = request * stride + tl.load(seq_lens + number) + 1 + slot
+    tl.store(history + at, token.to(tl.int32), mask=slot < width)
+    length = tl.load(lengths + number)
+    kept = tl.load(accept_len + number).to(tl.float32) / tl.maximum(width - 1, 1).to(tl.float32)
+    copies, drafts = tl.load(records + 2 * request), tl.load(records + 2 * request + 1)
+    fared = tl.minimum(kept / _trust_kernel(length, MEDIUM, LONG, TRUST_SHORT, TRUST_MEDIUM), 1.0)
+    followed = copies + COPIES_FOLLOW * (fared - copies)
+    retried = copies + RETRY * (1 - copies)
+    copies = tl.where(length > 0, followed, tl.where(length < 0, retried, copies))
+    drafts = tl.where(length > 0, drafts, drafts + DRAFTS_FOLLOW * (kept - drafts))
+    tl.store(records + 2 * request, copies, mask=width > 1)
+    tl.store(records + 2 * request + 1, drafts, mask=width > 1)

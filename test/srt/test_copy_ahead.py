@@ -1,0 +1,443 @@
+"""Copies from a request's own text: kernels against twins, twins against a search by hand, and what is learned of them."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
+
+from sglang_dflash.kernels.ops.speculative import copy_ahead
+from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
+from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
+from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.copy_ahead.drafter import CopyAhead, over
+from sglang_dflash.srt.speculative.copy_ahead.outcomes import WHOLE_CYCLES, Outcomes
+from sglang_dflash.srt.speculative.dflash_info import Prompts, packed_ranges
+from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.rejection import DraftProbs
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_kernels_in_the_interpreter():
+    run_comparisons(__file__)
+
+
+# -- the search ----------------------------------------------------------------------------------------------------------
+
+
+def random_texts(seed: int, bs: int, longest: int, vocabulary: int, device: str):
+    """Texts of few different tokens, some of them nobody may copy, in the rows of a history."""
+    rng = torch.Generator().manual_seed(seed)
+    lengths = 1 + torch.randint(longest, (bs,), generator=rng)
+    history = torch.randint(-1 if seed % 3 == 0 else 0, vocabulary, (bs + 3, longest + 20), generator=rng, dtype=torch.int32)
+    rows = torch.randperm(bs + 3, generator=rng)[:bs]
+    records = torch.rand(bs + 3, 2, generator=rng)
+    return *(x.to(device) for x in (history, records, rows, lengths - 1)),
+
+
+def match_by_hand(text: list[int]) -> tuple[int, int]:
+    """(length, last position) of the longest earlier occurrence of the text's last tokens, the most recent of several."""
+    found = (0, 0)
+    for end in range(len(text) - 1):
+        length = 0
+        while length < RULE.longest and length <= end and text[end - length] == text[len(text) - 1 - length] >= 0:
+            length += 1
+        if length >= RULE.shortest and length >= found[0]:
+            found = length, end
+    return found
+
+
+def copy_by_hand(text: list[int], end: int, count: int) -> list[int]:
+    """The tokens after `end`, going on in what was just copied; up to the first that cannot be."""
+    tokens = list(text)
+    for k in range(count):
+        tokens.append(tokens[end + 1 + k])
+    copied = tokens[len(text) :]
+    stop = next((k for k, token in enumerate(copied) if token < 0), count)
+    return copied[:stop] + [-1] * (count - stop)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 5), st.integers(1, 60), st.integers(1, 4), st.integers(2, 17))
+def test_the_longest_most_recent_match_is_copied(seed, bs, longest, vocabulary, block_size):
+    history, records, rows, seq_lens = random_texts(seed, bs, longest, vocabulary, "cpu")
+    keys = copy_ahead.find_match_torch(history, rows, seq_lens, longest, RULE)
+    copied, lengths = copy_ahead.choose_copies_torch(history, records, rows, seq_lens, keys, block_size, RULE)
+    assert copied[:, :1].eq(-1).all() and copied.shape == (bs, block_size)
+    for i in range(bs):
+        text = history[rows[i], : seq_lens[i] + 1].tolist()
+        length, end = match_by_hand(text)
+        want = copy_by_hand(text, end, block_size - 1) if length else [-1]
+        trust = 1 if length >= RULE.long else RULE.trust_medium if length >= RULE.medium else RULE.trust_short
+        copies, drafts = records[rows[i]].tolist()
+        if want[0] < 0:
+            assert lengths[i] == 0 and copied[i].eq(-1).all()
+        elif trust * copies >= drafts:
+            assert lengths[i] == length and copied[i, 1:].tolist() == want
+        else:
+            assert lengths[i] == -length and copied[i].eq(-1).all()
+
+
+def test_a_loop_is_continued():
+    history = torch.tensor([[7, 1, 2, 3, 1, 2, 3, 0, 0]], dtype=torch.int32)
+    rows, seq_lens = torch.tensor([0]), torch.tensor([6])
+    keys = copy_ahead.find_match(history, rows, seq_lens, bound=9)
+    copied, lengths = copy_ahead.choose_copies(history, torch.tensor([[1.0, 0.0]]), rows, seq_lens, keys, 9)
+    assert copied.tolist() == [[-1, 1, 2, 3, 1, 2, 3, 1, 2]] and lengths.tolist() == [3]
+
+
+@against_twin
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 4), st.integers(1, 60), st.integers(1, 4), st.integers(2, 17))
+def test_copying_equals_its_twin(seed, bs, longest, vocabulary, block_size):
+    history, records, rows, seq_lens = random_texts(seed, bs, longest, vocabulary, DEVICE)
+    keys = copy_ahead.find_match_triton(history, rows, seq_lens, longest, RULE)
+    assert torch.equal(keys.amax(1), copy_ahead.find_match_torch(history, rows, seq_lens, longest, RULE).amax(1))
+    arguments = history, records, rows, seq_lens, keys, block_size, RULE
+    outputs = copy_ahead.choose_copies_triton(*arguments), copy_ahead.choose_copies_torch(*arguments)
+    for got, want in zip(*outputs, strict=True):
+        assert torch.equal(got, want) and got.dtype == want.dtype
+
+
+@against_twin
+def test_a_text_of_many_tiles_equals_its_twin(monkeypatch):
+    """More tiles than the second kernel looks at in one step; the matches are far back."""
+    monkeypatch.setattr(copy_ahead, "_TILE", 16)
+    monkeypatch.setattr(copy_ahead, "_PARTS", 4)
+    rng = torch.Generator().manual_seed(0)
+    history = torch.randint(1000, (3, 700), generator=rng, dtype=torch.int32)
+    seq_lens = torch.tensor([600, 333, 30])
+    for row, length in enumerate(seq_lens.tolist()):
+        history[row, length - 11 : length + 1] = history[row, 1:13]
+    history, rows, seq_lens = history.to(DEVICE), torch.arange(3, device=DEVICE), seq_lens.to(DEVICE)
+    records = torch.tensor([[1.0, 0.0]]).repeat(3, 1).to(DEVICE)
+    keys = copy_ahead.find_match_triton(history, rows, seq_lens, 640, RULE)
+    want = copy_ahead.find_match_torch(history, rows, seq_lens, 640, RULE)
+    assert keys.shape == (3, 40) and torch.equal(keys.amax(1), want.amax(1))
+    arguments = history, records, rows, seq_lens
+    copied, lengths = copy_ahead.choose_copies_triton(*arguments, keys, 8, RULE)
+    assert lengths.tolist() == [12, 12, 12] and torch.equal(copied[:, 1:], history[:, 13:20].long())
+
+
+@against_twin
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 4), st.integers(1, 9), st.booleans())
+def test_appending_equals_its_twin(seed, bs, width, was_drafted):
+    history, records, rows, seq_lens = random_texts(seed, bs, 40, 9, DEVICE)
+    rng = torch.Generator().manual_seed(seed)
+    out_tokens = torch.randint(1000, (bs, width), generator=rng).to(DEVICE)
+    accept_len = torch.randint(width, (bs,), generator=rng, dtype=torch.int32).to(DEVICE)
+    lengths = torch.randint(-12, 12, (bs,), generator=rng, dtype=torch.int32).to(DEVICE)
+    outcomes = []
+    for append in (copy_ahead.append_tokens_triton, copy_ahead.append_tokens_torch):
+        written = history.clone(), records.clone()
+        append(*written, rows, seq_lens, out_tokens, accept_len, lengths, was_drafted, RULE)
+        outcomes.append(written)
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.allclose(outcomes[0][1], outcomes[1][1], atol=1e-6)
+    if width == 1:
+        assert torch.equal(outcomes[0][1], records)  # nothing was proposed, so nothing is learned
+
+
+# -- what is learned -----------------------------------------------------------------------------------------------------
+
+
+def play(copies_kept: float, drafts_kept: float, cycles: int, length: int = RULE.long, known: float = RULE.drafts_start) -> list[bool]:
+    """Whether a request with a match in every cycle copies, where of a copied block such a share is kept, and of a drafted one.
+    known: what the record says of drafts at first."""
+    history = torch.arange(30, dtype=torch.int32)[None]
+    history[0, 20 - length + 1 : 21] = history[0, 1 : length + 1]
+    records, rows, seq_lens = torch.tensor([[RULE.copies_start, known]]), torch.tensor([0]), torch.tensor([20])
+    chosen = []
+    for _ in range(cycles):
+        keys = copy_ahead.find_match(history, rows, seq_lens, 21)
+        _, lengths = copy_ahead.choose_copies(history, records, rows, seq_lens, keys, 8)
+        assert abs(int(lengths)) == length
+        chosen.append(int(lengths) > 0)
+        kept = torch.tensor([round(7 * (copies_kept if chosen[-1] else drafts_kept))])
+        copy_ahead.append_tokens(history.clone(), records, rows, seq_lens, torch.zeros(1, 8).long(), kept, lengths, True)
+    return chosen
+
+
+def test_copies_that_are_kept_go_on():
+    assert all(play(copies_kept=1.0, drafts_kept=0.5, cycles=50))
+
+
+def test_copies_that_fail_are_given_up_and_tried_again():
+    chosen = play(copies_kept=0.0, drafts_kept=0.5, cycles=400)
+    assert chosen[0] and not any(chosen[12:50]), "it goes on copying in vain"
+    assert 1 <= sum(chosen[50:]) <= 25, f"{sum(chosen[50:])} attempts in 350 cycles"
+
+
+def test_a_short_match_gives_way_to_a_good_draft_and_a_long_one_does_not():
+    assert not any(play(copies_kept=1.0, drafts_kept=0.8, cycles=30, length=RULE.shortest, known=0.8))
+    assert all(play(copies_kept=1.0, drafts_kept=0.8, cycles=30, length=RULE.long, known=0.8))
+
+
+# -- the drafter ---------------------------------------------------------------------------------------------------------
+
+
+class Drafted:
+    """A drafter that proposes 900, 901, ..."""
+
+    mask_token_id, block_width, has_own_table, writes_context_apart = 999, 7, False, True
+
+    def __init__(self, block_size: int = 4):
+        self.block_size, self.forwards = block_size, 0
+        self.probs: DraftProbs | None = None
+
+    def propose(self, cycle, sampling_info=None):
+        self.forwards += cycle.width > 1
+        tokens = torch.arange(899, 899 + cycle.width).repeat(cycle.bs, 1)
+        tokens[:, 0] = cycle.tokens[:, 0]
+        return DraftBlock(tokens, self.probs)
+
+    def begin_prefill(self, prompts):
+        pass
+
+    def prefill(self, prompts, aux_hidden, cache_loc, next_tokens):
+        pass
+
+    def join(self, arrival):
+        pass
+
+    def absorb(self, *_):
+        pass
+
+    def commit(self, cycle, aux_hidden, verdict):
+        pass
+
+
+SILENT = DFlashMetrics(3, None)
+
+
+class Simulation:
+    """Requests in the rows of a request table, as the worker would tell a drafter of them."""
+
+    def __init__(self, **fields):
+        self.inner = Drafted()
+        vars(self.inner).update(fields)
+        self.drafter = CopyAhead(self.inner, rows=6, context_len=100, block_size=4, vocab_size=950, device=CPU, metrics=SILENT)
+        self.texts: dict[int, list[int]] = {}
+
+    def prefill(self, new: dict[int, tuple[list[int], int]], running: tuple[int, ...] = (), continued=(), said: int = 7):
+        """new: row -> text and how much of it the prefix cache, or an earlier chunk, had."""
+        rows = [*new, *running]
+        self.texts |= {row: list(text) for row, (text, _) in new.items()}
+        starts = [start for _, start in new.values()] + [len(self.texts[row]) - 1 for row in running]
+        counts = [len(self.texts[row]) - start for row, start in zip(rows, starts)]
+        prompts = Prompts(
+            req_pool_indices=torch.tensor(rows),
+            tokens=torch.tensor([token for row, start in zip(rows, starts) for token in self.texts[row][start:]]),
+            positions=packed_ranges(starts, counts, CPU),
+            prefix_lens=starts,
+            extend_lens=counts,
+            num_running=len(running),
+            is_continued=[row in continued for row in new] + [True] * len(running),
+            reqs=[SimpleNamespace(get_fill_ids=lambda row=row: self.texts[row][:]) for row in rows],
+        )
+        self.drafter.begin_prefill(prompts)
+        next_tokens = torch.full((len(rows),), said)
+        self.drafter.prefill(prompts, None, None, next_tokens)
+        for row in rows:
+            self.texts[row].append(said)
+
+    def propose(self, *rows: int, width: int = 4, sampling_info=None) -> DraftBlock:
+        lengths = torch.tensor([len(self.texts[row]) - 1 for row in rows])
+        tokens = torch.full((len(rows), width), 999)
+        tokens[:, 0] = torch.tensor([self.texts[row][-1] for row in rows])
+        self.cycle = SimpleNamespace(
+            bs=len(rows), width=width, tokens=tokens, seq_lens=lengths, host_lens=lengths + width,
+            req_pool_indices=torch.tensor(rows),
+        )  # fmt: skip
+        return self.drafter.propose(self.cycle, sampling_info)
+
+    def commit(self, out_tokens: list[list[int]], kept: list[int], tells: bool = True) -> None:
+        out = torch.tensor(out_tokens)
+        verdict = Verdict(torch.tensor(kept, dtype=torch.int32), out, out[:, 0])
+        self.drafter.commit(self.cycle, None, verdict)
+        for row, tokens, count in zip(self.cycle.req_pool_indices.tolist(), out_tokens, kept):
+            self.texts[row] += tokens[: count + 1]
+        if tells:
+            self.drafter.outcomes.kept(kept, self.cycle.width - 1)
+
+
+TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+LONG = [*TEXT, 50, *TEXT[:8]]  # with 9 said: the match is nine tokens long
+
+
+def test_each_request_copies_or_drafts():
+    played = Simulation()
+    played.prefill({2: (LONG, 0), 4: (list(range(20, 40)), 0)}, said=9)
+    assert played.propose(4, 2).tokens.tolist() == [[9, 900, 901, 902], [9, 10, 11, 12]]
+
+
+@pytest.mark.parametrize("start", [1, 12, len(LONG) - 1])
+def test_what_the_prefix_cache_had_is_known(start):
+    played = Simulation()
+    played.prefill({2: (list(range(60, 90)), 0)})  # whose row is taken over
+    played.prefill({2: (LONG, start)}, said=9)
+    assert played.propose(2).tokens.tolist() == [[9, 10, 11, 12]]
+
+
+def test_a_prompt_in_chunks():
+    played = Simulation()
+    played.prefill({3: (LONG[:5], 0)}, said=400)
+    played.prefill({3: (LONG[:15], 5)}, continued=(3,), said=401)
+    played.prefill({3: (LONG, 15)}, continued=(3,), said=9)
+    assert played.propose(3).tokens.tolist() == [[9, 10, 11, 12]]
+
+
+def test_a_running_request_of_a_mixed_batch():
+    played = Simulation()
+    played.prefill({1: (LONG[:-1], 0)}, said=8)
+    played.prefill({5: ([30, 31, 32], 0)}, running=(1,), said=9)
+    assert played.propose(5, 1).tokens.tolist() == [[9, 900, 901, 902], [9, 10, 11, 12]]
+
+
+def test_images_are_not_copied():
+    played = Simulation()
+    text = [1, 2, 3, 4, 5, 10, 10**7, 12, 60, 1, 2, 3, 4]
+    played.prefill({1: (text, 0), 4: ([30, 31, 32], 0)}, said=5)
+    assert played.propose(1, 4).tokens.tolist() == [[5, 10, 901, 902], [5, 900, 901, 902]]
+    pads = [10**7] * 12
+    played.prefill({1: ([*pads, 6, *pads], 0)}, said=6)
+    assert played.propose(1).tokens.tolist() == [[6, 900, 901, 902]]
+
+
+def test_an_arrival_from_another_server():
+    played = Simulation()
+    played.texts[3] = [*LONG, 9]
+    req = SimpleNamespace(origin_input_ids=LONG[:-2])
+    played.drafter.join(
+        SimpleNamespace(reqs=[req], req_pool_indices=torch.tensor([3]), said=[[*LONG[-2:], 9]], lengths=[len(LONG)])
+    )
+    assert played.propose(3).tokens.tolist() == [[9, 10, 11, 12]]
+
+
+def test_what_was_kept_is_text_and_the_rest_is_not():
+    played = Simulation()
+    played.prefill({2: (LONG[:13], 0)}, said=1)
+    for said, kept in (([2, 3, 444, 444], 1), ([4, 5, 6, 7], 3), ([8, 444, 444, 444], 0), ([9, 444, 444, 444], 0)):
+        played.propose(2)
+        played.commit([said], [kept])
+    assert played.texts[2][-10:] == [50, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert played.propose(2).tokens.tolist() == [[9, 10, 11, 12]]
+
+
+def test_a_cycle_of_one_token_is_text_too():
+    played = Simulation()
+    played.prefill({2: (LONG[:-1], 0)}, said=8)
+    assert played.propose(2, width=1).tokens.tolist() == [[8]]
+    played.commit([[9]], [0])
+    assert played.propose(2).tokens.tolist() == [[9, 10, 11, 12]]
+
+
+# -- without the draft -----------------------------------------------------------------------------------------------------
+
+
+def test_the_draft_is_left_out_where_all_copy():
+    played = Simulation()
+    played.prefill({2: (LONG, 0), 4: (list(range(20, 40)), 0)}, said=9)
+    played.propose(2, 4)
+    played.propose(2)
+    assert played.inner.forwards == 1
+
+
+def test_a_draft_that_writes_its_context_runs_every_time():
+    played = Simulation(writes_context_apart=False)
+    played.prefill({2: (LONG, 0)}, said=9)
+    played.propose(2)
+    assert played.inner.forwards == 1
+
+
+def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
+    """As the host knows them; and what copies nothing then proposes its anchor."""
+    played = Simulation()
+    played.drafter._sees = False
+    loop = [*range(1, 9)] * 4
+    played.prefill({2: (loop, 0)}, said=1)
+    for _ in range(WHOLE_CYCLES):
+        block = played.propose(2)
+        following = block.tokens[0, 1:].tolist()
+        played.commit([[*following, following[-1] % 8 + 1]], [3])
+    assert played.inner.forwards == WHOLE_CYCLES
+    played.propose(2)
+    assert played.inner.forwards == WHOLE_CYCLES
+    played.commit([[700, 444, 444, 444]], [0], tells=False)  # not known yet
+    assert played.propose(2).tokens.tolist() == [[700, 700, 700, 700]]
+    assert played.inner.forwards == WHOLE_CYCLES
+    played.commit([[701, 444, 444, 444]], [0], tells=False)
+    played.drafter.outcomes.kept([0], 3)
+    assert played.propose(2).tokens.tolist() == [[701, 900, 901, 902]]
+
+
+def test_a_new_request_is_drafted_for():
+    outcomes = Outcomes(SILENT)
+    whole = torch.tensor([9], dtype=torch.int32)
+    for _ in range(WHOLE_CYCLES + 1):
+        outcomes.proposed(1, whole, True)
+    for _ in range(WHOLE_CYCLES):
+        outcomes.kept([7], 7)
+    assert outcomes.all_copy
+    outcomes.began()
+    outcomes.kept([7], 7)  # of a cycle before
+    assert not outcomes.all_copy
+
+
+def test_outcomes_by_source():
+    counted = []
+    metrics = SimpleNamespace(count_source=lambda *given: counted.append(given), count_undrafted=lambda cycles: None)
+    outcomes = Outcomes(metrics)
+    outcomes.proposed(3, torch.tensor([9, -9, 0], dtype=torch.int32), True)
+    outcomes.proposed(2, torch.tensor([9, 0], dtype=torch.int32), False)
+    outcomes.proposed(2, None, False)
+    outcomes.kept([5, 2, 1], 7)
+    outcomes.kept([3, 0], 7)
+    outcomes.kept([0, 0], 0)
+    assert counted == [("copy", 1, 7, 5), ("draft", 2, 14, 3), ("copy", 1, 7, 3), ("draft", 0, 0, 0)]
+    assert outcomes.report() == {
+        "cycles": 3,
+        "cycles_without_draft": 1,
+        "blocks": {"copy": 2, "draft": 2},
+        "proposed_tokens": {"copy": 14, "draft": 14},
+        "accepted_tokens": {"copy": 8, "draft": 3},
+    }
+
+
+# -- sampled requests --------------------------------------------------------------------------------------------------------
+
+
+def test_copied_tokens_are_certain_and_drafted_ones_as_they_were():
+    ids = torch.tensor([[[3, 4], [5, 6], [7, 8]]]).repeat(2, 1, 1)
+    probs = torch.tensor([[[0.75, 0.25], [0.5, 0.5], [1.0, 0.0]]]).repeat(2, 1, 1)
+    block = DraftBlock(torch.tensor([[1, 4, 5, 7], [2, 3, 6, 7]]), DraftProbs(ids, probs))
+    merged = over(block, torch.tensor([[-1, -1, -1, -1], [-1, 6, 6, -1]]))
+    assert merged.tokens.tolist() == [[1, 4, 5, 7], [2, 6, 6, 7]]
+    drafted = merged.tokens[:, 1:]
+    assert merged.probs.of(drafted).tolist() == [[0.25, 0.5, 1.0], [1.0, 1.0, 1.0]]
+    dense = torch.zeros(2, 3, 9).scatter_add_(2, merged.probs.ids, merged.probs.probs)
+    assert torch.equal(dense.sum(dim=2), torch.ones(2, 3))
+    assert torch.equal(dense[1, :2], torch.nn.functional.one_hot(torch.tensor([6, 6]), 9).float())
+    assert torch.equal(probs[1], probs[0]), "the draft's own probabilities were overwritten"
+
+
+def test_a_cycle_without_a_draft_is_verified_with_certainties():
+    played = Simulation()
+    played.prefill({2: (LONG, 0)}, said=9)
+    block = played.propose(2, sampling_info=object())
+    assert block.probs.of(block.tokens[:, 1:]).tolist() == [[1.0, 1.0, 1.0]]
+    assert played.inner.forwards == 0
+
+
+def test_rules_can_be_other_ones():
+    """Nothing in the kernels is bound to the numbers of RULE."""
+    rule = replace(RULE, longest=2, shortest=2)
+    history = torch.tensor([[5, 6, 1, 6, 5, 6, 0]], dtype=torch.int32)
+    keys = copy_ahead.find_match(history, torch.tensor([0]), torch.tensor([5]), 7, rule)
+    assert [int(keys) >> 32, int(keys) & 0xFFFFFFFF] == [2, 1]
