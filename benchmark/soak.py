@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, serve
+from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, serve
 from soak_requests import Known, Wrong, ask, known_requests
 
 # The scheduler counts its KV slots after every step, and a leak or a double free ends the server.
@@ -38,7 +38,9 @@ ENVIRONMENT = {
     # Told that answers are short, the scheduler lets in more requests than a small pool carries to their end.
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8",
 }
-PLAIN = ("--model-path", str(TARGET), "--dtype", "float32", "--constrained-json-disable-any-whitespace")
+# SGLang's watchdog takes a server that was stopped for one that hangs: a client's patience finds those that do.
+NO_WATCHDOG = ("--watchdog-timeout", "86400")
+PLAIN = ("--model-path", str(TARGET), "--dtype", "float32", "--constrained-json-disable-any-whitespace", *NO_WATCHDOG)
 # Resident memory a server may gain in a round after its first half, in MB: allocators do not give back at once.
 MEMORY_SLACK_MB = 200
 SHOWN = 80
@@ -52,7 +54,7 @@ class Configuration:
 
     @classmethod
     def draw(cls, generator: random.Random) -> "Configuration":
-        draft = generator.choice((DRAFT, DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT))
+        draft = generator.choice((DRAFT, DFLASH2_DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT))
         arguments = dflash_arguments(draft)
         for flag, values in (
             ("--speculative-num-draft-tokens", (None, None, 2, 4, 12)),
@@ -194,7 +196,8 @@ def main() -> int:
             return True
         return options.minutes is not None and time.monotonic() - started > 60 * options.minutes
 
-    while not is_over():
+    def one_round(number: int) -> None:
+        nonlocal failures
         seed = f"{options.seed}-{number}"
         configuration = Configuration.draw(random.Random(seed))
         print(f"round {number}: {shlex.join(configuration.arguments[len(PLAIN):])}", flush=True)
@@ -210,14 +213,22 @@ def main() -> int:
                 options.concurrency,
                 lambda counts: _bar(totals + counts, options.requests, started, options.minutes),
             )
-        totals += counts + Counter(rounds=1, wrong=len(wrong))
+        totals.update(counts + Counter(rounds=1, wrong=len(wrong)))
+        passed = (time.monotonic() - started) / 60
+        print(f"  {totals['requests']} requests and {totals['wrong']} wrong after {passed:.1f} minutes", flush=True)
         for line in wrong:
             print(f"\nWRONG in round {number}: {line}", flush=True)
         if wrong:
             failures += 1
             again = f"--seed {options.seed} --known {options.known} --per-round {count} --only-round {number}"
             print(f"again: python benchmark/soak.py {again} --concurrency {options.concurrency}", flush=True)
-        number += 1
+
+    try:
+        while not is_over():
+            one_round(number)
+            number += 1
+    except KeyboardInterrupt:
+        print(f"round {number} was interrupted and is not counted", flush=True)
     figures = {**totals, "wrong": totals["wrong"], "failed rounds": failures, "seed": options.seed}
     print(json.dumps({**figures, "minutes": round((time.monotonic() - started) / 60, 1)}))
     return 1 if totals["wrong"] else 0
