@@ -46,7 +46,7 @@ def check_request(request: Any) -> None:
             raise ValueError(f"sampling_params: {_shown(sampling)} is not an object.")
         _check_sampling(sampling)
     if isinstance(request.rid, list) and _is_one_prompt(request):
-        # With more answers to it than one, SGLang has made it a list of one prompt.
+        # One prompt with several answers is a list of one to SGLang.
         sampling = request.sampling_params or {}
         if len(request.rid) != 1 or sampling.get("n", 1) == 1:
             raise ValueError(f"rid: {_shown(request.rid)} is a list, which goes with a list of prompts.")
