@@ -21,13 +21,15 @@ import os
 import random
 import re
 import shlex
+import signal
 import sys
 import time
 from collections import Counter
+from http.client import HTTPException
 from pathlib import Path
 
 from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, serve
-from soak_requests import Known, Wrong, ask, known_requests
+from soak_requests import PATIENCE, Known, Wrong, ask, known_requests
 
 # The scheduler counts its KV slots after every step, and a leak or a double free ends the server.
 ENVIRONMENT = {
@@ -127,7 +129,7 @@ def run_round(
         except Wrong as error:
             wrong.append(f"request {number}: {error}")
             return
-        except OSError as error:
+        except (OSError, HTTPException, ValueError) as error:  # among them answers that are cut off
             wrong.append(f"request {number}: the server did not answer: {error!r}")
             return
         meta = meta or {}
@@ -181,7 +183,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only-round", type=int, help="repeat one round")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds a server may take to start")
+    parser.add_argument("--timeout", type=float, default=PATIENCE, help="seconds a server may take to start")
     options = parser.parse_args()
     if options.minutes is None and options.requests is None:
         options.requests = 2000
@@ -215,7 +217,7 @@ def main() -> int:
             )
         totals.update(counts + Counter(rounds=1, wrong=len(wrong)))
         passed = (time.monotonic() - started) / 60
-        print(f"  {totals['requests']} requests and {totals['wrong']} wrong after {passed:.1f} minutes", flush=True)
+        print(f"  so far: {json.dumps({**totals, 'wrong': totals['wrong'], 'minutes': round(passed, 1)})}", flush=True)
         for line in wrong:
             print(f"\nWRONG in round {number}: {line}", flush=True)
         if wrong:
@@ -223,6 +225,8 @@ def main() -> int:
             again = f"--seed {options.seed} --known {options.known} --per-round {count} --only-round {number}"
             print(f"again: python benchmark/soak.py {again} --concurrency {options.concurrency}", flush=True)
 
+    # Started in the background, a process is born deaf to Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while not is_over():
             one_round(number)

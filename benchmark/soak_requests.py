@@ -150,12 +150,17 @@ def _greedy(server, known: Known, generator, name, request) -> dict:
 def _streamed(server, known: Known, generator, name, request) -> dict:
     request |= known.request | {"stream": True}
     said: list[int] = []
+    chunk: dict = {"error": "nothing came"}
     with _open(server, request) as response:
         for chunk in _chunks(response):
+            if "error" in chunk:
+                break
             ids = chunk["output_ids"]
             if ids[: len(said)] != said:
                 raise Wrong(f"{said} was said, and taken back for {ids}")
             said = ids
+    if "error" in chunk:
+        raise Wrong(f"ended after {len(said)} tokens: {chunk['error']}")
     return _hold_against(known, chunk)
 
 
