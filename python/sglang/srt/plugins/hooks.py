@@ -12,7 +12,7 @@ def handle_server_args():
             return original(self, server_args)
         from sglang_dflash.srt.plugins.install import install_at_front_end
 
-        install_at_front_end()
+        install_at_front_end(has_metrics=server_args.enable_metrics)
         return resolve_dflash_args(server_args)
 
     return handle
@@ -45,7 +45,10 @@ def create_worker():
 def cpu_attention():
     def create(runner):
         from sglang_dflash.srt.layers.attention.torch_native_spec import create_cpu_attention
+        from sglang_dflash.srt.plugins.install import install_at_cpu_disaggregation
 
+        if runner.server_args.disaggregation_mode != "null":
+            install_at_cpu_disaggregation()
         return create_cpu_attention(runner)
 
     return create
@@ -72,6 +75,30 @@ def request_check():
     from sglang_dflash.srt.speculative.request_fields import checking_requests
 
     return checking_requests()
+
+
+def cpu_transfer_of_the_target():
+    from sglang_dflash.srt.hardware_backend.cpu.transfer import preparing_targets_layers
+
+    return preparing_targets_layers()
+
+
+def metrics_set_up():
+    from sglang_dflash.srt.observability.metrics_files import reserving_at_set_up
+
+    return reserving_at_set_up()
+
+
+def metrics_files():
+    from sglang_dflash.srt.observability.metrics_files import reserving_init
+
+    return reserving_init()
+
+
+def metrics_values():
+    from sglang_dflash.srt.observability.metrics_files import reserving_values
+
+    return reserving_values()
 
 
 def shared_graph_output():
