@@ -21,13 +21,15 @@ import os
 import random
 import re
 import shlex
+import signal
 import sys
 import time
 from collections import Counter
+from http.client import HTTPException
 from pathlib import Path
 
-from serving import DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, serve
-from soak_requests import Known, Wrong, ask, known_requests
+from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, serve
+from soak_requests import PATIENCE, Known, Wrong, ask, known_requests
 
 # The scheduler counts its KV slots after every step, and a leak or a double free ends the server.
 ENVIRONMENT = {
@@ -38,7 +40,9 @@ ENVIRONMENT = {
     # Told that answers are short, the scheduler lets in more requests than a small pool carries to their end.
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8",
 }
-PLAIN = ("--model-path", str(TARGET), "--dtype", "float32", "--constrained-json-disable-any-whitespace")
+# SGLang's watchdog takes a server that was stopped for one that hangs: a client's patience finds those that do.
+NO_WATCHDOG = ("--watchdog-timeout", "86400")
+PLAIN = ("--model-path", str(TARGET), "--dtype", "float32", "--constrained-json-disable-any-whitespace", *NO_WATCHDOG)
 # Resident memory a server may gain in a round after its first half, in MB: allocators do not give back at once.
 MEMORY_SLACK_MB = 200
 SHOWN = 80
@@ -52,7 +56,7 @@ class Configuration:
 
     @classmethod
     def draw(cls, generator: random.Random) -> "Configuration":
-        draft = generator.choice((DRAFT, DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT))
+        draft = generator.choice((DRAFT, DFLASH2_DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT))
         arguments = dflash_arguments(draft)
         for flag, values in (
             ("--speculative-num-draft-tokens", (None, None, 2, 4, 12)),
@@ -125,7 +129,7 @@ def run_round(
         except Wrong as error:
             wrong.append(f"request {number}: {error}")
             return
-        except OSError as error:
+        except (OSError, HTTPException, ValueError) as error:  # among them answers that are cut off
             wrong.append(f"request {number}: the server did not answer: {error!r}")
             return
         meta = meta or {}
@@ -179,7 +183,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only-round", type=int, help="repeat one round")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds a server may take to start")
+    parser.add_argument("--timeout", type=float, default=PATIENCE, help="seconds a server may take to start")
     options = parser.parse_args()
     if options.minutes is None and options.requests is None:
         options.requests = 2000
@@ -194,7 +198,8 @@ def main() -> int:
             return True
         return options.minutes is not None and time.monotonic() - started > 60 * options.minutes
 
-    while not is_over():
+    def one_round(number: int) -> None:
+        nonlocal failures
         seed = f"{options.seed}-{number}"
         configuration = Configuration.draw(random.Random(seed))
         print(f"round {number}: {shlex.join(configuration.arguments[len(PLAIN):])}", flush=True)
@@ -210,14 +215,24 @@ def main() -> int:
                 options.concurrency,
                 lambda counts: _bar(totals + counts, options.requests, started, options.minutes),
             )
-        totals += counts + Counter(rounds=1, wrong=len(wrong))
+        totals.update(counts + Counter(rounds=1, wrong=len(wrong)))
+        passed = (time.monotonic() - started) / 60
+        print(f"  so far: {json.dumps({**totals, 'wrong': totals['wrong'], 'minutes': round(passed, 1)})}", flush=True)
         for line in wrong:
             print(f"\nWRONG in round {number}: {line}", flush=True)
         if wrong:
             failures += 1
             again = f"--seed {options.seed} --known {options.known} --per-round {count} --only-round {number}"
             print(f"again: python benchmark/soak.py {again} --concurrency {options.concurrency}", flush=True)
-        number += 1
+
+    # Started in the background, a process is born deaf to Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        while not is_over():
+            one_round(number)
+            number += 1
+    except KeyboardInterrupt:
+        print(f"round {number} was interrupted and is not counted", flush=True)
     figures = {**totals, "wrong": totals["wrong"], "failed rounds": failures, "seed": options.seed}
     print(json.dumps({**figures, "minutes": round((time.monotonic() - started) / 60, 1)}))
     return 1 if totals["wrong"] else 0

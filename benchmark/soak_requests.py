@@ -1,5 +1,6 @@
 """The requests of `soak.py`: random ones of every kind that users mix, each with what its answer has to be."""
 
+import contextlib
 import http.client
 import json
 import math
@@ -18,6 +19,8 @@ from tokenizers import Tokenizer
 # target has no one answer.
 TIE = 1e-5
 LONGEST = 64
+# Seconds a client waits for a server that may have been stopped with it (SIGSTOP) to make room for something else.
+PATIENCE = 3600
 VOCABULARY = json.loads((TARGET / "config.json").read_text())["vocab_size"]
 GRAMMARS = (
     {"ebnf": 'root ::= ("ab" | "cd" | "e")+ "z"'},
@@ -118,7 +121,7 @@ def ask(server: Server, known: Sequence[Known], generator: random.Random, name: 
 
 def _post(server: Server, request: dict) -> dict:
     try:
-        return server.generate(**request)
+        return server.post("/generate", request, PATIENCE)
     except urllib.error.HTTPError as error:
         raise Wrong(f"HTTP {error.code}: {error.read().decode()[:500]}") from error
 
@@ -147,12 +150,17 @@ def _greedy(server, known: Known, generator, name, request) -> dict:
 def _streamed(server, known: Known, generator, name, request) -> dict:
     request |= known.request | {"stream": True}
     said: list[int] = []
+    chunk: dict = {"error": "nothing came"}
     with _open(server, request) as response:
         for chunk in _chunks(response):
+            if "error" in chunk:
+                break
             ids = chunk["output_ids"]
             if ids[: len(said)] != said:
                 raise Wrong(f"{said} was said, and taken back for {ids}")
             said = ids
+    if "error" in chunk:
+        raise Wrong(f"ended after {len(said)} tokens: {chunk['error']}")
     return _hold_against(known, chunk)
 
 
@@ -195,7 +203,7 @@ def _completion(server, known: Known, generator, name, request) -> None:
     sampling = known.request["sampling_params"]
     request |= {"model": "default", "prompt": known.request["input_ids"], "temperature": 0, "max_tokens": sampling["max_new_tokens"]}
     try:
-        answer = server.post("/v1/completions", request)
+        answer = server.post("/v1/completions", request, PATIENCE)
     except urllib.error.HTTPError as error:
         raise Wrong(f"HTTP {error.code}: {error.read().decode()[:500]}") from error
     if answer["usage"]["completion_tokens"] > sampling["max_new_tokens"]:
@@ -205,10 +213,15 @@ def _completion(server, known: Known, generator, name, request) -> None:
 def _aborted(server, known: Known, generator, name, request) -> None:
     request |= known.request | {"rid": name}
     request["sampling_params"] = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
-    timer = threading.Timer(generator.random(), lambda: server.post("/abort_request", {"rid": name}))
+
+    def abort() -> None:
+        with contextlib.suppress(OSError):  # that the server has ended is for the request itself to say
+            server.post("/abort_request", {"rid": name}, PATIENCE)
+
+    timer = threading.Timer(generator.random(), abort)
     timer.start()
     try:
-        answer = server.generate(**request)
+        answer = server.post("/generate", request, PATIENCE)
     except urllib.error.HTTPError as error:
         error.close()  # one that is aborted before it runs is answered so
         return
@@ -233,7 +246,7 @@ def _bad(server, known, generator, name, request) -> None:
     bad, named = generator.choice(BAD)
     request |= bad
     try:
-        answer = server.generate(**request)
+        answer = server.post("/generate", request, PATIENCE)
     except urllib.error.HTTPError as error:
         message = error.read().decode()
         if error.code != 400 or named not in message:
@@ -247,7 +260,7 @@ def _open(server: Server, request: dict) -> http.client.HTTPResponse:
         server.url + "/generate", data=json.dumps(request).encode(), headers={"Content-Type": "application/json"}
     )
     try:
-        return urllib.request.urlopen(call, timeout=600)
+        return urllib.request.urlopen(call, timeout=PATIENCE)
     except urllib.error.HTTPError as error:
         raise Wrong(f"HTTP {error.code}: {error.read().decode()[:500]}") from error
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from conftest import ENVIRONMENT, FLOAT32, assert_same, warm_start
+from conftest import ENVIRONMENT, FLOAT32, assert_same, patched, warm_start
 from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts, serve
 from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy
 from tokenizers import Tokenizer
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
 ]
 
-# A peer that is gone is noticed in seconds rather than minutes.
+# A peer that is gone is noticed in seconds rather than minutes. So is one that is busy: for requests that do not queue alone.
 PATIENCE = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
@@ -66,11 +66,13 @@ class Pair:
 
 
 @contextlib.contextmanager
-def pair_of(*arguments: str, decode: tuple[str, ...] = ()) -> Iterator[Pair]:
+def pair_of(
+    *arguments: str, decode: tuple[str, ...] = (), environment: dict[str, str] | None = None
+) -> Iterator[Pair]:
     port = free_port()
     common = ["--model-path", TARGET, *FLOAT32, *arguments, "--disaggregation-transfer-backend", "nixl"]
     common += ["--disaggregation-bootstrap-port", port]
-    environment = ENVIRONMENT | PATIENCE
+    environment = ENVIRONMENT | (environment or {})
     with (
         serve(*common, "--disaggregation-mode", "prefill", env=environment, start=warm_start()) as prefill,
         serve(*common, "--disaggregation-mode", "decode", *decode, env=environment, start=warm_start()) as decode_server,
@@ -96,7 +98,7 @@ def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
     alone_penalized = one.generate_many(penalized, 8)
     alone_with_logprobs = one.generate_many(with_logprobs, 4)
     servers.close()
-    with pair_of(*dflash_arguments(draft)) as pair:
+    with pair_of(*dflash_arguments(draft), environment=PATIENCE) as pair:
         answers = pair.generate_many(requests, 8)
         assert_same(requests, answers, reference.answers(requests))
         # P-EAGLE drafts its first block without the state of the prompt's last token, which the prefill server keeps.
@@ -110,6 +112,79 @@ def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
         if draft == DRAFT:
             check_abort(pair, reference, prompts)
             check_dead_peer(pair, prompts)
+
+
+# Twelve requests of 200 tokens do not fit.
+TIGHT = ("--max-total-tokens", "896", "--num-reserved-decode-tokens", "4")
+
+
+@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
+def test_a_decode_server_retracts(draft, servers, reference, prompts):
+    """The KV of target and draft goes to host memory and comes back to other slots: the answers are the same, and nothing is
+    drafted any worse."""
+    requests = [greedy(ids, max_new_tokens=200) for ids in prompts[:12]]
+    penalized = [greedy(ids, max_new_tokens=160, **PENALTIES) for ids in prompts[:7]]
+    servers.close()
+    with pair_of(*dflash_arguments(draft), decode=TIGHT) as pair:
+        unhurried = pair.generate_many(requests, 2)
+        assert retractions(unhurried) == 0
+        hurried = pair.generate_many(requests, len(requests))
+        assert retractions(hurried) > 0
+        assert_same(requests, hurried, reference.answers(requests))
+        allowed = NEARLY_SAME if draft == DRAFT else 0.05
+        assert abs(cycles(hurried) - cycles(unhurried)) <= allowed * cycles(unhurried)
+        unhurried, hurried = pair.generate_many(penalized, 2), pair.generate_many(penalized, len(penalized))
+        assert [a["output_ids"] for a in hurried] == [a["output_ids"] for a in unhurried]
+        check_idle(pair.decode)
+
+
+def retractions(answers: list[dict]) -> int:
+    return sum(answer["meta_info"]["num_retractions"] for answer in answers)
+
+
+def test_a_prefill_server_without_a_draft(servers, reference, prompts):
+    """Plain SGLang computes the prompts. Their draft KV is missing, which costs acceptance and nothing else."""
+    requests = [greedy(ids) for ids in prompts[:12]]
+    servers.close()
+    with pair_of(decode=tuple(dflash_arguments())) as pair:
+        answers = pair.generate_many(requests, 6)
+        assert_same(requests, answers, reference.answers(requests))
+        said = sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers)
+        assert said > 1.2 * cycles(answers), f"{said} tokens in {cycles(answers)} cycles: nothing is drafted at all"
+
+
+@contextlib.contextmanager
+def routed(pair: Pair) -> Iterator[Server]:
+    """SGLang's router before both."""
+    workers = "--prefill", pair.prefill.url, pair.bootstrap_port, "--decode", pair.decode.url
+    with serve("--pd-disaggregation", *map(str, workers), launcher=("-m", "sglang_router.launch_router")) as router:
+        deadline = time.monotonic() + 60
+        while True:  # it takes its workers in one after the other
+            try:
+                router.get("/readiness")
+                break
+            except urllib.error.HTTPError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
+        yield router
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="not installed: pip install --no-deps sglang-router==0.3.2")
+def test_behind_sglangs_router(servers, prompts):
+    """Greedy, and sampled with seeds, which both servers draw by."""
+    flags, environment = (*dflash_arguments(), "--enable-deterministic-inference"), patched("deterministic_on_cpu")
+    requests = [greedy(ids) for ids in prompts[:8]]
+    requests += [greedy(ids, temperature=0.8, top_p=0.9, sampling_seed=seed) for seed, ids in enumerate(prompts[:8])]
+    chat = {"model": "default", "messages": [{"role": "user", "content": "Write a function."}], "temperature": 0, "max_tokens": 24}
+    one = servers.get(*FLOAT32, *flags, environment=environment)
+    alone, said = one.generate_many(requests, 8), one.post("/v1/chat/completions", chat)
+    servers.close()
+    with pair_of(*flags, environment=environment) as pair, routed(pair) as router:
+        answers = router.generate_many(requests, 8)
+        assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in alone]
+        assert abs(cycles(answers) - cycles(alone)) <= NEARLY_SAME * cycles(alone)
+        assert router.post("/v1/chat/completions", chat)["choices"] == said["choices"]
 
 
 def check_abort(pair: Pair, reference, prompts) -> None:
@@ -132,7 +207,11 @@ def check_dead_peer(pair: Pair, prompts) -> None:
         pair.decode.post("/generate", {**greedy(prompts[0]), **where}, timeout=120)
     assert failure.value.code >= 500, failure.value.read()
     assert pair.decode.process.poll() is None
+    check_idle(pair.decode)
+
+
+def check_idle(server: Server) -> None:
     deadline = time.monotonic() + 30
-    while (load := pair.decode.get("/v1/loads")["loads"][0])["num_used_tokens"] and time.monotonic() < deadline:
+    while (load := server.get("/v1/loads")["loads"][0])["num_used_tokens"] and time.monotonic() < deadline:
         time.sleep(0.5)
     assert load["num_running_reqs"] == load["num_used_tokens"] == 0, json.dumps(load)

@@ -13,8 +13,11 @@ from sglang_dflash.srt.plugins import entry_points, install, ledger
 CHANGES = (
     *ledger.AT_LOAD,
     *ledger.AT_FRONT_END,
+    *ledger.AT_METRICS_SET_UP,
+    *ledger.AT_METRICS,
     *ledger.AT_WORKER,
     *ledger.AT_DISAGGREGATION,
+    *ledger.AT_CPU_DISAGGREGATION,
     *ledger.AT_CPU_ATTENTION,
 )
 # SGLang has no P-EAGLE model, and no MLA on torch_native; any other new key would need a reason of its own.

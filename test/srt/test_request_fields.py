@@ -10,7 +10,7 @@ from sglang_dflash.srt.speculative.request_fields import INT64, MAX_ANSWERS, che
 
 
 def request(sampling=None, **fields) -> SimpleNamespace:
-    absent = dict.fromkeys(("logprob_start_len", "positional_embed_overrides", "text", "input_ids"))
+    absent = dict.fromkeys(("logprob_start_len", "positional_embed_overrides", "text", "input_ids", "input_embeds", "rid"))
     return SimpleNamespace(**absent | {"sampling_params": sampling, **fields})
 
 
@@ -33,6 +33,22 @@ def test_what_users_send_is_let_through(sampling):
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"rid": "a", "text": "one prompt"},
+        {"rid": "a", "text": ["two", "prompts"]},
+        {"rid": ["a", "b"], "text": ["two", "prompts"]},
+        {"rid": ["a", "b"], "input_ids": [[1], [2]]},
+        {"rid": ["a"], "text": "one prompt", "sampling": {"n": 2}},
+        {"rid": ["a"], "input_embeds": [[[0.5]]]},
+    ],
+    ids=str,
+)
+def test_names_of_requests_as_sglang_takes_them(fields):
+    check_request(request(**fields))
+
+
+@pytest.mark.parametrize(
     "fields, named",
     [
         ({"sampling": {"n": 0}}, "n is 0"),
@@ -44,6 +60,10 @@ def test_what_users_send_is_let_through(sampling):
         ({"sampling": ["x"]}, "sampling_params"),
         ({"sampling": [{}], "text": "one prompt"}, "a list of prompts"),
         ({"sampling": [{}], "input_ids": [1, 2]}, "a list of prompts"),
+        ({"rid": ["a"], "text": "one prompt"}, "rid"),
+        ({"rid": ["a"], "input_ids": [1, 2], "sampling": {"n": 1}}, "rid"),
+        ({"rid": ["a", "b"], "text": "one prompt", "sampling": {"n": 2}}, "rid"),
+        ({"rid": [], "input_embeds": [[0.5]]}, "rid"),
         ({"logprob_start_len": -5}, "logprob_start_len"),
         ({"logprob_start_len": [0, 2**70]}, "logprob_start_len"),
         ({"positional_embed_overrides": {"a": 1}}, "positional_embed_overrides"),

@@ -100,6 +100,7 @@ FIELDS = (
     ("logprob_start_len", {}, {"return_logprob": True, "logprob_start_len": -5}),
     ("logprob_start_len", {}, {"return_logprob": True, "logprob_start_len": 1_000_000}),
     ("positional_embed_overrides", {}, {"positional_embed_overrides": {"a": 1}}),
+    ("rid", {}, {"rid": ["one"]}),
     ("no tokens", {}, {"text": ""}),
     ("no tokens", {}, {"text": None, "input_ids": [[]]}),
     # SGLang's own check of types comes first, and does not say which field it is.

@@ -1,9 +1,12 @@
 """Three hundred random requests of benchmark/soak.py, and that its checks see what they are there for."""
 
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
+from conftest import FLOAT32, patched
+from serving import dflash_arguments
 from soak import Configuration, Resources, run_round
 from soak_requests import Known, Wrong, _hold_against, known_requests
 
@@ -28,6 +31,22 @@ def test_a_round(number, known, servers):
     assert not wrong, f"{configuration.arguments}\n" + "\n".join(wrong)
     assert counts["requests"] == 150 and counts["cycles"] > 100
     assert {"greedy", "streamed", "sampled", "aborted", "walked_away", "bad"} <= set(counts)
+
+
+@pytest.mark.server
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "fault, caught_by",
+    [
+        ("leaked_slot", "the server ended with code .*leak"),
+        ("dropped_accept", r"\[[0-9, ]+\] instead of \["),
+        ("swapped_request", r"\[[0-9, ]+\] instead of \["),
+    ],
+)
+def test_a_planted_fault_in_a_server_is_caught(fault, caught_by, known, servers):
+    server = servers.get(*FLOAT32, *dflash_arguments(), environment=patched(fault))
+    counts, wrong = run_round(server, known, 80, f"{SEED}-{fault}", concurrency=8)
+    assert any(re.search(caught_by, line, re.DOTALL) for line in wrong), "\n".join(wrong) or counts
 
 
 ANSWER = {"output_ids": [5, 6, 7], "text": "abc", "meta_info": {"completion_tokens": 3, "finish_reason": {"type": "length"}}}

@@ -2,6 +2,7 @@
 SERVER_PATCH names the one to make. A module that does not exist yet then is watched for.
 """
 
+import itertools
 import os
 import sys
 from importlib.abc import MetaPathFinder
@@ -74,6 +75,56 @@ def overcommit(module) -> None:
     module.CLIP_MAX_NEW_TOKENS = 8
 
 
+# Cycles from one planted fault to the next.
+PLANTED_EVERY = 25
+
+
+def leaked_slot(module) -> None:
+    """A KV slot that nobody frees."""
+    decode, cycles = module.DFlashWorker._decode, itertools.count(1)
+
+    def leak_and_decode(self, batch, *args):
+        if next(cycles) == PLANTED_EVERY:
+            batch.token_to_kv_pool_allocator.alloc(self._target_worker.model_runner.page_size)
+        return decode(self, batch, *args)
+
+    module.DFlashWorker._decode = leak_and_decode
+
+
+def dropped_accept(module) -> None:
+    """The last drafted token that was kept is left out, and the bonus token takes its place."""
+    accept, cycles = module.DFlashWorker._accept, itertools.count(1)
+
+    def accept_and_drop(self, *args):
+        verdict, accepted = accept(self, *args)
+        if next(cycles) % PLANTED_EVERY:
+            return verdict, accepted
+        said, less = accepted.said.clone(), (accepted.accept_len > 0).int()
+        for row in less.nonzero()[:, 0].tolist():
+            last = int(accepted.accept_len[row])
+            said[row, last - 1] = said[row, last]
+        verdict = module.Verdict(verdict.accept_len - less, said, verdict.bonus)
+        shorter = {name: getattr(accepted, name) - less for name in ("accept_len", "commit_lens", "new_seq_lens")}
+        return verdict, accepted._replace(said=said, **shorter)
+
+    module.DFlashWorker._accept = accept_and_drop
+
+
+def swapped_request(module) -> None:
+    """Two requests of a batch are told each other's tokens."""
+    accept, cycles = module.DFlashWorker._accept, itertools.count(1)
+
+    def accept_and_swap(self, *args):
+        verdict, accepted = accept(self, *args)
+        if next(cycles) % PLANTED_EVERY == 0 and len(accepted.said) > 1:
+            said = accepted.said.clone()
+            said[:2] = accepted.said[:2].flip(0)
+            accepted = accepted._replace(said=said)
+        return verdict, accepted
+
+    module.DFlashWorker._accept = accept_and_swap
+
+
 def set_the_stage(module) -> None:
     """SGLang's CUDA attention and graphs, rehearsed on CPU tensors."""
     from rehearsal import stage
@@ -86,6 +137,9 @@ PATCHES = {
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
     "eager_copies": {"sglang_dflash.srt.speculative.copy_ahead.drafter": eager_copies},
+    "leaked_slot": {"sglang_dflash.srt.speculative.dflash_worker": leaked_slot},
+    "dropped_accept": {"sglang_dflash.srt.speculative.dflash_worker": dropped_accept},
+    "swapped_request": {"sglang_dflash.srt.speculative.dflash_worker": swapped_request},
     "misdeclared_draft": {"sglang_dflash.srt.speculative.draft_sampling": misdeclared_draft},
     "overcommit": {"sglang.srt.managers.schedule_policy": overcommit},
     "rehearsal": {"sglang_dflash.srt.plugins.ledger": set_the_stage},

@@ -9,6 +9,8 @@ import logging
 import os
 from typing import Any
 
+from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
+from sglang_dflash.srt.configs.config_file import find_config, read_object
 from sglang_dflash.srt.speculative.speculators_format import (
     is_speculators_config,
     normalize,
@@ -73,6 +75,7 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
         if draft is None:
             raise ValueError("PEAGLE needs a draft: give --speculative-draft-model-path.")
         if config is None:
+            check_draft_config(draft, args.speculative_draft_model_revision)
             raise ValueError(f"--speculative-draft-model-path {draft!r}: no config.json there.")
         raise ValueError(
             f"--speculative-algorithm PEAGLE, but {draft!r} is no P-EAGLE checkpoint: its speculators_model_type is "
@@ -84,16 +87,14 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
 
 
 def read_config(path: str | None, revision: str | None) -> dict[str, Any] | None:
-    """A checkpoint's config.json, from a directory or the hub; None if it has none, which is SGLang's to report."""
-    from transformers import PretrainedConfig
-
-    if path is None or os.path.isfile(path) or "://" in path:
+    """A checkpoint's config.json, from a directory or the hub; None if it has none that can be read, which others report."""
+    found = None if path is None else find_config(path, revision)
+    if found is None:
         return None
     try:
-        config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
-    except OSError:
+        return read_object(found)
+    except ValueError:
         return None
-    return config
 
 
 def locate_verifier(name_or_path: str, checkpoint: str) -> str:

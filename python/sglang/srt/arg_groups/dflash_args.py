@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_attention import DRAFT_ATTENTION_BACKENDS, choose_draft_attention
+from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
@@ -131,6 +132,7 @@ def check_draft_path(server_args: Any, previous: Any) -> None:
         looks_local = path.startswith((".", "~", "/")) or path.count("/") != 1 or os.path.isdir(path.split("/")[0])
         if looks_local and not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
             raise ValueError(f"--speculative-draft-model-path {path!r}: no config.json there.")
+        check_draft_config(path, args.speculative_draft_model_revision)
     previous(server_args)
 
 
@@ -200,6 +202,7 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
     config = read_draft_config(draft, checkpoint)
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint)
+    check_draft_tensors(checkpoint, draft, config)
     return target_text, config
 
 

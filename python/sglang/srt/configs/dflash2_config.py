@@ -7,7 +7,8 @@ Format: z-lab/dflash, `DFlash2DraftModel`: four more entries in `dflash_config`,
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError, is_int, parse_draft_config
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError, parse_draft_config
+from sglang_dflash.srt.configs.layer_fields import is_int
 
 # One format under three names, as SGLang has them.
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")

@@ -5,24 +5,28 @@ Format: z-lab/dflash. A flat Qwen3 config plus `block_size`, `num_target_layers`
 `speculative/speculators_format.py`, with a few more entries in `dflash_config`.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_dflash.srt.configs.draft_variants import variant_problems
+from sglang_dflash.srt.configs.layer_fields import is_int, is_number
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 MAX_LAYERS = 10_000  # far beyond any model; keeps a garbled config from being allocated for
+MAX_PROBLEMS = 20  # shown
 
 
 class DraftConfigError(ValueError):
-    """A draft checkpoint that cannot be served; the message names every field at fault."""
+    """A draft checkpoint that cannot be served; the message names the fields at fault, the first of them where there are many."""
 
     def __init__(self, checkpoint: str, problems: Sequence[str]):
         self.problems = tuple(problems)
-        super().__init__(f"DFLASH draft {checkpoint!r} cannot be served:\n  - " + "\n  - ".join(problems))
+        shown = [*problems[:MAX_PROBLEMS]]
+        if len(problems) > len(shown):
+            shown.append(f"and {len(problems) - len(shown)} more")
+        super().__init__(f"DFLASH draft {checkpoint!r} cannot be served:\n  - " + "\n  - ".join(shown))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +269,7 @@ class _FieldReader:
         value = self.nested.get(name)
         if value is None or value is False:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        if not is_number(value) or value < 0:
             self.problems.append(f"dflash_config.{name} must be a positive number, got {value!r}")
             return None
         return float(value) or None  # SGLang, too, takes zero for none
@@ -305,8 +309,3 @@ class _FieldReader:
         if list(ids) != sorted(set(ids)):
             self.problems.append(f"dflash_config.target_layer_ids must be ascending without repeats, got {list(ids)}")
         return tuple(ids)
-
-
-def is_int(value: Any) -> bool:
-    """JSON's integers, without its booleans."""
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -61,6 +61,16 @@ def tensor_problems(hf_config: Any, draft: DFlashDraftConfig, found: dict[str, t
     ]
 
 
+def d2t_problems(d2t: Any, vocab_size: int) -> list[str]:
+    """d2t: a tensor [draft_vocab_size] of integers, the offsets from draft ids to target ids."""
+    import torch
+
+    target_ids = d2t.long() + torch.arange(d2t.numel(), device=d2t.device).view(d2t.shape)
+    if target_ids.numel() and (target_ids.min() < 0 or target_ids.max() >= vocab_size):
+        return [f"d2t points outside the target's vocabulary of {vocab_size} tokens"]
+    return []
+
+
 def _layer_shapes(config: Any, draft: DFlashDraftConfig, layer: int) -> dict[str, tuple[int, ...]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES, parse_dflash2_config
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, parse_draft_config
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError, parse_draft_config
+from sglang_dflash.srt.configs.layer_fields import shown
 
 PEAGLE_ARCHITECTURE = "PEagleDraftModel"
 
@@ -40,13 +41,26 @@ def parse_peagle_config(hf_config: Any, checkpoint: str) -> PEagleDraftConfig:
 
 def read_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
     """The draft a config describes, of whichever algorithm. Raises ValueError for an architecture that is neither."""
-    parse = _PARSERS.get(next(iter(getattr(hf_config, "architectures", None) or ()), None))
-    if parse is None:
+    architectures = getattr(hf_config, "architectures", None)
+    check_architectures(architectures, checkpoint)
+    return _PARSERS[architectures[0]](hf_config, checkpoint)
+
+
+def is_draft(architectures: Any) -> bool:
+    """Whether a config's `architectures` are those of a draft of ours."""
+    return isinstance(architectures, list) and bool(architectures) and str(architectures[0]) in _PARSERS
+
+
+def check_architectures(architectures: Any, checkpoint: str) -> None:
+    """Raise ValueError for what is no list of names, or of another model."""
+    names = architectures or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DraftConfigError(checkpoint, [f"architectures must be a list of names, got {shown(architectures)}"])
+    if not is_draft(names):
         raise ValueError(
-            f"{checkpoint!r} is neither a DFlash nor a P-EAGLE draft: its architectures are "
-            f"{getattr(hf_config, 'architectures', None)}, expected one of {sorted(_PARSERS)}."
+            f"{checkpoint!r} is neither a DFlash nor a P-EAGLE draft: its architectures are {shown(architectures)}, expected "
+            f"one of {sorted(_PARSERS)}."
         )
-    return parse(hf_config, checkpoint)
 
 
 _PARSERS = {

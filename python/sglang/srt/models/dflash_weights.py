@@ -8,7 +8,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_dflash.srt.configs.draft_tensors import is_ignored, tensor_problems
+from sglang_dflash.srt.configs.draft_tensors import d2t_problems, is_ignored, tensor_problems
 
 # Checkpoint tensors that SGLang keeps in one: name in the checkpoint -> (name in the model, which part of it).
 _FUSED = {
@@ -67,11 +67,10 @@ def _take_vocabulary_mapping(model, d2t: torch.Tensor | None) -> list[str]:
     """Keep `d2t`, the offsets from draft ids to target ids. Returns what is wrong with it."""
     if d2t is None:
         return []
-    target_ids = d2t.long() + torch.arange(d2t.numel(), device=d2t.device)
-    if target_ids.min() < 0 or target_ids.max() >= model.draft.vocab_size:
-        return [f"d2t points outside the target's vocabulary of {model.draft.vocab_size} tokens"]
-    model.d2t = d2t.to(device=model.norm.weight.device, dtype=torch.int64)
-    return []
+    problems = d2t_problems(d2t, model.draft.vocab_size)
+    if not problems:
+        model.d2t = d2t.to(device=model.norm.weight.device, dtype=torch.int64)
+    return problems
 
 
 def _make_room_for_vocabulary(model, tensors: dict[str, torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ def handle_server_args():
             return original(self, server_args)
         from sglang_dflash.srt.plugins.install import install_at_front_end
 
-        install_at_front_end()
+        install_at_front_end(has_metrics=server_args.enable_metrics)
         return resolve_dflash_args(server_args)
 
     return handle
@@ -45,7 +45,10 @@ def create_worker():
 def cpu_attention():
     def create(runner):
         from sglang_dflash.srt.layers.attention.torch_native_spec import create_cpu_attention
+        from sglang_dflash.srt.plugins.install import install_at_cpu_disaggregation
 
+        if runner.server_args.disaggregation_mode != "null":
+            install_at_cpu_disaggregation()
         return create_cpu_attention(runner)
 
     return create

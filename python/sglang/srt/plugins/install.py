@@ -9,15 +9,20 @@ rest of our installation takes, in each process of a server.
 
 import functools
 import inspect
+import os
 import sys
 from types import ModuleType
 from typing import Any
 
+from sglang_dflash.srt.observability.metrics_files import MARK
 from sglang_dflash.srt.plugins.ledger import (
     AT_CPU_ATTENTION,
+    AT_CPU_DISAGGREGATION,
     AT_DISAGGREGATION,
     AT_FRONT_END,
     AT_LOAD,
+    AT_METRICS,
+    AT_METRICS_SET_UP,
     AT_WORKER,
     Change,
 )
@@ -43,11 +48,18 @@ def install_at_load() -> None:
             _rebind(change)
     if replaced:  # only on a CPU: nobody else pays for the walk
         _rebind_importers(replaced)
+    if MARK in os.environ:
+        install_at_metrics()
 
 
-def install_at_front_end() -> None:
-    """Check and apply AT_FRONT_END in this process, which takes requests in."""
-    _install_now(AT_FRONT_END)
+def install_at_front_end(has_metrics: bool = False) -> None:
+    """Check and apply AT_FRONT_END in this process, which takes requests in, and AT_METRICS_SET_UP where it counts."""
+    _install_now(AT_FRONT_END + AT_METRICS_SET_UP if has_metrics else AT_FRONT_END)
+
+
+def install_at_metrics() -> None:
+    """Check and apply AT_METRICS in this process, once prometheus_client knows where its files are."""
+    _install_now(AT_METRICS)
 
 
 def install_at_worker(is_disaggregated: bool = False) -> None:
@@ -58,6 +70,11 @@ def install_at_worker(is_disaggregated: bool = False) -> None:
 def install_at_cpu_attention() -> None:
     """Check and apply AT_CPU_ATTENTION in this scheduler process."""
     _install_now(AT_CPU_ATTENTION)
+
+
+def install_at_cpu_disaggregation() -> None:
+    """Check and apply AT_CPU_DISAGGREGATION in this scheduler process."""
+    _install_now(AT_CPU_DISAGGREGATION)
 
 
 def _install_now(table: tuple[Change, ...]) -> None:

@@ -3,7 +3,9 @@
 `AT_LOAD` is in force in every process once SGLang has loaded its plugins. `AT_WORKER` is applied by the
 `create_worker` hook, so only in a scheduler process that really runs DFLASH: any other server keeps stock code.
 `AT_DISAGGREGATION` comes with it where the server does prefill or decode alone, and `AT_FRONT_END` is applied in the
-process that takes requests in, once it has read that it serves DFLASH.
+process that takes requests in, once it has read that it serves DFLASH. `AT_CPU_DISAGGREGATION` is applied in every scheduler
+on a CPU that does prefill or decode alone, as the peer of one that runs DFLASH need not.
+`AT_METRICS_SET_UP` is applied there too, with `--enable-metrics`, and `AT_METRICS` by it and in every process it starts.
 `AT_CPU_ATTENTION` is applied where our CPU attention is built: with DFLASH, and for targets that stock SGLang cannot run
 on a CPU at all.
 Tests walk the tables; `install.py` checks and applies them.
@@ -201,6 +203,33 @@ AT_FRONT_END = (
     ),
 )
 
+AT_METRICS_SET_UP = (
+    Change(
+        target="sglang.srt.entrypoints.engine.set_prometheus_multiproc_dir",
+        kind="replace",
+        signature="()",
+        why="prometheus_client may not be imported before it, and AT_METRICS is to come before the first metric",
+        build=_made_by("srt.observability.metrics_files.reserving_at_set_up"),
+    ),
+)
+
+AT_METRICS = (
+    Change(
+        target="prometheus_client.mmap_dict.MmapedDict.__init__",
+        kind="replace",
+        signature="(self, filename, read_mode)",
+        why="a sparse file on a full disk ends the process that writes to its mapping",
+        build=_made_by("srt.observability.metrics_files.reserving_init"),
+    ),
+    Change(
+        target="prometheus_client.mmap_dict.MmapedDict._init_value",
+        kind="replace",
+        signature="(self, key)",
+        why="so does the part that such a file grows by",
+        build=_made_by("srt.observability.metrics_files.reserving_values"),
+    ),
+)
+
 AT_WORKER = (
     *(
         Change(
@@ -270,6 +299,9 @@ AT_DISAGGREGATION = (
         why="a decode server's requests come without a prefill of ours: our draft input, and a note for the worker",
         build=_ours("srt.speculative.disaggregation.build_disagg_draft_input"),
     ),
+)
+
+AT_CPU_DISAGGREGATION = (
     Change(
         target="sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
         kind="replace",
@@ -279,12 +311,42 @@ AT_DISAGGREGATION = (
         cpu_only=True,
     ),
     Change(
+        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_xfer",
+        kind="replace",
+        signature="(self, peer_info)",
+        why="a prefill server without a draft refuses to send into the host memory of a decode server with one",
+        build=_made_by("srt.hardware_backend.cpu.transfer.preparing_targets_layers"),
+        cpu_only=True,
+    ),
+    Change(
         target="sglang.srt.mem_cache.pool_host.common._cuda_host_register",
         kind="replace",
         signature="(buffer, registration_granularity_bytes)",
         why="SGLang page-locks host buffers through the CUDA driver, which a CPU has not",
         build=_ours("srt.hardware_backend.cpu.transfer.host_register"),
         cpu_only=True,
+    ),
+    *(
+        Change(
+            target=f"sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.{name}",
+            kind="replace",
+            signature=signature,
+            why="a decode server keeps the KV of a retracted request in host memory, and copies it with CUDA kernels",
+            build=_ours(f"srt.hardware_backend.cpu.transfer.{ours}"),
+            cpu_only=True,
+        )
+        for name, ours, signature in (
+            (
+                "backup_from_device_all_layer",
+                "back_up_all_layers",
+                "(self, device_pool, host_indices, device_indices, io_backend)",
+            ),
+            (
+                "load_to_device_per_layer",
+                "restore_layer",
+                "(self, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft)",
+            ),
+        )
     ),
 )
 

@@ -45,6 +45,11 @@ def check_request(request: Any) -> None:
         if not isinstance(sampling, dict):
             raise ValueError(f"sampling_params: {_shown(sampling)} is not an object.")
         _check_sampling(sampling)
+    if isinstance(request.rid, list) and _is_one_prompt(request):
+        # One prompt with several answers is a list of one to SGLang.
+        sampling = request.sampling_params or {}
+        if len(request.rid) != 1 or sampling.get("n", 1) == 1:
+            raise ValueError(f"rid: {_shown(request.rid)} is a list, which goes with a list of prompts.")
     for start in _each(request.logprob_start_len):
         if not -1 <= start < INT64:
             raise ValueError(f"logprob_start_len: {start} is neither -1 nor a position.")
@@ -75,8 +80,12 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
 
 
 def _is_one_prompt(request: Any) -> bool:
-    ids = request.input_ids
-    return isinstance(request.text, str) or bool(ids) and isinstance(ids[0], int)
+    ids, embeds = request.input_ids, request.input_embeds
+    if request.text is not None:
+        return isinstance(request.text, str)
+    if ids is not None:
+        return bool(ids) and isinstance(ids[0], int)
+    return bool(embeds) and bool(embeds[0]) and isinstance(embeds[0][0], float)
 
 
 @functools.cache

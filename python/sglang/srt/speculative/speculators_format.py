@@ -8,7 +8,8 @@ tensors need no change.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sglang_dflash.srt.configs.draft_config import DraftConfigError, is_int
+from sglang_dflash.srt.configs.draft_config import DraftConfigError
+from sglang_dflash.srt.configs.layer_fields import is_int
 from sglang_dflash.srt.configs.peagle_config import PEAGLE_ARCHITECTURE
 
 # What the library can train and we cannot serve.

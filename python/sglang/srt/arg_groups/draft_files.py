@@ -1,0 +1,119 @@
+"""A draft checkpoint's files held against each other in the main process, before SGLang reads them or allocates what they say.
+
+What is wrong with one ends the start with an error that names the checkpoint, the file and what in it.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_dflash.srt.configs.config_file import find_config, read_object
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError
+from sglang_dflash.srt.configs.draft_tensors import d2t_problems, is_ignored, tensor_problems
+from sglang_dflash.srt.configs.layer_fields import is_int
+from sglang_dflash.srt.configs.peagle_config import check_architectures
+from sglang_dflash.srt.speculative.speculators_format import is_speculators_config, normalize
+
+# safetensors' names of element types.
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_INTEGERS = ("I64", "I32")
+INDEX = "model.safetensors.index.json"
+# What a layer's shapes are made of.
+_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def check_draft_config(checkpoint: str, revision: str | None = None) -> None:
+    """Raise ValueError unless config.json is that of a draft of ours, as far as can be said before a library reads it."""
+    path = find_config(checkpoint, revision)
+    if path is None:
+        return  # for SGLang, which has other formats, or says so
+    try:
+        config = read_object(path)
+    except ValueError as error:
+        raise DraftConfigError(checkpoint, [str(error)]) from error
+    if is_speculators_config(config):
+        normalize(config, checkpoint)
+    else:
+        check_architectures(config.get("architectures"), checkpoint)
+
+
+def check_draft_tensors(checkpoint: str, hf_config: Any, draft: DFlashDraftConfig) -> None:
+    """Raise DraftConfigError naming what of a local checkpoint's safetensors does not fit its config. Others are left to the
+    loader: a hub id, whose files need not be here yet, and files of another format."""
+    folder = os.path.expanduser(checkpoint)
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")) if os.path.isdir(folder) else []
+    if not names:
+        return
+    problems = size_problems(hf_config)
+    if problems:
+        raise DraftConfigError(checkpoint, problems)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in _indexed(folder, names, problems):
+        shapes |= _shapes(os.path.join(folder, name), draft, problems)
+    if not problems:
+        problems += tensor_problems(hf_config, draft, shapes)
+    if problems:
+        raise DraftConfigError(checkpoint, problems)
+
+
+def size_problems(hf_config: Any) -> list[str]:
+    """What of a layer's sizes is no positive integer, or does not divide as it has to."""
+    sizes = {name: getattr(hf_config, name, None) for name in _SIZES}
+    head_dim = getattr(hf_config, "head_dim", None)
+    if head_dim is not None:
+        sizes["head_dim"] = head_dim
+    wrong = {name: value for name, value in sizes.items() if not is_int(value) or value < 1}
+    if wrong:
+        return [f"{name} must be a positive integer, got {value!r}" for name, value in wrong.items()]
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if heads % kv_heads:
+        return [f"num_attention_heads is {heads}, which num_key_value_heads, {kv_heads}, does not divide"]
+    head_dim = head_dim or hf_config.hidden_size // heads
+    if head_dim < 2 or head_dim % 2:
+        return [f"head_dim is {head_dim}: RoPE turns pairs"]
+    return []
+
+
+def _indexed(folder: str, names: list[str], problems: list[str]) -> list[str]:
+    """Those of the files that SGLang loads: where there is an index, what it lists."""
+    path = os.path.join(folder, INDEX)
+    if not os.path.isfile(path):
+        return names[1:] if names == ["consolidated.safetensors", "model.safetensors"] else names
+    try:
+        index = read_object(path)
+    except ValueError as error:
+        problems.append(str(error))
+        return []
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        problems.append(f"{INDEX}: weight_map must map tensors to files")
+        return []
+    missing = sorted(set(listed.values()) - set(names))
+    problems += [f"{INDEX} lists {file}, which is not there" for file in missing]
+    return sorted(set(listed.values()) & set(names))
+
+
+def _shapes(path: str, draft: DFlashDraftConfig, problems: list[str]) -> Mapping[str, tuple[int, ...]]:
+    """Of the tensors in one file that a server needs, by name without `model.`."""
+    from safetensors import SafetensorError, safe_open
+
+    file, shapes = os.path.basename(path), {}
+    try:
+        opened = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        problems.append(f"{file} is no safetensors file: {error}")
+        return {}
+    with opened:
+        for full_name in opened.keys():
+            name, header = full_name.removeprefix("model."), opened.get_slice(full_name)
+            is_map = name == "d2t"
+            if is_ignored(name) or is_map and not draft.has_own_vocabulary:
+                continue
+            wanted = _INTEGERS if is_map else _FLOATS
+            if header.get_dtype() not in wanted:
+                problems.append(f"{file}: {name} is {header.get_dtype()}, expected one of {', '.join(wanted)}")
+                continue
+            shapes[name] = tuple(header.get_shape())
+            if is_map:
+                problems += [f"{file}: {problem}" for problem in d2t_problems(opened.get_tensor(full_name), draft.vocab_size)]
+    return shapes

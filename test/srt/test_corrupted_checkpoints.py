@@ -1,0 +1,236 @@
+"""Mutated draft checkpoints: each is refused by an error that names the checkpoint, or describes a draft that loads.
+
+In start-up's order: config.json as JSON, through our parser as SGLang reads it, against the target, against the headers of
+the tensors; what passes is loaded. `CORRUPTED_CHECKPOINTS=10000` asks for more of them than `make test` does.
+"""
+
+import copy
+import functools
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from dflash2_cases import dflash2_config, random_dflash2_weights
+from draft_cases import BASE, random_weights
+from engine import build
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from serving import PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT
+from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
+from sglang.srt.utils.hf_transformers_utils import get_config
+
+from sglang_dflash.srt.arg_groups.dflash_args import load_and_check_configs
+from sglang_dflash.srt.arg_groups.draft_files import INDEX, check_draft_config
+from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
+from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
+from sglang_dflash.srt.models.peagle import PEagleDraftModel
+
+EXAMPLES = int(os.environ.get("CORRUPTED_CHECKPOINTS", "300"))
+MODELS = {
+    "DFlashDraftModel": DFlashDraftModel,
+    "DFlash2DraftModel": DFlash2DraftModel,
+    "PEagleDraftModel": PEagleDraftModel,
+}
+LLAMA = ROOT / "test" / "srt" / "golden" / "tiny-peagle" / "variants" / "llama-fc-norm"
+NAMES = ("z-lab", "DFlash2", "speculators", "P-EAGLE", "P-EAGLE, llama")
+
+
+@functools.cache
+def checkpoint(name: str) -> tuple[dict, bytes]:
+    """config.json, model.safetensors"""
+    if name == "z-lab":
+        return BASE, save(random_weights(BASE, 2))
+    if name == "DFlash2":
+        config = dflash2_config({})
+        return config, save(random_dflash2_weights(config, 2))
+    folder = {"speculators": SPECULATORS_DRAFT, "P-EAGLE": PEAGLE_DRAFT, "P-EAGLE, llama": LLAMA}[name]
+    config = json.loads((folder / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = "target"
+    return config, (folder / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parser() -> Iterator[None]:
+    """Where SGLang looks for it."""
+    before, PARSERS["hf"] = PARSERS["hf"], DraftConfigParser
+    logging.disable(logging.WARNING)  # transformers has one for nearly every mutation
+    yield
+    logging.disable(logging.NOTSET)
+    PARSERS["hf"] = before
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory) -> dict[str, Path]:
+    """Of the sizes that the untouched checkpoints were made for."""
+    found = {}
+    for name in NAMES:
+        config, _ = checkpoint(name)
+        layers = config.get("transformer_layer_config", config)
+        target = {key: layers[key] for key in ("hidden_size", "vocab_size")}
+        target |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+        target["num_hidden_layers"] = config.get("num_target_layers", 100)
+        found[name] = tmp_path_factory.mktemp("target")
+        (found[name] / "config.json").write_text(json.dumps(target))
+    return found
+
+
+def read(folder: Path, target: Path) -> Any:
+    """What start-up reads, in its order. Returns the draft's config, of transformers' kind."""
+    check_draft_config(str(folder))
+    arguments = SimpleNamespace(
+        model_path=str(target),
+        revision=None,
+        speculative_draft_model_path=str(folder),
+        speculative_draft_model_revision=None,
+        trust_remote_code=False,
+        json_model_override_args="{}",
+    )
+    load_and_check_configs(arguments)
+    return get_config(str(folder), trust_remote_code=False, revision=None, model_override_args={})
+
+
+def load_draft(folder: Path, target: Path) -> None:
+    hf_config = read(folder, target)
+    build(MODELS[hf_config.architectures[0]], hf_config, iter(load((folder / "model.safetensors").read_bytes()).items()))
+
+
+def write(folder: Path, config: bytes, weights: bytes, index: bytes | None = None) -> None:
+    (folder / "config.json").write_bytes(config)
+    (folder / "model.safetensors").write_bytes(weights)
+    if index is not None:
+        (folder / INDEX).write_bytes(index)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_untouched_they_load(name, targets, tmp_path):
+    """Or the search below shows nothing."""
+    config, weights = checkpoint(name)
+    write(tmp_path, json.dumps(config).encode(), weights, json.dumps(index_of(weights)).encode())
+    load_draft(tmp_path, targets[name])
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.sampled_from([0, 1, 2, -1, 3, 7, 0.5, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "qwen3", "silu", "null"])
+    | st.integers(-100, 5000)
+    | st.text(max_size=4)
+)
+JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=4
+)
+# Fields that a checkpoint may have and these have not.
+MORE_FIELDS = (
+    "architectures",
+    "auto_map",
+    "d2t",
+    "dflash_config",
+    "dtype",
+    "head_dim",
+    "hc_mult",
+    "is_causal",
+    "layer_types",
+    "llm_config",
+    "num_experts",
+    "partial_rotary_factor",
+    "quantization_config",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_type",
+    "sliding_window",
+    "speculators_model_type",
+    "text_config",
+)
+
+
+def places(value: Any, before: tuple = ()) -> list[tuple]:
+    """Every place in a JSON value, as the keys that lead there."""
+    found = [before] if before else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, nested in items:
+        found += places(nested, (*before, key))
+    return found
+
+
+def spoil(value: Any, data) -> Any:
+    """One place of a JSON value removed, replaced, nudged, or given a neighbour."""
+    if not places(value):
+        return value
+    value = copy.deepcopy(value)
+    *way, last = data.draw(st.sampled_from(places(value)))
+    parent = functools.reduce(lambda inner, key: inner[key], way, value)
+    how = data.draw(st.sampled_from(["remove", "replace", "replace", "nudge", "add"]))
+    if how == "remove":
+        del parent[last]
+    elif how == "nudge" and isinstance(parent[last], (int, float)):
+        parent[last] += data.draw(st.sampled_from([-1, 1, 64]))
+    elif how == "add" and isinstance(parent, dict):
+        parent[data.draw(st.sampled_from(MORE_FIELDS))] = data.draw(JSON)
+    else:
+        parent[last] = data.draw(JSON)
+    return value
+
+
+def spoil_bytes(content: bytes, data, within: int) -> bytes:
+    """Cut off, or some of the first `within` bytes changed."""
+    if data.draw(st.booleans()):
+        return content[: data.draw(st.integers(0, len(content)))]
+    changed = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, min(within, len(content)) - 1))] = data.draw(st.integers(0, 255))
+    return bytes(changed)
+
+
+def header_of(weights: bytes) -> tuple[dict, bytes]:
+    """And the tensors' bytes."""
+    length = int.from_bytes(weights[:8], "little")
+    return json.loads(weights[8 : 8 + length]), weights[8 + length :]
+
+
+def spoil_header(weights: bytes, data) -> bytes:
+    header, tensors = header_of(weights)
+    text = json.dumps(spoil(header, data)).encode()
+    return len(text).to_bytes(8, "little") + text + tensors
+
+
+def index_of(weights: bytes) -> dict:
+    header, _ = header_of(weights)
+    return {"weight_map": {name: "model.safetensors" for name in header if name != "__metadata__"}}
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_corrupted_checkpoint_is_refused_or_loads(targets, data):
+    name = data.draw(st.sampled_from(NAMES))
+    config, weights = checkpoint(name)
+    text, index = json.dumps(config).encode(), None
+    where = data.draw(st.sampled_from(["config", "config", "two places", "text", "header", "header bytes", "index"]))
+    if where == "config":
+        text = json.dumps(spoil(config, data)).encode()
+    elif where == "two places":
+        text = json.dumps(spoil(spoil(config, data), data)).encode()
+    elif where == "text":
+        text = spoil_bytes(text, data, len(text))
+    elif where == "header":
+        weights = spoil_header(weights, data)
+    elif where == "header bytes":
+        weights = spoil_bytes(weights, data, 8 + int.from_bytes(weights[:8], "little"))
+    else:
+        index = json.dumps(spoil(index_of(weights), data)).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), text, weights, index)
+        try:
+            load_draft(Path(folder), targets[name])
+            event(f"{where}: loaded")
+        except (ValueError, OSError) as error:
+            assert folder in str(error), repr(error)
+            assert len(str(error)) < 4000
+            event(f"{where}: refused")

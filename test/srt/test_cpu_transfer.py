@@ -1,0 +1,53 @@
+"""Disaggregation on a CPU, without servers: KV of retracted requests to host memory and back, and whose KV is sent."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_dflash.srt.hardware_backend.cpu.transfer import back_up_all_layers, prepare_transfer, restore_layer
+
+LAYERS, SLOTS, HEADS, DIM = 3, 20, 2, 4
+
+
+def host_pool(layout: str) -> SimpleNamespace:
+    """As SGLang lays it out, with a device pool of random KV."""
+    shape = (SLOTS, LAYERS) if layout == "page_first" else (LAYERS, SLOTS)
+    sides = torch.zeros(2, *shape, HEADS, DIM)
+    views = [side.transpose(0, 1) if layout == "page_first" else side for side in sides]
+    device = [torch.randn(LAYERS, SLOTS, HEADS, DIM).unbind() for _ in range(2)]
+    return SimpleNamespace(
+        k_data_refs=[views[0][i] for i in range(LAYERS)],
+        v_data_refs=[views[1][i] for i in range(LAYERS)],
+        device_k_buffers=device[0],
+        device_v_buffers=device[1],
+        target_layer_num=LAYERS,
+        buffer=sides,
+    )
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_kv_comes_back_to_other_slots(layout):
+    pool = host_pool(layout)
+    was, host, now = torch.tensor([5, 2, 9]), torch.tensor([0, 7, 1]), torch.tensor([11, 12, 4])
+    k, v = (torch.stack(side)[:, was].clone() for side in (pool.device_k_buffers, pool.device_v_buffers))
+    back_up_all_layers(pool, None, host, was, "kernel")
+    assert pool.buffer.ne(0).any(dim=(-1, -2)).sum() == 2 * LAYERS * len(was), "rows of nobody else were written"
+    others = [i for i in range(SLOTS) if i not in now.tolist()]
+    before = torch.stack(pool.device_k_buffers)[:, others].clone()
+    for buffer in (*pool.device_k_buffers, *pool.device_v_buffers):
+        buffer[was] = torch.nan  # somebody else's by now
+    for layer in range(LAYERS + 2):  # more than there are, as SGLang asks where the draft's pool is smaller
+        restore_layer(pool, None, host, now, layer, "kernel")
+    assert torch.equal(torch.stack(pool.device_k_buffers)[:, now], k)
+    assert torch.equal(torch.stack(pool.device_v_buffers)[:, now], v)
+    kept = [i for i in others if i not in was.tolist()]
+    assert torch.equal(torch.stack(pool.device_k_buffers)[:, kept], before[:, [others.index(i) for i in kept]])
+
+
+def test_a_layout_that_is_not_known_is_refused_at_the_start():
+    args = SimpleNamespace(disaggregation_mode="decode", hicache_mem_layout="page_head")
+    with pytest.raises(ValueError, match="--hicache-mem-layout page_head"):
+        prepare_transfer(args)
+    prepare_transfer(SimpleNamespace(disaggregation_mode="null", hicache_mem_layout="page_head"))
+    prepare_transfer(SimpleNamespace(disaggregation_mode="decode", hicache_mem_layout="page_first"))
