@@ -126,7 +126,7 @@ in `benchmark/tiny`.
 
 ## How it was made
 
-{steps:,} steps of 256 blocks from the plain draft's weights, on {rows:,} stored rollouts of the target: code and chat,
+{steps:,} steps of 256 blocks{runs} from the plain draft's weights, on {rows:,} stored rollouts of the target: code and chat,
 drawn at temperature 1, 0.7 and greedy, and corpus rows. The labels are the target's whole distributions.
 Three losses, slot k weighted exp(-(k - 1) / 4): cross entropy of the base logits (half), cross entropy of the
 selector's scores after the true token before, and what these leave uncovered of the target's distribution.
@@ -228,7 +228,7 @@ def dflash2_card(work_dir: Path, draft_dir: Path) -> None:
         name=draft_dir.name, plain=draft_dir.name.removesuffix("2"), target=draft_dir.name.removesuffix("-dflash2"),
         layers=config["num_hidden_layers"], taps=options["conv_kernel_size"], group=options["conv_group_size"],
         rank=options["selector_rank"], top_k=options["selector_top_k"], date=datetime.date.today(), licence=LICENCE_NOTE,
-        steps=log["steps"], rows=log["rows"], accuracy=joined(last["slot_accuracy"]),
+        steps=log["steps"], runs=", in two runs," if log["continued"] else "", rows=log["rows"], accuracy=joined(last["slot_accuracy"]),
         coverage=joined(last["slot_coverage"]), temperatures=" | ".join(f"T = {t}" for t in temperatures),
         rule="---:|" * len(temperatures), gains=table([(name, *found.values()) for name, found in gain.items()])))
 

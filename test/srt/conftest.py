@@ -61,6 +61,7 @@ LONGEST = (
     "test_rehearsal.py",
     "test_stock_sglang.py",
     "test_doctor.py",
+    "test_copy_ahead_scheduled.py",
 )
 
 # One logit computed in two batch shapes differs by about 1e-6 in float32, and two of them by twice that.

@@ -70,7 +70,9 @@ def nursery() -> Nursery:
 
 
 @contextlib.contextmanager
-def rehearse(scene: stage.Scene, draft: Path, *arguments: object) -> Iterator[Rehearsal]:
+def rehearse(
+    scene: stage.Scene, draft: Path, *arguments: object, environment: dict[str, str] | None = None
+) -> Iterator[Rehearsal]:
     """A server whose attention and graphs are CUDA's, on CPU tensors."""
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as name:
         folder = Path(name)
@@ -81,6 +83,7 @@ def rehearse(scene: stage.Scene, draft: Path, *arguments: object) -> Iterator[Re
             stage.VARIABLE: json.dumps(dataclasses.asdict(scene)),
             report.VARIABLE: str(folder / "report"),
             faults.VARIABLE: str(folder / "fault"),
+            **(environment or {}),
         }
         command = "--model-path", TARGET, *ARGUMENTS, *dflash_arguments(draft), *arguments
         start = nursery().run_main
