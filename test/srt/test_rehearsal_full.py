@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import test_sampled_sequences as sequences
 import torch
-from conftest import assert_same
+from conftest import assert_same, patched
 from rehearsal.compare import NO_CACHE, Expected, acceptance, assert_as_expected, assert_launches, greedy_requests
 from rehearsal.play import on_cpu, rehearse
 from rehearsal.stage import Scene
@@ -133,8 +133,7 @@ def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
     sampling = {"temperature": 0, "max_new_tokens": 72, "ignore_eos": True}
     requests = [{"text": text, "sampling_params": sampling} for text in (*long, long[0] + " # again")]
     crowded = "--enable-mixed-chunk", "--chunked-prefill-size", 32, "--max-total-tokens", 384
-    short = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
-    with rehearse(Scene("flashinfer"), draft, *crowded, environment=short) as played:
+    with rehearse(Scene("flashinfer"), draft, *crowded, environment=patched("rehearsal overcommit")) as played:
         answers = played.server.generate_many(requests, 4)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == [] and played.steps_without_graphs() == []

@@ -1,5 +1,5 @@
 """Changes to a server under test. Python imports this file at start-up wherever its folder is on PYTHONPATH, and
-SERVER_PATCH names the one to make. A module that does not exist yet then is watched for.
+SERVER_PATCH names those to make, with spaces between. A module that does not exist yet then is watched for.
 """
 
 import itertools
@@ -171,12 +171,13 @@ class _Watch(MetaPathFinder):
 
 
 if "SERVER_PATCH" in os.environ:
-    if os.environ["SERVER_PATCH"] == "rehearsal":
+    asked = os.environ["SERVER_PATCH"].split()
+    if "rehearsal" in asked:
         sys.path.append(str(Path(__file__).parent.parent))
         from rehearsal import cuda_branches
 
         cuda_branches.install()
-    patches = PATCHES[os.environ["SERVER_PATCH"]]
+    patches = {module: patch for name in asked for module, patch in PATCHES[name].items()}
     for name in patches.keys() & sys.modules.keys():  # in a fork of a process that has it (warm_start.py)
         patches[name](sys.modules[name])
         print(f"server patch: {patches[name].__name__}", flush=True)
