@@ -5,8 +5,7 @@ import json
 import os
 import sys
 from collections import deque
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
+from pathlib import Path
 
 _sure = []
 
@@ -55,21 +54,8 @@ WATCHED = {
 }
 
 
-class _Finder(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name not in WATCHED:
-            return None
-        change = WATCHED.pop(name)
-        spec = find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            change(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
 if "CONFIDENCE_LOG" in os.environ:
-    sys.meta_path.insert(0, _Finder())
+    sys.path.append(str(Path(__file__).parent.parent))
+    from after_import import after_import
+
+    after_import(WATCHED)

@@ -3,10 +3,7 @@ benchmark/copy_ahead.py. A request's custom_params["says"] are token ids by outp
 first token, which comes from the prefill, is always its own. Drafts see the hidden states of the text that results."""
 
 import sys
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
-
-WORKER = "sglang_dflash.srt.speculative.dflash_worker"
+from pathlib import Path
 
 
 def hold(module) -> None:
@@ -25,20 +22,7 @@ def hold(module) -> None:
     module.constrain = held
 
 
-class _Finder(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name != WORKER:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        execute = spec.loader.exec_module
+sys.path.append(str(Path(__file__).parent.parent))
+from after_import import after_import  # noqa: E402
 
-        def exec_module(module):
-            execute(module)
-            hold(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, _Finder())
+after_import({"sglang_dflash.srt.speculative.dflash_worker": hold})

@@ -2,11 +2,10 @@
 SERVER_PATCH names those to make, with spaces between. A module that does not exist yet then is watched for.
 """
 
+import functools
 import itertools
 import os
 import sys
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -150,24 +149,9 @@ PATCHES = {
 }
 
 
-class _Watch(MetaPathFinder):
-    def __init__(self, patches: dict):
-        self._patches = dict(patches)
-
-    def find_spec(self, name, path, target=None):
-        patch = self._patches.pop(name, None)
-        if patch is None:
-            return None
-        spec = find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            patch(module)
-            print(f"server patch: {patch.__name__}", flush=True)
-
-        spec.loader.exec_module = exec_module
-        return spec
+def make(patch, module) -> None:
+    patch(module)
+    print(f"server patch: {patch.__name__}", flush=True)
 
 
 if "SERVER_PATCH" in os.environ:
@@ -179,6 +163,8 @@ if "SERVER_PATCH" in os.environ:
         cuda_branches.install()
     patches = {module: patch for name in asked for module, patch in PATCHES[name].items()}
     for name in patches.keys() & sys.modules.keys():  # in a fork of a process that has it (warm_start.py)
-        patches[name](sys.modules[name])
-        print(f"server patch: {patches[name].__name__}", flush=True)
-    sys.meta_path.insert(0, _Watch({name: patch for name, patch in patches.items() if name not in sys.modules}))
+        make(patches[name], sys.modules[name])
+    sys.path.append(str(Path(__file__).parents[3] / "benchmark"))
+    from after_import import after_import
+
+    after_import({name: functools.partial(make, patch) for name, patch in patches.items() if name not in sys.modules})
