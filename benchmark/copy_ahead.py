@@ -18,7 +18,9 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -235,7 +237,8 @@ def page(cells: list[Cell], args) -> str:
     return f"""# Copy ahead
 
 {date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; bf16; sglang {version("sglang")},
-sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request, medians of {args.rounds} rounds. `python benchmark/copy_ahead.py`. When this was written
+sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request, medians of {args.rounds} rounds.
+Last measured by `python benchmark/copy_ahead.py {shlex.join(sys.argv[1:])}`; other pairs are as an earlier run left them. When this was written
 {os.getloadavg()[2]:.1f} processes wanted to run at once (load average of 15 minutes): where that is more than the cores, tokens/s are worth
 as much as their spread says; accept lengths and shares do not depend on it.
 

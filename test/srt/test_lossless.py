@@ -109,7 +109,7 @@ CONFIGURATIONS = (
         (*COPY_AHEAD, "--page-size", "16", "--chunked-prefill-size", "64", "--enable-mixed-chunk"),
         every=9,
         offset=2,
-        accept_length=(2.2, 16.0),  # a mixed step says a token without a cycle
+        accept_length=(2.2, 8.0),
     ),
     Configuration(
         "peagle-copy-ahead-widths-change",

@@ -137,6 +137,12 @@ class Prompts:
         )
 
 
+def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of the host as a tensor, without waiting for the device."""
+    tensor = torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
+    return tensor.to(device, non_blocking=True)
+
+
 def packed_ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
     """Of every request `count` numbers from its `start` on, one request after the other: [sum(counts)] int64.
 

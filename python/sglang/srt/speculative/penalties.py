@@ -13,6 +13,7 @@ import torch
 
 from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
 from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.dflash_info import on_device
 from sglang_dflash.srt.speculative.disaggregation import Arrival
 
 
@@ -45,7 +46,7 @@ class _Terms:
             [p.repetition_penalty for p in params],
         ]
         lengths = [min_new_tokens, [len(req.origin_input_ids) for req in reqs]]
-        columns = *_on_device(penalties, torch.float32, device), *_on_device(lengths, torch.int64, device)
+        columns = *on_device(penalties, torch.float32, device), *on_device(lengths, torch.int64, device)
         return cls(*(column[:, None] for column in columns), stop_logits)
 
     def additive(self, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -78,13 +79,7 @@ def _asks(params: Any) -> bool:
 def _indices(tokens: Sequence[Iterable[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, token ids), int64, of every token of every row."""
     pairs = [(row, token) for row, of_row in enumerate(tokens) for token in of_row]
-    return tuple(_on_device([pair[i] for pair in pairs], torch.int64, device) for i in (0, 1))
-
-
-def _on_device(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Without waiting for the device."""
-    tensor = torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
-    return tensor.to(device, non_blocking=True)
+    return tuple(on_device([pair[i] for pair in pairs], torch.int64, device) for i in (0, 1))
 
 
 class Penalties:

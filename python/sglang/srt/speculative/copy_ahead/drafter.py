@@ -13,7 +13,7 @@ import torch
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE, append_tokens, choose_copies, find_match
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.copy_ahead.outcomes import Outcomes
-from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts, packed_ranges
+from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts, on_device, packed_ranges
 from sglang_dflash.srt.speculative.disaggregation import Arrival
 from sglang_dflash.srt.speculative.drafters import Drafter, DraftBlock
 from sglang_dflash.srt.speculative.rejection import DraftProbs
@@ -79,7 +79,7 @@ class CopyAhead:
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
         ends = [prefix + new for prefix, new in zip(prompts.prefix_lens, prompts.extend_lens)]
-        self._history[prompts.req_pool_indices, _on_device(np.array(ends), next_tokens.device)] = next_tokens.int()
+        self._history[prompts.req_pool_indices, on_device(ends, torch.int64, next_tokens.device)] = next_tokens.int()
         self._drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
 
     def join(self, arrival: Arrival) -> None:
@@ -134,7 +134,7 @@ class CopyAhead:
         counts = [len(text) for text in texts]
         if not any(counts):
             return
-        tokens = _on_device(np.concatenate([np.asarray(text, dtype=np.int64) for text in texts]), rows.device)
+        tokens = on_device(np.concatenate([np.asarray(text, dtype=np.int64) for text in texts]), torch.int64, rows.device)
         positions = packed_ranges([0] * len(counts), counts, rows.device)
         self._history[_repeated(rows, counts, tokens.numel()), positions] = self._valid(tokens)
 
@@ -155,10 +155,4 @@ def over(block: DraftBlock, copied: torch.Tensor) -> DraftBlock:
 
 def _repeated(rows: torch.Tensor, counts: Sequence[int], total: int) -> torch.Tensor:
     """Each row as many times as it has tokens: [total] int64."""
-    return rows.repeat_interleave(_on_device(np.array(counts, dtype=np.int64), rows.device), output_size=total)
-
-
-def _on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Without waiting for the device."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return rows.repeat_interleave(on_device(counts, torch.int64, rows.device), output_size=total)
