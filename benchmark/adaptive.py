@@ -1,12 +1,12 @@
 """Is adaptive speculation ever slower than the best fixed width, or than none? On the bundled target, in one run.
 
-    python benchmark/adaptive.py                                   # everything: an hour or two on two cores
-    python benchmark/adaptive.py --cases trained random --concurrency 1 16 --rounds 1
+    python benchmark/adaptive.py                                   # everything: about an hour on two cores
+    python benchmark/adaptive.py --cases trained random --concurrency 1 16 --starts 1
 
-For each draft: a server without speculation, one per fixed verify width, one adaptive, all started first; idle ones sleep. They
-take turns, round by round, so that what else the machine does hits all alike, and each cell is their median with the spread of
-the rounds. A fixed width is
-the adaptive server with a single candidate: the draft fills its block and so many of its tokens are verified.
+For each draft two servers: one without speculation, and an adaptive one, which a switch in a file holds at a fixed verify width for a
+while (width_switch/sitecustomize.py): the draft fills its block and so many of its tokens are verified. So all widths are measured in
+one process, in slices of seconds that take turns. Where a process happens to lie in memory makes as much as 10 % here: both servers
+are started anew several times, and a cell is the median of what each round says.
 
 Writes benchmark/results/adaptive.md and .json.
 """
@@ -16,12 +16,15 @@ import itertools
 import json
 import os
 import platform
+import shlex
 import statistics
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +37,7 @@ RESULTS = ROOT / "benchmark" / "results"
 BAR = 0.97
 NONE, ADAPTIVE = "none", "adaptive"
 STEPS = (0, 1, 3, 7)  # drafted tokens verified at a fixed width
+SERVED = (NONE, *map(str, STEPS), ADAPTIVE)
 
 
 @dataclass(frozen=True)
@@ -84,115 +88,120 @@ CASES = {
 
 @dataclass
 class Cell:
-    """One server at one concurrency. speeds: output tokens/s of each round. widths: cycles per verify width in the last one."""
+    """A draft at one concurrency. speeds: output tokens/s of each round, by what was served: "none", a number of drafted tokens
+    verified, "adaptive". widths: adaptive cycles per verify width."""
 
     case: str
-    server: str
     concurrency: int
-    speeds: list[float] = field(default_factory=list)
-    widths: dict[str, int] = field(default_factory=dict)
+    speeds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SERVED})
+    widths: Counter = field(default_factory=Counter)
+
+    def speed(self, name: str) -> float:
+        return statistics.median(self.speeds[name])
 
     @property
-    def speed(self) -> float:
-        return statistics.median(self.speeds)
+    def best_fixed(self) -> str:
+        return max(map(str, STEPS), key=self.speed)
 
-    @property
-    def spread(self) -> float:
-        """Half the range of the rounds, relative to their median."""
-        return (max(self.speeds) - min(self.speeds)) / 2 / self.speed
-
-
-def arguments(case: Case, draft: Path, name: str, folder: Path) -> list[str]:
-    if name == NONE:
-        return []
-    flags = [*dflash_arguments(draft), *case.flags, "--speculative-adaptive"]
-    if name != ADAPTIVE:
-        path = folder / f"{case.name}-{name}.json"
-        path.write_text(json.dumps({"candidate_steps": [int(name)]}))
-        flags += ["--speculative-adaptive-config", str(path)]
-    return flags
+    def ratios(self, name: str) -> list[float]:
+        """Adaptive to that, round by round."""
+        return [ours / theirs for ours, theirs in zip(self.speeds[ADAPTIVE], self.speeds[name], strict=True)]
 
 
-def measure(server: Server, prompts: list[str], concurrency: int, case: Case, new_tokens: int, requests: int) -> float:
+class Servers:
+    """Both servers of a case."""
+
+    def __init__(self, stack: ExitStack, case: Case, args):
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self._switch = folder / "width"
+        self._switch.touch()
+        common = ["--model-path", TARGET, "--sleep-on-idle", "--random-seed", "1", "--max-total-tokens", "32768", "--dtype", args.dtype]
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "width_switch"), os.environ.get("PYTHONPATH"))))
+        threads = {"OMP_NUM_THREADS": str(args.threads)}
+        steps = folder / "steps.json"
+        steps.write_text(json.dumps({"candidate_steps": STEPS}))
+        adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", steps]
+        flags = [*dflash_arguments(case.draft(folder)), *case.flags, *adaptive]
+        env = {**threads, "PYTHONPATH": path, "WIDTH_SWITCH": str(self._switch)}
+        self._plain = stack.enter_context(serve(*common, env=threads))
+        self._ours = stack.enter_context(serve(*common, *flags, env=env))
+
+    def serving(self, name: str) -> Server:
+        """The server that serves so from now on."""
+        if name == NONE:
+            return self._plain
+        self._switch.write_text("" if name == ADAPTIVE else str(int(name) + 1))
+        return self._ours
+
+    def widths(self) -> Counter:
+        [state, *_] = self._ours.get("/server_info")["internal_states"]
+        return Counter(state["speculative_width"]["cycles_per_width"])
+
+
+def measure(server: Server, prompts: list[str], concurrency: int, case: Case, args) -> float:
     """Output tokens per second of a fixed set of requests."""
     server.flush_cache()
-    params = {"temperature": case.temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
-    chosen = itertools.islice(itertools.cycle(prompts), max(8, requests * concurrency))
-    asked = [{"text": text, "sampling_params": params} for text in chosen]
+    params = {"temperature": case.temperature, "max_new_tokens": args.new_tokens, "ignore_eos": True}
+    asked = [{"text": text, "sampling_params": params} for text in prompts]
     began = time.perf_counter()
     answers = server.generate_many(asked, concurrency)
     seconds = time.perf_counter() - began
     return sum(answer["meta_info"]["completion_tokens"] for answer in answers) / seconds
 
 
-def widths_of(server: Server) -> dict[str, int]:
-    [state, *_] = server.get("/server_info")["internal_states"]
-    return state.get("speculative_width", {}).get("cycles_per_width", {})
-
-
 def run(case: Case, args, say: Callable[[str], None]) -> list[Cell]:
     prompts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
-    names = [NONE, *map(str, STEPS), ADAPTIVE]
-    cells = {(name, n): Cell(case.name, name, n) for name in names for n in args.concurrency}
-    common = ["--model-path", str(TARGET), "--sleep-on-idle", "--random-seed", "1", "--max-total-tokens", "32768"]
-    env = {"OMP_NUM_THREADS": str(args.threads)}
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        draft = case.draft(folder)
-        servers = {}
-        for name in names:
-            flags = arguments(case, draft, name, folder)
-            servers[name] = stack.enter_context(serve(*common, *flags, env=env))
-            measure(servers[name], prompts[:4], 4, case, 16, 1)  # warms up
-        for round_number in range(args.rounds):
-            for n in args.concurrency:
-                for name in names if round_number % 2 == 0 else names[::-1]:
-                    server, cell = servers[name], cells[name, n]
-                    before = widths_of(server)
-                    cell.speeds.append(measure(server, prompts, n, case, args.new_tokens, args.requests_per_slot))
-                    cell.widths = {w: count - before.get(w, 0) for w, count in widths_of(server).items()}
-                    say(f"{case.name:>10} {name:>8} x{n:<3} round {round_number + 1}: {cell.speeds[-1]:7.1f} tokens/s")
-    return list(cells.values())
+    cells = [Cell(case.name, n) for n in args.concurrency]
+    for start in range(args.starts):
+        with ExitStack() as stack:
+            servers = Servers(stack, case, args)
+            for cell in cells:
+                n = cell.concurrency
+                each = max(3, args.requests_per_slot * n)
+                asked = [list(itertools.islice(itertools.cycle(prompts), i * each, (i + 1) * each)) for i in range(args.rounds + 1)]
+                for name in SERVED:  # warms up; the policy sees this load
+                    measure(servers.serving(name), asked[-1], n, case, args)
+                for number, texts in enumerate(asked[:-1]):
+                    for name in SERVED if number % 2 == 0 else SERVED[::-1]:
+                        server = servers.serving(name)
+                        before = servers.widths()
+                        cell.speeds[name].append(measure(server, texts, n, case, args))
+                        if name == ADAPTIVE:
+                            cell.widths += servers.widths() - before
+                shown = ", ".join(f"{name} {cell.speed(name):.0f}" for name in SERVED)
+                say(f"{case.name:>9} x{n:<3} start {start + 1}: {shown} tokens/s")
+    return cells
 
 
-def verdicts(cells: list[Cell]) -> list[tuple[str, int, float, float]]:
-    """(case, concurrency, adaptive / best fixed width, adaptive / no speculation)"""
-    by_key = {(cell.case, cell.server, cell.concurrency): cell.speed for cell in cells}
-    found = []
-    for case, n in dict.fromkeys((cell.case, cell.concurrency) for cell in cells):
-        adaptive = by_key[case, ADAPTIVE, n]
-        best = max(by_key[case, str(k), n] for k in STEPS)
-        found.append((case, n, adaptive / best, adaptive / by_key[case, NONE, n]))
-    return found
+def verdict(cell: Cell, name: str) -> str:
+    """Adaptive to that: the median of the rounds and half the range of their middle half; bold below the bar."""
+    low, ratio, high = statistics.quantiles(cell.ratios(name), n=4)
+    text = f"{ratio:.2f}" if ratio >= BAR else f"**{ratio:.2f}**"
+    return f"{text} ± {(high - low) / 2:.2f}"
 
 
 def table(cells: list[Cell]) -> str:
-    names = [NONE, *map(str, STEPS), ADAPTIVE]
-    by_key = {(cell.case, cell.server, cell.concurrency): cell for cell in cells}
     head = "| draft | requests | no speculation | " + " | ".join(f"{k} verified" for k in STEPS)
-    rows = [head + " | adaptive | spread of rounds | against the best fixed | against none | cycles per width |"]
-    rows.append("|---|" + "---:|" * (len(STEPS) + 6) + "---|")
-    for case, n, of_best, of_none in verdicts(cells):
-        of = [by_key[case, name, n] for name in names]
-        widths = ", ".join(f"{w}: {count}" for w, count in of[-1].widths.items())
-        marks = [f"{ratio:.2f}" if ratio >= BAR else f"**{ratio:.2f}**" for ratio in (of_best, of_none)]
-        rows.append(
-            f"| {case} | {n} | " + " | ".join(f"{cell.speed:.0f}" for cell in of)
-            + f" | ±{100 * max(cell.spread for cell in of):.0f} % | {marks[0]} | {marks[1]} | {widths} |"
-        )
+    rows = [head + " | adaptive | against the best fixed | against none | adaptive cycles per width |"]
+    rows.append("|---|" + "---:|" * (len(STEPS) + 5) + "---|")
+    for cell in cells:
+        speeds = " | ".join(f"{cell.speed(name):.0f}" for name in SERVED)
+        widths = ", ".join(f"{w}: {count}" for w, count in sorted(cell.widths.items()))
+        of = f"{verdict(cell, cell.best_fixed)} | {verdict(cell, NONE)}"
+        rows.append(f"| {cell.case} | {cell.concurrency} | {speeds} | {of} | {widths} |")
     return "\n".join(rows)
 
 
-def page(cells: list[Cell], args) -> str:
-    missed = sum(min(of_best, of_none) < BAR for *_, of_best, of_none in verdicts(cells))
+def page(cells: list[Cell], args, command: str) -> str:
     return f"""# Adaptive verify width against fixed ones
 
-{date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; bf16; sglang {version("sglang")},
-sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request, {args.rounds} rounds, medians. `python benchmark/adaptive.py`.
+{date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
+sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request; servers started {args.starts} times, {args.rounds} rounds each. `{command}`.
 
-Output tokens/s. "k verified": the draft fills its block of 8 and k of its tokens are verified, 0 is plain decoding that writes the draft's
-context. Drafts: `trained` and `peagle` are the bundled ones, `weakened` has noise on every weight, `random` is noise, `sampled` is `trained` at
-temperature 1, `drawn` the same with probabilistic drafting. Bold: below {BAR}. Cells below the bar: {missed} of {len(verdicts(cells))}.
+Output tokens/s, medians of all rounds. "k verified": the draft fills its block of 8 and k of its tokens are verified, 0 is plain decoding
+that writes the draft's context. Drafts: `trained` and `peagle` are the bundled ones, `weakened` has noise on every weight, `random` is noise,
+`sampled` is `trained` at temperature 1, `drawn` the same with probabilistic drafting. Ratios are taken round by round: their median, and
+half the range of the middle half of them. Bold: below {BAR}.
 
 {table(cells)}
 """
@@ -202,18 +211,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 48])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--requests-per-slot", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="after each start")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--requests-per-slot", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16", help="float32 on a CPU that cannot multiply bfloat16")
     parser.add_argument("--name", default="adaptive", help="of the files in benchmark/results/")
     args = parser.parse_args()
     cells: list[Cell] = []
     for name in args.cases:
         cells += run(CASES[name], args, lambda line: print(line, flush=True))
         stem = RESULTS / args.name
-        stem.with_suffix(".md").write_text(page(cells, args))
-        stem.with_suffix(".json").write_text(json.dumps([asdict(cell) for cell in cells], indent=1))
+        stem.with_suffix(".md").write_text(page(cells, args, f"python {shlex.join(sys.argv)}"))
+        stem.with_suffix(".json").write_text(json.dumps([vars(cell) for cell in cells], indent=1))
     print(table(cells))
 
 

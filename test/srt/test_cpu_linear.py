@@ -9,36 +9,62 @@ import torch
 from sglang_dflash.srt.hardware_backend.cpu import linear
 
 
-@pytest.fixture(scope="module")
-def apply():
-    return linear.linear_on_onednn()
+@pytest.fixture
+def as_if(monkeypatch):
+    """`apply` as it is on a CPU of this kind."""
+
+    def of(has_avx512: bool, multiplies_bfloat16: bool):
+        monkeypatch.setattr(linear, "_has_avx512", lambda: has_avx512)
+        monkeypatch.setattr(linear, "_multiplies_bfloat16", lambda: multiplies_bfloat16)
+        return linear.linear_for_this_cpu()
+
+    return of
 
 
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 384])
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 384])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_pytorchs_linear(rows, has_bias, dtype, apply):
+@pytest.mark.parametrize("cpu", [(True, True), (False, False)])
+def test_it_is_pytorchs_linear(rows, has_bias, dtype, cpu, as_if):
     torch.manual_seed(0)
     layer = SimpleNamespace(weight=torch.randn(96, 64, dtype=dtype))
     x, bias = torch.randn(rows, 64, dtype=dtype), torch.randn(96, dtype=dtype) if has_bias else None
-    found, expected = apply(None, layer, x, bias), torch.nn.functional.linear(x, layer.weight, bias)
+    found = as_if(*cpu)(None, layer, x, bias)
+    exact = torch.nn.functional.linear(x.double(), layer.weight.double(), None if bias is None else bias.double())
     assert found.dtype == dtype
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if dtype == torch.float32 else 0)
+    # Rounded once: half a unit in the last place of a bfloat16, and what PyTorch's own adds to that with a bias.
+    of_values = 1e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(found.double(), exact, rtol=of_values, atol=1e-4 if dtype == torch.float32 else 2**-6)
 
 
-def test_which_runs_on_onednn(apply, monkeypatch):
-    """Many rows of float32, and nothing else."""
+def test_which_runs_on_onednn(as_if, monkeypatch):
+    """Many rows of float32 where there is AVX-512, and nothing else."""
     called = []
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, *rest: called.append(tuple(x.shape)))
-    for dtype, shape in ((torch.float32, (16, 8)), (torch.float32, (15, 8)), (torch.bfloat16, (16, 8)), (torch.float32, (2, 16, 8))):
-        apply(None, SimpleNamespace(weight=torch.randn(4, 8, dtype=dtype)), torch.randn(shape, dtype=dtype))
+    cases = ((torch.float32, (16, 8)), (torch.float32, (15, 8)), (torch.bfloat16, (16, 8)), (torch.float32, (2, 16, 8)))
+    for has_avx512 in (True, False):
+        apply = as_if(has_avx512, True)
+        for dtype, shape in cases:
+            apply(None, SimpleNamespace(weight=torch.randn(4, 8, dtype=dtype)), torch.randn(shape, dtype=dtype))
     assert called == [(16, 8)]
+
+
+def test_which_is_multiplied_in_float32(as_if, monkeypatch):
+    """Several rows of bfloat16 where the CPU cannot multiply them."""
+    calls, plain = [], torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: calls.append((x.shape[0], x.dtype)) or plain(x, *rest))
+    layer = SimpleNamespace(weight=torch.randn(4, 8, dtype=torch.bfloat16))
+    for multiplies in (True, False):
+        for rows in (1, 2):
+            as_if(False, multiplies)(None, layer, torch.randn(rows, 8, dtype=torch.bfloat16))
+    assert (2, torch.float32) in calls
+    assert [dtype for _, dtype in calls].count(torch.float32) == 1
 
 
 def test_installing_twice_wraps_once(monkeypatch):
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     original = UnquantizedLinearMethod.apply
-    monkeypatch.setattr(UnquantizedLinearMethod, "apply", linear.linear_on_onednn())
-    again = linear.linear_on_onednn()
+    monkeypatch.setattr(UnquantizedLinearMethod, "apply", linear.linear_for_this_cpu())
+    again = linear.linear_for_this_cpu()
     assert again.__wrapped__ is original or again.__wrapped__ is getattr(original, "__wrapped__", None)

@@ -176,10 +176,10 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         keeps_window = self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
-        output = q.new_zeros(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)  # a forward may end in padding rows
+        outputs = []
         for segment in self._segments:
             slots = segment.window_slots if keeps_window else segment.slots
-            output[segment.rows] = self._attend(
+            attended = self._attend(
                 segment,
                 q[segment.rows].view(segment.bs, segment.width, *q.shape[1:]),
                 _gather(keys, slots, segment.bs, q.dtype),
@@ -187,6 +187,12 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
                 layer,
                 sinks,
             )
+            outputs.append((segment.rows, attended))
+        if len(outputs) == 1 and outputs[0][1].shape[0] == q.shape[0]:
+            return outputs[0][1].flatten(1)
+        output = q.new_zeros(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)  # a forward may end in padding rows
+        for rows, attended in outputs:
+            output[rows] = attended
         return output.flatten(1)
 
     @staticmethod

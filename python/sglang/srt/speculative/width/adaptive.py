@@ -77,7 +77,7 @@ class AdaptiveWidth:
         self._under_way: deque[_UnderWay] = deque()
         self._cycles = self._width = 0
         self._per_width: Counter[int] = Counter()
-        self._choice = Choice(0, 0, False, 0.0, 0.0)
+        self._choice: Choice | None = None
         self._probes = 0
         self._measured = self._expected = 0.0
 
@@ -131,10 +131,19 @@ class AdaptiveWidth:
             "candidates": self._chooser.costs.widths.tolist(),
             "cycles_per_width": {str(width): count for width, count in sorted(self._per_width.items())},
             "probes": self._probes,
-            "expected_tokens_per_cycle": round(self._choice.tokens, 3),
-            "expected_cycle_ms": round(1e3 * self._choice.seconds, 3),
+            "expected": self._expected_per_width(),
             "measured_over_expected_time": round(self._measured / self._expected, 3) if self._expected else None,
             "accept_probs": {name: estimate.averages(m).round(3).tolist() for m, name in enumerate(MODES)},
+        }
+
+    def _expected_per_width(self) -> dict[str, dict[str, float]]:
+        """Why the width is what it is: of the last cycle that was chosen, what each candidate was expected to bring and take."""
+        if self._choice is None:
+            return {}
+        of_each = zip(self._chooser.costs.widths.tolist(), self._choice.tokens, self._choice.seconds)
+        return {
+            str(width): {"tokens": round(float(tokens), 3), "cycle_ms": round(1e3 * float(seconds), 3)}
+            for width, tokens, seconds in of_each
         }
 
     def _agree(self, slots: np.ndarray, modes: np.ndarray) -> int:
@@ -164,8 +173,8 @@ class AdaptiveWidth:
             "time so far: %.2f). Cycles per width: %s.",
             width,
             num_requests,
-            choice.tokens / num_requests,
-            1e3 * choice.seconds,
+            choice.tokens[choice.index] / num_requests,
+            1e3 * choice.seconds[choice.index],
             self._measured / self._expected if self._expected else np.nan,
             counts,
         )

@@ -8,17 +8,20 @@ from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.policy import Constants, Exploration, Standing, best_width, expected_tokens, explore, settle
 
+# Cycles of the same requests that one decision holds for: it takes a fifth of a millisecond of the host's time.
+_HOLDS_FOR = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """width: slots to verify, the anchor counted. index: among the candidates. is_probe: verified to learn, not because it is
-    best. tokens, seconds: expected of this cycle."""
+    """width: slots to verify, the anchor counted. is_probe: verified to learn, not because it is best. tokens, seconds: expected
+    of this cycle at each candidate width. index: the chosen one's."""
 
     width: int
     index: int
     is_probe: bool
-    tokens: float
-    seconds: float
+    tokens: np.ndarray
+    seconds: np.ndarray
 
 
 class WidthChooser:
@@ -28,21 +31,35 @@ class WidthChooser:
         self.costs, self.estimate, self.constants = costs, estimate, constants
         self._standing: Standing | None = None
         self._exploration = Exploration()
+        self._settled: Choice | None = None
+        self._asked_for: tuple[bytes, bytes] = b"", b""
+        self._cycles = 0  # since the last decision
 
     def ask(self, slots: np.ndarray, modes: np.ndarray) -> Choice:
         """How wide the next cycle of these requests is. slots: [n] rows of the request table. modes: [n], of `MODES`."""
+        self._cycles += 1
+        asked_for = slots.tobytes(), modes.tobytes()
+        if self._settled is None or self._cycles >= _HOLDS_FOR or asked_for != self._asked_for:
+            choice = self._decide(slots, modes, self._cycles)
+            self._cycles, self._asked_for = 0, asked_for
+            return choice
+        return self._settled
+
+    def _decide(self, slots: np.ndarray, modes: np.ndarray, cycles: int) -> Choice:
         num_requests, widths = len(slots), self.costs.widths
         tokens = expected_tokens(self.estimate.accept_probs(slots, modes), widths)
         seconds = self.costs.seconds(num_requests)
         if self._standing is None:
             self._standing = Standing.at(best_width(tokens, seconds, self.constants.free_rows), len(widths), num_requests)
         else:
-            self._standing = settle(self._standing, tokens, seconds, num_requests, self.constants)
+            self._standing = settle(self._standing, tokens, seconds, num_requests, self.constants, cycles)
         index = self._standing.width
-        self._exploration, probed = explore(self._exploration, index, tokens, seconds, self.constants)
-        self.estimate.age()
-        chosen = index if probed is None else probed
-        return Choice(int(widths[chosen]), chosen, probed is not None, float(tokens[chosen]), float(seconds[chosen]))
+        self._exploration, probed = explore(self._exploration, index, tokens, seconds, self.constants, cycles)
+        self.estimate.age(cycles)
+        self._settled = Choice(int(widths[index]), index, False, tokens, seconds)
+        if probed is None:
+            return self._settled
+        return Choice(int(widths[probed]), probed, True, tokens, seconds)
 
     def began(self, slots: np.ndarray) -> None:
         """These rows of the request table hold new requests."""

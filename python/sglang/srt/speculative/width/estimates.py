@@ -118,9 +118,9 @@ class SurvivalEstimate:
             self._seen[mode] = faded * self._seen[mode] + seen
             self._kept[mode] = faded * self._kept[mode] + kept
 
-    def age(self) -> None:
-        """A cycle has passed: the weight of what was seen fades, its average does not."""
-        weight = np.maximum(self._seen * self._forget, np.minimum(self._seen, self._least_weight))
+    def age(self, cycles: int = 1) -> None:
+        """Cycles have passed: the weight of what was seen fades, its average does not."""
+        weight = np.maximum(self._seen * self._forget**cycles, np.minimum(self._seen, self._least_weight))
         with np.errstate(invalid="ignore", divide="ignore"):
             self._kept *= np.where(self._seen > 0, weight / self._seen, 1.0)
         self._seen = weight

@@ -86,15 +86,20 @@ class Standing:
 
 
 def settle(
-    standing: Standing, tokens: np.ndarray, seconds: np.ndarray, num_requests: int, constants: Constants = Constants()
+    standing: Standing,
+    tokens: np.ndarray,
+    seconds: np.ndarray,
+    num_requests: int,
+    constants: Constants = Constants(),
+    cycles: int = 1,
 ) -> Standing:
-    """One decision: stay, or move to another width.
+    """One decision: stay, or move to another width. cycles: since the last one; it counts for all of them.
 
-    For every other width j the evidence S_j = max(0, S_j + log(speed_j / speed_now) - indifference) grows while it is the
-    faster one (the cumulative sum test of Page 1954). The width moves once some S_j reaches `patience`, and then to the best width, but
-    within `dwell` cycles of the last move only on four times the evidence. So 15 % move it at once, 3 % after five decisions,
-    1 % after twenty-four; less than `indifference` never does, nor does noise without a mean. A load that has doubled or
-    halved is another question: the best width is taken straight away.
+    For every other width j the evidence S_j = max(0, S_j + log(speed_j / speed_now) - indifference), once a cycle, grows while it
+    is the faster one (the cumulative sum test of Page 1954). The width moves once some S_j reaches `patience`, and then to the
+    best width, but within `dwell` cycles of the last move only on four times the evidence. So 15 % move it at once, 3 % after
+    five cycles, 1 % after twenty-four; less than `indifference` never does, nor does noise without a mean. A load that has
+    doubled or halved is another question: the best width is taken straight away.
     """
     best = best_width(tokens, seconds, constants.free_rows)
     if num_requests >= 2 * standing.load or 2 * num_requests <= standing.load:
@@ -103,9 +108,9 @@ def settle(
     gain = speed - speed[standing.width] - constants.indifference
     if best != standing.width and speed[best] <= speed[standing.width]:
         gain[best] = constants.patience / constants.dwell  # rows are free: best by rule, not by speed
-    evidence = np.maximum(0.0, np.asarray(standing.evidence) + gain)
+    evidence = np.maximum(0.0, np.asarray(standing.evidence) + cycles * gain)
     evidence[standing.width] = 0.0
-    cycles = standing.cycles + 1
+    cycles += standing.cycles
     needed = constants.patience * (1 if cycles >= constants.dwell else 4)
     if best != standing.width and evidence.max() >= needed:
         return Standing.at(best, len(seconds), num_requests)
@@ -133,8 +138,10 @@ def explore(
     tokens: np.ndarray,
     seconds: np.ndarray,
     constants: Constants = Constants(),
+    cycles: int = 1,
 ) -> tuple[Exploration, int | None]:
     """Whether this cycle verifies another width than the present one, to learn what that costs and brings: its index, or None.
+    cycles: since it was last asked.
 
     Every cycle adds `probe_share` of its time to a credit, and a probe takes its `probe_loss` from it (a quarter of a cycle at
     least), so probing never costs more than that share. All other candidates take turns: a draft may be worth its time at one of
@@ -145,7 +152,8 @@ def explore(
     if not others:
         return exploration, None
     losses = [probe_loss(standing, other, tokens, seconds) for other in others]
-    credit = min(exploration.credit + constants.probe_share * seconds[standing], max(losses) + seconds[standing])
+    earned = cycles * constants.probe_share * seconds[standing]
+    credit = min(exploration.credit + earned, max(losses) + seconds[standing])
     turn = exploration.turn % len(others)
     price = max(losses[turn], seconds[standing] / 4)
     if credit < price:

@@ -26,7 +26,7 @@ from sglang_dflash.srt.speculative.width.states import WidthStates
 logger = logging.getLogger(__name__)
 
 _CONTEXT = 128  # committed tokens of a request that costs are measured with; longer ones are followed while serving
-_REPEATS = 3
+_REPEATS = 5
 _BUDGET_S = 8.0  # after which each load is measured once, and the larger ones are left out; one rank cannot decide that alone
 
 
@@ -76,24 +76,26 @@ def _loads(runner) -> list[int]:
 
 @torch.no_grad()
 def _measure(worker, states: WidthStates, loads: list[int], widths: tuple[int, ...], budget: float) -> np.ndarray:
-    """Seconds of a cycle, [loads, widths], the least of some. All requests lie in SGLang's padding slot, so nothing that counts
-    is read or written."""
-    rows: list[list[float]] = []
+    """Seconds of a cycle, [loads, widths], the least of some. Widths take turns, so that what else the machine does for a while
+    is not taken for one's cost. All requests lie in SGLang's padding slot, so nothing that counts is read or written."""
+    rows: list[np.ndarray] = []
     deadline = time.perf_counter() + budget
     for n in loads:
-        row = []
-        for width in widths:
-            states.apply(width, n)
-            _run_cycle(worker, n, width)  # warms up
-            repeats = _REPEATS if time.perf_counter() < deadline else 1
-            row.append(min(_timed(worker, n, width) for _ in range(repeats)))
+        row = np.full(len(widths), np.inf)
+        for repeat in range(1 + _REPEATS):
+            seconds = [_timed(worker, states, n, width) for width in widths]
+            if repeat > 0:  # the first warms up
+                row = np.minimum(row, seconds)
+                if time.perf_counter() >= deadline:
+                    break
         rows.append(row)
         if time.perf_counter() >= deadline:
             break
-    return np.array(rows)
+    return np.stack(rows)
 
 
-def _timed(worker, n: int, width: int) -> float:
+def _timed(worker, states: WidthStates, n: int, width: int) -> float:
+    states.apply(width, n)
     _wait(worker.device)
     began = time.perf_counter()
     _run_cycle(worker, n, width)

@@ -1,0 +1,50 @@
+"""SGLang's norm and rotation in fewer PyTorch operators: on a CPU, a small model's time is their number. The same numbers, bit by bit."""
+
+import functools
+import inspect
+
+import torch
+
+
+def rms_norm_in_one():
+    """`RMSNorm.forward_native` as PyTorch's own operator, which squares, averages and multiplies in one go."""
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    original = inspect.unwrap(RMSNorm.forward_native)
+
+    @functools.wraps(original)
+    def forward_native(self, x, residual=None, post_residual_addition=None, quant_linear=None):
+        is_float32 = x.dtype == self.weight.dtype == torch.float32 and self.override_orig_dtype is None
+        if not is_float32 or self.variance_size_override is not None or x.shape[-1] != self.hidden_size:
+            return original(self, x, residual, post_residual_addition, quant_linear)
+        if residual is not None:
+            x = x + residual
+            if post_residual_addition is not None:
+                x = x + post_residual_addition
+        normed = torch.nn.functional.rms_norm(x, (self.hidden_size,), self.weight, self.variance_epsilon)
+        return normed if residual is None else (normed, x)
+
+    return forward_native
+
+
+def rotation_in_one():
+    """`RotaryEmbedding.forward_native` with queries and keys rotated together."""
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    original = inspect.unwrap(RotaryEmbedding.forward_native)
+
+    @functools.wraps(original)
+    def forward_native(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
+        is_plain = self.is_neox_style and self.rotary_dim == self.head_size and not hasattr(self, "sin_cos_cache")
+        if not is_plain or offsets is not None or fused_set_kv_buffer_arg is not None:
+            return original(self, positions, query, key, offsets, fused_set_kv_buffer_arg)
+        positions = positions.flatten()
+        n = positions.numel()
+        cos, sin = self.cos_sin_cache.index_select(0, positions).to(query.dtype)[:, None].chunk(2, dim=-1)
+        queries, keys = query.view(n, -1, self.head_size), key.view(n, -1, self.head_size)
+        first, second = torch.cat((queries, keys), dim=1).chunk(2, dim=-1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        num_queries = queries.shape[1]
+        return rotated[:, :num_queries].reshape(query.shape), rotated[:, num_queries:].reshape(key.shape)
+
+    return forward_native
