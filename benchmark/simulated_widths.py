@@ -18,7 +18,7 @@ from gpu.shapes import QWEN3_8B, Pair
 from sglang_dflash.srt.speculative.width.chooser import WidthChooser
 from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
-from sglang_dflash.srt.speculative.width.policy import expected_tokens
+from sglang_dflash.srt.speculative.width.policy import expected_tokens, survival
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WIDTHS = np.array([1, 2, 4, 8, 16])
@@ -75,6 +75,37 @@ def simulate(pair: Pair, gpu: roofline.Gpu, batch: int, draft: str, seed: int = 
     return Cell(batch, draft, tokens / seconds, made / spent, chosen.most_common(1)[0][0])
 
 
+# Kinds of requests that share a batch in equal parts.
+MIXES = (("strong", "weak"), ("strong", "random"), ("usual", "weak"), ("strong", "usual", "weak", "random"))
+
+
+def ragged_gain(pair: Pair, gpu: roofline.Gpu, batch: int, mix: tuple[str, ...]) -> float:
+    """Tokens/s of the best widths, one for each request, to those of the best one for all: at the most, as acceptance is known
+    and rows cost the same however they are shared out. Verify takes what a uniform one of as many rows takes."""
+    accept_probs = np.stack([ACCEPTANCE[mix[i % len(mix)]] for i in range(batch)])
+    widths = np.arange(1, WIDTHS[-1] + 1)
+    seconds = np.array([cycle_seconds(pair, gpu, batch, int(width)) for width in widths])
+    uniform = (expected_tokens(accept_probs, WIDTHS) / seconds[WIDTHS - 1]).max()
+    # Row by row to whoever keeps it most likely; a request's survival falls with the position, so its rows stay a prefix.
+    kept = np.sort(survival(accept_probs).ravel())[::-1]
+    rows = np.arange(batch, batch * widths[-1] + 1)
+    tokens = batch + np.concatenate(([0.0], kept.cumsum()))
+    with_draft = seconds.copy()
+    with_draft[0] += roofline.draft(pair, batch, CONTEXT).seconds(gpu)  # the draft runs as soon as one request has a row
+    took = np.interp(rows, batch * widths, with_draft)
+    took[0] = seconds[0]
+    return float((tokens / took).max() / uniform)
+
+
+def ragged_table(pair: Pair, gpu: roofline.Gpu) -> str:
+    batches = BATCHES[1:]
+    rows = ["| requests of these kinds | " + " | ".join(map(str, batches)) + " |", "|---|" + "---:|" * len(batches)]
+    for mix in MIXES:
+        gains = (ragged_gain(pair, gpu, batch, mix) for batch in batches)
+        rows.append(f"| {', '.join(mix)} | " + " | ".join(f"{100 * (gain - 1):+.0f} %" for gain in gains) + " |")
+    return "\n".join(rows)
+
+
 def table(cells: list[Cell]) -> str:
     head = "| draft | batch | " + " | ".join(f"width {w}" for w in WIDTHS) + " | adaptive | its width | against full width | against the best fixed width |"
     rows = [head, "|---|" + "---:|" * (len(WIDTHS) + 5)]
@@ -102,6 +133,13 @@ Speeds in multiples of no speculation (width 1, whose cycle also writes the draf
 the first ones and all probes included.
 
 {table(cells)}
+
+## What a width for each request could bring
+
+Requests of different acceptance in equal parts, by batch size: tokens/s of the best width for each request against the best one for all,
+both with acceptance known. An upper bound: it takes rows to cost the same however they are shared out.
+
+{ragged_table(pair, gpu)}
 """
 
 

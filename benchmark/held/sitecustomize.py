@@ -1,7 +1,11 @@
 """Has a server's target say given tokens. Python imports this at start-up wherever its folder is on PYTHONPATH; used by
-benchmark/copy_ahead.py. A request's custom_params["says"] are token ids by output position; -1 leaves a position to the target, and the
-first token, which comes from the prefill, is always its own. Drafts see the hidden states of the text that results."""
+benchmark/copy_ahead.py and benchmark/copy_rules.py. A request's custom_params["says"] are token ids by output position; -1 leaves a position to the target, and the
+first token, which comes from the prefill, is always its own. Drafts see the hidden states of the text that results.
 
+COPY_RULE, fields of `CopyRule` as JSON, changes when the server copies."""
+
+import json
+import os
 import sys
 from pathlib import Path
 
@@ -22,7 +26,13 @@ def hold(module) -> None:
     module.constrain = held
 
 
+def copy_by(module) -> None:
+    module.RULE = module.CopyRule(**json.loads(os.environ.get("COPY_RULE", "{}")))
+
+
 sys.path.append(str(Path(__file__).parent.parent))
 from after_import import after_import  # noqa: E402
 
-after_import({"sglang_dflash.srt.speculative.dflash_worker": hold})
+after_import(
+    {"sglang_dflash.srt.speculative.dflash_worker": hold, "sglang_dflash.kernels.ops.speculative.copy_ahead": copy_by}
+)

@@ -19,11 +19,8 @@ def put_in(module) -> None:
         width = told()
         if not width:
             return ask(self, slots, modes)
-        import numpy as np
-
-        [index] = np.flatnonzero(self.costs.widths == width)
-        nothing = np.zeros(len(self.costs.widths))
-        return module.Choice(width, int(index), False, nothing, nothing)
+        nothing = 0.0 * self.costs.widths
+        return module.Choice(width, self.costs.widths.tolist().index(width), False, nothing, nothing)
 
     def is_kept(self, *cycle):
         if not told():

@@ -1,7 +1,7 @@
 """Prefill/decode disaggregation over nixl on loopback: a prefill and a decode server, both with the draft, say what one
 server says, in as many cycles. This file does what SGLang's router does: it sends a request to both.
 
-Slow parts are starts: each pair is started once per draft.
+Slow parts are starts: each pair is started once per draft. P-EAGLE, retraction and the router are `-m long`.
 """
 
 import concurrent.futures
@@ -25,7 +25,6 @@ from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy
 from tokenizers import Tokenizer
 
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.server,
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
 ]
@@ -87,18 +86,20 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in texts[::4][:24]]
 
 
-@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
+@pytest.mark.parametrize("draft", [pytest.param(DRAFT, id="dflash"), pytest.param(PEAGLE_DRAFT, id="peagle", marks=pytest.mark.long)])
 def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
     requests = [greedy(ids) for ids in prompts]
     requests += [greedy(ids, ignore_eos=False, **GRAMMARS[i % 2]) for i, ids in enumerate(prompts[:6])]
     with_logprobs = [{**greedy(ids), "return_logprob": True, "top_logprobs_num": 2} for ids in prompts[:4]]
     penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
-    one = servers.get(*FLOAT32, *dflash_arguments(draft))
+    # Texts that copies are looked up in are made anew by the decode server.
+    flags = [*dflash_arguments(draft), *["--speculative-copy-ahead"] * (draft == PEAGLE_DRAFT)]
+    one = servers.get(*FLOAT32, *flags)
     alone = one.generate_many(requests, 8)
     alone_penalized = one.generate_many(penalized, 8)
     alone_with_logprobs = one.generate_many(with_logprobs, 4)
     servers.close()
-    with pair_of(*dflash_arguments(draft), environment=PATIENCE) as pair:
+    with pair_of(*flags, environment=PATIENCE) as pair:
         answers = pair.generate_many(requests, 8)
         assert_same(requests, answers, reference.answers(requests))
         # P-EAGLE drafts its first block without the state of the prompt's last token, which the prefill server keeps.
@@ -118,6 +119,7 @@ def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
 TIGHT = ("--max-total-tokens", "896", "--num-reserved-decode-tokens", "4")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_a_decode_server_retracts(draft, servers, reference, prompts):
     """The KV of target and draft goes to host memory and comes back to other slots: the answers are the same, and nothing is
@@ -142,6 +144,7 @@ def retractions(answers: list[dict]) -> int:
     return sum(answer["meta_info"]["num_retractions"] for answer in answers)
 
 
+@pytest.mark.long
 def test_a_prefill_server_without_a_draft(servers, reference, prompts):
     """Plain SGLang computes the prompts. Their draft KV is missing, which costs acceptance and nothing else."""
     requests = [greedy(ids) for ids in prompts[:12]]
@@ -170,6 +173,7 @@ def routed(pair: Pair) -> Iterator[Server]:
         yield router
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="not installed: pip install --no-deps sglang-router==0.3.2")
 def test_behind_sglangs_router(servers, prompts):
     """Greedy, and sampled with seeds, which both servers draw by."""

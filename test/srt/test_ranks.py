@@ -72,8 +72,7 @@ def wider_draft(folder: Path) -> Path:
 
 
 @pytest.mark.server
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["DFlash", "P-EAGLE"])
+@pytest.mark.parametrize("kind", ["DFlash", pytest.param("P-EAGLE", marks=pytest.mark.long)])
 def test_two_ranks_say_what_one_says(kind, servers, reference, prompts, tmp_path):
     requests = requests_of(prompts)
     penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]

@@ -131,7 +131,7 @@ def write_context_kv_torch(
     v_scale=None,
 ):
     """`write_context_kv` in PyTorch, on any device; with `accept_len` it synchronises with the host."""
-    if accept_len is not None and block_size > 1:  # a block of one is an anchor, which is always kept
+    if accept_len is not None:
         kept = torch.arange(block_size, device=kv.device) <= accept_len[:, None]
         rows = kept.flatten().nonzero().squeeze(1)
         # On a CPU, gathering and writing whole rows by index is up to four times as fast as x[rows].

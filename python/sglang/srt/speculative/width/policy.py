@@ -16,7 +16,7 @@ import numpy as np
 class Constants:
     """free_rows: the widest width is kept where it costs at most so many times what width 1 does.
     indifference: a gain (log of a ratio of speeds) that is not worth moving for.
-    patience: gains beyond indifference, summed over decisions, that make the width move.
+    patience: gains beyond indifference, summed over cycles, that make the width move.
     dwell: cycles after a move in which another needs four times the evidence.
     probe_share: share of the time that verifying other widths than the best may cost.
     """

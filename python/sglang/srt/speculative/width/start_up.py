@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,7 +42,8 @@ def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> Ada
     states.begin()
     loads = _loads(runner)
     began = time.perf_counter()
-    seconds = _measure(worker, states, loads, widths, _BUDGET_S if tp_group.world_size == 1 else float("inf"))
+    with _slots_of_their_own(runner, loads[-1], _context_of(runner, block_size) + 2 * block_size):
+        seconds = _measure(worker, states, loads, widths, _BUDGET_S if tp_group.world_size == 1 else float("inf"))
     states.apply(block_size, 1)
     measured = loads[: len(seconds)]
     logger.info(
@@ -74,10 +77,29 @@ def _loads(runner) -> list[int]:
     return loads
 
 
+def _context_of(runner, block_size: int) -> int:
+    return min(_CONTEXT, runner.model_config.context_len - 2 * block_size)
+
+
+@contextmanager
+def _slots_of_their_own(runner, requests: int, length: int) -> Iterator[None]:
+    """Has the first rows of the request table name slots of the pool that nobody has yet, as many as there are: requests that all read
+    one slot are cheaper than they will be."""
+    table, page = runner.req_to_token_pool.req_to_token, runner.page_size or 1
+    whole_pool = runner.max_total_num_tokens // page * page
+    length = min(-(-length // page) * page, table.shape[1], whole_pool)
+    places = whole_pool // length
+    starts = page + torch.arange(requests, device=table.device) % places * length
+    before = table[:requests, :length].clone()
+    table[:requests, :length] = starts[:, None] + torch.arange(length, device=table.device)
+    yield
+    table[:requests, :length] = before
+
+
 @torch.no_grad()
 def _measure(worker, states: WidthStates, loads: list[int], widths: tuple[int, ...], budget: float) -> np.ndarray:
     """Seconds of a cycle, [loads, widths], the least of some. Widths take turns, so that what else the machine does for a while
-    is not taken for one's cost. All requests lie in SGLang's padding slot, so nothing that counts is read or written."""
+    is not taken for one's cost."""
     rows: list[np.ndarray] = []
     deadline = time.perf_counter() + budget
     for n in loads:
@@ -111,8 +133,8 @@ def _wait(device: str) -> None:
 def _run_cycle(worker, n: int, width: int) -> None:
     """Draft, verify, accept and commit for n requests that say nothing."""
     device = worker.device
-    longest = worker.target_worker.model_runner.model_config.context_len - 2 * worker.verify_width
-    lengths = torch.full((n,), min(_CONTEXT, longest), dtype=torch.int64)
+    context = _context_of(worker.target_worker.model_runner, worker.verify_width)
+    lengths = torch.full((n,), context, dtype=torch.int64)
     on_device = lengths.to(device)
     draft_input = DFlashDraftInput(bonus_tokens=torch.zeros_like(on_device), new_seq_lens=on_device)
     batch = SimpleNamespace(

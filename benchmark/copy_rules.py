@@ -1,0 +1,82 @@
+"""When to copy and when to draft: accept lengths of some rules on the sets of benchmark/copy_ahead.py, bundled pair.
+
+    python benchmark/copy_rules.py
+
+Accept lengths, not speeds: what else the machine does changes nothing. Writes benchmark/results/copy-rules.md.
+"""
+
+import argparse
+import json
+import os
+import platform
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from copy_ahead import LOOPS, ask, loop_share, requests_of
+from serving import DRAFT, ROOT, TARGET, dflash_arguments, serve
+from tokenizers import Tokenizer
+
+# Records that do not move: a match of at least `shortest` tokens is always copied.
+ALWAYS = {"trust_short": 1.0, "trust_medium": 1.0, "copies_follow": 0.0, "drafts_follow": 0.0, "drafts_start": 0.0}
+RULES = {
+    "drafts only": None,
+    "copies of any match from 3 tokens on": ALWAYS,
+    "copies of matches from 5 on": ALWAYS | {"shortest": 5},
+    "copies of matches from 8 on": ALWAYS | {"shortest": 8},
+    "as they fared, matches of all lengths trusted alike": {"trust_short": 1.0, "trust_medium": 1.0},
+    "as they fared, short matches trusted less (ours)": {},
+}
+SETS = (("edit", 0.0), ("quote", 0.0), ("quote", 0.8), ("plain", 0.0), ("plain, does not loop", 0.0), ("plain", 0.8))
+
+
+def accept_lengths(rule: dict | None, args) -> list[str]:
+    """Of one server, a cell for each set."""
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "held"), os.environ.get("PYTHONPATH"))))
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COPY_RULE": json.dumps(rule or {})}
+    flags = dflash_arguments(DRAFT) + ["--speculative-copy-ahead"] * (rule is not None)
+    common = ["--model-path", TARGET, "--dtype", "float32", "--random-seed", "1", "--max-total-tokens", "32768"]
+    cells = []
+    with serve(*common, *flags, env=env) as server:
+        every = requests_of("plain", 1000, tokenizer)
+        _, answers = ask(server, every, 0.0, args.new_tokens, 16)  # the same texts in every server
+        quiet = [r for r, answer in zip(every, answers) if loop_share(answer["output_ids"]) <= LOOPS]
+        for name, temperature in SETS:
+            chosen = quiet if "loop" in name else requests_of(name, args.requests, tokenizer)
+            result, _ = ask(server, chosen, temperature, args.new_tokens, 8)
+            cells.append(f"{result.accept_length:.2f}")
+    return cells
+
+
+def page(rows: dict[str, list[str]], args) -> str:
+    heads = [f"{name}, T = {temperature:g}" if temperature else name for name, temperature in SETS]
+    lines = ["| rule | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()]
+    table = "\n".join(lines)
+    return f"""# When to copy, when to draft
+
+{date.today()}; {platform.machine()} CPU, float32; sglang {version("sglang")}, sglang-dflash {version("sglang-dflash")}. `python benchmark/copy_rules.py`:
+accept lengths on the bundled pair, {args.requests} requests a set of {args.new_tokens} tokens; the sets are benchmark/copy_ahead.py's.
+
+{table}
+
+"As they fared": the share kept of copies, times the trust in a match of this length, against the share kept of drafts, per request
+(`CopyRule` in `kernels/ops/speculative/copy_ahead.py`).
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    args = parser.parse_args()
+    rows: dict[str, list[str]] = {}
+    for name, rule in RULES.items():
+        rows[name] = accept_lengths(rule, args)
+        print(name, *rows[name], flush=True)
+        (ROOT / "benchmark" / "results" / "copy-rules.md").write_text(page(rows, args))
+
+
+if __name__ == "__main__":
+    main()
