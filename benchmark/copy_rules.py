@@ -13,7 +13,7 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from copy_ahead import LOOPS, ask, loop_share, requests_of
+from copy_ahead import LOOPS, Request, ask, loop_share, requests_of
 from serving import DRAFT, ROOT, TARGET, dflash_arguments, serve
 from tokenizers import Tokenizer
 
@@ -30,8 +30,9 @@ RULES = {
 SETS = (("edit", 0.0), ("quote", 0.0), ("quote", 0.8), ("plain", 0.0), ("plain, does not loop", 0.0), ("plain", 0.8))
 
 
-def accept_lengths(rule: dict | None, args) -> list[str]:
-    """Of one server, a cell for each set."""
+def accept_lengths(rule: dict | None, quiet: list[Request], args) -> list[str]:
+    """Of one server, a cell for each set. quiet: requests whose greedy output does not loop, the same in every server; found by the
+    first."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "held"), os.environ.get("PYTHONPATH"))))
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COPY_RULE": json.dumps(rule or {})}
@@ -39,9 +40,10 @@ def accept_lengths(rule: dict | None, args) -> list[str]:
     common = ["--model-path", TARGET, "--dtype", "float32", "--random-seed", "1", "--max-total-tokens", "32768"]
     cells = []
     with serve(*common, *flags, env=env) as server:
-        every = requests_of("plain", 1000, tokenizer)
-        _, answers = ask(server, every, 0.0, args.new_tokens, 16)  # the same texts in every server
-        quiet = [r for r, answer in zip(every, answers) if loop_share(answer["output_ids"]) <= LOOPS]
+        if not quiet:
+            every = requests_of("plain", 1000, tokenizer)
+            _, answers = ask(server, every, 0.0, args.new_tokens, 16)
+            quiet += [r for r, answer in zip(every, answers) if loop_share(answer["output_ids"]) <= LOOPS]
         for name, temperature in SETS:
             chosen = quiet if "loop" in name else requests_of(name, args.requests, tokenizer)
             result, _ = ask(server, chosen, temperature, args.new_tokens, 8)
@@ -56,8 +58,8 @@ def page(rows: dict[str, list[str]], args) -> str:
     table = "\n".join(lines)
     return f"""# When to copy, when to draft
 
-{date.today()}; {platform.machine()} CPU, float32; sglang {version("sglang")}, sglang-dflash {version("sglang-dflash")}. `python benchmark/copy_rules.py`:
-accept lengths on the bundled pair, {args.requests} requests a set of {args.new_tokens} tokens; the sets are benchmark/copy_ahead.py's.
+{date.today()}; {platform.machine()} CPU, float32; sglang {version("sglang")}, sglang-dflash {version("sglang-dflash")}. `python benchmark/copy_rules.py --requests {args.requests}`:
+accept lengths on the bundled pair, {args.new_tokens} tokens each; the sets are benchmark/copy_ahead.py's.
 
 {table}
 
@@ -72,8 +74,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     args = parser.parse_args()
     rows: dict[str, list[str]] = {}
+    quiet: list[Request] = []
     for name, rule in RULES.items():
-        rows[name] = accept_lengths(rule, args)
+        rows[name] = accept_lengths(rule, quiet, args)
         print(name, *rows[name], flush=True)
         (ROOT / "benchmark" / "results" / "copy-rules.md").write_text(page(rows, args))
 
