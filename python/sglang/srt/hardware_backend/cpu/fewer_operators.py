@@ -17,6 +17,7 @@ def rms_norm_in_one():
         is_float32 = x.dtype == self.weight.dtype == torch.float32 and self.override_orig_dtype is None
         if not is_float32 or self.variance_size_override is not None or x.shape[-1] != self.hidden_size:
             return original(self, x, residual, post_residual_addition, quant_linear)
+        x = x.contiguous()
         if residual is not None:
             x = x + residual
             if post_residual_addition is not None:
