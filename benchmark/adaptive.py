@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, Server, dflash_arguments, heldout_prompts, serve
+from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, Server, dflash_arguments, heldout_prompts, importing, serve
 
 RESULTS = ROOT / "benchmark" / "results"
 BAR = 0.97
@@ -116,13 +116,12 @@ class Servers:
         self._switch = folder / "width"
         self._switch.touch()
         common = ["--model-path", TARGET, "--sleep-on-idle", "--random-seed", "1", "--max-total-tokens", "32768", "--dtype", args.dtype]
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "width_switch"), os.environ.get("PYTHONPATH"))))
         threads = {"OMP_NUM_THREADS": str(args.threads)}
         steps = folder / "steps.json"
         steps.write_text(json.dumps({"candidate_steps": STEPS}))
         adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", steps]
         flags = [*dflash_arguments(case.draft(folder)), *case.flags, *adaptive]
-        env = {**threads, "PYTHONPATH": path, "WIDTH_SWITCH": str(self._switch)}
+        env = {**threads, **importing(ROOT / "benchmark" / "width_switch"), "WIDTH_SWITCH": str(self._switch)}
         self._plain = stack.enter_context(serve(*common, env=threads))
         self._ours = stack.enter_context(serve(*common, *flags, env=env))
 

@@ -40,11 +40,13 @@ from serving import (
     Server,
     dflash_arguments,
     heldout_prompts,
+    importing,
     serve,
 )
 from tokenizers import Tokenizer
 
 RESULTS = ROOT / "benchmark" / "results"
+HELD = ROOT / "benchmark" / "held"
 PAIRS = {
     "qwen3": (TARGET, DRAFT, ()),
     "qwen3, P-EAGLE": (TARGET, PEAGLE_DRAFT, ()),
@@ -182,8 +184,7 @@ def run(pair: str, args) -> Iterator[Cell]:
     common += ["--sleep-on-idle", "--random-seed", "1", "--max-total-tokens", "32768", "--dtype", args.dtype]
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     with ExitStack() as stack:
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "held"), os.environ.get("PYTHONPATH"))))
-        env = {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": path}
+        env = {"OMP_NUM_THREADS": str(args.threads), **importing(HELD)}
         servers = {OFF: stack.enter_context(serve(*common, env=env))}
         servers[ON] = stack.enter_context(serve(*common, "--speculative-copy-ahead", env=env))
         for server in servers.values():

@@ -7,14 +7,12 @@ Accept lengths, not speeds: what else the machine does changes nothing. Writes b
 
 import argparse
 import json
-import os
 import platform
 from datetime import date
 from importlib.metadata import version
-from pathlib import Path
 
-from copy_ahead import LOOPS, Request, ask, loop_share, requests_of
-from serving import DRAFT, ROOT, TARGET, dflash_arguments, serve
+from copy_ahead import HELD, LOOPS, Request, ask, loop_share, requests_of
+from serving import DRAFT, ROOT, TARGET, dflash_arguments, importing, serve
 from tokenizers import Tokenizer
 
 # Records that do not move: a match of at least `shortest` tokens is always copied.
@@ -34,8 +32,7 @@ def accept_lengths(rule: dict | None, quiet: list[Request], args) -> list[str]:
     """Of one server, a cell for each set. quiet: requests whose greedy output does not loop, the same in every server; found by the
     first."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "held"), os.environ.get("PYTHONPATH"))))
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COPY_RULE": json.dumps(rule or {})}
+    env = {"OMP_NUM_THREADS": "1", **importing(HELD), "COPY_RULE": json.dumps(rule or {})}
     flags = dflash_arguments(DRAFT) + ["--speculative-copy-ahead"] * (rule is not None)
     common = ["--model-path", TARGET, "--dtype", "float32", "--random-seed", "1", "--max-total-tokens", "32768"]
     cells = []

@@ -126,6 +126,11 @@ def dflash_arguments(draft: str | Path = DRAFT) -> list[str]:
     return ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
 
 
+def importing(folder: Path) -> dict[str, str]:
+    """The environment in which Python imports this folder's sitecustomize.py at start-up."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+
+
 def stop(process: subprocess.Popen) -> None:
     """End a server and all its children."""
     with contextlib.suppress(ProcessLookupError):

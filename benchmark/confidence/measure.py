@@ -10,7 +10,6 @@ linear ones, where the confidence of the cycle itself is known before its width 
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, dflash_arguments, heldout_prompts, serve  # noqa: E402
+from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, dflash_arguments, heldout_prompts, importing, serve  # noqa: E402
 
 from sglang_dflash.srt.speculative.width.estimates import ConfidenceCalibration, SurvivalEstimate  # noqa: E402
 from sglang_dflash.srt.speculative.width.policy import expected_tokens  # noqa: E402
@@ -36,8 +35,7 @@ def record(draft: Path, temperature: float, concurrency: int, requests: int) -> 
     sampling = {"temperature": temperature, "max_new_tokens": 96, "ignore_eos": True}
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "cycles.jsonl"
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        env = {"CONFIDENCE_LOG": str(log), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        env = {"CONFIDENCE_LOG": str(log), "OMP_NUM_THREADS": "1", **importing(Path(__file__).parent)}
         with serve("--model-path", TARGET, *dflash_arguments(draft), "--max-total-tokens", "32768", env=env) as server:
             server.generate_many([{"text": text, "sampling_params": sampling} for text in texts], concurrency)
         return [json.loads(line) for line in log.read_text().splitlines()]

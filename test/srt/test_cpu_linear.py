@@ -21,20 +21,31 @@ def as_if(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 384])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cpu", [(True, True), (False, False)])
-def test_it_is_pytorchs_linear(rows, has_bias, dtype, cpu, as_if):
+def product(rows: int, has_bias: bool, dtype: torch.dtype) -> tuple[SimpleNamespace, torch.Tensor, torch.Tensor | None]:
     torch.manual_seed(0)
     layer = SimpleNamespace(weight=torch.randn(96, 64, dtype=dtype))
-    x, bias = torch.randn(rows, 64, dtype=dtype), torch.randn(96, dtype=dtype) if has_bias else None
-    found = as_if(*cpu)(None, layer, x, bias)
-    exact = torch.nn.functional.linear(x.double(), layer.weight.double(), None if bias is None else bias.double())
+    return layer, torch.randn(rows, 64, dtype=dtype), torch.randn(96, dtype=dtype) if has_bias else None
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 384])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_pytorchs_linear(rows, has_bias, dtype, as_if):
+    layer, x, bias = product(rows, has_bias, dtype)
+    found, expected = as_if(True, True)(None, layer, x, bias), torch.nn.functional.linear(x, layer.weight, bias)
     assert found.dtype == dtype
-    # Rounded once: half a unit in the last place of a bfloat16, and what PyTorch's own adds to that with a bias.
-    of_values = 1e-5 if dtype == torch.float32 else 2**-8
-    torch.testing.assert_close(found.double(), exact, rtol=of_values, atol=1e-4 if dtype == torch.float32 else 2**-6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if dtype == torch.float32 else 0)
+
+
+@pytest.mark.parametrize("rows", [2, 17, 384])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_converted_bfloat16_is_rounded_once(rows, has_bias, as_if):
+    layer, x, bias = product(rows, has_bias, torch.bfloat16)
+    found = as_if(False, False)(None, layer, x, bias)
+    exact = torch.nn.functional.linear(x.double(), layer.weight.double(), None if bias is None else bias.double())
+    assert found.dtype == torch.bfloat16
+    # Half a unit in the last place, and what float32 adds up differently.
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
 
 
 def test_which_runs_on_onednn(as_if, monkeypatch):

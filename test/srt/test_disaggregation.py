@@ -83,7 +83,7 @@ def pair_of(
 def prompts() -> list[list[int]]:
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     texts = [prompt["text"] for prompt in heldout_prompts() if 5 <= prompt["num_tokens"] <= 300]
-    return [tokenizer.encode(text).ids for text in texts[::4][:12]]
+    return [tokenizer.encode(text).ids for text in texts[::4][:24]]
 
 
 @pytest.mark.parametrize("draft", [pytest.param(DRAFT, id="dflash"), pytest.param(PEAGLE_DRAFT, id="peagle", marks=pytest.mark.long)])

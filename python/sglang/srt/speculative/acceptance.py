@@ -42,9 +42,6 @@ def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> 
     et al. 2022) with a one-hot draft distribution: the drafted token x is kept with probability p(x), and otherwise
     the token comes from p without x, normalised.
     """
-    if block.shape[1] == 1:  # nothing was drafted, and on a CPU every operator counts
-        nothing = torch.zeros(block.shape[0], dtype=torch.int32, device=block.device)
-        return Verdict(accept_len=nothing, out_tokens=target_tokens, bonus=target_tokens[:, 0])
     matches = block[:, 1:] == target_tokens[:, :-1]
     accept_len = matches.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
     bonus = target_tokens.gather(1, accept_len.long()[:, None]).squeeze(1)
