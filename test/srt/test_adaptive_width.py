@@ -80,9 +80,9 @@ def test_more_than_the_block_holds():
 class Clock(CycleClock):
     """Cycles take as long as the test says."""
 
-    def __init__(self):
+    def __init__(self, costs):
         super().__init__("cpu")
-        self.seconds = {width: 1.0 for width in WIDTHS}
+        self.seconds = dict(zip(WIDTHS, costs, strict=True))
 
     def finished(self):
         laps = [Lap(lap.num_requests, lap.width, self.seconds[lap.width], None) for lap in super().finished()]
@@ -102,7 +102,7 @@ def adaptive(schedule=(), group=None, costs=(1.0, 1.2, 1.3, 1.6), **more) -> Ada
     states.apply = lambda width, n: states.applied.append((width, n))
     group = group or SimpleNamespace(world_size=1, rank_in_group=0)
     chooser = WidthChooser(table, SurvivalEstimate(32, 7))
-    return AdaptiveWidth(chooser, states, Clock(), 32, group, schedule, **more)
+    return AdaptiveWidth(chooser, states, Clock(costs), 32, group, schedule, **more)
 
 
 def test_what_a_cycle_kept_is_told_one_cycle_late():

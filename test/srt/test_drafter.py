@@ -127,7 +127,7 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["plain", "sliding, not causal", "layer ids left out", "sample from anchor"])
-@pytest.mark.parametrize("verified", [(0, 0), (3, 0), (1, 1, 1, 0)], ids=["whole blocks", "narrow", "a pause"])
+@pytest.mark.parametrize("verified", [(0, 0), (3, 0), (1,) * 10 + (0,)], ids=["whole blocks", "narrow", "a pause"])
 def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
     """Cycles through the drafter's own interface: prefill, a block, a commit of all its rows of which two count, and the next
     block, which must rest on the committed rows alone. `verified`: slots of each cycle, 0 for the whole block; those of one
@@ -182,3 +182,49 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
         verdict = Verdict(accept_len, tokens[:, : cycle.width], torch.tensor(bonus_tokens))
         drafter.commit(cycle, states.flatten(0, 1), verdict)
         lengths = [n + k + 1 for n, k in zip(lengths, kept, strict=True)]
+
+
+def commit_an_anchor(drafter: DFlashDrafter, pools, request: int, slot: int, position: int, states: torch.Tensor) -> None:
+    seq_lens = torch.tensor([position])
+    cycle = Cycle(
+        bs=1,
+        req_pool_indices=pools.rows[[request]],
+        seq_lens=seq_lens,
+        tokens=torch.tensor([[3]]),
+        positions=seq_lens[:, None],
+        cache_loc=torch.tensor([slot]),
+        kv_loc_plan=FakePlan(torch.tensor([slot])),
+        host_lens=seq_lens + 1,
+        can_run_cuda_graph=False,
+    )
+    drafter.commit(cycle, states, Verdict(torch.zeros(1, dtype=torch.int32), cycle.tokens, torch.tensor([3])))
+
+
+def test_rows_that_wait_are_the_slots_last_owners(tmp_path):
+    """A request ends with rows not written yet, and its slot goes to another one: by a cycle without drafts, or by a prefill."""
+    case = Case.variant("plain", tmp_path)
+    pools = case.pools(2, 40)
+    drafter = drafter_on(pools, case, case.config["block_size"])
+    slot = pools.slots(0, 5, 6)
+    of_the_first, of_the_second = case.aux_hidden(1, seed=1), case.aux_hidden(1, seed=2)
+
+    def written() -> torch.Tensor:
+        pool = pools.token_to_kv_pool
+        return torch.stack([layer[slot] for layer in (*pool.k_buffer, *pool.v_buffer)]).clone()
+
+    commit_an_anchor(drafter, pools, 0, int(slot), 5, of_the_first)
+    assert written().isnan().all(), "one row is not worth the operators"
+    overwritten = of_the_first.clone()
+    of_the_first.zero_()  # as the next target forward may
+    prompt = SimpleNamespace(positions=torch.tensor([5]))
+    drafter.begin_prefill(prompt)
+    first = written()
+    drafter.prefill(prompt, overwritten, slot, torch.tensor([3]))
+    assert torch.equal(first, written()) and not first.isnan().any()
+
+    drafter.prefill(prompt, of_the_second, slot, torch.tensor([3]))
+    second = written()
+    commit_an_anchor(drafter, pools, 0, int(slot), 5, overwritten)
+    commit_an_anchor(drafter, pools, 1, int(slot), 5, of_the_second)
+    drafter.begin_prefill(prompt)
+    assert torch.equal(written(), second) and not torch.equal(first, second)

@@ -2,7 +2,7 @@
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_disagg, get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.srt.models.block_draft import DraftOutput
@@ -12,7 +12,11 @@ from sglang_dflash.srt.speculative.disaggregation import Arrival
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.draft_window import FullView, WindowView
 from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.drafters.waiting_rows import ContextRows, WaitingRows
 from sglang_dflash.srt.speculative.rejection import DraftProbs
+
+# Cycles without drafts whose context is written at once on a CPU.
+_WAITING_CYCLES = 8
 
 
 class DFlashDrafter:
@@ -37,6 +41,9 @@ class DFlashDrafter:
             draft_token_num=self._draft_width, capture_hidden_mode=CaptureHiddenMode.NULL
         )
         self._sampling = DraftSampling.from_environment()
+        self._waiting = WaitingRows(_WAITING_CYCLES)
+        # Where another server's KV may arrive in a slot at any time, none may.
+        self._rows_may_wait = get_disagg().disaggregation_mode == "null"
         self._model.stack_kv_weights()
 
     @property
@@ -63,12 +70,12 @@ class DFlashDrafter:
             )
 
     def begin_prefill(self, prompts: Prompts) -> None:
-        pass  # a context row depends on its own token's states alone
+        self._write_waiting()  # the prompt may begin with what they belong to
 
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
-        self._model.write_context_kv(aux_hidden, prompts.positions, cache_loc, self._runner.token_to_kv_pool)
+        self._write(ContextRows(aux_hidden, prompts.positions, cache_loc))
 
     def join(self, arrival: Arrival) -> None:
         pass  # all of the context is in the pool
@@ -76,6 +83,7 @@ class DFlashDrafter:
     def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
         if cycle.width == 1:
             return DraftBlock(tokens=cycle.tokens)
+        self._write_waiting()
         output = self._run_block(cycle)
         if sampling_info is None:
             return DraftBlock(output.blocks[: cycle.bs])  # a CUDA graph pads what it returns
@@ -88,20 +96,32 @@ class DFlashDrafter:
         return draw_drafts(self._model, rows, sampling_info, self._sampling)
 
     def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
-        self._model.write_context_kv(aux_hidden, positions, cache_loc, self._runner.token_to_kv_pool)
+        self._write(ContextRows(aux_hidden, positions, cache_loc))
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, verdict: Verdict) -> None:
         if aux_hidden is None:
             return
+        cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
+        rows = ContextRows(aux_hidden, cycle.positions.flatten(), cache_loc)
         # What a rejected row leaves in its slot is never read: the next block starts at the first of them. Skipping
         # them spares writes on a GPU; on a CPU picking the others out costs more than it spares.
-        self._model.write_context_kv(
-            aux_hidden,
-            cycle.positions.flatten(),
-            cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols),
-            self._runner.token_to_kv_pool,
-            verdict.accept_len if aux_hidden.is_cuda else None,
-        )
+        if aux_hidden.is_cuda:
+            self._write(rows, verdict.accept_len)
+        elif cycle.width == 1 and self._rows_may_wait:
+            if not self._waiting.has_room_for(cycle.req_pool_indices):
+                self._write_waiting()
+            self._waiting.add(cycle.req_pool_indices, rows)
+        else:
+            self._write(rows)
+
+    def _write_waiting(self) -> None:
+        rows = self._waiting.take()
+        if rows is not None:
+            self._write(rows)
+
+    def _write(self, rows: ContextRows, accept_len: torch.Tensor | None = None) -> None:
+        pool = self._runner.token_to_kv_pool
+        self._model.write_context_kv(rows.aux_hidden, rows.positions, rows.cache_loc, pool, accept_len)
 
     def _run_block(self, cycle: Cycle) -> DraftOutput:
         """One forward over the draft's rows of all blocks."""

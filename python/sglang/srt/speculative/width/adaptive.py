@@ -5,6 +5,7 @@ and what it took when its events are over; until then the choice rests on what i
 """
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ import numpy as np
 import torch
 
 from sglang_dflash.srt.speculative.width.chooser import Choice, WidthChooser
-from sglang_dflash.srt.speculative.width.clock import CycleClock
+from sglang_dflash.srt.speculative.width.clock import CycleClock, Lap
 from sglang_dflash.srt.speculative.width.estimates import MODES
 from sglang_dflash.srt.speculative.width.states import WidthStates
 
 logger = logging.getLogger(__name__)
+
+_LAPS = 4
 
 _GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
 
@@ -80,6 +83,8 @@ class AdaptiveWidth:
         self._choice: Choice | None = None
         self._probes = 0
         self._measured = self._expected = 0.0
+        self._kind = 0, 0  # requests and width of the laps not told yet
+        self._laps: list[float] = []
 
     def began(self, batch: Any, num_running: int) -> None:
         """A prefill, of which the last `num_running` requests are not new."""
@@ -90,12 +95,7 @@ class AdaptiveWidth:
 
     def ask(self, batch: Any, draws: bool) -> int:
         """How many slots the cycle that begins now verifies. draws: whether its drafts are drawn, where a request samples."""
-        for lap in self._clock.finished():
-            surprise = self._chooser.took(lap.num_requests, lap.width, lap.seconds)
-            if lap.gap is not None:
-                self._chooser.costs.follow_gap(lap.num_requests, lap.gap)
-            self._measured += lap.seconds
-            self._expected += lap.seconds / np.exp(surprise)
+        self._follow(self._clock.finished())
         slots, modes = _slots_of(batch.reqs), np.array([_mode(req, draws) for req in batch.reqs])
         width = self._agree(slots, modes)
         self._under_way.append(_UnderWay(width, slots, self._births[slots], modes))
@@ -145,6 +145,24 @@ class AdaptiveWidth:
             str(width): {"tokens": round(float(tokens), 3), "cycle_ms": round(1e3 * float(seconds), 3)}
             for width, tokens, seconds in of_each
         }
+
+    def _follow(self, laps: Sequence[Lap]) -> None:
+        """Laps of the same kind are told a few at a time: it takes the host a twentieth of a millisecond."""
+        for lap in laps:
+            if lap.gap is not None:
+                self._chooser.costs.follow_gap(lap.num_requests, lap.gap)
+            kind = lap.num_requests, lap.width
+            if kind != self._kind or len(self._laps) == _LAPS:
+                self._tell_laps()
+            self._kind = kind
+            self._laps.append(lap.seconds)
+
+    def _tell_laps(self) -> None:
+        seconds, self._laps = self._laps, []
+        if seconds:
+            surprise = self._chooser.took(*self._kind, sum(seconds) / len(seconds), len(seconds))
+            self._measured += sum(seconds)
+            self._expected += sum(seconds) / math.exp(surprise)
 
     def _agree(self, slots: np.ndarray, modes: np.ndarray) -> int:
         """Rank 0's width: the others may have measured something else, and ranks that disagree hang."""

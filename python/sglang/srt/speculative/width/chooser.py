@@ -69,6 +69,6 @@ class WidthChooser:
         """A cycle of this width kept so many drafted tokens of each of these requests, [n]."""
         self.estimate.learn(slots, modes, width - 1, accepted)
 
-    def took(self, num_requests: int, width: int, seconds: float) -> float:
+    def took(self, num_requests: int, width: int, seconds: float, cycles: int = 1) -> float:
         """`CostTable.follow`."""
-        return self.costs.follow(num_requests, int(np.searchsorted(self.costs.widths, width)), seconds)
+        return self.costs.follow(num_requests, int(np.searchsorted(self.costs.widths, width)), seconds, cycles)

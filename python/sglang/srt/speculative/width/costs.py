@@ -1,12 +1,17 @@
 """What a cycle takes at each width and load: measured at start-up, then followed while serving."""
 
+import math
+
 import numpy as np
 
 from sglang_dflash.srt.speculative.width.policy import never_cheaper_when_wider
 
-# How much of a surprise becomes a change for all widths alike (the machine, the contexts), and for the cell it came from: there
-# an average of the first ones, as the start-up may have been wrong about it.
-_COMMON_RATE, _CELL_RATE = 0.1, 0.05
+# Standard deviations, all of logarithms of seconds: of how much slower everything is than at start-up (the machine, the contexts)
+# and of how wrong the start-up was about one width at one load, before any cycle; of what these change by from one cycle to the
+# next; of a cycle's time.
+_COMMON, _CELL = 0.3, 0.07
+_COMMON_DRIFT, _CELL_DRIFT = 0.015, 0.002
+_NOISE = 0.1
 # A cycle that took e^0.7, twice, what was expected counts as that: others are pauses of the machine.
 _LARGEST_SURPRISE = 0.7
 _GAP_RATE = 0.05
@@ -16,8 +21,10 @@ class CostTable:
     """T(n, w) = r * c(n, w) * base(n, w) + gap(n), seconds.
 
     base: measured at start-up for some loads; between them linear in n, or, where forwards are padded to captured sizes, that
-    of the next larger one (`padded`). r: how much slower everything is now, and c: this load and width, both from the
-    logarithm of measured / expected cycles. gap: the time between two cycles that follow on each other.
+    of the next larger one (`padded`). r: how much slower everything is now, and c: this load and width; their logarithms are the
+    state of a Kalman filter (Kalman 1960) that observes log(measured / expected) of each cycle. So a width that is seldom
+    verified moves with the others, and little by one noisy cycle of its own. gap: the time between two cycles that follow on
+    each other.
 
     loads: requests the rows were measured at, ascending. widths: [W], ascending. seconds: [len(loads), W].
     """
@@ -25,9 +32,9 @@ class CostTable:
     def __init__(self, loads: np.ndarray, widths: np.ndarray, seconds: np.ndarray, padded: bool = False):
         self.loads, self.widths, self._padded = np.asarray(loads), np.asarray(widths), padded
         self._base = np.log(np.stack([never_cheaper_when_wider(row) for row in np.asarray(seconds, dtype=float)]))
-        self._common = 0.0
-        self._cells = np.zeros_like(self._base)
-        self._visits = np.full(self._base.shape, 1.0)
+        # [1 + loads * W]: log r, then log c row by row; and its covariance.
+        self._state = np.zeros(1 + self._base.size)
+        self._covariance = np.diag([_COMMON**2] + [_CELL**2] * self._base.size)
         self._gaps = np.full(len(self.loads), np.nan)
 
     def _between(self, num_requests: int) -> tuple[int, int, float]:
@@ -41,11 +48,15 @@ class CostTable:
         low, high = self.loads[above - 1], self.loads[above]
         return above - 1, above, float((num_requests - low) / (high - low))
 
+    def _corrections(self) -> np.ndarray:
+        """log c, [loads, W]."""
+        return self._state[1:].reshape(self._base.shape)
+
     def cycle_seconds(self, num_requests: int) -> np.ndarray:
         """Of each width, without the gap. [W]"""
         low, high, share = self._between(num_requests)
-        rows = np.exp(self._common + self._cells + self._base)
-        row = (1 - share) * rows[low] + share * rows[high]
+        below, above = np.exp(self._state[0] + self._corrections()[[low, high]] + self._base[[low, high]])
+        row = (1 - share) * below + share * above
         return never_cheaper_when_wider(row) * max(1.0, num_requests / self.loads[-1])
 
     def gap(self, num_requests: int) -> float:
@@ -60,17 +71,26 @@ class CostTable:
         """What a cycle takes, from its start to that of the next one. [W]"""
         return self.cycle_seconds(num_requests) + self.gap(num_requests)
 
-    def follow(self, num_requests: int, width_index: int, seconds: float) -> float:
-        """A cycle took so long, without the gap. Returns the logarithm of measured / expected."""
-        surprise = float(np.log(max(seconds, 1e-9)) - np.log(self.cycle_seconds(num_requests)[width_index]))
-        change = float(np.clip(surprise, -_LARGEST_SURPRISE, _LARGEST_SURPRISE))
-        self._common += _COMMON_RATE * change
-        low, high, share = self._between(num_requests)
-        for row, part in ((low, 1 - share), (high, share)):
-            self._visits[row, width_index] += part
-            rate = max(_CELL_RATE, 1 / self._visits[row, width_index])
-            self._cells[row, width_index] += rate * part * change
+    def follow(self, num_requests: int, width_index: int, seconds: float, cycles: int = 1) -> float:
+        """A cycle took so long, without the gap, on average over some. Returns the logarithm of measured / expected."""
+        surprise = math.log(max(seconds, 1e-9) / self.cycle_seconds(num_requests)[width_index])
+        self._observe(num_requests, width_index, min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE), cycles)
         return surprise
+
+    def _observe(self, num_requests: int, width_index: int, surprise: float, cycles: int) -> None:
+        """A step of the filter. What was observed is log r + log c, of a load in between as much of either row as it is near."""
+        covariance, diagonal = self._covariance, np.einsum("ii->i", self._covariance)
+        diagonal[0] += cycles * _COMMON_DRIFT**2
+        diagonal[1:] += np.where(diagonal[1:] < _CELL**2, cycles * _CELL_DRIFT**2, 0.0)
+        low, high, share = self._between(num_requests)
+        observed = np.zeros_like(self._state)
+        observed[0] = 1.0
+        for row, part in ((low, 1 - share), (high, share)):
+            observed[1 + row * len(self.widths) + width_index] += part
+        direction = covariance @ observed
+        gain = direction / (observed @ direction + _NOISE**2 / cycles)
+        self._state += surprise * gain
+        covariance -= np.outer(gain, direction)
 
     def follow_gap(self, num_requests: int, seconds: float) -> None:
         """Time from the end of a cycle to the start of the next, which was a decode step of the same requests."""

@@ -17,10 +17,11 @@ MODES = ("greedy", "sampled", "drawn", "constrained")
 # Of one position, before anything was seen: high, as what is never verified is never learned.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
 # Standard deviations of doubt that an average gets on top: of two mistakes, verifying too much is the one that teaches (Auer et
-# al. 2002). Without it a single request whose first drafts fail by chance stays without speculation for long.
-_OPTIMISM, _DOUBT_WEIGHT = 1.0, 8.0
+# al. 2002). Without it a single request whose first drafts fail by chance stays without speculation for long; with a whole one
+# a request whose drafts are hardly worth it gets full blocks too often.
+_OPTIMISM, _DOUBT_WEIGHT = 0.5, 8.0
 # A request's own deviation, in logits: prior precision, memory in cycles (1 / (1 - 0.94)), bound.
-_OWN_PRECISION, _OWN_DECAY, _OWN_LIMIT = 4.0, 0.94, 1.5
+_OWN_PRECISION, _OWN_DECAY, _OWN_LIMIT = 10.0, 0.94, 1.5
 
 
 def labels(accepted: np.ndarray, drafted: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
@@ -40,7 +41,7 @@ def _logit(p: np.ndarray) -> np.ndarray:
 
 
 class _Own:
-    """How each request differs from the average, in logits: one damped Newton step from none, g = S1 / (S2 + 4), where S1 sums
+    """How each request differs from the average, in logits: one damped Newton step from none, g = S1 / (S2 + 10), where S1 sums
     label - a and S2 a (1 - a) over the request's latest labels."""
 
     def __init__(self, slots: int):
@@ -61,8 +62,8 @@ class _Own:
 
 
 class SurvivalEstimate:
-    """a_ik = sigmoid(logit(b_mk) + g_i): b an average over about the last `memory` labels of its position plus a standard
-    deviation sqrt(b (1 - b) / labels), g_i `_Own`.
+    """a_ik = sigmoid(logit(b_mk) + g_i): b an average over about the last `memory` labels of its position plus half a
+    standard deviation sqrt(b (1 - b) / labels), g_i `_Own`.
 
     A position that was not verified for long keeps its average but forgets how sure it was of it, so that a few probes are
     believed: its weight halves every `forgets_after` cycles down to `least_weight`.
