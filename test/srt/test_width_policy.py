@@ -284,3 +284,21 @@ def test_costs_follow_a_slower_machine_and_outlast_a_pause():
     table.follow_gap(8, 100.0)
     assert table.gap(8) < 0.6
     assert table.seconds(8)[0] == pytest.approx(table.cycle_seconds(8)[0] + table.gap(8))
+
+
+def test_a_slower_machine_is_no_widths_fault_and_a_slow_cycle_no_slow_width():
+    table = CostTable(np.array([1, 8]), np.array([1, 4]), np.array([[1.0, 2.0], [3.0, 6.0]]))
+    for _ in range(20):
+        table.follow(8, 1, 1.2 * 6.0)
+    assert table.seconds(8).tolist() == pytest.approx([1.2 * 3.0, 1.2 * 6.0], rel=0.03)
+    assert table.seconds(1).tolist() == pytest.approx([1.2, 2.4], rel=0.03)
+    table.follow(8, 0, 1.5 * 3.6)
+    assert table.seconds(8)[0] < 1.25 * 3.6
+
+
+def test_many_cycles_told_at_once_weigh_as_much():
+    one, together = (CostTable(np.array([1, 8]), np.array([1, 4]), np.array([[1.0, 2.0], [3.0, 6.0]])) for _ in range(2))
+    for _ in range(4):
+        one.follow(8, 1, 7.0)
+    together.follow(8, 1, 7.0, cycles=4)
+    assert together.seconds(8).tolist() == pytest.approx(one.seconds(8).tolist(), rel=0.01)
