@@ -56,6 +56,16 @@ def test_backend_and_draft(backend, draft, expected, reference):
             assert_launches(played, f"{backend}-{draft}")
 
 
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
+def test_the_built_in_worker(backend, expected, reference):
+    """SGLang's own, for what its steps launch: a peer counted as we are."""
+    requests = greedy_requests()
+    expected.answers(DRAFT, requests)
+    with rehearse(Scene(backend, is_built_in=True), DRAFT, NO_CACHE) as played:
+        assert_as_expected(played, DRAFT, requests, expected, reference)
+        assert_launches(played, f"built-in/{backend}-dflash")
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_triton(draft, expected, reference):
     """SGLang's own attention kernels, in the interpreter: few short requests."""

@@ -126,6 +126,7 @@ def test_launches_are_told_apart():
     kinds = {
         "replay:draft <- decode_cuda_graph_runner.py execute: output = self.backend.replay(self._replay_graph_key, forward_batch)": "graph",
         "copy_ <- cuda_graph_buffer_registry.py fill_from: dst.copy_(src)": "input",
+        "copy_ <- decode_cuda_graph_runner.py load_batch: buffers.input_embeds[:raw_num_token].copy_(forward_batch.input_embeds)": "input",
         "sum <- dflash_worker.py _verify: batch.seq_lens_sum = int(cycle.host_lens.sum())": "host",
         "flashinfer:plan <- flashinfer_backend.py fast_prefill_plan: self._plan_info = self._cached_module.plan(*args)": "metadata",
         "triton:_pack_blocks_kernel <- block.py pack_blocks_triton: _pack_blocks_kernel[(1,)](": "metadata",

@@ -19,7 +19,7 @@ def kind_of(operation: str) -> str:
     name, _, line = operation.partition(" <- ")
     if name.startswith("replay:"):
         return "graph"
-    if line.startswith("cuda_graph_buffer_registry.py"):
+    if line.startswith(("cuda_graph_buffer_registry.py", "decode_cuda_graph_runner.py")):
         return "input"
     if _ON_HOST.search(line) and name != "flashinfer:plan":
         return "host"
@@ -39,9 +39,10 @@ def counts_of(path: Path) -> Counter[str]:
 
 def table() -> str:
     rows = ["| configuration | launches | attention metadata | host operations |", "|---|---:|---:|---:|"]
-    for path in sorted(LISTS.glob("*.txt")):
+    for path in (*sorted(LISTS.glob("*.txt")), *sorted(LISTS.glob("*/*.txt"))):  # ours, and the built-in worker's
         counts = counts_of(path)
-        rows.append(f"| {path.stem} | {counts['launch']} | {counts['metadata']} | {counts['host']} |")
+        name = path.relative_to(LISTS).with_suffix("").as_posix()
+        rows.append(f"| {name} | {counts['launch']} | {counts['metadata']} | {counts['host']} |")
     return "\n".join(rows)
 
 

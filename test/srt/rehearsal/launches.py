@@ -32,10 +32,17 @@ class _Operations(TorchDispatchMode):
         self.paused = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        with self:  # in inference mode an operation that is made of others comes here whole
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
         name = func._schema.name.split("::")[1]
-        if not self.paused and name not in _FREE:
+        if name not in _FREE:
             self.count(name)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def count(self, name: str) -> None:
         self.seen[f"{name} <- {_asking_line()}"] += 1
@@ -77,12 +84,10 @@ def one_operation(name: str):
         counting.paused -= 1
 
 
-def watch_decode_steps() -> None:
-    """Report of every decode step how many graphs it replayed, and of every new set of operations what they are."""
-    from sglang_dflash.srt.speculative import dflash_worker
-
+def watch_decode_steps(worker: type) -> None:
+    """Report of every `_decode` of this worker how many graphs it replayed, and of every new set of operations what they are."""
     replay = graphs.GraphBackend.replay
-    decode = dflash_worker.DFlashWorker._decode
+    decode = worker._decode
     known: set[frozenset] = set()
 
     def counted_replay(self, *args, **kwargs):
@@ -107,6 +112,6 @@ def watch_decode_steps() -> None:
         return result
 
     graphs.GraphBackend.replay = counted_replay
-    dflash_worker.DFlashWorker._decode = watched
+    worker._decode = watched
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rehearsal import faults, flashinfer_kernels, graphs, launches, report
+from rehearsal import built_in, faults, flashinfer_kernels, graphs, launches, report
 from rehearsal.attention import merge
 from rehearsal.fa3_kernels import flash_attn_with_kvcache
 
@@ -30,12 +30,14 @@ class Scene:
     fault: one of `faults.AT_START`.
     interprets_context_kv: the one kernel with a program per token and layer is left to its twin unless asked for: a third
         of a second for each step.
+    is_built_in: SGLang's own worker instead of ours.
     """
 
     backend: str
     buckets: tuple[int, ...] = (1, 2, 4)
     fault: str | None = None
     interprets_context_kv: bool = False
+    is_built_in: bool = False
 
     @classmethod
     def from_environment(cls) -> "Scene":
@@ -67,17 +69,10 @@ def set_the_stage(ledger) -> None:
 
     def build():
         _interpret_triton()
-        if not scene.interprets_context_kv:
-            from sglang_dflash.kernels.ops.speculative import context_kv
-
-            context_kv.write_context_kv_triton = _operation("triton:_write_context_kv_kernel", context_kv.write_context_kv_torch)
         backend = {"flashinfer": _flashinfer, "fa3": _fa3, "triton": _triton}[scene.backend]()
         _capture_graphs(scene.buckets)
-        for install in faults.PLANTED.values():
-            install()
-        if scene.fault is not None:
-            faults.AT_START[scene.fault]()
-        launches.watch_decode_steps()
+        if not scene.is_built_in:
+            _prepare_our_worker(scene)
 
         def create(runner):
             report.note("backend", role="draft" if runner.is_draft_worker else "target", name=backend.__name__)
@@ -86,7 +81,25 @@ def set_the_stage(ledger) -> None:
         return create
 
     [ours] = [change for change in ledger.AT_LOAD if change.key == "torch_native"]
-    ledger.AT_WORKER = (*ledger.AT_WORKER, dataclasses.replace(ours, build=build))
+    attention = dataclasses.replace(ours, build=build)
+    if scene.is_built_in:
+        built_in.take_the_stage(ledger, attention, scene.buckets)
+    else:
+        ledger.AT_WORKER = (*ledger.AT_WORKER, attention)
+
+
+def _prepare_our_worker(scene: Scene) -> None:
+    if not scene.interprets_context_kv:
+        from sglang_dflash.kernels.ops.speculative import context_kv
+
+        context_kv.write_context_kv_triton = _operation("triton:_write_context_kv_kernel", context_kv.write_context_kv_torch)
+    for install in faults.PLANTED.values():
+        install()
+    if scene.fault is not None:
+        faults.AT_START[scene.fault]()
+    from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+
+    launches.watch_decode_steps(DFlashWorker)
 
 
 def _operation(name: str, body):
