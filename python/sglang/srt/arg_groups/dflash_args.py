@@ -75,6 +75,11 @@ def default_cpu_args(server_args: Any, previous: Any) -> None:
         declare_resolution(server_args, SOURCE, max_total_tokens=CPU_MAX_TOTAL_TOKENS)
     if args.device == "cpu" and args.max_mamba_cache_size is None and args.mem_fraction_static is None:
         declare_resolution(server_args, SOURCE, max_mamba_cache_size=CPU_MAX_RECURRENT_STATES)
+    is_small = args.hicache_ratio is None and args.hicache_size == 0 and args.mem_fraction_static is None
+    if args.device == "cpu" and args.disaggregation_mode == "decode" and is_small:
+        # The pool for retracted requests is as small as the one they run in; SGLang would leave it nothing unless 10 GiB
+        # of the host's memory stay free besides.
+        declare_resolution(server_args, SOURCE, hicache_host_memory_fraction=None)
     if args.device == "cpu" and args.dtype in ("float", "float32"):
         # Whatever the model's dtype, SGLang keeps a convolution's last inputs in bf16, and then fails to write them.
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")

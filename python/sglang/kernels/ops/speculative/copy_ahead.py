@@ -18,7 +18,8 @@ _PARTS = 64  # tiles looked at in one step
 @dataclass(frozen=True, slots=True)
 class CopyRule:
     """When a copy is preferred to a draft: where the share kept of copies, times the trust in a match of this length, is at least
-    the share kept of drafts. Any values are lossless; these are chosen on the bundled pair.
+    the share kept of drafts. Any values are lossless; these are chosen on the bundled pair, against other rules in
+    benchmark/results/copy-rules.md.
 
     longest: tokens of a match that are looked for. medium, long: lengths from which on a match is trusted more; shortest: below
         which it is none.
