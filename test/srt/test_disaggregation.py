@@ -101,6 +101,8 @@ def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
     servers.close()
     # Only where a peer is to die: a busy one is no more patient with its live one.
     with pair_of(*flags, environment=PATIENCE if draft == DRAFT else None) as pair:
+        # The decode server starts with less than 10 GiB of free memory.
+        assert pair.decode.get("/server_info")["hicache_host_memory_fraction"] is None
         answers = pair.generate_many(requests, 8)
         assert_same(requests, answers, reference.answers(requests))
         # P-EAGLE drafts its first block without the state of the prompt's last token, which the prefill server keeps.
