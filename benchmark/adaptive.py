@@ -218,6 +218,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="float32 on a CPU that cannot multiply bfloat16")
     parser.add_argument("--name", default="adaptive", help="of the files in benchmark/results/")
     args = parser.parse_args()
+    if args.starts * args.rounds < 2:
+        parser.error("noise shows in two rounds at least")
     cells: list[Cell] = []
     for name in args.cases:
         cells += run(CASES[name], args, lambda line: print(line, flush=True))
