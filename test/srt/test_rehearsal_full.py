@@ -12,9 +12,18 @@ import test_sampled_sequences as sequences
 import torch
 from conftest import assert_same, patched
 from rehearsal.compare import NO_CACHE, Expected, acceptance, assert_as_expected, assert_launches, greedy_requests
-from rehearsal.play import on_cpu, rehearse
+from rehearsal.play import ARGUMENTS, on_cpu, rehearse
 from rehearsal.stage import Scene
-from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, ServerDied, heldout_prompts
+from serving import (
+    DFLASH2_DRAFT,
+    DRAFT,
+    PEAGLE_DRAFT,
+    SPECULATORS_DRAFT,
+    TARGET,
+    ServerDied,
+    dflash_arguments,
+    heldout_prompts,
+)
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.server, pytest.mark.rehearsal_full, on_cpu]
@@ -52,7 +61,7 @@ def test_backend_and_draft(backend, draft, expected, reference):
     expected.answers(DRAFTS[draft], requests)
     with rehearse(Scene(backend), DRAFTS[draft], NO_CACHE) as played:
         assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
-        if draft != "speculators":  # whose steps are DFlash's
+        if draft in ("dflash", "peagle"):  # the others' worker is DFlash's
             assert_launches(played, f"{backend}-{draft}")
 
 
@@ -101,6 +110,26 @@ def test_setting(name, expected, reference):
     expected.answers(draft, requests, *arguments)
     with rehearse(Scene(backend), draft, NO_CACHE, *arguments) as played:
         assert_as_expected(played, draft, requests, expected, reference, *arguments)
+
+
+@pytest.mark.parametrize(("backend", "draft"), [("flashinfer", "dflash"), ("fa3", "dflash"), ("fa3", "peagle")])
+def test_widths_that_change(backend, draft, servers, reference, tmp_path):
+    """A backend and graphs for each width, swapped from cycle to cycle. One request at a time, as the schedule goes on from one
+    to the next."""
+    widths = tmp_path / "widths.json"
+    widths.write_text(json.dumps({"schedule": [7, 3, 0, 0, 1, 7, 0]}))
+    adaptive = "--speculative-adaptive", "--speculative-adaptive-config", widths
+    requests = greedy_requests()
+    wanted = servers.get(*ARGUMENTS, *dflash_arguments(DRAFTS[draft]), NO_CACHE, *adaptive).generate_many(requests, 1)
+    with rehearse(Scene(backend), DRAFTS[draft], NO_CACHE, *adaptive) as played:
+        answers = played.server.generate_many(requests, 1)
+        assert_same(requests, answers, reference.answers(requests))
+        assert played.problems() == []
+        assert acceptance(answers) == acceptance(wanted)
+        assert {step["replays"]["target"] for step in played.notes("step")} == {1}
+        assert {step["replays"]["draft"] for step in played.notes("step")} == {0, 1}
+        captures = [note["role"] for note in played.notes("capture")]
+        assert captures.count("target") == 4 * captures.count("draft"), "each batch size for 8, 4, 2 and 1 verified slots"
 
 
 def test_our_context_kernel(expected, reference):

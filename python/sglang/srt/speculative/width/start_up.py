@@ -23,7 +23,7 @@ from sglang_dflash.srt.speculative.width.clock import CycleClock
 from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
-from sglang_dflash.srt.speculative.width.states import WidthStates
+from sglang_dflash.srt.speculative.width.states import WidthStates, captured_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> Ada
         time.perf_counter() - began,
         (1e3 * seconds).round(2).tolist(),
     )
-    costs = CostTable(np.array(measured), np.array(widths), seconds, padded=bool(_captured(runner)))
+    costs = CostTable(np.array(measured), np.array(widths), seconds, padded=bool(captured_sizes(runner)))
     rows = runner.req_to_token_pool.req_to_token.shape[0]
     chooser = WidthChooser(costs, SurvivalEstimate(rows, block_size - 1), settings.constants)
     clock = CycleClock(runner.device)
@@ -61,15 +61,10 @@ def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> Ada
     return AdaptiveWidth(chooser, states, clock, rows, tp_group, settings.schedule, log_every, metrics)
 
 
-def _captured(runner) -> list[int]:
-    """Batch sizes of the CUDA graphs; none on a CPU."""
-    return sorted(getattr(runner.decode_cuda_graph_runner, "capture_bs", None) or [])
-
-
 def _loads(runner) -> list[int]:
     """Numbers of running requests to measure: captured ones where there are any, about a factor of two apart."""
     most = runner.max_running_requests
-    known = [n for n in _captured(runner) if n <= most] or [n for n in (1, 4, 16, 64, 256) if n < most] + [most]
+    known = [n for n in captured_sizes(runner) if n <= most] or [n for n in (1, 4, 16, 64, 256) if n < most] + [most]
     loads: list[int] = []
     for n in known:
         if not loads or n >= 2 * loads[-1] or n == known[-1]:
@@ -99,13 +94,13 @@ def _slots_of_their_own(runner, requests: int, length: int) -> Iterator[None]:
 @torch.no_grad()
 def _measure(worker, states: WidthStates, loads: list[int], widths: tuple[int, ...], budget: float) -> np.ndarray:
     """Seconds of a cycle, [loads, widths], the least of some. Widths take turns, so that what else the machine does for a while
-    is not taken for one's cost."""
+    is not taken for one's cost; from the widest on, as what a narrow cycle leaves to the next costs that one least."""
     rows: list[np.ndarray] = []
     deadline = time.perf_counter() + budget
     for n in loads:
         row = np.full(len(widths), np.inf)
         for repeat in range(1 + _REPEATS):
-            seconds = [_timed(worker, states, n, width) for width in widths]
+            seconds = [_timed(worker, states, n, width) for width in reversed(widths)][::-1]
             if repeat > 0:  # the first warms up
                 row = np.minimum(row, seconds)
                 if time.perf_counter() >= deadline:
@@ -118,6 +113,9 @@ def _measure(worker, states: WidthStates, loads: list[int], widths: tuple[int, .
 
 def _timed(worker, states: WidthStates, n: int, width: int) -> float:
     states.apply(width, n)
+    if width == 1:
+        # The first one without drafts may have to run what the cycle before left, as no second one does.
+        _run_cycle(worker, n, width)
     _wait(worker.device)
     began = time.perf_counter()
     _run_cycle(worker, n, width)

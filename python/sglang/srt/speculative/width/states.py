@@ -7,11 +7,15 @@ graphs, and our backend takes a block of any width, so all candidates share it.
 
 import logging
 
-from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
-from sglang.srt.runtime_context import get_exec, get_spec
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController, SpecRuntimeState
 
 logger = logging.getLogger(__name__)
+
+
+def captured_sizes(runner) -> list[int]:
+    """Batch sizes of the runner's CUDA graphs, ascending; none where it has no graphs."""
+    return sorted(getattr(runner.decode_cuda_graph_runner, "capture_bs", None) or [])
 
 
 class WidthStates:
@@ -40,16 +44,13 @@ class WidthStates:
                 cuda_graph_runner_for_draft_extend=None,
             )
         )
-        self._controller.init_states(None if not self._has_graphs else get_exec().graph.cuda_graph_bs_decode)
+        self._has_graphs = bool(captured_sizes(self._runner))
+        self._controller.init_states()
 
     def apply(self, width: int, num_requests: int) -> None:
         """From now on the target verifies blocks of this width."""
         self._wanted = width - 1
         self._controller.activate_step_by_batch(num_requests)
-
-    @property
-    def _has_graphs(self) -> bool:
-        return self._runner.device != "cpu" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
 
     # -- as SGLang's policy: it is told what to say --------------------------------------------------------------------
 
@@ -58,10 +59,10 @@ class WidthStates:
         return [width - 1 for width in self._widths]
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
-        self._cuda_graph_bs = cuda_graph_bs
+        pass  # a width is captured for the batch sizes that the whole block is
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
-        return self._cuda_graph_bs
+        return None
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         return self._wanted
@@ -76,7 +77,7 @@ class WidthStates:
     ) -> SpecRuntimeState:
         runner = self._runner
         backend, graphs = runner.attn_backend, None
-        if runner.device != "cpu":
+        if runner.req_to_token_pool.req_to_token.is_cuda:
             with get_spec().override(speculative_num_draft_tokens=speculative_num_draft_tokens):
                 workspace = runner.init_new_workspace
                 try:
