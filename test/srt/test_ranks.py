@@ -28,11 +28,15 @@ PENALTIES = {"frequency_penalty": 0.6, "repetition_penalty": 1.2}
 NEARLY_SAME = 0.01
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
+def some_prompts() -> list[list[int]]:
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     texts = [prompt["text"] for prompt in heldout_prompts() if 5 <= prompt["num_tokens"] <= 300]
     return [tokenizer.encode(text).ids for text in texts[::4][:36]]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return some_prompts()
 
 
 def greedy(ids: list[int], **sampling) -> dict:

@@ -48,10 +48,16 @@ BAD_DRAFTS: dict[str, tuple[dict, tuple[str, ...]]] = {
 
 TOO_WIDE = str(Path(__file__).parent / "golden" / "adaptive-too-wide.json")
 
+DP_ATTENTION = ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"]
+
 # name -> (flags beside a good pair, what the message must contain)
 BAD_FLAGS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "pipeline parallelism": (["--pp-size", "2"], ("pipeline parallelism", "--pp-size")),
-    "DP attention": (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], ("DP attention",)),
+    "DP attention alone": (DP_ATTENTION, ("DP attention", "needs --enable-dp-lm-head")),
+    "DP attention with adaptive width": (
+        [*DP_ATTENTION, "--enable-dp-lm-head", "--speculative-adaptive"],
+        ("DP attention", "--speculative-adaptive"),
+    ),
     "two-batch overlap": (["--enable-two-batch-overlap"], ("two-batch overlap",)),
     "hierarchical cache": (["--enable-hierarchical-cache"], ("hierarchical",)),
     "a grammar backend that cannot roll back": (["--grammar-backend", "outlines"], ("--grammar-backend", "xgrammar")),

@@ -120,9 +120,9 @@ def test_a_draft_gets_graphs_where_there_is_room(monkeypatch, caplog):
 
 @pytest.mark.parametrize("verify_width", [1, 4])
 def test_nothing_is_captured_where_nothing_is_drafted(verify_width, monkeypatch):
-    monkeypatch.setattr(dflash_worker, "draft_pp_context", contextlib.nullcontext)
+    ranks = SimpleNamespace(as_draft=contextlib.nullcontext, may_capture=lambda *_: True)
     monkeypatch.setattr(DFlashWorker, "_draft_width", lambda self: contextlib.nullcontext())
-    made = worker(verify_width=verify_width, _tp_sync=Sync(None), _draft_worker=MagicMock())
+    made = worker(verify_width=verify_width, _tp_sync=Sync(None), _draft_worker=MagicMock(), _ranks=ranks)
     made.init_cuda_graphs()
     made._draft_worker.init_cuda_graphs.assert_called_once_with(capture_decode_cuda_graph=verify_width > 1)
 

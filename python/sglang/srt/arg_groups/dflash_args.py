@@ -41,12 +41,6 @@ DEFAULT_MAX_RUNNING_REQUESTS = 48
 # (ServerArgs field, value that is fine, what to tell the user)
 _NOT_SUPPORTED = (
     ("pp_size", 1, "pipeline parallelism (--pp-size)"),
-    (
-        "attn_dp_size",
-        1,
-        "DP attention (--enable-dp-attention): SGLang's built-in DFLASH does on CUDA, with SGLANG_PLUGINS=none and "
-        "--enable-dp-lm-head; --dp-size alone makes replicas, here too",
-    ),
     ("attn_cp_size", 1, "context parallelism (--attn-cp-size)"),
     ("grammar_backend", (None, "xgrammar", "llguidance", "none"), "--grammar-backend: only xgrammar, llguidance, none roll back"),
     ("enable_lora", (None, False), "LoRA adapters (--enable-lora)"),
@@ -165,6 +159,7 @@ def resolve_dflash_args(server_args: Any) -> None:
     if isinstance(draft, PEagleDraftConfig):
         _check_peagle(args, draft, block_size)
     _check_recurrent_target(args, server_args, target_config, block_size, adaptive is not None)
+    check_dp_attention(args, adaptive is not None)
     declare_resolution(
         server_args,
         SOURCE,
@@ -297,6 +292,29 @@ def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
     return block_size
 
 
+def check_dp_attention(args: Any, is_adaptive: bool) -> None:
+    """Raises ValueError naming everything that does not go with DP attention."""
+    from sglang.srt.environ import envs
+
+    if args.attn_dp_size == 1:
+        return
+    if not args.enable_dp_lm_head:
+        raise ValueError(
+            "DFLASH with DP attention (--enable-dp-attention) needs --enable-dp-lm-head: the draft borrows the target's head, "
+            "which is otherwise split over ranks that have other requests."
+        )
+    coordinates = envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
+    not_supported = (
+        (is_adaptive, "--speculative-adaptive: each rank would choose a width of its own, and exchange rows of another number"),
+        (args.enable_mixed_chunk, "--enable-mixed-chunk"),
+        (args.disaggregation_mode != "null", "--disaggregation-mode"),
+        (coordinates, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION: all ranks prefill or verify, none does the one beside the other"),
+    )
+    found = [description for is_asked_for, description in not_supported if is_asked_for]
+    if found:
+        raise ValueError("DFLASH with DP attention (--enable-dp-attention) does not support:\n  - " + "\n  - ".join(found))
+
+
 def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int) -> None:
     if args.speculative_draft_window_size is not None:
         raise ValueError("P-EAGLE does not support --speculative-draft-window-size.")
@@ -322,6 +340,8 @@ def _check_recurrent_target(
         raise ValueError("--disaggregation-mode does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
     if is_adaptive:
         raise ValueError("--speculative-adaptive does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
+    if args.attn_dp_size > 1:
+        raise ValueError("--enable-dp-attention does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
     if args.disable_radix_cache:
         return
     if args.enable_mixed_chunk and (args.page_size or 1) > 1:

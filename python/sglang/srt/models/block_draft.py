@@ -7,6 +7,7 @@ import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
 from torch import nn
 
@@ -38,6 +39,7 @@ class BlockDraftModel(nn.Module):
         self.config = config
         self.draft = draft
         self.mask_token_id = draft.mask_token_id
+        self.num_ranks = get_parallel().tp_size  # with DP attention fewer than where a weight update comes in
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.fc = ReplicatedLinear(
             draft.aux_width,

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
-from sglang.srt.runtime_context import get_parallel
 
 from sglang_dflash.srt.configs.draft_tensors import d2t_problems, is_ignored, tensor_problems
 
@@ -30,7 +29,7 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     if not model.draft.has_own_vocabulary:
         tensors.pop("d2t", None)  # the identity
     if model.norm.weight.is_cpu:
-        _pad_to_rounded_width(tensors, model.config.intermediate_size)
+        _pad_to_rounded_width(tensors, model.config.intermediate_size, model.num_ranks)
     # SGLang's loaders cut or pad a tensor of another size rather than refuse it.
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     problems = tensor_problems(model.config, model.draft, shapes)
@@ -47,10 +46,10 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     return set(params)
 
 
-def _pad_to_rounded_width(tensors: dict[str, torch.Tensor], inner: int) -> None:
+def _pad_to_rounded_width(tensors: dict[str, torch.Tensor], inner: int, ranks: int) -> None:
     """On a CPU SGLang rounds a config's `intermediate_size` up, to 32 for each rank: the MLP gets rows of zeros, which add
     nothing."""
-    rounding = 32 * get_parallel().tp_size
+    rounding = 32 * ranks
     of_width = {}  # name -> (dimension that is as long as the MLP is wide, its length)
     for name, tensor in tensors.items():
         if ".mlp." in name and tensor.ndim == 2:

@@ -90,8 +90,9 @@ AT_LOAD = (
         kind="entry",
         key="torch_native",
         signature=None,
-        why="torch_native knows no TARGET_VERIFY, non-causal block, sinks, soft cap or MLA, and reads windowed layers at the "
-        "wrong slots; ours is built where that matters, SGLang's elsewhere. The name stays, the engine keys on it",
+        why="torch_native knows no TARGET_VERIFY, non-causal block, sinks, soft cap or MLA, no batches padded for DP attention, "
+        "and reads windowed layers at the wrong slots; ours is built where that matters, SGLang's elsewhere. The name stays, "
+        "the engine keys on it",
         build=hooks.cpu_attention,
         cpu_only=True,
     ),

@@ -246,6 +246,11 @@ class DFlashVerifyInput(SpecInput):
     custom_mask: torch.Tensor | None = None
     ragged_verify_layout: Any = None  # of algorithms whose requests verify different numbers of tokens
 
+    @classmethod
+    def of_target(cls, width: int, tokens: torch.Tensor, positions: torch.Tensor) -> "DFlashVerifyInput":
+        """Of a forward that verifies `width` slots of each block. tokens, positions: [bs * width] int64."""
+        return cls(width, CaptureHiddenMode.FULL, draft_token=tokens, positions=positions)
+
     def __post_init__(self):
         super().__init__(spec_input_type=SpecInputType.DFLASH_VERIFY)
         self.num_tokens_per_req = self.draft_token_num

@@ -11,6 +11,7 @@ n + a + 1, and draft KV for n..n+a comes from the aux hidden states of this step
 import logging
 
 import torch
+from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -18,7 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import GrammarTree, draft_pp_context
+from sglang.srt.speculative.spec_utils import GrammarTree
 
 from sglang_dflash.kernels.ops.speculative.accept import Acceptance, accept_greedy, settle
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
@@ -32,13 +33,9 @@ from sglang_dflash.srt.speculative.constraints import constrain
 from sglang_dflash.srt.speculative.copy_ahead.drafter import CopyAhead
 from sglang_dflash.srt.speculative.copy_ahead.outcomes import Outcomes
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput, Prompts
-from sglang_dflash.srt.speculative.dflash_utils import (
-    PhaseClock,
-    check_kv_budget,
-    check_target_model,
-    has_room_for_draft_graphs,
-)
+from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_kv_budget, check_target_model
 from sglang_dflash.srt.speculative.disaggregation import arrivals
+from sglang_dflash.srt.speculative.dp_attention import DraftRanks, keep_in_step, run_idle
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.dflash2 import DFlash2Drafter
@@ -76,7 +73,9 @@ class DFlashWorker(BaseSpecWorker):
         # Read by SGLang's metrics.
         self.speculative_num_steps = spec.speculative_num_steps
         self.speculative_num_draft_tokens = self.verify_width
-        with draft_pp_context():
+        self._ranks = DraftRanks()
+        self.draft_parallel_layout = self._ranks.layout  # by which SGLang sizes the draft's KV
+        with self._ranks.as_draft():
             self._draft_worker = TpModelWorker(
                 server_args=server_args,
                 gpu_id=gpu_id,
@@ -91,15 +90,15 @@ class DFlashWorker(BaseSpecWorker):
         check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
         checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
         draft_model.prepare_mask(target_worker.tokenizer, read_mask_embedding(*checkpoint))
-        drafter = _DRAFTERS[type(draft_model)]
-        self._drafter = drafter(self._draft_worker.model_runner, target_runner.model, self.verify_width)
+        drafter = _DRAFTERS[type(draft_model)](self._draft_worker.model_runner, target_runner.model, self.verify_width)
+        self._drafter = self._ranks.place(drafter, target_runner.model)
         self._rejection_rule = None
         if spec.speculative_use_rejection_sampling:
             by_block = spec.speculative_use_block_verification
             self._rejection_rule = accept_by_block_verification if by_block else accept_by_rejection
         # Ranks that disagree on one token hang at the next collective: what was chosen, rank 0 chooses for all of them.
         # (SGLANG_SPEC_TP_SYNC says where; nothing happens with one rank.)
-        self._tp_sync = SpecTpSync(get_parallel().tp_group)
+        self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._simulated = SimulatedAcceptance.from_environment()
         self._clock = PhaseClock.from_environment()
         self._metrics = DFlashMetrics.from_server(self.verify_width - 1)
@@ -109,7 +108,7 @@ class DFlashWorker(BaseSpecWorker):
         logger.info(
             "sglang-dflash %s with %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
             type(self).__name__,
-            drafter.__name__,
+            type(drafter).__name__,
             self.verify_width,
             draft_model.draft.num_hidden_layers,
             list(draft_model.draft.target_layer_ids),
@@ -127,7 +126,8 @@ class DFlashWorker(BaseSpecWorker):
     def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
         # Without a request table given, the draft's runner makes one of its own.
         table = None if self._drafter.has_own_table else req_to_token_pool
-        super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
+        with self._ranks.as_draft():
+            super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
         target_runner = self._target_worker.model_runner
         check_kv_budget(target_runner, self._draft_worker.model_runner)
         self._drafter.attach_pools(target_runner)
@@ -136,14 +136,14 @@ class DFlashWorker(BaseSpecWorker):
         self._penalties = Penalties(pool_size, target_runner.model_config.vocab_size, self.device)
 
     def init_attention_backends(self):
-        with draft_pp_context(), self._draft_width():
+        with self._ranks.as_draft(), self._draft_width():
             super().init_attention_backends()
         self._target_states = states_of(self._target_worker, self.verify_width)
 
     def init_cuda_graphs(self):
         # Where nothing is ever drafted there is nothing to capture.
-        captures = self.verify_width > 1 and has_room_for_draft_graphs(self._tp_sync, self.device, self._gpu_id)
-        with draft_pp_context(), self._draft_width():
+        captures = self.verify_width > 1 and self._ranks.may_capture(self._tp_sync, self.device, self._gpu_id)
+        with self._ranks.as_draft(), self._draft_width():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
         settings = AdaptiveSettings.from_environment()
         if settings is not None:
@@ -158,15 +158,16 @@ class DFlashWorker(BaseSpecWorker):
         result = super().prewarm_sampling()
         if self._rejection_rule is not None and self.device == "cuda" and self.verify_width > 1:
             runner = self._target_worker.model_runner
-            prewarm_probabilistic_step(
-                self._draft_worker.model_runner.model,
-                runner.model_config.hidden_size,
-                runner.max_running_requests,
-                self.verify_width,
-                runner.model_config.vocab_size,
-                runner.model_config.dtype,
-                self.device,
-            )
+            with self._ranks.as_draft():
+                prewarm_probabilistic_step(
+                    self._draft_worker.model_runner.model,
+                    runner.model_config.hidden_size,
+                    runner.max_running_requests,
+                    self.verify_width,
+                    runner.model_config.vocab_size,
+                    runner.model_config.dtype,
+                    self.device,
+                )
         return result
 
     def _draft_width(self):
@@ -207,12 +208,14 @@ class DFlashWorker(BaseSpecWorker):
     def forward_batch_generation(
         self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None
     ) -> GenerationBatchResult:
-        """Called once per scheduler step with a prefill, mixed, or decode batch."""
+        """Called once per scheduler step with a prefill, mixed, decode or, with DP attention, idle batch."""
+        if batch.forward_mode.is_idle():
+            return run_idle(batch, self._target_worker, self.verify_width)
         if batch.sampling_info is not None and batch.sampling_info.sampling_seed is not None:
             # SGLang seeds a draw with the token's rank if some request of the batch filters, else with its id. Always by
             # rank, it does not depend on the others.
             batch.sampling_info.need_top_k_sampling = True
-        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+        if batch.forward_mode.is_extend():
             return self._prefill(batch, on_publish, grammar_barrier)
         return self._decode(batch, on_publish, grammar_barrier)
 
@@ -322,12 +325,7 @@ class DFlashWorker(BaseSpecWorker):
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.seq_lens_cpu = cycle.host_lens
         batch.seq_lens_sum = int(cycle.host_lens.sum())
-        batch.spec_info = DFlashVerifyInput(
-            draft_token_num=cycle.width,
-            capture_hidden_mode=CaptureHiddenMode.FULL,
-            draft_token=tokens,
-            positions=cycle.positions.flatten(),
-        )
+        batch.spec_info = DFlashVerifyInput.of_target(cycle.width, tokens, cycle.positions.flatten())
         self._target_states.begin_verify(batch)
         forward_batch = ForwardBatch.init_new(
             batch,
@@ -337,6 +335,7 @@ class DFlashWorker(BaseSpecWorker):
             kv_loc_plan=cycle.kv_loc_plan,
             write_cols=cycle.write_cols,
         )
+        keep_in_step(forward_batch)
         return self._target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
     def _draws_drafts(self, batch) -> bool:

@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_parallel
 from torch.nn.functional import scaled_dot_product_attention
 
 # Queries a request up to which repeating a mask is cheaper than repeating KV.
@@ -111,6 +112,11 @@ def cuts_by_length(lengths: list[int], cost: int) -> list[int]:
 
 class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
     """`torch_native`, able to run verify chains and draft blocks, and every layer option named above."""
+
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """What SGLang's DP attention, which asks for no graph, takes as the length of requests that pad a batch. Theirs is
+        row 0 of the request table."""
+        return 1
 
     def init_forward_metadata(self, forward_batch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -230,7 +236,7 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
 
 
 def create_cpu_attention(runner) -> TorchNativeAttnBackend:
-    """The `torch_native` backend of a model runner: ours with DFLASH, and for a model that SGLang's gets wrong."""
+    """The `torch_native` backend of a model runner: ours with DFLASH, and for what SGLang's gets wrong or cannot do."""
     if runner.spec_algorithm.is_dflash() or runner.use_mla_backend or _is_beyond_stock(runner):
         from sglang_dflash.srt.plugins.install import install_at_cpu_attention
 
@@ -240,8 +246,9 @@ def create_cpu_attention(runner) -> TorchNativeAttnBackend:
 
 
 def _is_beyond_stock(runner) -> bool:
-    """Whether a layer caps its logits or has sinks, or reads a pool of its own, which SGLang's reads at the wrong slots."""
-    if isinstance(runner.token_to_kv_pool, SWAKVPool):
+    """Whether a layer caps its logits or has sinks, or reads a pool of its own, which SGLang's reads at the wrong slots; or
+    batches are padded, as with DP attention."""
+    if isinstance(runner.token_to_kv_pool, SWAKVPool) or get_parallel().attn_dp_enabled:
         return True
     sinks = ("sinks", "attention_sink_bias")
     return any(

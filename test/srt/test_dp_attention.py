@@ -1,0 +1,203 @@
+"""DP attention (`--enable-dp-attention --enable-dp-lm-head`): ranks with requests of their own that run the target's MLPs
+together, on two ranks over loopback.
+
+Which rank gets a request, and what the other one does meanwhile, must not be seen in its answer, nor in its cycles.
+"""
+
+import re
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from conftest import FLOAT32, Reference, assert_same
+from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments
+from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
+
+from sglang_dflash.srt.arg_groups.dflash_args import check_dp_attention
+from sglang_dflash.srt.speculative import dp_attention
+from sglang_dflash.srt.speculative.dp_attention import DraftRanks, PlacedDrafter, keep_in_step
+
+DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head")
+DRAWN = ("--speculative-draft-sample-method", "probabilistic")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return some_prompts()
+
+
+def uneven(prompts: list[list[int]]) -> list[dict]:
+    """Requests of which some end long before others; every sixth under a grammar."""
+    requests = [greedy(ids, max_new_tokens=(8, 40, 17, 64)[number % 4]) for number, ids in enumerate(prompts)]
+    for number in range(0, len(requests), 6):
+        grammar = GRAMMARS[number // 6 % len(GRAMMARS)]
+        requests[number] = greedy(prompts[number], ignore_eos=False, **grammar)
+    return requests
+
+
+def serve_staggered(server: Server, requests: list[dict], at_once: int, pause_s: float = 0.12) -> list[dict]:
+    """`at_once` at a time, begun one after the other, so that prompts arrive while others are verified."""
+    answers: list[Any] = [None] * len(requests)
+    room = threading.Semaphore(at_once)
+
+    def ask(number: int) -> None:
+        with room:
+            answers[number] = server.generate(**requests[number])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(requests))]
+    for thread in threads:
+        thread.start()
+        time.sleep(pause_s if at_once > 1 else 0)
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def ranks_that_decoded(log: str) -> set[str]:
+    return set(re.findall(r"DP(\d)[^\n]*Decode batch", log))
+
+
+@pytest.mark.server
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["DFlash", "P-EAGLE"])
+def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prompts):
+    requests = uneven(prompts)
+    penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
+    arguments = [*FLOAT32, *dflash_arguments(PEAGLE_DRAFT if kind == "P-EAGLE" else DRAFT), *DRAWN]
+    server = servers.get(*arguments)
+    alone, alone_penalized = server.generate_many(requests, 8), server.generate_many(penalized, 8)
+    assert_same(requests, alone, reference.answers(requests))
+
+    server = servers.get(*arguments, *DP_ATTENTION)
+    for at_once in (1, 3, 8):
+        server.flush_cache()
+        before = len(server.log())
+        few = requests[: 12 if at_once == 1 else len(requests)]
+        answers = serve_staggered(server, few, at_once)
+        assert_same(few, answers, reference.answers(few))
+        expected = cycles(alone[: len(few)])
+        assert abs(cycles(answers) - expected) <= max(1, NEARLY_SAME * expected), at_once
+        assert ranks_that_decoded(server.log()[before:]) == {"0", "1"}
+    server.flush_cache()
+    answers = server.generate_many(penalized, 5)
+    assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in alone_penalized]
+    check_samples(server, reference, prompts)
+    check_abort(server, reference, requests)
+
+
+def check_abort(server: Server, reference: Reference, requests: list[dict]) -> None:
+    """A request is aborted while both ranks have some, then the one that is left is; nothing is left behind."""
+    endless = {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}
+    cut: dict[str, dict] = {}
+
+    def ask(rid: str) -> None:
+        cut[rid] = server.generate(rid=rid, input_ids=requests[0]["input_ids"], sampling_params=endless)
+
+    threads = [threading.Thread(target=ask, args=(rid,)) for rid in ("first", "second", "third")]
+    for thread in threads:
+        thread.start()
+    time.sleep(1)
+    for rid, thread in zip(("first", "second", "third"), threads):
+        server.post("/abort_request", {"rid": rid})
+        thread.join(timeout=30)
+        assert cut[rid]["meta_info"]["finish_reason"]["type"] == "abort"
+    server.flush_cache()
+    assert_same(requests[:8], server.generate_many(requests[:8], 8), reference.answers(requests[:8]))
+    server.flush_cache()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def arguments_of(**changes) -> SimpleNamespace:
+    fields = {"attn_dp_size": 2, "enable_dp_lm_head": True, "enable_mixed_chunk": False, "disaggregation_mode": "null"}
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def test_plain_dp_attention_is_served():
+    check_dp_attention(arguments_of(), is_adaptive=False)
+
+
+def test_without_dp_attention_nothing_is_asked():
+    arguments = arguments_of(attn_dp_size=1, enable_dp_lm_head=False, enable_mixed_chunk=True)
+    check_dp_attention(arguments, is_adaptive=True)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"enable_dp_lm_head": False}, "needs --enable-dp-lm-head"),
+        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
+    ],
+)
+def test_refused_with_dp_attention(changes, words):
+    with pytest.raises(ValueError, match=words):
+        check_dp_attention(arguments_of(**changes), is_adaptive=False)
+
+
+def test_all_that_is_refused_is_named(monkeypatch):
+    monkeypatch.setenv("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", "1")
+    with pytest.raises(ValueError) as refused:
+        check_dp_attention(arguments_of(enable_mixed_chunk=True), is_adaptive=True)
+    for words in ("--speculative-adaptive", "--enable-mixed-chunk", "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"):
+        assert words in str(refused.value)
+
+
+# -- the parts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("requests, may_replay", [(None, True), ([2, 1], True), ([2, 0], False)])
+def test_no_rank_replays_a_graph_beside_an_idle_one(requests, may_replay):
+    forward = SimpleNamespace(original_global_num_tokens_cpu=requests, can_run_decode_cuda_graph=True)
+    keep_in_step(forward)
+    assert forward.can_run_decode_cuda_graph == may_replay
+
+
+@pytest.mark.parametrize("in_prefill", [True, False])
+def test_an_idle_rank_takes_part_in_the_others_forward(in_prefill, monkeypatch):
+    """With their number of rows per request, without sampling, and with nothing to show for it."""
+    forward = SimpleNamespace(original_global_num_tokens_cpu=[0, 3], can_run_decode_cuda_graph=True)
+    monkeypatch.setattr(dp_attention.ForwardBatch, "init_new", lambda batch, runner, **_: forward)
+    target_worker = MagicMock(device="cpu")
+    batch = SimpleNamespace(is_extend_in_batch=in_prefill, spec_info=None)
+    result = dp_attention.run_idle(batch, target_worker, verify_width=8)
+    target_worker.forward_batch_generation.assert_called_once_with(batch=None, forward_batch=forward, is_verify=True)
+    assert not forward.can_run_decode_cuda_graph
+    assert batch.spec_info is None if in_prefill else batch.spec_info.num_tokens_per_req == 8
+    empty = result.next_token_ids, result.accept_lens, result.new_seq_lens, result.next_draft_input.bonus_tokens
+    assert [tensor.numel() for tensor in empty] == [0, 0, 0, 0]
+
+
+def ranks(tp_group: object | None, attn_tp_size: int = 1) -> DraftRanks:
+    ranks = DraftRanks.__new__(DraftRanks)
+    ranks.layout = SimpleNamespace(tp_group=tp_group, local_dp=tp_group is not None, attn_tp_size=attn_tp_size)
+    return ranks
+
+
+def target(embedding: object, head: object) -> SimpleNamespace:
+    return SimpleNamespace(get_input_embeddings=lambda: embedding, lm_head=head)
+
+
+def test_a_head_split_over_all_ranks_cannot_be_borrowed():
+    whole, split = SimpleNamespace(tp_size=1), SimpleNamespace(tp_size=2)
+    drafter = SimpleNamespace(block_width=7)
+    placed = ranks("two").place(drafter, target(object(), whole))
+    assert isinstance(placed, PlacedDrafter) and placed.block_width == 7
+    with pytest.raises(ValueError, match="LM head is split over all ranks"):
+        ranks("two").place(drafter, target(whole, split))
+    with pytest.raises(ValueError, match="embedding is split over all ranks"):
+        ranks("two").place(drafter, target(split, whole))
+
+
+def test_a_draft_on_fewer_ranks_has_no_graphs():
+    assert not ranks("two").may_capture(None, "cpu", 0)
+    assert ranks(None).may_capture(None, "cpu", 0)
+
+
+def test_without_dp_attention_a_drafter_stays_as_it_is():
+    drafter, split = SimpleNamespace(), SimpleNamespace(tp_size=2)
+    assert ranks(None, attn_tp_size=2).place(drafter, target(split, split)) is drafter
