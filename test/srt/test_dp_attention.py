@@ -4,7 +4,9 @@ together, on two ranks over loopback.
 Which rank gets a request, and what the other one does meanwhile, must not be seen in its answer, nor in its cycles.
 """
 
+import contextlib
 import re
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -27,6 +29,17 @@ DRAWN = ("--speculative-draft-sample-method", "probabilistic")
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     return some_prompts()
+
+
+@pytest.fixture(scope="module")
+def dp_attention_arguments() -> list[str]:
+    """With an address of its own: SGLang's choice is among the ports that the system hands out to anybody."""
+    for first in range(20_000, 30_000, 16):
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + 16):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return [*DP_ATTENTION, "--dist-init-addr", f"127.0.0.1:{first}"]
+    raise RuntimeError("no 16 free ports in a row")
 
 
 def uneven(prompts: list[list[int]]) -> list[dict]:
@@ -63,7 +76,7 @@ def ranks_that_decoded(log: str) -> set[str]:
 @pytest.mark.server
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["DFlash", "P-EAGLE"])
-def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prompts):
+def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prompts, dp_attention_arguments):
     requests = uneven(prompts)
     penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
     arguments = [*FLOAT32, *dflash_arguments(PEAGLE_DRAFT if kind == "P-EAGLE" else DRAFT), *DRAWN]
@@ -71,7 +84,7 @@ def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prom
     alone, alone_penalized = server.generate_many(requests, 8), server.generate_many(penalized, 8)
     assert_same(requests, alone, reference.answers(requests))
 
-    server = servers.get(*arguments, *DP_ATTENTION)
+    server = servers.get(*arguments, *dp_attention_arguments)
     for at_once in (1, 3, 8):
         server.flush_cache()
         before = len(server.log())
