@@ -126,12 +126,13 @@ def check_abort(server: Server, reference: Reference, requests: list[dict]) -> N
 
 
 def arguments_of(**changes) -> SimpleNamespace:
-    fields = {"attn_dp_size": 2, "enable_dp_lm_head": True, "enable_mixed_chunk": False, "disaggregation_mode": "null"}
-    return SimpleNamespace(**{**fields, **changes})
+    fields = {"device": "cpu", "tp_size": 2, "attn_dp_size": 2, "enable_dp_lm_head": True, "enable_mixed_chunk": False}
+    return SimpleNamespace(**{**fields, "disaggregation_mode": "null", **changes})
 
 
 def test_plain_dp_attention_is_served():
     check_dp_attention(arguments_of(), is_adaptive=False)
+    check_dp_attention(arguments_of(device="cuda", tp_size=4), is_adaptive=False)
 
 
 def test_without_dp_attention_nothing_is_asked():
@@ -145,6 +146,7 @@ def test_without_dp_attention_nothing_is_asked():
         ({"enable_dp_lm_head": False}, "needs --enable-dp-lm-head"),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
+        ({"tp_size": 4}, "--tp-size beyond --dp-size on a CPU"),
     ],
 )
 def test_refused_with_dp_attention(changes, words):

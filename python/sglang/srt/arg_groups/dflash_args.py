@@ -303,12 +303,14 @@ def check_dp_attention(args: Any, is_adaptive: bool) -> None:
             "DFLASH with DP attention (--enable-dp-attention) needs --enable-dp-lm-head: the draft borrows the target's head, "
             "which is otherwise split over ranks that have other requests."
         )
+    shares_requests = args.tp_size > args.attn_dp_size
     coordinates = envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
     not_supported = (
-        (is_adaptive, "--speculative-adaptive: each rank would choose a width of its own, and exchange rows of another number"),
+        (is_adaptive, "--speculative-adaptive: each rank would choose a width of its own"),
         (args.enable_mixed_chunk, "--enable-mixed-chunk"),
+        (args.device == "cpu" and shares_requests, "--tp-size beyond --dp-size on a CPU, where SGLang cannot gather logits"),
         (args.disaggregation_mode != "null", "--disaggregation-mode"),
-        (coordinates, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION: all ranks prefill or verify, none does the one beside the other"),
+        (coordinates, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION: all ranks prefill, or all verify"),
     )
     found = [description for is_asked_for, description in not_supported if is_asked_for]
     if found:
