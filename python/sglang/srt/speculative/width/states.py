@@ -44,7 +44,7 @@ class WidthStates:
                 cuda_graph_runner_for_draft_extend=None,
             )
         )
-        self._has_graphs = bool(captured_sizes(self._runner))
+        self._has_graphs = captured_sizes(self._runner) != []
         self._controller.init_states()
 
     def apply(self, width: int, num_requests: int) -> None:
