@@ -20,6 +20,8 @@ import sys
 from types import SimpleNamespace
 
 import torch
+import sglang.srt.runtime_context as context
+context.get_parallel = lambda: SimpleNamespace(attn_dp_enabled=False)  # no server has said it yet
 from sglang.srt.plugins import load_plugins
 load_plugins()
 import sglang.srt.managers.scheduler as scheduler
@@ -36,7 +38,7 @@ def torch_native(algorithm):
         use_mla_backend=False,
         model=torch.nn.Linear(1, 1),
         spec_algorithm=SpeculativeAlgorithm.from_string(algorithm),
-        server_args=SimpleNamespace(disaggregation_mode="null", enable_dp_attention=False),
+        server_args=SimpleNamespace(disaggregation_mode="null"),
     )
     return type(ATTENTION_BACKENDS["torch_native"](runner)).__module__
 

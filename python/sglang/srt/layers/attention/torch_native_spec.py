@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_parallel
 from torch.nn.functional import scaled_dot_product_attention
 
 # Queries a request up to which repeating a mask is cheaper than repeating KV.
@@ -247,7 +248,7 @@ def create_cpu_attention(runner) -> TorchNativeAttnBackend:
 def _is_beyond_stock(runner) -> bool:
     """Whether a layer caps its logits or has sinks, or reads a pool of its own, which SGLang's reads at the wrong slots; or
     batches are padded, as with DP attention."""
-    if isinstance(runner.token_to_kv_pool, SWAKVPool) or runner.server_args.enable_dp_attention:
+    if isinstance(runner.token_to_kv_pool, SWAKVPool) or get_parallel().attn_dp_enabled:
         return True
     sinks = ("sinks", "attention_sink_bias")
     return any(
