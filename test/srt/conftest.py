@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import math
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import TARGET, Server, Start, serve, start_cold, stop
+from serving import TARGET, Server, Start, importing, serve, start_cold, stop
 from warm_start import Nursery
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
@@ -120,7 +119,7 @@ def run_to_end(
 def patched(name: str) -> dict[str, str]:
     """The environment of a server with a change of server_patches/ made to it."""
     folder = Path(__file__).parent / "server_patches"
-    return {"SERVER_PATCH": name, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    return {"SERVER_PATCH": name, **importing(folder)}
 
 
 class Reference:

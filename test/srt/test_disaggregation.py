@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 import pytest
 from conftest import ENVIRONMENT, FLOAT32, assert_same, patched, warm_start
-from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts, serve
-from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy
-from tokenizers import Tokenizer
+from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, serve
+from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy, some_prompts
 
 pytestmark = [
     pytest.mark.server,
@@ -81,9 +80,7 @@ def pair_of(
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    texts = [prompt["text"] for prompt in heldout_prompts() if 5 <= prompt["num_tokens"] <= 300]
-    return [tokenizer.encode(text).ids for text in texts[::4][:24]]
+    return some_prompts()[:24]
 
 
 @pytest.mark.parametrize("draft", [pytest.param(DRAFT, id="dflash"), pytest.param(PEAGLE_DRAFT, id="peagle", marks=pytest.mark.long)])

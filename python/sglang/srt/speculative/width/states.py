@@ -44,7 +44,6 @@ class WidthStates:
                 cuda_graph_runner_for_draft_extend=None,
             )
         )
-        self._has_graphs = captured_sizes(self._runner) != []
         self._controller.init_states()
 
     def apply(self, width: int, num_requests: int) -> None:
@@ -84,7 +83,7 @@ class WidthStates:
                     backend = runner._get_attention_backend(init_new_workspace=True)
                 finally:
                     runner.init_new_workspace = workspace
-                if self._has_graphs:
+                if captured_sizes(runner):  # the whole block's
                     graphs = runner._decode_cuda_graph_runner_cls()(
                         runner, attn_backend=backend, speculative_num_draft_tokens=speculative_num_draft_tokens
                     )
