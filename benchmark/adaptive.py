@@ -1,12 +1,12 @@
 """Is adaptive speculation ever slower than the best fixed width, or than none? On the bundled target, in one run.
 
     python benchmark/adaptive.py                                   # everything: about an hour on two cores
-    python benchmark/adaptive.py --cases trained random --concurrency 1 16 --starts 1
+    python benchmark/adaptive.py --cases trained random --concurrency 1 16 --rounds 20
 
 For each draft two servers: one without speculation, and an adaptive one, which a switch in a file holds at a fixed verify width for a
 while (width_switch/sitecustomize.py): the draft fills its block and so many of its tokens are verified. So all widths are measured in
-one process, in slices of seconds that take turns. Where a process happens to lie in memory makes as much as 10 % here: both servers
-are started anew several times, and a cell is the median of what each round says.
+one process, in slices of seconds that take turns and serve the same requests, and a cell is the median of what the rounds say. The
+schedulers count the time and tokens of their decode steps: how a slice's prompts happen to arrive is not what is asked here.
 
 Writes benchmark/results/adaptive.md and .json.
 """
@@ -14,6 +14,7 @@ Writes benchmark/results/adaptive.md and .json.
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import shlex
@@ -88,12 +89,13 @@ CASES = {
 
 @dataclass
 class Cell:
-    """A draft at one concurrency. speeds: output tokens/s of each round, by what was served: "none", a number of drafted tokens
-    verified, "adaptive". widths: adaptive cycles per verify width."""
+    """A draft at one concurrency. speeds: tokens per second of decoding in each round, by what was served: "none", a number of
+    drafted tokens verified, "adaptive". with_prompts: the same, prefills' time counted. widths: adaptive cycles per verify width."""
 
     case: str
     concurrency: int
     speeds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SERVED})
+    with_prompts: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SERVED})
     widths: Counter = field(default_factory=Counter)
 
     def speed(self, name: str) -> float:
@@ -103,9 +105,9 @@ class Cell:
     def best_fixed(self) -> str:
         return max(map(str, STEPS), key=self.speed)
 
-    def ratios(self, name: str) -> list[float]:
-        """Adaptive to that, round by round."""
-        return [ours / theirs for ours, theirs in zip(self.speeds[ADAPTIVE], self.speeds[name], strict=True)]
+    def took(self, name: str, slice_: "Slice") -> None:
+        self.speeds[name].append(slice_.tokens / slice_.decode_seconds)
+        self.with_prompts[name].append(slice_.tokens / (slice_.decode_seconds + slice_.prefill_seconds))
 
 
 class Servers:
@@ -116,13 +118,13 @@ class Servers:
         self._switch = folder / "width"
         self._switch.touch()
         common = ["--model-path", TARGET, "--sleep-on-idle", "--random-seed", "1", "--max-total-tokens", "32768", "--dtype", args.dtype]
-        threads = {"OMP_NUM_THREADS": str(args.threads)}
         steps = folder / "steps.json"
         steps.write_text(json.dumps({"candidate_steps": STEPS}))
         adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", steps]
         flags = [*dflash_arguments(case.draft(folder)), *case.flags, *adaptive]
-        env = {**threads, **importing(ROOT / "benchmark" / "width_switch"), "WIDTH_SWITCH": str(self._switch)}
-        self._plain = stack.enter_context(serve(*common, env=threads))
+        switch = {**importing(ROOT / "benchmark" / "width_switch"), "WIDTH_SWITCH": str(self._switch)}
+        env = {"OMP_NUM_THREADS": str(args.threads), **switch}
+        self._plain = stack.enter_context(serve(*common, env=env))
         self._ours = stack.enter_context(serve(*common, *flags, env=env))
 
     def serving(self, name: str) -> Server:
@@ -133,19 +135,32 @@ class Servers:
         return self._ours
 
     def widths(self) -> Counter:
-        [state, *_] = self._ours.get("/server_info")["internal_states"]
-        return Counter(state["speculative_width"]["cycles_per_width"])
+        return Counter(_state(self._ours)["speculative_width"]["cycles_per_width"])
 
 
-def measure(server: Server, prompts: list[str], concurrency: int, case: Case, args) -> float:
-    """Output tokens per second of a fixed set of requests."""
+def _state(server: Server) -> dict:
+    [state, *_] = server.get("/server_info")["internal_states"]
+    return state
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A set of requests served to its end: tokens that decode steps brought, and the scheduler's time in them and in prefills."""
+
+    tokens: int
+    decode_seconds: float
+    prefill_seconds: float
+
+
+def measure(server: Server, prompts: list[str], concurrency: int, case: Case, args) -> Slice:
     server.flush_cache()
     params = {"temperature": case.temperature, "max_new_tokens": args.new_tokens, "ignore_eos": True}
     asked = [{"text": text, "sampling_params": params} for text in prompts]
-    began = time.perf_counter()
-    answers = server.generate_many(asked, concurrency)
-    seconds = time.perf_counter() - began
-    return sum(answer["meta_info"]["completion_tokens"] for answer in answers) / seconds
+    before = _state(server)["busy"]
+    server.generate_many(asked, concurrency)
+    server.flush_cache()  # when it is idle
+    busy = {name: value - before[name] for name, value in _state(server)["busy"].items()}
+    return Slice(busy["decode_tokens"], busy["decode_seconds"], busy["prefill_seconds"])
 
 
 def run(case: Case, args, say: Callable[[str], None]) -> list[Cell]:
@@ -164,7 +179,7 @@ def run(case: Case, args, say: Callable[[str], None]) -> list[Cell]:
                     for name in SERVED if number % 2 == 0 else SERVED[::-1]:
                         server = servers.serving(name)
                         before = servers.widths()
-                        cell.speeds[name].append(measure(server, texts, n, case, args))
+                        cell.took(name, measure(server, texts, n, case, args))
                         if name == ADAPTIVE:
                             cell.widths += servers.widths() - before
                 shown = ", ".join(f"{name} {cell.speed(name):.0f}" for name in SERVED)
@@ -172,21 +187,21 @@ def run(case: Case, args, say: Callable[[str], None]) -> list[Cell]:
     return cells
 
 
-def verdict(cell: Cell, name: str) -> str:
-    """Adaptive to that: the median of the rounds and half the range of their middle half; bold below the bar."""
-    low, ratio, high = statistics.quantiles(cell.ratios(name), n=4)
-    text = f"{ratio:.2f}" if ratio >= BAR else f"**{ratio:.2f}**"
-    return f"{text} ± {(high - low) / 2:.2f}"
+def verdict(speeds: dict[str, list[float]], name: str) -> str:
+    """Adaptive to that, round by round: the median, and 1.25 standard errors of a mean, which is a median's; bold below the bar."""
+    ratios = [ours / theirs for ours, theirs in zip(speeds[ADAPTIVE], speeds[name], strict=True)]
+    ratio, error = statistics.median(ratios), 1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return (f"{ratio:.2f}" if ratio >= BAR else f"**{ratio:.2f}**") + f" ± {error:.2f}"
 
 
 def table(cells: list[Cell]) -> str:
     head = "| draft | requests | no speculation | " + " | ".join(f"{k} verified" for k in STEPS)
-    rows = [head + " | adaptive | against the best fixed | against none | adaptive cycles per width |"]
-    rows.append("|---|" + "---:|" * (len(STEPS) + 5) + "---|")
+    rows = [head + " | adaptive | against the best fixed | against none | the same with prompts | adaptive cycles per width |"]
+    rows.append("|---|" + "---:|" * (len(STEPS) + 6) + "---|")
     for cell in cells:
         speeds = " | ".join(f"{cell.speed(name):.0f}" for name in SERVED)
         widths = ", ".join(f"{w}: {count}" for w, count in sorted(cell.widths.items()))
-        of = f"{verdict(cell, cell.best_fixed)} | {verdict(cell, NONE)}"
+        of = " | ".join((verdict(cell.speeds, cell.best_fixed), verdict(cell.speeds, NONE), verdict(cell.with_prompts, NONE)))
         rows.append(f"| {cell.case} | {cell.concurrency} | {speeds} | {of} | {widths} |")
     return "\n".join(rows)
 
@@ -197,10 +212,11 @@ def page(cells: list[Cell], args, command: str) -> str:
 {date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
 sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request; servers started {args.starts} times, {args.rounds} rounds each. `{command}`.
 
-Output tokens/s, medians of all rounds. "k verified": the draft fills its block of 8 and k of its tokens are verified, 0 is plain decoding
-that writes the draft's context. Drafts: `trained` and `peagle` are the bundled ones, `weakened` has noise on every weight, `random` is noise,
-`sampled` is `trained` at temperature 1, `drawn` the same with probabilistic drafting. Ratios are taken round by round: their median, and
-half the range of the middle half of them. Bold: below {BAR}.
+Tokens per second of decode steps, medians of all rounds. "k verified": the draft fills its block of 8 and k of its tokens are verified, 0 is
+plain decoding that writes the draft's context. Drafts: `trained` and `peagle` are the bundled ones, `weakened` has noise on every weight,
+`random` is noise, `sampled` is `trained` at temperature 1, `drawn` the same with probabilistic drafting. A round serves the same requests every
+way; ratios are taken round by round: their median and its standard error. "The same with prompts": the time of prefills counted, in which
+ours also writes the draft's context. Bold: below {BAR}.
 
 {table(cells)}
 """
@@ -210,10 +226,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 48])
-    parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3, help="after each start")
+    parser.add_argument("--starts", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=6, help="after each start")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--requests-per-slot", type=int, default=2)
+    parser.add_argument("--requests-per-slot", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", help="float32 on a CPU that cannot multiply bfloat16")
     parser.add_argument("--name", default="adaptive", help="of the files in benchmark/results/")

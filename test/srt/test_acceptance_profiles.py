@@ -23,7 +23,11 @@ def test_the_arithmetic():
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("profile", BUNDLED)
+@pytest.mark.parametrize(
+    "profile",
+    # Of the speculators draft test_speculators_parity.py compares every cycle.
+    [pytest.param(name, marks=pytest.mark.long if "speculators" in name else ()) for name in BUNDLED],
+)
 def test_a_bundled_draft(profile, servers):
     """The first one through the server that the harness starts by itself."""
     servers.close()

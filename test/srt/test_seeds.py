@@ -22,7 +22,7 @@ PARAMETERS = (
 
 @pytest.fixture(scope="module")
 def requests() -> list[dict]:
-    texts = [prompt["text"] for prompt in heldout_prompts() if 5 <= prompt["num_tokens"] <= 120][:4]
+    texts = [prompt["text"] for prompt in heldout_prompts() if 5 <= prompt["num_tokens"] <= 120][:2]
     return [
         {"text": text, "sampling_params": {**parameters, "sampling_seed": seed, "max_new_tokens": 40}}
         for text, parameters, seed in itertools.product(texts, PARAMETERS, SEEDS)

@@ -141,8 +141,19 @@ def test_wrong_costs_at_start_up_are_found_out():
     for factor in (0.5, 2.0):
         cost = smooth_cost(0.3, 0.03)
         server = Simulation(cost, noise=0.1, table=lambda n, w: cost(n, w) * (factor if w > 2 else 1.0))
-        server.run(2000, GOOD, range(8))
+        server.run(2500, GOOD, range(8))
         assert server.run(500, GOOD, range(8)).speed >= 0.95 * best_speed(cost, GOOD, 8)
+
+
+@pytest.mark.parametrize("kept", [0, 7], ids=["nothing kept", "everything kept"])
+@pytest.mark.parametrize("accept_probs", [GOOD, RANDOM], ids=["good", "random"])
+def test_a_few_tokens_do_not_decide_for_many_requests(accept_probs, kept):
+    """The server's own warm-up request, say."""
+    cost = smooth_cost()
+    server = Simulation(cost)
+    for _ in range(2):
+        server.chooser.kept(np.array([0]), np.array([0]), 8, np.array([kept]))
+    assert server.run(100, accept_probs, range(48)).speed >= 0.95 * best_speed(cost, accept_probs, 48)
 
 
 def test_a_change_of_acceptance_is_followed_down_and_up():

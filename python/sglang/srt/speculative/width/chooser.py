@@ -49,16 +49,20 @@ class WidthChooser:
         num_requests, widths = len(slots), self.costs.widths
         tokens = expected_tokens(self.estimate.accept_probs(slots, modes), widths)
         seconds = self.costs.seconds(num_requests)
-        if self._standing is None:
+        is_guessed = bool(self.estimate.is_guessed(modes).any())
+        if self._standing is None or is_guessed:
             self._standing = Standing.at(best_width(tokens, seconds, self.constants.free_rows), len(widths), num_requests)
         else:
             self._standing = settle(self._standing, tokens, seconds, num_requests, self.constants, cycles)
         index = self._standing.width
+        if is_guessed and widths[index] == 1:
+            index += 1  # nothing is learned where nothing is verified
         self._exploration, probed = explore(self._exploration, index, tokens, seconds, self.constants, cycles)
         self.estimate.age(cycles)
-        self._settled = Choice(int(widths[index]), index, False, tokens, seconds)
+        choice = Choice(int(widths[index]), index, False, tokens, seconds)
+        self._settled = None if is_guessed else choice
         if probed is None:
-            return self._settled
+            return choice
         return Choice(int(widths[probed]), probed, True, tokens, seconds)
 
     def began(self, slots: np.ndarray) -> None:
