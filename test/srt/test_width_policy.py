@@ -237,6 +237,25 @@ def test_labels():
     assert is_kept.tolist() == [[0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
 
 
+def test_what_is_learned_is_the_labels():
+    """Against counting them one by one; two modes, blocks of different widths."""
+    rng = np.random.default_rng(3)
+    estimate = SurvivalEstimate(8, 5, memory=1e12)
+    seen, kept = np.zeros((2, 5)), np.zeros((2, 5))
+    for _ in range(20):
+        modes, drafted = rng.integers(0, 2, 8), int(rng.integers(1, 6))
+        accepted = rng.integers(0, drafted + 1, 8)
+        estimate.learn(np.arange(8), modes, drafted, accepted)
+        for mode, labelled, right in zip(modes, *labels(accepted, drafted, 5), strict=True):
+            seen[mode] += labelled
+            kept[mode] += labelled & right
+    for mode in range(2):
+        before = 0.7
+        for found, k in zip(estimate.averages(mode), range(5), strict=True):
+            before = (kept[mode, k] + 2 * before) / (seen[mode, k] + 2)
+            assert found == pytest.approx(before)
+
+
 def test_an_estimate_finds_the_truth_and_what_is_not_seen_is_kept():
     rng = np.random.default_rng(0)
     estimate = SurvivalEstimate(16, 7, memory=3000)

@@ -57,9 +57,8 @@ class _Own:
     def of(self, slots: np.ndarray) -> np.ndarray:
         return np.clip(self._surprise[slots] / (self._information[slots] + _OWN_PRECISION), -_OWN_LIMIT, _OWN_LIMIT)
 
-    def learn(self, slots: np.ndarray, base: np.ndarray, is_labelled: np.ndarray, is_kept: np.ndarray) -> None:
-        surprise = np.where(is_labelled, is_kept - base, 0).sum(axis=1)
-        information = np.where(is_labelled, base * (1 - base), 0).sum(axis=1)
+    def learn(self, slots: np.ndarray, surprise: np.ndarray, information: np.ndarray) -> None:
+        """What one cycle adds to S1 and S2, [n]."""
         self._surprise[slots] = _OWN_DECAY * self._surprise[slots] + surprise
         self._information[slots] = _OWN_DECAY * self._information[slots] + information
 
@@ -78,9 +77,9 @@ class SurvivalEstimate:
         self.depth = depth
         self._kept = np.zeros((len(MODES), depth))
         self._seen = np.zeros((len(MODES), depth))
-        self._averages = np.empty((len(MODES), depth))
         self._own = _Own(slots)
-        self._memory, self._forget, self._least_weight = memory, 0.5 ** (1 / forgets_after), least_weight
+        self._remember, self._forget, self._least_weight = 1 - 1 / memory, 0.5 ** (1 / forgets_after), least_weight
+        self._update()
 
     def is_guessed(self, modes: np.ndarray) -> np.ndarray:
         """Of which requests nothing is known to speak of, [n] bool: their mode has fewer labels than requests here and than
@@ -94,13 +93,17 @@ class SurvivalEstimate:
         return self._averages[mode]
 
     def _update(self) -> None:
-        before, total = np.full(len(MODES), _PRIOR), self._seen + _PRIOR_WEIGHT
-        for k in range(self.depth):
-            before = (self._kept[:, k] + _PRIOR_WEIGHT * before) / total[:, k]
-            self._averages[:, k] = before
-        np.clip(self._averages, 1e-3, 1 - 1e-3, out=self._averages)
-        doubt = _OPTIMISM * np.sqrt(self._averages * (1 - self._averages) / (self._seen + _DOUBT_WEIGHT))
-        self._hopeful = np.minimum(self._averages + doubt, 1 - 1e-3)
+        averages = []
+        for kept, seen in zip(self._kept.tolist(), self._seen.tolist()):
+            before = _PRIOR
+            for k in range(self.depth):
+                before = (kept[k] + _PRIOR_WEIGHT * before) / (seen[k] + _PRIOR_WEIGHT)
+                averages.append(before)
+        self._averages = np.clip(averages, 1e-3, 1 - 1e-3).reshape(self._seen.shape)
+        variance = self._averages * (1 - self._averages)
+        self._hopeful = np.minimum(self._averages + _OPTIMISM * np.sqrt(variance / (self._seen + _DOUBT_WEIGHT)), 1 - 1e-3)
+        # Of positions 0 .. k: what `_Own` is told of a request that kept k tokens.
+        self._expected, self._information = self._averages.cumsum(axis=1), variance.cumsum(axis=1)
 
     def accept_probs(self, slots: np.ndarray, modes: np.ndarray) -> np.ndarray:
         """a_ik of the next cycle, [n, K]. slots, modes: [n]."""
@@ -117,17 +120,15 @@ class SurvivalEstimate:
         """A cycle has verified `drafted` tokens of each of these requests and kept `accepted`, [n]."""
         if drafted == 0 or not len(slots):
             return
-        is_labelled, is_kept = labels(accepted, drafted, self.depth)
-        self._update()
-        base = self._averages[modes]
-        self._own.learn(slots, base, is_labelled, is_kept)
-        for mode in np.unique(modes):
-            of_mode = modes == mode
-            seen = is_labelled[of_mode].sum(axis=0)
-            kept = (is_labelled & is_kept)[of_mode].sum(axis=0)
-            faded = np.where(seen > 0, (1 - 1 / self._memory) ** seen, 1.0)
-            self._seen[mode] = faded * self._seen[mode] + seen
-            self._kept[mode] = faded * self._kept[mode] + kept
+        last = np.minimum(accepted, drafted - 1)  # labelled position
+        self._own.learn(slots, accepted - self._expected[modes, last], self._information[modes, last])
+        for mode in set(modes.tolist()):
+            # [k]: requests that kept k tokens or more. Those have a label at position k; those of [k + 1] kept it.
+            at_least = np.bincount(accepted[modes == mode], minlength=drafted + 1)[::-1].cumsum()[::-1]
+            seen, kept = at_least[:drafted], at_least[1:]
+            faded = self._remember**seen
+            self._seen[mode, :drafted] = faded * self._seen[mode, :drafted] + seen
+            self._kept[mode, :drafted] = faded * self._kept[mode, :drafted] + kept
 
     def age(self, cycles: int = 1) -> None:
         """Cycles have passed: the weight of what was seen fades, its average does not."""
@@ -178,7 +179,9 @@ class ConfidenceCalibration:
         x = np.clip(confidence, -self._LIMIT, self._LIMIT)
         base = self._base(modes, confidence)
         own = self._own.of(slots)[:, None]
-        self._own.learn(slots, _sigmoid(base), is_labelled, is_kept)
+        average = _sigmoid(base)
+        surprise = np.where(is_labelled, is_kept - average, 0).sum(axis=1)
+        self._own.learn(slots, surprise, np.where(is_labelled, average * (1 - average), 0).sum(axis=1))
         a = _sigmoid(base + own)
         residual, weight = np.where(is_labelled, is_kept - a, 0), np.where(is_labelled, a * (1 - a), 0)
         for mode in np.unique(modes):
