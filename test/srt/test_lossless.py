@@ -119,8 +119,8 @@ CONFIGURATIONS = (
         draft=lambda folder: PEAGLE_DRAFT,
         accept_length=(1.3, 8.0),
     ),
-    Configuration("random-draft", (), every=6, offset=0, draft=random_draft, accept_length=(1.0, 1.3)),
-    Configuration("always-wrong", (), every=6, offset=1, concurrency=4, draft=always_wrong, accept_length=(1.0, 1.01)),
+    Configuration("random-draft", (), every=12, offset=0, draft=random_draft, accept_length=(1.0, 1.3)),
+    Configuration("always-wrong", (), every=12, offset=1, concurrency=4, draft=always_wrong, accept_length=(1.0, 1.01)),
 )
 
 

@@ -177,7 +177,7 @@ def test_a_bad_start_ends_with_a_message(name, commands):
     assert not missing, f"{missing} not in the message:\n{refused.message[-3000:]}"
 
 
-@pytest.mark.parametrize("name", ["draft: two faults", "flags: LoRA", "relative draft path missing"])
+@pytest.mark.parametrize("name", ["draft: two faults", "relative draft path missing"])
 def test_a_command_line_ends_as_its_fork_does(name, commands):
     """What holds the forks above against what a user sees."""
     arguments, words = commands[name]
