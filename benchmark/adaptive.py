@@ -1,12 +1,13 @@
 """Is adaptive speculation ever slower than the best fixed width, or than none? On the bundled target, in one run.
 
-    python benchmark/adaptive.py                                   # everything: about an hour on two cores
+    python benchmark/adaptive.py                                   # everything: half an hour on two cores
     python benchmark/adaptive.py --cases trained random --concurrency 1 16 --rounds 20
 
-For each draft two servers: one without speculation, and an adaptive one, which a switch in a file holds at a fixed verify width for a
-while (width_switch/sitecustomize.py): the draft fills its block and so many of its tokens are verified. So all widths are measured in
-one process, in slices of seconds that take turns and serve the same requests, and a cell is the median of what the rounds say. The
-schedulers count the time and tokens of their decode steps: how a slice's prompts happen to arrive is not what is asked here.
+For each draft two servers: one without speculation, and an adaptive one that verifies each fixed width in turn and then chooses itself,
+each for some cycles (width_switch/sitecustomize.py): the draft fills its block and so many of its tokens are verified. So every request
+goes through every width, and neither where a process lies in memory nor what else the machine does for a while counts for one of them:
+two servers, or slices of seconds, differ by 10 % here where they do the same work. The schedulers count the time and tokens of their
+decode steps. The server without speculation is measured before and after the other.
 
 Writes benchmark/results/adaptive.md and .json.
 """
@@ -21,6 +22,7 @@ import shlex
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -89,134 +91,185 @@ CASES = {
 
 @dataclass
 class Cell:
-    """A draft at one concurrency. speeds: tokens per second of decoding in each round, by what was served: "none", a number of
-    drafted tokens verified, "adaptive". with_prompts: the same, prefills' time counted. widths: adaptive cycles per verify width."""
+    """A draft at one concurrency. speeds: tokens per second of decode steps in each round, by what was served: "none", a number of
+    drafted tokens verified, "adaptive". seconds, tokens, cycles: of all rounds. widths: adaptive cycles per number of drafted tokens
+    verified. prompt_ms: of a prefill, per request: without speculation, with."""
 
     case: str
     concurrency: int
     speeds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SERVED})
-    with_prompts: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SERVED})
+    seconds: Counter = field(default_factory=Counter)
+    tokens: Counter = field(default_factory=Counter)
+    cycles: Counter = field(default_factory=Counter)
     widths: Counter = field(default_factory=Counter)
+    prompt_ms: tuple[float, float] = (0.0, 0.0)
+
+    def add(self, name: str, seconds: float, tokens: int, cycles: int) -> None:
+        self.speeds[name].append(tokens / seconds)
+        self.seconds[name] += seconds
+        self.tokens[name] += tokens
+        self.cycles[name] += cycles
 
     def speed(self, name: str) -> float:
         return statistics.median(self.speeds[name])
 
     @property
     def best_fixed(self) -> str:
-        return max(map(str, STEPS), key=self.speed)
+        return max(map(str, STEPS), key=self._whole_speed)
 
-    def took(self, name: str, slice_: "Slice") -> None:
-        self.speeds[name].append(slice_.tokens / slice_.decode_seconds)
-        self.with_prompts[name].append(slice_.tokens / (slice_.decode_seconds + slice_.prefill_seconds))
+    def _whole_speed(self, name: str) -> float:
+        return self.tokens[name] / self.seconds[name]
 
+    def _of_chosen(self, what: Counter) -> float:
+        """What the adaptive cycles would come to if each were worth what one of its width, verified in turn, was on average."""
+        return sum(count * what[k] / self.cycles[k] for k, count in self.widths.items())
 
-class Servers:
-    """Both servers of a case."""
+    @property
+    def choice(self) -> float:
+        """Speed of the widths chosen, against the best one's."""
+        return self._of_chosen(self.tokens) / self._of_chosen(self.seconds) / self._whole_speed(self.best_fixed)
 
-    def __init__(self, stack: ExitStack, case: Case, args):
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self._switch = folder / "width"
-        self._switch.touch()
-        common = ["--model-path", TARGET, "--sleep-on-idle", "--random-seed", "1", "--max-total-tokens", "32768", "--dtype", args.dtype]
-        steps = folder / "steps.json"
-        steps.write_text(json.dumps({"candidate_steps": STEPS}))
-        adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", steps]
-        flags = [*dflash_arguments(case.draft(folder)), *case.flags, *adaptive]
-        switch = {**importing(ROOT / "benchmark" / "width_switch"), "WIDTH_SWITCH": str(self._switch)}
-        env = {"OMP_NUM_THREADS": str(args.threads), **switch}
-        self._plain = stack.enter_context(serve(*common, env=env))
-        self._ours = stack.enter_context(serve(*common, *flags, env=env))
-
-    def serving(self, name: str) -> Server:
-        """The server that serves so from now on."""
-        if name == NONE:
-            return self._plain
-        self._switch.write_text("" if name == ADAPTIVE else str(int(name) + 1))
-        return self._ours
-
-    def widths(self) -> Counter:
-        return Counter(_state(self._ours)["speculative_width"]["cycles_per_width"])
+    @property
+    def overhead(self) -> float:
+        """Time of adaptive cycles, against cycles of the same widths in turn."""
+        took, count = self.seconds[ADAPTIVE] / self.cycles[ADAPTIVE], sum(self.widths.values())
+        return took * count / self._of_chosen(self.seconds)
 
 
-def _state(server: Server) -> dict:
-    [state, *_] = server.get("/server_info")["internal_states"]
-    return state
+class Load:
+    """Requests without end, `concurrency` at a time, while the block runs."""
+
+    def __init__(self, server: Server, prompts: list[str], concurrency: int, params: dict):
+        self._server, self._prompts, self._params = server, itertools.cycle(prompts), params
+        self._ended = threading.Event()
+        self._clients = [threading.Thread(target=self._ask) for _ in range(concurrency)]
+
+    def __enter__(self) -> "Load":
+        for client in self._clients:
+            client.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._ended.set()
+        self._server.post("/abort_request", {"abort_all": True})
+        for client in self._clients:
+            client.join()
+
+    def _ask(self) -> None:
+        while not self._ended.is_set():
+            self._server.generate(text=next(self._prompts), sampling_params=self._params)
 
 
-@dataclass(frozen=True)
-class Slice:
-    """A set of requests served to its end: tokens that decode steps brought, and the scheduler's time in them and in prefills."""
+class Busy:
+    """What a server's decode steps have done since the last look."""
 
-    tokens: int
-    decode_seconds: float
-    prefill_seconds: float
+    def __init__(self, server: Server):
+        self._server = server
+        self._before = self._now()
+
+    def _now(self) -> dict[str, Counter]:
+        [state, *_] = self._server.get("/server_info")["internal_states"]
+        busy = state["busy"]
+        return {"prefilled": Counter(n=busy.pop("prefilled")), **{name: Counter(of) for name, of in busy.items()}}
+
+    def look(self) -> dict[str, Counter]:
+        now = self._now()
+        gained = {name: now[name] - self._before[name] for name in now}
+        self._before = now
+        return gained
 
 
-def measure(server: Server, prompts: list[str], concurrency: int, case: Case, args) -> Slice:
-    server.flush_cache()
+def servers(stack: ExitStack, case: Case, args) -> tuple[Server, Server]:
+    """Without speculation, and the one that takes turns."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    steps = folder / "steps.json"
+    steps.write_text(json.dumps({"candidate_steps": STEPS}))
+    common = ["--model-path", TARGET, "--sleep-on-idle", "--random-seed", "1", "--max-total-tokens", "32768", "--dtype", args.dtype]
+    adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", steps]
+    flags = [*dflash_arguments(case.draft(folder)), *case.flags, *adaptive]
+    env = {
+        "OMP_NUM_THREADS": str(args.threads),
+        "TURN_CYCLES": str(args.turn),
+        **importing(ROOT / "benchmark" / "width_switch"),
+    }
+    turns = ",".join(str(k + 1) for k in STEPS) + ",0"
+    plain = stack.enter_context(serve(*common, env={**env, "WIDTH_TURNS": "0"}))
+    return plain, stack.enter_context(serve(*common, *flags, env={**env, "WIDTH_TURNS": turns}))
+
+
+def measure(server: Server, names: dict[str, str], cell: Cell, prompts: list[str], rounds: int, case: Case, args) -> float:
+    """Add so many rounds to the cell. names: of a turn's number, what it serves. Returns a prefill's ms per request."""
+    seconds = args.seconds * max(1, cell.concurrency / 24)  # so that all turns fit in
     params = {"temperature": case.temperature, "max_new_tokens": args.new_tokens, "ignore_eos": True}
-    asked = [{"text": text, "sampling_params": params} for text in prompts]
-    before = _state(server)["busy"]
-    server.generate_many(asked, concurrency)
-    server.flush_cache()  # when it is idle
-    busy = {name: value - before[name] for name, value in _state(server)["busy"].items()}
-    return Slice(busy["decode_tokens"], busy["decode_seconds"], busy["prefill_seconds"])
+    with Load(server, prompts, cell.concurrency, params):
+        busy = Busy(server)
+        time.sleep(seconds)  # warms up; the policy sees this load
+        busy.look()
+        prefill, prefilled = 0.0, 0
+        for _ in range(rounds):
+            time.sleep(seconds)
+            gained = busy.look()
+            for number, name in names.items():
+                cell.add(name, *(gained[what][number] for what in ("seconds", "tokens", "cycles")))
+            cell.widths += Counter({str(int(width) - 1): count for width, count in gained["widths"].items()})
+            prefill += gained["seconds"]["prefill"]
+            prefilled += gained["prefilled"]["n"]
+    return 1e3 * prefill / max(prefilled, 1)
 
 
 def run(case: Case, args, say: Callable[[str], None]) -> list[Cell]:
     prompts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
     cells = [Cell(case.name, n) for n in args.concurrency]
-    for start in range(args.starts):
-        with ExitStack() as stack:
-            servers = Servers(stack, case, args)
-            for cell in cells:
-                n = cell.concurrency
-                each = max(3, args.requests_per_slot * n)
-                asked = [list(itertools.islice(itertools.cycle(prompts), i * each, (i + 1) * each)) for i in range(args.rounds + 1)]
-                for name in SERVED:  # warms up; the policy sees this load
-                    measure(servers.serving(name), asked[-1], n, case, args)
-                for number, texts in enumerate(asked[:-1]):
-                    for name in SERVED if number % 2 == 0 else SERVED[::-1]:
-                        server = servers.serving(name)
-                        before = servers.widths()
-                        cell.took(name, measure(server, texts, n, case, args))
-                        if name == ADAPTIVE:
-                            cell.widths += servers.widths() - before
-                shown = ", ".join(f"{name} {cell.speed(name):.0f}" for name in SERVED)
-                say(f"{case.name:>9} x{n:<3} start {start + 1}: {shown} tokens/s")
+    turns = {str(k + 1): str(k) for k in STEPS} | {"0": ADAPTIVE}
+    with ExitStack() as stack:
+        plain, ours = servers(stack, case, args)
+        for cell in cells:
+            without = measure(plain, {"0": NONE}, cell, prompts, 1, case, args)
+            cell.prompt_ms = without, measure(ours, turns, cell, prompts, args.rounds, case, args)
+            measure(plain, {"0": NONE}, cell, prompts, 1, case, args)
+            shown = ", ".join(f"{name} {cell.speed(name):.0f}" for name in SERVED)
+            say(f"{case.name:>9} x{cell.concurrency:<3} {shown} tokens/s; {dict(cell.widths)}")
     return cells
 
 
-def verdict(speeds: dict[str, list[float]], name: str) -> str:
-    """Adaptive to that, round by round: the median, and 1.25 standard errors of a mean, which is a median's; bold below the bar."""
-    ratios = [ours / theirs for ours, theirs in zip(speeds[ADAPTIVE], speeds[name], strict=True)]
-    ratio, error = statistics.median(ratios), 1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios))
-    return (f"{ratio:.2f}" if ratio >= BAR else f"**{ratio:.2f}**") + f" ± {error:.2f}"
+def measured(cell: Cell) -> str:
+    """Adaptive against the best fixed width, round by round: the median, and 1.25 standard errors of a mean, which is a median's."""
+    pairs = zip(cell.speeds[ADAPTIVE], cell.speeds[cell.best_fixed], strict=True)
+    ratios = [ours / theirs for ours, theirs in pairs]
+    return f"{statistics.median(ratios):.2f} ± {1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios)):.2f}"
+
+
+def held(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio >= BAR else f"**{ratio:.2f}**"
 
 
 def table(cells: list[Cell]) -> str:
     head = "| draft | requests | no speculation | " + " | ".join(f"{k} verified" for k in STEPS)
-    rows = [head + " | adaptive | against the best fixed | against none | the same with prompts | adaptive cycles per width |"]
-    rows.append("|---|" + "---:|" * (len(STEPS) + 6) + "---|")
+    rows = [head + " | adaptive | of the best fixed: measured | by its choice | of none | adaptive cycles, by k | ms a prompt: none, ours |"]
+    rows.append("|---|" + "---:|" * (len(STEPS) + 6) + "---|---:|")
     for cell in cells:
         speeds = " | ".join(f"{cell.speed(name):.0f}" for name in SERVED)
-        widths = ", ".join(f"{w}: {count}" for w, count in sorted(cell.widths.items()))
-        of = " | ".join((verdict(cell.speeds, cell.best_fixed), verdict(cell.speeds, NONE), verdict(cell.with_prompts, NONE)))
-        rows.append(f"| {cell.case} | {cell.concurrency} | {speeds} | {of} | {widths} |")
+        widths = ", ".join(f"{k}: {count}" for k, count in sorted(cell.widths.items()))
+        of = f"{measured(cell)} | {held(cell.choice)} | {held(cell.speed(ADAPTIVE) / cell.speed(NONE))}"
+        prompts = ", ".join(f"{ms:.1f}" for ms in cell.prompt_ms)
+        rows.append(f"| {cell.case} | {cell.concurrency} | {speeds} | {of} | {widths} | {prompts} |")
     return "\n".join(rows)
 
 
 def page(cells: list[Cell], args, command: str) -> str:
+    overhead = statistics.geometric_mean(cell.overhead for cell in cells)
     return f"""# Adaptive verify width against fixed ones
 
 {date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
-sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request; servers started {args.starts} times, {args.rounds} rounds each. `{command}`.
+sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request; {args.rounds} rounds of {args.seconds:g} s, turns of {args.turn} cycles. `{command}`.
 
 Tokens per second of decode steps, medians of all rounds. "k verified": the draft fills its block of 8 and k of its tokens are verified, 0 is
 plain decoding that writes the draft's context. Drafts: `trained` and `peagle` are the bundled ones, `weakened` has noise on every weight,
-`random` is noise, `sampled` is `trained` at temperature 1, `drawn` the same with probabilistic drafting. A round serves the same requests every
-way; ratios are taken round by round: their median and its standard error. "The same with prompts": the time of prefills counted, in which
-ours also writes the draft's context. Bold: below {BAR}.
+`random` is noise, `sampled` is `trained` at temperature 1, `drawn` the same with probabilistic drafting. Every request goes through all
+widths. "Measured": of rounds, their median and its standard error. "By its choice": had each adaptive cycle brought and taken what one of its
+width, verified in turn, did on average: what is lost by choosing, without the noise of which text fell to whom. Deciding is not in it: over
+all cells adaptive cycles took {overhead:.3f} times as long as those of the same widths in turn. Without speculation was another process, before and
+after. Prompts are not in these times: in theirs ours also writes the draft's context. Bold: below {BAR}.
 
 {table(cells)}
 """
@@ -226,16 +279,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 48])
-    parser.add_argument("--starts", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=6, help="after each start")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--requests-per-slot", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a round; all turns have to fit in")
+    parser.add_argument("--turn", type=int, default=8, help="cycles at each width in turn")
+    parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", help="float32 on a CPU that cannot multiply bfloat16")
     parser.add_argument("--name", default="adaptive", help="of the files in benchmark/results/")
     args = parser.parse_args()
-    if args.starts * args.rounds < 2:
-        parser.error("noise shows in two rounds at least")
+    if args.rounds < 3:
+        parser.error("noise shows in three rounds at least")
     cells: list[Cell] = []
     for name in args.cases:
         cells += run(CASES[name], args, lambda line: print(line, flush=True))

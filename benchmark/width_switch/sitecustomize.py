@@ -1,77 +1,127 @@
-"""A server that says what its decode steps took; an adaptive one also verifies a given width, or chooses for itself again, while it
-runs. Python imports this at start-up wherever its folder is on PYTHONPATH; used by benchmark/adaptive.py.
+"""A server that says what its decode steps took; an adaptive one also verifies given widths in turn. Python imports this at start-up
+wherever its folder is on PYTHONPATH; used by benchmark/adaptive.py.
 
-The file that WIDTH_SWITCH names holds the number of slots to verify, or nothing. What is verified because of it teaches the policy
-nothing. /server_info says, as "busy": decode_seconds, decode_tokens and prefill_seconds since the start, idle time left out."""
+WIDTH_TURNS: numbers of slots to verify, separated by commas, each for TURN_CYCLES cycles; 0 is the server's own choice. A cycle of
+another turn than its own teaches the policy nothing. /server_info says, as "busy", since the start: of every turn's number the decode
+steps' seconds, tokens and count, but for the first two cycles of a turn, which may pay for the turn before; how many cycles of its own
+choice had which width; and the seconds and requests of prefills."""
 
 import os
 import sys
 import time
+from collections import Counter, deque
 from pathlib import Path
 
+OWN = 0
 
-def put_in(module) -> None:
-    path = Path(os.environ["WIDTH_SWITCH"])
+
+class Turns:
+    def __init__(self):
+        self.numbers = [int(number) for number in os.environ["WIDTH_TURNS"].split(",")]
+        self._each = int(os.environ["TURN_CYCLES"])
+        self._cycles = -1
+
+    def next_cycle(self) -> None:
+        self._cycles += 1
+
+    @property
+    def number(self) -> int:
+        return self.numbers[self._cycles // self._each % len(self.numbers)]
+
+    @property
+    def counts(self) -> bool:
+        return len(self.numbers) == 1 or self._cycles % self._each >= 2
+
+
+turns = Turns()
+widths: Counter[int] = Counter()
+
+
+def verify_in_turns(module) -> None:
     chooser = module.WidthChooser
-    ask, kept, took = chooser.ask, chooser.kept, chooser.took
-
-    def told() -> int:
-        return int(path.read_text() or 0)
+    ask, kept = chooser.ask, chooser.kept
+    numbers: deque[int] = deque()
 
     def asked(self, slots, modes):
-        width = told()
-        if not width:
-            return ask(self, slots, modes)
+        numbers.append(turns.number)
+        if turns.number == OWN:
+            choice = ask(self, slots, modes)
+            widths[choice.width] += 1
+            return choice
         nothing = 0.0 * self.costs.widths
-        return module.Choice(width, self.costs.widths.tolist().index(width), False, nothing, nothing)
+        return module.Choice(turns.number, self.costs.widths.tolist().index(turns.number), False, nothing, nothing)
 
     def is_kept(self, *cycle):
-        if not told():
+        if numbers.popleft() == OWN:
             kept(self, *cycle)
 
-    def has_taken(self, *cycle):
-        return 0.0 if told() else took(self, *cycle)
+    chooser.ask, chooser.kept = asked, is_kept
 
-    chooser.ask, chooser.kept, chooser.took = asked, is_kept, has_taken
+
+def teach_own_times(module) -> None:
+    adaptive = module.AdaptiveWidth
+    ask, follow = adaptive.ask, adaptive._follow
+    numbers: deque[int] = deque()
+
+    def asked(self, batch, draws):
+        width = ask(self, batch, draws)
+        numbers.append(turns.number)
+        return width
+
+    def followed(self, laps):
+        follow(self, [lap for lap in laps if numbers.popleft() == OWN])
+
+    adaptive.ask, adaptive._follow = asked, followed
 
 
 def time_steps(module) -> None:
-    """Time goes to the kind of the batch launched last, until the next is launched or there is none."""
+    """Time goes to the batch launched last, until the next is launched or there is none."""
     scheduler = module.Scheduler
-    run_batch, process, on_idle, state = (
-        scheduler.run_batch,
-        scheduler.process_batch_result,
-        scheduler.on_idle,
-        scheduler.get_internal_state,
-    )
-    busy = {"decode_seconds": 0.0, "prefill_seconds": 0.0, "decode_tokens": 0}
-    kind, since = "", 0.0
+    run_batch, process = scheduler.run_batch, scheduler.process_batch_result
+    on_idle, state = scheduler.on_idle, scheduler.get_internal_state
+    seconds, tokens, cycles = Counter(), Counter(), Counter()
+    prefilled = 0
+    launches: deque[str] = deque()
+    doing, since = "", 0.0
 
-    def now_is(new: str) -> None:
-        nonlocal kind, since
+    def now_does(what: str) -> None:
+        nonlocal doing, since
         now = time.perf_counter()
-        if kind:
-            busy[kind] += now - since
-        kind, since = new, now
+        seconds[doing] += now - since
+        doing, since = what, now
 
     def launched(self, batch, *rest, **named):
-        now_is("decode_seconds" if batch.forward_mode.is_decode() else "prefill_seconds")
+        nonlocal prefilled
+        if batch.forward_mode.is_decode():
+            turns.next_cycle()
+            launches.append(str(turns.number) if turns.counts else "not counted")
+            cycles[launches[-1]] += 1
+            now_does(launches[-1])
+        else:
+            prefilled += len(batch.reqs)
+            now_does("prefill")
         return run_batch(self, batch, *rest, **named)
 
     def processed(self, batch, result):
-        before = sum(len(req.output_ids) for req in batch.reqs)
         decoded = batch.forward_mode.is_decode()
+        before = sum(len(req.output_ids) for req in batch.reqs)
         process(self, batch, result)
         if decoded:
-            busy["decode_tokens"] += sum(len(req.output_ids) for req in batch.reqs) - before
+            tokens[launches.popleft()] += sum(len(req.output_ids) for req in batch.reqs) - before
 
     def idle(self):
-        now_is("")
+        now_does("")
         on_idle(self)
 
     def told(self, request):
         answer = state(self, request)
-        answer.internal_state["busy"] = dict(busy)
+        answer.internal_state["busy"] = {
+            "seconds": {what: value for what, value in seconds.items() if what},
+            "tokens": dict(tokens),
+            "cycles": dict(cycles),
+            "widths": {str(width): count for width, count in widths.items()},
+            "prefilled": prefilled,
+        }
         return answer
 
     scheduler.run_batch, scheduler.process_batch_result = launched, processed
@@ -83,7 +133,8 @@ from after_import import after_import  # noqa: E402
 
 after_import(
     {
-        "sglang_dflash.srt.speculative.width.chooser": put_in,
+        "sglang_dflash.srt.speculative.width.chooser": verify_in_turns,
+        "sglang_dflash.srt.speculative.width.adaptive": teach_own_times,
         "sglang.srt.managers.scheduler": time_steps,
     }
 )
