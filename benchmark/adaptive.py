@@ -236,7 +236,7 @@ def measured(cell: Cell) -> str:
     """Adaptive against the best fixed width, round by round: the median, and 1.25 standard errors of a mean, which is a median's."""
     pairs = zip(cell.speeds[ADAPTIVE], cell.speeds[cell.best_fixed], strict=True)
     ratios = [ours / theirs for ours, theirs in pairs]
-    return f"{statistics.median(ratios):.2f} ± {1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios)):.2f}"
+    return f"{held(statistics.median(ratios))} ± {1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios)):.2f}"
 
 
 def held(ratio: float) -> str:
