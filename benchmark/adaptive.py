@@ -1,6 +1,6 @@
 """Is adaptive speculation ever slower than the best fixed width, or than none? On the bundled target, in one run.
 
-    python benchmark/adaptive.py                                   # everything: half an hour on two cores
+    python benchmark/adaptive.py                                   # everything: 25 minutes on two cores
     python benchmark/adaptive.py --cases trained random --concurrency 1 16 --rounds 20
 
 For each draft two servers: one without speculation, and an adaptive one that verifies each fixed width in turn and then chooses itself,
@@ -209,6 +209,9 @@ def measure(server: Server, names: dict[str, str], cell: Cell, prompts: list[str
         for _ in range(rounds):
             time.sleep(seconds)
             gained = busy.look()
+            while not all(gained["seconds"][number] for number in names):  # a turn has not come up
+                time.sleep(seconds)
+                gained = {what: gained[what] + more for what, more in busy.look().items()}
             for number, name in names.items():
                 cell.add(name, *(gained[what][number] for what in ("seconds", "tokens", "cycles")))
             cell.widths += Counter({str(int(width) - 1): count for width, count in gained["widths"].items()})
@@ -280,7 +283,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 48])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a round; all turns have to fit in")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a round, which all turns should fit in")
     parser.add_argument("--turn", type=int, default=8, help="cycles at each width in turn")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
