@@ -47,9 +47,12 @@ class WidthChooser:
 
     def _decide(self, slots: np.ndarray, modes: np.ndarray, cycles: int) -> Choice:
         num_requests, widths = len(slots), self.costs.widths
-        tokens = expected_tokens(self.estimate.accept_probs(slots, modes), widths)
+        guessed = self.estimate.is_guessed(modes)
+        is_guessed = bool(guessed.any())
+        accept_probs = self.estimate.accept_probs(slots, modes)
+        accept_probs[guessed] = self.estimate.guess
+        tokens = expected_tokens(accept_probs, widths)
         seconds = self.costs.seconds(num_requests)
-        is_guessed = bool(self.estimate.is_guessed(modes).any())
         if self._standing is None or is_guessed:
             self._standing = Standing.at(best_width(tokens, seconds, self.constants.free_rows), len(widths), num_requests)
         else:

@@ -20,9 +20,6 @@ _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
 # al. 2002). Without it a single request whose first drafts fail by chance stays without speculation for long; with a whole one
 # a request whose drafts are hardly worth it gets full blocks too often.
 _OPTIMISM, _DOUBT_WEIGHT = 0.5, 8.0
-_GUESS = _PRIOR + _OPTIMISM * (_PRIOR * (1 - _PRIOR) / _DOUBT_WEIGHT) ** 0.5
-# No more than `SurvivalEstimate` remembers for good.
-_FEW_LABELS = 12
 # A request's own deviation, in logits: prior precision, memory in cycles (1 / (1 - 0.94)), bound.
 _OWN_PRECISION, _OWN_DECAY, _OWN_LIMIT = 10.0, 0.94, 1.5
 
@@ -80,12 +77,13 @@ class SurvivalEstimate:
         self._own = _Own(slots)
         self._remember, self._forget, self._least_weight = 1 - 1 / memory, 0.5 ** (1 / forgets_after), least_weight
         self._update()
+        self.guess = float(self._hopeful[0, 0])  # a_ik before anything was seen
 
     def is_guessed(self, modes: np.ndarray) -> np.ndarray:
-        """Of which requests nothing is known to speak of, [n] bool: their mode has fewer labels than requests here and than
-        `_FEW_LABELS`, so that one block of theirs says more than all that was seen, which may be the server's own warm-up."""
+        """Of which requests nothing is known to speak of, [n] bool: their mode has fewer labels than requests here (and than
+        are never forgotten), so that one block of theirs says more than all that was seen, which may be the server's own warm-up."""
         requests = np.bincount(modes, minlength=len(MODES))
-        return (self._seen[:, 0] < np.minimum(requests, _FEW_LABELS))[modes]
+        return (self._seen[:, 0] < np.minimum(requests, self._least_weight))[modes]
 
     def averages(self, mode: int) -> np.ndarray:
         """b_mk without the doubt, [K]. What was hardly ever verified is taken for as good as the position before it."""
@@ -109,8 +107,7 @@ class SurvivalEstimate:
         """a_ik of the next cycle, [n, K]. slots, modes: [n]."""
         self._update()
         base = self._hopeful[modes]
-        known = _sigmoid(_logit(base) + self._own.of(slots)[:, None])
-        return np.where(self.is_guessed(modes)[:, None], _GUESS, known)
+        return _sigmoid(_logit(base) + self._own.of(slots)[:, None])
 
     def reset(self, slots: np.ndarray) -> None:
         """These rows hold new requests."""
