@@ -42,10 +42,10 @@ def verify_in_turns(module) -> None:
     ask, kept = chooser.ask, chooser.kept
     numbers: deque[int] = deque()
 
-    def asked(self, slots, modes):
+    def asked(self, slots, modes, num_tokens):
         numbers.append(turns.number)
         if turns.number == OWN:
-            choice = ask(self, slots, modes)
+            choice = ask(self, slots, modes, num_tokens)
             widths[choice.width] += 1
             return choice
         nothing = 0.0 * self.costs.widths

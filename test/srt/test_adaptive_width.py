@@ -85,7 +85,7 @@ class Clock(CycleClock):
         self.seconds = dict(zip(WIDTHS, costs, strict=True))
 
     def finished(self):
-        laps = [Lap(lap.num_requests, lap.width, self.seconds[lap.width], None) for lap in super().finished()]
+        laps = [Lap(lap.num_requests, lap.width, lap.num_tokens, self.seconds[lap.width], None) for lap in super().finished()]
         return laps
 
 
@@ -94,6 +94,10 @@ def request(slot: int, grammar=None, **params) -> SimpleNamespace:
     return SimpleNamespace(
         kv=SimpleNamespace(req_pool_idx=slot), grammar=grammar, sampling_params=SimpleNamespace(**defaults | {"top_k": 1} | params)
     )
+
+
+def batch_of(*reqs) -> SimpleNamespace:
+    return SimpleNamespace(reqs=list(reqs), seq_lens_sum=100 * len(reqs))
 
 
 def adaptive(schedule=(), group=None, costs=(1.0, 1.2, 1.3, 1.6), **more) -> AdaptiveWidth:
@@ -106,7 +110,7 @@ def adaptive(schedule=(), group=None, costs=(1.0, 1.2, 1.3, 1.6), **more) -> Ada
 
 
 def test_what_a_cycle_kept_is_told_one_cycle_late():
-    width, batch = adaptive(), SimpleNamespace(reqs=[request(slot) for slot in range(4)])
+    width, batch = adaptive(), batch_of(*map(request, range(4)))
     width.began(batch, num_running=0)
     asked = []
     for cycle in range(60):
@@ -123,7 +127,7 @@ def test_what_a_cycle_kept_is_told_one_cycle_late():
 
 def test_a_new_request_in_an_old_ones_row_is_not_blamed():
     width = adaptive(schedule=(7,))
-    old, new = SimpleNamespace(reqs=[request(3)]), SimpleNamespace(reqs=[request(3)])
+    old, new = batch_of(request(3)), batch_of(request(3))
     width.began(old, 0)
     for _ in range(30):
         width.ask(old, False)
@@ -138,11 +142,11 @@ def test_a_new_request_in_an_old_ones_row_is_not_blamed():
 
 def test_running_requests_of_a_mixed_batch_are_not_new():
     width = adaptive(schedule=(7,))
-    running = SimpleNamespace(reqs=[request(1)])
+    running = batch_of(request(1))
     width.began(running, 0)
     width.ask(running, False)
     width.tell()
-    width.began(SimpleNamespace(reqs=[request(2), request(1)]), num_running=1)
+    width.began(batch_of(request(2), request(1)), num_running=1)
     width.kept([0])
     own = width._chooser.estimate.accept_probs(np.array([1, 2]), np.array([0, 0]))
     assert (own[0] < own[1]).all()
@@ -159,7 +163,7 @@ def test_modes():
         request(5, logit_bias={"3": 1.0}),
     ]
     for draws, sampled in ((False, "sampled"), (True, "drawn")):
-        width.ask(SimpleNamespace(reqs=reqs), draws)
+        width.ask(batch_of(*reqs), draws)
         wanted = ["greedy", sampled, *["constrained"] * 4]
         assert [MODES[mode] for mode in width._under_way[-1].modes] == wanted
 
@@ -172,24 +176,24 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     monkeypatch.setattr(torch.distributed, "broadcast", lambda values, src, group: told.append((src, group)) or values.fill_(4))
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
     width = adaptive(group=group)
-    assert width.ask(SimpleNamespace(reqs=[request(0)]), False) == 4
+    assert width.ask(batch_of(request(0)), False) == 4
     assert told == [(6, "host")] and width._states.applied == [(4, 1)]
 
 
 def test_a_clock_on_the_host():
     clock = CycleClock("cpu")
-    for n, width in ((2, 4), (3, 1)):
+    for lap in ((2, 4, 50), (3, 1, 70)):
         clock.start()
-        clock.stop(n, width)
+        clock.stop(*lap)
     first, second = clock.finished()
-    assert (first.num_requests, first.width, first.gap) == (2, 4, None) and second.gap >= 0
+    assert (first.num_requests, first.width, first.num_tokens, first.gap) == (2, 4, 50, None) and second.gap >= 0
     clock.interrupt()
     clock.start()
-    clock.stop(1, 1)
+    clock.stop(1, 1, 20)
     assert clock.finished()[0].gap is None and clock.finished() == []
 
 
 def test_a_fixed_width_says_the_same_every_time():
-    width, batch = FixedWidth(8), SimpleNamespace(reqs=[request(0)])
+    width, batch = FixedWidth(8), batch_of(request(0))
     width.began(batch, 0)
     assert width.ask(batch, True) == 8 and width.kept([3]) == 7 and width.report() == {}

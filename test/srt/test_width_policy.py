@@ -156,6 +156,19 @@ def test_a_few_tokens_do_not_decide_for_many_requests(accept_probs, kept):
     assert server.run(100, accept_probs, range(48)).speed >= 0.95 * best_speed(cost, accept_probs, 48)
 
 
+@pytest.mark.parametrize(("knows_reads", "is_enough"), [(True, True), (False, False)], ids=["known", "not known"])
+def test_long_contexts_make_wide_blocks_cheap(knows_reads, is_enough):
+    """Reading them costs the same at every width. Taken for a slower machine, it would hold a server at plain decoding."""
+    cost = smooth_cost(0.3, 0.06)
+    server = Simulation(cost, noise=0.1, reads=1e-4, knows_reads=knows_reads)
+    server.run(100, GOOD, range(32))
+    assert server.usual() == 1
+    server.context = 4000
+    server.run(400, GOOD, range(32))
+    best = best_speed(lambda n, width: cost(n, width) + 1e-4 * n * 4000, GOOD, 32)
+    assert bool(server.speed >= BAR * best) is is_enough
+
+
 def test_a_change_of_acceptance_is_followed_down_and_up():
     cost = smooth_cost(0.3, 0.02)
     server = Simulation(cost, noise=0.1).run(500, GOOD, range(16))
@@ -299,6 +312,18 @@ def test_costs_between_and_beyond_what_was_measured():
     assert table.seconds(12).tolist() == pytest.approx([6.0, 12.0])
     padded = CostTable(np.array([2, 6]), np.array([1, 4]), measured, padded=True)
     assert padded.seconds(3).tolist() == pytest.approx([3.0, 6.0])
+
+
+def test_a_longer_context_costs_every_width_the_same():
+    measured = np.array([[1.0, 2.0], [3.0, 6.0]])
+    table = CostTable(np.array([2, 6]), np.array([1, 4]), measured, reads=np.array([0.01, 0.01]), context=100)
+    assert table.seconds(2).tolist() == table.seconds(2, 200).tolist() == pytest.approx([1.0, 2.0])
+    assert table.seconds(2, 300).tolist() == pytest.approx([2.0, 3.0])
+    assert table.seconds(4, 500).tolist() == pytest.approx([3.0, 5.0])
+    assert table.seconds(6, 0).tolist() == pytest.approx([1.5, 3.0]), "no cycle is free"
+    for _ in range(30):
+        assert abs(table.follow(2, 0, 2.0, num_tokens=300)) < 1e-6
+    assert table.seconds(2).tolist() == pytest.approx([1.0, 2.0]), "a long context is no slower machine"
 
 
 def test_costs_follow_a_slower_machine_and_outlast_a_pause():

@@ -35,19 +35,26 @@ def best_speed(cost, accept_probs: np.ndarray, n: int, widths=WIDTHS) -> float:
 
 @dataclass
 class Simulation:
-    """noise: spread of the logarithm of a cycle's time. table: what the start-up measured; the truth if None."""
+    """cost: with no committed tokens. noise: spread of the logarithm of a cycle's time. table: what the start-up measured; the truth if
+    None. reads: seconds that a committed token costs more; context: of each request, as it is now. knows_reads: whether the start-up
+    measured it."""
 
     cost: Callable[[int, int], float]
     noise: float = 0.0
     seed: int = 0
     table: Callable[[int, int], float] | None = None
     widths: np.ndarray = field(default_factory=lambda: WIDTHS)
+    reads: float = 0.0
+    context: int = 0
+    knows_reads: bool = True
 
     def __post_init__(self):
         self.rng = np.random.default_rng(self.seed)
         measured = [[(self.table or self.cost)(int(n), int(w)) for w in self.widths] for n in LOADS]
         estimate = SurvivalEstimate(slots=256, depth=int(self.widths[-1]) - 1)
-        self.chooser = WidthChooser(CostTable(LOADS, self.widths, np.array(measured)), estimate)
+        self.chooser = WidthChooser(
+            CostTable(LOADS, self.widths, np.array(measured), reads=self.reads * self.knows_reads), estimate
+        )
         self.chosen: list[int] = []
         self.probes: list[int] = []
         self.seconds = self.tokens = 0.0
@@ -60,16 +67,18 @@ class Simulation:
         accept_probs = np.broadcast_to(accept_probs, (len(slots), np.shape(accept_probs)[-1]))
         self.chosen, self.probes, self.seconds, self.tokens = [], [], 0.0, 0.0
         for cycle in range(cycles):
-            choice = self.chooser.ask(slots, modes)
+            num_tokens = len(slots) * self.context
+            choice = self.chooser.ask(slots, modes, num_tokens)
             kept = self.rng.random(accept_probs.shape) < accept_probs
             accepted = kept[:, : choice.width - 1].cumprod(axis=1).sum(axis=1)
-            seconds = self.cost(len(slots), choice.width) * np.exp(self.noise * self.rng.standard_normal())
+            takes = self.cost(len(slots), choice.width) + self.reads * num_tokens
+            seconds = takes * np.exp(self.noise * self.rng.standard_normal())
             self.chooser.kept(slots, modes, choice.width, accepted)
-            self.chooser.took(len(slots), choice.width, seconds)
+            self.chooser.took(len(slots), choice.width, seconds, num_tokens=num_tokens)
             self.chosen.append(choice.width)
             if choice.is_probe:
                 self.probes.append(cycle)
-            self.seconds += self.cost(len(slots), choice.width)
+            self.seconds += takes
             self.tokens += expected_tokens(accept_probs, np.array([choice.width]))[0]
         return self
 

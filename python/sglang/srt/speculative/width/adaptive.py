@@ -50,9 +50,11 @@ class FixedWidth:
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A cycle whose outcome is not known yet. births: which request each row of the request table held."""
+    """A cycle whose outcome is not known yet. num_tokens: committed ones of its requests, as far as the host knew. births: which
+    request each row of the request table held."""
 
     width: int
+    num_tokens: int
     slots: np.ndarray
     births: np.ndarray
     modes: np.ndarray
@@ -83,8 +85,7 @@ class AdaptiveWidth:
         self._choice: Choice | None = None
         self._probes = 0
         self._measured = self._expected = 0.0
-        self._kind = 0, 0  # requests and width of the laps not told yet
-        self._laps: list[float] = []
+        self._laps: list[Lap] = []  # not told yet, all with as many requests and of one width
 
     def began(self, batch: Any, num_running: int) -> None:
         """A prefill, of which the last `num_running` requests are not new."""
@@ -97,8 +98,8 @@ class AdaptiveWidth:
         """How many slots the cycle that begins now verifies. draws: whether its drafts are drawn, where a request samples."""
         self._follow(self._clock.finished())
         slots, modes = _slots_of(batch.reqs), np.array([_mode(req, draws) for req in batch.reqs])
-        width = self._agree(slots, modes)
-        self._under_way.append(_UnderWay(width, slots, self._births[slots], modes))
+        width = self._agree(slots, modes, batch.seq_lens_sum)
+        self._under_way.append(_UnderWay(width, batch.seq_lens_sum, slots, self._births[slots], modes))
         self._cycles += 1
         self._width = width
         self._per_width[width] += 1
@@ -113,7 +114,7 @@ class AdaptiveWidth:
     def tell(self) -> None:
         """The cycle asked for last has been launched."""
         entry = self._under_way[-1]
-        self._clock.stop(len(entry.slots), entry.width)
+        self._clock.stop(len(entry.slots), entry.width, entry.num_tokens)
 
     def kept(self, accepted: Sequence[int]) -> int:
         """The oldest cycle not told of yet kept so many drafted tokens of each of its requests. Returns how many it verified."""
@@ -151,23 +152,23 @@ class AdaptiveWidth:
         for lap in laps:
             if lap.gap is not None:
                 self._chooser.costs.follow_gap(lap.num_requests, lap.gap)
-            kind = lap.num_requests, lap.width
-            if kind != self._kind or len(self._laps) == _LAPS:
+            first = self._laps[0] if self._laps else lap
+            if len(self._laps) == _LAPS or (lap.num_requests, lap.width) != (first.num_requests, first.width):
                 self._tell_laps()
-            self._kind = kind
-            self._laps.append(lap.seconds)
+            self._laps.append(lap)
 
     def _tell_laps(self) -> None:
-        seconds, self._laps = self._laps, []
-        if seconds:
-            surprise = self._chooser.took(*self._kind, sum(seconds) / len(seconds), len(seconds))
-            self._measured += sum(seconds)
-            self._expected += sum(seconds) / math.exp(surprise)
+        laps, self._laps = self._laps, []
+        count, seconds = len(laps), sum(lap.seconds for lap in laps)
+        num_tokens = sum(lap.num_tokens for lap in laps) // count
+        surprise = self._chooser.took(laps[0].num_requests, laps[0].width, seconds / count, count, num_tokens)
+        self._measured += seconds
+        self._expected += seconds / math.exp(surprise)
 
-    def _agree(self, slots: np.ndarray, modes: np.ndarray) -> int:
+    def _agree(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int) -> int:
         """Rank 0's width: the others may have measured something else, and ranks that disagree hang."""
         if self._tp_group.rank_in_group == 0:
-            width = self._choose(slots, modes)
+            width = self._choose(slots, modes, num_tokens)
         else:
             width = 0
         if self._tp_group.world_size > 1:
@@ -176,8 +177,8 @@ class AdaptiveWidth:
             width = int(told)
         return width
 
-    def _choose(self, slots: np.ndarray, modes: np.ndarray) -> int:
-        self._choice = self._chooser.ask(slots, modes)
+    def _choose(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int) -> int:
+        self._choice = self._chooser.ask(slots, modes, num_tokens)
         if self._schedule:
             return self._schedule[self._cycles % len(self._schedule)] + 1
         self._probes += self._choice.is_probe

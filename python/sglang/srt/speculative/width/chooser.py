@@ -35,24 +35,25 @@ class WidthChooser:
         self._asked_for: tuple[bytes, bytes] = b"", b""
         self._cycles = 0  # since the last decision
 
-    def ask(self, slots: np.ndarray, modes: np.ndarray) -> Choice:
-        """How wide the next cycle of these requests is. slots: [n] rows of the request table. modes: [n], of `MODES`."""
+    def ask(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int | None = None) -> Choice:
+        """How wide the next cycle of these requests is. slots: [n] rows of the request table. modes: [n], of `MODES`. num_tokens:
+        committed ones of all of them; None: as many as costs were measured with."""
         self._cycles += 1
         asked_for = slots.tobytes(), modes.tobytes()
         if self._settled is None or self._cycles >= _HOLDS_FOR or asked_for != self._asked_for:
-            choice = self._decide(slots, modes, self._cycles)
+            choice = self._decide(slots, modes, num_tokens, self._cycles)
             self._cycles, self._asked_for = 0, asked_for
             return choice
         return self._settled
 
-    def _decide(self, slots: np.ndarray, modes: np.ndarray, cycles: int) -> Choice:
+    def _decide(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int | None, cycles: int) -> Choice:
         num_requests, widths = len(slots), self.costs.widths
         guessed = self.estimate.is_guessed(modes)
         is_guessed = bool(guessed.any())
         accept_probs = self.estimate.accept_probs(slots, modes)
         accept_probs[guessed] = self.estimate.guess
         tokens = expected_tokens(accept_probs, widths)
-        seconds = self.costs.seconds(num_requests)
+        seconds = self.costs.seconds(num_requests, num_tokens)
         if self._standing is None or is_guessed:
             self._standing = Standing.at(best_width(tokens, seconds, self.constants.free_rows), len(widths), num_requests)
         else:
@@ -76,6 +77,6 @@ class WidthChooser:
         """A cycle of this width kept so many drafted tokens of each of these requests, [n]."""
         self.estimate.learn(slots, modes, width - 1, accepted)
 
-    def took(self, num_requests: int, width: int, seconds: float, cycles: int = 1) -> float:
+    def took(self, num_requests: int, width: int, seconds: float, cycles: int = 1, num_tokens: int | None = None) -> float:
         """`CostTable.follow`."""
-        return self.costs.follow(num_requests, int(np.searchsorted(self.costs.widths, width)), seconds, cycles)
+        return self.costs.follow(num_requests, int(np.searchsorted(self.costs.widths, width)), seconds, cycles, num_tokens)

@@ -10,11 +10,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """A cycle that is over. seconds: its own. gap: seconds between the end of the one before and its start; None where something
+    """A cycle that is over. num_tokens: committed ones of its requests, when it began. seconds: its own. gap: seconds between the end of the one before and its start; None where something
     else happened in between."""
 
     num_requests: int
     width: int
+    num_tokens: int
     seconds: float
     gap: float | None
 
@@ -25,7 +26,7 @@ class CycleClock:
 
     def __init__(self, device: str):
         self._is_cuda = device != "cpu"
-        self._under_way: deque[tuple[int, int, Any, Any, Any]] = deque()
+        self._under_way: deque[tuple[int, int, int, Any, Any, Any]] = deque()
         self._before: Any = None
         self._start: Any = None
 
@@ -39,9 +40,9 @@ class CycleClock:
     def start(self) -> None:
         self._start = self._now()
 
-    def stop(self, num_requests: int, width: int) -> None:
+    def stop(self, num_requests: int, width: int, num_tokens: int) -> None:
         end = self._now()
-        self._under_way.append((num_requests, width, self._before, self._start, end))
+        self._under_way.append((num_requests, width, num_tokens, self._before, self._start, end))
         self._before = end
 
     def interrupt(self) -> None:
@@ -50,9 +51,9 @@ class CycleClock:
     def finished(self) -> list[Lap]:
         laps = []
         while self._under_way and self._is_over(self._under_way[0][-1]):
-            num_requests, width, before, start, end = self._under_way.popleft()
+            num_requests, width, num_tokens, before, start, end = self._under_way.popleft()
             gap = None if before is None else self._between(before, start)
-            laps.append(Lap(num_requests, width, self._between(start, end), gap))
+            laps.append(Lap(num_requests, width, num_tokens, self._between(start, end), gap))
         return laps
 
     def _is_over(self, moment: Any) -> bool:

@@ -6,10 +6,10 @@ import numpy as np
 
 from sglang_dflash.srt.speculative.width.policy import never_cheaper_when_wider
 
-# Standard deviations, all of logarithms of seconds: of how much slower everything is than at start-up (the machine, the contexts)
-# and of how wrong the start-up was about one width at one load, before any cycle; of what these change by from one cycle to the
+# Standard deviations, all of logarithms of seconds: of how much slower everything is than at start-up, and of how wrong the
+# start-up was about contexts and about one width at one load, before any cycle; of what these change by from one cycle to the
 # next; of a cycle's time.
-_COMMON, _CELL = 0.3, 0.05
+_COMMON, _READS, _CELL = 0.3, 0.5, 0.05
 _COMMON_DRIFT, _CELL_DRIFT = 0.015, 0.002
 _NOISE = 0.1
 # A cycle that took e^0.7, twice, what was expected counts as that: others are pauses of the machine.
@@ -18,23 +18,35 @@ _GAP_RATE = 0.05
 
 
 class CostTable:
-    """T(n, w) = r * c(n, w) * base(n, w) + gap(n), seconds.
+    """T(n, w, t) = r * c(n, w) * (base(n, w) + q * reads(w) * (t - n * context)) + gap(n), seconds.
 
-    base: measured at start-up for some loads; between them linear in n, or, where forwards are padded to captured sizes, that
-    of the next larger one (`padded`). r: how much slower everything is now, and c: this load and width; their logarithms are the
-    state of a Kalman filter (Kalman 1960) that observes log(measured / expected) of each cycle. So a width that is seldom
+    base: measured at start-up for some loads, with `context` committed tokens a request; between them linear in n, or, where
+    forwards are padded to captured sizes, that of the next larger one (`padded`). reads: what each committed token more costs
+    attention, measured too; t are all of them. It hardly depends on the width, so with long contexts a wide verify costs little
+    more than a narrow one, which no factor says. r: how much slower everything is now, q: contexts, and c: this load and width; their
+    logarithms are the state of an extended Kalman filter (Kalman 1960) that observes log(measured / expected) of each cycle. So a width that is seldom
     verified moves with the others, and little by one noisy cycle of its own. gap: the time between two cycles that follow on
     each other.
 
-    loads: requests the rows were measured at, ascending. widths: [W], ascending. seconds: [len(loads), W].
+    loads: requests the rows were measured at, ascending. widths: [W], ascending. seconds: [len(loads), W]. reads: [W].
     """
 
-    def __init__(self, loads: np.ndarray, widths: np.ndarray, seconds: np.ndarray, padded: bool = False):
+    def __init__(
+        self,
+        loads: np.ndarray,
+        widths: np.ndarray,
+        seconds: np.ndarray,
+        padded: bool = False,
+        reads: np.ndarray | float = 0.0,
+        context: int = 0,
+    ):
         self.loads, self.widths, self._padded = np.asarray(loads), np.asarray(widths), padded
-        self._base = np.log(np.stack([never_cheaper_when_wider(row) for row in np.asarray(seconds, dtype=float)]))
-        # [1 + loads * W]: log r, then log c row by row; and its covariance.
-        self._state = np.zeros(1 + self._base.size)
-        self._covariance = np.diag([_COMMON**2] + [_CELL**2] * self._base.size)
+        self._base = np.stack([never_cheaper_when_wider(row) for row in np.asarray(seconds, dtype=float)])
+        self._reads = never_cheaper_when_wider(np.maximum(np.broadcast_to(reads, self.widths.shape), 0.0))
+        self._context = context
+        # [2 + loads * W]: log r, log q, then log c row by row; and its covariance.
+        self._state = np.zeros(2 + self._base.size)
+        self._covariance = np.diag([_COMMON**2, _READS**2] + [_CELL**2] * self._base.size)
         self._gaps = np.full(len(self.loads), np.nan)
 
     def _between(self, num_requests: int) -> tuple[int, int, float]:
@@ -50,14 +62,21 @@ class CostTable:
 
     def _corrections(self) -> np.ndarray:
         """log c, [loads, W]."""
-        return self._state[1:].reshape(self._base.shape)
+        return self._state[2:].reshape(self._base.shape)
 
-    def cycle_seconds(self, num_requests: int) -> np.ndarray:
-        """Of each width, without the gap. [W]"""
+    def cycle_seconds(self, num_requests: int, num_tokens: int | None = None) -> np.ndarray:
+        """Of each width, without the gap. num_tokens: committed ones of all these requests; None: as many as at start-up. [W]"""
         low, high, share = self._between(num_requests)
-        below, above = np.exp(self._state[0] + self._corrections()[[low, high]] + self._base[[low, high]])
-        row = (1 - share) * below + share * above
-        return never_cheaper_when_wider(row) * max(1.0, num_requests / self.loads[-1])
+        base = self._base[[low, high]] * max(1.0, num_requests / self.loads[-1])
+        # Of shorter contexts than at start-up, what is not attention stays.
+        seconds = np.maximum(base + self._reading(num_requests, num_tokens), base / 2)
+        below, above = np.exp(self._state[0] + self._corrections()[[low, high]]) * seconds
+        return never_cheaper_when_wider((1 - share) * below + share * above)
+
+    def _reading(self, num_requests: int, num_tokens: int | None) -> np.ndarray:
+        """What contexts beyond those at start-up add at each width, but for r and c. [W]"""
+        more = 0 if num_tokens is None else num_tokens - num_requests * self._context
+        return np.exp(self._state[1]) * self._reads * more
 
     def gap(self, num_requests: int) -> float:
         known = np.flatnonzero(~np.isnan(self._gaps))
@@ -67,26 +86,33 @@ class CostTable:
         row = high if share >= 0.5 else low
         return float(self._gaps[known[np.abs(known - row).argmin()]])
 
-    def seconds(self, num_requests: int) -> np.ndarray:
+    def seconds(self, num_requests: int, num_tokens: int | None = None) -> np.ndarray:
         """What a cycle takes, from its start to that of the next one. [W]"""
-        return self.cycle_seconds(num_requests) + self.gap(num_requests)
+        return self.cycle_seconds(num_requests, num_tokens) + self.gap(num_requests)
 
-    def follow(self, num_requests: int, width_index: int, seconds: float, cycles: int = 1) -> float:
+    def follow(
+        self, num_requests: int, width_index: int, seconds: float, cycles: int = 1, num_tokens: int | None = None
+    ) -> float:
         """A cycle took so long, without the gap, on average over some. Returns the logarithm of measured / expected."""
-        surprise = math.log(max(seconds, 1e-9) / self.cycle_seconds(num_requests)[width_index])
-        self._observe(num_requests, width_index, min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE), cycles)
+        expected = self.cycle_seconds(num_requests, num_tokens)[width_index]
+        reading = math.exp(self._state[0]) * self._reading(num_requests, num_tokens)[width_index] / expected
+        surprise = math.log(max(seconds, 1e-9) / expected)
+        bounded = min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)
+        self._observe(num_requests, width_index, min(max(reading, 0.0), 1.0), bounded, cycles)
         return surprise
 
-    def _observe(self, num_requests: int, width_index: int, surprise: float, cycles: int) -> None:
-        """A step of the filter. What was observed is log r + log c, of a load in between as much of either row as it is near."""
+    def _observe(self, num_requests: int, width_index: int, reading: float, surprise: float, cycles: int) -> None:
+        """A step of the filter. What was observed is log r + log c, of a load in between as much of either row as it is near, and
+        of log q the share that reading had in the time."""
         covariance, diagonal = self._covariance, np.einsum("ii->i", self._covariance)
         diagonal[0] += cycles * _COMMON_DRIFT**2
-        diagonal[1:] += np.where(diagonal[1:] < _CELL**2, cycles * _CELL_DRIFT**2, 0.0)
+        diagonal[1] += cycles * _CELL_DRIFT**2 if diagonal[1] < _READS**2 else 0.0
+        diagonal[2:] += np.where(diagonal[2:] < _CELL**2, cycles * _CELL_DRIFT**2, 0.0)
         low, high, share = self._between(num_requests)
         observed = np.zeros_like(self._state)
-        observed[0] = 1.0
+        observed[:2] = 1.0, reading
         for row, part in ((low, 1 - share), (high, share)):
-            observed[1 + row * len(self.widths) + width_index] += part
+            observed[2 + row * len(self.widths) + width_index] += part
         direction = covariance @ observed
         gain = direction / (observed @ direction + _NOISE**2 / cycles)
         self._state += surprise * gain

@@ -27,9 +27,12 @@ from sglang_dflash.srt.speculative.width.states import WidthStates, captured_siz
 
 logger = logging.getLogger(__name__)
 
-_CONTEXT = 128  # committed tokens of a request that costs are measured with; longer ones are followed while serving
+_CONTEXT = 128  # committed tokens of a request that costs are measured with
 _REPEATS = 5
 _BUDGET_S = 8.0  # after which each load is measured once, and the larger ones are left out; one rank cannot decide that alone
+# What a committed token more costs is measured with few requests of long contexts, so many tokens in all that it shows.
+_FEW_REQUESTS = 8
+_MANY_TOKENS = {"cpu": 8192, "cuda": 131072}
 
 
 def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> AdaptiveWidth | FixedWidth:
@@ -42,18 +45,24 @@ def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> Ada
     states.begin()
     loads = _loads(runner)
     began = time.perf_counter()
-    with _slots_of_their_own(runner, loads[-1], _context_of(runner, block_size) + 2 * block_size):
-        seconds = _measure(worker, states, loads, widths, _BUDGET_S if tp_group.world_size == 1 else float("inf"))
-    states.apply(block_size, 1)
+    context = _longest(runner, block_size, _CONTEXT)
+    budget = _BUDGET_S if tp_group.world_size == 1 else float("inf")
+    with _slots_of_their_own(runner, loads[-1], context + 2 * block_size):
+        seconds = _measure(worker, states, loads, context, widths, budget)
     measured = loads[: len(seconds)]
+    few = max(n for n in measured if n <= max(_FEW_REQUESTS, measured[0]))
+    reads = _measure_reads(worker, states, few, context, widths, budget / 4)
+    states.apply(block_size, 1)
     logger.info(
-        "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle: %s.",
+        "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle: %s; us more for each committed token: %s.",
         list(widths),
         measured,
         time.perf_counter() - began,
         (1e3 * seconds).round(2).tolist(),
+        (1e6 * reads).round(3).tolist(),
     )
-    costs = CostTable(np.array(measured), np.array(widths), seconds, padded=bool(captured_sizes(runner)))
+    padded = bool(captured_sizes(runner))
+    costs = CostTable(np.array(measured), np.array(widths), seconds, padded, reads, context)
     rows = runner.req_to_token_pool.req_to_token.shape[0]
     chooser = WidthChooser(costs, SurvivalEstimate(rows, block_size - 1), settings.constants)
     clock = CycleClock(runner.device)
@@ -72,8 +81,9 @@ def _loads(runner) -> list[int]:
     return loads
 
 
-def _context_of(runner, block_size: int) -> int:
-    return min(_CONTEXT, runner.model_config.context_len - 2 * block_size)
+def _longest(runner, block_size: int, wanted: int) -> int:
+    """So many committed tokens of a request, or as many as there may be."""
+    return min(wanted, runner.model_config.context_len - 2 * block_size, runner.max_total_num_tokens - 2 * block_size)
 
 
 @contextmanager
@@ -92,33 +102,63 @@ def _slots_of_their_own(runner, requests: int, length: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _measure(worker, states: WidthStates, loads: list[int], widths: tuple[int, ...], budget: float) -> np.ndarray:
-    """Seconds of a cycle, [loads, widths], the least of some. Widths take turns, so that what else the machine does for a while
-    is not taken for one's cost; from the widest on, as what a narrow cycle leaves to the next costs that one least."""
+def _measure(
+    worker, states: WidthStates, loads: list[int], context: int, widths: tuple[int, ...], budget: float
+) -> np.ndarray:
+    """Seconds of a cycle with so many committed tokens of each request, the least of some, [loads, widths]."""
     rows: list[np.ndarray] = []
     deadline = time.perf_counter() + budget
     for n in loads:
-        row = np.full(len(widths), np.inf)
-        for repeat in range(1 + _REPEATS):
-            seconds = [_timed(worker, states, n, width) for width in reversed(widths)][::-1]
-            if repeat > 0:  # the first warms up
-                row = np.minimum(row, seconds)
-                if time.perf_counter() >= deadline:
-                    break
-        rows.append(row)
+        rows.append(_sample(worker, states, n, [context], widths, deadline)[:, 0].min(axis=0))
         if time.perf_counter() >= deadline:
             break
     return np.stack(rows)
 
 
-def _timed(worker, states: WidthStates, n: int, width: int) -> float:
+@torch.no_grad()
+def _measure_reads(
+    worker, states: WidthStates, n: int, context: int, widths: tuple[int, ...], budget: float
+) -> np.ndarray:
+    """Seconds that a cycle takes longer for each committed token more of its n requests than `context`, [widths]. Zeros where there
+    can be hardly more.
+
+    Attention reads a context once, however many rows ask; a cycle that drafts reads the draft's too. So what is measured is what a
+    byte costs, at all widths together: what memory costs one width at one moment says little where others use it."""
+    runner, block_size = worker.target_worker.model_runner, worker.verify_width
+    longer = _longest(runner, block_size, _MANY_TOKENS[worker.device] // n)
+    if longer < 2 * context:
+        return np.zeros(len(widths))
+    with _slots_of_their_own(runner, n, longer + 2 * block_size):
+        samples = _sample(worker, states, n, [context, longer], widths, time.perf_counter() + budget)
+    target, draft = (runner.token_to_kv_pool.mem_usage for runner in (runner, worker.draft_worker.model_runner))
+    reads = np.where(np.array(widths) > 1, 1 + draft / target, 1.0)
+    more = np.median((samples[:, 1] - samples[:, 0]).sum(axis=1))
+    return max(more, 0.0) / (n * (longer - context)) * reads / reads.sum()
+
+
+def _sample(
+    worker, states: WidthStates, n: int, contexts: list[int], widths: tuple[int, ...], deadline: float
+) -> np.ndarray:
+    """Seconds of cycles, [repeats, contexts, widths]. All take turns, so that what else the machine does for a while is not taken
+    for one's cost; from the widest on, as what a narrow cycle leaves to the next costs that one least."""
+    samples = []
+    for repeat in range(1 + _REPEATS):
+        seconds = [[_timed(worker, states, n, context, width) for width in reversed(widths)][::-1] for context in contexts]
+        if repeat > 0:  # the first warms up
+            samples.append(seconds)
+            if time.perf_counter() >= deadline:
+                break
+    return np.array(samples)
+
+
+def _timed(worker, states: WidthStates, n: int, context: int, width: int) -> float:
     states.apply(width, n)
     if width == 1:
         # The first one without drafts may have to run what the cycle before left, as no second one does.
-        _run_cycle(worker, n, width)
+        _run_cycle(worker, n, context, width)
     _wait(worker.device)
     began = time.perf_counter()
-    _run_cycle(worker, n, width)
+    _run_cycle(worker, n, context, width)
     _wait(worker.device)
     return time.perf_counter() - began
 
@@ -128,10 +168,9 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _run_cycle(worker, n: int, width: int) -> None:
-    """Draft, verify, accept and commit for n requests that say nothing."""
+def _run_cycle(worker, n: int, context: int, width: int) -> None:
+    """Draft, verify, accept and commit for n requests with so many committed tokens that say nothing."""
     device = worker.device
-    context = _context_of(worker.target_worker.model_runner, worker.verify_width)
     lengths = torch.full((n,), context, dtype=torch.int64)
     on_device = lengths.to(device)
     draft_input = DFlashDraftInput(bonus_tokens=torch.zeros_like(on_device), new_seq_lens=on_device)
