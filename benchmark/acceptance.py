@@ -100,6 +100,8 @@ def main() -> int:
     running = contextlib.nullcontext(Server(args.url, None, None)) if args.url else serve(*profile["server_args"])
     failures = []
     with running as server:
+        if any("speculative_width" in state for state in server.get("/server_info")["internal_states"]):
+            parser.error("this server verifies what is worth it: an accept length is of whole blocks, --no-speculative-adaptive")
         for name, expected in profile["sets"].items():
             prompts = _prompts(name, files)
             if prompts is None:

@@ -29,6 +29,10 @@ HYBRID_DRAFT = ROOT / "models" / "tiny-qwen3_5-code-dflash"
 HELDOUT_PROMPTS = ROOT / "benchmark" / "tiny" / "prompts" / "heldout.jsonl"
 START_TIMEOUT_S = 240
 
+# Every cycle verifies whole blocks unless a server's flags say --speculative-adaptive, on a CPU too: nothing that is counted depends on
+# what a clock said.
+WHOLE_BLOCKS = {"SGLANG_DFLASH_NO_ADAPTIVE": "1"}
+
 # (command, environment, log) -> a process with `pid`, `poll`, `wait` and `returncode`
 Start = Callable[[Sequence[str], dict[str, str], BinaryIO], Any]
 
@@ -96,14 +100,14 @@ def serve(
     timeout: float = START_TIMEOUT_S,
     start: Start | None = None,
 ) -> Iterator[Server]:
-    """Run `PYTHON LAUNCHER ARGUMENTS` until the block ends. Raises ServerDied if it never gets ready.
+    """Run `PYTHON LAUNCHER ARGUMENTS` until the block ends, with WHOLE_BLOCKS. Raises ServerDied if it never gets ready.
 
     start: another way to start LAUNCHER ARGUMENTS with these settings and this log, in a session of its own.
     """
     port = _free_port()
     command = [*launcher, "--port", str(port), *map(str, arguments)]
     with tempfile.NamedTemporaryFile("wb", suffix=".log", prefix="sglang-", delete=False) as log:
-        process = (start or functools.partial(start_cold, python=python))(command, env or {}, log)
+        process = (start or functools.partial(start_cold, python=python))(command, {**WHOLE_BLOCKS, **(env or {})}, log)
     server = Server(url=f"http://127.0.0.1:{port}", process=process, log_path=Path(log.name))
     try:
         _wait_until_ready(server, timeout)

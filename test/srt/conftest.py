@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import TARGET, Server, Start, importing, serve, start_cold, stop
+from serving import TARGET, WHOLE_BLOCKS, Server, Start, importing, serve, start_cold, stop
 from warm_start import Nursery
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
@@ -25,6 +25,7 @@ from sglang_dflash.srt.hardware_backend.cpu import runtime
 # One PyTorch thread, as two servers share the machine. The scheduler counts its KV slots after every step, and a
 # leak or a double free ends the server instead of a log line.
 ENVIRONMENT = {
+    **WHOLE_BLOCKS,
     "OMP_NUM_THREADS": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",

@@ -1,9 +1,11 @@
 """Our own flags: on the command line, in a --config file, and as the environment variables they end up in."""
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 
+from sglang_dflash.srt.arg_groups.adaptive_width import settle_adaptive
 from sglang_dflash.srt.arg_groups.dflash_args import check_copy_ahead
 from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
 from sglang_dflash.srt.speculative import copy_ahead
@@ -12,14 +14,16 @@ from sglang_dflash.srt.speculative.draft_sampling import (
     TEMPERATURE_SCALE_VARIABLE,
     DraftSampling,
 )
+from sglang_dflash.srt.speculative.width.settings import NEVER_VARIABLE, VARIABLE, AdaptiveSettings
 
 
 @pytest.fixture
 def parser(monkeypatch) -> argparse.ArgumentParser:
-    for variable in (TEMPERATURE_SCALE_VARIABLE, SAMPLED_SLOTS_VARIABLE, copy_ahead.VARIABLE):
+    for variable in (TEMPERATURE_SCALE_VARIABLE, SAMPLED_SLOTS_VARIABLE, copy_ahead.VARIABLE, VARIABLE, NEVER_VARIABLE):
         monkeypatch.setenv(variable, "")  # restored afterwards, whatever a test sets
     parser = argparse.ArgumentParser()
     parser.add_argument("--speculative-use-rejection-sampling", action="store_true")
+    parser.add_argument("--speculative-adaptive", action="store_true")
     add_flags(parser)
     return parser
 
@@ -88,6 +92,49 @@ def test_a_config_file_turns_copies_on(parser, monkeypatch, tmp_path):
     parser.add_argument("--config")
     parser.parse_args(ConfigArgumentMerger(parser).merge_config_with_args(["--config", str(path)]))
     assert copy_ahead.is_asked_for()
+
+
+ON_A_CPU = SimpleNamespace(device="cpu", disaggregation_mode="null", attn_dp_size=1)
+
+
+@pytest.mark.parametrize(
+    "said, is_wanted, is_never",
+    [
+        ([], False, False),
+        (["--speculative-adaptive"], True, False),
+        (["--no-speculative-adaptive"], False, True),
+        (["--speculative-adaptive", "--no-speculative-adaptive"], False, True),
+        (["--no-speculative-adaptive", "--speculative-adaptive"], True, True),  # what is wanted counts
+    ],
+)
+def test_adaptive_width_is_the_default_unless_ruled_out(parser, said, is_wanted, is_never):
+    assert parser.parse_args(said).speculative_adaptive is is_wanted
+    if not is_wanted:
+        assert (settle_adaptive(ON_A_CPU, block_size=8, is_recurrent=False) is None) is is_never
+        assert (AdaptiveSettings.from_environment() is None) is is_never
+
+
+@pytest.mark.parametrize(
+    "arguments, block_size, is_recurrent, reason",
+    [
+        ({"device": "cuda"}, 8, False, "until it has been measured on one"),
+        ({}, 1, False, "block of 1"),
+        ({}, 8, True, "recurrent states"),
+        ({"disaggregation_mode": "prefill"}, 8, False, "only prefills"),
+        ({"attn_dp_size": 2}, 8, False, "DP attention"),
+    ],
+)
+def test_where_it_is_not_the_default_the_log_says_why(parser, caplog, arguments, block_size, is_recurrent, reason):
+    caplog.set_level("INFO")
+    args = SimpleNamespace(**vars(ON_A_CPU) | arguments)
+    assert settle_adaptive(args, block_size, is_recurrent) is None
+    assert reason in caplog.text
+    assert AdaptiveSettings.from_environment() is None
+
+
+def test_simulated_acceptance_is_not_learned_from(parser, monkeypatch):
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3.5")
+    assert settle_adaptive(ON_A_CPU, block_size=8, is_recurrent=False) is None
 
 
 def test_sglang_knows_them():

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from conftest import ENVIRONMENT, FLOAT32, assert_same, patched, warm_start
+from conftest import ENVIRONMENT, FLOAT32, WIDTHS_CHANGE, assert_same, patched, warm_start
 from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, serve
 from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy, some_prompts
 
@@ -138,6 +138,21 @@ def test_a_decode_server_retracts(draft, servers, reference, prompts):
         unhurried, hurried = pair.generate_many(penalized, 2), pair.generate_many(penalized, len(penalized))
         assert [a["output_ids"] for a in hurried] == [a["output_ids"] for a in unhurried]
         check_idle(pair.decode)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
+def test_a_decode_server_verifies_what_is_worth_it(draft, servers, reference, prompts):
+    """Widths that change, down to none, while requests are retracted. The prefill server, which verifies nothing, knows of none."""
+    requests = [greedy(ids, max_new_tokens=200) for ids in prompts[:12]]
+    servers.close()
+    with pair_of(*dflash_arguments(draft), decode=(*TIGHT, *WIDTHS_CHANGE)) as pair:
+        answers = pair.generate_many(requests, len(requests))
+        assert retractions(answers) > 0
+        assert_same(requests, answers, reference.answers(requests))
+        check_idle(pair.decode)
+        [state] = pair.decode.get("/server_info")["internal_states"]
+        assert set(state["speculative_width"]["cycles_per_width"]) == {"1", "2", "4", "8"}
 
 
 def retractions(answers: list[dict]) -> int:

@@ -23,8 +23,9 @@ from documented import (
     server_arguments,
     spans,
 )
-from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, dflash_arguments
+from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, WHOLE_BLOCKS, dflash_arguments
 
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 COMMANDS = commands()
@@ -66,6 +67,7 @@ for arguments in json.load(open(sys.argv[1])):
             view = resolved_view(args)
             found = {name: getattr(view, name) for name in (
                 "model_path", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_draft_tokens")}
+            found["is_adaptive"] = bool(os.environ.get("SGLANG_DFLASH_ADAPTIVE"))
         except BaseException as error:
             found = {"error": repr(error)}
         print("RESOLVED", json.dumps(found), flush=True)
@@ -165,7 +167,7 @@ def resolved(tmp_path_factory) -> tuple[dict[str, dict], set[str]]:
     (serve,) = [line for line in make("serve").splitlines() if "sglang.launch_server" in line]
     texts = [command.text for command in servers] + ["make serve"]
     file.write_text(json.dumps([*map(server_arguments, servers), serve.split()[3:]]))
-    done = run_to_end("-c", RESOLVE, file, ROOT)
+    done = run_to_end("-c", RESOLVE, file, ROOT, environment=dict.fromkeys(WHOLE_BLOCKS, ""))
     output = done.output.splitlines()
     found = [json.loads(line.partition(" ")[2]) for line in output if line.startswith("RESOLVED")]
     assert len(found) == len(texts), done.output[-4000:]
@@ -181,6 +183,7 @@ def test_a_server_command_resolves_to_dflash_with_its_draft(text, resolved):
     assert (ROOT / found["model_path"]).resolve() == TARGET
     drafts = {(ROOT / path).resolve() for path in (DRAFT, DFLASH2_DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)}
     assert (ROOT / found["speculative_draft_model_path"]).resolve() in drafts
+    assert found["is_adaptive"] == runtime.needs_stand_in(), "the default is to verify what is worth it, on a CPU"
     given = re.search(r"--speculative-num-draft-tokens (\d+)", text)
     assert found["speculative_num_draft_tokens"] == (int(given.group(1)) if given else 8)
 

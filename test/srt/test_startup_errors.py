@@ -72,7 +72,10 @@ BAD_FLAGS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("--speculative-num-draft-tokens", "--speculative-dflash-block-size", "4", "8"),
     ),
     "block size zero": (["--speculative-num-draft-tokens", "0"], ("block size", "0")),
-    "adaptive widths without adaptive": (["--speculative-adaptive-config", "widths.json"], ("--speculative-adaptive-config",)),
+    "adaptive widths without adaptive": (
+        ["--no-speculative-adaptive", "--speculative-adaptive-config", "widths.json"],
+        ("--speculative-adaptive-config", "--no-speculative-adaptive"),
+    ),
     "adaptive without its config file": (
         ["--speculative-adaptive", "--speculative-adaptive-config", "/no/widths.json"],
         ("--speculative-adaptive-config", "/no/widths.json", "cannot be read"),

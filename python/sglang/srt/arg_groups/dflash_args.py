@@ -10,6 +10,7 @@ import math
 import os
 from typing import Any
 
+from sglang_dflash.srt.arg_groups.adaptive_width import settle_adaptive, simulates_acceptance, take_adaptive
 from sglang_dflash.srt.arg_groups.draft_attention import DRAFT_ATTENTION_BACKENDS, choose_draft_attention
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
@@ -20,8 +21,6 @@ from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embed
 from sglang_dflash.srt.speculative import copy_ahead
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling
 from sglang_dflash.srt.speculative.target_kinds import target_kind
-from sglang_dflash.srt.speculative.width.settings import VARIABLE as ADAPTIVE_VARIABLE
-from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
 
@@ -112,18 +111,10 @@ def check_draft_path(server_args: Any, previous: Any) -> None:
     """Resolution hook around SGLang's `handle_speculative_decoding`, whose first act for any algorithm is to load
     the draft's config: say what is wrong with the path before that fails somewhere deep."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
-    from sglang.srt.arg_groups.overrides import declare_resolution
 
     args = resolving_view(server_args)
     if (args.speculative_algorithm or "").upper() == "DFLASH":
-        os.environ.pop(ADAPTIVE_VARIABLE, None)
-        if args.speculative_adaptive:
-            _read_adaptive(args).to_environment()
-            # SGLang's own switch means EAGLE's widths, policy and config file, from which it would size its buffers. Ours are
-            # never wider than a block.
-            declare_resolution(server_args, SOURCE, speculative_adaptive=False)
-        elif args.speculative_adaptive_config is not None:
-            raise ValueError("--speculative-adaptive-config says nothing without --speculative-adaptive.")
+        take_adaptive(server_args, SOURCE)
         path = args.speculative_draft_model_path
         if path is None:
             raise ValueError("DFLASH needs a draft: give --speculative-draft-model-path.")
@@ -137,8 +128,9 @@ def check_draft_path(server_args: Any, previous: Any) -> None:
 
 def resolve_dflash_args(server_args: Any) -> None:
     """Validate and complete DFLASH's arguments. Raises ValueError naming everything that is wrong."""
-    from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view, resolving_view
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolved_view, resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.configs.hybrid_arch import mambaish_config
 
     args = resolving_view(server_args)
     _refuse_unsupported(args)
@@ -147,9 +139,8 @@ def resolve_dflash_args(server_args: Any) -> None:
     _check_mask_token(args, draft)
     block_size = _choose_block_size(args, draft)
     check_copy_ahead(block_size)
-    adaptive = AdaptiveSettings.from_environment()
-    if adaptive is not None:
-        logger.info("DFLASH: each cycle verifies %s slots of a block.", " or ".join(map(str, adaptive.widths(block_size))))
+    is_recurrent = mambaish_config(model_config_of(server_args)) is not None
+    is_adaptive = settle_adaptive(args, block_size, is_recurrent) is not None
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
     draft_backend = CPU_ATTENTION_BACKEND
     if args.device != "cpu":
@@ -158,8 +149,9 @@ def resolve_dflash_args(server_args: Any) -> None:
     _check_target_attention(args, verify_backend, is_chosen=_chose_attention(server_args))
     if isinstance(draft, PEagleDraftConfig):
         _check_peagle(args, draft, block_size)
-    _check_recurrent_target(args, server_args, target_config, block_size, adaptive is not None)
-    check_dp_attention(args, adaptive is not None)
+    if is_recurrent:
+        _check_recurrent_target(args, target_config, block_size, is_adaptive)
+    check_dp_attention(args, is_adaptive)
     declare_resolution(
         server_args,
         SOURCE,
@@ -256,25 +248,14 @@ def _refuse_unsupported(args: Any) -> None:
         raise ValueError("DFLASH does not support:\n  - " + "\n  - ".join(found))
 
 
-def _read_adaptive(args: Any) -> AdaptiveSettings:
-    settings = AdaptiveSettings.read(args.speculative_adaptive_config)
-    if _simulates_acceptance():
-        raise ValueError("--speculative-adaptive would learn from the made-up accept lengths of SGLANG_SIMULATE_ACC_LEN.")
-    return settings
-
-
 def check_copy_ahead(block_size: int) -> None:
     """Raises ValueError where copies are asked for and mean nothing."""
     if not copy_ahead.is_asked_for():
         return
     if block_size == 1:
         raise ValueError("--speculative-copy-ahead has no place to copy to: a block of 1 is the anchor alone.")
-    if _simulates_acceptance():
+    if simulates_acceptance():
         raise ValueError("--speculative-copy-ahead would learn from the made-up accept lengths of SGLANG_SIMULATE_ACC_LEN.")
-
-
-def _simulates_acceptance() -> bool:
-    return float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or -1) > 0
 
 
 def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
@@ -329,15 +310,8 @@ def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int) -> None:
         )
 
 
-def _check_recurrent_target(
-    args: Any, server_args: Any, target_config: Any, block_size: int, is_adaptive: bool
-) -> None:
+def _check_recurrent_target(args: Any, target_config: Any, block_size: int, is_adaptive: bool) -> None:
     """Refuse what would commit a wrong state of a target that has recurrent ones, or put one into the prefix cache."""
-    from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    if mambaish_config(model_config_of(server_args)) is None:
-        return
     if args.disaggregation_mode != "null":
         raise ValueError("--disaggregation-mode does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
     if is_adaptive:

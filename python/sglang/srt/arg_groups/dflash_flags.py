@@ -9,6 +9,7 @@ import os
 
 from sglang_dflash.srt.speculative.copy_ahead import VARIABLE as COPY_AHEAD_VARIABLE
 from sglang_dflash.srt.speculative.draft_sampling import SAMPLED_SLOTS_VARIABLE, TEMPERATURE_SCALE_VARIABLE
+from sglang_dflash.srt.speculative.width.settings import NEVER_VARIABLE
 
 SAMPLE_METHODS = ("greedy", "probabilistic")
 
@@ -32,6 +33,14 @@ class _TurnOn(argparse._StoreTrueAction):  # what SGLang's config files know of 
 
     def __call__(self, parser, namespace, values, option_string=None):
         os.environ[self.dest] = "1"
+
+
+class _TurnOffAdaptive(_TurnOn):
+    """The opposite of SGLang's --speculative-adaptive; of the two, the one that comes last counts."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        super().__call__(parser, namespace, values, option_string)
+        namespace.speculative_adaptive = False
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -67,4 +76,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="Where a request's last tokens have stood in its prompt or output before, propose what came next there in the "
         "place of the draft's block, and leave the draft out of cycles in which all requests do. Lossless.",
+    )
+    group.add_argument(
+        "--no-speculative-adaptive",
+        action=_TurnOffAdaptive,
+        dest=NEVER_VARIABLE,
+        default=argparse.SUPPRESS,
+        help="Verify whole blocks always. On a CPU each cycle otherwise verifies as many drafted tokens as are worth it; on a GPU "
+        "only with --speculative-adaptive.",
     )

@@ -4,14 +4,10 @@ Not called n-gram, as elsewhere: SGLang has an algorithm of that name, with flag
 requests and has no draft model.
 """
 
-import os
+from sglang_dflash.srt.environ import is_on
 
 VARIABLE = "SGLANG_DFLASH_COPY_AHEAD"
 
 
 def is_asked_for() -> bool:
-    """Raises ValueError for what is neither on nor off."""
-    value = os.environ.get(VARIABLE) or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"{VARIABLE} is 1 or 0, got {value!r}.")
-    return value == "1"
+    return is_on(VARIABLE)

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_dflash.srt.speculative.width.policy import Constants
 
 VARIABLE = "SGLANG_DFLASH_ADAPTIVE"  # how the main process tells the others: the settings as JSON
+NEVER_VARIABLE = "SGLANG_DFLASH_NO_ADAPTIVE"  # 1: not by default either
 
 _CONSTANTS = {field.name: field.type for field in dataclasses.fields(Constants)}
 _KEYS = ("candidate_steps", "schedule", *_CONSTANTS)
