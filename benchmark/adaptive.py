@@ -1,13 +1,13 @@
 """Is adaptive speculation ever slower than the best fixed width, or than none? On the bundled target, in one run.
 
-    python benchmark/adaptive.py                                   # everything: 25 minutes on two cores
+    python benchmark/adaptive.py                                   # everything: 75 minutes on two cores
     python benchmark/adaptive.py --cases trained random --concurrency 1 16 --rounds 20
 
 For each draft two servers: one without speculation, and an adaptive one that verifies each fixed width in turn and then chooses itself,
 each for some cycles (width_switch/sitecustomize.py): the draft fills its block and so many of its tokens are verified. So every request
 goes through every width, and neither where a process lies in memory nor what else the machine does for a while counts for one of them:
 two servers, or slices of seconds, differ by 10 % here where they do the same work. The schedulers count the time and tokens of their
-decode steps. The server without speculation is measured before and after the other.
+decode steps. The server without speculation is measured before and after the other, and both are started several times.
 
 Writes benchmark/results/adaptive.md and .json.
 """
@@ -32,6 +32,7 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, Server, dflash_arguments, heldout_prompts, importing, serve
@@ -93,7 +94,7 @@ CASES = {
 class Cell:
     """A draft at one concurrency. speeds: tokens per second of decode steps in each round, by what was served: "none", a number of
     drafted tokens verified, "adaptive". seconds, tokens, cycles: of all rounds. widths: adaptive cycles per number of drafted tokens
-    verified. prompt_ms: of a prefill, per request: without speculation, with."""
+    verified. prompt_ms: of a prefill, per request, in each start of the servers: without speculation, with."""
 
     case: str
     concurrency: int
@@ -102,7 +103,7 @@ class Cell:
     tokens: Counter = field(default_factory=Counter)
     cycles: Counter = field(default_factory=Counter)
     widths: Counter = field(default_factory=Counter)
-    prompt_ms: tuple[float, float] = (0.0, 0.0)
+    prompt_ms: dict[str, list[float]] = field(default_factory=lambda: {NONE: [], ADAPTIVE: []})
 
     def add(self, name: str, seconds: float, tokens: int, cycles: int) -> None:
         self.speeds[name].append(tokens / seconds)
@@ -121,19 +122,27 @@ class Cell:
         return self.tokens[name] / self.seconds[name]
 
     def _of_chosen(self, what: Counter) -> float:
-        """What the adaptive cycles would come to if each were worth what one of its width, verified in turn, was on average."""
-        return sum(count * what[k] / self.cycles[k] for k, count in self.widths.items())
+        """What an adaptive cycle would come to if each were worth what one of its width, verified in turn, was on average."""
+        return sum(count * what[k] / self.cycles[k] for k, count in self.widths.items()) / self.widths.total()
 
     @property
-    def choice(self) -> float:
-        """Speed of the widths chosen, against the best one's."""
-        return self._of_chosen(self.tokens) / self._of_chosen(self.seconds) / self._whole_speed(self.best_fixed)
+    def evened(self) -> float:
+        """Adaptive against the best fixed width: the tokens that cycles of the chosen widths bring on average, whatever text fell to whom,
+        over the time that adaptive cycles took."""
+        took = self.seconds[ADAPTIVE] / self.cycles[ADAPTIVE]
+        return self._of_chosen(self.tokens) / took / self._whole_speed(self.best_fixed)
+
+    @property
+    def of_none(self) -> list[float]:
+        """Adaptive against no speculation, in each start of the servers."""
+        starts = len(self.prompt_ms[NONE])
+        none, ours = (np.median(np.reshape(self.speeds[name], (starts, -1)), axis=1) for name in (NONE, ADAPTIVE))
+        return (ours / none).tolist()
 
     @property
     def overhead(self) -> float:
         """Time of adaptive cycles, against cycles of the same widths in turn."""
-        took, count = self.seconds[ADAPTIVE] / self.cycles[ADAPTIVE], sum(self.widths.values())
-        return took * count / self._of_chosen(self.seconds)
+        return self.seconds[ADAPTIVE] / self.cycles[ADAPTIVE] / self._of_chosen(self.seconds)
 
 
 class Load:
@@ -221,25 +230,30 @@ def measure(server: Server, names: dict[str, str], cell: Cell, prompts: list[str
 
 
 def run(case: Case, args, say: Callable[[str], None]) -> list[Cell]:
-    prompts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
     cells = [Cell(case.name, n) for n in args.concurrency]
+    for _ in range(args.starts):
+        start_and_measure(case, cells, args, say)
+    return cells
+
+
+def start_and_measure(case: Case, cells: list[Cell], args, say: Callable[[str], None]) -> None:
+    """Add what one start of both servers shows to the cells."""
+    prompts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
     turns = {str(k + 1): str(k) for k in STEPS} | {"0": ADAPTIVE}
     with ExitStack() as stack:
         plain, ours = servers(stack, case, args)
         for cell in cells:
-            without = measure(plain, {"0": NONE}, cell, prompts, 1, case, args)
-            cell.prompt_ms = without, measure(ours, turns, cell, prompts, args.rounds, case, args)
+            cell.prompt_ms[NONE].append(measure(plain, {"0": NONE}, cell, prompts, 1, case, args))
+            cell.prompt_ms[ADAPTIVE].append(measure(ours, turns, cell, prompts, args.rounds, case, args))
             measure(plain, {"0": NONE}, cell, prompts, 1, case, args)
             shown = ", ".join(f"{name} {cell.speed(name):.0f}" for name in SERVED)
             say(f"{case.name:>9} x{cell.concurrency:<3} {shown} tokens/s; {dict(cell.widths)}")
-    return cells
 
 
-def measured(cell: Cell) -> str:
-    """Adaptive against the best fixed width, round by round: the median, and 1.25 standard errors of a mean, which is a median's."""
-    pairs = zip(cell.speeds[ADAPTIVE], cell.speeds[cell.best_fixed], strict=True)
-    ratios = [ours / theirs for ours, theirs in pairs]
-    return f"{held(statistics.median(ratios))} ± {1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios)):.2f}"
+def measured(ratios: list[float]) -> str:
+    """The median, and 1.25 standard errors of a mean, which is a median's."""
+    error = f" ± {1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios)):.2f}" if len(ratios) > 1 else ""
+    return held(statistics.median(ratios)) + error
 
 
 def held(ratio: float) -> str:
@@ -248,13 +262,14 @@ def held(ratio: float) -> str:
 
 def table(cells: list[Cell]) -> str:
     head = "| draft | requests | no speculation | " + " | ".join(f"{k} verified" for k in STEPS)
-    rows = [head + " | adaptive | of the best fixed: measured | by its choice | of none | adaptive cycles, by k | ms a prompt: none, ours |"]
+    rows = [head + " | adaptive | of the best fixed: measured | texts evened out | of none | adaptive cycles, by k | ms a prompt: none, ours |"]
     rows.append("|---|" + "---:|" * (len(STEPS) + 6) + "---|---:|")
     for cell in cells:
         speeds = " | ".join(f"{cell.speed(name):.0f}" for name in SERVED)
         widths = ", ".join(f"{k}: {count}" for k, count in sorted(cell.widths.items()))
-        of = f"{measured(cell)} | {held(cell.choice)} | {held(cell.speed(ADAPTIVE) / cell.speed(NONE))}"
-        prompts = ", ".join(f"{ms:.1f}" for ms in cell.prompt_ms)
+        pairs = zip(cell.speeds[ADAPTIVE], cell.speeds[cell.best_fixed], strict=True)
+        of = f"{measured([ours / theirs for ours, theirs in pairs])} | {held(cell.evened)} | {measured(cell.of_none)}"
+        prompts = ", ".join(f"{statistics.median(ms):.1f}" for ms in cell.prompt_ms.values())
         rows.append(f"| {cell.case} | {cell.concurrency} | {speeds} | {of} | {widths} | {prompts} |")
     return "\n".join(rows)
 
@@ -264,15 +279,15 @@ def page(cells: list[Cell], args, command: str) -> str:
     return f"""# Adaptive verify width against fixed ones
 
 {date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
-sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request; {args.rounds} rounds of {args.seconds:g} s, turns of {args.turn} cycles. `{command}`.
+sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request; {args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, turns of {args.turn} cycles. `{command}`.
 
 Tokens per second of decode steps, medians of all rounds. "k verified": the draft fills its block of 8 and k of its tokens are verified, 0 is
 plain decoding that writes the draft's context. Drafts: `trained` and `peagle` are the bundled ones, `weakened` has noise on every weight,
 `random` is noise, `sampled` is `trained` at temperature 1, `drawn` the same with probabilistic drafting. Every request goes through all
-widths. "Measured": of rounds, their median and its standard error. "By its choice": had each adaptive cycle brought and taken what one of its
-width, verified in turn, did on average: what is lost by choosing, without the noise of which text fell to whom. Deciding is not in it: over
+widths. "Measured": of rounds, their median and its standard error; by chance harder texts fall to one than to another. "Texts evened out": the
+tokens that cycles of the chosen widths bring on average, over the time that adaptive cycles took; what choosing and deciding cost. Over
 all cells adaptive cycles took {overhead:.3f} times as long as those of the same widths in turn. Without speculation was another process, before and
-after. Prompts are not in these times: in theirs ours also writes the draft's context. Bold: below {BAR}.
+after: "of none" has the noise of starts, which differ by where processes lie in memory. Prompts are not in these times: in theirs ours also writes the draft's context. Bold: below {BAR}.
 
 {table(cells)}
 """
@@ -282,7 +297,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 48])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=3, help="of both servers, in each of which there are so many rounds")
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=5.0, help="of a round, which all turns should fit in")
     parser.add_argument("--turn", type=int, default=8, help="cycles at each width in turn")
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -290,7 +306,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="float32 on a CPU that cannot multiply bfloat16")
     parser.add_argument("--name", default="adaptive", help="of the files in benchmark/results/")
     args = parser.parse_args()
-    if args.rounds < 3:
+    if args.starts * args.rounds < 3:
         parser.error("noise shows in three rounds at least")
     cells: list[Cell] = []
     for name in args.cases:
