@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from conftest import FLOAT32
-from serving import PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, Server, dflash_arguments
+from serving import PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, WHOLE_BLOCKS, Server, dflash_arguments
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 EXAMPLES = ROOT / "examples"
 # The block size of all three bundled drafts, anchor included.
@@ -80,7 +82,9 @@ def test_bench_serving(server, tmp_path):
 
 @pytest.mark.server
 def test_speculators_checkpoint(servers):
-    server = servers.get(*FLOAT32, "--model-path", str(SPECULATORS_DRAFT))
+    server = servers.get(*FLOAT32, "--model-path", str(SPECULATORS_DRAFT), environment=dict.fromkeys(WHOLE_BLOCKS, ""))
+    if runtime.needs_stand_in():
+        assert "DFLASH adaptive: widths [1, 2, 4, 8] measured" in server.log(), "the default on a CPU"
     output = run(sys.executable, EXAMPLES / "speculators_checkpoint.py", server.url)
     assert re.search(r"^target +\S*tiny-qwen3-code$", output, re.MULTILINE), output
     assert f"draft   {SPECULATORS_DRAFT}" in output
