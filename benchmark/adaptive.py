@@ -279,15 +279,19 @@ def page(cells: list[Cell], args, command: str) -> str:
     return f"""# Adaptive verify width against fixed ones
 
 {date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
-sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request; {args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, turns of {args.turn} cycles. `{command}`.
+sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request;
+{args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, turns of {args.turn} cycles. `{command}`.
 
-Tokens per second of decode steps, medians of all rounds. "k verified": the draft fills its block of 8 and k of its tokens are verified, 0 is
-plain decoding that writes the draft's context. Drafts: `trained` and `peagle` are the bundled ones, `weakened` has noise on every weight,
-`random` is noise, `sampled` is `trained` at temperature 1, `drawn` the same with probabilistic drafting. Every request goes through all
-widths. "Measured": of rounds, their median and its standard error; by chance harder texts fall to one than to another. "Texts evened out": the
-tokens that cycles of the chosen widths bring on average, over the time that adaptive cycles took; what choosing and deciding cost. Over
-all cells adaptive cycles took {overhead:.3f} times as long as those of the same widths in turn. Without speculation was another process, before and
-after: "of none" has the noise of starts, which differ by where processes lie in memory. Prompts are not in these times: in theirs ours also writes the draft's context. Bold: below {BAR}.
+Tokens per second of decode steps, medians of all rounds. "k verified": the draft fills its block of 8 and k of its tokens are
+verified, 0 is plain decoding that writes the draft's context. Drafts: `trained` and `peagle` are the bundled ones, `weakened`
+has noise on every weight, `random` is noise, `sampled` is `trained` at temperature 1, `drawn` the same with probabilistic
+drafting. Every request goes through all widths.
+
+"Measured": of rounds, their median and its standard error; by chance harder texts fall to one width than to another. "Texts
+evened out": the tokens that cycles of the chosen widths bring on average, over the time that adaptive cycles took: what
+choosing and deciding cost. Over all cells adaptive cycles took {overhead:.3f} times as long as those of the same widths in
+turn. Without speculation was another process, before and after: "of none" has the noise of starts, which differ by where
+processes lie in memory. Prompts are not in these times: in theirs ours also writes the draft's context. Bold: below {BAR}.
 
 {table(cells)}
 """

@@ -92,12 +92,8 @@ class Clock(CycleClock):
 def request(slot: int, grammar=None, **params) -> SimpleNamespace:
     defaults = dict(logit_bias=None, min_new_tokens=0, frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0)
     return SimpleNamespace(
-        kv=SimpleNamespace(req_pool_idx=slot), grammar=grammar, sampling_params=SimpleNamespace(**defaults | {"top_k": 1} | params)
+        kv=SimpleNamespace(req_pool_idx=slot, kv_committed_len=100), grammar=grammar, sampling_params=SimpleNamespace(**defaults | {"top_k": 1} | params)
     )
-
-
-def batch_of(*reqs) -> SimpleNamespace:
-    return SimpleNamespace(reqs=list(reqs), seq_lens_sum=100 * len(reqs))
 
 
 def adaptive(schedule=(), group=None, costs=(1.0, 1.2, 1.3, 1.6), **more) -> AdaptiveWidth:
@@ -110,7 +106,7 @@ def adaptive(schedule=(), group=None, costs=(1.0, 1.2, 1.3, 1.6), **more) -> Ada
 
 
 def test_what_a_cycle_kept_is_told_one_cycle_late():
-    width, batch = adaptive(), batch_of(*map(request, range(4)))
+    width, batch = adaptive(), SimpleNamespace(reqs=[request(slot) for slot in range(4)])
     width.began(batch, num_running=0)
     asked = []
     for cycle in range(60):
@@ -127,7 +123,7 @@ def test_what_a_cycle_kept_is_told_one_cycle_late():
 
 def test_a_new_request_in_an_old_ones_row_is_not_blamed():
     width = adaptive(schedule=(7,))
-    old, new = batch_of(request(3)), batch_of(request(3))
+    old, new = SimpleNamespace(reqs=[request(3)]), SimpleNamespace(reqs=[request(3)])
     width.began(old, 0)
     for _ in range(30):
         width.ask(old, False)
@@ -142,14 +138,20 @@ def test_a_new_request_in_an_old_ones_row_is_not_blamed():
 
 def test_running_requests_of_a_mixed_batch_are_not_new():
     width = adaptive(schedule=(7,))
-    running = batch_of(request(1))
+    running = SimpleNamespace(reqs=[request(1)])
     width.began(running, 0)
     width.ask(running, False)
     width.tell()
-    width.began(batch_of(request(2), request(1)), num_running=1)
+    width.began(SimpleNamespace(reqs=[request(2), request(1)]), num_running=1)
     width.kept([0])
     own = width._chooser.estimate.accept_probs(np.array([1, 2]), np.array([0, 0]))
     assert (own[0] < own[1]).all()
+
+
+def test_a_request_that_was_retracted_before_its_first_cycle():
+    width = adaptive()
+    width.began(SimpleNamespace(reqs=[request(None), request(5)]), num_running=0)
+    assert width._births[5] == 1 and width._births.sum() == 1
 
 
 def test_modes():
@@ -163,7 +165,7 @@ def test_modes():
         request(5, logit_bias={"3": 1.0}),
     ]
     for draws, sampled in ((False, "sampled"), (True, "drawn")):
-        width.ask(batch_of(*reqs), draws)
+        width.ask(SimpleNamespace(reqs=reqs), draws)
         wanted = ["greedy", sampled, *["constrained"] * 4]
         assert [MODES[mode] for mode in width._under_way[-1].modes] == wanted
 
@@ -176,7 +178,7 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     monkeypatch.setattr(torch.distributed, "broadcast", lambda values, src, group: told.append((src, group)) or values.fill_(4))
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
     width = adaptive(group=group)
-    assert width.ask(batch_of(request(0)), False) == 4
+    assert width.ask(SimpleNamespace(reqs=[request(0)]), False) == 4
     assert told == [(6, "host")] and width._states.applied == [(4, 1)]
 
 
@@ -194,6 +196,6 @@ def test_a_clock_on_the_host():
 
 
 def test_a_fixed_width_says_the_same_every_time():
-    width, batch = FixedWidth(8), batch_of(request(0))
+    width, batch = FixedWidth(8), SimpleNamespace(reqs=[request(0)])
     width.began(batch, 0)
     assert width.ask(batch, True) == 8 and width.kept([3]) == 7 and width.report() == {}

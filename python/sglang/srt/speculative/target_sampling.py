@@ -111,4 +111,6 @@ def replace_broken_rows(logits: torch.Tensor) -> torch.Tensor:
 
 def repeat_rows(per_request: torch.Tensor | None, block_size: int) -> torch.Tensor | None:
     """[bs, ...] -> [bs * block_size, ...], one row per block position."""
-    return None if per_request is None else per_request.repeat_interleave(block_size, dim=0)
+    if per_request is None or block_size == 1:
+        return per_request
+    return per_request.repeat_interleave(block_size, dim=0)

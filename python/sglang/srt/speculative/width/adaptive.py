@@ -90,7 +90,9 @@ class AdaptiveWidth:
     def began(self, batch: Any, num_running: int) -> None:
         """A prefill, of which the last `num_running` requests are not new."""
         self._clock.interrupt()
-        slots = _slots_of(batch.reqs[: len(batch.reqs) - num_running])
+        new = batch.reqs[: len(batch.reqs) - num_running]
+        # One that another server prefilled may have been retracted since, and has no row.
+        slots = _slots_of([req for req in new if req.kv.req_pool_idx is not None])
         self._births[slots] += 1
         self._chooser.began(slots)
 
@@ -98,8 +100,9 @@ class AdaptiveWidth:
         """How many slots the cycle that begins now verifies. draws: whether its drafts are drawn, where a request samples."""
         self._follow(self._clock.finished())
         slots, modes = _slots_of(batch.reqs), np.array([_mode(req, draws) for req in batch.reqs])
-        width = self._agree(slots, modes, batch.seq_lens_sum)
-        self._under_way.append(_UnderWay(width, batch.seq_lens_sum, slots, self._births[slots], modes))
+        num_tokens = sum(req.kv.kv_committed_len for req in batch.reqs)  # as of a cycle or two ago; the batch may not say
+        width = self._agree(slots, modes, num_tokens)
+        self._under_way.append(_UnderWay(width, num_tokens, slots, self._births[slots], modes))
         self._cycles += 1
         self._width = width
         self._per_width[width] += 1

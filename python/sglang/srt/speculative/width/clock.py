@@ -10,8 +10,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """A cycle that is over. num_tokens: committed ones of its requests, when it began. seconds: its own. gap: seconds between the end of the one before and its start; None where something
-    else happened in between."""
+    """A cycle that is over. num_tokens: committed ones of its requests, when it began. seconds: its own. gap: seconds between the
+    end of the one before and its start; None where something else happened in between."""
 
     num_requests: int
     width: int

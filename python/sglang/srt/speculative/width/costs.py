@@ -22,11 +22,11 @@ class CostTable:
 
     base: measured at start-up for some loads, with `context` committed tokens a request; between them linear in n, or, where
     forwards are padded to captured sizes, that of the next larger one (`padded`). reads: what each committed token more costs
-    attention, measured too; t are all of them. It hardly depends on the width, so with long contexts a wide verify costs little
-    more than a narrow one, which no factor says. r: how much slower everything is now, q: contexts, and c: this load and width; their
-    logarithms are the state of an extended Kalman filter (Kalman 1960) that observes log(measured / expected) of each cycle. So a width that is seldom
-    verified moves with the others, and little by one noisy cycle of its own. gap: the time between two cycles that follow on
-    each other.
+    attention, measured too; t are the tokens of all requests. It hardly depends on the width, so with long contexts a wide verify
+    takes little longer than a narrow one, which no factor says. r: how much slower everything is now, q: reading, and c: this
+    load and width; their logarithms are the state of an extended Kalman filter (Kalman 1960) that observes
+    log(measured / expected) of each cycle. So a width that is seldom verified moves with the others, and little by one noisy
+    cycle of its own. gap: the time between two cycles that follow on each other.
 
     loads: requests the rows were measured at, ascending. widths: [W], ascending. seconds: [len(loads), W]. reads: [W].
     """
