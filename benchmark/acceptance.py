@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving import ROOT, Server, heldout_prompts, serve
+from serving import ROOT, Server, serve, text_prompts
 
 EXPECTED = ROOT / "benchmark" / "expected_acceptance.json"
 
@@ -119,7 +119,7 @@ def _prompts(name: str, files: dict[str, Path]) -> list[dict] | None:
     if name in files:
         return [json.loads(line) for line in files[name].read_text().splitlines()]
     if name == "heldout":
-        return [p for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
+        return text_prompts()
     return None
 
 

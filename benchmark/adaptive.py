@@ -35,7 +35,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, Server, dflash_arguments, heldout_prompts, importing, serve
+from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, Server, dflash_arguments, importing, serve, text_prompts
 
 RESULTS = ROOT / "benchmark" / "results"
 BAR = 0.97
@@ -238,7 +238,7 @@ def run(case: Case, args, say: Callable[[str], None]) -> list[Cell]:
 
 def start_and_measure(case: Case, cells: list[Cell], args, say: Callable[[str], None]) -> None:
     """Add what one start of both servers shows to the cells."""
-    prompts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
+    prompts = [p["text"] for p in text_prompts()]
     turns = {str(k + 1): str(k) for k in STEPS} | {"0": ADAPTIVE}
     with ExitStack() as stack:
         plain, ours = servers(stack, case, args)

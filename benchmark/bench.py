@@ -23,7 +23,7 @@ from pathlib import Path
 
 import report
 from acceptance import Acceptance, sum_histograms
-from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, ROOT, TARGET, Server, dflash_arguments, heldout_prompts, serve
+from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, ROOT, TARGET, Server, dflash_arguments, serve, text_prompts
 
 RESULTS = ROOT / "benchmark" / "results"
 BUNDLED_PAIRS = (TARGET, DRAFT), (HYBRID_TARGET, HYBRID_DRAFT)
@@ -86,7 +86,7 @@ def main() -> None:
 
 def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str) -> None:
     """All servers of one target, one after the other, and what they gave."""
-    prompts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
+    prompts = [p["text"] for p in text_prompts()]
     common = ["--model-path", target, "--dtype", args.dtype, *args.server_args.split()]
     plans = [("no speculation", common, {}, {})]
     with tempfile.TemporaryDirectory() as scratch:

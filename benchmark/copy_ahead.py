@@ -42,6 +42,7 @@ from serving import (
     heldout_prompts,
     importing,
     serve,
+    text_prompts,
 )
 from tokenizers import Tokenizer
 
@@ -95,7 +96,7 @@ def requests_of(name: str, count: int, tokenizer: Tokenizer) -> list[Request]:
         return [edit(file, tokenizer) for file in files(count)]
     if name == "quote":
         return [quote(file, tokenizer) for file in files(count)]
-    every = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
+    every = [p["text"] for p in text_prompts()]
     return [Request(text) for text in every[:: max(1, len(every) // count)][:count]]
 
 

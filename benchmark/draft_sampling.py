@@ -12,7 +12,7 @@ import platform
 from datetime import date
 from importlib.metadata import version
 
-from serving import DRAFT, ROOT, TARGET, Server, dflash_arguments, heldout_prompts, serve
+from serving import DRAFT, ROOT, TARGET, Server, dflash_arguments, serve, text_prompts
 
 PROBABILISTIC = ["--speculative-draft-sample-method", "probabilistic"]
 METHODS = {
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--name", default="sampling", help="of the file in benchmark/results/")
     args = parser.parse_args()
-    texts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512][: args.prompts]
+    texts = [p["text"] for p in text_prompts()][: args.prompts]
     header = " | ".join(f"T = {t}" for t in args.temperatures)
     lines = [f"| draft | method | {header} |", "|---|---|" + "---:|" * len(args.temperatures)]
     for draft in args.draft:

@@ -32,6 +32,7 @@ START_TIMEOUT_S = 240
 # Every cycle verifies whole blocks unless a server's flags say --speculative-adaptive, on a CPU too: nothing that is counted depends on
 # what a clock said.
 WHOLE_BLOCKS = {"SGLANG_DFLASH_NO_ADAPTIVE": "1"}
+DEFAULT_WIDTHS = dict.fromkeys(WHOLE_BLOCKS, "")  # undoes it
 
 # (command, environment, log) -> a process with `pid`, `poll`, `wait` and `returncode`
 Start = Callable[[Sequence[str], dict[str, str], BinaryIO], Any]
@@ -146,6 +147,11 @@ def heldout_prompts() -> list[dict]:
     """Prompts neither the bundled target nor its drafts were trained on: {"id", "text", "num_tokens", ...}."""
     with open(HELDOUT_PROMPTS) as lines:
         return [json.loads(line) for line in lines]
+
+
+def text_prompts() -> list[dict]:
+    """Those that are plain text, no chats, of 16 to 512 tokens: what benchmarks ask."""
+    return [p for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
 
 
 def _wait_until_ready(server: Server, timeout: float) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, dflash_arguments, heldout_prompts, importing, serve  # noqa: E402
+from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, dflash_arguments, importing, serve, text_prompts  # noqa: E402
 
 from sglang_dflash.srt.speculative.width.estimates import ConfidenceCalibration, SurvivalEstimate  # noqa: E402
 from sglang_dflash.srt.speculative.width.policy import expected_tokens  # noqa: E402
@@ -31,7 +31,7 @@ COSTS = {
 
 
 def record(draft: Path, temperature: float, concurrency: int, requests: int) -> list[dict]:
-    texts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512][:requests]
+    texts = [p["text"] for p in text_prompts()][:requests]
     sampling = {"temperature": temperature, "max_new_tokens": 96, "ignore_eos": True}
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "cycles.jsonl"

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from bench import Load
-from serving import Server, heldout_prompts, serve
+from serving import Server, heldout_prompts, serve, text_prompts
 
 from gpu.limit import OutOfTime, TimeLimit
 from gpu.trace import summarize
@@ -173,7 +173,7 @@ def rehearsed_requests() -> tuple[list[dict], list[dict]]:
     """Greedy ones, as benchmark/acceptance.py asks them; and kinds that take other ways through a cycle, each with the target's
     one answer."""
     length = {"temperature": 0, "max_new_tokens": 128}
-    texts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
+    texts = [p["text"] for p in text_prompts()]
     greedy = [{"text": text, "sampling_params": length} for text in texts]
     more = (
         {"regex": "[a-z ]{8,48}"},

@@ -23,7 +23,7 @@ from documented import (
     server_arguments,
     spans,
 )
-from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, WHOLE_BLOCKS, dflash_arguments
+from serving import DEFAULT_WIDTHS, DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, dflash_arguments
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
@@ -167,7 +167,7 @@ def resolved(tmp_path_factory) -> tuple[dict[str, dict], set[str]]:
     (serve,) = [line for line in make("serve").splitlines() if "sglang.launch_server" in line]
     texts = [command.text for command in servers] + ["make serve"]
     file.write_text(json.dumps([*map(server_arguments, servers), serve.split()[3:]]))
-    done = run_to_end("-c", RESOLVE, file, ROOT, environment=dict.fromkeys(WHOLE_BLOCKS, ""))
+    done = run_to_end("-c", RESOLVE, file, ROOT, environment=DEFAULT_WIDTHS)
     output = done.output.splitlines()
     found = [json.loads(line.partition(" ")[2]) for line in output if line.startswith("RESOLVED")]
     assert len(found) == len(texts), done.output[-4000:]

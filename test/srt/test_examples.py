@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import FLOAT32
-from serving import PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, WHOLE_BLOCKS, Server, dflash_arguments
+from serving import DEFAULT_WIDTHS, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, Server, dflash_arguments
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
@@ -82,7 +82,7 @@ def test_bench_serving(server, tmp_path):
 
 @pytest.mark.server
 def test_speculators_checkpoint(servers):
-    server = servers.get(*FLOAT32, "--model-path", str(SPECULATORS_DRAFT), environment=dict.fromkeys(WHOLE_BLOCKS, ""))
+    server = servers.get(*FLOAT32, "--model-path", str(SPECULATORS_DRAFT), environment=DEFAULT_WIDTHS)
     if runtime.needs_stand_in():
         assert "DFLASH adaptive: widths [1, 2, 4, 8] measured" in server.log(), "the default on a CPU"
     output = run(sys.executable, EXAMPLES / "speculators_checkpoint.py", server.url)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ENVIRONMENT, assert_same, run_to_end
-from serving import DRAFT, TARGET, WHOLE_BLOCKS, dflash_arguments, heldout_prompts, serve
+from serving import DEFAULT_WIDTHS, DRAFT, TARGET, dflash_arguments, heldout_prompts, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -178,7 +178,7 @@ def test_the_engine_example_runs_our_worker(reference, servers, tmp_path):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, **ENVIRONMENT, **dict.fromkeys(WHOLE_BLOCKS, "")},
+        env={**os.environ, **ENVIRONMENT, **DEFAULT_WIDTHS},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -101,7 +101,6 @@ def _slots_of_their_own(runner, requests: int, length: int) -> Iterator[None]:
     table[:requests, :length] = before
 
 
-@torch.no_grad()
 def _measure(
     worker, states: WidthStates, loads: list[int], context: int, widths: tuple[int, ...], budget: float
 ) -> np.ndarray:
@@ -115,7 +114,6 @@ def _measure(
     return np.stack(rows)
 
 
-@torch.no_grad()
 def _measure_reads(
     worker, states: WidthStates, n: int, context: int, widths: tuple[int, ...], budget: float
 ) -> np.ndarray:
@@ -136,6 +134,7 @@ def _measure_reads(
     return max(more, 0.0) / (n * (longer - context)) * reads / reads.sum()
 
 
+@torch.no_grad()
 def _sample(
     worker, states: WidthStates, n: int, contexts: list[int], widths: tuple[int, ...], deadline: float
 ) -> np.ndarray:
