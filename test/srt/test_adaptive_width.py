@@ -92,7 +92,8 @@ class Clock(CycleClock):
 def request(slot: int, grammar=None, **params) -> SimpleNamespace:
     defaults = dict(logit_bias=None, min_new_tokens=0, frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0)
     return SimpleNamespace(
-        kv=SimpleNamespace(req_pool_idx=slot, kv_committed_len=100), grammar=grammar, sampling_params=SimpleNamespace(**defaults | {"top_k": 1} | params)
+        kv=SimpleNamespace(req_pool_idx=slot, kv_committed_len=100), output_ids=[], grammar=grammar,
+        sampling_params=SimpleNamespace(**defaults | {"top_k": 1} | params),
     )
 
 
@@ -144,8 +145,8 @@ def test_running_requests_of_a_mixed_batch_are_not_new():
     width.tell()
     width.began(SimpleNamespace(reqs=[request(2), request(1)]), num_running=1)
     width.kept([0])
-    own = width._chooser.estimate.accept_probs(np.array([1, 2]), np.array([0, 0]))
-    assert (own[0] < own[1]).all()
+    running, new = (width._chooser.estimate.accept_probs(np.array([slot]), np.array([0])) for slot in (1, 2))
+    assert (running < new).all()
 
 
 def test_a_request_that_was_retracted_before_its_first_cycle():

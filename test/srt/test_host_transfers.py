@@ -67,7 +67,7 @@ ALLOWED = {
     ("srt/speculative/width/adaptive.py", "_expected_per_width", "float(seconds)"): "numpy, for /server_info",
     ("srt/speculative/width/adaptive.py", "_agree", "int(told)"): "lies on the host",
     ("srt/speculative/width/adaptive.py", "report", "self._chooser.costs.widths.tolist()"): "numpy; /server_info",
-    ("srt/speculative/width/adaptive.py", "report", "estimate.averages(m).round(3).tolist()"): "numpy; /server_info",
+    ("srt/speculative/width/adaptive.py", "report", "probs.round(3).tolist()"): "numpy; /server_info",
     ("srt/speculative/draft_sampling.py", "from_environment", "float(value)"): "a string, at start-up",
     ("srt/speculative/draft_sampling.py", "from_environment", "int(value)"): "a string, at start-up",
     ("srt/speculative/dflash_info.py", "packed_ranges", "int(on_host[1].sum())"): "lies on the host; prefill",

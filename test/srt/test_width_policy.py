@@ -156,6 +156,18 @@ def test_a_few_tokens_do_not_decide_for_many_requests(accept_probs, kept):
     assert server.run(100, accept_probs, range(48)).speed >= 0.95 * best_speed(cost, accept_probs, 48)
 
 
+def test_answers_that_begin_together_say_little_of_how_they_go_on():
+    """First tokens that are kept less often make plain decoding the best of all widths; later ones do not."""
+
+    def cost(n, width):
+        return {1: 1.0, 2: 1.9, 4: 2.3, 8: 3.0}[width]
+
+    server = Simulation(cost, noise=0.1, young=0.7, grown_up=20)
+    assert best_speed(cost, 0.7 * GOOD, 48) == 48
+    server.run(25, GOOD, range(48))
+    assert server.run(150, GOOD, range(48)).chosen.count(4) > 120
+
+
 @pytest.mark.parametrize(("knows_reads", "is_enough"), [(True, True), (False, False)], ids=["known", "not known"])
 def test_long_contexts_make_wide_blocks_cheap(knows_reads, is_enough):
     """Reading them costs the same at every width. Taken for a slower machine, it would hold a server at plain decoding."""
@@ -215,7 +227,7 @@ def test_modes_are_learned_apart():
     for _ in range(100):
         estimate.learn(np.array([0, 1]), np.array([0, 2]), 3, np.array([3, 0]))
     estimate.reset(np.arange(2))
-    greedy, sampled, drawn = (estimate.averages(mode)[0] for mode in range(3))
+    greedy, sampled, drawn = (estimate.averages(mode)[64][0] for mode in range(3))
     assert greedy > 0.95 and drawn < 0.05 and 0.5 < sampled < 0.9
 
 
@@ -251,22 +263,30 @@ def test_labels():
 
 
 def test_what_is_learned_is_the_labels():
-    """Against counting them one by one; two modes, blocks of different widths."""
+    """Against counting them one by one; two modes, three ages, blocks of different widths."""
     rng = np.random.default_rng(3)
     estimate = SurvivalEstimate(8, 5, memory=1e12)
-    seen, kept = np.zeros((2, 5)), np.zeros((2, 5))
+    seen, kept = np.zeros((2, 3, 5)), np.zeros((2, 3, 5))
+    put_out = np.array([0, 0, 0, 10, 10, 40, 40, 70])
+    estimate.reset(np.arange(8), put_out)
     for _ in range(20):
         modes, drafted = rng.integers(0, 2, 8), int(rng.integers(1, 6))
         accepted = rng.integers(0, drafted + 1, 8)
         estimate.learn(np.arange(8), modes, drafted, accepted)
-        for mode, labelled, right in zip(modes, *labels(accepted, drafted, 5), strict=True):
-            seen[mode] += labelled
-            kept[mode] += labelled & right
+        for request, labelled, right in zip(range(8), *labels(accepted, drafted, 5), strict=True):
+            age = 0 if put_out[request] < 16 else 1 if put_out[request] < 64 else 2
+            seen[modes[request], age] += labelled
+            kept[modes[request], age] += labelled & right
+        put_out += accepted + 1
     for mode in range(2):
+        young, middle, old = estimate.averages(mode).values()
         before = 0.7
-        for found, k in zip(estimate.averages(mode), range(5), strict=True):
-            before = (kept[mode, k] + 2 * before) / (seen[mode, k] + 2)
-            assert found == pytest.approx(before)
+        for k in range(5):
+            before = (kept[mode, 0, k] + 2 * before) / (seen[mode, 0, k] + 2)
+            assert young[k] == pytest.approx(before)
+        for age, younger, found in ((1, young, middle), (2, middle, old)):
+            hoped = 1 / (1 + np.exp(-np.log(younger / (1 - younger)) - 0.5))
+            assert found == pytest.approx((kept[mode, age] + 2 * hoped) / (seen[mode, age] + 2))
 
 
 def test_an_estimate_finds_the_truth_and_what_is_not_seen_is_kept():
@@ -276,14 +296,14 @@ def test_an_estimate_finds_the_truth_and_what_is_not_seen_is_kept():
     for _ in range(600):
         kept = rng.random((16, 7)) < GOOD
         estimate.learn(slots, modes, 7, kept.cumprod(axis=1).sum(axis=1))
-    assert estimate.averages(0) == pytest.approx(GOOD, abs=0.06)
-    before = estimate.averages(0)
+    assert estimate.averages(0)[64] == pytest.approx(GOOD, abs=0.06)
+    before = estimate.averages(0)[64]
     for _ in range(5000):
         estimate.age()
-    assert estimate.averages(0) == pytest.approx(before, abs=0.06)
+    assert estimate.averages(0)[64] == pytest.approx(before, abs=0.06)
     for _ in range(10):
         estimate.learn(slots[:4], modes[:4], 7, np.zeros(4, dtype=int))
-    assert estimate.averages(0)[0] < 0.3, "a few probes are believed after a long time without"
+    assert estimate.averages(0)[64][0] < 0.3, "a few probes are believed after a long time without"
 
 
 def test_confidence_is_calibrated():

@@ -49,7 +49,7 @@ def test_what_a_person_sees(server, prompts):
     [state, *_] = server.get("/server_info")["internal_states"]
     report = state["speculative_width"]
     assert report["candidates"] == [1, 2, 4, 8] and set(report["cycles_per_width"]) == {"1", "2", "4", "8"}
-    assert 0 < report["accept_probs"]["greedy"][0] < 1
+    assert 0 < report["accept_probs"]["greedy"]["from_token_0"][0] < 1
     assert report["expected"].keys() == {"1", "2", "4", "8"} and report["expected"]["1"]["cycle_ms"] > 0
     page = server.get("/metrics")
     [count] = [float(line.split()[-1]) for line in page.splitlines() if line.startswith("sglang:spec_verify_width_count")]

@@ -37,7 +37,8 @@ def best_speed(cost, accept_probs: np.ndarray, n: int, widths=WIDTHS) -> float:
 class Simulation:
     """cost: with no committed tokens. noise: spread of the logarithm of a cycle's time. table: what the start-up measured; the truth if
     None. reads: seconds that a committed token costs more; context: of each request, as it is now. knows_reads: whether the start-up
-    measured it."""
+    measured it. young, grown_up: of an answer's first so many tokens, what makes the probability of each being kept so many times what
+    it is later; answers have 128 tokens, and another one follows."""
 
     cost: Callable[[int, int], float]
     noise: float = 0.0
@@ -47,6 +48,8 @@ class Simulation:
     reads: float = 0.0
     context: int = 0
     knows_reads: bool = True
+    young: float = 1.0
+    grown_up: int = 0
 
     def __post_init__(self):
         self.rng = np.random.default_rng(self.seed)
@@ -55,6 +58,7 @@ class Simulation:
         self.chooser = WidthChooser(
             CostTable(LOADS, self.widths, np.array(measured), reads=self.reads * self.knows_reads), estimate
         )
+        self.put_out = np.zeros(256, dtype=int)
         self.chosen: list[int] = []
         self.probes: list[int] = []
         self.seconds = self.tokens = 0.0
@@ -69,7 +73,8 @@ class Simulation:
         for cycle in range(cycles):
             num_tokens = len(slots) * self.context
             choice = self.chooser.ask(slots, modes, num_tokens)
-            kept = self.rng.random(accept_probs.shape) < accept_probs
+            probs = np.where(self.put_out[slots, None] < self.grown_up, self.young * accept_probs, accept_probs)
+            kept = self.rng.random(probs.shape) < probs
             accepted = kept[:, : choice.width - 1].cumprod(axis=1).sum(axis=1)
             takes = self.cost(len(slots), choice.width) + self.reads * num_tokens
             seconds = takes * np.exp(self.noise * self.rng.standard_normal())
@@ -79,8 +84,16 @@ class Simulation:
             if choice.is_probe:
                 self.probes.append(cycle)
             self.seconds += takes
-            self.tokens += expected_tokens(accept_probs, np.array([choice.width]))[0]
+            self.tokens += expected_tokens(probs, np.array([choice.width]))[0]
+            self._answer(slots, accepted + 1)
         return self
+
+    def _answer(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        self.put_out[slots] += tokens
+        ended = slots[self.put_out[slots] >= 128]
+        if self.grown_up and len(ended):
+            self.put_out[ended] = 0
+            self.chooser.began(ended)
 
     @property
     def speed(self) -> float:

@@ -92,9 +92,10 @@ class AdaptiveWidth:
         self._clock.interrupt()
         new = batch.reqs[: len(batch.reqs) - num_running]
         # One that another server prefilled may have been retracted since, and has no row.
-        slots = _slots_of([req for req in new if req.kv.req_pool_idx is not None])
+        new = [req for req in new if req.kv.req_pool_idx is not None]
+        slots = _slots_of(new)
         self._births[slots] += 1
-        self._chooser.began(slots)
+        self._chooser.began(slots, np.array([len(req.output_ids) for req in new], dtype=np.int64))
 
     def ask(self, batch: Any, draws: bool) -> int:
         """How many slots the cycle that begins now verifies. draws: whether its drafts are drawn, where a request samples."""
@@ -137,7 +138,10 @@ class AdaptiveWidth:
             "probes": self._probes,
             "expected": self._expected_per_width(),
             "measured_over_expected_time": round(self._measured / self._expected, 3) if self._expected else None,
-            "accept_probs": {name: estimate.averages(m).round(3).tolist() for m, name in enumerate(MODES)},
+            "accept_probs": {
+                name: {f"from_token_{age}": probs.round(3).tolist() for age, probs in estimate.averages(m).items()}
+                for m, name in enumerate(MODES)
+            },
         }
 
     def _expected_per_width(self) -> dict[str, dict[str, float]]:

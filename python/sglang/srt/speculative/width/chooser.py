@@ -48,11 +48,8 @@ class WidthChooser:
 
     def _decide(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int | None, cycles: int) -> Choice:
         num_requests, widths = len(slots), self.costs.widths
-        guessed = self.estimate.is_guessed(modes)
-        is_guessed = bool(guessed.any())
-        accept_probs = self.estimate.accept_probs(slots, modes)
-        accept_probs[guessed] = self.estimate.guess
-        tokens = expected_tokens(accept_probs, widths)
+        is_guessed = bool(self.estimate.is_guessed(modes).any())
+        tokens = expected_tokens(self.estimate.accept_probs(slots, modes), widths)
         seconds = self.costs.seconds(num_requests, num_tokens)
         if self._standing is None or is_guessed:
             self._standing = Standing.at(best_width(tokens, seconds, self.constants.free_rows), len(widths), num_requests)
@@ -69,9 +66,9 @@ class WidthChooser:
             return choice
         return Choice(int(widths[probed]), probed, True, tokens, seconds)
 
-    def began(self, slots: np.ndarray) -> None:
-        """These rows of the request table hold new requests."""
-        self.estimate.reset(slots)
+    def began(self, slots: np.ndarray, put_out: np.ndarray | int = 0) -> None:
+        """These rows of the request table hold new requests. put_out: tokens they have answered already."""
+        self.estimate.reset(slots, put_out)
 
     def kept(self, slots: np.ndarray, modes: np.ndarray, width: int, accepted: np.ndarray) -> None:
         """A cycle of this width kept so many drafted tokens of each of these requests, [n]."""

@@ -3,7 +3,7 @@
 A verified block labels its drafted tokens: 1 where kept, 0 at the first that was not, none behind it. Two estimates of a_ik, the
 probability that token k of request i is kept if those before it are:
 
-    SurvivalEstimate      an average per position, and how a request differs from it
+    SurvivalEstimate      an average per position and age, and how a request differs from it
     ConfidenceCalibration  the same, and what the draft itself thinks of its tokens
 
 m: how the token was chosen and is judged (MODES): a draw is kept in other cases than an argmax.
@@ -20,6 +20,9 @@ _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
 # al. 2002). Without it a single request whose first drafts fail by chance stays without speculation for long; with a whole one
 # a request whose drafts are hardly worth it gets full blocks too often.
 _OPTIMISM, _DOUBT_WEIGHT = 0.5, 8.0
+# Tokens that a request has put out, from where on it is of that age; how much better than the one before an age is hoped to be, in logits.
+_AGES, _BETTER_WITH_AGE = np.array([0, 16, 64]), 0.5
+_NUM_GROUPS = len(MODES) * len(_AGES)
 # A request's own deviation, in logits: prior precision, memory in cycles (1 / (1 - 0.94)), bound.
 _OWN_PRECISION, _OWN_DECAY, _OWN_LIMIT = 10.0, 0.94, 1.5
 
@@ -61,8 +64,11 @@ class _Own:
 
 
 class SurvivalEstimate:
-    """a_ik = sigmoid(logit(b_mk) + g_i): b an average over about the last `memory` labels of its position plus half a
+    """a_ik = sigmoid(logit(b_mgk) + g_i): b an average over about the last `memory` labels of its position plus half a
     standard deviation sqrt(b (1 - b) / labels), g_i `_Own`.
+
+    g: which of `_AGES` request i has reached. The first tokens of an answer are kept less often than later ones, so many requests
+    that began together say little of how they go on. Of an age not seen yet it is hoped that it does better than the one before.
 
     A position that was not verified for long keeps its average but forgets how sure it was of it, so that a few probes are
     believed: its weight halves every `forgets_after` cycles down to `least_weight`.
@@ -72,60 +78,75 @@ class SurvivalEstimate:
 
     def __init__(self, slots: int, depth: int, memory: float = 300.0, forgets_after: float = 200.0, least_weight: float = 12.0):
         self.depth = depth
-        self._kept = np.zeros((len(MODES), depth))
-        self._seen = np.zeros((len(MODES), depth))
+        self._kept = np.zeros((len(MODES), len(_AGES), depth))
+        self._seen = np.zeros_like(self._kept)
+        self._put_out = np.zeros(slots, dtype=np.int64)
         self._own = _Own(slots)
         self._remember, self._forget, self._least_weight = 1 - 1 / memory, 0.5 ** (1 / forgets_after), least_weight
         self._update()
-        self.guess = float(self._hopeful[0, 0])  # a_ik before anything was seen
+        self._guess = float(self._hopeful[0, 0])  # a_ik before anything was seen
+
+    def _groups(self, slots: np.ndarray, modes: np.ndarray) -> np.ndarray:
+        """Of each request, m and g as one number, [n]."""
+        return modes * len(_AGES) + (self._put_out[slots, None] >= _AGES[1:]).sum(axis=1)
 
     def is_guessed(self, modes: np.ndarray) -> np.ndarray:
         """Of which requests nothing is known to speak of, [n] bool: their mode has fewer labels than requests here (and than
         are never forgotten), so that one block of theirs says more than all that was seen, which may be the server's own warm-up."""
         requests = np.bincount(modes, minlength=len(MODES))
-        return (self._seen[:, 0] < np.minimum(requests, self._least_weight))[modes]
+        return (self._seen[..., 0].sum(axis=1) < np.minimum(requests, self._least_weight))[modes]
 
-    def averages(self, mode: int) -> np.ndarray:
-        """b_mk without the doubt, [K]. What was hardly ever verified is taken for as good as the position before it."""
+    def averages(self, mode: int) -> dict[int, np.ndarray]:
+        """b_mgk without the doubt, [K], by the tokens from which on a request is of that age. What was hardly ever verified is taken for
+        as good as the position before it."""
         self._update()
-        return self._averages[mode]
+        return dict(zip(_AGES.tolist(), self._averages[mode]))
 
     def _update(self) -> None:
-        averages = []
-        for kept, seen in zip(self._kept.tolist(), self._seen.tolist()):
-            before = _PRIOR
-            for k in range(self.depth):
-                before = (kept[k] + _PRIOR_WEIGHT * before) / (seen[k] + _PRIOR_WEIGHT)
-                averages.append(before)
-        self._averages = np.clip(averages, 1e-3, 1 - 1e-3).reshape(self._seen.shape)
-        variance = self._averages * (1 - self._averages)
-        self._hopeful = np.minimum(self._averages + _OPTIMISM * np.sqrt(variance / (self._seen + _DOUBT_WEIGHT)), 1 - 1e-3)
+        averages = np.empty_like(self._kept)  # b_mgk
+        before = np.full(len(MODES), _PRIOR)
+        for k in range(self.depth):
+            before = (self._kept[:, 0, k] + _PRIOR_WEIGHT * before) / (self._seen[:, 0, k] + _PRIOR_WEIGHT)
+            averages[:, 0, k] = before
+        for age in range(1, len(_AGES)):
+            hoped = _sigmoid(_logit(averages[:, age - 1]) + _BETTER_WITH_AGE)
+            averages[:, age] = (self._kept[:, age] + _PRIOR_WEIGHT * hoped) / (self._seen[:, age] + _PRIOR_WEIGHT)
+        self._averages = averages = np.clip(averages, 1e-3, 1 - 1e-3)
+        variance = averages * (1 - averages)
+        hopeful = np.minimum(averages + _OPTIMISM * np.sqrt(variance / (self._seen + _DOUBT_WEIGHT)), 1 - 1e-3)
+        by_group = _NUM_GROUPS, self.depth
+        self._hopeful = hopeful.reshape(by_group)
         # Of positions 0 .. k: what `_Own` is told of a request that kept k tokens.
-        self._expected, self._information = self._averages.cumsum(axis=1), variance.cumsum(axis=1)
+        self._expected, self._information = (of.cumsum(axis=2).reshape(by_group) for of in (averages, variance))
 
     def accept_probs(self, slots: np.ndarray, modes: np.ndarray) -> np.ndarray:
         """a_ik of the next cycle, [n, K]. slots, modes: [n]."""
         self._update()
-        base = self._hopeful[modes]
-        return _sigmoid(_logit(base) + self._own.of(slots)[:, None])
+        base = self._hopeful[self._groups(slots, modes)]
+        probs = _sigmoid(_logit(base) + self._own.of(slots)[:, None])
+        probs[self.is_guessed(modes)] = self._guess
+        return probs
 
-    def reset(self, slots: np.ndarray) -> None:
-        """These rows hold new requests."""
+    def reset(self, slots: np.ndarray, put_out: np.ndarray | int = 0) -> None:
+        """These rows hold new requests, which have put out so many tokens (more than none where one was retracted)."""
         self._own.reset(slots)
+        self._put_out[slots] = put_out
 
     def learn(self, slots: np.ndarray, modes: np.ndarray, drafted: int, accepted: np.ndarray) -> None:
         """A cycle has verified `drafted` tokens of each of these requests and kept `accepted`, [n]."""
+        groups = self._groups(slots, modes)
+        self._put_out[slots] += accepted + 1
         if drafted == 0 or not len(slots):
             return
         last = np.minimum(accepted, drafted - 1)  # labelled position
-        self._own.learn(slots, accepted - self._expected[modes, last], self._information[modes, last])
-        for mode in set(modes.tolist()):
-            # [k]: requests that kept k tokens or more. Those have a label at position k; those of [k + 1] kept it.
-            at_least = np.bincount(accepted[modes == mode], minlength=drafted + 1)[::-1].cumsum()[::-1]
-            seen, kept = at_least[:drafted], at_least[1:]
-            faded = self._remember**seen
-            self._seen[mode, :drafted] = faded * self._seen[mode, :drafted] + seen
-            self._kept[mode, :drafted] = faded * self._kept[mode, :drafted] + kept
+        self._own.learn(slots, accepted - self._expected[groups, last], self._information[groups, last])
+        # [m, g, k]: requests that kept k tokens or more. Those have a label at position k; those of [k + 1] kept it.
+        outcomes = np.bincount(groups * (drafted + 1) + accepted, minlength=_NUM_GROUPS * (drafted + 1))
+        at_least = outcomes.reshape(len(MODES), len(_AGES), drafted + 1)[..., ::-1].cumsum(axis=2)[..., ::-1]
+        seen, kept = at_least[..., :drafted], at_least[..., 1:]
+        faded = self._remember**seen
+        for counts, new in ((self._seen, seen), (self._kept, kept)):
+            counts[..., :drafted] = faded * counts[..., :drafted] + new
 
     def age(self, cycles: int = 1) -> None:
         """Cycles have passed: the weight of what was seen fades, its average does not."""
