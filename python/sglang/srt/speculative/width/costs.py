@@ -9,7 +9,7 @@ from sglang_dflash.srt.speculative.width.policy import never_cheaper_when_wider
 # Standard deviations, all of logarithms of seconds: of how much slower everything is than at start-up, and of how wrong the
 # start-up was about contexts and about one width at one load, before any cycle; of what these change by from one cycle to the
 # next; of a cycle's time.
-_COMMON, _READS, _CELL = 0.3, 0.5, 0.05
+_COMMON, _READS, _CELL = 0.3, 0.5, 0.1
 _COMMON_DRIFT, _CELL_DRIFT = 0.015, 0.002
 _NOISE = 0.1
 # A cycle that took e^0.7, twice, what was expected counts as that: others are pauses of the machine.

@@ -126,10 +126,9 @@ class Exploration:
 
 
 def probe_loss(standing: int, probed: int, tokens: np.ndarray, seconds: np.ndarray) -> float:
-    """Seconds lost, at most, by verifying another width for one cycle: its time, less the time in which the present width
-    commits as many tokens. A wider one is taken to commit no token more, as what it may bring is what is not known."""
-    sure_tokens = min(tokens[standing], tokens[probed])
-    return float(max(0.0, seconds[probed] - sure_tokens * seconds[standing] / tokens[standing]))
+    """Seconds lost by verifying another width for one cycle, as far as is known: its time, less the time in which the present width
+    commits as many tokens."""
+    return float(max(0.0, seconds[probed] - tokens[probed] * seconds[standing] / tokens[standing]))
 
 
 def explore(

@@ -104,14 +104,20 @@ def _slots_of_their_own(runner, requests: int, length: int) -> Iterator[None]:
 def _measure(
     worker, states: WidthStates, loads: list[int], context: int, widths: tuple[int, ...], budget: float
 ) -> np.ndarray:
-    """Seconds of a cycle with so many committed tokens of each request, the least of some, [loads, widths]."""
-    rows: list[np.ndarray] = []
+    """Seconds of a cycle with so many committed tokens of each request, the least of some, [loads, widths]. Loads take turns, so that a
+    second in which the machine does something else spoils one sample of each and not all of one."""
     deadline = time.perf_counter() + budget
+    samples: list[list[list[float]]] = []  # of each load, [repeats][widths]
     for n in loads:
-        rows.append(_sample(worker, states, n, [context], widths, deadline)[:, 0].min(axis=0))
+        _turn(worker, states, n, context, widths)  # warms up
+        samples.append([_turn(worker, states, n, context, widths)])
         if time.perf_counter() >= deadline:
             break
-    return np.stack(rows)
+    for n, of_load in [*zip(loads, samples)] * (_REPEATS - 1):
+        if time.perf_counter() >= deadline:
+            break
+        of_load.append(_turn(worker, states, n, context, widths))
+    return np.array([np.min(of_load, axis=0) for of_load in samples])
 
 
 def _measure_reads(
@@ -126,35 +132,30 @@ def _measure_reads(
     longer = _longest(runner, block_size, _MANY_TOKENS[worker.device] // n)
     if longer < 2 * context:
         return np.zeros(len(widths))
+    deadline = time.perf_counter() + budget
+    more: list[float] = []  # a turn through all widths
     with _slots_of_their_own(runner, n, longer + 2 * block_size):
-        samples = _sample(worker, states, n, [context, longer], widths, time.perf_counter() + budget)
+        for repeat in range(1 + _REPEATS):
+            short, long = (_turn(worker, states, n, length, widths) for length in (context, longer))
+            if repeat > 0:  # the first warms up
+                more.append(sum(long) - sum(short))
+                if time.perf_counter() >= deadline:
+                    break
     target, draft = (runner.token_to_kv_pool.mem_usage for runner in (runner, worker.draft_worker.model_runner))
     reads = np.where(np.array(widths) > 1, 1 + draft / target, 1.0)
-    more = np.median((samples[:, 1] - samples[:, 0]).sum(axis=1))
-    return max(more, 0.0) / (n * (longer - context)) * reads / reads.sum()
+    return max(np.median(more), 0.0) / (n * (longer - context)) * reads / reads.sum()
 
 
 @torch.no_grad()
-def _sample(
-    worker, states: WidthStates, n: int, contexts: list[int], widths: tuple[int, ...], deadline: float
-) -> np.ndarray:
-    """Seconds of cycles, [repeats, contexts, widths]. All take turns, so that what else the machine does for a while is not taken
-    for one's cost; from the widest on, as what a narrow cycle leaves to the next costs that one least."""
-    samples = []
-    for repeat in range(1 + _REPEATS):
-        seconds = [[_timed(worker, states, n, context, width) for width in reversed(widths)][::-1] for context in contexts]
-        if repeat > 0:  # the first warms up
-            samples.append(seconds)
-            if time.perf_counter() >= deadline:
-                break
-    return np.array(samples)
+def _turn(worker, states: WidthStates, n: int, context: int, widths: tuple[int, ...]) -> list[float]:
+    """Seconds of a cycle at each width, from the widest on: what a narrow cycle leaves to the next costs that one least."""
+    return [_timed(worker, states, n, context, width) for width in reversed(widths)][::-1]
 
 
 def _timed(worker, states: WidthStates, n: int, context: int, width: int) -> float:
+    """Of the second of two cycles: the first may have to run what the one before left, and finds memory laid out for another width."""
     states.apply(width, n)
-    if width == 1:
-        # The first one without drafts may have to run what the cycle before left, as no second one does.
-        _run_cycle(worker, n, context, width)
+    _run_cycle(worker, n, context, width)
     _wait(worker.device)
     began = time.perf_counter()
     _run_cycle(worker, n, context, width)
