@@ -121,7 +121,6 @@ def test_adaptive_width_is_the_default_unless_ruled_out(parser, said, is_wanted,
         ({}, 1, False, "block of 1"),
         ({}, 8, True, "recurrent states"),
         ({"disaggregation_mode": "prefill"}, 8, False, "only prefills"),
-        ({"attn_dp_size": 2}, 8, False, "DP attention"),
     ],
 )
 def test_where_it_is_not_the_default_the_log_says_why(parser, caplog, arguments, block_size, is_recurrent, reason):
@@ -132,9 +131,17 @@ def test_where_it_is_not_the_default_the_log_says_why(parser, caplog, arguments,
     assert AdaptiveSettings.from_environment() is None
 
 
-def test_simulated_acceptance_is_not_learned_from(parser, monkeypatch):
-    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3.5")
-    assert settle_adaptive(ON_A_CPU, block_size=8, is_recurrent=False) is None
+@pytest.mark.parametrize(
+    "attn_dp_size, is_recurrent, simulated, reason",
+    [(2, False, "", "with DP attention"), (1, True, "", "recurrent states"), (1, False, "3.5", "made-up accept lengths")],
+)
+def test_where_it_is_impossible_it_is_refused_and_not_the_default(parser, monkeypatch, attn_dp_size, is_recurrent, simulated, reason):
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", simulated)
+    args = SimpleNamespace(**vars(ON_A_CPU) | {"attn_dp_size": attn_dp_size})
+    assert settle_adaptive(args, 8, is_recurrent) is None
+    AdaptiveSettings().to_environment()
+    with pytest.raises(ValueError, match=f"--speculative-adaptive is not supported .*{reason}"):
+        settle_adaptive(args, 8, is_recurrent)
 
 
 def test_sglang_knows_them():

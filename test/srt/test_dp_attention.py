@@ -131,13 +131,13 @@ def arguments_of(**changes) -> SimpleNamespace:
 
 
 def test_plain_dp_attention_is_served():
-    check_dp_attention(arguments_of(), is_adaptive=False)
-    check_dp_attention(arguments_of(device="cuda", tp_size=4), is_adaptive=False)
+    check_dp_attention(arguments_of())
+    check_dp_attention(arguments_of(device="cuda", tp_size=4))
 
 
 def test_without_dp_attention_nothing_is_asked():
     arguments = arguments_of(attn_dp_size=1, enable_dp_lm_head=False, enable_mixed_chunk=True)
-    check_dp_attention(arguments, is_adaptive=True)
+    check_dp_attention(arguments)
 
 
 @pytest.mark.parametrize(
@@ -151,14 +151,14 @@ def test_without_dp_attention_nothing_is_asked():
 )
 def test_refused_with_dp_attention(changes, words):
     with pytest.raises(ValueError, match=words):
-        check_dp_attention(arguments_of(**changes), is_adaptive=False)
+        check_dp_attention(arguments_of(**changes))
 
 
 def test_all_that_is_refused_is_named(monkeypatch):
     monkeypatch.setenv("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", "1")
     with pytest.raises(ValueError) as refused:
-        check_dp_attention(arguments_of(enable_mixed_chunk=True), is_adaptive=True)
-    for words in ("--speculative-adaptive", "--enable-mixed-chunk", "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"):
+        check_dp_attention(arguments_of(enable_mixed_chunk=True, disaggregation_mode="decode"))
+    for words in ("--disaggregation-mode", "--enable-mixed-chunk", "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"):
         assert words in str(refused.value)
 
 

@@ -23,10 +23,7 @@ def take_adaptive(server_args: Any, source: str) -> None:
         raise ValueError("--speculative-adaptive-config says nothing with --no-speculative-adaptive.")
     if config is None and not args.speculative_adaptive:
         return
-    settings = AdaptiveSettings.read(config)
-    if simulates_acceptance():
-        raise ValueError("--speculative-adaptive would learn from the made-up accept lengths of SGLANG_SIMULATE_ACC_LEN.")
-    settings.to_environment()
+    AdaptiveSettings.read(config).to_environment()
     # SGLang's own switch means EAGLE's widths, policy and config file, from which it would size its buffers. Ours are
     # never wider than a block.
     declare_resolution(server_args, source, speculative_adaptive=False)
@@ -34,11 +31,22 @@ def take_adaptive(server_args: Any, source: str) -> None:
 
 def settle_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveSettings | None:
     """What the server will do; None: verify whole blocks. Where nobody said: adaptive on a CPU, unless something stands against it.
-    Raises ValueError for candidates that the block does not hold."""
+    Raises ValueError where it was asked for and cannot be, or for candidates that the block does not hold."""
     settings = AdaptiveSettings.from_environment()
+    impossible = _first(
+        (is_recurrent, "not supported yet for targets with recurrent states (Mamba, GatedDeltaNet)"),
+        (args.attn_dp_size > 1, "not supported with DP attention, where each rank would choose a width of its own"),
+        (simulates_acceptance(), "not supported with SGLANG_SIMULATE_ACC_LEN: it would learn from made-up accept lengths"),
+    )
+    if settings is not None and impossible:
+        raise ValueError(f"--speculative-adaptive is {impossible}.")
     if settings is None and not is_on(NEVER_VARIABLE):
-        reason = _why_not(args, block_size, is_recurrent)
-        if reason is not None:
+        reason = impossible or _first(
+            (args.device != "cpu", "off by default on a GPU until it has been measured on one (--speculative-adaptive)"),
+            (block_size == 1, "pointless with a block of 1"),
+            (args.disaggregation_mode == "prefill", "pointless on a server that only prefills"),
+        )
+        if reason:
             logger.info("DFLASH verifies whole blocks: adaptive width is %s.", reason)
             return None
         settings = AdaptiveSettings()
@@ -51,16 +59,7 @@ def settle_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveS
     return settings
 
 
-def _why_not(args: Any, block_size: int, is_recurrent: bool) -> str | None:
-    """What keeps it from being the default."""
-    reasons = (
-        (args.device != "cpu", "off by default on a GPU until it has been measured on one (--speculative-adaptive)"),
-        (block_size == 1, "pointless with a block of 1"),
-        (args.disaggregation_mode == "prefill", "pointless on a server that only prefills"),
-        (is_recurrent, "not supported yet for targets with recurrent states (Mamba, GatedDeltaNet)"),
-        (args.attn_dp_size > 1, "not supported with DP attention"),
-        (simulates_acceptance(), "off where SGLANG_SIMULATE_ACC_LEN makes up accept lengths"),
-    )
+def _first(*reasons: tuple[bool, str]) -> str | None:
     return next((reason for applies, reason in reasons if applies), None)
 
 

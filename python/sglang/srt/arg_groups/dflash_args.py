@@ -140,7 +140,7 @@ def resolve_dflash_args(server_args: Any) -> None:
     block_size = _choose_block_size(args, draft)
     check_copy_ahead(block_size)
     is_recurrent = mambaish_config(model_config_of(server_args)) is not None
-    is_adaptive = settle_adaptive(args, block_size, is_recurrent) is not None
+    settle_adaptive(args, block_size, is_recurrent)
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
     draft_backend = CPU_ATTENTION_BACKEND
     if args.device != "cpu":
@@ -150,8 +150,8 @@ def resolve_dflash_args(server_args: Any) -> None:
     if isinstance(draft, PEagleDraftConfig):
         _check_peagle(args, draft, block_size)
     if is_recurrent:
-        _check_recurrent_target(args, target_config, block_size, is_adaptive)
-    check_dp_attention(args, is_adaptive)
+        _check_recurrent_target(args, target_config, block_size)
+    check_dp_attention(args)
     declare_resolution(
         server_args,
         SOURCE,
@@ -273,7 +273,7 @@ def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
     return block_size
 
 
-def check_dp_attention(args: Any, is_adaptive: bool) -> None:
+def check_dp_attention(args: Any) -> None:
     """Raises ValueError naming everything that does not go with DP attention."""
     from sglang.srt.environ import envs
 
@@ -287,7 +287,6 @@ def check_dp_attention(args: Any, is_adaptive: bool) -> None:
     shares_requests = args.tp_size > args.attn_dp_size
     coordinates = envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
     not_supported = (
-        (is_adaptive, "--speculative-adaptive: each rank would choose a width of its own"),
         (args.enable_mixed_chunk, "--enable-mixed-chunk"),
         (args.device == "cpu" and shares_requests, "--tp-size beyond --dp-size on a CPU, where SGLang cannot gather logits"),
         (args.disaggregation_mode != "null", "--disaggregation-mode"),
@@ -310,12 +309,10 @@ def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int) -> None:
         )
 
 
-def _check_recurrent_target(args: Any, target_config: Any, block_size: int, is_adaptive: bool) -> None:
+def _check_recurrent_target(args: Any, target_config: Any, block_size: int) -> None:
     """Refuse what would commit a wrong state of a target that has recurrent ones, or put one into the prefix cache."""
     if args.disaggregation_mode != "null":
         raise ValueError("--disaggregation-mode does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
-    if is_adaptive:
-        raise ValueError("--speculative-adaptive does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
     if args.attn_dp_size > 1:
         raise ValueError("--enable-dp-attention does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
     if args.disable_radix_cache:

@@ -21,7 +21,7 @@ from sglang_dflash.srt.speculative.width.states import WidthStates
 
 logger = logging.getLogger(__name__)
 
-_LAPS = 4
+_LAPS = 8
 
 _GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
 
@@ -155,10 +155,8 @@ class AdaptiveWidth:
         }
 
     def _follow(self, laps: Sequence[Lap]) -> None:
-        """Laps of the same kind are told a few at a time: it takes the host a twentieth of a millisecond."""
+        """Laps of the same kind are told a few at a time: it takes the host a fifth of a millisecond."""
         for lap in laps:
-            if lap.gap is not None:
-                self._chooser.costs.follow_gap(lap.num_requests, lap.gap)
             first = self._laps[0] if self._laps else lap
             if len(self._laps) == _LAPS or (lap.num_requests, lap.width) != (first.num_requests, first.width):
                 self._tell_laps()
@@ -169,6 +167,8 @@ class AdaptiveWidth:
         count, seconds = len(laps), sum(lap.seconds for lap in laps)
         num_tokens = sum(lap.num_tokens for lap in laps) // count
         surprise = self._chooser.took(laps[0].num_requests, laps[0].width, seconds / count, count, num_tokens)
+        for gap in (lap.gap for lap in laps if lap.gap is not None):
+            self._chooser.costs.follow_gap(laps[0].num_requests, gap)
         self._measured += seconds
         self._expected += seconds / math.exp(surprise)
 

@@ -8,8 +8,9 @@ from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.policy import Constants, Exploration, Standing, best_width, expected_tokens, explore, settle
 
-# Cycles of the same requests that one decision holds for: it takes a fifth of a millisecond of the host's time.
-_HOLDS_FOR = 4
+# Cycles of the same requests that one decision holds for, as it takes the host up to half a millisecond: an eighth of those since
+# the width last moved, within these bounds.
+_HOLDS_AT_LEAST, _HOLDS_AT_MOST = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,14 @@ class WidthChooser:
         committed ones of all of them; None: as many as costs were measured with."""
         self._cycles += 1
         asked_for = slots.tobytes(), modes.tobytes()
-        if self._settled is None or self._cycles >= _HOLDS_FOR or asked_for != self._asked_for:
+        if self._settled is None or self._cycles >= self._holds_for() or asked_for != self._asked_for:
             choice = self._decide(slots, modes, num_tokens, self._cycles)
             self._cycles, self._asked_for = 0, asked_for
             return choice
         return self._settled
+
+    def _holds_for(self) -> int:
+        return min(max(self._standing.cycles // 8, _HOLDS_AT_LEAST), _HOLDS_AT_MOST)
 
     def _decide(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int | None, cycles: int) -> Choice:
         num_requests, widths = len(slots), self.costs.widths

@@ -11,7 +11,7 @@ from sglang_dflash.srt.speculative.width.policy import never_cheaper_when_wider
 # next; of a cycle's time.
 _COMMON, _READS, _CELL = 0.3, 0.5, 0.1
 _COMMON_DRIFT, _CELL_DRIFT = 0.015, 0.002
-_NOISE = 0.1
+_NOISE = 0.13
 # A cycle that took e^0.7, twice, what was expected counts as that: others are pauses of the machine.
 _LARGEST_SURPRISE = 0.7
 _GAP_RATE = 0.05

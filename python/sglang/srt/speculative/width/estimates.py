@@ -134,10 +134,11 @@ class SurvivalEstimate:
 
     def learn(self, slots: np.ndarray, modes: np.ndarray, drafted: int, accepted: np.ndarray) -> None:
         """A cycle has verified `drafted` tokens of each of these requests and kept `accepted`, [n]."""
+        if drafted == 0 or not len(slots):
+            self._put_out[slots] += 1
+            return
         groups = self._groups(slots, modes)
         self._put_out[slots] += accepted + 1
-        if drafted == 0 or not len(slots):
-            return
         last = np.minimum(accepted, drafted - 1)  # labelled position
         self._own.learn(slots, accepted - self._expected[groups, last], self._information[groups, last])
         # [m, g, k]: requests that kept k tokens or more. Those have a label at position k; those of [k + 1] kept it.
