@@ -94,7 +94,7 @@ CASES = {
 class Cell:
     """A draft at one concurrency. speeds: tokens per second of decode steps in each round, by what was served: "none", a number of
     drafted tokens verified, "adaptive". seconds, tokens, cycles: of all rounds. widths: adaptive cycles per number of drafted tokens
-    verified. prompt_ms: of a prefill, per request, in each start of the servers: without speculation, with."""
+    verified. kept: blocks verified whole in turn, by how many of their drafted tokens were kept. prompt_ms: of a prefill, per request, in each start of the servers: without speculation, with."""
 
     case: str
     concurrency: int
@@ -103,6 +103,7 @@ class Cell:
     tokens: Counter = field(default_factory=Counter)
     cycles: Counter = field(default_factory=Counter)
     widths: Counter = field(default_factory=Counter)
+    kept: Counter = field(default_factory=Counter)
     prompt_ms: dict[str, list[float]] = field(default_factory=lambda: {NONE: [], ADAPTIVE: []})
 
     def add(self, name: str, seconds: float, tokens: int, cycles: int) -> None:
@@ -121,16 +122,24 @@ class Cell:
     def _whole_speed(self, name: str) -> float:
         return self.tokens[name] / self.seconds[name]
 
-    def _of_chosen(self, what: Counter) -> float:
-        """What an adaptive cycle would come to if each were worth what one of its width, verified in turn, was on average."""
-        return sum(count * what[k] / self.cycles[k] for k, count in self.widths.items()) / self.widths.total()
+    def _on_same_texts(self, k: int) -> float:
+        """Tokens that a cycle commits for a request where it verifies k: what it would have kept of blocks verified whole."""
+        return 1 + sum(count * min(kept, k) for kept, count in self.kept.items()) / self.kept.total()
+
+    def _of_chosen(self, worth: Callable[[int], float]) -> float:
+        """What an adaptive cycle would come to if each were worth what one of its width is."""
+        return sum(count * worth(int(k)) for k, count in self.widths.items()) / self.widths.total()
+
+    def _turn_seconds(self, k: int) -> float:
+        return self.seconds[str(k)] / self.cycles[str(k)]
 
     @property
     def evened(self) -> float:
-        """Adaptive against the best fixed width: the tokens that cycles of the chosen widths bring on average, whatever text fell to whom,
-        over the time that adaptive cycles took."""
+        """Adaptive against the best fixed width if all met the same texts: what the chosen widths commit there, over the time that
+        adaptive cycles took."""
         took = self.seconds[ADAPTIVE] / self.cycles[ADAPTIVE]
-        return self._of_chosen(self.tokens) / took / self._whole_speed(self.best_fixed)
+        best = max(self._on_same_texts(k) / self._turn_seconds(k) for k in STEPS)
+        return self._of_chosen(self._on_same_texts) / took / best
 
     @property
     def of_none(self) -> list[float]:
@@ -142,7 +151,7 @@ class Cell:
     @property
     def overhead(self) -> float:
         """Time of adaptive cycles, against cycles of the same widths in turn."""
-        return self.seconds[ADAPTIVE] / self.cycles[ADAPTIVE] / self._of_chosen(self.seconds)
+        return self.seconds[ADAPTIVE] / self.cycles[ADAPTIVE] / self._of_chosen(self._turn_seconds)
 
 
 class Load:
@@ -208,7 +217,7 @@ def servers(stack: ExitStack, case: Case, args) -> tuple[Server, Server]:
 
 def measure(server: Server, names: dict[str, str], cell: Cell, prompts: list[str], rounds: int, case: Case, args) -> float:
     """Add so many rounds to the cell. names: of a turn's number, what it serves. Returns a prefill's ms per request."""
-    seconds = args.seconds * max(1, cell.concurrency / 24)  # so that all turns fit in
+    seconds = args.seconds * max(1, cell.concurrency / 8)  # so that a hundred cycles and more are adaptive, whose first ones learn
     params = {"temperature": case.temperature, "max_new_tokens": args.new_tokens, "ignore_eos": True}
     with Load(server, prompts, cell.concurrency, params):
         busy = Busy(server)
@@ -224,6 +233,7 @@ def measure(server: Server, names: dict[str, str], cell: Cell, prompts: list[str
             for number, name in names.items():
                 cell.add(name, *(gained[what][number] for what in ("seconds", "tokens", "cycles")))
             cell.widths += Counter({str(int(width) - 1): count for width, count in gained["widths"].items()})
+            cell.kept += Counter({int(kept): count for kept, count in gained["kept_of_widest"].items()})
             prefill += gained["seconds"]["prefill"]
             prefilled += gained["prefilled"]["n"]
     return 1e3 * prefill / max(prefilled, 1)
@@ -280,7 +290,7 @@ def page(cells: list[Cell], args, command: str) -> str:
 
 {date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
 sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request;
-{args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, turns of {args.turn} cycles. `{command}`.
+{args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, in proportion longer with more than 8 requests, turns of {args.turn} cycles. `{command}`.
 
 Tokens per second of decode steps, medians of all rounds. "k verified": the draft fills its block of 8 and k of its tokens are
 verified, 0 is plain decoding that writes the draft's context. Drafts: `trained` and `peagle` are the bundled ones, `weakened`
@@ -288,7 +298,7 @@ has noise on every weight, `random` is noise, `sampled` is `trained` at temperat
 drafting. Every request goes through all widths.
 
 "Measured": of rounds, their median and its standard error; by chance harder texts fall to one width than to another. "Texts
-evened out": the tokens that cycles of the chosen widths bring on average, over the time that adaptive cycles took: what
+evened out": both commit what their widths keep of the same blocks, those verified whole, over the time that cycles took: what
 choosing and deciding cost. Over all cells adaptive cycles took {overhead:.3f} times as long as those of the same widths in
 turn. Without speculation was another process, before and after: "of none" has the noise of starts, which differ by where
 processes lie in memory. Prompts are not in these times: in theirs ours also writes the draft's context. Bold: below {BAR}.
@@ -303,7 +313,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 48])
     parser.add_argument("--starts", type=int, default=3, help="of both servers, in each of which there are so many rounds")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a round, which all turns should fit in")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a round of up to 8 requests, in proportion of one of more")
     parser.add_argument("--turn", type=int, default=8, help="cycles at each width in turn")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)

@@ -1,12 +1,15 @@
 """A server that says what its decode steps took; an adaptive one also verifies given widths in turn. Python imports this at start-up
 wherever its folder is on PYTHONPATH; used by benchmark/adaptive.py.
 
-WIDTH_TURNS: numbers of slots to verify, separated by commas, each for TURN_CYCLES cycles; 0 is the server's own choice. A cycle of
+WIDTH_TURNS: numbers of slots to verify, separated by commas, each for TURN_CYCLES cycles; 0 is the server's own choice. All have their
+turn, in an order drawn anew, as requests that begin together would meet the same turn at the same age again and again. A cycle of
 another turn than its own teaches the policy nothing. /server_info says, as "busy", since the start: of every turn's number the decode
 steps' seconds, tokens and count, but for the first two cycles of a turn, which may pay for the turn before; how many cycles of its own
-choice had which width; and the seconds and requests of prefills."""
+choice had which width; how often how many drafted tokens were kept where the widest turn verified them; and the seconds and requests of
+prefills."""
 
 import os
+import random
 import sys
 import time
 from collections import Counter, deque
@@ -20,9 +23,12 @@ class Turns:
         self.numbers = [int(number) for number in os.environ["WIDTH_TURNS"].split(",")]
         self._each = int(os.environ["TURN_CYCLES"])
         self._cycles = -1
+        self._random = random.Random(0)
 
     def next_cycle(self) -> None:
         self._cycles += 1
+        if self._cycles % (self._each * len(self.numbers)) == 0:
+            self._random.shuffle(self.numbers)
 
     @property
     def number(self) -> int:
@@ -35,6 +41,7 @@ class Turns:
 
 turns = Turns()
 widths: Counter[int] = Counter()
+kept_of_widest: Counter[int] = Counter()
 
 
 def verify_in_turns(module) -> None:
@@ -51,9 +58,12 @@ def verify_in_turns(module) -> None:
         nothing = 0.0 * self.costs.widths
         return module.Choice(turns.number, self.costs.widths.tolist().index(turns.number), False, nothing, nothing)
 
-    def is_kept(self, *cycle):
-        if numbers.popleft() == OWN:
-            kept(self, *cycle)
+    def is_kept(self, slots, modes, width, accepted):
+        number = numbers.popleft()
+        if number == OWN:
+            kept(self, slots, modes, width, accepted)
+        elif number == max(turns.numbers):
+            kept_of_widest.update(accepted.tolist())
 
     chooser.ask, chooser.kept = asked, is_kept
 
@@ -120,6 +130,7 @@ def time_steps(module) -> None:
             "tokens": dict(tokens),
             "cycles": dict(cycles),
             "widths": {str(width): count for width, count in widths.items()},
+            "kept_of_widest": {str(kept): count for kept, count in kept_of_widest.items()},
             "prefilled": prefilled,
         }
         return answer
