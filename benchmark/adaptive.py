@@ -1,6 +1,6 @@
 """Is adaptive speculation ever slower than the best fixed width, or than none? On the bundled target, in one run.
 
-    python benchmark/adaptive.py                                   # everything: 75 minutes on two cores, a third with --starts 1
+    python benchmark/adaptive.py                                   # everything: two hours on two cores, a third with --starts 1
     python benchmark/adaptive.py --cases trained random --concurrency 1 16 --rounds 20
 
 For each draft two servers: one without speculation, and an adaptive one that verifies each fixed width in turn and then chooses itself,
