@@ -94,7 +94,8 @@ CASES = {
 class Cell:
     """A draft at one concurrency. speeds: tokens per second of decode steps in each round, by what was served: "none", a number of
     drafted tokens verified, "adaptive". seconds, tokens, cycles: of all rounds. widths: adaptive cycles per number of drafted tokens
-    verified. kept: blocks verified whole in turn, by how many of their drafted tokens were kept. prompt_ms: of a prefill, per request, in each start of the servers: without speculation, with."""
+    verified. kept: blocks verified whole in turn, by how many of their drafted tokens were kept. prompt_ms: of a prefill, per
+    request, in each start of the servers: without speculation, with."""
 
     case: str
     concurrency: int
@@ -290,7 +291,8 @@ def page(cells: list[Cell], args, command: str) -> str:
 
 {date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
 sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request;
-{args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, in proportion longer with more than 8 requests, turns of {args.turn} cycles. `{command}`.
+{args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, in proportion longer with more than 8 requests,
+turns of {args.turn} cycles. `{command}`.
 
 Tokens per second of decode steps, medians of all rounds. "k verified": the draft fills its block of 8 and k of its tokens are
 verified, 0 is plain decoding that writes the draft's context. Drafts: `trained` and `peagle` are the bundled ones, `weakened`
@@ -313,7 +315,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 48])
     parser.add_argument("--starts", type=int, default=3, help="of both servers, in each of which there are so many rounds")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a round of up to 8 requests, in proportion of one of more")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a round; with more than 8 requests in proportion longer")
     parser.add_argument("--turn", type=int, default=8, help="cycles at each width in turn")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
