@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import pytest
 from conftest import ENVIRONMENT, FLOAT32, WIDTHS_CHANGE, assert_same, patched, warm_start
 from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, serve
+from streaming import stream
 from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy, some_prompts
 
 pytestmark = [
@@ -49,12 +50,16 @@ class Pair:
     bootstrap_port: int
     rooms: Iterator[int]
 
+    def somewhere(self) -> dict:
+        """What names the place where both servers meet for a request."""
+        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port, "bootstrap_room": next(self.rooms)}
+
     def generate(self, **request) -> dict:
-        """The decode server's answer. A request goes to both, and names the place where they meet."""
-        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port, "bootstrap_room": next(self.rooms)}
+        """The decode server's answer. A request goes to both."""
+        request |= self.somewhere()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            first = pool.submit(self.prefill.generate, **request, **where)
-            answer = self.decode.generate(**request, **where)
+            first = pool.submit(self.prefill.generate, **request)
+            answer = self.decode.generate(**request)
             first.result()
         return answer
 
@@ -207,23 +212,26 @@ def test_behind_sglangs_router(servers, prompts):
 
 
 def check_abort(pair: Pair, reference, prompts) -> None:
-    """One request is cut off on the decode side, others go on."""
+    """One request is cut off on the decode side, others go on. It has begun to answer: before that SGLang ends it with HTTP 500."""
     others = [greedy(ids) for ids in prompts[:6]]
+    victim = {**greedy(prompts[7], max_new_tokens=2000), **pair.somewhere(), "rid": "victim"}
     with concurrent.futures.ThreadPoolExecutor(7) as pool:
-        victim = pool.submit(pair.generate, **greedy(prompts[7], max_new_tokens=2000), rid="victim")
+        prefilled = pool.submit(pair.prefill.generate, **victim)
         answers = pool.map(lambda request: pair.generate(**request), others)
-        time.sleep(1)
+        chunks = stream(pair.decode, victim)
+        next(chunks)
         pair.decode.post("/abort_request", {"rid": "victim"})
-        assert victim.result()["meta_info"]["finish_reason"]["type"] == "abort"
+        *_, last = chunks
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
         assert_same(others, list(answers), reference.answers(others))
+        prefilled.result()
 
 
 def check_dead_peer(pair: Pair, prompts) -> None:
     """The prefill server is gone: requests end with an error, the decode server lives."""
     os.killpg(pair.prefill.process.pid, signal.SIGKILL)
-    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.bootstrap_port, "bootstrap_room": next(pair.rooms)}
     with pytest.raises(urllib.error.HTTPError) as failure:
-        pair.decode.post("/generate", {**greedy(prompts[0]), **where}, timeout=120)
+        pair.decode.post("/generate", {**greedy(prompts[0]), **pair.somewhere()}, timeout=120)
     assert failure.value.code >= 500, failure.value.read()
     assert pair.decode.process.poll() is None
     check_idle(pair.decode)
