@@ -31,9 +31,10 @@ pytestmark = [
 
 # A peer that is gone is noticed in seconds rather than minutes. So is one that is busy: for requests that do not queue alone.
 PATIENCE = {
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "4",
 }
 
 
