@@ -3,7 +3,7 @@
     python benchmark/adaptive.py                                   # everything: two hours on two cores, a third with --starts 1
     python benchmark/adaptive.py --cases trained random --concurrency 1 16 --rounds 20
 
-For each draft two servers: one without speculation, and an adaptive one that verifies each fixed width in turn and then chooses itself,
+For each draft two servers: one without speculation, and an adaptive one that verifies each fixed width in turn and twice its own choice,
 each for some cycles (width_switch/sitecustomize.py): the draft fills its block and so many of its tokens are verified. So every request
 goes through every width, and neither where a process lies in memory nor what else the machine does for a while counts for one of them:
 two servers, or slices of seconds, differ by 10 % here where they do the same work. The schedulers count the time and tokens of their
@@ -94,8 +94,8 @@ CASES = {
 class Cell:
     """A draft at one concurrency. speeds: tokens per second of decode steps in each round, by what was served: "none", a number of
     drafted tokens verified, "adaptive". seconds, tokens, cycles: of all rounds. widths: adaptive cycles per number of drafted tokens
-    verified. kept: blocks verified whole in turn, by how many of their drafted tokens were kept. prompt_ms: of a prefill, per
-    request, in each start of the servers: without speculation, with."""
+    verified. deciding: seconds in which these were chosen and learned from. kept: blocks verified whole in turn, by how many of their
+    drafted tokens were kept. prompt_ms: of a prefill, per request, in each start of the servers: without speculation, with."""
 
     case: str
     concurrency: int
@@ -104,6 +104,7 @@ class Cell:
     tokens: Counter = field(default_factory=Counter)
     cycles: Counter = field(default_factory=Counter)
     widths: Counter = field(default_factory=Counter)
+    deciding: float = 0.0
     kept: Counter = field(default_factory=Counter)
     prompt_ms: dict[str, list[float]] = field(default_factory=lambda: {NONE: [], ADAPTIVE: []})
 
@@ -135,12 +136,16 @@ class Cell:
         return self.seconds[str(k)] / self.cycles[str(k)]
 
     @property
+    def deciding_seconds(self) -> float:
+        """Of an adaptive cycle."""
+        return self.deciding / self.widths.total()
+
+    @property
     def evened(self) -> float:
-        """Adaptive against the best fixed width if all met the same texts: what the chosen widths commit there, over the time that
-        adaptive cycles took."""
-        took = self.seconds[ADAPTIVE] / self.cycles[ADAPTIVE]
+        """Adaptive against the best fixed width if all met the same texts and the same moments of the machine: what the chosen widths
+        commit and take in turn, and deciding."""
         best = max(self._on_same_texts(k) / self._turn_seconds(k) for k in STEPS)
-        return self._of_chosen(self._on_same_texts) / took / best
+        return self._of_chosen(self._on_same_texts) / (self._of_chosen(self._turn_seconds) + self.deciding_seconds) / best
 
     @property
     def of_none(self) -> list[float]:
@@ -150,8 +155,8 @@ class Cell:
         return (ours / none).tolist()
 
     @property
-    def overhead(self) -> float:
-        """Time of adaptive cycles, against cycles of the same widths in turn."""
+    def cycle_time(self) -> float:
+        """Of adaptive cycles, against cycles of the same widths in turn."""
         return self.seconds[ADAPTIVE] / self.cycles[ADAPTIVE] / self._of_chosen(self._turn_seconds)
 
 
@@ -211,7 +216,7 @@ def servers(stack: ExitStack, case: Case, args) -> tuple[Server, Server]:
         "TURN_CYCLES": str(args.turn),
         **importing(ROOT / "benchmark" / "width_switch"),
     }
-    turns = ",".join(str(k + 1) for k in STEPS) + ",0"
+    turns = ",".join(str(k + 1) for k in STEPS) + ",0,0"  # its own choice twice, which is in every comparison
     plain = stack.enter_context(serve(*common, env={**env, "WIDTH_TURNS": "0"}))
     return plain, stack.enter_context(serve(*common, *flags, env={**env, "WIDTH_TURNS": turns}))
 
@@ -234,6 +239,7 @@ def measure(server: Server, names: dict[str, str], cell: Cell, prompts: list[str
             for number, name in names.items():
                 cell.add(name, *(gained[what][number] for what in ("seconds", "tokens", "cycles")))
             cell.widths += Counter({str(int(width) - 1): count for width, count in gained["widths"].items()})
+            cell.deciding += gained["decided"]["seconds"]
             cell.kept += Counter({int(kept): count for kept, count in gained["kept_of_widest"].items()})
             prefill += gained["seconds"]["prefill"]
             prefilled += gained["prefilled"]["n"]
@@ -273,20 +279,22 @@ def held(ratio: float) -> str:
 
 def table(cells: list[Cell]) -> str:
     head = "| draft | requests | no speculation | " + " | ".join(f"{k} verified" for k in STEPS)
-    rows = [head + " | adaptive | of the best fixed: measured | texts evened out | of none | adaptive cycles, by k | ms a prompt: none, ours |"]
-    rows.append("|---|" + "---:|" * (len(STEPS) + 6) + "---|---:|")
+    rows = [head + " | adaptive | of the best fixed: measured | evened out | cycle time | deciding, ms | of none | adaptive cycles, by k | ms a prompt: none, ours |"]
+    rows.append("|---|" + "---:|" * (len(STEPS) + 8) + "---|---:|")
     for cell in cells:
         speeds = " | ".join(f"{cell.speed(name):.0f}" for name in SERVED)
         widths = ", ".join(f"{k}: {count}" for k, count in sorted(cell.widths.items()))
         pairs = zip(cell.speeds[ADAPTIVE], cell.speeds[cell.best_fixed], strict=True)
-        of = f"{measured([ours / theirs for ours, theirs in pairs])} | {held(cell.evened)} | {measured(cell.of_none)}"
+        of = f"{measured([ours / theirs for ours, theirs in pairs])} | {held(cell.evened)}"
+        of += f" | {cell.cycle_time:.2f} | {1e3 * cell.deciding_seconds:.2f} | {measured(cell.of_none)}"
         prompts = ", ".join(f"{statistics.median(ms):.1f}" for ms in cell.prompt_ms.values())
         rows.append(f"| {cell.case} | {cell.concurrency} | {speeds} | {of} | {widths} | {prompts} |")
     return "\n".join(rows)
 
 
 def page(cells: list[Cell], args, command: str) -> str:
-    overhead = statistics.geometric_mean(cell.overhead for cell in cells)
+    times = [cell.cycle_time for cell in cells]
+    error = statistics.stdev(times) / math.sqrt(len(times)) if len(times) > 1 else math.nan
     return f"""# Adaptive verify width against fixed ones
 
 {date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
@@ -299,11 +307,13 @@ verified, 0 is plain decoding that writes the draft's context. Drafts: `trained`
 has noise on every weight, `random` is noise, `sampled` is `trained` at temperature 1, `drawn` the same with probabilistic
 drafting. Every request goes through all widths.
 
-"Measured": of rounds, their median and its standard error; by chance harder texts fall to one width than to another. "Texts
-evened out": both commit what their widths keep of the same blocks, those verified whole, over the time that cycles took: what
-choosing and deciding cost. Over all cells adaptive cycles took {overhead:.3f} times as long as those of the same widths in
-turn. Without speculation was another process, before and after: "of none" has the noise of starts, which differ by where
-processes lie in memory. Prompts are not in these times: in theirs ours also writes the draft's context. Bold: below {BAR}.
+"Measured": of rounds, their median and its standard error; by chance harder texts or slower moments of the machine fall to one width
+than to another, and of four widths the best by chance is the measure. "Evened out": all widths commit what they keep of the same
+blocks, those verified whole, and take what they do in turn; adaptive cycles those of the widths they had, and what was timed of
+choosing and learning ("deciding"). "Cycle time": of adaptive cycles, over those of the same widths in turn; over all cells
+{statistics.mean(times):.3f} ± {error:.3f}. Without speculation was another process, before and after: "of none" has the noise of starts, which
+differ by where processes lie in memory. Prompts are not in these times: in theirs ours also writes the draft's context. Bold: below
+{BAR}.
 
 {table(cells)}
 """

@@ -2,10 +2,10 @@
 
     python benchmark/confidence/measure.py            # writes benchmark/results/confidence.md
 
-Servers that verify whole blocks write down how sure the draft was and what was kept. Replayed cycle by cycle, both estimates of
-`speculative/width/estimates.py` say beforehand how likely each token is kept, then learn. Held against each other: the
-log loss of that, and the tokens per second of choosing the width of each cycle by it, at costs from the roofline's staircase or
-linear ones, where the confidence of the cycle itself is known before its width is (it is not, on CUDA, without waiting for the device).
+Servers that verify whole blocks write down how sure the draft was and what was kept. Replayed cycle by cycle, the estimate that
+is served (`speculative/width/estimates.py`) and one that asks the draft (calibration.py) say beforehand how likely each token is kept,
+then learn. Held against each other: the log loss of that, and the tokens per second of choosing the width of each cycle by it, where
+the confidence of the cycle itself is known before its width is (it is not, on CUDA, without waiting for the device).
 """
 
 import argparse
@@ -15,11 +15,12 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from calibration import ConfidenceCalibration
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, dflash_arguments, importing, serve, text_prompts  # noqa: E402
 
-from sglang_dflash.srt.speculative.width.estimates import ConfidenceCalibration, SurvivalEstimate  # noqa: E402
+from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate  # noqa: E402
 from sglang_dflash.srt.speculative.width.policy import expected_tokens  # noqa: E402
 
 WIDTHS = np.array([1, 2, 4, 8])

@@ -5,8 +5,8 @@ WIDTH_TURNS: numbers of slots to verify, separated by commas, each for TURN_CYCL
 turn, in an order drawn anew, as requests that begin together would meet the same turn at the same age again and again. A cycle of
 another turn than its own teaches the policy nothing. /server_info says, as "busy", since the start: of every turn's number the decode
 steps' seconds, tokens and count, but for the first two cycles of a turn, which may pay for the turn before; how many cycles of its own
-choice had which width; how often how many drafted tokens were kept where the widest turn verified them; and the seconds and requests of
-prefills."""
+choice had which width, and the seconds that choosing and learning took; how often how many drafted tokens were kept where the widest
+turn verified them; and the seconds and requests of prefills."""
 
 import os
 import random
@@ -42,6 +42,7 @@ class Turns:
 turns = Turns()
 widths: Counter[int] = Counter()
 kept_of_widest: Counter[int] = Counter()
+decided: Counter[str] = Counter()
 
 
 def verify_in_turns(module) -> None:
@@ -69,19 +70,35 @@ def verify_in_turns(module) -> None:
 
 
 def teach_own_times(module) -> None:
+    """And time what a server of one width would not do."""
     adaptive = module.AdaptiveWidth
-    ask, follow = adaptive.ask, adaptive._follow
-    numbers: deque[int] = deque()
+    ask, tell, kept, follow = adaptive.ask, adaptive.tell, adaptive.kept, adaptive._follow
+    untold: deque[int] = deque()
+    unfollowed: deque[int] = deque()
+
+    def timed(number, function, *args):
+        since = time.perf_counter()
+        result = function(*args)
+        if number == OWN:
+            decided["seconds"] += time.perf_counter() - since
+        return result
 
     def asked(self, batch, draws):
-        width = ask(self, batch, draws)
-        numbers.append(turns.number)
+        width = timed(turns.number, ask, self, batch, draws)
+        untold.append(turns.number)
+        unfollowed.append(turns.number)
         return width
 
-    def followed(self, laps):
-        follow(self, [lap for lap in laps if numbers.popleft() == OWN])
+    def told(self):
+        timed(turns.number, tell, self)
 
-    adaptive.ask, adaptive._follow = asked, followed
+    def is_kept(self, accepted):
+        return timed(untold.popleft(), kept, self, accepted)
+
+    def followed(self, laps):
+        follow(self, [lap for lap in laps if unfollowed.popleft() == OWN])
+
+    adaptive.ask, adaptive.tell, adaptive.kept, adaptive._follow = asked, told, is_kept, followed
 
 
 def time_steps(module) -> None:
@@ -131,6 +148,7 @@ def time_steps(module) -> None:
             "cycles": dict(cycles),
             "widths": {str(width): count for width, count in widths.items()},
             "kept_of_widest": {str(kept): count for kept, count in kept_of_widest.items()},
+            "decided": dict(decided),
             "prefilled": prefilled,
         }
         return answer

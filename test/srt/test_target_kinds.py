@@ -92,6 +92,12 @@ def test_an_untested_target_runs_with_a_warning(name, told, registry, monkeypatc
     assert not kind.is_measured and kind.capture == f"set_{told}_layers_to_capture"
 
 
+def test_what_allows_it_is_1_or_0(registry, monkeypatch):
+    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "yes")
+    with pytest.raises(ValueError, match=f"{ALLOW_UNTESTED_VARIABLE} is 1 or 0"):
+        target_kind(["BothForCausalLM"])
+
+
 @pytest.mark.parametrize("allowed", ["0", "1"])
 @pytest.mark.parametrize("names, words", [(["NeitherForCausalLM"], "captures none"), (["NoSuchModel"], "no such model"), (None, "None")])
 def test_what_cannot_work_is_refused_whatever_is_allowed(names, words, allowed, registry, monkeypatch):

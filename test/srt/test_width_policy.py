@@ -4,12 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+from confidence.calibration import ConfidenceCalibration, labels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from width_simulation import WIDTHS, Simulation, best_speed, mean_tokens, smooth_cost, staircase_cost
 
 from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.estimates import ConfidenceCalibration, SurvivalEstimate, labels
+from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.policy import (
     Constants,
     Exploration,

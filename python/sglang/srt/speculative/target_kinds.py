@@ -6,10 +6,11 @@ Face's `hidden_states[k + 1]` (test/srt/test_target_families.py), and refused el
 """
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from sglang_dflash.srt.environ import is_on
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def target_kind(architectures: Sequence[str] | None) -> TargetKind:
             f"{_CAPTURES_WRONG_STATES[name]}."
         )
     capture = _capture_method(name)
-    if os.environ.get(ALLOW_UNTESTED_VARIABLE) != "1":
+    if not is_on(ALLOW_UNTESTED_VARIABLE):
         raise ValueError(
             f"DFLASH has not been tested on {name}: whether the hidden states SGLang captures of it are the layer outputs a "
             f"draft reads is not known. Output would be right either way, drafts perhaps never kept. {ALLOW_UNTESTED_VARIABLE}=1 "

@@ -4,6 +4,7 @@ Nothing here waits for the device. What a cycle kept is told when SGLang has it 
 and what it took when its events are over; until then the choice rests on what is known.
 """
 
+import itertools
 import logging
 import math
 from collections import Counter, deque
@@ -50,11 +51,12 @@ class FixedWidth:
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A cycle whose outcome is not known yet. num_tokens: committed ones of its requests, as far as the host knew. births: which
-    request each row of the request table held."""
+    """A cycle whose outcome is not known yet. num_tokens: committed ones of its requests, as far as the host knew. prefills: those
+    before it. births: which request each row of the request table held."""
 
     width: int
     num_tokens: int
+    prefills: int
     slots: np.ndarray
     births: np.ndarray
     modes: np.ndarray
@@ -79,13 +81,14 @@ class AdaptiveWidth:
         self._chooser, self._states, self._clock = chooser, states, clock
         self._tp_group, self._schedule, self._log_every, self._metrics = tp_group, schedule, log_every, metrics
         self._births = np.zeros(slots, dtype=np.int64)
+        self._prefills = 0
         self._under_way: deque[_UnderWay] = deque()
         self._cycles = self._width = 0
         self._per_width: Counter[int] = Counter()
         self._choice: Choice | None = None
         self._probes = 0
         self._measured = self._expected = 0.0
-        self._laps: list[Lap] = []  # not told yet, all with as many requests and of one width
+        self._laps: list[Lap] = []  # not told yet
 
     def began(self, batch: Any, num_running: int) -> None:
         """A prefill, of which the last `num_running` requests are not new."""
@@ -95,6 +98,7 @@ class AdaptiveWidth:
         new = [req for req in new if req.kv.req_pool_idx is not None]
         slots = _slots_of(new)
         self._births[slots] += 1
+        self._prefills += 1
         self._chooser.began(slots, np.array([len(req.output_ids) for req in new], dtype=np.int64))
 
     def ask(self, batch: Any, draws: bool) -> int:
@@ -103,7 +107,7 @@ class AdaptiveWidth:
         slots, modes = _slots_of(batch.reqs), np.array([_mode(req, draws) for req in batch.reqs])
         num_tokens = sum(req.kv.kv_committed_len for req in batch.reqs)  # as of a cycle or two ago; the batch may not say
         width = self._agree(slots, modes, num_tokens)
-        self._under_way.append(_UnderWay(width, num_tokens, slots, self._births[slots], modes))
+        self._under_way.append(_UnderWay(width, num_tokens, self._prefills, slots, self._births[slots], modes))
         self._cycles += 1
         self._width = width
         self._per_width[width] += 1
@@ -124,8 +128,11 @@ class AdaptiveWidth:
         """The oldest cycle not told of yet kept so many drafted tokens of each of its requests. Returns how many it verified."""
         entry = self._under_way.popleft()
         assert len(accepted) == len(entry.slots), "SGLang tells of every cycle once, in order"
-        same = self._births[entry.slots] == entry.births
-        self._chooser.kept(entry.slots[same], entry.modes[same], entry.width, np.asarray(accepted)[same])
+        slots, modes, labels = entry.slots, entry.modes, np.asarray(accepted)
+        if entry.prefills != self._prefills:
+            same = self._births[slots] == entry.births
+            slots, modes, labels = slots[same], modes[same], labels[same]
+        self._chooser.kept(slots, modes, entry.width, labels)
         return entry.width - 1
 
     def report(self) -> dict:
@@ -155,20 +162,20 @@ class AdaptiveWidth:
         }
 
     def _follow(self, laps: Sequence[Lap]) -> None:
-        """Laps of the same kind are told a few at a time: it takes the host a fifth of a millisecond."""
-        for lap in laps:
-            first = self._laps[0] if self._laps else lap
-            if len(self._laps) == _LAPS or (lap.num_requests, lap.width) != (first.num_requests, first.width):
-                self._tell_laps()
-            self._laps.append(lap)
+        """Laps are told some at a time, those of the same kind that follow on each other as one: a single one takes the host a fifth of
+        a millisecond."""
+        self._laps += laps
+        if len(self._laps) >= _LAPS:
+            for (num_requests, width), alike in itertools.groupby(self._laps, lambda lap: (lap.num_requests, lap.width)):
+                self._tell_laps(num_requests, width, list(alike))
+            self._laps = []
 
-    def _tell_laps(self) -> None:
-        laps, self._laps = self._laps, []
+    def _tell_laps(self, num_requests: int, width: int, laps: list[Lap]) -> None:
         count, seconds = len(laps), sum(lap.seconds for lap in laps)
         num_tokens = sum(lap.num_tokens for lap in laps) // count
-        surprise = self._chooser.took(laps[0].num_requests, laps[0].width, seconds / count, count, num_tokens)
+        surprise = self._chooser.took(num_requests, width, seconds / count, count, num_tokens)
         for gap in (lap.gap for lap in laps if lap.gap is not None):
-            self._chooser.costs.follow_gap(laps[0].num_requests, gap)
+            self._chooser.costs.follow_gap(num_requests, gap)
         self._measured += seconds
         self._expected += seconds / math.exp(surprise)
 

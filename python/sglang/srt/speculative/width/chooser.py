@@ -8,9 +8,9 @@ from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.policy import Constants, Exploration, Standing, best_width, expected_tokens, explore, settle
 
-# Cycles of the same requests that one decision holds for, as it takes the host up to half a millisecond: an eighth of those since
-# the width last moved, within these bounds.
-_HOLDS_AT_LEAST, _HOLDS_AT_MOST = 4, 16
+# Cycles that one decision holds for, as with what it learns first it takes the host up to half a millisecond: an eighth of those since
+# the width last moved, within these bounds, but only while seven of eight requests are the same.
+_HOLDS_AT_LEAST, _HOLDS_AT_MOST, _HOLDS_FOR = 4, 16, 7 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +29,50 @@ class WidthChooser:
     """costs: also says which widths there are. estimate: what is learned of acceptance."""
 
     def __init__(self, costs: CostTable, estimate: SurvivalEstimate, constants: Constants = Constants()):
-        self.costs, self.estimate, self.constants = costs, estimate, constants
+        self.costs, self.constants = costs, constants
+        self._estimate = estimate
+        self._not_learned: list[tuple[np.ndarray, np.ndarray, int, np.ndarray]] = []
         self._standing: Standing | None = None
         self._exploration = Exploration()
         self._settled: Choice | None = None
-        self._asked_for: tuple[bytes, bytes] = b"", b""
-        self._cycles = 0  # since the last decision
+        # Since the last decision, and the requests it was for.
+        self._cycles = self._new = self._decided_for = 0
+
+    @property
+    def estimate(self) -> SurvivalEstimate:
+        """What was kept is learned when somebody looks: many cycles in a row cost a fraction of one at a time between two forwards,
+        which leave nothing of it in the processor's caches."""
+        self._learn()
+        return self._estimate
+
+    def _learn(self) -> None:
+        for cycle in self._not_learned:
+            self._estimate.learn(*cycle)
+        self._not_learned.clear()
 
     def ask(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int | None = None) -> Choice:
         """How wide the next cycle of these requests is. slots: [n] rows of the request table. modes: [n], of `MODES`. num_tokens:
         committed ones of all of them; None: as many as costs were measured with."""
         self._cycles += 1
-        asked_for = slots.tobytes(), modes.tobytes()
-        if self._settled is None or self._cycles >= self._holds_for() or asked_for != self._asked_for:
+        if self._settled is None or self._cycles >= self._holds_for() or not self._are_the_same(len(slots)):
             choice = self._decide(slots, modes, num_tokens, self._cycles)
-            self._cycles, self._asked_for = 0, asked_for
+            self._cycles, self._new, self._decided_for = 0, 0, len(slots)
             return choice
         return self._settled
+
+    def _are_the_same(self, num_requests: int) -> bool:
+        """Whether most of these requests are those of the last decision, and most of those are still there."""
+        left = abs(self._decided_for + self._new - num_requests)
+        return max(self._new, left) <= (1 - _HOLDS_FOR) * num_requests
 
     def _holds_for(self) -> int:
         return min(max(self._standing.cycles // 8, _HOLDS_AT_LEAST), _HOLDS_AT_MOST)
 
     def _decide(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int | None, cycles: int) -> Choice:
         num_requests, widths = len(slots), self.costs.widths
-        is_guessed = bool(self.estimate.is_guessed(modes).any())
-        tokens = expected_tokens(self.estimate.accept_probs(slots, modes), widths)
+        estimate = self.estimate
+        is_guessed = bool(estimate.is_guessed(modes).any())
+        tokens = expected_tokens(estimate.accept_probs(slots, modes), widths)
         seconds = self.costs.seconds(num_requests, num_tokens)
         if self._standing is None or is_guessed:
             self._standing = Standing.at(best_width(tokens, seconds, self.constants.free_rows), len(widths), num_requests)
@@ -63,7 +82,7 @@ class WidthChooser:
         if is_guessed and widths[index] == 1:
             index += 1  # nothing is learned where nothing is verified
         self._exploration, probed = explore(self._exploration, index, tokens, seconds, self.constants, cycles)
-        self.estimate.age(cycles)
+        estimate.age(cycles)
         choice = Choice(int(widths[index]), index, False, tokens, seconds)
         self._settled = None if is_guessed else choice
         if probed is None:
@@ -72,11 +91,14 @@ class WidthChooser:
 
     def began(self, slots: np.ndarray, put_out: np.ndarray | int = 0) -> None:
         """These rows of the request table hold new requests. put_out: tokens they have answered already."""
+        self._new += len(slots)
         self.estimate.reset(slots, put_out)
 
     def kept(self, slots: np.ndarray, modes: np.ndarray, width: int, accepted: np.ndarray) -> None:
         """A cycle of this width kept so many drafted tokens of each of these requests, [n]."""
-        self.estimate.learn(slots, modes, width - 1, accepted)
+        self._not_learned.append((slots, modes, width - 1, accepted))
+        if len(self._not_learned) == _HOLDS_AT_MOST:  # of a rank that is not asked
+            self._learn()
 
     def took(self, num_requests: int, width: int, seconds: float, cycles: int = 1, num_tokens: int | None = None) -> float:
         """`CostTable.follow`."""

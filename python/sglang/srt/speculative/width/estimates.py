@@ -1,10 +1,8 @@
 """How likely a drafted token is kept: learned from what verify forwards kept. Numpy; no request's tokens are looked at.
 
-A verified block labels its drafted tokens: 1 where kept, 0 at the first that was not, none behind it. Two estimates of a_ik, the
-probability that token k of request i is kept if those before it are:
-
-    SurvivalEstimate      an average per position and age, and how a request differs from it
-    ConfidenceCalibration  the same, and what the draft itself thinks of its tokens
+A verified block labels its drafted tokens: 1 where kept, 0 at the first that was not, none behind it. a_ik is the probability that
+token k of request i is kept if those before it are: an average per position and age, and how the request differs from it. What the
+draft itself thinks of its tokens is not asked, as it adds too little (benchmark/results/confidence.md).
 
 m: how the token was chosen and is judged (MODES): a draw is kept in other cases than an argmax.
 """
@@ -27,15 +25,7 @@ _NUM_GROUPS = len(MODES) * len(_AGES)
 _OWN_PRECISION, _OWN_DECAY, _OWN_LIMIT = 10.0, 0.94, 1.5
 
 
-def labels(accepted: np.ndarray, drafted: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a verify of `drafted` tokens a request says about a block of `depth`: (is_labelled, is_kept), [n, depth] bool.
-    accepted: [n], drafted tokens kept."""
-    position = np.arange(depth)
-    kept = position < accepted[:, None]
-    return (position <= accepted[:, None]) & (position < drafted), kept
-
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
+def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
@@ -43,7 +33,7 @@ def _logit(p: np.ndarray) -> np.ndarray:
     return np.log(p) - np.log1p(-p)
 
 
-class _Own:
+class Own:
     """How each request differs from the average, in logits: one damped Newton step from none, g = S1 / (S2 + 10), where S1 sums
     label - a and S2 a (1 - a) over the request's latest labels."""
 
@@ -65,7 +55,7 @@ class _Own:
 
 class SurvivalEstimate:
     """a_ik = sigmoid(logit(b_mgk) + g_i): b an average over about the last `memory` labels of its position plus half a
-    standard deviation sqrt(b (1 - b) / labels), g_i `_Own`.
+    standard deviation sqrt(b (1 - b) / labels), g_i `Own`.
 
     g: which of `_AGES` request i has reached. The first tokens of an answer are kept less often than later ones, so many requests
     that began together say little of how they go on. Of an age not seen yet it is hoped that it does better than the one before.
@@ -81,7 +71,7 @@ class SurvivalEstimate:
         self._kept = np.zeros((len(MODES), len(_AGES), depth))
         self._seen = np.zeros_like(self._kept)
         self._put_out = np.zeros(slots, dtype=np.int64)
-        self._own = _Own(slots)
+        self._own = Own(slots)
         self._remember, self._forget, self._least_weight = 1 - 1 / memory, 0.5 ** (1 / forgets_after), least_weight
         self._update()
         self._guess = float(self._hopeful[0, 0])  # a_ik before anything was seen
@@ -109,21 +99,21 @@ class SurvivalEstimate:
             before = (self._kept[:, 0, k] + _PRIOR_WEIGHT * before) / (self._seen[:, 0, k] + _PRIOR_WEIGHT)
             averages[:, 0, k] = before
         for age in range(1, len(_AGES)):
-            hoped = _sigmoid(_logit(averages[:, age - 1]) + _BETTER_WITH_AGE)
+            hoped = sigmoid(_logit(averages[:, age - 1]) + _BETTER_WITH_AGE)
             averages[:, age] = (self._kept[:, age] + _PRIOR_WEIGHT * hoped) / (self._seen[:, age] + _PRIOR_WEIGHT)
         self._averages = averages = np.clip(averages, 1e-3, 1 - 1e-3)
         variance = averages * (1 - averages)
         hopeful = np.minimum(averages + _OPTIMISM * np.sqrt(variance / (self._seen + _DOUBT_WEIGHT)), 1 - 1e-3)
         by_group = _NUM_GROUPS, self.depth
         self._hopeful = hopeful.reshape(by_group)
-        # Of positions 0 .. k: what `_Own` is told of a request that kept k tokens.
+        # Of positions 0 .. k: what `Own` is told of a request that kept k tokens.
         self._expected, self._information = (of.cumsum(axis=2).reshape(by_group) for of in (averages, variance))
 
     def accept_probs(self, slots: np.ndarray, modes: np.ndarray) -> np.ndarray:
         """a_ik of the next cycle, [n, K]. slots, modes: [n]."""
         self._update()
         base = self._hopeful[self._groups(slots, modes)]
-        probs = _sigmoid(_logit(base) + self._own.of(slots)[:, None])
+        probs = sigmoid(_logit(base) + self._own.of(slots)[:, None])
         probs[self.is_guessed(modes)] = self._guess
         return probs
 
@@ -155,71 +145,3 @@ class SurvivalEstimate:
         with np.errstate(invalid="ignore", divide="ignore"):
             self._kept *= np.where(self._seen > 0, weight / self._seen, 1.0)
         self._seen = weight
-
-
-class ConfidenceCalibration:
-    """a_ik = sigmoid(w_m x_ik + b_mk + g_i), x the draft's confidence: the logit of its probability for the token it proposes,
-    bounded to +-40, at the temperature the draft used.
-
-    Every `_EVERY` cycles one damped Newton step on the labels since the last, for w and all b at once. With W = a (1 - a)
-    summed per position, c = sum W + 1e-3, d = sum W x, h = sum (y - a):
-        dw = [sum (y - a) x - sum_k d_k h_k / c_k] / [sum W x^2 + 1e-3 - sum_k d_k^2 / c_k] * N / (N + 64)
-        db_k = (h_k - d_k dw) / c_k * n_k / (n_k + 64)
-    the block elimination of a Hessian whose b part is diagonal; N, n_k labels in all and of the position; w stays >= 0.
-    """
-
-    _EVERY, _LIMIT, _DAMPING = 100, 40.0, 64.0
-
-    def __init__(self, slots: int, depth: int):
-        self.depth = depth
-        self.weight = np.full(len(MODES), 0.5)
-        self.bias = np.zeros((len(MODES), depth))
-        self._own = _Own(slots)
-        # Per mode: sum (y - a) x, sum W x^2; per position: c, d, h, n.
-        self._sums = np.zeros((len(MODES), 2))
-        self._position_sums = np.zeros((len(MODES), 4, depth))
-        self._cycles = 0
-
-    def _base(self, modes: np.ndarray, confidence: np.ndarray) -> np.ndarray:
-        x = np.clip(confidence, -self._LIMIT, self._LIMIT)
-        return self.weight[modes][:, None] * x + self.bias[modes]
-
-    def accept_probs(self, slots: np.ndarray, modes: np.ndarray, confidence: np.ndarray) -> np.ndarray:
-        """[n, K], of blocks whose drafts are known already. confidence: [n, K]."""
-        return _sigmoid(self._base(modes, confidence) + self._own.of(slots)[:, None])
-
-    def reset(self, slots: np.ndarray) -> None:
-        self._own.reset(slots)
-
-    def learn(
-        self, slots: np.ndarray, modes: np.ndarray, drafted: int, accepted: np.ndarray, confidence: np.ndarray
-    ) -> None:
-        is_labelled, is_kept = labels(accepted, drafted, self.depth)
-        x = np.clip(confidence, -self._LIMIT, self._LIMIT)
-        base = self._base(modes, confidence)
-        own = self._own.of(slots)[:, None]
-        average = _sigmoid(base)
-        surprise = np.where(is_labelled, is_kept - average, 0).sum(axis=1)
-        self._own.learn(slots, surprise, np.where(is_labelled, average * (1 - average), 0).sum(axis=1))
-        a = _sigmoid(base + own)
-        residual, weight = np.where(is_labelled, is_kept - a, 0), np.where(is_labelled, a * (1 - a), 0)
-        for mode in np.unique(modes):
-            rows = modes == mode
-            self._sums[mode] += (residual * x)[rows].sum(), (weight * x**2)[rows].sum()
-            per_position = weight, weight * x, residual, is_labelled
-            self._position_sums[mode] += np.stack([values[rows].sum(axis=0) for values in per_position])
-        self._cycles += 1
-        if self._cycles % self._EVERY == 0:
-            self._step()
-
-    def _step(self) -> None:
-        for mode in range(len(MODES)):
-            (gradient, curvature), (c, d, h, n) = self._sums[mode], self._position_sums[mode]
-            count, c = n.sum(), c + 1e-3
-            if count:
-                step = (gradient - (d * h / c).sum()) / max(curvature + 1e-3 - (d * d / c).sum(), 1e-3)
-                step *= count / (count + self._DAMPING)
-                step = max(step, -self.weight[mode])
-                self.weight[mode] += step
-                self.bias[mode] += (h - d * step) / c * n / (n + self._DAMPING)
-        self._sums[:] = self._position_sums[:] = 0.0
