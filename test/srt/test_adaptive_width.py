@@ -122,6 +122,19 @@ def test_what_a_cycle_kept_is_told_one_cycle_late():
     json.dumps(report)
 
 
+def test_what_cycles_took_is_told_some_at_a_time_and_by_kind(monkeypatch):
+    width, batch, told = adaptive(schedule=(7, 7, 1)), SimpleNamespace(reqs=[request(0), request(1)]), []
+    monkeypatch.setattr(width._chooser, "took", lambda *lap: told.append(lap) or 0.0)
+    for _ in range(17):
+        width.ask(batch, draws=False)
+        width.tell()
+    assert [(num_requests, verified, cycles) for num_requests, verified, _, cycles, _ in told[:5]] == [
+        (2, 8, 2), (2, 2, 1), (2, 8, 2), (2, 2, 1), (2, 8, 2),
+    ]
+    assert sum(cycles for _, _, _, cycles, _ in told) == 16
+    assert all((seconds, tokens) == (pytest.approx({8: 1.6, 2: 1.2}[verified]), 200) for _, verified, seconds, _, tokens in told)
+
+
 def test_a_new_request_in_an_old_ones_row_is_not_blamed():
     width = adaptive(schedule=(7,))
     old, new = SimpleNamespace(reqs=[request(3)]), SimpleNamespace(reqs=[request(3)])

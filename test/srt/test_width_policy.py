@@ -204,6 +204,22 @@ def test_a_change_of_load_is_followed_at_once():
     assert set(server.run(20, WEAK, range(2)).settled[1:]).isdisjoint({1})
 
 
+def test_a_few_other_requests_are_no_new_question():
+    def ask(count):
+        return chooser.ask(np.arange(count), np.zeros(count, dtype=int))
+
+    chooser = Simulation(smooth_cost()).run(50, GOOD, range(16)).chooser
+    chooser.began(np.arange(16))
+    ask(16)
+    settled = ask(16)
+    chooser.began(np.array([3, 7]))
+    assert ask(16) is settled, "two of sixteen are new"
+    assert ask(14) is not settled, "four have left"
+    settled = ask(14)
+    chooser.began(np.array([3, 7]))
+    assert ask(14) is not settled, "two of fourteen are new"
+
+
 def test_two_kinds_of_requests():
     """What a request is like is remembered: when the good ones end, the width changes with them."""
     cost = smooth_cost(0.3, 0.02)
