@@ -58,7 +58,7 @@ def replay(cycles: list[dict]) -> dict[str, float]:
         probs = {"averages": average.accept_probs(slots, modes), "confidence": calibrated.accept_probs(slots, modes, confidence)}
         kept = np.arange(depth) < accepted[:, None]
         seen = np.arange(depth) <= accepted[:, None]
-        if number > 200:  # both have learned something
+        if number >= len(cycles) // 3:  # both have learned something
             labelled += seen.sum()
             tokens = np.array([(np.minimum(accepted, w - 1) + 1).sum() for w in WIDTHS])
             for name, a in probs.items():

@@ -9,8 +9,8 @@ from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.policy import Constants, Exploration, Standing, best_width, expected_tokens, explore, settle
 
 # Cycles that one decision holds for, as with what it learns first it takes the host up to half a millisecond: an eighth of those since
-# the width last moved, within these bounds, but only while seven of eight requests are the same.
-_HOLDS_AT_LEAST, _HOLDS_AT_MOST, _HOLDS_FOR = 4, 16, 7 / 8
+# the width last moved, within these bounds, but only while no more than an eighth of the requests has changed.
+_HOLDS_AT_LEAST, _HOLDS_AT_MOST, _MAY_CHANGE = 4, 16, 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class WidthChooser:
     def _are_the_same(self, num_requests: int) -> bool:
         """Whether most of these requests are those of the last decision, and most of those are still there."""
         left = abs(self._decided_for + self._new - num_requests)
-        return max(self._new, left) <= (1 - _HOLDS_FOR) * num_requests
+        return max(self._new, left) <= _MAY_CHANGE * num_requests
 
     def _holds_for(self) -> int:
         return min(max(self._standing.cycles // 8, _HOLDS_AT_LEAST), _HOLDS_AT_MOST)

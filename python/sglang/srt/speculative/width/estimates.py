@@ -2,7 +2,8 @@
 
 A verified block labels its drafted tokens: 1 where kept, 0 at the first that was not, none behind it. a_ik is the probability that
 token k of request i is kept if those before it are: an average per position and age, and how the request differs from it. What the
-draft itself thinks of its tokens is not asked, as it adds too little (benchmark/results/confidence.md).
+draft itself thinks of its tokens says more (benchmark/results/confidence.md), but too late: the width is chosen before there is a draft,
+which the narrowest does without, and on CUDA before the host could read it.
 
 m: how the token was chosen and is judged (MODES): a draw is kept in other cases than an argmax.
 """
