@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from gpu.plans import DFLASH, NO_SPECULATION, Part, Plan
+from gpu.plans import NO_SPECULATION, Part, Plan
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,7 +44,7 @@ def problems_of(plan: Plan) -> list[str]:
     if plan.variant != NO_SPECULATION:
         try:
             target, draft = load_and_check_configs(args)
-            if plan.variant == DFLASH and args.attention_backend != "torch_native":
+            if plan.is_ours and args.attention_backend != "torch_native":
                 choose_draft_attention(args, args.attention_backend, draft, target)
         except (ValueError, OSError) as error:
             problems.append(str(error))

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 
 from bench import Load
 
-from gpu.plans import ACCEPT_LENGTH, BUILT_IN_DFLASH, DFLASH, NO_SPECULATION
+from gpu.plans import ACCEPT_LENGTH, ADAPTIVE_DFLASH, BUILT_IN_DFLASH, DFLASH, NO_SPECULATION
 from gpu.shapes import PAIRS
 from gpu.work import NEAR_TIE, NEW_TOKENS, PROMPT_TOKENS, REPEATS
 from roofline import BY_DEVICE, cycle_seconds
 
 # What was asked for: our output tokens/s over the built-in's, and how long a cycle's GPU waits for the host.
 LEAST_RATIO_ALONE, LEAST_RATIO = 1.15, 1.0
+# Of no speculation, where no drafted token is ever kept.
+LEAST_ADAPTIVE = 0.97
 MOST_HOST_GAP_US = 100
 
 
@@ -28,6 +30,7 @@ def markdown(data: dict) -> str:
         f"plugin source {sources or '–'}.",
         *_problems(data),
         *_speed(results, data["machine"]),
+        *_adaptive(results),
         *_profiles(results),
         *_lossless(results),
         *_tests(results),
@@ -89,6 +92,35 @@ def _speed_row(loads: dict, concurrency: int, pair, gpu) -> list[str]:
         *(f"{cycle_ms(load):.2f}" if load else "–" for load in (built_in, ours)),
         f"{1e3 * cycle_seconds(pair, gpu, concurrency, context):.2f}" if gpu else "–",
     ]
+
+
+def _adaptive(results: dict) -> list[str]:
+    parts = []
+    for pair in PAIRS:
+        adaptive = results.get(f"speed/{pair.name}/{ADAPTIVE_DFLASH}")
+        none = results.get(f"speed/{pair.name}/{NO_SPECULATION}")
+        if adaptive is None or none is None:
+            continue
+        rows = []
+        for ours, theirs, said in zip(adaptive["loads"], none["loads"], adaptive["widths"], strict=True):
+            ours, theirs = Load(**ours), Load(**theirs)
+            ratio = _ratio(ours, theirs)
+            verdict = "reached" if ratio >= LEAST_ADAPTIVE else "MISSED"
+            speeds = [f"{load.tokens_per_second:.1f}" for load in (theirs, ours)]
+            costs = ", ".join(f"{width}: {of['cycle_ms']:.2f}" for width, of in said["expected"].items())
+            per_width = _counts(said["cycles_per_width"])
+            rows.append([str(ours.concurrency), *speeds, f"{ratio:.3f}x", verdict, costs, per_width])
+        parts += [
+            f"## A draft that never helps: {pair.name}, --speculative-adaptive",
+            "Output tokens/s, prefill included; the draft is dummy weights, and hardly a token of it is kept. Wanted: "
+            f"{LEAST_ADAPTIVE}x no speculation. ms: what the policy expects of a cycle at each width, with what it "
+            "measured by then. Cycles: at each width since the start, the loads before included.",
+            _table(
+                ["concurrency", "no speculation", "adaptive", "adaptive / none", "wanted", "ms by width", "cycles"],
+                rows,
+            ),
+        ]
+    return parts
 
 
 def _ratio(load: Load | None, other: Load | None) -> float | None:

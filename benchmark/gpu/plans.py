@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from acceptance import EXPECTED
-from serving import DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, dflash_arguments
+from serving import (
+    DFLASH2_DRAFT,
+    DRAFT,
+    HYBRID_DRAFT,
+    HYBRID_TARGET,
+    PEAGLE_DRAFT,
+    ROOT,
+    SPECULATORS_DRAFT,
+    TARGET,
+    dflash_arguments,
+)
 
 from gpu import work
 from gpu.shapes import PAIRS, Pair
@@ -31,6 +41,8 @@ OURS, BUILT_IN = {"SGLANG_PLUGINS": "dflash"}, {"SGLANG_PLUGINS": "none"}
 
 NO_SPECULATION, DFLASH, BUILT_IN_DFLASH = "no-speculation", "ours", "built-in"
 VARIANTS = (NO_SPECULATION, BUILT_IN_DFLASH, DFLASH)
+# Its draft is what dummy weights make of one: nothing is kept, and the least that it may cost is to be seen.
+ADAPTIVE_DFLASH = "adaptive"
 
 # What the tests rehearse on CPU tensors (docs/rehearsal.md), here with the kernels themselves: attention backend, draft, what is
 # added. FA3 last: not every machine has its kernels.
@@ -45,6 +57,8 @@ REHEARSED = {
     "pages": ("flashinfer", PEAGLE_DRAFT, "--page-size", "16"),
     "mixed-chunks": ("flashinfer", DRAFT, "--enable-mixed-chunk", "--chunked-prefill-size", "64", "--max-total-tokens", "2048"),
     "window": ("flashinfer", DRAFT, "--speculative-draft-window-size", "64"),
+    "flashinfer-dflash2": ("flashinfer", DFLASH2_DRAFT),
+    "hybrid": ("flashinfer", HYBRID_DRAFT),
     "fa3-dflash": ("fa3", DRAFT),
     "fa3-peagle": ("fa3", PEAGLE_DRAFT),
 }
@@ -56,12 +70,16 @@ OTHER_ACCEPTANCE = ("widths", "window")
 class Plan:
     """One server: what follows `python -m sglang.launch_server`, and what it adds to the environment.
 
-    variant: one of VARIANTS; held against the server's log when it runs.
+    variant: one of VARIANTS or ADAPTIVE_DFLASH; held against the server's log when it runs.
     """
 
     variant: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.variant in (DFLASH, ADAPTIVE_DFLASH)
 
     def command(self) -> str:
         variables = [f"{name}={value}" for name, value in self.environment.items()]
@@ -84,7 +102,7 @@ class Part:
 
     @property
     def runs_our_code(self) -> bool:
-        return not self.servers or any(plan.variant == DFLASH for plan in self.servers)
+        return not self.servers or any(plan.is_ours for plan in self.servers)
 
 
 def all_parts(backend: str) -> list[Part]:
@@ -111,20 +129,21 @@ def rehearsed_parts(backend: str) -> list[Part]:
     parts = []
     for name, (own, draft, *more) in REHEARSED.items():
         chosen = backend if backend == "torch_native" else own
-        reference = Plan(NO_SPECULATION, tuple(_bundled_target("flashinfer" if chosen == own else backend)), dict(OURS))
-        arguments = *_bundled_target(chosen), *_dflash(_from_root(draft), chosen), *more
+        target = HYBRID_TARGET if draft == HYBRID_DRAFT else TARGET
+        reference = Plan(NO_SPECULATION, tuple(_bundled_target("flashinfer" if chosen == own else backend, target)), dict(OURS))
+        arguments = *_bundled_target(chosen, target), *_dflash(_from_root(draft), chosen), *more
         plans = reference, Plan(DFLASH, arguments, dict(OURS))
         accept_length = None if name in OTHER_ACCEPTANCE else expected[draft.name]
-        run = partial(work.check_rehearsed, *plans, SCRATCH / "reference.json", accept_length)
+        run = partial(work.check_rehearsed, *plans, SCRATCH / f"{target.name}.json", accept_length)
         parts.append(Part(f"rehearsed/{name}", plans, run, 150))
     return parts
 
 
 def speed_parts(pair: Pair, backend: str) -> list[Part]:
     parts = []
-    for variant in VARIANTS:
+    for variant in (*VARIANTS, ADAPTIVE_DFLASH):
         plan = shape_server(pair, variant, backend)
-        accept_length = None if variant == NO_SPECULATION else ACCEPT_LENGTH
+        accept_length = ACCEPT_LENGTH if variant in (DFLASH, BUILT_IN_DFLASH) else None
         run = partial(work.measure_speed, plan, CONCURRENCIES, accept_length)
         parts.append(Part(f"speed/{pair.name}/{variant}", (plan,), run, 240))
     return parts
@@ -165,12 +184,14 @@ def shape_server(pair: Pair, variant: str, backend: str) -> Plan:
     if variant == NO_SPECULATION:
         return Plan(variant, tuple(arguments), dict(OURS))
     arguments += _dflash(folder / "draft", backend)
+    if variant == ADAPTIVE_DFLASH:
+        return Plan(variant, (*arguments, "--speculative-adaptive"), dict(OURS))
     switch = OURS if variant == DFLASH else BUILT_IN
     return Plan(variant, tuple(arguments), switch | SIMULATION)
 
 
-def _bundled_target(backend: str, graphs: bool = True) -> list[str]:
-    arguments = ["--model-path", _from_root(TARGET), "--dtype", "bfloat16", "--attention-backend", backend]
+def _bundled_target(backend: str, target: Path = TARGET, graphs: bool = True) -> list[str]:
+    arguments = ["--model-path", _from_root(target), "--dtype", "bfloat16", "--attention-backend", backend]
     arguments += ["--max-total-tokens", "65536", "--max-running-requests", "16", "--disable-prefill-cuda-graph"]
     # No longer than the bundled drafts' windows: every backend counts them alike then.
     arguments += ["--context-length", "1024"]

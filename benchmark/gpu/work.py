@@ -27,6 +27,7 @@ START_TIMEOUT_S = 480  # kernels are compiled on their first use
 # An accept length forced on every block is met but for the last block of a request, cut at its end.
 ACCEPT_LENGTH_SLACK = 0.2
 PROFILED_STEPS = 30
+LOG_END = 6000  # characters of a server's log that an error carries
 # Two ways of batching the same bf16 sums may round differently in every layer. The bundled target's logits
 # lie 1/16 apart in bf16; up to four such steps between its best two tokens is a near-tie, as in the tests.
 NEAR_TIE = 0.25
@@ -39,13 +40,17 @@ WORKER_LINES = tuple(f"DFlashWorker with {drafter}: block size" for drafter in (
 
 @contextlib.contextmanager
 def running(plan, limit: TimeLimit) -> Iterator[Server]:
-    """The plan's server. Raises RuntimeError if it is not the variant it should be."""
+    """The plan's server. Raises RuntimeError if it is not the variant it should be, or for what goes wrong with it."""
     with serve(*plan.arguments, env=plan.environment, timeout=START_TIMEOUT_S) as server:
         limit.guard(server.process)
         log = server.log()
-        if any(line in log for line in WORKER_LINES) != (plan.variant == "ours"):
+        if any(line in log for line in WORKER_LINES) != plan.is_ours:
             raise RuntimeError(f"not a server of {plan.variant}; its log ends:\n{log[-2000:]}")
-        yield server
+        try:
+            yield server
+        except Exception as error:
+            # The log goes with the server, and says why it stopped answering.
+            raise RuntimeError(f"{type(error).__name__}: {error}; the server's log ends:\n{server.log()[-LOG_END:]}") from error
 
 
 def run_tests(file: Path, limit: TimeLimit) -> dict:
@@ -82,9 +87,9 @@ def read_junit(xml: str) -> dict:
 
 
 def measure_speed(plan, concurrencies: Sequence[int], accept_length: float | None, limit: TimeLimit) -> dict:
-    """{"loads": a `bench.Load` per concurrency, repeats together}. accept_length: what the server was told to
-    accept."""
-    loads, problems = [], []
+    """{"loads": a `bench.Load` per concurrency, repeats together}; of an adaptive server "widths", what it says of them after
+    each. accept_length: what the server was told to accept."""
+    loads, problems, widths = [], [], []
     with running(plan, limit) as server:
         for concurrency in concurrencies:
             load = _measure(server, plan.variant, concurrency, REPEATS)
@@ -92,7 +97,12 @@ def measure_speed(plan, concurrencies: Sequence[int], accept_length: float | Non
             if accept_length and abs((load.accept_length or 0) - accept_length) > ACCEPT_LENGTH_SLACK:
                 got = f"accept length {load.accept_length} at concurrency {concurrency}"
                 problems.append(f"{got}, but the server was told to accept {accept_length} tokens a block")
-    return {"loads": loads, "problems": problems}
+            widths.append(_said_of_widths(server))
+    return {"loads": loads, "problems": problems} | ({"widths": widths} if any(widths) else {})
+
+
+def _said_of_widths(server: Server) -> dict:
+    return server.get("/server_info")["internal_states"][0].get("speculative_width", {})
 
 
 def _measure(server: Server, name: str, concurrency: int, repeats: int) -> Load:

@@ -13,7 +13,7 @@ import pytest
 from bench import Load
 from gpu import dry_run, plans, run, state, trace, work
 from gpu.limit import TimeLimit
-from gpu.plans import BUILT_IN_DFLASH, DFLASH, NO_SPECULATION, VARIANTS, Part, Plan, shape_server
+from gpu.plans import ADAPTIVE_DFLASH, BUILT_IN_DFLASH, DFLASH, NO_SPECULATION, VARIANTS, Part, Plan, shape_server
 from gpu.shapes import LLAMA_3_1_8B, PAIRS, QWEN3_8B
 from serving import ROOT
 
@@ -30,11 +30,12 @@ def test_dry_run_finds_every_command_in_order():
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.rstrip().endswith(" 0 problems")
     for pair in PAIRS:
-        for variant in VARIANTS:
+        for variant in (*VARIANTS, ADAPTIVE_DFLASH):
             [command] = done.stdout.split(f"\nspeed/{pair.name}/{variant}\n")[1].splitlines()[:1]
             assert f"build/gpu/{pair.name}/target --load-format dummy" in command
             assert ("SGLANG_PLUGINS=none " in command) == (variant == BUILT_IN_DFLASH)
-            assert ("SGLANG_SIMULATE_ACC_LEN=6.5 " in command) == (variant != NO_SPECULATION)
+            assert ("SGLANG_SIMULATE_ACC_LEN=6.5 " in command) == (variant in (DFLASH, BUILT_IN_DFLASH))
+            assert command.endswith(" --speculative-adaptive") == (variant == ADAPTIVE_DFLASH)
             assert "real-draft-token" not in command
 
 
@@ -307,7 +308,9 @@ def test_what_is_rehearsed_runs_on_its_own_backend():
         own = plans.REHEARSED[part.name.removeprefix("rehearsed/")][0]
         for flag in ("--attention-backend", "--speculative-draft-attention-backend"):
             assert ours.arguments[ours.arguments.index(flag) + 1] == own
-        assert reference == plans.rehearsed_parts("flashinfer")[0].servers[0]
+        [target] = {plan.arguments[plan.arguments.index("--model-path") + 1] for plan in (reference, ours)}
+        same = [other.servers[0] for other in plans.rehearsed_parts("flashinfer") if target in other.servers[0].arguments]
+        assert reference == same[0]
 
 
 def test_junit_report_is_read():
@@ -343,6 +346,32 @@ def test_page_says_which_targets_are_missed(tmp_path):
     assert rows["| 1"][7:9] == ["6.50", "6.50"]
     assert rows["| 1"][10] == f"{4000 / 630:.2f}"
     assert rows["| 1"][11] == "– |"  # nobody knows the bound of "a GPU"
+
+
+def test_page_holds_adaptive_width_against_no_speculation(tmp_path):
+    widths = [{"expected": {"1": {"cycle_ms": 6.5}, "16": {"cycle_ms": 9.25}}, "cycles_per_width": {"1": 90, "16": 4}}] * 2
+    results = {
+        f"speed/qwen3-8b/{NO_SPECULATION}": {"loads": [load(NO_SPECULATION, 1, 20.0, []), load(NO_SPECULATION, 4, 5.0, [])]},
+        f"speed/qwen3-8b/{ADAPTIVE_DFLASH}": {
+            "loads": [load(ADAPTIVE_DFLASH, 1, 20.5, [9]), load(ADAPTIVE_DFLASH, 4, 5.2, [9])],
+            "widths": widths,
+        },
+    }
+    page = finished(tmp_path, results).split("## A draft that never helps")[1]
+    one, four = (line.split(" | ") for line in page.splitlines() if line.startswith(("| 1 ", "| 4 ")))
+    assert one[3:6] == ["0.976x", "reached", "1: 6.50, 16: 9.25"] and four[3:5] == ["0.962x", "MISSED"]
+
+
+def test_an_error_carries_the_end_of_the_servers_log(monkeypatch):
+    class Dead:
+        process = None
+
+        def log(self):
+            return work.WORKER_LINES[0] + " 8\nillegal memory access"
+
+    monkeypatch.setattr(work, "serve", lambda *arguments, **options: contextlib.nullcontext(Dead()))
+    with pytest.raises(RuntimeError, match="(?s)ConnectionRefusedError.*illegal memory access"), work.running(OURS, TimeLimit(None)):
+        raise ConnectionRefusedError("no answer")
 
 
 def test_page_shows_gaps_failures_and_what_is_missing(tmp_path):
