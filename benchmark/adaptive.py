@@ -18,6 +18,7 @@ import json
 import math
 import os
 import platform
+import random
 import shlex
 import statistics
 import sys
@@ -203,17 +204,19 @@ class Busy:
         return gained
 
 
-def servers(stack: ExitStack, case: Case, args) -> tuple[Server, Server]:
+def servers(stack: ExitStack, case: Case, start: int, args) -> tuple[Server, Server]:
     """Without speculation, and the one that takes turns."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     steps = folder / "steps.json"
     steps.write_text(json.dumps({"candidate_steps": STEPS}))
     common = ["--model-path", TARGET, "--sleep-on-idle", "--random-seed", "1", "--max-total-tokens", "32768", "--dtype", args.dtype]
+    common += shlex.split(args.flags)
     adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", steps]
     flags = [*dflash_arguments(case.draft(folder)), *case.flags, *adaptive]
     env = {
         "OMP_NUM_THREADS": str(args.threads),
         "TURN_CYCLES": str(args.turn),
+        "TURN_SEED": str(start),
         **importing(ROOT / "benchmark" / "width_switch"),
     }
     turns = ",".join(str(k + 1) for k in STEPS) + ",0,0"  # its own choice twice, which is in every comparison
@@ -248,17 +251,18 @@ def measure(server: Server, names: dict[str, str], cell: Cell, prompts: list[str
 
 def run(case: Case, args, say: Callable[[str], None]) -> list[Cell]:
     cells = [Cell(case.name, n) for n in args.concurrency]
-    for _ in range(args.starts):
-        start_and_measure(case, cells, args, say)
+    for start in range(args.starts):
+        start_and_measure(case, cells, start, args, say)
     return cells
 
 
-def start_and_measure(case: Case, cells: list[Cell], args, say: Callable[[str], None]) -> None:
-    """Add what one start of both servers shows to the cells."""
+def start_and_measure(case: Case, cells: list[Cell], start: int, args, say: Callable[[str], None]) -> None:
+    """Add what one start of both servers shows to the cells. Each has an order of prompts and turns of its own."""
     prompts = [p["text"] for p in text_prompts()]
+    random.Random(start).shuffle(prompts)
     turns = {str(k + 1): str(k) for k in STEPS} | {"0": ADAPTIVE}
     with ExitStack() as stack:
-        plain, ours = servers(stack, case, args)
+        plain, ours = servers(stack, case, start, args)
         for cell in cells:
             cell.prompt_ms[NONE].append(measure(plain, {"0": NONE}, cell, prompts, 1, case, args))
             cell.prompt_ms[ADAPTIVE].append(measure(ours, turns, cell, prompts, args.rounds, case, args))
@@ -292,12 +296,16 @@ def table(cells: list[Cell]) -> str:
     return "\n".join(rows)
 
 
+def gpu() -> str:
+    return f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
+
+
 def page(cells: list[Cell], args, command: str) -> str:
     times = [cell.cycle_time for cell in cells]
     error = statistics.stdev(times) / math.sqrt(len(times)) if len(times) > 1 else math.nan
     return f"""# Adaptive verify width against fixed ones
 
-{date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
+{date.today()}; {gpu()}{platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
 sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request;
 {args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, in proportion longer with more than 8 requests,
 turns of {args.turn} cycles. `{command}`.
@@ -330,6 +338,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", help="float32 on a CPU that cannot multiply bfloat16")
+    parser.add_argument("--flags", default="", help="more of them, for all servers; an attention backend, say")
     parser.add_argument("--name", default="adaptive", help="of the files in benchmark/results/")
     args = parser.parse_args()
     if args.starts * args.rounds < 3:

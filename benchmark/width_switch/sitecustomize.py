@@ -2,7 +2,7 @@
 wherever its folder is on PYTHONPATH; used by benchmark/adaptive.py.
 
 WIDTH_TURNS: numbers of slots to verify, separated by commas, each for TURN_CYCLES cycles; 0 is the server's own choice. All have their
-turn, in an order drawn anew, as requests that begin together would meet the same turn at the same age again and again. A cycle of
+turn, in an order drawn anew (from TURN_SEED), as requests that begin together would meet the same turn at the same age again and again. A cycle of
 another turn than its own teaches the policy nothing. /server_info says, as "busy", since the start: of every turn's number the decode
 steps' seconds, tokens and count, but for the first two cycles of a turn, which may pay for the turn before; how many cycles of its own
 choice had which width, and the seconds that choosing and learning took; how often how many drafted tokens were kept where the widest
@@ -23,7 +23,7 @@ class Turns:
         self.numbers = [int(number) for number in os.environ["WIDTH_TURNS"].split(",")]
         self._each = int(os.environ["TURN_CYCLES"])
         self._cycles = -1
-        self._random = random.Random(0)
+        self._random = random.Random(int(os.environ["TURN_SEED"]))
 
     def next_cycle(self) -> None:
         self._cycles += 1
