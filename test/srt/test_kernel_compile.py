@@ -208,6 +208,13 @@ def test_context_states_move_16_bytes_at_a_time(name, arch, compiled):
     assert "bar.sync" not in ptx and ".shared" not in ptx
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_product_of_a_rotation_is_rounded(arch, compiled):
+    """As the twin rounds it, which a fused multiply-add does not."""
+    ptx, _ = compiled("write_context_kv, dim 128", arch)
+    assert "fma" not in ptx.replace("fma.rn.bf16", "")  # sm_80 multiplies bfloat16 by adding -0
+
+
 def test_a_pool_at_odd_addresses_is_written_in_narrower_steps(monkeypatch, compiled):
     """The alignment promised to the compiler is the pool's own."""
     of = context_kv.KVPoolPointers.of
