@@ -42,6 +42,9 @@ def walk_triton(
             K=tile,
             R=width,
             num_warps=max(1, min(8, tile * width // 1024)),
+            # The compiler may keep the scores in two layouts, each computed for itself. A multiply-add fused in one of them only makes a
+            # candidate more likely than itself (seen on an H100 with rank 1).
+            enable_fp_fusion=False,
         )
     return tokens, probs
 
