@@ -57,7 +57,7 @@ REHEARSED = {
     "pages": ("flashinfer", PEAGLE_DRAFT, "--page-size", "16"),
     "mixed-chunks": ("flashinfer", DRAFT, "--enable-mixed-chunk", "--chunked-prefill-size", "64", "--max-total-tokens", "2048"),
     "window": ("flashinfer", DRAFT, "--speculative-draft-window-size", "64"),
-    "flashinfer-dflash2": ("flashinfer", DFLASH2_DRAFT),
+    "dflash2": ("flashinfer", DFLASH2_DRAFT),
     "hybrid": ("flashinfer", HYBRID_DRAFT),
     "fa3-dflash": ("fa3", DRAFT),
     "fa3-peagle": ("fa3", PEAGLE_DRAFT),

@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import math
 import random
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
@@ -35,7 +37,11 @@ NEAR_TIE = 0.25
 # otherwise; drafts that attend to the wrong rows lose more.
 LEAST_OF_EXPECTED = 0.97
 # What this plugin's worker logs when it is built.
-WORKER_LINES = tuple(f"DFlashWorker with {drafter}: block size" for drafter in ("DFlashDrafter", "PEagleDrafter"))
+DRAFTERS = ("DFlashDrafter", "DFlash2Drafter", "PEagleDrafter")
+WORKER_LINES = tuple(f"DFlashWorker with {drafter}: block size" for drafter in DRAFTERS)
+# SGLang is no reference for these: under overlap scheduling its counts are a token behind.
+PENALTIES = {"frequency_penalty": 0.6, "presence_penalty": 0.3}
+RANKED = 128  # of a position's tokens, the likeliest, among which a penalised choice is looked for
 
 
 @contextlib.contextmanager
@@ -179,35 +185,65 @@ def check_lossless(plans: Sequence, limit: TimeLimit) -> dict:
     return {"drafts": drafts, "problems": problems}
 
 
-def rehearsed_requests() -> tuple[list[dict], list[dict]]:
-    """Greedy ones, as benchmark/acceptance.py asks them; and kinds that take other ways through a cycle, each with the target's
-    one answer."""
+def rehearsed_requests() -> tuple[list[dict], list[dict], list[dict]]:
+    """Greedy ones, as benchmark/acceptance.py asks them; kinds that take other ways through a cycle, each with the target's one
+    answer; and penalised ones."""
     length = {"temperature": 0, "max_new_tokens": 128}
     texts = [p["text"] for p in text_prompts()]
     greedy = [{"text": text, "sampling_params": length} for text in texts]
-    more = (
-        {"regex": "[a-z ]{8,48}"},
-        {"frequency_penalty": 0.6, "repetition_penalty": 1.2},
-        {"min_new_tokens": 40},
-        {"logit_bias": {"13": 1.5}},
-    )
-    kinds = [{"text": text, "sampling_params": length | more[i % 4], "return_logprob": True} for i, text in enumerate(texts[:32])]
-    return greedy, kinds
+    more = {"regex": "[a-z ]{8,48}"}, {"min_new_tokens": 40}, {"logit_bias": {"13": 1.5}}
+    kinds = [{"text": text, "sampling_params": length | more[i % 3], "return_logprob": True} for i, text in enumerate(texts[:24])]
+    with_prompt = {"return_logprob": True, "logprob_start_len": 0}
+    penalized = [{"text": text, "sampling_params": length | PENALTIES, **with_prompt} for text in texts[24:32]]
+    return greedy, kinds, penalized
+
+
+def penalized_gaps(server: Server, answers: Sequence[dict]) -> list[float]:
+    """How far each penalised answer's tokens ever are from the best choice, in penalised log probability: by the target's own of the
+    whole answer in one prefill, from which what was said before each token is taken off here."""
+    prompts = [[token for _, token, *_ in answer["meta_info"]["input_token_logprobs"]] for answer in answers]
+    asked = [
+        {
+            "input_ids": prompt + answer["output_ids"],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": len(prompt) - 1,
+            "top_logprobs_num": RANKED,
+        }
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    gaps = []
+    for answer, scored in zip(answers, server.generate_many(asked, 8), strict=True):
+        said, widest = Counter(), 0.0
+        _, *ranked = scored["meta_info"]["input_top_logprobs"]  # the first is of the prompt's last token
+        for token, entries in zip(answer["output_ids"], ranked, strict=True):
+            left = {id_: logprob - _penalty(said[id_]) for logprob, id_, *_ in entries}
+            widest = max(widest, max(left.values()) - left.get(token, -math.inf))
+            said[token] += 1
+        gaps.append(widest)
+    return gaps
+
+
+def _penalty(times: int) -> float:
+    return PENALTIES["frequency_penalty"] * times + PENALTIES["presence_penalty"] * (times > 0)
 
 
 def check_rehearsed(reference, plan, known: Path, accept_length: float | None, limit: TimeLimit) -> dict:
-    """{"drafts": [a `compare`]}: the plan's answers against the target's own, which `known` keeps for all parts on a machine,
+    """{"drafts": [a `compare`], "kinds": differences, "penalized_gaps"}: the plan's answers against the target's own, which `known` keeps for all parts on a machine,
     and how much is accepted. accept_length: what is on a CPU; None: something else."""
-    greedy, kinds = rehearsed_requests()
-    if not known.exists():
+    greedy, kinds, penalized = rehearsed_requests()
+    asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in (*greedy, *kinds)]
+    told = json.loads(known.read_text()) if known.exists() else {}
+    if told.get("asked") != asked:
         with running(reference, limit) as server:
-            asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in (*greedy, *kinds)]
-            known.parent.mkdir(parents=True, exist_ok=True)
-            known.write_text(json.dumps(server.generate_many(asked, 16)))
-    expected = json.loads(known.read_text())
+            told = {"asked": asked, "answers": server.generate_many(asked, 16)}
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.write_text(json.dumps(told))
+    expected = told["answers"]
     with running(plan, limit) as server:
         answers = server.generate_many(greedy, 16)
         others = server.generate_many(kinds, 16)
+        gaps = penalized_gaps(server, server.generate_many(penalized, 16))
         hot = [{**request, "sampling_params": {**request["sampling_params"], "temperature": 0.7}} for request in greedy[:64]]
         sampled = server.generate_many(hot, 16)
     # Blocks cut at the end of an answer count whole, as in the figures of a CPU.
@@ -216,14 +252,16 @@ def check_rehearsed(reference, plan, known: Path, accept_length: float | None, l
     of_kinds = compare(others, expected[len(greedy) :])["differences"]
     problems = [f"{len(wide)} answers differ where the target is near no tie: {wide[:3]}"] if (wide := wide_of(found)) else []
     if wide := wide_of({"differences": of_kinds}):
-        problems.append(f"{len(wide)} answers with penalties or grammars differ where the target is near no tie: {wide[:3]}")
+        problems.append(f"{len(wide)} answers with grammars, biases or a least length differ where the target is near no tie: {wide[:3]}")
+    if max(gaps) > NEAR_TIE:
+        problems.append(f"penalised answers are up to {max(gaps):.3f} from the best choice")
     if accept_length and accepted < LEAST_OF_EXPECTED * accept_length:
         problems.append(f"accept length {accepted:.3f}, on a CPU {accept_length}")
     ends = [answer["meta_info"]["finish_reason"] for answer in sampled]
     if broken := [end for end in ends if end.get("matched") == "NaN happened" or end["type"] == "abort"]:
         problems.append(f"{len(broken)} sampled requests ended with {broken[0]}")
     draft = Path(plan.arguments[plan.arguments.index("--speculative-draft-model-path") + 1]).name
-    return {"drafts": [{"draft": draft, **found}], "kinds": of_kinds, "problems": problems}
+    return {"drafts": [{"draft": draft, **found}], "kinds": of_kinds, "penalized_gaps": gaps, "problems": problems}
 
 
 def wide_of(found: dict) -> list[dict]:

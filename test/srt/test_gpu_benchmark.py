@@ -243,6 +243,7 @@ def test_trace_counts_overlapping_work_once_and_needs_the_forward():
 
 def answer(ids, logprobs=None) -> dict:
     meta = {"completion_tokens": len(ids), "spec_verify_ct": 2, "output_top_logprobs": logprobs}
+    meta |= {"input_token_logprobs": [(None, 5, None)], "input_top_logprobs": [None, *[[(-0.1, id_, None)] for id_ in ids]]}
     return {"output_ids": ids, "meta_info": meta}
 
 
@@ -270,6 +271,15 @@ class Answering:
         return [self.told for _ in requests]
 
 
+def test_penalised_answers_are_held_against_their_best_choices():
+    """After 7 was said once, it costs 0.9."""
+    ranked = [(-0.2, 7, None), (-0.9, 8, None), (-3.0, 9, None)]
+    scored = answer([])
+    scored["meta_info"]["input_top_logprobs"] = [None, ranked, ranked]
+    gaps = {ids: work.penalized_gaps(Answering(scored), [answer(list(ids))])[0] for ids in ((7, 8), (7, 7), (8, 7), (7, 5))}
+    assert gaps == pytest.approx({(7, 8): 0.0, (7, 7): 0.2, (8, 7): 0.7, (7, 5): float("inf")})
+
+
 def test_rehearsed_configurations_are_held_against_the_target_and_a_cpu(tmp_path, monkeypatch):
     """The target is asked once on a machine."""
     tops = [[(-0.5, 1, None), (-1.0, 9, None)]] * 4
@@ -283,13 +293,13 @@ def test_rehearsed_configurations_are_held_against_the_target_and_a_cpu(tmp_path
     known, limit = tmp_path / "build" / "reference.json", TimeLimit(None)
     assert work.check_rehearsed(STOCK, plan, known, 2.5, limit)["problems"] == []
     asked = target.asked
-    assert asked == drafting.asked - 64  # which are sampled
+    assert asked == drafting.asked - 64 - 2 * 8  # which are sampled; penalised, and those once more
     [problem] = work.check_rehearsed(STOCK, plan, known, 2.6, limit)["problems"]
     assert problem == "accept length 2.500, on a CPU 2.6"
     assert work.check_rehearsed(STOCK, plan, known, None, limit)["problems"] == []
     drafting.told = wrong
     texts, kinds, sampled = work.check_rehearsed(STOCK, plan, known, None, limit)["problems"]
-    assert "near no tie" in texts and "penalties or grammars" in kinds and "NaN happened" in sampled
+    assert "near no tie" in texts and "grammars" in kinds and "NaN happened" in sampled
     assert target.asked == asked
 
 
