@@ -372,10 +372,21 @@ def test_costs_follow_a_slower_machine_and_outlast_a_pause():
     before = table.seconds(8)[1]
     table.follow(8, 1, 900.0)
     assert table.seconds(8)[1] < 1.12 * before
-    table.follow_gap(8, 0.5)
-    table.follow_gap(8, 100.0)
-    assert table.gap(8) < 0.6
-    assert table.seconds(8)[0] == pytest.approx(table.cycle_seconds(8)[0] + table.gap(8))
+    table.follow_gap(8, 4, 0.5)
+    table.follow_gap(8, 1, 100.0)
+    assert table.gap(8)[0] < 0.6
+    assert table.seconds(8).tolist() == pytest.approx(table.cycle_seconds(8) + table.gap(8))
+
+
+def test_the_gap_after_a_verified_block_is_its_own_where_the_host_waits_for_lengths():
+    table = CostTable(np.array([1, 8]), np.array([1, 2, 4]), np.ones((2, 3)), waits_for_verdicts=True)
+    assert table.gap(1).tolist() == [0.0, 0.0, 0.0]
+    table.follow_gap(1, 4, 0.5)
+    assert table.gap(8).tolist() == [0.5, 0.5, 0.5], "nothing is known of plain cycles"
+    table.follow_gap(8, 1, 0.01)
+    assert table.gap(1).tolist() == [0.01, 0.5, 0.5]
+    table.follow_gap(1, 2, 0.1)
+    assert table.gap(1)[0] == 0.01 and 0.1 < table.gap(1)[1] == table.gap(1)[2] < 0.5
 
 
 def test_a_slower_machine_is_no_widths_fault_and_a_slow_cycle_no_slow_width():

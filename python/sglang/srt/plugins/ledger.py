@@ -290,6 +290,13 @@ AT_WORKER = (
         why="/server_info says which verify width is in force and why",
         build=_made_by("srt.observability.server_info.reporting_width"),
     ),
+    Change(
+        target="sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu",
+        kind="replace",
+        signature="(self, batch, stream_ordered)",
+        why="after a prefill or a plain decode step the host knows lengths itself, and need not wait for the device",
+        build=_made_by("srt.speculative.known_lengths.resolving_known_lengths"),
+    ),
 )
 
 AT_DISAGGREGATION = (

@@ -32,6 +32,9 @@ class DFlashDraftInput(SpecInput):
     # [bs] int32 on the host: slots reserved per request. An upper bound of the lengths, for attention backends that
     # do not want exact ones. Set by prepare_for_decode, valid in that step only.
     reserved_lens_cpu: torch.Tensor | None = None
+    # [bs] int64 on the host: `new_seq_lens`, where it was known before the step, as after a prefill or a plain decode step.
+    # The next step then need not wait for the device to say (`known_lengths.py`).
+    new_seq_lens_cpu: torch.Tensor | None = None
 
     # Read by SGLang's relay for every algorithm; EAGLE's state, of which DFLASH has none.
     topk_p = topk_index = hidden_states = None
@@ -83,6 +86,8 @@ class DFlashDraftInput(SpecInput):
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
         self.reserved_lens_cpu = None
+        known = self.new_seq_lens_cpu
+        self.new_seq_lens_cpu = None if known is None or new_indices_cpu is None else known[new_indices_cpu]
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
             return
@@ -91,6 +96,8 @@ class DFlashDraftInput(SpecInput):
 
     def merge_batch(self, other: "DFlashDraftInput") -> None:
         self.reserved_lens_cpu = None
+        known = self.new_seq_lens_cpu, other.new_seq_lens_cpu
+        self.new_seq_lens_cpu = None if any(lens is None for lens in known) else torch.cat(known)
         if self.future_indices is not None:
             self.future_indices = torch.cat([self.future_indices, other.future_indices])
             return
@@ -120,6 +127,14 @@ class Prompts:
     num_running: int
     is_continued: list[bool]
     reqs: Sequence[Any] = ()
+
+    @property
+    def lens_cpu(self) -> torch.Tensor | None:
+        """[bs] int64 on the host: tokens of each request that have KV after this prefill. None with running ones, whose lengths
+        the host may know a step late."""
+        if self.num_running:
+            return None
+        return torch.tensor(self.prefix_lens, dtype=torch.int64) + torch.tensor(self.extend_lens, dtype=torch.int64)
 
     @classmethod
     def of(cls, batch) -> "Prompts":
@@ -164,7 +179,7 @@ class Cycle:
     positions: [bs, B] int64.
     cache_loc: [bs * B] int64, the request table's slots of those positions.
     kv_loc_plan: SGLang's translation of those slots, shared by the draft and the verify forward.
-    host_lens: [bs] on the host, n + B, exactly, where SGLang knows lengths on the host; else an upper bound.
+    host_lens: [bs] on the host, n + B, exactly, where SGLang knows lengths on the host (is_exact); else an upper bound.
     write_cols: which columns of the planned slots the block is, where it is not all of them.
     """
 
@@ -178,6 +193,7 @@ class Cycle:
     host_lens: torch.Tensor
     can_run_cuda_graph: bool
     write_cols: slice | None = None
+    is_exact: bool = False
 
     @classmethod
     def begin(cls, batch: Any, target_runner: Any, mask_token_id: int, width: int) -> "Cycle":
@@ -210,11 +226,17 @@ class Cycle:
             kv_loc_plan=plan,
             host_lens=host_lens,
             can_run_cuda_graph=batch.can_run_decode_cuda_graph,
+            is_exact=exact is not None,
         )
 
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
+
+    @property
+    def new_seq_lens_cpu(self) -> torch.Tensor | None:
+        """[bs] int64 on the host: committed lengths after this cycle, where that can only be one token more."""
+        return self.host_lens if self.is_exact and self.width == 1 else None
 
     def narrowed(self, width: int) -> "Cycle":
         """The same cycle over the first `width` slots of each block."""

@@ -247,7 +247,7 @@ class DFlashWorker(BaseSpecWorker):
             self._penalties.count_prefill(batch, next_tokens)
         self._drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
         result.logits_output.hidden_states = None  # or SGLang copies them to the host
-        result.next_draft_input = DFlashDraftInput(bonus_tokens=next_tokens, new_seq_lens=result.new_seq_lens)
+        result.next_draft_input = DFlashDraftInput(next_tokens, result.new_seq_lens, new_seq_lens_cpu=prompts.lens_cpu)
         return result
 
     def _take_arrivals(self) -> None:
@@ -293,7 +293,7 @@ class DFlashWorker(BaseSpecWorker):
             logits_output=logits_output,
             next_token_ids=accepted.said.flatten(),
             accept_lens=accepted.commit_lens,
-            next_draft_input=DFlashDraftInput(bonus_tokens=verdict.bonus, new_seq_lens=accepted.new_seq_lens),
+            next_draft_input=DFlashDraftInput(verdict.bonus, accepted.new_seq_lens, new_seq_lens_cpu=cycle.new_seq_lens_cpu),
             new_seq_lens=accepted.new_seq_lens,
             can_run_cuda_graph=target_out.can_run_cuda_graph,
             speculative_num_draft_tokens=width,

@@ -174,8 +174,9 @@ class AdaptiveWidth:
         count, seconds = len(laps), sum(lap.seconds for lap in laps)
         num_tokens = sum(lap.num_tokens for lap in laps) // count
         surprise = self._chooser.took(num_requests, width, seconds / count, count, num_tokens)
-        for gap in (lap.gap for lap in laps if lap.gap is not None):
-            self._chooser.costs.follow_gap(num_requests, gap)
+        for lap in laps:
+            if lap.gap is not None:
+                self._chooser.costs.follow_gap(num_requests, lap.after, lap.gap)
         self._measured += seconds
         self._expected += seconds / math.exp(surprise)
 

@@ -11,13 +11,14 @@ import torch
 @dataclass(frozen=True, slots=True)
 class Lap:
     """A cycle that is over. num_tokens: committed ones of its requests, when it began. seconds: its own. gap: seconds between the
-    end of the one before and its start; None where something else happened in between."""
+    end of the one before and its start; None where something else happened in between. after: width of the one before."""
 
     num_requests: int
     width: int
     num_tokens: int
     seconds: float
     gap: float | None
+    after: int | None = None
 
 
 class CycleClock:
@@ -27,7 +28,7 @@ class CycleClock:
     def __init__(self, device: str):
         self._is_cuda = device != "cpu"
         self._under_way: deque[tuple[int, int, int, Any, Any, Any]] = deque()
-        self._before: Any = None
+        self._before: tuple[Any, int] | None = None  # when it ended, how wide it was
         self._start: Any = None
 
     def _now(self) -> Any:
@@ -43,7 +44,7 @@ class CycleClock:
     def stop(self, num_requests: int, width: int, num_tokens: int) -> None:
         end = self._now()
         self._under_way.append((num_requests, width, num_tokens, self._before, self._start, end))
-        self._before = end
+        self._before = end, width
 
     def interrupt(self) -> None:
         self._before = None
@@ -52,8 +53,9 @@ class CycleClock:
         laps = []
         while self._under_way and self._is_over(self._under_way[0][-1]):
             num_requests, width, num_tokens, before, start, end = self._under_way.popleft()
-            gap = None if before is None else self._between(before, start)
-            laps.append(Lap(num_requests, width, num_tokens, self._between(start, end), gap))
+            ended, after = before or (None, None)
+            gap = None if ended is None else self._between(ended, start)
+            laps.append(Lap(num_requests, width, num_tokens, self._between(start, end), gap, after))
         return laps
 
     def _is_over(self, moment: Any) -> bool:

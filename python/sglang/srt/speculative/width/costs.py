@@ -18,7 +18,7 @@ _GAP_RATE = 0.05
 
 
 class CostTable:
-    """T(n, w, t) = r * c(n, w) * (base(n, w) + q * reads(w) * (t - n * context)) + gap(n), seconds.
+    """T(n, w, t) = r * c(n, w) * (base(n, w) + q * reads(w) * (t - n * context)) + gap(n, w), seconds.
 
     base: measured at start-up for some loads, with `context` committed tokens a request; between them linear in n, or, where
     forwards are padded to captured sizes, that of the next larger one (`padded`). reads: what each committed token more costs
@@ -26,7 +26,8 @@ class CostTable:
     takes little longer than a narrow one, which no factor says. r: how much slower everything is now, q: reading, and c: this
     load and width; their logarithms are the state of an extended Kalman filter (Kalman 1960) that observes
     log(measured / expected) of each cycle. So a width that is seldom verified moves with the others, and little by one noisy
-    cycle of its own. gap: the time between two cycles that follow on each other.
+    cycle of its own. gap: the time from a cycle to the one that follows on it; waits_for_verdicts: it depends on whether something
+    was verified, as the host then learns lengths from the device before it can plan (`known_lengths.py`).
 
     loads: requests the rows were measured at, ascending. widths: [W], ascending. seconds: [len(loads), W]. reads: [W].
     """
@@ -39,6 +40,7 @@ class CostTable:
         padded: bool = False,
         reads: np.ndarray | float = 0.0,
         context: int = 0,
+        waits_for_verdicts: bool = False,
     ):
         self.loads, self.widths, self._padded = np.asarray(loads), np.asarray(widths), padded
         self._base = np.stack([never_cheaper_when_wider(row) for row in np.asarray(seconds, dtype=float)])
@@ -47,7 +49,9 @@ class CostTable:
         # [2 + loads * W]: log r, log q, then log c row by row; and its covariance.
         self._state = np.zeros(2 + self._base.size)
         self._covariance = np.diag([_COMMON**2, _READS**2] + [_CELL**2] * self._base.size)
-        self._gaps = np.full(len(self.loads), np.nan)
+        # Of each width the kind its gap is kept under: after plain cycles, after others.
+        self._kinds = (self.widths > 1).astype(int) if waits_for_verdicts else np.zeros(len(self.widths), dtype=int)
+        self._gaps = np.full((len(self.loads), 2), np.nan)
 
     def _between(self, num_requests: int) -> tuple[int, int, float]:
         """The rows a load lies between, and how far it is from the first. Beyond the last: in proportion, as rows then cost
@@ -78,13 +82,18 @@ class CostTable:
         more = 0 if num_tokens is None else num_tokens - num_requests * self._context
         return np.exp(self._state[1]) * self._reads * more
 
-    def gap(self, num_requests: int) -> float:
-        known = np.flatnonzero(~np.isnan(self._gaps))
-        if not len(known):
-            return 0.0
+    def gap(self, num_requests: int) -> np.ndarray:
+        """Of each width; of a kind not seen yet the other's. [W]"""
+        row, kinds = self._nearest(num_requests), []
+        for kind in (0, 1):
+            known = np.flatnonzero(~np.isnan(self._gaps[:, kind]))
+            kinds.append(self._gaps[known[np.abs(known - row).argmin()], kind] if len(known) else np.nan)
+        other = kinds[::-1]
+        return np.nan_to_num(np.where(np.isnan(kinds), other, kinds))[self._kinds]
+
+    def _nearest(self, num_requests: int) -> int:
         low, high, share = self._between(num_requests)
-        row = high if share >= 0.5 else low
-        return float(self._gaps[known[np.abs(known - row).argmin()]])
+        return high if share >= 0.5 else low
 
     def seconds(self, num_requests: int, num_tokens: int | None = None) -> np.ndarray:
         """What a cycle takes, from its start to that of the next one. [W]"""
@@ -118,10 +127,9 @@ class CostTable:
         self._state += surprise * gain
         covariance -= np.outer(gain, direction)
 
-    def follow_gap(self, num_requests: int, seconds: float) -> None:
-        """Time from the end of a cycle to the start of the next, which was a decode step of the same requests."""
-        low, high, share = self._between(num_requests)
-        row = high if share >= 0.5 else low
-        before = self._gaps[row]
+    def follow_gap(self, num_requests: int, width: int, seconds: float) -> None:
+        """Time from the end of a cycle of this width to the start of the next, which was a decode step of the same requests."""
+        at = self._nearest(num_requests), self._kinds[int(np.searchsorted(self.widths, width))]
+        before = self._gaps[at]
         # Once known, a pause counts as three gaps at most.
-        self._gaps[row] = seconds if np.isnan(before) else before + _GAP_RATE * (min(seconds, 3 * before) - before)
+        self._gaps[at] = seconds if np.isnan(before) else before + _GAP_RATE * (min(seconds, 3 * before) - before)

@@ -62,7 +62,8 @@ def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> Ada
         (1e6 * reads).round(3).tolist(),
     )
     padded = bool(captured_sizes(runner))
-    costs = CostTable(np.array(measured), np.array(widths), seconds, padded, reads, context)
+    waits = worker.device != "cpu" and any(backend.needs_cpu_seq_lens for backend in worker.spec_v2_attn_backends)
+    costs = CostTable(np.array(measured), np.array(widths), seconds, padded, reads, context, waits)
     rows = runner.req_to_token_pool.req_to_token.shape[0]
     chooser = WidthChooser(costs, SurvivalEstimate(rows, block_size - 1), settings.constants)
     clock = CycleClock(runner.device)
