@@ -101,9 +101,9 @@ def _adaptive(results: dict) -> list[str]:
         none = results.get(f"speed/{pair.name}/{NO_SPECULATION}")
         if adaptive is None or none is None:
             continue
-        rows = []
-        for ours, theirs, said in zip(adaptive["loads"], none["loads"], adaptive["widths"], strict=True):
-            ours, theirs = Load(**ours), Load(**theirs)
+        rows, plain = [], {load["concurrency"]: Load(**load) for load in none["loads"]}
+        for load, said in zip(adaptive["loads"], adaptive["widths"], strict=True):
+            ours, theirs = Load(**load), plain[load["concurrency"]]
             ratio = _ratio(ours, theirs)
             verdict = "reached" if ratio >= LEAST_ADAPTIVE else "MISSED"
             speeds = [f"{load.tokens_per_second:.1f}" for load in (theirs, ours)]
