@@ -229,8 +229,8 @@ def _penalty(times: int) -> float:
 
 
 def check_rehearsed(reference, plan, known: Path, accept_length: float | None, limit: TimeLimit) -> dict:
-    """{"drafts": [a `compare`], "kinds": differences, "penalized_gaps"}: the plan's answers against the target's own, which `known` keeps for all parts on a machine,
-    and how much is accepted. accept_length: what is on a CPU; None: something else."""
+    """{"drafts": [a `compare`], "kinds": differences, "penalized_gaps"}: the plan's answers against the target's own, which `known`
+    keeps for all parts on a machine, and how much is accepted. accept_length: what is on a CPU; None: something else."""
     greedy, kinds, penalized = rehearsed_requests()
     asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in (*greedy, *kinds)]
     told = json.loads(known.read_text()) if known.exists() else {}
