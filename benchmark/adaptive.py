@@ -35,6 +35,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gpu.state import machine
 from safetensors.torch import load_file, save_file
 from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, Server, dflash_arguments, importing, serve, text_prompts
 
@@ -296,16 +297,13 @@ def table(cells: list[Cell]) -> str:
     return "\n".join(rows)
 
 
-def gpu() -> str:
-    return f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
-
-
 def page(cells: list[Cell], args, command: str) -> str:
     times = [cell.cycle_time for cell in cells]
     error = statistics.stdev(times) / math.sqrt(len(times)) if len(times) > 1 else math.nan
+    gpu = machine()
     return f"""# Adaptive verify width against fixed ones
 
-{date.today()}; {gpu()}{platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
+{date.today()}; {f"{gpu}; " if gpu else ""}{platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
 sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request;
 {args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, in proportion longer with more than 8 requests,
 turns of {args.turn} cycles. `{command}`.

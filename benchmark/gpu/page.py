@@ -11,9 +11,9 @@ from roofline import BY_DEVICE, cycle_seconds
 
 # What was asked for: our output tokens/s over the built-in's, and how long a cycle's GPU waits for the host.
 LEAST_RATIO_ALONE, LEAST_RATIO = 1.15, 1.0
-# Of no speculation, where no drafted token is ever kept.
-LEAST_ADAPTIVE = 0.97
 MOST_HOST_GAP_US = 100
+# Of no speculation's, where no drafted token is ever kept.
+LEAST_ADAPTIVE = 0.97
 
 
 def markdown(data: dict) -> str:
