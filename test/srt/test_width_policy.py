@@ -16,6 +16,7 @@ from sglang_dflash.srt.speculative.width.policy import (
     Exploration,
     Standing,
     best_width,
+    contender,
     expected_tokens,
     explore,
     never_cheaper_when_wider,
@@ -112,15 +113,16 @@ def test_probing_never_costs_more_than_its_share(seed, standing, share):
     rng = np.random.default_rng(seed)
     tokens = 1 + np.cumsum(rng.random(4))
     seconds = np.cumsum(rng.random(4) + 0.05)
+    doubt = rng.choice([0.0, 0.05, 0.3]) * rng.random(4)
     constants, state, lost, passed, probed = Constants(probe_share=share), Exploration(), 0.0, 0.0, set()
     for _ in range(3000):
-        state, index = explore(state, standing, tokens, seconds, constants)
+        state, index = explore(state, standing, tokens, seconds, doubt, constants)
         passed += seconds[standing]
         if index is not None:
             lost += probe_loss(standing, index, tokens, seconds)
             probed.add(index)
-        assert lost <= share * passed + 1e-9
-    if share == 0.02:
+        assert lost <= share * passed + seconds[standing] + 1e-9
+    if share == 0.02 and doubt.max() < 0.03:
         assert probed >= set(range(standing + 1, 4)) or max(
             probe_loss(standing, i, tokens, seconds) for i in range(4)
         ) > 20 * seconds[standing]
@@ -144,6 +146,28 @@ def test_wrong_costs_at_start_up_are_found_out():
         server = Simulation(cost, noise=0.1, table=lambda n, w: cost(n, w) * (factor if w > 2 else 1.0))
         server.run(2500, GOOD, range(8))
         assert server.run(500, GOOD, range(8)).speed >= 0.95 * best_speed(cost, GOOD, 8)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_costs_a_little_wrong_at_start_up_are_found_out_soon(seed):
+    """By a tenth, which makes the second best width the best. What was measured on two busy cores, where that happened."""
+    cost = {1: 31.4, 2: 49.7, 4: 55.8, 8: 68.8}
+    accept_probs = np.array([0.83, 0.66, 0.57, 0.53, 0.55, 0.54, 0.8])
+    table = {**cost, 4: 1.1 * cost[4], 8: 0.94 * cost[8]}
+    server = Simulation(lambda n, w: cost[w], noise=0.12, seed=seed, table=lambda n, w: table[w])
+    server.run(300, accept_probs, range(16))
+    assert server.usual() == 4
+    assert server.speed >= BAR * best_speed(server.cost, accept_probs, 16)
+
+
+def test_a_contender_is_what_may_well_be_faster():
+    tokens, seconds = np.array([1.0, 1.8, 2.6, 3.0]), np.array([1.0, 1.5, 2.0, 2.2])
+    speed = tokens / seconds
+    assert contender(3, tokens, seconds, np.array([0.1, 0.1, 0.1, 0.0])) == 2
+    assert contender(3, tokens, seconds, np.array([0.1, 0.1, 0.01, 0.0])) == 1, "the nearest one is well known"
+    assert contender(3, tokens, seconds, np.full(4, 0.01)) is None
+    assert np.log(speed[3] / speed[0]) > 0.3
+    assert contender(3, tokens, seconds, np.array([0.15, 0.01, 0.01, 0.0])) is None, "more than two standard deviations slower"
 
 
 @pytest.mark.parametrize("kept", [0, 7], ids=["nothing kept", "everything kept"])
@@ -405,3 +429,17 @@ def test_many_cycles_told_at_once_weigh_as_much():
         one.follow(8, 1, 7.0)
     together.follow(8, 1, 7.0, cycles=4)
     assert together.seconds(8).tolist() == pytest.approx(one.seconds(8).tolist(), rel=0.01)
+
+
+def test_costs_are_doubted_until_they_were_seen():
+    table = CostTable(np.array([1, 8]), np.array([1, 2, 4]), np.ones((2, 3)))
+    assert table.doubt(8, 1).tolist() == pytest.approx([0.1 * 2**0.5, 0.0, 0.1 * 2**0.5])
+    assert 0 < table.doubt(4, 1)[2] < table.doubt(8, 1)[2], "between two rows their errors partly cancel"
+    for _ in range(40):
+        table.follow(8, 1, 1.0)
+        table.follow(8, 2, 1.0)
+    seen, unseen = table.doubt(8, 1)[[2, 0]]
+    assert seen < 0.04 < unseen
+    for _ in range(40):
+        table.follow(8, 1, 1.0)
+    assert seen < table.doubt(8, 1)[2] < 0.06, "what is not looked at may have changed"

@@ -81,7 +81,9 @@ class WidthChooser:
         index = self._standing.width
         if is_guessed and widths[index] == 1:
             index += 1  # nothing is learned where nothing is verified
-        self._exploration, probed = explore(self._exploration, index, tokens, seconds, self.constants, cycles)
+        # What may be faster is not asked before anything is known of what is kept.
+        doubt = np.zeros(len(widths)) if is_guessed else self.costs.doubt(num_requests, index)
+        self._exploration, probed = explore(self._exploration, index, tokens, seconds, doubt, self.constants, cycles)
         estimate.age(cycles)
         choice = Choice(int(widths[index]), index, False, tokens, seconds)
         self._settled = None if is_guessed else choice

@@ -99,6 +99,19 @@ class CostTable:
         """What a cycle takes, from its start to that of the next one. [W]"""
         return self.cycle_seconds(num_requests, num_tokens) + self.gap(num_requests)
 
+    def doubt(self, num_requests: int, width_index: int) -> np.ndarray:
+        """How wrong log(seconds of each width / seconds of this one) may be, its standard deviation. What slows all widths alike
+        is not in it. [W]"""
+        low, high, share = self._between(num_requests)
+        each = np.arange(len(self.widths))
+        against = np.zeros((len(each), *self._base.shape))
+        for row, part in ((low, 1 - share), (high, share)):
+            against[each, row, each] += part
+            against[:, row, width_index] -= part
+        against = against.reshape(len(each), -1)
+        variance = ((against @ self._covariance[2:, 2:]) * against).sum(axis=1)
+        return np.sqrt(np.maximum(variance, 0.0))
+
     def follow(
         self, num_requests: int, width_index: int, seconds: float, cycles: int = 1, num_tokens: int | None = None
     ) -> float:

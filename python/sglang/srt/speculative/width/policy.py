@@ -119,7 +119,7 @@ def settle(
 
 @dataclass(frozen=True)
 class Exploration:
-    """credit: seconds that probing may still cost. turn: whose turn it is among the candidates."""
+    """credit: seconds that probing may still cost; negative: that it has cost in advance. turn: whose turn it is among the candidates."""
 
     credit: float = 0.0
     turn: int = 0
@@ -131,21 +131,41 @@ def probe_loss(standing: int, probed: int, tokens: np.ndarray, seconds: np.ndarr
     return float(max(0.0, seconds[probed] - tokens[probed] * seconds[standing] / tokens[standing]))
 
 
+# Costs that are known less well than this, a standard deviation of their ratio's logarithm, are worth looking at again before their
+# turn; and that may cost so many cycles in advance.
+_WELL_KNOWN, _ADVANCE = 0.04, 1.0
+
+
+def contender(standing: int, tokens: np.ndarray, seconds: np.ndarray, doubt: np.ndarray) -> int | None:
+    """The width that may well be faster than the present one: of those whose costs are not well known and that would be faster if these
+    were two standard deviations better, the one that lacks the fewest. None: there is none."""
+    speed = np.log(tokens) - np.log(seconds)
+    lacks = (speed[standing] - speed) / np.maximum(doubt, 1e-9)
+    lacks[(doubt < _WELL_KNOWN) | (lacks >= 2)] = np.inf
+    lacks[standing] = np.inf
+    index = int(lacks.argmin())
+    return index if np.isfinite(lacks[index]) else None
+
+
 def explore(
     exploration: Exploration,
     standing: int,
     tokens: np.ndarray,
     seconds: np.ndarray,
+    doubt: np.ndarray,
     constants: Constants = Constants(),
     cycles: int = 1,
 ) -> tuple[Exploration, int | None]:
     """Whether this cycle verifies another width than the present one, to learn what that costs and brings: its index, or None.
-    cycles: since it was last asked.
+    doubt: [W], `CostTable.doubt`. cycles: since it was last asked.
 
-    Every cycle adds `probe_share` of its time to a credit, and a probe takes its `probe_loss` from it (a quarter of a cycle at
-    least), so probing never costs more than that share. All other candidates take turns: a draft may be worth its time at one of
-    the wider ones only, and of a narrower one the time may be wrong. Whose turn it is waits until the credit is there; the
-    credit never exceeds the dearest probe by more than a cycle.
+    Every cycle adds `probe_share` of its time to a credit, and a probe takes its price from it, so probing never costs more than that
+    share, but for a cycle in advance. A `contender` is probed at once, as long as the advance lasts: what the start-up measured in
+    seconds is wrong by a tenth where other processes use the machine, and its price is small, its `probe_loss` or what that is
+    expected to be with a doubt so great (of a normal distribution the positive part is its mean and 0.4 standard deviations
+    at most; the price of information, as in knowledge gradients, Frazier et al. 2008). Else all other candidates take turns, for a quarter of
+    a cycle at least: a draft may be worth its time at one of the wider ones only, and of a narrower one the time may be wrong. Whose
+    turn it is waits until the credit is there; the credit never exceeds the dearest probe by more than a cycle.
     """
     others = [*range(standing + 1, len(seconds)), *range(standing)]
     if not others:
@@ -154,6 +174,11 @@ def explore(
     earned = cycles * constants.probe_share * seconds[standing]
     credit = min(exploration.credit + earned, max(losses) + seconds[standing])
     turn = exploration.turn % len(others)
+    doubted = contender(standing, tokens, seconds, doubt)
+    if doubted is not None:
+        price = probe_loss(standing, doubted, tokens, seconds) + 0.4 * doubt[doubted] * seconds[doubted]
+        if credit - price >= -_ADVANCE * seconds[standing]:
+            return Exploration(credit - price, turn), doubted
     price = max(losses[turn], seconds[standing] / 4)
     if credit < price:
         return Exploration(credit, turn), None
