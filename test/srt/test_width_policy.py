@@ -121,7 +121,7 @@ def test_probing_never_costs_more_than_its_share(seed, standing, share):
         if index is not None:
             lost += probe_loss(standing, index, tokens, seconds)
             probed.add(index)
-        assert lost <= share * passed + seconds[standing] + 1e-9
+        assert lost <= share * (passed + 200 * seconds[standing]) + 1e-9
     if share == 0.02 and doubt.max() < 0.03:
         assert probed >= set(range(standing + 1, 4)) or max(
             probe_loss(standing, i, tokens, seconds) for i in range(4)

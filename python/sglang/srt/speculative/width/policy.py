@@ -119,7 +119,7 @@ def settle(
 
 @dataclass(frozen=True)
 class Exploration:
-    """credit: seconds that probing may still cost; negative: that it has cost in advance. turn: whose turn it is among the candidates."""
+    """credit: seconds that probing may still cost; below zero, what it has cost in advance. turn: whose turn it is among the candidates."""
 
     credit: float = 0.0
     turn: int = 0
@@ -131,14 +131,17 @@ def probe_loss(standing: int, probed: int, tokens: np.ndarray, seconds: np.ndarr
     return float(max(0.0, seconds[probed] - tokens[probed] * seconds[standing] / tokens[standing]))
 
 
-# Costs that are known less well than this, a standard deviation of their ratio's logarithm, are worth looking at again before their
-# turn; and that may cost so many cycles in advance.
-_WELL_KNOWN, _ADVANCE = 0.04, 1.0
+# A cost ratio of which the logarithm is known to this standard deviation is worth no probe out of turn; others are paid for so many
+# cycles in advance.
+_WELL_KNOWN, _ADVANCE = 0.04, 200
 
 
 def contender(standing: int, tokens: np.ndarray, seconds: np.ndarray, doubt: np.ndarray) -> int | None:
-    """The width that may well be faster than the present one: of those whose costs are not well known and that would be faster if these
-    were two standard deviations better, the one that lacks the fewest. None: there is none."""
+    """The width that may well be faster than the present one, None if there is none: of those whose costs are not well known, the one
+    that lacks the fewest standard deviations of them, fewer than two (the confidence bound of Auer et al. 2002).
+
+    tokens, seconds, doubt: [W]; doubt as of `CostTable.doubt`.
+    """
     speed = np.log(tokens) - np.log(seconds)
     lacks = (speed[standing] - speed) / np.maximum(doubt, 1e-9)
     lacks[(doubt < _WELL_KNOWN) | (lacks >= 2)] = np.inf
@@ -159,13 +162,17 @@ def explore(
     """Whether this cycle verifies another width than the present one, to learn what that costs and brings: its index, or None.
     doubt: [W], `CostTable.doubt`. cycles: since it was last asked.
 
-    Every cycle adds `probe_share` of its time to a credit, and a probe takes its price from it, so probing never costs more than that
-    share, but for a cycle in advance. A `contender` is probed at once, as long as the advance lasts: what the start-up measured in
-    seconds is wrong by a tenth where other processes use the machine, and its price is small, its `probe_loss` or what that is
-    expected to be with a doubt so great (of a normal distribution the positive part is its mean and 0.4 standard deviations
-    at most; the price of information, as in knowledge gradients, Frazier et al. 2008). Else all other candidates take turns, for a quarter of
-    a cycle at least: a draft may be worth its time at one of the wider ones only, and of a narrower one the time may be wrong. Whose
-    turn it is waits until the credit is there; the credit never exceeds the dearest probe by more than a cycle.
+    Every cycle adds `probe_share` of its time to a credit, and every probe takes its price from it. So probing never costs more than
+    that share, but for what is paid in advance.
+
+    A `contender` is probed at once, as far as the advance goes: start-up measures for seconds only, and where other processes use the
+    machine it is wrong by a tenth, which can hold a server at the second best width for hundreds of cycles. The price is no less than
+    what is expected to be lost: the positive part of a normal distribution has a mean of at most its own, where that is positive, and
+    0.4 standard deviations.
+
+    Else all other candidates take turns, at a quarter of a cycle or more: a draft may be worth its time at one of the wider ones only,
+    and of a narrower one the time may be wrong. Whose turn it is waits until the credit is there; the credit never exceeds the dearest
+    probe by more than a cycle.
     """
     others = [*range(standing + 1, len(seconds)), *range(standing)]
     if not others:
@@ -177,7 +184,7 @@ def explore(
     doubted = contender(standing, tokens, seconds, doubt)
     if doubted is not None:
         price = probe_loss(standing, doubted, tokens, seconds) + 0.4 * doubt[doubted] * seconds[doubted]
-        if credit - price >= -_ADVANCE * seconds[standing]:
+        if credit - price >= -_ADVANCE * constants.probe_share * seconds[standing]:
             return Exploration(credit - price, turn), doubted
     price = max(losses[turn], seconds[standing] / 4)
     if credit < price:
