@@ -64,6 +64,14 @@ class CostTable:
         low, high = self.loads[above - 1], self.loads[above]
         return above - 1, above, float((num_requests - low) / (high - low))
 
+    def _rows_of(self, num_requests: int) -> np.ndarray:
+        """How much each row counts for a load, one in all. [loads]"""
+        low, high, share = self._between(num_requests)
+        rows = np.zeros(len(self.loads))
+        rows[low] += 1 - share
+        rows[high] += share
+        return rows
+
     def _corrections(self) -> np.ndarray:
         """log c, [loads, W]."""
         return self._state[2:].reshape(self._base.shape)
@@ -102,14 +110,10 @@ class CostTable:
     def doubt(self, num_requests: int, width_index: int) -> np.ndarray:
         """How wrong log(seconds of each width / seconds of this one) may be, its standard deviation. What slows all widths alike
         is not in it. [W]"""
-        low, high, share = self._between(num_requests)
-        each = np.arange(len(self.widths))
-        against = np.zeros((len(each), *self._base.shape))
-        for row, part in ((low, 1 - share), (high, share)):
-            against[each, row, each] += part
-            against[:, row, width_index] -= part
-        against = against.reshape(len(each), -1)
-        variance = ((against @ self._covariance[2:, 2:]) * against).sum(axis=1)
+        rows = self._rows_of(num_requests)
+        covariance = self._covariance[2:, 2:].reshape(2 * self._base.shape)
+        among = np.einsum("r,rwsv,s->wv", rows, covariance, rows)
+        variance = among.diagonal() + among[width_index, width_index] - 2 * among[width_index]
         return np.sqrt(np.maximum(variance, 0.0))
 
     def follow(
@@ -130,11 +134,9 @@ class CostTable:
         diagonal[0] += cycles * _COMMON_DRIFT**2
         diagonal[1] += cycles * _CELL_DRIFT**2 if diagonal[1] < _READS**2 else 0.0
         diagonal[2:] += np.where(diagonal[2:] < _CELL**2, cycles * _CELL_DRIFT**2, 0.0)
-        low, high, share = self._between(num_requests)
         observed = np.zeros_like(self._state)
         observed[:2] = 1.0, reading
-        for row, part in ((low, 1 - share), (high, share)):
-            observed[2 + row * len(self.widths) + width_index] += part
+        observed[2 + width_index :: len(self.widths)] = self._rows_of(num_requests)
         direction = covariance @ observed
         gain = direction / (observed @ direction + _NOISE**2 / cycles)
         self._state += surprise * gain
