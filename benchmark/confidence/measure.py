@@ -70,7 +70,7 @@ def replay(cycles: list[dict]) -> dict[str, float]:
                     spent[name, cost][1] += seconds(len(slots))[chosen]
             for cost, seconds in COSTS.items():
                 fixed[cost] += np.stack([tokens, seconds(len(slots))])
-        average.learn(slots, modes, depth, accepted)
+        average.learn(slots, modes, depth, accepted[None])
         calibrated.learn(slots, modes, depth, accepted, confidence)
     result = {f"log loss, {name}": loss[name] / labelled for name in loss}
     for cost in COSTS:

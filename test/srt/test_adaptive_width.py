@@ -150,6 +150,20 @@ def test_a_new_request_in_an_old_ones_row_is_not_blamed():
     assert (own[0] == own[1]).all()
 
 
+def test_requests_that_have_not_changed_are_not_looked_at_again():
+    width = adaptive(schedule=(7,))
+    first, second = request(0), request(1)
+    for reqs in ([first, second], [first, second], [second], [second, first]):
+        width.ask(SimpleNamespace(reqs=reqs), False)
+    width.began(SimpleNamespace(reqs=[request(1)]), 0)
+    width.ask(SimpleNamespace(reqs=[second, first]), False)
+    width.ask(SimpleNamespace(reqs=[second, first]), True)
+    asked = [entry.requests for entry in width._under_way]
+    assert asked[0] is asked[1] and len(set(map(id, asked))) == 5
+    assert [entry.rows for entry in asked[1:]] == [[0, 1], [1], [1, 0], [1, 0], [1, 0]]
+    assert asked[3].births.tolist() == [0, 0] and asked[4].births.tolist() == [1, 0]
+
+
 def test_running_requests_of_a_mixed_batch_are_not_new():
     width = adaptive(schedule=(7,))
     running = SimpleNamespace(reqs=[request(1)])
@@ -181,7 +195,7 @@ def test_modes():
     for draws, sampled in ((False, "sampled"), (True, "drawn")):
         width.ask(SimpleNamespace(reqs=reqs), draws)
         wanted = ["greedy", sampled, *["constrained"] * 4]
-        assert [MODES[mode] for mode in width._under_way[-1].modes] == wanted
+        assert [MODES[mode] for mode in width._under_way[-1].requests.modes] == wanted
 
 
 def test_ranks_take_what_rank_0_chose(monkeypatch):

@@ -9,8 +9,7 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from sglang_dflash.srt.speculative.width.states import WidthStates
 
 logger = logging.getLogger(__name__)
 
-_LAPS = 8
+_LAPS = 16
 
 _GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
 
@@ -49,17 +48,24 @@ class FixedWidth:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A cycle whose outcome is not known yet. num_tokens: committed ones of its requests, as far as the host knew. prefills: those
-    before it. births: which request each row of the request table held."""
+class _Requests(NamedTuple):
+    """Those of a batch, which hardly ever change from one cycle to the next. rows: of the request table. draws: whether their drafts
+    are drawn. prefills: those before. slots: `rows`. births: which request each of them held. modes: of `MODES`. [n]"""
 
-    width: int
-    num_tokens: int
+    rows: list[int]
+    draws: bool
     prefills: int
     slots: np.ndarray
     births: np.ndarray
     modes: np.ndarray
+
+
+class _UnderWay(NamedTuple):
+    """A cycle whose outcome is not known yet. num_tokens: committed ones of its requests, as far as the host knew."""
+
+    width: int
+    num_tokens: int
+    requests: _Requests
 
 
 class AdaptiveWidth:
@@ -82,6 +88,7 @@ class AdaptiveWidth:
         self._tp_group, self._schedule, self._log_every, self._metrics = tp_group, schedule, log_every, metrics
         self._births = np.zeros(slots, dtype=np.int64)
         self._prefills = 0
+        self._requests: _Requests | None = None
         self._under_way: deque[_UnderWay] = deque()
         self._cycles = self._width = 0
         self._per_width: Counter[int] = Counter()
@@ -96,7 +103,7 @@ class AdaptiveWidth:
         new = batch.reqs[: len(batch.reqs) - num_running]
         # One that another server prefilled may have been retracted since, and has no row.
         new = [req for req in new if req.kv.req_pool_idx is not None]
-        slots = _slots_of(new)
+        slots = np.array([req.kv.req_pool_idx for req in new], dtype=np.int64)
         self._births[slots] += 1
         self._prefills += 1
         self._chooser.began(slots, np.array([len(req.output_ids) for req in new], dtype=np.int64))
@@ -104,33 +111,42 @@ class AdaptiveWidth:
     def ask(self, batch: Any, draws: bool) -> int:
         """How many slots the cycle that begins now verifies. draws: whether its drafts are drawn, where a request samples."""
         self._follow(self._clock.finished())
-        slots, modes = _slots_of(batch.reqs), np.array([_mode(req, draws) for req in batch.reqs])
-        num_tokens = sum(req.kv.kv_committed_len for req in batch.reqs)  # as of a cycle or two ago; the batch may not say
-        width = self._agree(slots, modes, num_tokens)
-        self._under_way.append(_UnderWay(width, num_tokens, self._prefills, slots, self._births[slots], modes))
+        requests = self._requests = self._those_of(batch.reqs, draws)
+        num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])  # as of a cycle or two ago; the batch may not say
+        width = self._agree(requests, num_tokens)
+        self._under_way.append(_UnderWay(width, num_tokens, requests))
         self._cycles += 1
         self._width = width
         self._per_width[width] += 1
         if self._metrics is not None:
             self._metrics.count_width(width)
         if self._cycles % self._log_every == 0:
-            self._log(width, len(slots))
-        self._states.apply(width, len(slots))
+            self._log(width, len(requests.rows))
+        self._states.apply(width, len(requests.rows))
         self._clock.start()
         return width
+
+    def _those_of(self, reqs: Sequence[Any], draws: bool) -> _Requests:
+        """One that is new has had a prefill: without one, the same rows hold the same requests."""
+        rows, known = [req.kv.req_pool_idx for req in reqs], self._requests
+        if known is not None and known[:3] == (rows, draws, self._prefills):
+            return known
+        slots = np.array(rows, dtype=np.int64)
+        return _Requests(rows, draws, self._prefills, slots, self._births[slots], np.array([_mode(req, draws) for req in reqs]))
 
     def tell(self) -> None:
         """The cycle asked for last has been launched."""
         entry = self._under_way[-1]
-        self._clock.stop(len(entry.slots), entry.width, entry.num_tokens)
+        self._clock.stop(len(entry.requests.rows), entry.width, entry.num_tokens)
 
     def kept(self, accepted: Sequence[int]) -> int:
         """The oldest cycle not told of yet kept so many drafted tokens of each of its requests. Returns how many it verified."""
         entry = self._under_way.popleft()
-        assert len(accepted) == len(entry.slots), "SGLang tells of every cycle once, in order"
-        slots, modes, labels = entry.slots, entry.modes, np.asarray(accepted)
-        if entry.prefills != self._prefills:
-            same = self._births[slots] == entry.births
+        requests, labels = entry.requests, np.asarray(accepted)
+        slots, modes = requests.slots, requests.modes
+        assert len(labels) == len(slots), "SGLang tells of every cycle once, in order"
+        if requests.prefills != self._prefills:
+            same = self._births[slots] == requests.births
             slots, modes, labels = slots[same], modes[same], labels[same]
         self._chooser.kept(slots, modes, entry.width, labels)
         return entry.width - 1
@@ -174,16 +190,15 @@ class AdaptiveWidth:
         count, seconds = len(laps), sum(lap.seconds for lap in laps)
         num_tokens = sum(lap.num_tokens for lap in laps) // count
         surprise = self._chooser.took(num_requests, width, seconds / count, count, num_tokens)
-        for lap in laps:
-            if lap.gap is not None:
-                self._chooser.costs.follow_gap(num_requests, lap.after, lap.gap)
+        for after, gaps in itertools.groupby((lap for lap in laps if lap.gap is not None), lambda lap: lap.after):
+            self._chooser.costs.follow_gap(num_requests, after, [lap.gap for lap in gaps])
         self._measured += seconds
         self._expected += seconds / math.exp(surprise)
 
-    def _agree(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int) -> int:
+    def _agree(self, requests: _Requests, num_tokens: int) -> int:
         """Rank 0's width: the others may have measured something else, and ranks that disagree hang."""
         if self._tp_group.rank_in_group == 0:
-            width = self._choose(slots, modes, num_tokens)
+            width = self._choose(requests, num_tokens)
         else:
             width = 0
         if self._tp_group.world_size > 1:
@@ -192,8 +207,8 @@ class AdaptiveWidth:
             width = int(told)
         return width
 
-    def _choose(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int) -> int:
-        self._choice = self._chooser.ask(slots, modes, num_tokens)
+    def _choose(self, requests: _Requests, num_tokens: int) -> int:
+        self._choice = self._chooser.ask(requests.slots, requests.modes, num_tokens)
         if self._schedule:
             return self._schedule[self._cycles % len(self._schedule)] + 1
         self._probes += self._choice.is_probe
@@ -212,10 +227,6 @@ class AdaptiveWidth:
             self._measured / self._expected if self._expected else np.nan,
             counts,
         )
-
-
-def _slots_of(reqs: Sequence[Any]) -> np.ndarray:
-    return np.array([req.kv.req_pool_idx for req in reqs], dtype=np.int64)
 
 
 def _mode(req: Any, draws: bool) -> int:

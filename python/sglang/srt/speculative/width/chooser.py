@@ -1,5 +1,6 @@
 """The policy with its memory: asked how wide a cycle is, told what was kept and what it took. No engine, no tensors."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,9 +9,9 @@ from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.policy import Constants, Exploration, Standing, best_width, expected_tokens, explore, settle
 
-# Cycles that one decision holds for, as with what it learns first it takes the host up to half a millisecond: an eighth of those since
-# the width last moved, within these bounds, but only while no more than an eighth of the requests has changed.
-_HOLDS_AT_LEAST, _HOLDS_AT_MOST, _MAY_CHANGE = 4, 16, 1 / 8
+# Cycles that one decision holds for, as with what it learns first it takes the host most of a millisecond: a quarter of those since
+# the width last moved, within these bounds, but only while no more than a quarter of the requests has changed.
+_HOLDS_AT_LEAST, _HOLDS_AT_MOST, _MAY_CHANGE = 4, 32, 1 / 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,9 @@ class WidthChooser:
         return self._estimate
 
     def _learn(self) -> None:
-        for cycle in self._not_learned:
-            self._estimate.learn(*cycle)
+        for _, alike in itertools.groupby(self._not_learned, lambda cycle: (id(cycle[0]), id(cycle[1]), cycle[2])):
+            slots, modes, drafted, _ = (cycles := list(alike))[0]
+            self._estimate.learn(slots, modes, drafted, np.array([accepted for *_, accepted in cycles]))
         self._not_learned.clear()
 
     def ask(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int | None = None) -> Choice:
@@ -66,7 +68,7 @@ class WidthChooser:
         return max(self._new, left) <= _MAY_CHANGE * num_requests
 
     def _holds_for(self) -> int:
-        return min(max(self._standing.cycles // 8, _HOLDS_AT_LEAST), _HOLDS_AT_MOST)
+        return min(max(self._standing.cycles // 4, _HOLDS_AT_LEAST), _HOLDS_AT_MOST)
 
     def _decide(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int | None, cycles: int) -> Choice:
         num_requests, widths = len(slots), self.costs.widths

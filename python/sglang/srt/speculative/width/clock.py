@@ -2,14 +2,12 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Lap:
+class Lap(NamedTuple):
     """A cycle that is over. num_tokens: committed ones of its requests, when it began. seconds: its own. gap: seconds between the
     end of the one before and its start; None where something else happened in between. after: width of the one before."""
 

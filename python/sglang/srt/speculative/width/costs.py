@@ -1,6 +1,7 @@
 """What a cycle takes at each width and load: measured at start-up, then followed while serving."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -142,9 +143,11 @@ class CostTable:
         self._state += surprise * gain
         covariance -= np.outer(gain, direction)
 
-    def follow_gap(self, num_requests: int, width: int, seconds: float) -> None:
-        """Time from the end of a cycle of this width to the start of the next, which was a decode step of the same requests."""
+    def follow_gap(self, num_requests: int, width: int, seconds: Sequence[float]) -> None:
+        """Times from the end of a cycle of this width to the start of the next, which was a decode step of the same requests."""
         at = self._nearest(num_requests), self._kinds[int(np.searchsorted(self.widths, width))]
-        before = self._gaps[at]
-        # Once known, a pause counts as three gaps at most.
-        self._gaps[at] = seconds if np.isnan(before) else before + _GAP_RATE * (min(seconds, 3 * before) - before)
+        gap = float(self._gaps[at])
+        for new in seconds:
+            # Once known, a pause counts as three gaps at most.
+            gap = new if math.isnan(gap) else gap + _GAP_RATE * (min(new, 3 * gap) - gap)
+        self._gaps[at] = gap

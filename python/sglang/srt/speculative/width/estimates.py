@@ -49,9 +49,10 @@ class Own:
         return np.clip(self._surprise[slots] / (self._information[slots] + _OWN_PRECISION), -_OWN_LIMIT, _OWN_LIMIT)
 
     def learn(self, slots: np.ndarray, surprise: np.ndarray, information: np.ndarray) -> None:
-        """What one cycle adds to S1 and S2, [n]."""
-        self._surprise[slots] = _OWN_DECAY * self._surprise[slots] + surprise
-        self._information[slots] = _OWN_DECAY * self._information[slots] + information
+        """What cycles add to S1 and S2, oldest first: [cycles, n]."""
+        weights = _OWN_DECAY ** np.arange(len(surprise))[::-1]
+        for sums, new in ((self._surprise, surprise), (self._information, information)):
+            sums[slots] = _OWN_DECAY ** len(new) * sums[slots] + weights @ new
 
 
 class SurvivalEstimate:
@@ -77,9 +78,9 @@ class SurvivalEstimate:
         self._update()
         self._guess = float(self._hopeful[0, 0])  # a_ik before anything was seen
 
-    def _groups(self, slots: np.ndarray, modes: np.ndarray) -> np.ndarray:
-        """Of each request, m and g as one number, [n]."""
-        return modes * len(_AGES) + (self._put_out[slots, None] >= _AGES[1:]).sum(axis=1)
+    def _groups(self, put_out: np.ndarray, modes: np.ndarray) -> np.ndarray:
+        """Of requests that have put out so many tokens, m and g as one number. [.., n]"""
+        return modes * len(_AGES) + (put_out[..., None] >= _AGES[1:]).sum(axis=-1)
 
     def is_guessed(self, modes: np.ndarray) -> np.ndarray:
         """Of which requests nothing is known to speak of, [n] bool: their mode has fewer labels than requests here (and than
@@ -113,7 +114,7 @@ class SurvivalEstimate:
     def accept_probs(self, slots: np.ndarray, modes: np.ndarray) -> np.ndarray:
         """a_ik of the next cycle, [n, K]. slots, modes: [n]."""
         self._update()
-        base = self._hopeful[self._groups(slots, modes)]
+        base = self._hopeful[self._groups(self._put_out[slots], modes)]
         probs = sigmoid(_logit(base) + self._own.of(slots)[:, None])
         probs[self.is_guessed(modes)] = self._guess
         return probs
@@ -124,21 +125,23 @@ class SurvivalEstimate:
         self._put_out[slots] = put_out
 
     def learn(self, slots: np.ndarray, modes: np.ndarray, drafted: int, accepted: np.ndarray) -> None:
-        """A cycle has verified `drafted` tokens of each of these requests and kept `accepted`, [n]."""
+        """Cycles have each verified `drafted` tokens of each of these requests and kept `accepted`, oldest first: [cycles, n]."""
+        cycles, put_out = len(accepted), self._put_out[slots] + (accepted + 1).cumsum(axis=0)
+        self._put_out[slots] = put_out[-1]
         if drafted == 0 or not len(slots):
-            self._put_out[slots] += 1
             return
-        groups = self._groups(slots, modes)
-        self._put_out[slots] += accepted + 1
+        groups = self._groups(put_out - accepted - 1, modes)
         last = np.minimum(accepted, drafted - 1)  # labelled position
         self._own.learn(slots, accepted - self._expected[groups, last], self._information[groups, last])
-        # [m, g, k]: requests that kept k tokens or more. Those have a label at position k; those of [k + 1] kept it.
-        outcomes = np.bincount(groups * (drafted + 1) + accepted, minlength=_NUM_GROUPS * (drafted + 1))
-        at_least = outcomes.reshape(len(MODES), len(_AGES), drafted + 1)[..., ::-1].cumsum(axis=2)[..., ::-1]
+        # [t, m, g, k]: requests that kept k tokens or more. Those have a label at position k; those of [.., k + 1] kept it.
+        cells = (np.arange(cycles)[:, None] * _NUM_GROUPS + groups) * (drafted + 1) + accepted
+        outcomes = np.bincount(cells.ravel(), minlength=cycles * _NUM_GROUPS * (drafted + 1))
+        at_least = outcomes.reshape(cycles, *self._seen.shape[:2], drafted + 1)[..., ::-1].cumsum(axis=-1)[..., ::-1]
         seen, kept = at_least[..., :drafted], at_least[..., 1:]
-        faded = self._remember**seen
+        from_here = seen[::-1].cumsum(axis=0)[::-1]  # a label fades with each later one of its position
+        faded = self._remember ** (from_here - seen)
         for counts, new in ((self._seen, seen), (self._kept, kept)):
-            counts[..., :drafted] = faded * counts[..., :drafted] + new
+            counts[..., :drafted] = self._remember ** from_here[0] * counts[..., :drafted] + (faded * new).sum(axis=0)
 
     def age(self, cycles: int = 1) -> None:
         """Cycles have passed: the weight of what was seen fades, its average does not."""
