@@ -42,6 +42,7 @@ from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, Server, dflash_arguments,
 RESULTS = ROOT / "benchmark" / "results"
 BAR = 0.97
 NONE, ADAPTIVE = "none", "adaptive"
+_LONGER_BEYOND = 32  # requests, from which on rounds take longer
 STEPS = (0, 1, 3, 7)  # drafted tokens verified at a fixed width
 SERVED = (NONE, *map(str, STEPS), ADAPTIVE)
 
@@ -227,7 +228,7 @@ def servers(stack: ExitStack, case: Case, start: int, args) -> tuple[Server, Ser
 
 def measure(server: Server, names: dict[str, str], cell: Cell, prompts: list[str], rounds: int, case: Case, args) -> float:
     """Add so many rounds to the cell. names: of a turn's number, what it serves. Returns a prefill's ms per request."""
-    seconds = args.seconds * max(1, cell.concurrency / 8)  # so that a hundred cycles and more are adaptive, whose first ones learn
+    seconds = args.seconds * max(1, cell.concurrency / _LONGER_BEYOND)  # so that hundreds of cycles are adaptive, whose first ones learn
     params = {"temperature": case.temperature, "max_new_tokens": args.new_tokens, "ignore_eos": True}
     with Load(server, prompts, cell.concurrency, params):
         busy = Busy(server)
@@ -305,7 +306,7 @@ def page(cells: list[Cell], args, command: str) -> str:
 
 {date.today()}; {f"{gpu}; " if gpu else ""}{platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
 sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request;
-{args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, in proportion longer with more than 8 requests,
+{args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, in proportion longer with more than {_LONGER_BEYOND} requests,
 turns of {args.turn} cycles. `{command}`.
 
 Tokens per second of decode steps, medians of all rounds. "k verified": the draft fills its block of 8 and k of its tokens are
@@ -331,7 +332,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 48])
     parser.add_argument("--starts", type=int, default=3, help="of both servers, in each of which there are so many rounds")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a round; with more than 8 requests in proportion longer")
+    parser.add_argument("--seconds", type=float, default=8.0, help=f"of a round; with more than {_LONGER_BEYOND} requests in proportion longer")
     parser.add_argument("--turn", type=int, default=8, help="cycles at each width in turn")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
