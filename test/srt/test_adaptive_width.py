@@ -164,6 +164,21 @@ def test_requests_that_have_not_changed_are_not_looked_at_again():
     assert asked[3].births.tolist() == [0, 0] and asked[4].births.tolist() == [1, 0]
 
 
+def test_tokens_in_the_log_are_of_the_requests_decided_for(caplog):
+    """A decision holds while a fourth joins three."""
+    caplog.set_level("INFO")
+    width, reqs = adaptive(log_every=1), [request(slot) for slot in range(4)]
+    width.began(SimpleNamespace(reqs=reqs[:3]), 0)
+    for _ in range(36):
+        width.ask(SimpleNamespace(reqs=reqs[:3]), False)
+        width.tell()
+        width.kept([7] * 3)
+    width.began(SimpleNamespace(reqs=reqs[3:]), 0)
+    width.ask(SimpleNamespace(reqs=reqs), False)
+    before, after = caplog.messages[-2:]
+    assert "8 for 3 requests: 7." in before and "8 for 4 requests: 7." in after
+
+
 def test_running_requests_of_a_mixed_batch_are_not_new():
     width = adaptive(schedule=(7,))
     running = SimpleNamespace(reqs=[request(1)])

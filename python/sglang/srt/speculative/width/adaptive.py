@@ -222,7 +222,7 @@ class AdaptiveWidth:
             "time so far: %.2f). Cycles per width: %s.",
             width,
             num_requests,
-            choice.tokens[choice.index] / num_requests,
+            choice.tokens[choice.index] / choice.num_requests,
             1e3 * choice.seconds[choice.index],
             self._measured / self._expected if self._expected else np.nan,
             counts,

@@ -17,8 +17,9 @@ _HOLDS_AT_LEAST, _HOLDS_AT_MOST, _MAY_CHANGE = 4, 32, 1 / 4
 @dataclass(frozen=True, slots=True)
 class Choice:
     """width: slots to verify, the anchor counted. is_probe: verified to learn, not because it is best. tokens, seconds: expected
-    of this cycle at each candidate width. index: the chosen one's."""
+    of a cycle of the requests decided for, so many, at each candidate width. index: the chosen one's."""
 
+    num_requests: int
     width: int
     index: int
     is_probe: bool
@@ -87,11 +88,11 @@ class WidthChooser:
         doubt = np.zeros(len(widths)) if is_guessed else self.costs.doubt(num_requests, index)
         self._exploration, probed = explore(self._exploration, index, tokens, seconds, doubt, self.constants, cycles)
         estimate.age(cycles)
-        choice = Choice(int(widths[index]), index, False, tokens, seconds)
+        choice = Choice(num_requests, int(widths[index]), index, False, tokens, seconds)
         self._settled = None if is_guessed else choice
         if probed is None:
             return choice
-        return Choice(int(widths[probed]), probed, True, tokens, seconds)
+        return Choice(num_requests, int(widths[probed]), probed, True, tokens, seconds)
 
     def began(self, slots: np.ndarray, put_out: np.ndarray | int = 0) -> None:
         """These rows of the request table hold new requests. put_out: tokens they have answered already."""
