@@ -16,8 +16,8 @@ _HOLDS_AT_LEAST, _HOLDS_AT_MOST, _MAY_CHANGE = 4, 32, 1 / 4
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """width: slots to verify, the anchor counted. is_probe: verified to learn, not because it is best. tokens, seconds: expected
-    of a cycle of the requests decided for, so many, at each candidate width. index: the chosen one's."""
+    """num_requests: those decided for. width: slots to verify, the anchor counted. is_probe: verified to learn, not because it is best.
+    tokens, seconds: expected of a cycle of those requests at each candidate width. index: the chosen one's."""
 
     num_requests: int
     width: int
@@ -37,8 +37,7 @@ class WidthChooser:
         self._standing: Standing | None = None
         self._exploration = Exploration()
         self._settled: Choice | None = None
-        # Since the last decision, and the requests it was for.
-        self._cycles = self._new = self._decided_for = 0
+        self._cycles = self._new = 0  # since the last decision: cycles, and requests that began
 
     @property
     def estimate(self) -> SurvivalEstimate:
@@ -48,6 +47,7 @@ class WidthChooser:
         return self._estimate
 
     def _learn(self) -> None:
+        # As long as a batch stays the same it comes as the same arrays.
         for _, alike in itertools.groupby(self._not_learned, lambda cycle: (id(cycle[0]), id(cycle[1]), cycle[2])):
             slots, modes, drafted, _ = (cycles := list(alike))[0]
             self._estimate.learn(slots, modes, drafted, np.array([accepted for *_, accepted in cycles]))
@@ -59,13 +59,13 @@ class WidthChooser:
         self._cycles += 1
         if self._settled is None or self._cycles >= self._holds_for() or not self._are_the_same(len(slots)):
             choice = self._decide(slots, modes, num_tokens, self._cycles)
-            self._cycles, self._new, self._decided_for = 0, 0, len(slots)
+            self._cycles = self._new = 0
             return choice
         return self._settled
 
     def _are_the_same(self, num_requests: int) -> bool:
         """Whether most of these requests are those of the last decision, and most of those are still there."""
-        left = abs(self._decided_for + self._new - num_requests)
+        left = abs(self._settled.num_requests + self._new - num_requests)
         return max(self._new, left) <= _MAY_CHANGE * num_requests
 
     def _holds_for(self) -> int:
