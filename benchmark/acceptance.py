@@ -88,7 +88,9 @@ def shortfall(name: str, measured: Acceptance, expected: dict) -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--profile", default="tiny-dflash", help="an entry of expected_acceptance.json")
     parser.add_argument("--url", help="a running server; default: start one with the profile's arguments")
     parser.add_argument("--prompts", nargs="+", default=[], metavar="SET=FILE", help='JSON lines with "text"')
@@ -97,11 +99,15 @@ def main() -> int:
     profile = json.loads(EXPECTED.read_text())[args.profile]
     files = {name: Path(file).absolute() for name, file in (pair.split("=", 1) for pair in args.prompts)}
     os.chdir(ROOT)  # the profiles name the bundled models from here
-    running = contextlib.nullcontext(Server(args.url, None, None)) if args.url else serve(*profile["server_args"])
+    running = (
+        contextlib.nullcontext(Server(args.url, None, None)) if args.url else serve(*profile["server_args"])
+    )
     failures = []
     with running as server:
         if any("speculative_width" in state for state in server.get("/server_info")["internal_states"]):
-            parser.error("this server verifies what is worth it: an accept length is of whole blocks, --no-speculative-adaptive")
+            parser.error(
+                "this server verifies what is worth it: an accept length is of whole blocks, --no-speculative-adaptive"
+            )
         for name, expected in profile["sets"].items():
             prompts = _prompts(name, files)
             if prompts is None:

@@ -37,7 +37,17 @@ import numpy as np
 import torch
 from gpu.state import machine
 from safetensors.torch import load_file, save_file
-from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, Server, dflash_arguments, importing, serve, text_prompts
+from serving import (
+    DRAFT,
+    PEAGLE_DRAFT,
+    ROOT,
+    TARGET,
+    Server,
+    dflash_arguments,
+    importing,
+    serve,
+    text_prompts,
+)
 
 RESULTS = ROOT / "benchmark" / "results"
 BAR = 0.97
@@ -67,7 +77,10 @@ class Case:
                 (out / path.name).write_bytes(path.read_bytes())
         generator = torch.Generator().manual_seed(0)
         tensors = load_file(self.base / "model.safetensors")
-        save_file({name: self._spoil(value, generator) for name, value in tensors.items()}, out / "model.safetensors")
+        save_file(
+            {name: self._spoil(value, generator) for name, value in tensors.items()},
+            out / "model.safetensors",
+        )
         return out
 
     def _spoil(self, value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -148,13 +161,19 @@ class Cell:
         """Adaptive against the best fixed width if all met the same texts and the same moments of the machine: what the chosen widths
         commit and take in turn, and deciding."""
         best = max(self._on_same_texts(k) / self._turn_seconds(k) for k in STEPS)
-        return self._of_chosen(self._on_same_texts) / (self._of_chosen(self._turn_seconds) + self.deciding_seconds) / best
+        return (
+            self._of_chosen(self._on_same_texts)
+            / (self._of_chosen(self._turn_seconds) + self.deciding_seconds)
+            / best
+        )
 
     @property
     def of_none(self) -> list[float]:
         """Adaptive against no speculation, in each start of the servers."""
         starts = len(self.prompt_ms[NONE])
-        none, ours = (np.median(np.reshape(self.speeds[name], (starts, -1)), axis=1) for name in (NONE, ADAPTIVE))
+        none, ours = (
+            np.median(np.reshape(self.speeds[name], (starts, -1)), axis=1) for name in (NONE, ADAPTIVE)
+        )
         return (ours / none).tolist()
 
     @property
@@ -197,7 +216,10 @@ class Busy:
     def _now(self) -> dict[str, Counter]:
         [state, *_] = self._server.get("/server_info")["internal_states"]
         busy = state["busy"]
-        return {"prefilled": Counter(n=busy.pop("prefilled")), **{name: Counter(of) for name, of in busy.items()}}
+        return {
+            "prefilled": Counter(n=busy.pop("prefilled")),
+            **{name: Counter(of) for name, of in busy.items()},
+        }
 
     def look(self) -> dict[str, Counter]:
         now = self._now()
@@ -211,7 +233,17 @@ def servers(stack: ExitStack, case: Case, start: int, args) -> tuple[Server, Ser
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     steps = folder / "steps.json"
     steps.write_text(json.dumps({"candidate_steps": STEPS}))
-    common = ["--model-path", TARGET, "--sleep-on-idle", "--random-seed", "1", "--max-total-tokens", "32768", "--dtype", args.dtype]
+    common = [
+        "--model-path",
+        TARGET,
+        "--sleep-on-idle",
+        "--random-seed",
+        "1",
+        "--max-total-tokens",
+        "32768",
+        "--dtype",
+        args.dtype,
+    ]
     common += shlex.split(args.flags)
     adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", steps]
     flags = [*dflash_arguments(case.draft(folder)), *case.flags, *adaptive]
@@ -226,9 +258,13 @@ def servers(stack: ExitStack, case: Case, start: int, args) -> tuple[Server, Ser
     return plain, stack.enter_context(serve(*common, *flags, env={**env, "WIDTH_TURNS": turns}))
 
 
-def measure(server: Server, names: dict[str, str], cell: Cell, prompts: list[str], rounds: int, case: Case, args) -> float:
+def measure(
+    server: Server, names: dict[str, str], cell: Cell, prompts: list[str], rounds: int, case: Case, args
+) -> float:
     """Add so many rounds to the cell. names: of a turn's number, what it serves. Returns a prefill's ms per request."""
-    seconds = args.seconds * max(1, cell.concurrency / _LONGER_BEYOND)  # so that hundreds of cycles are adaptive, whose first ones learn
+    seconds = args.seconds * max(
+        1, cell.concurrency / _LONGER_BEYOND
+    )  # so that hundreds of cycles are adaptive, whose first ones learn
     params = {"temperature": case.temperature, "max_new_tokens": args.new_tokens, "ignore_eos": True}
     with Load(server, prompts, cell.concurrency, params):
         busy = Busy(server)
@@ -285,7 +321,10 @@ def held(ratio: float) -> str:
 
 def table(cells: list[Cell]) -> str:
     head = "| draft | requests | no speculation | " + " | ".join(f"{k} verified" for k in STEPS)
-    rows = [head + " | adaptive | of the best fixed: measured | evened out | cycle time | deciding, ms | of none | adaptive cycles, by k | ms a prompt: none, ours |"]
+    rows = [
+        head
+        + " | adaptive | of the best fixed: measured | evened out | cycle time | deciding, ms | of none | adaptive cycles, by k | ms a prompt: none, ours |"
+    ]
     rows.append("|---|" + "---:|" * (len(STEPS) + 8) + "---|---:|")
     for cell in cells:
         speeds = " | ".join(f"{cell.speed(name):.0f}" for name in SERVED)
@@ -327,17 +366,28 @@ differ by where processes lie in memory. Prompts are not in these times: in thei
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 48])
-    parser.add_argument("--starts", type=int, default=3, help="of both servers, in each of which there are so many rounds")
+    parser.add_argument(
+        "--starts", type=int, default=3, help="of both servers, in each of which there are so many rounds"
+    )
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=8.0, help=f"of a round; with more than {_LONGER_BEYOND} requests in proportion longer")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=8.0,
+        help=f"of a round; with more than {_LONGER_BEYOND} requests in proportion longer",
+    )
     parser.add_argument("--turn", type=int, default=8, help="cycles at each width in turn")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", help="float32 on a CPU that cannot multiply bfloat16")
-    parser.add_argument("--flags", default="", help="more of them, for all servers; an attention backend, say")
+    parser.add_argument(
+        "--flags", default="", help="more of them, for all servers; an attention backend, say"
+    )
     parser.add_argument("--name", default="adaptive", help="of the files in benchmark/results/")
     args = parser.parse_args()
     if args.starts * args.rounds < 3:

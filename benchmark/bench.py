@@ -23,7 +23,17 @@ from pathlib import Path
 
 import report
 from acceptance import Acceptance, sum_histograms
-from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, ROOT, TARGET, Server, dflash_arguments, serve, text_prompts
+from serving import (
+    DRAFT,
+    HYBRID_DRAFT,
+    HYBRID_TARGET,
+    ROOT,
+    TARGET,
+    Server,
+    dflash_arguments,
+    serve,
+    text_prompts,
+)
 
 RESULTS = ROOT / "benchmark" / "results"
 BUNDLED_PAIRS = (TARGET, DRAFT), (HYBRID_TARGET, HYBRID_DRAFT)
@@ -123,7 +133,9 @@ def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str
     }
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / file_name
-    stem.with_suffix(".json").write_text(json.dumps({**heading, "loads": [asdict(load) for load in loads]}, indent=1))
+    stem.with_suffix(".json").write_text(
+        json.dumps({**heading, "loads": [asdict(load) for load in loads]}, indent=1)
+    )
     stem.with_suffix(".md").write_text(report.markdown(heading, loads, stem.name))
     report.plot(loads, stem.with_suffix(".png"))
     print(f"\n{report.table(loads)}\nwritten: {stem.relative_to(ROOT)}.md, .json, .png")
@@ -142,7 +154,12 @@ def measure_with_phases(server: Server, prompts, concurrency: int, args, name: s
 
 
 def measure(
-    server: Server, prompts: list[str], concurrency: int, max_new_tokens: int, name: str, requests_per_slot: int = 6
+    server: Server,
+    prompts: list[str],
+    concurrency: int,
+    max_new_tokens: int,
+    name: str,
+    requests_per_slot: int = 6,
 ) -> Load:
     """Send a fixed set of greedy requests, `concurrency` at a time, and time the set as a whole."""
     server.flush_cache()
@@ -160,16 +177,22 @@ def _read_phases(path: Path) -> dict:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", help="default: the bundled Qwen3 target")
-    parser.add_argument("--draft", nargs="+", help="default, without --target: both bundled pairs, one after the other")
+    parser.add_argument(
+        "--draft", nargs="+", help="default, without --target: both bundled pairs, one after the other"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--requests-per-slot", type=int, default=6)
     parser.add_argument("--threads", type=int, help="PyTorch threads of each server; default: PyTorch's own")
     parser.add_argument("--server-args", default="", help="more flags, for every server")
-    parser.add_argument("--peer-env", nargs="+", default=[], help="NAME=VALUE that make a server run the built-in DFLASH")
+    parser.add_argument(
+        "--peer-env", nargs="+", default=[], help="NAME=VALUE that make a server run the built-in DFLASH"
+    )
     parser.add_argument("--peer-python", help="its interpreter, if another one")
     parser.add_argument("--peer-args", default="", help="its additional flags")
     parser.add_argument("--name", default="bench", help="of the files in benchmark/results/")

@@ -65,7 +65,9 @@ OFF, ON = "off", "on"
 
 def files(count: int) -> list[str]:
     """Pieces of held-out files."""
-    return [p["text"] for p in heldout_prompts() if not p.get("chat") and 217 <= p["num_tokens"] <= 800][:count]
+    return [p["text"] for p in heldout_prompts() if not p.get("chat") and 217 <= p["num_tokens"] <= 800][
+        :count
+    ]
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ def edit(file: str, tokenizer: Tokenizer) -> Request:
     names = Counter(re.findall(r"\b[a-z_]{6,}\b", file))
     name = max(names, key=lambda n: (names[n], n))
     edited = re.sub(rf"\b{name}\b", f"new_{name}", file)
-    return Request(f"{file}\n\n# The same, with {name} renamed to new_{name}:\n\n", tuple(tokenizer.encode(edited).ids))
+    return Request(
+        f"{file}\n\n# The same, with {name} renamed to new_{name}:\n\n", tuple(tokenizer.encode(edited).ids)
+    )
 
 
 def quote(file: str, tokenizer: Tokenizer) -> Request:
@@ -158,7 +162,9 @@ def ask(
 ) -> tuple[Run, list[dict]]:
     server.flush_cache()
     params = {"temperature": temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
-    asked = [{"text": r.text, "sampling_params": params | {"custom_params": {"says": r.says}}} for r in requests]
+    asked = [
+        {"text": r.text, "sampling_params": params | {"custom_params": {"says": r.says}}} for r in requests
+    ]
     before = copies(server)
     began = time.perf_counter()
     answers = server.generate_many(asked, concurrency)
@@ -192,7 +198,9 @@ def run(pair: str, args) -> Iterator[Cell]:
             ask(server, requests_of("plain", 4, tokenizer), 0.0, 16, 4)  # warms up
         for name in args.sets:
             requests = requests_of(name, args.requests, tokenizer)
-            parts = [(name, 0.0, requests)] + [(name, 0.8, requests)] * (name != "edit")  # whose every token is held
+            parts = [(name, 0.0, requests)] + [(name, 0.8, requests)] * (
+                name != "edit"
+            )  # whose every token is held
             if name == "plain" and "drawn" not in pair:
                 every = requests_of(name, 1000, tokenizer)
                 _, answers = ask(servers[OFF], every, 0.0, args.new_tokens, 16)
@@ -208,7 +216,9 @@ def run(pair: str, args) -> Iterator[Cell]:
                     cell = Cell(pair, title, temperature, concurrency, len(chosen))
                     for number in range(args.rounds):
                         for server in (OFF, ON) if number % 2 == 0 else (ON, OFF):
-                            result, _ = ask(servers[server], chosen, temperature, args.new_tokens, concurrency)
+                            result, _ = ask(
+                                servers[server], chosen, temperature, args.new_tokens, concurrency
+                            )
                             cell.runs[server].append(result)
                     print(row(cell), flush=True)
                     yield cell
@@ -222,7 +232,9 @@ def row(cell: Cell) -> str:
     lengths = [cell.median(server, "accept_length") for server in (OFF, ON)]
     bar = BARS.get(cell.name.split(",")[0])
     ratio = f"{cell.ratio:.2f}" if bar is None or cell.ratio >= bar else f"**{cell.ratio:.2f}**"
-    shares = " | ".join(f"{100 * cell.median(ON, key):.0f} %" for key in ("copied", "kept_copies", "skipped", "loops"))
+    shares = " | ".join(
+        f"{100 * cell.median(ON, key):.0f} %" for key in ("copied", "kept_copies", "skipped", "loops")
+    )
     return (
         f"| {cell.pair} | {cell.name} | {cell.temperature:g} | {cell.concurrency} | {cell.requests} | {off:.0f} | {on:.0f} "
         f"| {ratio} ±{cell.spread:.2f} | {lengths[0]:.2f} | {lengths[1]:.2f} | {shares} |"
@@ -258,13 +270,20 @@ def known(path: Path) -> list[Cell]:
     if not path.exists():
         return []
     cells = json.loads(path.read_text())
-    return [Cell(**{**c, "runs": {server: [Run(**r) for r in runs] for server, runs in c["runs"].items()}}) for c in cells]
+    return [
+        Cell(**{**c, "runs": {server: [Run(**r) for r in runs] for server, runs in c["runs"].items()}})
+        for c in cells
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
-    parser.add_argument("--sets", nargs="+", choices=("edit", "quote", "plain"), default=["edit", "quote", "plain"])
+    parser.add_argument(
+        "--sets", nargs="+", choices=("edit", "quote", "plain"), default=["edit", "quote", "plain"]
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)

@@ -16,7 +16,13 @@ from serving import DRAFT, ROOT, TARGET, dflash_arguments, importing, serve
 from tokenizers import Tokenizer
 
 # Records that do not move: a match of at least `shortest` tokens is always copied.
-ALWAYS = {"trust_short": 1.0, "trust_medium": 1.0, "copies_follow": 0.0, "drafts_follow": 0.0, "drafts_start": 0.0}
+ALWAYS = {
+    "trust_short": 1.0,
+    "trust_medium": 1.0,
+    "copies_follow": 0.0,
+    "drafts_follow": 0.0,
+    "drafts_start": 0.0,
+}
 RULES = {
     "drafts only": None,
     "copies of any match from 3 tokens on": ALWAYS,
@@ -25,7 +31,14 @@ RULES = {
     "as they fared, matches of all lengths trusted alike": {"trust_short": 1.0, "trust_medium": 1.0},
     "as they fared, short matches trusted less (ours)": {},
 }
-SETS = (("edit", 0.0), ("quote", 0.0), ("quote", 0.8), ("plain", 0.0), ("plain, does not loop", 0.0), ("plain", 0.8))
+SETS = (
+    ("edit", 0.0),
+    ("quote", 0.0),
+    ("quote", 0.8),
+    ("plain", 0.0),
+    ("plain, does not loop", 0.0),
+    ("plain", 0.8),
+)
 
 
 def accept_lengths(rule: dict | None, quiet: list[Request], args) -> list[str]:
@@ -34,7 +47,16 @@ def accept_lengths(rule: dict | None, quiet: list[Request], args) -> list[str]:
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     env = {"OMP_NUM_THREADS": "1", **importing(HELD), "COPY_RULE": json.dumps(rule or {})}
     flags = dflash_arguments(DRAFT) + ["--speculative-copy-ahead"] * (rule is not None)
-    common = ["--model-path", TARGET, "--dtype", "float32", "--random-seed", "1", "--max-total-tokens", "32768"]
+    common = [
+        "--model-path",
+        TARGET,
+        "--dtype",
+        "float32",
+        "--random-seed",
+        "1",
+        "--max-total-tokens",
+        "32768",
+    ]
     cells = []
     with serve(*common, *flags, env=env) as server:
         if not quiet:
@@ -66,7 +88,9 @@ accept lengths on the bundled pair, {args.new_tokens} tokens each; the sets are 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=96)
     args = parser.parse_args()

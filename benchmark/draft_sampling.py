@@ -23,7 +23,9 @@ METHODS = {
 }
 
 
-def accept_length(server: Server, texts: list[str], temperature: float, new_tokens: int) -> tuple[float, float]:
+def accept_length(
+    server: Server, texts: list[str], temperature: float, new_tokens: int
+) -> tuple[float, float]:
     """Tokens per verified block over all requests, and the standard error of that."""
     sampling = {"temperature": temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
     answers = server.generate_many([{"text": text, "sampling_params": sampling} for text in texts], 16)
@@ -37,7 +39,9 @@ def accept_length(server: Server, texts: list[str], temperature: float, new_toke
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default=str(TARGET.relative_to(ROOT)))
     parser.add_argument("--draft", nargs="+", default=[str(DRAFT.relative_to(ROOT))])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.3, 0.7, 1.0])

@@ -33,7 +33,10 @@ def main() -> None:
             x, weight = torch.randn(rows, in_features), torch.randn(out_features, in_features)
             mkl = microseconds(lambda: torch.nn.functional.linear(x, weight))
             onednn = microseconds(lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""))
-            print(f"| {rows} | {out_features} x {in_features} | {mkl:.0f} | {onednn:.0f} | {mkl / onednn:.2f}x |", flush=True)
+            print(
+                f"| {rows} | {out_features} x {in_features} | {mkl:.0f} | {onednn:.0f} | {mkl / onednn:.2f}x |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

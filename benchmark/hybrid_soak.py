@@ -20,7 +20,14 @@ import urllib.error
 from collections import Counter
 from pathlib import Path
 
-from serving import HYBRID_DRAFT as DRAFT, HYBRID_TARGET as TARGET, Server, dflash_arguments, heldout_prompts, serve
+from serving import (
+    HYBRID_DRAFT as DRAFT,
+    HYBRID_TARGET as TARGET,
+    Server,
+    dflash_arguments,
+    heldout_prompts,
+    serve,
+)
 from tokenizers import Tokenizer
 
 # Two batch shapes compute a logit within about 1e-6 in float32, and recurrent states carry that on.
@@ -42,7 +49,8 @@ def known_answers(server: Server, count: int, seed: int) -> list[dict]:
         prompts.append(start + prompt)
     sampling = {"temperature": 0, "max_new_tokens": LONGEST, "ignore_eos": True}
     asked = [
-        {"input_ids": p, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2} for p in prompts
+        {"input_ids": p, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2}
+        for p in prompts
     ]
     known = []
     for prompt, answer in zip(prompts, server.generate_many(asked, 16), strict=True):
@@ -90,7 +98,10 @@ def soak(server: Server, known: list[dict], count: int, seed: int, concurrency: 
             expected = rest[: len(output)] if was_cut else rest[:length]
             if output != expected:
                 counts["wrong"] += 1
-                print(json.dumps({"wrong": number, "prompt": prompt, "got": output, "wanted": expected}), flush=True)
+                print(
+                    json.dumps({"wrong": number, "prompt": prompt, "got": output, "wanted": expected}),
+                    flush=True,
+                )
         time.sleep(generator.random() * 0.2)
 
     with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
@@ -101,7 +112,9 @@ def soak(server: Server, known: list[dict], count: int, seed: int, concurrency: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--concurrency", type=int, default=24)

@@ -37,10 +37,16 @@ def _burn() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", nargs="+", required=True, metavar="NAME=VALUE", help="the first is compared with")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--settings", nargs="+", required=True, metavar="NAME=VALUE", help="the first is compared with"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--busy-rounds", type=int, default=1, help="of them beside a busy process, which takes minutes")
+    parser.add_argument(
+        "--busy-rounds", type=int, default=1, help="of them beside a busy process, which takes minutes"
+    )
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     args = parser.parse_args()
@@ -61,7 +67,12 @@ def main() -> None:
                         speeds[setting, where].append(load.tokens_per_second)
                         print(f"{setting:>32} {where:>22} {load.tokens_per_second:8.1f} tokens/s", flush=True)
     places = (IDLE, BUSY) if args.busy_rounds else (IDLE,)
-    print("\n| setting |" + "".join(f" {where} | |" for where in places) + "\n|---|" + "---:|---:|" * len(places))
+    print(
+        "\n| setting |"
+        + "".join(f" {where} | |" for where in places)
+        + "\n|---|"
+        + "---:|---:|" * len(places)
+    )
     medians = {key: statistics.median(values) for key, values in speeds.items() if values}
     for setting in args.settings:
         cells = []

@@ -43,7 +43,9 @@ def read_counts(page: str) -> Counts:
         int(totals[f"sglang:spec_{name}_total"]) for name in ("drafts", "drafted_tokens", "accepted_tokens")
     )
     if not drafts or not positions:
-        raise ValueError("no drafted blocks in these metrics: does the server run DFLASH with --enable-metrics?")
+        raise ValueError(
+            "no drafted blocks in these metrics: does the server run DFLASH with --enable-metrics?"
+        )
     return Counts(drafts, drafted, accepted, [positions[k] for k in sorted(positions)])
 
 
@@ -66,7 +68,9 @@ def plot(counts: Counts, path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="the running server")
     parser.add_argument("--output", type=Path, default=Path("acceptance.png"))
     args = parser.parse_args()

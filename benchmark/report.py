@@ -30,7 +30,9 @@ def table(loads) -> str:
     for concurrency in dict.fromkeys(load.concurrency for load in loads):
         at = [by_key[s, concurrency] for s in servers]
         cells = [str(concurrency)] + [f"{load.tokens_per_second:.1f}" for load in at]
-        cells += [f"{speedup(load, loads):.2f}x" for load in at[1:]] + [f"{load.accept_length:.2f}" for load in at[1:]]
+        cells += [f"{speedup(load, loads):.2f}x" for load in at[1:]] + [
+            f"{load.accept_length:.2f}" for load in at[1:]
+        ]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
 
@@ -52,16 +54,23 @@ def markdown(heading: dict, loads, stem: str) -> str:
     ]
     timed = [load for load in loads if load.phase_ms]
     parts[-1] += "".join(
-        f"\n| {load.server} | {load.concurrency} | " + " | ".join(f"{load.phase_ms[p]:.2f}" for p in PHASES) + " |"
+        f"\n| {load.server} | {load.concurrency} | "
+        + " | ".join(f"{load.phase_ms[p]:.2f}" for p in PHASES)
+        + " |"
         for load in timed
     )
     parts += [
         "## Acceptance per position",
         "Share of blocks in which the k-th drafted token was kept.",
-        "| server | concurrency | " + " | ".join(str(k) for k in range(1, deepest + 1)) + " |\n|---|" + "---:|" * (deepest + 1),
+        "| server | concurrency | "
+        + " | ".join(str(k) for k in range(1, deepest + 1))
+        + " |\n|---|"
+        + "---:|" * (deepest + 1),
     ]
     parts[-1] += "".join(
-        f"\n| {load.server} | {load.concurrency} | " + " | ".join(f"{a:.2f}" for a in load.acceptance.by_position) + " |"
+        f"\n| {load.server} | {load.concurrency} | "
+        + " | ".join(f"{a:.2f}" for a in load.acceptance.by_position)
+        + " |"
         for load in drafted
     )
     return "\n\n".join(parts) + "\n"
@@ -77,7 +86,12 @@ def plot(loads, path: Path) -> None:
     servers = list(dict.fromkeys(load.server for load in loads))
     for server in servers:
         mine = [load for load in loads if load.server == server]
-        speed.plot([load.concurrency for load in mine], [load.tokens_per_second for load in mine], marker="o", label=server)
+        speed.plot(
+            [load.concurrency for load in mine],
+            [load.tokens_per_second for load in mine],
+            marker="o",
+            label=server,
+        )
     speed.set(xlabel="concurrent requests", ylabel="output tokens/s", ylim=(0, None))
     speed.set_xscale("log", base=2)
     ticks = sorted({load.concurrency for load in loads})

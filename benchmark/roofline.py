@@ -147,7 +147,10 @@ def copy_ahead_bytes(pair: Pair, batch: int, context: int) -> int:
 
 def copy_ahead_table(pair: Pair = QWEN3_8B) -> str:
     """What copying ahead adds to a cycle of the same requests and contexts on the H200."""
-    rows = [f"| requests | tokens of text | KB | µs | + {LAUNCHES} launches, µs | cycle, ms | share |", "|" + "---:|" * 7]
+    rows = [
+        f"| requests | tokens of text | KB | µs | + {LAUNCHES} launches, µs | cycle, ms | share |",
+        "|" + "---:|" * 7,
+    ]
     for batch, context in TEXTS:
         moved = copy_ahead_bytes(pair, batch, context)
         seconds = moved / H200.bandwidth

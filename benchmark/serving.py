@@ -108,7 +108,9 @@ def serve(
     port = _free_port()
     command = [*launcher, "--port", str(port), *map(str, arguments)]
     with tempfile.NamedTemporaryFile("wb", suffix=".log", prefix="sglang-", delete=False) as log:
-        process = (start or functools.partial(start_cold, python=python))(command, {**WHOLE_BLOCKS, **(env or {})}, log)
+        process = (start or functools.partial(start_cold, python=python))(
+            command, {**WHOLE_BLOCKS, **(env or {})}, log
+        )
     server = Server(url=f"http://127.0.0.1:{port}", process=process, log_path=Path(log.name))
     try:
         _wait_until_ready(server, timeout)
@@ -123,7 +125,9 @@ def start_cold(
 ) -> subprocess.Popen:
     """An interpreter of its own that runs COMMAND, in a session of its own."""
     env = {**os.environ, **env}
-    return subprocess.Popen([python, *command], stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    return subprocess.Popen(
+        [python, *command], stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+    )
 
 
 def dflash_arguments(draft: str | Path = DRAFT) -> list[str]:
@@ -158,7 +162,9 @@ def _wait_until_ready(server: Server, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
-            raise ServerDied(f"exit code {server.process.returncode}; its output ends:\n{server.log()[-4000:]}")
+            raise ServerDied(
+                f"exit code {server.process.returncode}; its output ends:\n{server.log()[-4000:]}"
+            )
         # /health answers 503 until the warm-up request has gone through.
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
             server.get("/health", timeout=5)

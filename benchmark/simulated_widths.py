@@ -60,7 +60,9 @@ def simulate(pair: Pair, gpu: roofline.Gpu, batch: int, draft: str, seed: int = 
     seconds = np.array([cycle_seconds(pair, gpu, batch, int(width)) for width in WIDTHS])
     tokens = expected_tokens(accept_probs, WIDTHS)
     measured = np.array([[cycle_seconds(pair, gpu, n, int(width)) for width in WIDTHS] for n in BATCHES])
-    chooser = WidthChooser(CostTable(np.array(BATCHES), WIDTHS, measured), SurvivalEstimate(max(BATCHES), WIDTHS[-1] - 1))
+    chooser = WidthChooser(
+        CostTable(np.array(BATCHES), WIDTHS, measured), SurvivalEstimate(max(BATCHES), WIDTHS[-1] - 1)
+    )
     slots, modes = np.arange(batch), np.zeros(batch, dtype=int)
     spent = made = 0.0
     chosen: Counter[int] = Counter()
@@ -91,7 +93,9 @@ def ragged_gain(pair: Pair, gpu: roofline.Gpu, batch: int, mix: tuple[str, ...])
     rows = np.arange(batch, batch * widths[-1] + 1)
     tokens = batch + np.concatenate(([0.0], kept.cumsum()))
     with_draft = seconds.copy()
-    with_draft[0] += roofline.draft(pair, batch, CONTEXT).seconds(gpu)  # the draft runs as soon as one request has a row
+    with_draft[0] += roofline.draft(pair, batch, CONTEXT).seconds(
+        gpu
+    )  # the draft runs as soon as one request has a row
     took = np.interp(rows, batch * widths, with_draft)
     took[0] = seconds[0]
     return float((tokens / took).max() / uniform)
@@ -99,21 +103,32 @@ def ragged_gain(pair: Pair, gpu: roofline.Gpu, batch: int, mix: tuple[str, ...])
 
 def ragged_table(pair: Pair, gpu: roofline.Gpu) -> str:
     batches = BATCHES[1:]
-    rows = ["| requests of these kinds | " + " | ".join(map(str, batches)) + " |", "|---|" + "---:|" * len(batches)]
+    rows = [
+        "| requests of these kinds | " + " | ".join(map(str, batches)) + " |",
+        "|---|" + "---:|" * len(batches),
+    ]
     for mix in MIXES:
         gains = (ragged_gain(pair, gpu, batch, mix) for batch in batches)
-        rows.append(f"| {', '.join(mix)} | " + " | ".join(f"{100 * (gain - 1):+.0f} %" for gain in gains) + " |")
+        rows.append(
+            f"| {', '.join(mix)} | " + " | ".join(f"{100 * (gain - 1):+.0f} %" for gain in gains) + " |"
+        )
     return "\n".join(rows)
 
 
 def table(cells: list[Cell]) -> str:
-    head = "| draft | batch | " + " | ".join(f"width {w}" for w in WIDTHS) + " | adaptive | its width | against full width | against the best fixed width |"
+    head = (
+        "| draft | batch | "
+        + " | ".join(f"width {w}" for w in WIDTHS)
+        + " | adaptive | its width | against full width | against the best fixed width |"
+    )
     rows = [head, "|---|" + "---:|" * (len(WIDTHS) + 5)]
     for cell in cells:
         plain = cell.speeds[0]
         shares = [f"{speed / plain:.2f}" for speed in cell.speeds]
         rows.append(
-            f"| {cell.draft} | {cell.batch} | " + " | ".join(shares) + f" | {cell.adaptive / plain:.2f} | {cell.width} "
+            f"| {cell.draft} | {cell.batch} | "
+            + " | ".join(shares)
+            + f" | {cell.adaptive / plain:.2f} | {cell.width} "
             f"| {100 * (cell.adaptive / cell.speeds[-1] - 1):+.0f} % | {cell.adaptive / cell.speeds.max():.3f} |"
         )
     return "\n".join(rows)

@@ -28,7 +28,16 @@ from collections import Counter
 from http.client import HTTPException
 from pathlib import Path
 
-from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, serve
+from serving import (
+    DFLASH2_DRAFT,
+    DRAFT,
+    PEAGLE_DRAFT,
+    SPECULATORS_DRAFT,
+    TARGET,
+    Server,
+    dflash_arguments,
+    serve,
+)
 from soak_requests import PATIENCE, Known, Wrong, ask, known_requests
 
 # The scheduler counts its KV slots after every step, and a leak or a double free ends the server.
@@ -42,7 +51,14 @@ ENVIRONMENT = {
 }
 # SGLang's watchdog takes a server that was stopped for one that hangs: a client's patience finds those that do.
 NO_WATCHDOG = ("--watchdog-timeout", "86400")
-PLAIN = ("--model-path", str(TARGET), "--dtype", "float32", "--constrained-json-disable-any-whitespace", *NO_WATCHDOG)
+PLAIN = (
+    "--model-path",
+    str(TARGET),
+    "--dtype",
+    "float32",
+    "--constrained-json-disable-any-whitespace",
+    *NO_WATCHDOG,
+)
 # Resident memory a server may gain in a round after its first half, in MB: allocators do not give back at once.
 MEMORY_SLACK_MB = 200
 SHOWN = 80
@@ -71,7 +87,11 @@ class Configuration:
             arguments += [] if value is None else [flag, str(value)]
         if "--chunked-prefill-size" in arguments and generator.random() < 0.6:
             arguments.append("--enable-mixed-chunk")
-        for flag, share in (("--disable-overlap-schedule", 0.3), ("--speculative-adaptive", 0.3), ("--disable-radix-cache", 0.1)):
+        for flag, share in (
+            ("--disable-overlap-schedule", 0.3),
+            ("--speculative-adaptive", 0.3),
+            ("--disable-radix-cache", 0.1),
+        ):
             arguments += [flag] if generator.random() < share else []
         return cls((*PLAIN, *arguments))
 
@@ -116,7 +136,12 @@ def _processes(session: int) -> list[int]:
 
 
 def run_round(
-    server: Server, known: list[Known], requests: int, seed: str, concurrency: int = 16, progress=lambda counts: None
+    server: Server,
+    known: list[Known],
+    requests: int,
+    seed: str,
+    concurrency: int = 16,
+    progress=lambda counts: None,
 ) -> tuple[Counter, list[str]]:
     """`requests` random requests; how many of which kind there were, and what went wrong, a line each."""
     counts: Counter = Counter()
@@ -133,7 +158,13 @@ def run_round(
             wrong.append(f"request {number}: the server did not answer: {error!r}")
             return
         meta = meta or {}
-        counts.update({kind: 1, "tokens": meta.get("completion_tokens", 0), "retractions": meta.get("num_retractions", 0)})
+        counts.update(
+            {
+                kind: 1,
+                "tokens": meta.get("completion_tokens", 0),
+                "retractions": meta.get("num_retractions", 0),
+            }
+        )
         counts.update({"cycles": sum(meta.get("spec_correct_drafts_histogram") or [])})
 
     before, log_before = None, len(server.log())
@@ -146,7 +177,10 @@ def run_round(
             if server.process.poll() is not None:
                 break
     if server.process.poll() is not None:
-        return counts, [*wrong, f"the server ended with code {server.process.returncode}: {server.log()[-3000:]}"]
+        return counts, [
+            *wrong,
+            f"the server ended with code {server.process.returncode}: {server.log()[-3000:]}",
+        ]
     return counts, wrong + _after(server, before, server.log()[log_before:])
 
 
@@ -155,7 +189,9 @@ def _after(server: Server, before: Resources | None, log: str) -> list[str]:
     found = []
     server.flush_cache()
     load = server.get("/v1/loads")["loads"][0]
-    left = {name: load[name] for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens") if load[name]}
+    left = {
+        name: load[name] for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens") if load[name]
+    }
     if left:
         found.append(f"still there when all is over: {left}")
     if tracebacks := re.findall(r"Traceback \(most recent call last\)(?:\n.*){0,30}", log):
@@ -171,15 +207,23 @@ def _bar(counts: Counter, wanted: int | None, started: float, minutes: float | N
     passed = time.monotonic() - started
     share = counts["requests"] / wanted if wanted else passed / (60 * minutes)
     filled = min(SHOWN // 2, round(share * SHOWN // 2))
-    print(f"\r[{'#' * filled:<{SHOWN // 2}}] {counts['requests']} requests, {passed:.0f} s", end="", file=sys.stderr)
+    print(
+        f"\r[{'#' * filled:<{SHOWN // 2}}] {counts['requests']} requests, {passed:.0f} s",
+        end="",
+        file=sys.stderr,
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, help="all in all (default 2000, unless --minutes)")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--per-round", type=int, default=500, help="requests per server")
-    parser.add_argument("--known", type=int, default=300, help="greedy requests with known answers, to choose from")
+    parser.add_argument(
+        "--known", type=int, default=300, help="greedy requests with known answers, to choose from"
+    )
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only-round", type=int, help="repeat one round")
@@ -202,7 +246,7 @@ def main() -> int:
         nonlocal failures
         seed = f"{options.seed}-{number}"
         configuration = Configuration.draw(random.Random(seed))
-        print(f"round {number}: {shlex.join(configuration.arguments[len(PLAIN):])}", flush=True)
+        print(f"round {number}: {shlex.join(configuration.arguments[len(PLAIN) :])}", flush=True)
         count = options.per_round
         if options.requests is not None:
             count = min(count, options.requests - totals["requests"])
@@ -217,7 +261,10 @@ def main() -> int:
             )
         totals.update(counts + Counter(rounds=1, wrong=len(wrong)))
         passed = (time.monotonic() - started) / 60
-        print(f"  so far: {json.dumps({**totals, 'wrong': totals['wrong'], 'minutes': round(passed, 1)})}", flush=True)
+        print(
+            f"  so far: {json.dumps({**totals, 'wrong': totals['wrong'], 'minutes': round(passed, 1)})}",
+            flush=True,
+        )
         for line in wrong:
             print(f"\nWRONG in round {number}: {line}", flush=True)
         if wrong:

@@ -65,26 +65,36 @@ def known_requests(plain: Server, count: int, seed: int) -> list[Known]:
         ids = ids[: generator.choice((1, 7, 40, 63, 64, 65, 128, 200, 400))]
         if generator.random() < 0.3:
             ids = shared[: generator.choice((16, 64, 100, 256))] + ids
-        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": generator.choice((1, 2, 8, 9, 24, 48, LONGEST))}
+        sampling: dict[str, Any] = {
+            "temperature": 0,
+            "max_new_tokens": generator.choice((1, 2, 8, 9, 24, 48, LONGEST)),
+        }
         sampling["ignore_eos"] = generator.random() < 0.5
         kind = generator.random()
         if kind < 0.2:
             sampling |= generator.choice(GRAMMARS) | {"ignore_eos": False}
         elif kind < 0.3:
-            sampling["logit_bias"] = {str(generator.randrange(5, VOCABULARY)): generator.choice((-100.0, 4.0))}
+            sampling["logit_bias"] = {
+                str(generator.randrange(5, VOCABULARY)): generator.choice((-100.0, 4.0))
+            }
         elif kind < 0.4:
             sampling["stop_token_ids"] = [generator.randrange(5, VOCABULARY) for _ in range(40)]
         elif kind < 0.5:
             sampling["stop"] = [generator.choice(("\n\n", "self", "):", "return", " = "))]
         requests.append({"input_ids": ids, "sampling_params": sampling})
     asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
-    return [_known(request, answer) for request, answer in zip(requests, plain.generate_many(asked, 16), strict=True)]
+    return [
+        _known(request, answer)
+        for request, answer in zip(requests, plain.generate_many(asked, 16), strict=True)
+    ]
 
 
 def _known(request: dict, answer: dict) -> Known:
     # Under a grammar only one token may be left, the others at -inf.
     leads = [
-        values[0] - values[1] if len(values := [value for value, *_ in top or [] if value is not None]) > 1 else math.inf
+        values[0] - values[1]
+        if len(values := [value for value, *_ in top or [] if value is not None]) > 1
+        else math.inf
         for top in answer["meta_info"]["output_top_logprobs"]
     ]
     decided = next((i for i, lead in enumerate(leads) if lead < TIE), len(leads))
@@ -97,7 +107,9 @@ class Wrong(Exception):
     """An answer that is not what it has to be."""
 
 
-def ask(server: Server, known: Sequence[Known], generator: random.Random, name: str) -> tuple[str, dict, dict | None]:
+def ask(
+    server: Server, known: Sequence[Known], generator: random.Random, name: str
+) -> tuple[str, dict, dict | None]:
     """Send one random request and check its answer. Returns its kind, the request, and `meta_info` where it was answered.
     Raises Wrong. name: unique, for aborts."""
     kinds: tuple[tuple[float, Callable], ...] = (
@@ -114,9 +126,15 @@ def ask(server: Server, known: Sequence[Known], generator: random.Random, name: 
     [ask_one] = generator.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])
     request: dict = {}
     try:
-        return ask_one.__name__.strip("_"), request, ask_one(server, generator.choice(known), generator, name, request)
+        return (
+            ask_one.__name__.strip("_"),
+            request,
+            ask_one(server, generator.choice(known), generator, name, request),
+        )
     except Wrong as wrong:
-        raise Wrong(json.dumps({"kind": ask_one.__name__.strip("_"), "request": request, "wrong": str(wrong)})) from wrong
+        raise Wrong(
+            json.dumps({"kind": ask_one.__name__.strip("_"), "request": request, "wrong": str(wrong)})
+        ) from wrong
 
 
 def _post(server: Server, request: dict) -> dict:
@@ -131,8 +149,14 @@ def _hold_against(known: Known, answer: dict) -> dict:
     if got[: len(known.output_ids)] != known.output_ids:
         raise Wrong(f"{got} instead of {known.output_ids}")
     meta = answer["meta_info"]
-    if known.is_whole and (got, answer["text"], meta["finish_reason"]) != (known.output_ids, known.text, known.finish):
-        raise Wrong(f"{got}, {answer['text']!r}, {meta['finish_reason']} instead of {known.text!r}, {known.finish}")
+    if known.is_whole and (got, answer["text"], meta["finish_reason"]) != (
+        known.output_ids,
+        known.text,
+        known.finish,
+    ):
+        raise Wrong(
+            f"{got}, {answer['text']!r}, {meta['finish_reason']} instead of {known.text!r}, {known.finish}"
+        )
     if meta["completion_tokens"] != len(got):
         raise Wrong(f"{meta['completion_tokens']} tokens are counted, {len(got)} came")
     return meta
@@ -165,7 +189,11 @@ def _streamed(server, known: Known, generator, name, request) -> dict:
 
 
 def _with_logprobs(server, known: Known, generator, name, request) -> dict:
-    request |= known.request | {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5, VOCABULARY - 1]}
+    request |= known.request | {
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "token_ids_logprob": [5, VOCABULARY - 1],
+    }
     answer = _post(server, request)
     meta = _hold_against(known, answer)
     for field in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
@@ -190,18 +218,35 @@ def _loose(server, known: Known, generator, request, **sampling) -> dict:
 
 def _sampled(server, known, generator, name, request) -> dict:
     choices = ({}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9})
-    return _loose(server, known, generator, request, temperature=generator.choice((0.3, 0.7, 1.0, 1.3)), **generator.choice(choices))
+    return _loose(
+        server,
+        known,
+        generator,
+        request,
+        temperature=generator.choice((0.3, 0.7, 1.0, 1.3)),
+        **generator.choice(choices),
+    )
 
 
 def _penalized(server, known, generator, name, request) -> dict:
-    choices = ({"frequency_penalty": 0.7}, {"presence_penalty": -0.5}, {"repetition_penalty": 1.3}, {"min_new_tokens": 1})
+    choices = (
+        {"frequency_penalty": 0.7},
+        {"presence_penalty": -0.5},
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 1},
+    )
     return _loose(server, known, generator, request, temperature=0, **generator.choice(choices))
 
 
 def _completion(server, known: Known, generator, name, request) -> None:
     """OpenAI's endpoint."""
     sampling = known.request["sampling_params"]
-    request |= {"model": "default", "prompt": known.request["input_ids"], "temperature": 0, "max_tokens": sampling["max_new_tokens"]}
+    request |= {
+        "model": "default",
+        "prompt": known.request["input_ids"],
+        "temperature": 0,
+        "max_tokens": sampling["max_new_tokens"],
+    }
     try:
         answer = server.post("/v1/completions", request, PATIENCE)
     except urllib.error.HTTPError as error:
@@ -257,7 +302,9 @@ def _bad(server, known, generator, name, request) -> None:
 
 def _open(server: Server, request: dict) -> http.client.HTTPResponse:
     call = urllib.request.Request(
-        server.url + "/generate", data=json.dumps(request).encode(), headers={"Content-Type": "application/json"}
+        server.url + "/generate",
+        data=json.dumps(request).encode(),
+        headers={"Content-Type": "application/json"},
     )
     try:
         return urllib.request.urlopen(call, timeout=PATIENCE)

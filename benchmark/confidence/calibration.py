@@ -57,7 +57,9 @@ class ConfidenceCalibration:
         own = self._own.of(slots)[:, None]
         average = sigmoid(base)
         surprise = np.where(is_labelled, is_kept - average, 0).sum(axis=1)
-        self._own.learn(slots, surprise[None], np.where(is_labelled, average * (1 - average), 0).sum(axis=1)[None])
+        self._own.learn(
+            slots, surprise[None], np.where(is_labelled, average * (1 - average), 0).sum(axis=1)[None]
+        )
         a = sigmoid(base + own)
         residual, weight = np.where(is_labelled, is_kept - a, 0), np.where(is_labelled, a * (1 - a), 0)
         for mode in np.unique(modes):

@@ -37,7 +37,9 @@ def record(draft: Path, temperature: float, concurrency: int, requests: int) -> 
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "cycles.jsonl"
         env = {"CONFIDENCE_LOG": str(log), "OMP_NUM_THREADS": "1", **importing(Path(__file__).parent)}
-        with serve("--model-path", TARGET, *dflash_arguments(draft), "--max-total-tokens", "32768", env=env) as server:
+        with serve(
+            "--model-path", TARGET, *dflash_arguments(draft), "--max-total-tokens", "32768", env=env
+        ) as server:
             server.generate_many([{"text": text, "sampling_params": sampling} for text in texts], concurrency)
         return [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -45,7 +47,10 @@ def record(draft: Path, temperature: float, concurrency: int, requests: int) -> 
 def replay(cycles: list[dict]) -> dict[str, float]:
     """Log loss per labelled token, and tokens per second of the widths chosen, relative to the best fixed one."""
     depth = len(cycles[0]["confidence"][0])
-    average, calibrated = SurvivalEstimate(len(cycles) * 64, depth), ConfidenceCalibration(len(cycles) * 64, depth)
+    average, calibrated = (
+        SurvivalEstimate(len(cycles) * 64, depth),
+        ConfidenceCalibration(len(cycles) * 64, depth),
+    )
     rows: dict[str, int] = {}
     loss = {"averages": 0.0, "confidence": 0.0}
     labelled = 0
@@ -55,7 +60,10 @@ def replay(cycles: list[dict]) -> dict[str, float]:
         slots = np.array([rows.setdefault(rid, len(rows)) for rid in cycle["requests"]])
         modes = np.zeros(len(slots), dtype=int)
         confidence, accepted = np.array(cycle["confidence"]), np.array(cycle["accepted"])
-        probs = {"averages": average.accept_probs(slots, modes), "confidence": calibrated.accept_probs(slots, modes, confidence)}
+        probs = {
+            "averages": average.accept_probs(slots, modes),
+            "confidence": calibrated.accept_probs(slots, modes, confidence),
+        }
         kept = np.arange(depth) < accepted[:, None]
         seen = np.arange(depth) <= accepted[:, None]
         if number >= len(cycles) // 3:  # both have learned something
@@ -81,7 +89,9 @@ def replay(cycles: list[dict]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
     args = parser.parse_args()

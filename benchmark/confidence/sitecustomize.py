@@ -36,7 +36,9 @@ def watch_worker(module) -> None:
             count = len(batch.reqs)
             confidence = _sure[-1][: count * (self.verify_width - 1)].view(count, -1)
             rids = [req.rid for req in batch.reqs]
-            cycles.append({"requests": rids, "confidence": [[round(x, 3) for x in row] for row in confidence.tolist()]})
+            cycles.append(
+                {"requests": rids, "confidence": [[round(x, 3) for x in row] for row in confidence.tolist()]}
+            )
         return result
 
     def complete(self, accepted, batch_size=0):

@@ -116,7 +116,15 @@ def _adaptive(results: dict) -> list[str]:
             f"{LEAST_ADAPTIVE}x no speculation. ms: what the policy expects of a cycle at each width, with what it "
             "measured by then. Cycles: at each width since the start, the loads before included.",
             _table(
-                ["concurrency", "no speculation", "adaptive", "adaptive / none", "wanted", "ms by width", "cycles"],
+                [
+                    "concurrency",
+                    "no speculation",
+                    "adaptive",
+                    "adaptive / none",
+                    "wanted",
+                    "ms by width",
+                    "cycles",
+                ],
                 rows,
             ),
         ]

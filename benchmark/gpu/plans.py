@@ -55,7 +55,15 @@ REHEARSED = {
     "probabilistic": ("flashinfer", DRAFT, "--speculative-draft-sample-method", "probabilistic"),
     "widths": ("flashinfer", DRAFT, "--speculative-adaptive"),
     "pages": ("flashinfer", PEAGLE_DRAFT, "--page-size", "16"),
-    "mixed-chunks": ("flashinfer", DRAFT, "--enable-mixed-chunk", "--chunked-prefill-size", "64", "--max-total-tokens", "2048"),
+    "mixed-chunks": (
+        "flashinfer",
+        DRAFT,
+        "--enable-mixed-chunk",
+        "--chunked-prefill-size",
+        "64",
+        "--max-total-tokens",
+        "2048",
+    ),
     "window": ("flashinfer", DRAFT, "--speculative-draft-window-size", "64"),
     "dflash2": ("flashinfer", DFLASH2_DRAFT),
     "hybrid": ("flashinfer", HYBRID_DRAFT),
@@ -130,7 +138,11 @@ def rehearsed_parts(backend: str) -> list[Part]:
     for name, (own, draft, *more) in REHEARSED.items():
         chosen = backend if backend == "torch_native" else own
         target = HYBRID_TARGET if draft == HYBRID_DRAFT else TARGET
-        reference = Plan(NO_SPECULATION, tuple(_bundled_target("flashinfer" if chosen == own else backend, target)), dict(OURS))
+        reference = Plan(
+            NO_SPECULATION,
+            tuple(_bundled_target("flashinfer" if chosen == own else backend, target)),
+            dict(OURS),
+        )
         arguments = *_bundled_target(chosen, target), *_dflash(_from_root(draft), chosen), *more
         plans = reference, Plan(DFLASH, arguments, dict(OURS))
         accept_length = None if name in OTHER_ACCEPTANCE else expected[draft.name]
@@ -192,7 +204,13 @@ def shape_server(pair: Pair, variant: str, backend: str) -> Plan:
 
 def _bundled_target(backend: str, target: Path = TARGET, graphs: bool = True) -> list[str]:
     arguments = ["--model-path", _from_root(target), "--dtype", "bfloat16", "--attention-backend", backend]
-    arguments += ["--max-total-tokens", "65536", "--max-running-requests", "16", "--disable-prefill-cuda-graph"]
+    arguments += [
+        "--max-total-tokens",
+        "65536",
+        "--max-running-requests",
+        "16",
+        "--disable-prefill-cuda-graph",
+    ]
     # No longer than the bundled drafts' windows: every backend counts them alike then.
     arguments += ["--context-length", "1024"]
     # A small model in a JSON grammar otherwise goes on with white space for ever.

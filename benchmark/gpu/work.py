@@ -56,7 +56,9 @@ def running(plan, limit: TimeLimit) -> Iterator[Server]:
             yield server
         except Exception as error:
             # The log goes with the server, and says why it stopped answering.
-            raise RuntimeError(f"{type(error).__name__}: {error}; the server's log ends:\n{server.log()[-LOG_END:]}") from error
+            raise RuntimeError(
+                f"{type(error).__name__}: {error}; the server's log ends:\n{server.log()[-LOG_END:]}"
+            ) from error
 
 
 def run_tests(file: Path, limit: TimeLimit) -> dict:
@@ -192,9 +194,14 @@ def rehearsed_requests() -> tuple[list[dict], list[dict], list[dict]]:
     texts = [p["text"] for p in text_prompts()]
     greedy = [{"text": text, "sampling_params": length} for text in texts]
     more = {"regex": "[a-z ]{8,48}"}, {"min_new_tokens": 40}, {"logit_bias": {"13": 1.5}}
-    kinds = [{"text": text, "sampling_params": length | more[i % 3], "return_logprob": True} for i, text in enumerate(texts[:24])]
+    kinds = [
+        {"text": text, "sampling_params": length | more[i % 3], "return_logprob": True}
+        for i, text in enumerate(texts[:24])
+    ]
     with_prompt = {"return_logprob": True, "logprob_start_len": 0}
-    penalized = [{"text": text, "sampling_params": length | PENALTIES, **with_prompt} for text in texts[24:32]]
+    penalized = [
+        {"text": text, "sampling_params": length | PENALTIES, **with_prompt} for text in texts[24:32]
+    ]
     return greedy, kinds, penalized
 
 
@@ -244,15 +251,24 @@ def check_rehearsed(reference, plan, known: Path, accept_length: float | None, l
         answers = server.generate_many(greedy, 16)
         others = server.generate_many(kinds, 16)
         gaps = penalized_gaps(server, server.generate_many(penalized, 16))
-        hot = [{**request, "sampling_params": {**request["sampling_params"], "temperature": 0.7}} for request in greedy[:64]]
+        hot = [
+            {**request, "sampling_params": {**request["sampling_params"], "temperature": 0.7}}
+            for request in greedy[:64]
+        ]
         sampled = server.generate_many(hot, 16)
     # Blocks cut at the end of an answer count whole, as in the figures of a CPU.
     accepted = Load.of(plan.variant, 16, answers, 1.0).accept_length
     found = {**compare(answers, expected[: len(greedy)]), "accept_length": accepted}
     of_kinds = compare(others, expected[len(greedy) :])["differences"]
-    problems = [f"{len(wide)} answers differ where the target is near no tie: {wide[:3]}"] if (wide := wide_of(found)) else []
+    problems = (
+        [f"{len(wide)} answers differ where the target is near no tie: {wide[:3]}"]
+        if (wide := wide_of(found))
+        else []
+    )
     if wide := wide_of({"differences": of_kinds}):
-        problems.append(f"{len(wide)} answers with grammars, biases or a least length differ where the target is near no tie: {wide[:3]}")
+        problems.append(
+            f"{len(wide)} answers with grammars, biases or a least length differ where the target is near no tie: {wide[:3]}"
+        )
     if max(gaps) > NEAR_TIE:
         problems.append(f"penalised answers are up to {max(gaps):.3f} from the best choice")
     if accept_length and accepted < LEAST_OF_EXPECTED * accept_length:
@@ -261,7 +277,12 @@ def check_rehearsed(reference, plan, known: Path, accept_length: float | None, l
     if broken := [end for end in ends if end.get("matched") == "NaN happened" or end["type"] == "abort"]:
         problems.append(f"{len(broken)} sampled requests ended with {broken[0]}")
     draft = Path(plan.arguments[plan.arguments.index("--speculative-draft-model-path") + 1]).name
-    return {"drafts": [{"draft": draft, **found}], "kinds": of_kinds, "penalized_gaps": gaps, "problems": problems}
+    return {
+        "drafts": [{"draft": draft, **found}],
+        "kinds": of_kinds,
+        "penalized_gaps": gaps,
+        "problems": problems,
+    }
 
 
 def wide_of(found: dict) -> list[dict]:

@@ -15,7 +15,9 @@ def hold(module) -> None:
 
     def held(batch, block, logits, *more):
         constrain(batch, block, logits, *more)
-        for rows, req, length in zip(logits.view(*block.shape, -1), batch.reqs, batch.seq_lens.tolist(), strict=True):
+        for rows, req, length in zip(
+            logits.view(*block.shape, -1), batch.reqs, batch.seq_lens.tolist(), strict=True
+        ):
             says = (req.sampling_params.custom_params or {}).get("says", ())
             after = length + 1 - len(req.origin_input_ids)  # the output position that slot 0 decides
             for row, token in zip(rows, says[after:]):
@@ -34,5 +36,8 @@ sys.path.append(str(Path(__file__).parent.parent))
 from after_import import after_import  # noqa: E402
 
 after_import(
-    {"sglang_dflash.srt.speculative.dflash_worker": hold, "sglang_dflash.kernels.ops.speculative.copy_ahead": copy_by}
+    {
+        "sglang_dflash.srt.speculative.dflash_worker": hold,
+        "sglang_dflash.kernels.ops.speculative.copy_ahead": copy_by,
+    }
 )

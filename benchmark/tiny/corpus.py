@@ -35,8 +35,18 @@ CHAT_TEMPLATE = (
 HELDOUT_PERCENT = 5
 # Tables of code points and generated topics are not code: they cost tokens
 # and teach nothing but digits.
-SKIPPED_PARTS = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
-                 "idle_test", "encodings", "pydoc_data", "lib2to3", "turtledemo"}
+SKIPPED_PARTS = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "lib2to3",
+    "turtledemo",
+}
 
 
 def is_heldout(relative_path: str) -> bool:
@@ -75,10 +85,12 @@ def chat_messages(source: str) -> list[list[dict]]:
         if not doc or not body or len(body) > 1600 or len(node.body) < 2:
             continue
         request = " ".join(doc.split("\n\n")[0].split())[:300]
-        conversations.append([
-            {"role": "user", "content": f"Write a function: {request}"},
-            {"role": "assistant", "content": textwrap.dedent(body).strip()},
-        ])
+        conversations.append(
+            [
+                {"role": "user", "content": f"Write a function: {request}"},
+                {"role": "assistant", "content": textwrap.dedent(body).strip()},
+            ]
+        )
     return conversations
 
 
@@ -93,9 +105,15 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=SPECIAL_TOKENS, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE,
+            special_tokens=SPECIAL_TOKENS,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     return tokenizer
 
 
@@ -109,9 +127,16 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         "mask_token": MASK,
         "additional_special_tokens": [IM_START, IM_END],
         "added_tokens_decoder": {
-            str(i): {"content": token, "lstrip": False, "normalized": False,
-                     "rstrip": False, "single_word": False, "special": True}
-            for i, token in enumerate(SPECIAL_TOKENS)},
+            str(i): {
+                "content": token,
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+                "special": True,
+            }
+            for i, token in enumerate(SPECIAL_TOKENS)
+        },
         "clean_up_tokenization_spaces": False,
         "model_max_length": 4096,
         "chat_template": CHAT_TEMPLATE,
@@ -144,20 +169,23 @@ def build(work_dir: Path) -> None:
     heldout_chats = [c for _, text in heldout for c in chat_messages(text)]
     arrays = {}
     arrays["code"], arrays["code_starts"] = encode_documents(tokenizer, [t for _, t in train])
-    arrays["chat"], arrays["chat_starts"] = encode_documents(
-        tokenizer, [render_chat(c) for c in chats])
+    arrays["chat"], arrays["chat_starts"] = encode_documents(tokenizer, [render_chat(c) for c in chats])
     arrays["heldout"], arrays["heldout_starts"] = encode_documents(tokenizer, [t for _, t in heldout])
     np.savez(work_dir / "corpus.npz", **arrays)
-    (work_dir / "heldout.json").write_text(json.dumps(
-        {"files": heldout, "chats": heldout_chats}))
+    (work_dir / "heldout.json").write_text(json.dumps({"files": heldout, "chats": heldout_chats}))
 
     digest = hashlib.sha256("".join(p + t for p, t in files).encode()).hexdigest()
     summary = {
-        "python": sys.version.split()[0], "corpus_sha256": digest,
-        "train_files": len(train), "heldout_files": len(heldout),
-        "train_code_tokens": len(arrays["code"]), "train_chat_documents": len(chats),
-        "train_chat_tokens": len(arrays["chat"]), "heldout_tokens": len(arrays["heldout"]),
-        "characters_per_token": round(sum(len(t) for _, t in heldout) / len(arrays["heldout"]), 2)}
+        "python": sys.version.split()[0],
+        "corpus_sha256": digest,
+        "train_files": len(train),
+        "heldout_files": len(heldout),
+        "train_code_tokens": len(arrays["code"]),
+        "train_chat_documents": len(chats),
+        "train_chat_tokens": len(arrays["chat"]),
+        "heldout_tokens": len(arrays["heldout"]),
+        "characters_per_token": round(sum(len(t) for _, t in heldout) / len(arrays["heldout"]), 2),
+    }
     (work_dir / "corpus.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
 

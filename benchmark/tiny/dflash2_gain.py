@@ -42,7 +42,9 @@ def block_scores(draft, embedding, tokens, aux, anchors, use_selector: bool, top
 
 
 @torch.no_grad()
-def accept_length(draft, embedding, texts, temperature: float, use_selector: bool, top_k: int | None = None) -> float:
+def accept_length(
+    draft, embedding, texts, temperature: float, use_selector: bool, top_k: int | None = None
+) -> float:
     """Mean tokens per step over texts: (tokens [R, S], aux, target probabilities at `temperature` or None, first, ends)."""
     block_size = draft.config["block_size"]
     total, count = 0.0, 0
@@ -52,7 +54,9 @@ def accept_length(draft, embedding, texts, temperature: float, use_selector: boo
             for anchors in torch.arange(first, tokens.shape[1] - block_size + 1).split(32)
         ]
         ids, scores = (torch.cat(part, dim=1) for part in zip(*found))
-        positions = first + torch.arange(ids.shape[1])[:, None] + torch.arange(1, block_size)  # of the drafted tokens
+        positions = (
+            first + torch.arange(ids.shape[1])[:, None] + torch.arange(1, block_size)
+        )  # of the drafted tokens
         truth = tokens[:, positions]
         if temperature == 0:
             # A slot's best given the true prefix is the walk's, as far as the walk is right.
@@ -62,10 +66,16 @@ def accept_length(draft, embedding, texts, temperature: float, use_selector: boo
                 total, count = total + sum(steps), count + len(steps)
             continue
         said = ((scores / temperature).softmax(-1) * (ids == truth[..., None])).sum(-1)
-        wanted = torch.stack([
-            (F.linear(last[:, column - 1], embedding).float() / temperature).softmax(-1)
-            .gather(-1, tokens[:, column, None]).squeeze(-1) for column in positions.T
-        ], dim=-1)
+        wanted = torch.stack(
+            [
+                (F.linear(last[:, column - 1], embedding).float() / temperature)
+                .softmax(-1)
+                .gather(-1, tokens[:, column, None])
+                .squeeze(-1)
+                for column in positions.T
+            ],
+            dim=-1,
+        )
         expected = 1 + (said / wanted).clamp(max=1).cumprod(-1).sum(-1)
         inside = (first + torch.arange(ids.shape[1])) + block_size <= torch.tensor(ends)[:, None]
         total, count = total + float(expected[inside].sum()), count + int(inside.sum())
@@ -81,28 +91,38 @@ def main() -> None:
     parser.add_argument("--max-new", type=int, default=128)
     parser.add_argument("--stride", type=int, default=6, help="use every n-th prompt")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
-    parser.add_argument("--top-k", type=int, nargs="*", default=[], help="other numbers of candidates, for information")
+    parser.add_argument(
+        "--top-k", type=int, nargs="*", default=[], help="other numbers of candidates, for information"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(args.target_dir)
     groups = defaultdict(list)
-    for line in args.prompts.read_text().splitlines()[::args.stride]:
+    for line in args.prompts.read_text().splitlines()[:: args.stride]:
         ids = tokenizer(json.loads(line)["text"], add_special_tokens=False).input_ids
         groups[len(ids)].append(ids)
     model = AutoModelForCausalLM.from_pretrained(args.target_dir, dtype=torch.bfloat16).eval()
     embedding = model.get_input_embeddings().weight
-    plain, dflash2 = load_draft(args.plain_dir, torch.bfloat16), load_dflash2(args.dflash2_dir, torch.bfloat16)
-    cases = {"plain draft": (plain, False, None), "DFlash2 without its selector": (dflash2, False, None),
-             "DFlash2": (dflash2, True, None)}
+    plain, dflash2 = (
+        load_draft(args.plain_dir, torch.bfloat16),
+        load_dflash2(args.dflash2_dir, torch.bfloat16),
+    )
+    cases = {
+        "plain draft": (plain, False, None),
+        "DFlash2 without its selector": (dflash2, False, None),
+        "DFlash2": (dflash2, True, None),
+    }
     cases |= {f"DFlash2, {k} candidates": (dflash2, True, k) for k in args.top_k}
     report = defaultdict(dict)
     for temperature in args.temperatures:
         generator, texts = torch.Generator().manual_seed(0), []
         for length, members in sorted(groups.items()):
-            made = rollout(model, torch.tensor(members), length + args.max_new, temperature, generator, keep_last=True)
+            made = rollout(
+                model, torch.tensor(members), length + args.max_new, temperature, generator, keep_last=True
+            )
             tokens, states, _ = made
-            aux, last = states[..., :-embedding.shape[1]], states[..., -embedding.shape[1]:]
+            aux, last = states[..., : -embedding.shape[1]], states[..., -embedding.shape[1] :]
             texts.append((tokens, aux, last, length, ends_after_stop(tokens, length).tolist()))
         for name, (draft, *options) in cases.items():
             found = accept_length(draft, embedding, texts, temperature, *options)

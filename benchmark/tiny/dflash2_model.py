@@ -44,7 +44,9 @@ class GroupedConv(nn.Module):
 
     def deltas(self, x: torch.Tensor) -> torch.Tensor:
         """[..., B, H] -> [..., B, 2, taps, H]."""
-        return self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.size, dim=-1)
+        return (
+            self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.size, dim=-1)
+        )
 
     def forward(self, x: torch.Tensor, deltas: torch.Tensor, side: int) -> torch.Tensor:
         kernel = self.base_kernel[side] + deltas[..., side, :, :]
@@ -65,8 +67,13 @@ class ConvLayer(Layer):
         blocks = lambda x: x.unflatten(1, (context_mask.shape[1], -1))
         normed = blocks(self.input_layernorm(rows))
         deltas = self.attention_conv.deltas(normed)
-        attended = self.self_attn(self.attention_conv(normed, deltas, 0).flatten(1, 2), context, positions,
-                                  context_positions, context_mask)
+        attended = self.self_attn(
+            self.attention_conv(normed, deltas, 0).flatten(1, 2),
+            context,
+            positions,
+            context_positions,
+            context_mask,
+        )
         rows = rows + self.attention_conv(blocks(attended), deltas, 1).flatten(1, 2)
         normed = blocks(self.post_attention_layernorm(rows))
         deltas = self.mlp_conv.deltas(normed)
@@ -78,7 +85,9 @@ class Selector(nn.Module):
         super().__init__()
         rank, vocab = config["dflash_config"]["selector_rank"], config["vocab_size"]
         self.predecessor_codebook = nn.Parameter(torch.randn(vocab, rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(vocab, rank))  # at first nothing is added to a score
+        self.successor_codebook = nn.Parameter(
+            torch.zeros(vocab, rank)
+        )  # at first nothing is added to a score
         self.hidden_projection = nn.Linear(config["hidden_size"], rank, bias=False)
 
     def forward(self, hidden, predecessors, candidates, unary) -> torch.Tensor:

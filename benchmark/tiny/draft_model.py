@@ -23,15 +23,31 @@ BLOCK_SIZE = 8
 
 def draft_config(target_config: dict, num_layers: int) -> dict:
     """Flat Qwen3 fields plus the DFlash ones."""
-    shared = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
-              "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings",
-              "rms_norm_eps", "rope_theta", "attention_bias", "attention_dropout",
-              "initializer_range", "eos_token_id", "pad_token_id")
+    shared = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+        "attention_bias",
+        "attention_dropout",
+        "initializer_range",
+        "eos_token_id",
+        "pad_token_id",
+    )
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": BLOCK_SIZE,
-        "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": list(kind_of(target_config).target_layer_ids)},
+        "dflash_config": {
+            "mask_token_id": MASK_ID,
+            "target_layer_ids": list(kind_of(target_config).target_layer_ids),
+        },
         "num_target_layers": target_config["num_hidden_layers"],
         "num_hidden_layers": num_layers,
         "layer_types": ["full_attention"] * num_layers,
@@ -100,16 +116,16 @@ class Attention(nn.Module):
         num_rows, num_blocks, _ = context_mask.shape
         groups = self.heads // self.kv_heads
         queries = rotate(self.q_norm(self._heads(self.q_proj(rows), self.heads)), positions, self.theta)
-        queries = queries.unflatten(1, (self.kv_heads, groups)) * self.head_dim ** -0.5
+        queries = queries.unflatten(1, (self.kv_heads, groups)) * self.head_dim**-0.5
         context_keys, context_values = self._keys_values(context, context_positions)
         block_keys, block_values = self._keys_values(rows, positions)
 
         to_blocks = lambda x: x.unflatten(-2, (num_blocks, -1))
         # [R, kv, groups, N, B, S] and [R, kv, groups, N, B, B]
-        context_scores = to_blocks((queries.flatten(2, 3) @ context_keys.transpose(-1, -2))
-                                   .unflatten(2, (groups, -1)))
-        context_scores = context_scores.masked_fill(
-            ~context_mask[:, None, None, :, None, :], float("-inf"))
+        context_scores = to_blocks(
+            (queries.flatten(2, 3) @ context_keys.transpose(-1, -2)).unflatten(2, (groups, -1))
+        )
+        context_scores = context_scores.masked_fill(~context_mask[:, None, None, :, None, :], float("-inf"))
         block_scores = to_blocks(queries) @ to_blocks(block_keys)[:, :, None].transpose(-1, -2)
         weights = torch.cat((context_scores, block_scores), dim=-1).float().softmax(-1).to(rows.dtype)
         context_weights, block_weights = weights.split((context.shape[1], block_scores.shape[-1]), -1)
@@ -140,8 +156,9 @@ class Layer(nn.Module):
 
     def forward(self, rows, context, positions, context_positions, context_mask):
         # The context enters without input_layernorm, the same for every layer.
-        rows = rows + self.self_attn(self.input_layernorm(rows), context, positions,
-                                     context_positions, context_mask)
+        rows = rows + self.self_attn(
+            self.input_layernorm(rows), context, positions, context_positions, context_mask
+        )
         return rows + self.mlp(self.post_attention_layernorm(rows))
 
 
@@ -156,8 +173,9 @@ class DFlashDraft(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config["num_hidden_layers"]))
         self.norm = RMSNorm(hidden, config["rms_norm_eps"])
 
-    def forward(self, block_embeds: torch.Tensor, aux_hidden: torch.Tensor,
-                anchors: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, block_embeds: torch.Tensor, aux_hidden: torch.Tensor, anchors: torch.Tensor
+    ) -> torch.Tensor:
         """One denoising pass over every block.
 
         block_embeds [R, N, B, H]: target embedding of the anchor token, then masks;

@@ -57,15 +57,18 @@ def walk(text: list[int], drafts: list[list[int]], first: int, end: int) -> list
 def summarise(steps: list[int], block_size: int) -> dict:
     """Mean accept length and, per draft slot, the share of steps that accepted it."""
     reached = [sum(s > k for s in steps) / len(steps) for k in range(1, block_size)]
-    return {"accept_length": round(sum(steps) / len(steps), 3), "steps": len(steps),
-            "accepted_per_position": [round(r, 3) for r in reached]}
+    return {
+        "accept_length": round(sum(steps) / len(steps), 3),
+        "steps": len(steps),
+        "accepted_per_position": [round(r, 3) for r in reached],
+    }
 
 
 def distinct_ngrams(texts: list[list[int]]) -> list[float]:
     """Mean over texts of distinct / all n-grams inside one text, n = 1..4."""
     ratios = []
     for n in range(1, 5):
-        grams = [[tuple(t[i:i + n]) for i in range(len(t) - n + 1)] for t in texts if len(t) >= 32]
+        grams = [[tuple(t[i : i + n]) for i in range(len(t) - n + 1)] for t in texts if len(t) >= 32]
         ratios.append(round(sum(len(set(g)) / len(g) for g in grams) / max(1, len(grams)), 3))
     return ratios
 
@@ -74,7 +77,7 @@ def repeated_ngrams(texts: list[list[int]], n: int = 5) -> float:
     """Share of tokens that complete an n-gram seen before in the same text, over all texts."""
     repeated = total = 0
     for text in texts:
-        grams = [tuple(text[i:i + n]) for i in range(len(text) - n + 1)]
+        grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
         repeated += len(grams) - len(set(grams))
         total += len(grams)
     return round(repeated / max(1, total), 3)
@@ -93,7 +96,7 @@ def cache_free_steps(model, draft, prompt: list[int], max_new: int) -> tuple[lis
         anchor = torch.tensor([[len(ids) - 1]])
         embeds = F.embedding(block_token_ids(torch.tensor([[ids[-1]]]), block_size), embedding)
         block = F.linear(draft(embeds, aux, anchor)[0, 0, 1:], embedding).argmax(-1).tolist()
-        verdict = greedy(ids + block).logits[0, len(ids) - 1:].argmax(-1).tolist()
+        verdict = greedy(ids + block).logits[0, len(ids) - 1 :].argmax(-1).tolist()
         accepted = 0
         while accepted < len(block) and block[accepted] == verdict[accepted]:
             accepted += 1
@@ -109,11 +112,12 @@ def check(target_dir: Path, draft_dir: Path, rows: list[list[int]], max_new: int
         real_ids, real_steps = cache_free_steps(model, draft, prompt, max_new)
         tokens, aux, _ = rollout(model, torch.tensor([prompt]), len(prompt) + max_new)
         first = len(prompt)
-        drafts = draft_everywhere(draft, model.get_input_embeddings().weight, tokens, aux, first,
-                                  draft.config["block_size"])[0].tolist()
+        drafts = draft_everywhere(
+            draft, model.get_input_embeddings().weight, tokens, aux, first, draft.config["block_size"]
+        )[0].tolist()
         text = tokens[0].tolist()
         steps = walk(text, drafts, first, len(text))
-        assert real_ids[:len(text)] == text[:len(real_ids)], "speculative text differs from greedy text"
+        assert real_ids[: len(text)] == text[: len(real_ids)], "speculative text differs from greedy text"
         assert real_steps == steps, f"steps differ: {real_steps} and {steps}"
     print(f"check: {len(rows)} prompts, text and every accept length equal (float32, no cache)")
 
@@ -132,13 +136,14 @@ def main() -> None:
     args = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(args.target_dir)
-    lines = [json.loads(line) for line in args.prompts.read_text().splitlines()][::args.stride]
+    lines = [json.loads(line) for line in args.prompts.read_text().splitlines()][:: args.stride]
     groups = defaultdict(list)
     for line in lines:
         ids = tokenizer(line["text"], add_special_tokens=False).input_ids
         if line.get("chat"):
             rendered = tokenizer.apply_chat_template(
-                line["messages"], tokenize=False, add_generation_prompt=True)
+                line["messages"], tokenize=False, add_generation_prompt=True
+            )
             assert rendered == line["text"], "chat template and training text differ"
         groups[len(ids)].append((line, ids))
 
@@ -164,13 +169,23 @@ def main() -> None:
                 shown += 1
                 print(f"=== {line['id']}\n{line['text'][-200:]}<<<{tokenizer.decode(text[length:end])}>>>")
 
-    report = {"prompts": len(lines), "max_new_tokens": args.max_new, "dtype": "bfloat16",
-              "stopped_by_themselves": stopped, "distinct_1_to_4_grams": distinct_ngrams(texts),
-              "repeated_5_grams": repeated_ngrams(texts),
-              # The same measure on held-out code: pieces of long prompts, as many tokens each.
-              "repeated_5_grams_heldout": repeated_ngrams([
-                  ids[i:i + args.max_new] for members in groups.values() for _, ids in members
-                  for i in range(0, len(ids) - args.max_new + 1, args.max_new)])}
+    report = {
+        "prompts": len(lines),
+        "max_new_tokens": args.max_new,
+        "dtype": "bfloat16",
+        "stopped_by_themselves": stopped,
+        "distinct_1_to_4_grams": distinct_ngrams(texts),
+        "repeated_5_grams": repeated_ngrams(texts),
+        # The same measure on held-out code: pieces of long prompts, as many tokens each.
+        "repeated_5_grams_heldout": repeated_ngrams(
+            [
+                ids[i : i + args.max_new]
+                for members in groups.values()
+                for _, ids in members
+                for i in range(0, len(ids) - args.max_new + 1, args.max_new)
+            ]
+        ),
+    }
     for size, kinds in steps.items():
         name = f"block_{size}" if size == trained_size else f"block_{size}_untrained"
         report[name] = {kind: summarise(found, size) for kind, found in kinds.items()}
@@ -180,7 +195,7 @@ def main() -> None:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     if args.check:
         rows = [ids for members in groups.values() for _, ids in members if 20 <= len(ids) <= 130]
-        check(args.target_dir, args.draft_dir, rows[::max(1, len(rows) // args.check)][:args.check], 64)
+        check(args.target_dir, args.draft_dir, rows[:: max(1, len(rows) // args.check)][: args.check], 64)
 
 
 if __name__ == "__main__":

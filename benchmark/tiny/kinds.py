@@ -81,13 +81,17 @@ QWEN3_5 = {
     **SHARED,
 }
 
-KINDS = {kind.name: kind for kind in (
-    Kind("qwen3", "Qwen3", QWEN3, (1, 4, 7, 10), draft_layers=3),
-    Kind("qwen3_5", "Qwen3.5", QWEN3_5, (1, 3, 6), draft_layers=2, zero_centered_norm=True),
-)}
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("qwen3", "Qwen3", QWEN3, (1, 4, 7, 10), draft_layers=3),
+        Kind("qwen3_5", "Qwen3.5", QWEN3_5, (1, 3, 6), draft_layers=2, zero_centered_norm=True),
+    )
+}
 
 
 def kind_of(target_config: dict) -> Kind:
     """The kind whose `model_type` a target's config.json names."""
-    return next(kind for kind in KINDS.values()
-                if kind.target_config["model_type"] == target_config["model_type"])
+    return next(
+        kind for kind in KINDS.values() if kind.target_config["model_type"] == target_config["model_type"]
+    )

@@ -1,8 +1,8 @@
 """Fill the model cards from the numbers the other steps left.
 
-    python model_cards.py WORK_DIR TARGET_DIR DRAFT_DIR
-    python model_cards.py dflash2 WORK_DIR DRAFT_DIR          # after dflash2_gain.py --json WORK_DIR/dflash2_gain.json
-    python model_cards.py speculators WORK_DIR DRAFT_DIR GOLDEN_DIR  # a draft of the `speculators` package
+python model_cards.py WORK_DIR TARGET_DIR DRAFT_DIR
+python model_cards.py dflash2 WORK_DIR DRAFT_DIR          # after dflash2_gain.py --json WORK_DIR/dflash2_gain.json
+python model_cards.py speculators WORK_DIR DRAFT_DIR GOLDEN_DIR  # a draft of the `speculators` package
 """
 
 import datetime
@@ -159,36 +159,69 @@ def layers_in_words(config: dict) -> str:
 def main(work_dir: Path, target_dir: Path, draft_dir: Path) -> None:
     read = lambda name: json.loads((work_dir / name).read_text())
     corpus, target, draft, report = map(
-        read, ("corpus.json", "train_target.json", "train_draft.json", "evaluation.json"))
+        read, ("corpus.json", "train_target.json", "train_draft.json", "evaluation.json")
+    )
     config = json.loads((target_dir / "config.json").read_text())
     parameters = lambda folder: (folder / "model.safetensors").stat().st_size / 2e6
-    shared = {"date": datetime.date.today(), "licence": LICENCE_NOTE, "prompts": report["prompts"],
-              "max_new": report["max_new_tokens"], "target": target_dir.name,
-              "distinct": " / ".join(f"{d:.2f}" for d in report["distinct_1_to_4_grams"])}
+    shared = {
+        "date": datetime.date.today(),
+        "licence": LICENCE_NOTE,
+        "prompts": report["prompts"],
+        "max_new": report["max_new_tokens"],
+        "target": target_dir.name,
+        "distinct": " / ".join(f"{d:.2f}" for d in report["distinct_1_to_4_grams"]),
+    }
     source = target.get("embedding_from")
-    (target_dir / "README.md").write_text(TARGET_CARD.format(
-        **corpus, **shared, steps=target["steps"], tokens=target["tokens"], parameters=parameters(target_dir),
-        family=kind_of(config).family, layers=layers_in_words(config), hidden_size=config["hidden_size"],
-        embedding=f"\n  The embedding started from `{source}`'s, reduced to this width." if source else "",
-        stopped=report["stopped_by_themselves"], repeated=report["repeated_5_grams"],
-        repeated_heldout=report["repeated_5_grams_heldout"],
-        losses=table([(e["step"], e["train_loss"], e["heldout_loss"]) for e in target["log"]])))
+    (target_dir / "README.md").write_text(
+        TARGET_CARD.format(
+            **corpus,
+            **shared,
+            steps=target["steps"],
+            tokens=target["tokens"],
+            parameters=parameters(target_dir),
+            family=kind_of(config).family,
+            layers=layers_in_words(config),
+            hidden_size=config["hidden_size"],
+            embedding=f"\n  The embedding started from `{source}`'s, reduced to this width."
+            if source
+            else "",
+            stopped=report["stopped_by_themselves"],
+            repeated=report["repeated_5_grams"],
+            repeated_heldout=report["repeated_5_grams_heldout"],
+            losses=table([(e["step"], e["train_loss"], e["heldout_loss"]) for e in target["log"]]),
+        )
+    )
 
     joined = lambda values: ", ".join(f"{v:.2f}" for v in values)
     kinds = report["block_8"]
-    sizes = sorted((int(name.split("_")[1]), value["all"]["accept_length"])
-                   for name, value in report.items() if name.startswith("block_"))
-    (draft_dir / "README.md").write_text(DRAFT_CARD.format(
-        **shared, name=draft_dir.name, parameters=parameters(draft_dir), layers=draft["layers"],
-        layer_ids=", ".join(map(str, kind_of(config).target_layer_ids)),
-        training_rows=draft["rows"],
-        warm=", after a warm start from a draft trained on other rollouts"
-        if draft["warm_start"] else "", steps=draft["steps"], loss=draft["log"][-1]["loss"],
-        slots=joined(draft["log"][-1]["slot_accuracy"]),
-        rows=table([(kind, f"{v['accept_length']:.2f}", v["steps"], joined(v["accepted_per_position"]))
-                    for kind, v in kinds.items()]),
-        blocks=BLOCK_SIZES.format(table([(size, f"{length:.2f}") for size, length in sizes]))
-        if len(sizes) > 1 else ""))
+    sizes = sorted(
+        (int(name.split("_")[1]), value["all"]["accept_length"])
+        for name, value in report.items()
+        if name.startswith("block_")
+    )
+    (draft_dir / "README.md").write_text(
+        DRAFT_CARD.format(
+            **shared,
+            name=draft_dir.name,
+            parameters=parameters(draft_dir),
+            layers=draft["layers"],
+            layer_ids=", ".join(map(str, kind_of(config).target_layer_ids)),
+            training_rows=draft["rows"],
+            warm=", after a warm start from a draft trained on other rollouts" if draft["warm_start"] else "",
+            steps=draft["steps"],
+            loss=draft["log"][-1]["loss"],
+            slots=joined(draft["log"][-1]["slot_accuracy"]),
+            rows=table(
+                [
+                    (kind, f"{v['accept_length']:.2f}", v["steps"], joined(v["accepted_per_position"]))
+                    for kind, v in kinds.items()
+                ]
+            ),
+            blocks=BLOCK_SIZES.format(table([(size, f"{length:.2f}") for size, length in sizes]))
+            if len(sizes) > 1
+            else "",
+        )
+    )
 
 
 def speculators_card(work_dir: Path, draft_dir: Path, golden_dir: Path) -> None:
@@ -201,36 +234,74 @@ def speculators_card(work_dir: Path, draft_dir: Path, golden_dir: Path) -> None:
     joined = lambda values: ", ".join(f"{v:.2f}" for v in values)
     lengths = [len(run["prompt"]) for run in runs]
     count = layers["num_hidden_layers"]
-    (draft_dir / "README.md").write_text(SPECULATORS_CARD.format(
-        name=draft_dir.name, golden=golden_dir.name, licence=LICENCE_NOTE, date=log["date"],
-        kind={"dflash": "DFlash", "peagle": "P-EAGLE"}[kind],
-        shape=f"block size {config['block_size']}" if kind == "dflash" else f"{tokens} tokens in parallel",
-        layers=f"{count} layer{'s' * (count > 1)}", draft_vocab=config["draft_vocab_size"],
-        vocab=layers["vocab_size"], window=layers["sliding_window"], version=config["speculators_version"],
-        layer_ids=", ".join(map(str, config.get("eagle_aux_hidden_state_layer_ids")
-                                or config["aux_hidden_state_layer_ids"])),
-        target=config["speculators_config"]["verifier"]["name_or_path"], steps=log["steps"],
-        warm=", after a warm start from another draft" if log["warm_start"] else "",
-        loss=log["log"][-1]["loss"], slots=joined(log["log"][-1]["slot_accuracy"]),
-        prompts=len(runs), shortest=min(lengths), longest=max(lengths),
-        max_new=max(len(run["output"]) for run in runs), tokens=tokens,
-        rows=table([(f"{found['accept_length']:.2f}", found["steps"],
-                     joined(found["accepted_per_position"]))])))
+    (draft_dir / "README.md").write_text(
+        SPECULATORS_CARD.format(
+            name=draft_dir.name,
+            golden=golden_dir.name,
+            licence=LICENCE_NOTE,
+            date=log["date"],
+            kind={"dflash": "DFlash", "peagle": "P-EAGLE"}[kind],
+            shape=f"block size {config['block_size']}"
+            if kind == "dflash"
+            else f"{tokens} tokens in parallel",
+            layers=f"{count} layer{'s' * (count > 1)}",
+            draft_vocab=config["draft_vocab_size"],
+            vocab=layers["vocab_size"],
+            window=layers["sliding_window"],
+            version=config["speculators_version"],
+            layer_ids=", ".join(
+                map(
+                    str,
+                    config.get("eagle_aux_hidden_state_layer_ids") or config["aux_hidden_state_layer_ids"],
+                )
+            ),
+            target=config["speculators_config"]["verifier"]["name_or_path"],
+            steps=log["steps"],
+            warm=", after a warm start from another draft" if log["warm_start"] else "",
+            loss=log["log"][-1]["loss"],
+            slots=joined(log["log"][-1]["slot_accuracy"]),
+            prompts=len(runs),
+            shortest=min(lengths),
+            longest=max(lengths),
+            max_new=max(len(run["output"]) for run in runs),
+            tokens=tokens,
+            rows=table(
+                [(f"{found['accept_length']:.2f}", found["steps"], joined(found["accepted_per_position"]))]
+            ),
+        )
+    )
 
 
 def dflash2_card(work_dir: Path, draft_dir: Path) -> None:
     config = json.loads((draft_dir / "config.json").read_text())
-    log, gain = (json.loads((work_dir / name).read_text()) for name in ("train_dflash2.json", "dflash2_gain.json"))
+    log, gain = (
+        json.loads((work_dir / name).read_text()) for name in ("train_dflash2.json", "dflash2_gain.json")
+    )
     options, last = config["dflash_config"], log["log"][-1]
     joined = lambda values: ", ".join(f"{v:.2f}" for v in values)
     temperatures = list(gain["plain draft"])
-    (draft_dir / "README.md").write_text(DFLASH2_CARD.format(
-        name=draft_dir.name, plain=draft_dir.name.removesuffix("2"), target=draft_dir.name.removesuffix("-dflash2"),
-        layers=config["num_hidden_layers"], taps=options["conv_kernel_size"], group=options["conv_group_size"],
-        rank=options["selector_rank"], top_k=options["selector_top_k"], date=datetime.date.today(), licence=LICENCE_NOTE,
-        steps=log["steps"], runs=", in two runs," if log["continued"] else "", rows=log["rows"], accuracy=joined(last["slot_accuracy"]),
-        coverage=joined(last["slot_coverage"]), temperatures=" | ".join(f"T = {t}" for t in temperatures),
-        rule="---:|" * len(temperatures), gains=table([(name, *found.values()) for name, found in gain.items()])))
+    (draft_dir / "README.md").write_text(
+        DFLASH2_CARD.format(
+            name=draft_dir.name,
+            plain=draft_dir.name.removesuffix("2"),
+            target=draft_dir.name.removesuffix("-dflash2"),
+            layers=config["num_hidden_layers"],
+            taps=options["conv_kernel_size"],
+            group=options["conv_group_size"],
+            rank=options["selector_rank"],
+            top_k=options["selector_top_k"],
+            date=datetime.date.today(),
+            licence=LICENCE_NOTE,
+            steps=log["steps"],
+            runs=", in two runs," if log["continued"] else "",
+            rows=log["rows"],
+            accuracy=joined(last["slot_accuracy"]),
+            coverage=joined(last["slot_coverage"]),
+            temperatures=" | ".join(f"T = {t}" for t in temperatures),
+            rule="---:|" * len(temperatures),
+            gains=table([(name, *found.values()) for name, found in gain.items()]),
+        )
+    )
 
 
 if __name__ == "__main__":

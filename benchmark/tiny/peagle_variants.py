@@ -20,9 +20,17 @@ from train_speculators_draft import save
 from transformers import LlamaConfig, Qwen3Config
 
 VOCAB, DRAFT_TOKENS, WINDOW, TOKENS = 48, 4, 5, 17
-SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
-         "tie_word_embeddings": False}
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
 VARIANTS = {
     # Every token can be drafted, so there is no vocabulary mapping in the checkpoint.
     "llama-fc-norm": {
@@ -34,8 +42,13 @@ VARIANTS = {
     },
     "qwen3-norm-before-fc": {
         "transformer_layer_config": Qwen3Config(
-            **SHAPE, attention_bias=True, rms_norm_eps=1e-5, sliding_window=WINDOW, use_sliding_window=True,
-            layer_types=["full_attention", "sliding_attention"]),
+            **SHAPE,
+            attention_bias=True,
+            rms_norm_eps=1e-5,
+            sliding_window=WINDOW,
+            use_sliding_window=True,
+            layer_types=["full_attention", "sliding_attention"],
+        ),
         "norm_before_fc": True,
         "norm_output": True,  # without effect here: no draft step follows another
         "eagle_aux_hidden_state_layer_ids": [0, 2, 3],
@@ -49,13 +62,18 @@ def new_variant(options: dict) -> PEagleDraftModel:
     """A draft in float32, every weight a bfloat16 number."""
     options["transformer_layer_config"]._attn_implementation = "eager"  # the flex kind wants a GPU
     method = GreedyTokenProposalConfig(speculative_tokens=DRAFT_TOKENS)
-    draft = PEagleDraftModel(PEagleSpeculatorConfig(
-        mask_token_id=MASK_ID,
-        speculators_config=SpeculatorsConfig(
-            algorithm="peagle", proposal_methods=[method], default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=None, architectures=[])),
-        **options,
-    ))
+    draft = PEagleDraftModel(
+        PEagleSpeculatorConfig(
+            mask_token_id=MASK_ID,
+            speculators_config=SpeculatorsConfig(
+                algorithm="peagle",
+                proposal_methods=[method],
+                default_proposal_method="greedy",
+                verifier=VerifierConfig(name_or_path=None, architectures=[]),
+            ),
+            **options,
+        )
+    )
     for name, parameter in draft.named_parameters():
         if parameter.ndim == 1:  # norms near one, biases near zero: none may pass for another or for absent
             torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.3)

@@ -35,8 +35,14 @@ SAMPLED_CHAT_ROWS, SAMPLED_CORPUS_ROWS = 96, 768
 
 
 @torch.no_grad()
-def rollout(model, prompts: torch.Tensor, length: int, temperature: float = 0.0,
-            generator: torch.Generator | None = None, keep_last: bool = False):
+def rollout(
+    model,
+    prompts: torch.Tensor,
+    length: int,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+    keep_last: bool = False,
+):
     """Continue prompts [rows, P] int64 to `length` tokens with a KV cache.
 
     Returns tokens [rows, length] int64, aux [rows, length, A * H] (with `keep_last` one H more, at the end: what
@@ -66,8 +72,9 @@ def rollout(model, prompts: torch.Tensor, length: int, temperature: float = 0.0,
         known += 1
         if known == length:
             break
-    pad = lambda pieces: torch.nn.functional.pad(
-        torch.cat(pieces, dim=1).movedim(1, -1), (0, 1)).movedim(-1, 1)
+    pad = lambda pieces: torch.nn.functional.pad(torch.cat(pieces, dim=1).movedim(1, -1), (0, 1)).movedim(
+        -1, 1
+    )
     return torch.cat(tokens, dim=1), pad(aux), pad(argmax)
 
 
@@ -88,9 +95,16 @@ class Pool:
     def add(self, rolled, first: int, prompt_length: int) -> None:
         """`first`: the smallest position worth an anchor; tokens after a stop are void."""
         tokens, aux, argmax = rolled
-        for name, value in zip(self.parts, (
-                tokens.to(torch.int16), aux, argmax.to(torch.int16),
-                torch.full((len(tokens),), first), ends_after_stop(tokens, prompt_length))):
+        for name, value in zip(
+            self.parts,
+            (
+                tokens.to(torch.int16),
+                aux,
+                argmax.to(torch.int16),
+                torch.full((len(tokens),), first),
+                ends_after_stop(tokens, prompt_length),
+            ),
+        ):
             self.parts[name].append(value)
 
     def tensors(self) -> dict:
@@ -99,22 +113,23 @@ class Pool:
 
 def code_rows(code: np.ndarray, count: int, length: int, rng) -> torch.Tensor:
     starts = rng.integers(0, len(code) - length, count)
-    return torch.from_numpy(np.stack([code[s:s + length] for s in starts]).astype(np.int64))
+    return torch.from_numpy(np.stack([code[s : s + length] for s in starts]).astype(np.int64))
 
 
-def chat_prompts(chat: np.ndarray, starts: np.ndarray, header: list[int], count: int,
-                 rng) -> list[torch.Tensor]:
+def chat_prompts(
+    chat: np.ndarray, starts: np.ndarray, header: list[int], count: int, rng
+) -> list[torch.Tensor]:
     """ChatML prompts up to the assistant header, in batches of equal length (no padding)."""
     by_length: dict[int, list[np.ndarray]] = {}
-    for start in rng.permutation(starts)[:4 * count]:
-        reply = start + 1 + int(np.argmax(chat[start + 1:start + 400] == IM_START_ID))
-        prompt = chat[start:reply + len(header)]
+    for start in rng.permutation(starts)[: 4 * count]:
+        reply = start + 1 + int(np.argmax(chat[start + 1 : start + 400] == IM_START_ID))
+        prompt = chat[start : reply + len(header)]
         if 8 <= len(prompt) <= 120:
-            assert prompt[-len(header):].tolist() == header
+            assert prompt[-len(header) :].tolist() == header
             by_length.setdefault(len(prompt), []).append(prompt)
     groups, taken = [], 0
     for rows in sorted(by_length.values(), key=len, reverse=True):
-        rows = rows[:count - taken]
+        rows = rows[: count - taken]
         if rows:
             groups.append(torch.from_numpy(np.stack(rows).astype(np.int64)))
             taken += len(rows)
@@ -141,13 +156,16 @@ def main() -> None:
 
     keep = args.sampled
     groups = SAMPLED_GROUPS if args.sampled else CODE_GROUPS
-    chat_rows, corpus_rows = (SAMPLED_CHAT_ROWS, SAMPLED_CORPUS_ROWS) if args.sampled else (CHAT_ROWS, CORPUS_ROWS)
+    chat_rows, corpus_rows = (
+        (SAMPLED_CHAT_ROWS, SAMPLED_CORPUS_ROWS) if args.sampled else (CHAT_ROWS, CORPUS_ROWS)
+    )
     began, short, long = time.time(), Pool(), Pool()
     done = lambda what: print(f"{what}: {time.time() - began:.0f} s", flush=True)
     for count, prompt_length, temperature in groups:
         for batch in code_rows(code, scaled(count), prompt_length, rng).split(128):
-            short.add(rollout(model, batch, ROW_LENGTH, temperature, generator, keep),
-                      prompt_length, prompt_length)
+            short.add(
+                rollout(model, batch, ROW_LENGTH, temperature, generator, keep), prompt_length, prompt_length
+            )
         done(f"{count} x {prompt_length} at temperature {temperature}")
     for batch in chat_prompts(chat, chat_starts[:-8], header, scaled(chat_rows), rng):
         short.add(rollout(model, batch, ROW_LENGTH, keep_last=keep), batch.shape[1], batch.shape[1])
@@ -155,7 +173,7 @@ def main() -> None:
     for batch in code_rows(code, scaled(corpus_rows), ROW_LENGTH, rng).split(64):
         short.add(rollout(model, batch, ROW_LENGTH, keep_last=keep), 1, ROW_LENGTH)
     starts = rng.choice(chat_starts[chat_starts < len(chat) - ROW_LENGTH], scaled(CHAT_CORPUS_ROWS))
-    rows = torch.from_numpy(np.stack([chat[s:s + ROW_LENGTH] for s in starts]).astype(np.int64))
+    rows = torch.from_numpy(np.stack([chat[s : s + ROW_LENGTH] for s in starts]).astype(np.int64))
     short.add(rollout(model, rows, ROW_LENGTH, keep_last=keep), 1, ROW_LENGTH)
     done("corpus")
     for batch in code_rows(code, scaled(LONG_ROWS), LONG_PROMPT, rng).split(16):
@@ -170,7 +188,9 @@ def main() -> None:
         if rank > 0:
             return
         shares = [torch.load(share(number)) for number in range(processes)]
-        pools = {name: {key: torch.cat([s[name][key] for s in shares]) for key in pools[name]} for name in pools}
+        pools = {
+            name: {key: torch.cat([s[name][key] for s in shares]) for key in pools[name]} for name in pools
+        }
         for number in range(processes):
             share(number).unlink()
     torch.save(pools, args.work_dir / "rollouts.pt")

@@ -38,7 +38,9 @@ def block_losses(draft: DFlash2Draft, embedding: torch.Tensor, tokens, aux, last
     before = (anchors[..., None] + torch.arange(BLOCK_SIZE - 1)).clamp(max=tokens.shape[1] - 1)
     rows = torch.arange(len(tokens))[:, None, None]
     with torch.no_grad():
-        target = F.linear(last[rows, before].flatten(0, 2), embedding).float().softmax(-1).view(*before.shape, -1)
+        target = (
+            F.linear(last[rows, before].flatten(0, 2), embedding).float().softmax(-1).view(*before.shape, -1)
+        )
     logits, candidates = draft.candidates(hidden, embedding)
     base = -(target * logits.log_softmax(-1)).sum(-1)
     scores = draft.candidate_selector(hidden, tokens[rows, before], candidates, logits.gather(-1, candidates))
@@ -58,13 +60,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="end earlier, by this clock")
     parser.add_argument("--muon-lr", type=float, default=0.01)
     parser.add_argument("--adam-lr", type=float, default=0.003)
-    parser.add_argument("--seed", type=int, default=2, help="of the rows and anchors; another one to go on with")
+    parser.add_argument(
+        "--seed", type=int, default=2, help="of the rows and anchors; another one to go on with"
+    )
     parser.add_argument("--init", type=Path, help="go on from this DFlash2 draft")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     pools = torch.load(args.work_dir / "rollouts.pt", mmap=True)
-    short, long = AnchorSampler(pools["short"], ROWS_PER_STEP, args.seed), AnchorSampler(pools["long"], 1, args.seed + 1)
+    short, long = (
+        AnchorSampler(pools["short"], ROWS_PER_STEP, args.seed),
+        AnchorSampler(pools["long"], 1, args.seed + 1),
+    )
     embedding = load_file(str(args.target_dir / "model.safetensors"))["model.embed_tokens.weight"]
     config = dflash2_config(json.loads((args.plain_dir / "config.json").read_text()))
     draft = DFlash2Draft(config)
@@ -74,7 +81,9 @@ def main() -> None:
     torch.nn.init.normal_(draft.candidate_selector.hidden_projection.weight, std=0.02)
     start = load_file(str((args.init or args.plain_dir) / "model.safetensors"))
     missing, unknown = draft.load_state_dict(start, strict=args.init is not None)
-    assert not unknown and all("conv." in name or name.startswith("candidate_selector.") for name in missing), unknown
+    assert not unknown and all(
+        "conv." in name or name.startswith("candidate_selector.") for name in missing
+    ), unknown
     weights = MasterWeights(draft, args.muon_lr, args.adam_lr)
     slot_weights = torch.exp(-torch.arange(BLOCK_SIZE - 1) / DECAY)
     split = [len(config["dflash_config"]["target_layer_ids"]) * config["hidden_size"], config["hidden_size"]]
@@ -82,26 +91,43 @@ def main() -> None:
     began, log, running, step, done = time.time(), [], None, 0, 0.0
     while done < 1:
         tokens, _, states, anchors, valid = (long if step % LONG_EVERY == LONG_EVERY - 1 else short).draw()
-        *losses, is_best, covered = block_losses(draft, embedding, tokens, *states.split(split, dim=-1), anchors)
+        *losses, is_best, covered = block_losses(
+            draft, embedding, tokens, *states.split(split, dim=-1), anchors
+        )
         slot_weight = slot_weights * valid
         base, chosen, uncovered = ((loss * slot_weight).sum() / slot_weight.sum() for loss in losses)
         (BASE_WEIGHT * base + chosen + UNCOVERED_WEIGHT * uncovered).backward()
         weights.step(learning_rate_scale(step, done, warmup=30))
 
-        per_slot = [(x * valid).sum((0, 1)) / valid.sum((0, 1)).clamp(min=1) for x in (is_best, covered.detach())]
+        per_slot = [
+            (x * valid).sum((0, 1)) / valid.sum((0, 1)).clamp(min=1) for x in (is_best, covered.detach())
+        ]
         now = torch.cat((torch.stack((base, chosen)).detach(), *per_slot))
         running = now if running is None else 0.98 * running + 0.02 * now
         seconds, step = time.time() - began, step + 1
         done = max(step / args.steps, seconds / (60 * args.minutes))
         if step % 50 == 1 or done >= 1:
             numbers = [round(number, 3) for number in running.tolist()]
-            log.append({"step": step, "base_loss": numbers[0], "selector_loss": numbers[1],
-                        "slot_accuracy": numbers[2:9], "slot_coverage": numbers[9:], "seconds": round(seconds)})
+            log.append(
+                {
+                    "step": step,
+                    "base_loss": numbers[0],
+                    "selector_loss": numbers[1],
+                    "slot_accuracy": numbers[2:9],
+                    "slot_coverage": numbers[9:],
+                    "seconds": round(seconds),
+                }
+            )
             print(json.dumps(log[-1]), flush=True)
         if step % 100 == 0 or done >= 1:
             write_checkpoint(args.output_dir, config, draft.state_dict())
-    (args.work_dir / "train_dflash2.json").write_text(json.dumps(
-        {"steps": step, "rows": len(pools["short"]["tokens"]), "continued": bool(args.init), "log": log}, indent=2) + "\n")
+    (args.work_dir / "train_dflash2.json").write_text(
+        json.dumps(
+            {"steps": step, "rows": len(pools["short"]["tokens"]), "continued": bool(args.init), "log": log},
+            indent=2,
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

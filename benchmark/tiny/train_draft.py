@@ -41,14 +41,19 @@ class AnchorSampler:
         """tokens, argmax [R, S] int64; aux [R, S, A * H]; anchors [R, N]; valid [R, N, B - 1]."""
         if len(self.order) < self.rows:
             self.order = self.usable[torch.randperm(len(self.usable), generator=self.generator)]
-        picked, self.order = self.order[:self.rows], self.order[self.rows:]
+        picked, self.order = self.order[: self.rows], self.order[self.rows :]
         first, end = self.pool["first"][picked, None], self.pool["end"][picked, None]
         # Up to end - 2, so that every block has at least one slot with a label.
         fraction = torch.rand(self.rows, ANCHORS_PER_ROW, generator=self.generator)
         anchors = first + (fraction * (end - 1 - first)).long()
         valid = anchors[..., None] + torch.arange(1, BLOCK_SIZE) < end[..., None]
-        return (self.pool["tokens"][picked].long(), self.pool["argmax"][picked].long(),
-                self.pool["aux"][picked], anchors, valid)
+        return (
+            self.pool["tokens"][picked].long(),
+            self.pool["argmax"][picked].long(),
+            self.pool["aux"][picked],
+            anchors,
+            valid,
+        )
 
 
 def block_labels(argmax: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
@@ -58,8 +63,9 @@ def block_labels(argmax: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
     return argmax.gather(1, flat).view_as(positions)
 
 
-def slot_logits(draft, embedding: torch.Tensor, tokens, aux, anchors,
-                block_size: int = BLOCK_SIZE) -> torch.Tensor:
+def slot_logits(
+    draft, embedding: torch.Tensor, tokens, aux, anchors, block_size: int = BLOCK_SIZE
+) -> torch.Tensor:
     """Logits [R, N, B - 1, vocab] of slots 1..B-1; embedding [vocab, H] is the target's, tied."""
     block_embeds = F.embedding(block_token_ids(tokens.gather(1, anchors), block_size), embedding)
     hidden = draft(block_embeds, aux, anchors)[:, :, 1:]
@@ -129,16 +135,31 @@ def main() -> None:
         if rank > 0:
             continue
         if step % 50 == 1 or done >= 1:
-            log.append({"step": step, "loss": round(running[0].item(), 3),
-                        "slot_accuracy": [round(h, 3) for h in running[1:].tolist()],
-                        "seconds": round(seconds)})
+            log.append(
+                {
+                    "step": step,
+                    "loss": round(running[0].item(), 3),
+                    "slot_accuracy": [round(h, 3) for h in running[1:].tolist()],
+                    "seconds": round(seconds),
+                }
+            )
             print(json.dumps(log[-1]), flush=True)
         if step % 500 == 0 or done >= 1:
             write_checkpoint(args.output_dir, config, draft.state_dict())
     if rank == 0:
-        (args.work_dir / "train_draft.json").write_text(json.dumps(
-            {"steps": step, "layers": config["num_hidden_layers"], "rows": len(pools["short"]["tokens"]),
-             "warm_start": bool(args.init), "log": log}, indent=2) + "\n")
+        (args.work_dir / "train_draft.json").write_text(
+            json.dumps(
+                {
+                    "steps": step,
+                    "layers": config["num_hidden_layers"],
+                    "rows": len(pools["short"]["tokens"]),
+                    "warm_start": bool(args.init),
+                    "log": log,
+                },
+                indent=2,
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -94,14 +94,16 @@ def training_batch(recipe, target, pool: dict, picked: torch.Tensor) -> dict:
     aux, last = target_states(target, tokens, recipe.layer_ids)
     at, rows = torch.arange(tokens.shape[1]), []
     for i, (first, end) in enumerate(zip(pool["first"][picked].tolist(), pool["end"][picked].tolist())):
-        row = recipe.prepare({
-            "input_ids": tokens[i],
-            "hidden_states": aux[i],
-            "verifier_last_hidden_states": last[i],
-            "loss_mask": recipe.trainable(at, first, end).float(),
-            "position_ids": at,
-            "lengths": torch.tensor([len(at)]),
-        })
+        row = recipe.prepare(
+            {
+                "input_ids": tokens[i],
+                "hidden_states": aux[i],
+                "verifier_last_hidden_states": last[i],
+                "loss_mask": recipe.trainable(at, first, end).float(),
+                "position_ids": at,
+                "lengths": torch.tensor([len(at)]),
+            }
+        )
         length = int(row.pop("lengths"))
         rows.append(row | {"document_ids": torch.full((length,), i)})
     return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
@@ -109,7 +111,8 @@ def training_batch(recipe, target, pool: dict, picked: torch.Tensor) -> dict:
 
 def new_draft(recipe, target_dir: Path, frequencies: Counter, vocab_size: int) -> SpeculatorModel:
     layers = create_transformer_layer_config(
-        str(target_dir), recipe.num_layers, "qwen3", None, SLIDING_WINDOW, full_attention_indices=[])
+        str(target_dir), recipe.num_layers, "qwen3", None, SLIDING_WINDOW, full_attention_indices=[]
+    )
     d2t, t2d = build_vocab_mappings_from_distribution(dict(frequencies), DRAFT_VOCAB, vocab_size)
     return recipe.model_class.from_training_args(
         layers,
@@ -178,13 +181,22 @@ def main() -> None:
         now = torch.tensor([loss.detach(), *map(score, recipe.scored_slots)])
         running = now if running is None else 0.98 * running + 0.02 * now
         if step % 50 == 0 or step + 1 == args.steps:
-            log.append({"step": step + 1, "loss": round(running[0].item(), 3),
-                        "slot_accuracy": [round(h, 3) for h in running[1:].tolist()],
-                        "seconds": round(time.time() - began)})
+            log.append(
+                {
+                    "step": step + 1,
+                    "loss": round(running[0].item(), 3),
+                    "slot_accuracy": [round(h, 3) for h in running[1:].tolist()],
+                    "seconds": round(time.time() - began),
+                }
+            )
             print(json.dumps(log[-1]), flush=True)
     save(draft, args.output_dir, args.target_dir.name)
-    report = {"steps": args.steps, "date": time.strftime("%Y-%m-%d"),
-              "warm_start": bool(args.warm_start), "log": log}
+    report = {
+        "steps": args.steps,
+        "date": time.strftime("%Y-%m-%d"),
+        "warm_start": bool(args.warm_start),
+        "log": log,
+    }
     (args.work_dir / f"train_speculators_{args.type}.json").write_text(json.dumps(report, indent=2) + "\n")
 
 

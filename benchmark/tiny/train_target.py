@@ -1,6 +1,6 @@
 """Train a tiny target that writes Python: a deep and thin Qwen3, or a hybrid Qwen3.5 (kinds.py).
 
-    python train_target.py WORK_DIR OUTPUT_DIR --steps 1000 [--kind qwen3_5]
+python train_target.py WORK_DIR OUTPUT_DIR --steps 1000 [--kind qwen3_5]
 """
 
 import argparse
@@ -24,6 +24,7 @@ TOKENS_PER_STEP = 4096
 CHAT_SHARE = 1 / 8  # rows of a short batch that are ChatML documents
 LONG_EVERY = 10  # every tenth batch has rows of 1024 or 2048 tokens
 
+
 def new_target(kind: Kind):
     """A target with random weights; float32."""
     fields = {k: v for k, v in kind.target_config.items() if k not in ("architectures", "model_type")}
@@ -44,12 +45,13 @@ def borrow_embedding(model, directory: Path, std: float = 0.04) -> None:
     theirs = load_file(str(directory / "model.safetensors"))["model.embed_tokens.weight"].float()
     ours = model.get_input_embeddings().weight
     left, values, _ = torch.linalg.svd(theirs - theirs.mean(0), full_matrices=False)
-    turned = (left * values)[:, :ours.shape[1]] @ torch.linalg.qr(torch.randn(2 * [ours.shape[1]]))[0]
+    turned = (left * values)[:, : ours.shape[1]] @ torch.linalg.qr(torch.randn(2 * [ours.shape[1]]))[0]
     ours.copy_(turned * (std / turned.std()))
 
 
-def write_checkpoint(directory: Path, config: dict, tensors: dict, extra_files: list[Path] = (),
-                     extra_json: dict | None = None) -> None:
+def write_checkpoint(
+    directory: Path, config: dict, tensors: dict, extra_files: list[Path] = (), extra_json: dict | None = None
+) -> None:
     """Replace `directory` in one rename, so that a reader never sees half a model.
 
     Files that are in the old directory and not in the new one (model card) stay.
@@ -79,10 +81,18 @@ def write_checkpoint(directory: Path, config: dict, tensors: dict, extra_files: 
 def save_target(model, kind: Kind, work_dir: Path, directory: Path) -> None:
     tensors = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}  # tied
     write_checkpoint(
-        directory, kind.target_config, tensors,
+        directory,
+        kind.target_config,
+        tensors,
         [work_dir / "tokenizer.json", work_dir / "tokenizer_config.json"],
-        {"generation_config.json": {"eos_token_id": [END_OF_TEXT_ID, IM_END_ID],
-                                    "pad_token_id": END_OF_TEXT_ID, "do_sample": False}})
+        {
+            "generation_config.json": {
+                "eos_token_id": [END_OF_TEXT_ID, IM_END_ID],
+                "pad_token_id": END_OF_TEXT_ID,
+                "do_sample": False,
+            }
+        },
+    )
 
 
 class Batches:
@@ -102,13 +112,13 @@ class Batches:
                 starts = np.arange(phase, len(self.code) - length, length)
                 self.pending[length] = list(self.rng.permutation(starts))
             start = self.pending[length].pop()
-            rows.append(self.code[start:start + length])
+            rows.append(self.code[start : start + length])
         return rows
 
     def _chat_rows(self, count: int, length: int) -> list[np.ndarray]:
         """Rows that begin with a whole conversation, as they do at serving time."""
         usable = self.chat_starts[self.chat_starts < len(self.chat) - length]
-        return [self.chat[s:s + length] for s in self.rng.choice(usable, count)]
+        return [self.chat[s : s + length] for s in self.rng.choice(usable, count)]
 
     def draw(self, step: int) -> torch.Tensor:
         """ids [rows, length] int64 with rows * length == tokens."""
@@ -134,14 +144,21 @@ class MasterWeights:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.pairs = [(p, p.detach().float().clone()) for _, p in named]
         # A projection to a few scalars per token (GatedDeltaNet's gates) is no matrix to orthogonalise.
-        is_matrix = [p.ndim == 2 and min(p.shape) >= 16 and "embed" not in n and "codebook" not in n
-                     for n, p in named]
+        is_matrix = [
+            p.ndim == 2 and min(p.shape) >= 16 and "embed" not in n and "codebook" not in n for n, p in named
+        ]
         masters = [m for _, m in self.pairs]
         self.optimizers = [
-            torch.optim.Muon([m for m, use in zip(masters, is_matrix) if use],
-                             lr=muon_lr, momentum=0.95, weight_decay=0.01),
-            torch.optim.AdamW([m for m, use in zip(masters, is_matrix) if not use],
-                              lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)]
+            torch.optim.Muon(
+                [m for m, use in zip(masters, is_matrix) if use], lr=muon_lr, momentum=0.95, weight_decay=0.01
+            ),
+            torch.optim.AdamW(
+                [m for m, use in zip(masters, is_matrix) if not use],
+                lr=adam_lr,
+                betas=(0.9, 0.95),
+                weight_decay=0.0,
+            ),
+        ]
         self.peaks = (muon_lr, adam_lr)
         for parameter in model.parameters():  # not the buffers: RoPE frequencies need float32
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -197,10 +214,11 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def heldout_loss(model, heldout: np.ndarray, length: int = 512, rows: int = 64) -> float:
     starts = np.linspace(0, len(heldout) - length, rows).astype(int)
-    ids = torch.from_numpy(np.stack([heldout[s:s + length] for s in starts]).astype(np.int64))
+    ids = torch.from_numpy(np.stack([heldout[s : s + length] for s in starts]).astype(np.int64))
     with torch.compiler.set_stance("force_eager"):
-        return float(np.mean([next_token_loss(model(input_ids=b, use_cache=False).logits, b)
-                              for b in ids.split(8)]))
+        return float(
+            np.mean([next_token_loss(model(input_ids=b, use_cache=False).logits, b) for b in ids.split(8)])
+        )
 
 
 def main() -> None:
@@ -247,16 +265,31 @@ def main() -> None:
         if step in args.save_at:
             save_target(model, kind, args.work_dir, args.output_dir)
         if step % 250 == 0 or done >= 1:
-            log.append({"step": step, "train_loss": round(average, 3),
-                        "heldout_loss": round(heldout_loss(model, arrays["heldout"]), 3),
-                        "seconds": round(seconds)})
+            log.append(
+                {
+                    "step": step,
+                    "train_loss": round(average, 3),
+                    "heldout_loss": round(heldout_loss(model, arrays["heldout"]), 3),
+                    "seconds": round(seconds),
+                }
+            )
             print(json.dumps(log[-1]), flush=True)
     if rank > 0:
         return
     save_target(model, kind, args.work_dir, args.output_dir)
-    (args.work_dir / "train_target.json").write_text(json.dumps(
-        {"kind": kind.name, "steps": step, "tokens": step * TOKENS_PER_STEP,
-         "embedding_from": args.embedding_from and args.embedding_from.name, "log": log}, indent=2) + "\n")
+    (args.work_dir / "train_target.json").write_text(
+        json.dumps(
+            {
+                "kind": kind.name,
+                "steps": step,
+                "tokens": step * TOKENS_PER_STEP,
+                "embedding_from": args.embedding_from and args.embedding_from.name,
+                "log": log,
+            },
+            indent=2,
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

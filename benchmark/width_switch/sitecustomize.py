@@ -57,7 +57,9 @@ def verify_in_turns(module) -> None:
             widths[choice.width] += 1
             return choice
         nothing = 0.0 * self.costs.widths
-        return module.Choice(len(slots), turns.number, self.costs.widths.tolist().index(turns.number), False, nothing, nothing)
+        return module.Choice(
+            len(slots), turns.number, self.costs.widths.tolist().index(turns.number), False, nothing, nothing
+        )
 
     def is_kept(self, slots, modes, width, accepted):
         number = numbers.popleft()

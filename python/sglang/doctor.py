@@ -25,18 +25,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m sglang_dflash.doctor", description="Why is my acceptance low?")
+    parser = argparse.ArgumentParser(
+        "python -m sglang_dflash.doctor", description="Why is my acceptance low?"
+    )
     parser.add_argument("--model-path", required=True, help="the target, a directory or a hub id")
     parser.add_argument("--draft", required=True, help="the DFlash or P-EAGLE draft, a directory or a hub id")
-    parser.add_argument("--measure", action="store_true", help="load both, decode some prompts, report what is accepted")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSON lines with "text" or "messages"; implies --measure')
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write what was found as a page; implies --measure")
     parser.add_argument(
-        "--copy-ahead", action="store_true", help="what --speculative-copy-ahead would have copied as well; implies --measure"
+        "--measure", action="store_true", help="load both, decode some prompts, report what is accepted"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="to decode per prompt (default: 64)")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='JSON lines with "text" or "messages"; implies --measure'
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write what was found as a page; implies --measure"
+    )
+    parser.add_argument(
+        "--copy-ahead",
+        action="store_true",
+        help="what --speculative-copy-ahead would have copied as well; implies --measure",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="to decode per prompt (default: 64)"
+    )
     parser.add_argument("--device", help="for --measure (default: cuda where there is one)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="for --measure")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="for --measure"
+    )
     args = parser.parse_args(arguments)
     if args.max_new_tokens < 2:
         parser.error("--max-new-tokens must be at least 2")
@@ -95,7 +109,9 @@ def _measure(args, pair, prompts):
         )
         measured = measure.measure(pair, observed, args.copy_ahead)
     except torch.OutOfMemoryError as error:
-        raise BadInput("the device has too little memory for both models; try --dtype bfloat16 or --device cpu") from error
+        raise BadInput(
+            "the device has too little memory for both models; try --dtype bfloat16 or --device cpu"
+        ) from error
     return measured, list(measure.findings(measured))
 
 
@@ -112,7 +128,9 @@ def _check_writable(path: Path) -> None:
         raise BadInput(f"{folder}: no such directory")
     existed = path.exists()
     try:
-        path.open("a").close()  # asking for permission first would not say it all: a read-only file system, a special folder
+        path.open(
+            "a"
+        ).close()  # asking for permission first would not say it all: a read-only file system, a special folder
     except OSError as error:
         raise BadInput(f"{path}: cannot be written ({error.strerror or error})") from error
     if not existed:

@@ -18,7 +18,9 @@ class Captures:
             setattr(worker, name, self._noting(getattr(worker, name), batch))
 
         def keep_prompt(given, hidden, *rest):
-            for req, positions, states in zip(batch, given.positions.split(given.extend_lens), hidden.split(given.extend_lens)):
+            for req, positions, states in zip(
+                batch, given.positions.split(given.extend_lens), hidden.split(given.extend_lens)
+            ):
                 self.keep(req, positions, states)
             return prefill(given, hidden, *rest)
 

@@ -245,4 +245,6 @@ def assert_same(requests: Sequence[dict], answers: Sequence[dict], expected: Seq
         f"    request {json.dumps(d['request'])[:600]}\n    got     {d['got']}\n    wanted  {d['want']}"
         for d in found
     ]
-    assert not found, f"{len(found)} of {len(requests)} answers are not the target's:\n" + "\n".join(lines[:5])
+    assert not found, f"{len(found)} of {len(requests)} answers are not the target's:\n" + "\n".join(
+        lines[:5]
+    )

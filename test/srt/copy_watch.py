@@ -21,7 +21,9 @@ class Watch:
 
         def decode_and_compare(batch, *rest):
             result = decode(batch, *rest)
-            for req, slot, length in zip(batch.reqs, batch.req_pool_indices.tolist(), result.new_seq_lens.tolist(), strict=True):
+            for req, slot, length in zip(
+                batch.reqs, batch.req_pool_indices.tolist(), result.new_seq_lens.tolist(), strict=True
+            ):
                 known = [*req.origin_input_ids, *req.output_ids]  # under overlap a cycle behind
                 assert len(known) <= length + 1 or req.finished()
                 known = known[: length + 1]

@@ -29,7 +29,9 @@ NESTED = {*OPTIONS, "output_multiplier", "final_logit_softcapping"}
 
 def dflash2_config(changes: dict) -> dict:
     """BASE as a DFlash2 draft's config, with these changes to it or to its `dflash_config`."""
-    nested = BASE["dflash_config"] | OPTIONS | {name: value for name, value in changes.items() if name in NESTED}
+    nested = (
+        BASE["dflash_config"] | OPTIONS | {name: value for name, value in changes.items() if name in NESTED}
+    )
     top = {name: value for name, value in changes.items() if name not in NESTED}
     return {**BASE, **top, "architectures": ["DFlash2DraftModel"], "dflash_config": nested}
 
@@ -49,7 +51,9 @@ def random_dflash2_weights(config: dict, num_aux: int) -> dict[str, torch.Tensor
             base[:, 0] += 1
             weights[f"layers.{layer}.{name}.base_kernel"] = base
             rows = 2 * taps * hidden // options["conv_group_size"]
-            weights[f"layers.{layer}.{name}.kernel_projection.weight"] = 0.2 * normal(rows, hidden) * hidden**-0.5
+            weights[f"layers.{layer}.{name}.kernel_projection.weight"] = (
+                0.2 * normal(rows, hidden) * hidden**-0.5
+            )
     rank = options["selector_rank"]
     for side in ("predecessor", "successor"):
         weights[f"candidate_selector.{side}_codebook"] = normal(config["vocab_size"], rank)
@@ -78,4 +82,6 @@ class DFlash2Case(Case):
 
     def reference_hidden(self, tokens: torch.Tensor, aux_hidden: torch.Tensor) -> torch.Tensor:
         """Of the rows that draft, [B - 1, hidden] float64; tokens [B]."""
-        return self.reference.block_hidden(self.embedding.weight.data[tokens], self.reference.context_kv(aux_hidden))[1:]
+        return self.reference.block_hidden(
+            self.embedding.weight.data[tokens], self.reference.context_kv(aux_hidden)
+        )[1:]

@@ -164,7 +164,9 @@ class Case:
     @classmethod
     def bundled(cls, tmp_path) -> "Case":
         config = json.loads((cls.checkpoint / "config.json").read_text())
-        weights = {name: tensor.float() for name, tensor in load_file(cls.checkpoint / "model.safetensors").items()}
+        weights = {
+            name: tensor.float() for name, tensor in load_file(cls.checkpoint / "model.safetensors").items()
+        }
         return cls(config, weights, len(config["dflash_config"]["target_layer_ids"]), tmp_path)
 
     def pools(self, requests: int, capacity: int, **options) -> Pools:

@@ -46,7 +46,11 @@ def random_draft(folder: Path) -> Path:
     generator = torch.Generator().manual_seed(11)
 
     def weights(_: dict) -> dict:
-        shapes = {"fc.weight": (hidden, layers * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+        shapes = {
+            "fc.weight": (hidden, layers * hidden),
+            "hidden_norm.weight": (hidden,),
+            "norm.weight": (hidden,),
+        }
         for i in range(layers):
             for name in "qkv":
                 shapes[f"layers.{i}.self_attn.{name}_proj.weight"] = (heads * head_dim, hidden)
@@ -61,7 +65,10 @@ def random_draft(folder: Path) -> Path:
             for name in ("input", "post_attention"):
                 shapes[f"layers.{i}.{name}_layernorm.weight"] = (hidden,)
         scale = {1: 1.0, 2: 0.05}
-        return {name: torch.randn(shape, generator=generator) * scale[len(shape)] for name, shape in shapes.items()}
+        return {
+            name: torch.randn(shape, generator=generator) * scale[len(shape)]
+            for name, shape in shapes.items()
+        }
 
     return make_draft(
         folder,
@@ -92,7 +99,10 @@ def _change(config: dict, changes: dict) -> None:
 
 def random_peagle_draft(folder: Path, target: Path, layers: tuple[int, ...]) -> Path:
     """Random weights in the bundled P-EAGLE draft's shape, for another target: its hidden size, those of its layers."""
-    hidden, old = read_config(target)["hidden_size"], read_config(PEAGLE_DRAFT)["transformer_layer_config"]["hidden_size"]
+    hidden, old = (
+        read_config(target)["hidden_size"],
+        read_config(PEAGLE_DRAFT)["transformer_layer_config"]["hidden_size"],
+    )
     generator = torch.Generator().manual_seed(13)
 
     def resized(name: str, tensor: torch.Tensor) -> torch.Tensor:

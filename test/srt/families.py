@@ -35,8 +35,21 @@ _SHARED = {
 }
 # SGLang rounds a width up to 32 on a CPU, and not all of its loaders pad.
 _MOE = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
-_MLA = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 8}
-_ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+_MLA = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _GEMMA4_VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -88,7 +101,12 @@ _HYBRID_FIELDS = {
     "mamba_ssm_dtype": "float32",
 }
 _IN_TEXT_CONFIG = {"text_config": _HYBRID_FIELDS}
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [2, 3, 3],
+    "mrope_interleaved": True,
+}
 _WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 
 
@@ -112,7 +130,9 @@ class Family:
         config = getattr(transformers, self.config_class)(**{**_SHARED, **self.config, **changes})
         if self.outer is not None:
             config = getattr(transformers, self.outer)(
-                text_config=config.to_dict(), tie_word_embeddings=config.tie_word_embeddings, **self.outer_fields
+                text_config=config.to_dict(),
+                tie_word_embeddings=config.tie_word_embeddings,
+                **self.outer_fields,
             )
         return config
 
@@ -142,14 +162,22 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-_GEMMA4 = {**_WINDOWS, "tie_word_embeddings": True, "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": VOCAB, "pad_token_id": 0}
+_GEMMA4 = {
+    **_WINDOWS,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": VOCAB,
+    "pad_token_id": 0,
+}
 # In published configs, and no longer fields of transformers'.
 _ROUTING = {"moe_layer_freq": 1}
 _DEEPSEEK = {**_MOE, **_MLA, **_ROUTED, "rope_parameters": _YARN}
 
 FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", {}),
-    "qwen3-moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_MOE, "num_experts": 4}, {"num_experts": 4}),
+    "qwen3-moe": Family(
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_MOE, "num_experts": 4}, {"num_experts": 4}
+    ),
     "glm4-moe": Family("Glm4MoeForCausalLM", "Glm4MoeConfig", {**_MOE, **_ROUTED}),
     "gpt-oss": Family(
         "GptOssForCausalLM",
@@ -174,7 +202,12 @@ FAMILIES = {
         {"swa_num_key_value_heads": 2, "swa_head_dim": 16},
         adjust=_quiet_embedding,
     ),
-    "deepseek-v2": Family("DeepseekV2ForCausalLM", "DeepseekV2Config", {**_DEEPSEEK, "q_lora_rank": None}, _ROUTING | {"topk_method": "greedy", "scoring_func": "softmax"}),
+    "deepseek-v2": Family(
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        {**_DEEPSEEK, "q_lora_rank": None},
+        _ROUTING | {"topk_method": "greedy", "scoring_func": "softmax"},
+    ),
     "qwen3-vl": Family(
         "Qwen3VLForConditionalGeneration",
         "Qwen3VLTextConfig",
@@ -211,7 +244,12 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
     "ministral3": Family("Ministral3ForCausalLM", "Ministral3Config", {}),
     "phi3": Family("Phi3ForCausalLM", "Phi3Config", {}),
-    "deepseek-v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 24}, _ROUTING | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
+    "deepseek-v3": Family(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {**_DEEPSEEK, "q_lora_rank": 24},
+        _ROUTING | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
 }
 
 
@@ -257,7 +295,11 @@ def write_target(name: str, folder: Path, **changes) -> Target:
     model.save_pretrained(folder)
     if family.rewrite is not None:
         weights = folder / "model.safetensors"
-        save_file({name: t.contiguous() for name, t in family.rewrite(load_file(weights)).items()}, weights, {"format": "pt"})
+        save_file(
+            {name: t.contiguous() for name, t in family.rewrite(load_file(weights)).items()},
+            weights,
+            {"format": "pt"},
+        )
     path = folder / "config.json"
     path.write_text(json.dumps(_merged(json.loads(path.read_text()), family.written)))
     return Target(family, folder, model)
@@ -308,7 +350,9 @@ def write_peagle_draft(folder: Path, vocab: int = VOCAB, tokens: int = 500) -> P
     config |= {
         "draft_vocab_size": tokens,
         "mask_token_id": min(7, vocab - 1),
-        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYER_IDS],  # the library counts from the embedding
+        "eagle_aux_hidden_state_layer_ids": [
+            layer + 1 for layer in LAYER_IDS
+        ],  # the library counts from the embedding
     }
     config["transformer_layer_config"] |= {
         "hidden_size": HIDDEN,
@@ -334,10 +378,15 @@ def write_peagle_draft(folder: Path, vocab: int = VOCAB, tokens: int = 500) -> P
         **{f"{layer}.self_attn.{part}_norm.weight": (head_dim,) for part in "qk"},
         **{f"{layer}.mlp.{part}_proj.weight": (inner, HIDDEN) for part in ("gate", "up")},
         f"{layer}.mlp.down_proj.weight": (HIDDEN, inner),
-        **{f"{layer}.{part}.weight": (HIDDEN,) for part in ("hidden_norm", "input_layernorm", "post_attention_layernorm")},
+        **{
+            f"{layer}.{part}.weight": (HIDDEN,)
+            for part in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+        },
     }
     generator = torch.Generator().manual_seed(9)
-    weights = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+    weights = {
+        name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()
+    }
     weights |= {name: torch.ones(shape) for name, shape in shapes.items() if len(shape) == 1}
     weights["d2t"] = torch.arange(tokens)  # token i of the draft is token 2 i of the target
     return _write(folder, config, weights)

@@ -25,10 +25,14 @@ class ReferenceDFlash2(ReferenceDFlash):
                 query = self._rotate(self._norm(f"{name}.self_attn.q_norm", query), positions)
                 sides = zip(context[layer], self._keys_values(layer, x, positions))
                 keys, values = (torch.cat(parts) for parts in sides)
-                return self._linear(f"{name}.self_attn.o_proj", self._attend(layer, query, keys, values, anchor))
+                return self._linear(
+                    f"{name}.self_attn.o_proj", self._attend(layer, query, keys, values, anchor)
+                )
 
             def mlp(x):
-                gated = silu(self._linear(f"{name}.mlp.gate_proj", x)) * self._linear(f"{name}.mlp.up_proj", x)
+                gated = silu(self._linear(f"{name}.mlp.gate_proj", x)) * self._linear(
+                    f"{name}.mlp.up_proj", x
+                )
                 return self._linear(f"{name}.mlp.down_proj", gated)
 
             normed = self._norm(f"{name}.input_layernorm", hidden)
@@ -64,7 +68,9 @@ class ReferenceDFlash2(ReferenceDFlash):
         best = logits.topk(self.options["selector_top_k"], dim=-1)
         return best.indices, best.values
 
-    def scores(self, hidden: torch.Tensor, previous: int, ids: torch.Tensor, unary: torch.Tensor) -> torch.Tensor:
+    def scores(
+        self, hidden: torch.Tensor, previous: int, ids: torch.Tensor, unary: torch.Tensor
+    ) -> torch.Tensor:
         """Of one slot's candidates after the token `previous`: [K]. hidden: [hidden]."""
         gate = self.weights["candidate_selector.hidden_projection.weight"] @ hidden.double()
         left = self.weights["candidate_selector.predecessor_codebook"][previous] * gate

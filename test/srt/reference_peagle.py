@@ -22,7 +22,9 @@ class ReferencePEagle(ReferenceDFlash):
             return key <= query
         return query - self.config["sliding_window"] < key <= query
 
-    def step(self, tokens: list[int], aux_hidden: torch.Tensor, drafted: int, unknown: set[int] = frozenset()) -> torch.Tensor:
+    def step(
+        self, tokens: list[int], aux_hidden: torch.Tensor, drafted: int, unknown: set[int] = frozenset()
+    ) -> torch.Tensor:
         """Draft logits [drafted, draft vocab] after `tokens`.
 
         aux_hidden: [n, num_aux * hidden], of every token but the last. unknown: positions of which the states are not
@@ -48,6 +50,8 @@ class ReferencePEagle(ReferenceDFlash):
             attended = self._attend(layer, query, *self._keys_values(layer, normed, positions), anchor=0)
             hidden = hidden + self._linear(f"{name}.self_attn.o_proj", attended)
             normed = self._norm(f"{name}.post_attention_layernorm", hidden)
-            gated = silu(self._linear(f"{name}.mlp.gate_proj", normed)) * self._linear(f"{name}.mlp.up_proj", normed)
+            gated = silu(self._linear(f"{name}.mlp.gate_proj", normed)) * self._linear(
+                f"{name}.mlp.up_proj", normed
+            )
             hidden = hidden + self._linear(f"{name}.mlp.down_proj", gated)
         return self._norm("norm", hidden[real - 1 :]) @ self.weights["lm_head.weight"].T

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 # Run as a module of this name, so that what is pickled there is known here.
-_PROGRAM = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import scheduled; scheduled.main()"
+_PROGRAM = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import scheduled; scheduled.main()"
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ def run(
         return pickle.loads(answers.read_bytes())
 
 
-def serve(arguments: list[str], groups: Sequence[Sequence[Job]], oracle: Oracle | None, prepare=None) -> list[list[Answer]]:
+def serve(
+    arguments: list[str], groups: Sequence[Sequence[Job]], oracle: Oracle | None, prepare=None
+) -> list[list[Answer]]:
     """`run`, in this process, of which it takes possession."""
     from sglang.srt.managers import schedule_policy
     from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
@@ -168,7 +172,9 @@ class _Driver:
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         job = self.jobs[i]
-        sampling = SamplingParams(max_new_tokens=job.max_new_tokens, ignore_eos=job.ignore_eos, **job.sampling)
+        sampling = SamplingParams(
+            max_new_tokens=job.max_new_tokens, ignore_eos=job.ignore_eos, **job.sampling
+        )
         sampling.normalize(None)
         return TokenizedGenerateReqInput(
             rid=str(i),

@@ -36,11 +36,14 @@ def main(given: dict) -> dict:
         for number, layer in enumerate(model.layers):
             keys, values = layer.self_attn.kv_proj_only(fused)
             keys = layer.self_attn.apply_k_rope(positions, layer.self_attn.apply_k_norm(keys))
-            for buffer, rows in zip((pools.token_to_kv_pool.k_buffer, pools.token_to_kv_pool.v_buffer), (keys, values)):
+            for buffer, rows in zip(
+                (pools.token_to_kv_pool.k_buffer, pools.token_to_kv_pool.v_buffer), (keys, values)
+            ):
                 buffer[number][where] = rows.view(len(context), *buffer[number].shape[1:])
     embeds = given["embedding"][tokens.flatten()]
     output = pools.forward(
-        lambda ids, positions, batch: model(ids, positions, batch, input_embeds=embeds), pools.blocks(tokens, lengths)
+        lambda ids, positions, batch: model(ids, positions, batch, input_embeds=embeds),
+        pools.blocks(tokens, lengths),
     )
     rows = output.hidden_states.view(*tokens.shape, -1)[:, 1:]
     ids, unary = (part.view(*rows.shape[:2], -1) for part in model.compute_candidates(rows.flatten(0, 1)))
@@ -57,7 +60,14 @@ def main(given: dict) -> dict:
         )
         for greedy in (True, False)
     ]
-    return {"hidden": rows, "ids": ids, "unary": unary, "best": walks[0][0], "drawn": walks[1][0], "probs": walks[1][1]}
+    return {
+        "hidden": rows,
+        "ids": ids,
+        "unary": unary,
+        "best": walks[0][0],
+        "drawn": walks[1][0],
+        "probs": walks[1][1],
+    }
 
 
 if __name__ == "__main__":

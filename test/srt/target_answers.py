@@ -32,7 +32,9 @@ def target_answers() -> list[dict]:
     probabilities at each position only their distance is kept, the best one standing for 0."""
     lines = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
     made_for, answers = lines[0], lines[1:]
-    assert made_for == _made_for(), f"{GOLDEN} is another target's or of other requests: run {Path(__file__).name}"
+    assert made_for == _made_for(), (
+        f"{GOLDEN} is another target's or of other requests: run {Path(__file__).name}"
+    )
     for answer in answers:
         gaps = answer["meta_info"].pop("gaps")
         answer["meta_info"]["output_top_logprobs"] = [[(0.0, None), (-gap, None)] for gap in gaps]
@@ -41,7 +43,9 @@ def target_answers() -> list[dict]:
 
 def _made_for() -> dict[str, str]:
     """What the answers hang on, by SHA-256."""
-    contents = {name: (TARGET / name).read_bytes() for name in ("config.json", "model.safetensors", "tokenizer.json")}
+    contents = {
+        name: (TARGET / name).read_bytes() for name in ("config.json", "model.safetensors", "tokenizer.json")
+    }
     contents["requests"] = json.dumps(requests_from_prompts()).encode()
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 

@@ -48,7 +48,9 @@ def check(profile: str, *more: str) -> None:
 
 
 def test_every_bundled_draft_has_a_profile():
-    configs = {path.parent.name: json.loads(path.read_text()) for path in (ROOT / "models").glob("*/config.json")}
+    configs = {
+        path.parent.name: json.loads(path.read_text()) for path in (ROOT / "models").glob("*/config.json")
+    }
     drafts = {name for name, config in configs.items() if "DraftModel" in config["architectures"][0]}
     assert len(drafts) < len(configs)
     profiles = [json.loads(EXPECTED.read_text())[name] for name in BUNDLED]

@@ -21,7 +21,14 @@ WIDTHS = (1, 2, 4, 8)
 
 @pytest.mark.parametrize(
     ("block_size", "widths"),
-    [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (10, (1, 2, 4, 8, 10)), (16, (1, 2, 4, 8, 16))],
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (3, (1, 2, 3)),
+        (8, (1, 2, 4, 8)),
+        (10, (1, 2, 4, 8, 10)),
+        (16, (1, 2, 4, 8, 16)),
+    ],
 )
 def test_default_widths(block_size, widths):
     assert AdaptiveSettings().widths(block_size) == widths
@@ -85,14 +92,21 @@ class Clock(CycleClock):
         self.seconds = dict(zip(WIDTHS, costs, strict=True))
 
     def finished(self):
-        laps = [Lap(lap.num_requests, lap.width, lap.num_tokens, self.seconds[lap.width], None) for lap in super().finished()]
+        laps = [
+            Lap(lap.num_requests, lap.width, lap.num_tokens, self.seconds[lap.width], None)
+            for lap in super().finished()
+        ]
         return laps
 
 
 def request(slot: int, grammar=None, **params) -> SimpleNamespace:
-    defaults = dict(logit_bias=None, min_new_tokens=0, frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0)
+    defaults = dict(
+        logit_bias=None, min_new_tokens=0, frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0
+    )
     return SimpleNamespace(
-        kv=SimpleNamespace(req_pool_idx=slot, kv_committed_len=100), output_ids=[], grammar=grammar,
+        kv=SimpleNamespace(req_pool_idx=slot, kv_committed_len=100),
+        output_ids=[],
+        grammar=grammar,
         sampling_params=SimpleNamespace(**defaults | {"top_k": 1} | params),
     )
 
@@ -115,7 +129,9 @@ def test_what_a_cycle_kept_is_told_one_cycle_late():
         width.tell()
         if cycle:
             assert width.kept([0, 0, 0, 0]) == asked[cycle - 1] - 1
-    assert asked[0] == 8 and asked[-20:].count(1) > 15, "a draft of which nothing is kept ends as plain decoding"
+    assert asked[0] == 8 and asked[-20:].count(1) > 15, (
+        "a draft of which nothing is kept ends as plain decoding"
+    )
     assert width._states.applied == [(w, 4) for w in asked]
     report = width.report()
     assert report["width"] == asked[-1] and sum(report["cycles_per_width"].values()) == 60
@@ -129,10 +145,17 @@ def test_what_cycles_took_is_told_some_at_a_time_and_by_kind(monkeypatch):
         width.ask(batch, draws=False)
         width.tell()
     assert [(num_requests, verified, cycles) for num_requests, verified, _, cycles, _ in told[:5]] == [
-        (2, 8, 2), (2, 2, 1), (2, 8, 2), (2, 2, 1), (2, 8, 2),
+        (2, 8, 2),
+        (2, 2, 1),
+        (2, 8, 2),
+        (2, 2, 1),
+        (2, 8, 2),
     ]
     assert sum(cycles for _, _, _, cycles, _ in told) == 16
-    assert all((seconds, tokens) == (pytest.approx({8: 1.6, 2: 1.2}[verified]), 200) for _, verified, seconds, _, tokens in told)
+    assert all(
+        (seconds, tokens) == (pytest.approx({8: 1.6, 2: 1.2}[verified]), 200)
+        for _, verified, seconds, _, tokens in told
+    )
 
 
 def test_a_new_request_in_an_old_ones_row_is_not_blamed():
@@ -218,7 +241,11 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     import torch
 
     told = []
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda values, src, group: told.append((src, group)) or values.fill_(4))
+    monkeypatch.setattr(
+        torch.distributed,
+        "broadcast",
+        lambda values, src, group: told.append((src, group)) or values.fill_(4),
+    )
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
     width = adaptive(group=group)
     assert width.ask(SimpleNamespace(reqs=[request(0)]), False) == 4

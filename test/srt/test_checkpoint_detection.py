@@ -52,9 +52,20 @@ def test_target_draft_and_algorithm_come_from_the_checkpoint(checkpoint):
 
 
 def test_flags_of_the_user_win(checkpoint):
-    args = detect(model_path=str(checkpoint), tokenizer_path="mine", served_model_name="name", speculative_num_draft_tokens=4)
-    assert (args.tokenizer_path, args.served_model_name, args.speculative_num_draft_tokens) == ("mine", "name", 4)
-    assert detect(model_path=str(checkpoint), speculative_algorithm="dflash").speculative_algorithm == "DFLASH"
+    args = detect(
+        model_path=str(checkpoint),
+        tokenizer_path="mine",
+        served_model_name="name",
+        speculative_num_draft_tokens=4,
+    )
+    assert (args.tokenizer_path, args.served_model_name, args.speculative_num_draft_tokens) == (
+        "mine",
+        "name",
+        4,
+    )
+    assert (
+        detect(model_path=str(checkpoint), speculative_algorithm="dflash").speculative_algorithm == "DFLASH"
+    )
 
 
 def test_an_ordinary_model_is_left_alone(tmp_path):
@@ -68,7 +79,10 @@ def test_an_ordinary_model_is_left_alone(tmp_path):
     "flags, said",
     [
         ({"speculative_algorithm": "EAGLE3"}, "--speculative-algorithm EAGLE3 cannot run"),
-        ({"speculative_draft_model_path": "another"}, "is a draft, and so is --speculative-draft-model-path 'another'"),
+        (
+            {"speculative_draft_model_path": "another"},
+            "is a draft, and so is --speculative-draft-model-path 'another'",
+        ),
     ],
 )
 def test_contradictions_are_named(checkpoint, flags, said):
@@ -106,21 +120,33 @@ def test_a_peagle_checkpoint_alone(peagle, named, caplog):
     with caplog.at_level("INFO"):
         args = detect(model_path=str(peagle), speculative_algorithm=named)
     assert args.speculative_algorithm == "DFLASH"
-    assert args.model_path == str(peagle.parent / "target") and args.speculative_draft_model_path == str(peagle)
-    assert len([r for r in caplog.records if r.name.startswith("sglang_dflash") and "P-EAGLE" in r.message]) == 1
+    assert args.model_path == str(peagle.parent / "target") and args.speculative_draft_model_path == str(
+        peagle
+    )
+    assert (
+        len([r for r in caplog.records if r.name.startswith("sglang_dflash") and "P-EAGLE" in r.message]) == 1
+    )
 
 
 @pytest.mark.parametrize("named", ["PEAGLE", "peagle", "EAGLE3", "eagle3"])
 def test_a_peagle_draft_beside_its_target(peagle, named, caplog):
     target = str(peagle.parent / "target")
     with caplog.at_level("INFO"):
-        args = detect(model_path=target, speculative_algorithm=named, speculative_draft_model_path=str(peagle))
+        args = detect(
+            model_path=target, speculative_algorithm=named, speculative_draft_model_path=str(peagle)
+        )
     assert (args.speculative_algorithm, args.model_path) == ("DFLASH", target)
-    assert len([r for r in caplog.records if r.name.startswith("sglang_dflash") and "P-EAGLE" in r.message]) == 1
+    assert (
+        len([r for r in caplog.records if r.name.startswith("sglang_dflash") and "P-EAGLE" in r.message]) == 1
+    )
 
 
 @pytest.mark.parametrize(
-    "config", [{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, {"speculators_model_type": "eagle3"}]
+    "config",
+    [
+        {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
+        {"speculators_model_type": "eagle3"},
+    ],
 )
 def test_an_ordinary_eagle3_draft_is_left_alone(peagle, config):
     (peagle / "config.json").write_text(json.dumps(config))

@@ -34,10 +34,12 @@ def random_texts(seed: int, bs: int, longest: int, vocabulary: int, device: str)
     """Texts of few different tokens, some of them nobody may copy, in the rows of a history."""
     rng = torch.Generator().manual_seed(seed)
     lengths = 1 + torch.randint(longest, (bs,), generator=rng)
-    history = torch.randint(-1 if seed % 3 == 0 else 0, vocabulary, (bs + 3, longest + 20), generator=rng, dtype=torch.int32)
+    history = torch.randint(
+        -1 if seed % 3 == 0 else 0, vocabulary, (bs + 3, longest + 20), generator=rng, dtype=torch.int32
+    )
     rows = torch.randperm(bs + 3, generator=rng)[:bs]
     records = torch.rand(bs + 3, 2, generator=rng)
-    return *(x.to(device) for x in (history, records, rows, lengths - 1)),
+    return (*(x.to(device) for x in (history, records, rows, lengths - 1)),)
 
 
 def match_by_hand(text: list[int]) -> tuple[int, int]:
@@ -45,7 +47,11 @@ def match_by_hand(text: list[int]) -> tuple[int, int]:
     found = (0, 0)
     for end in range(len(text) - 1):
         length = 0
-        while length < RULE.longest and length <= end and text[end - length] == text[len(text) - 1 - length] >= 0:
+        while (
+            length < RULE.longest
+            and length <= end
+            and text[end - length] == text[len(text) - 1 - length] >= 0
+        ):
             length += 1
         if length >= RULE.shortest and length >= found[0]:
             found = length, end
@@ -97,7 +103,9 @@ def test_a_loop_is_continued():
 def test_copying_equals_its_twin(seed, bs, longest, vocabulary, block_size):
     history, records, rows, seq_lens = random_texts(seed, bs, longest, vocabulary, DEVICE)
     keys = copy_ahead.find_match_triton(history, rows, seq_lens, longest, RULE)
-    assert torch.equal(keys.amax(1), copy_ahead.find_match_torch(history, rows, seq_lens, longest, RULE).amax(1))
+    assert torch.equal(
+        keys.amax(1), copy_ahead.find_match_torch(history, rows, seq_lens, longest, RULE).amax(1)
+    )
     arguments = history, records, rows, seq_lens, keys, block_size, RULE
     outputs = copy_ahead.choose_copies_triton(*arguments), copy_ahead.choose_copies_torch(*arguments)
     for got, want in zip(*outputs, strict=True):
@@ -147,12 +155,22 @@ def test_appending_equals_its_twin(seed, bs, width, was_drafted):
 # -- what is learned -----------------------------------------------------------------------------------------------------
 
 
-def play(copies_kept: float, drafts_kept: float, cycles: int, length: int = RULE.long, known: float = RULE.drafts_start) -> list[bool]:
+def play(
+    copies_kept: float,
+    drafts_kept: float,
+    cycles: int,
+    length: int = RULE.long,
+    known: float = RULE.drafts_start,
+) -> list[bool]:
     """Whether a request with a match in every cycle copies, where of a copied block such a share is kept, and of a drafted one.
     known: what the record says of drafts at first."""
     history = torch.arange(30, dtype=torch.int32)[None]
     history[0, 20 - length + 1 : 21] = history[0, 1 : length + 1]
-    records, rows, seq_lens = torch.tensor([[RULE.copies_start, known]]), torch.tensor([0]), torch.tensor([20])
+    records, rows, seq_lens = (
+        torch.tensor([[RULE.copies_start, known]]),
+        torch.tensor([0]),
+        torch.tensor([20]),
+    )
     chosen = []
     for _ in range(cycles):
         keys = copy_ahead.find_match(history, rows, seq_lens, 21)
@@ -160,7 +178,9 @@ def play(copies_kept: float, drafts_kept: float, cycles: int, length: int = RULE
         assert abs(int(lengths)) == length
         chosen.append(int(lengths) > 0)
         kept = torch.tensor([round(7 * (copies_kept if chosen[-1] else drafts_kept))])
-        copy_ahead.append_tokens(history.clone(), records, rows, seq_lens, torch.zeros(1, 8).long(), kept, lengths, True)
+        copy_ahead.append_tokens(
+            history.clone(), records, rows, seq_lens, torch.zeros(1, 8).long(), kept, lengths, True
+        )
     return chosen
 
 
@@ -222,10 +242,18 @@ class Simulation:
     def __init__(self, **fields):
         self.inner = Drafted()
         vars(self.inner).update(fields)
-        self.drafter = CopyAhead(self.inner, rows=6, context_len=100, block_size=4, vocab_size=950, device=CPU, metrics=SILENT)
+        self.drafter = CopyAhead(
+            self.inner, rows=6, context_len=100, block_size=4, vocab_size=950, device=CPU, metrics=SILENT
+        )
         self.texts: dict[int, list[int]] = {}
 
-    def prefill(self, new: dict[int, tuple[list[int], int]], running: tuple[int, ...] = (), continued=(), said: int = 7):
+    def prefill(
+        self,
+        new: dict[int, tuple[list[int], int]],
+        running: tuple[int, ...] = (),
+        continued=(),
+        said: int = 7,
+    ):
         """new: row -> text and how much of it the prefix cache, or an earlier chunk, had."""
         rows = [*new, *running]
         self.texts |= {row: list(text) for row, (text, _) in new.items()}
@@ -233,7 +261,9 @@ class Simulation:
         counts = [len(self.texts[row]) - start for row, start in zip(rows, starts)]
         prompts = Prompts(
             req_pool_indices=torch.tensor(rows),
-            tokens=torch.tensor([token for row, start in zip(rows, starts) for token in self.texts[row][start:]]),
+            tokens=torch.tensor(
+                [token for row, start in zip(rows, starts) for token in self.texts[row][start:]]
+            ),
             positions=packed_ranges(starts, counts, CPU),
             prefix_lens=starts,
             extend_lens=counts,
@@ -315,7 +345,9 @@ def test_an_arrival_from_another_server():
     played.texts[3] = [*LONG, 9]
     req = SimpleNamespace(origin_input_ids=LONG[:-2])
     played.drafter.join(
-        SimpleNamespace(reqs=[req], req_pool_indices=torch.tensor([3]), said=[[*LONG[-2:], 9]], lengths=[len(LONG)])
+        SimpleNamespace(
+            reqs=[req], req_pool_indices=torch.tensor([3]), said=[[*LONG[-2:], 9]], lengths=[len(LONG)]
+        )
     )
     assert played.propose(3).tokens.tolist() == [[9, 10, 11, 12]]
 
@@ -323,7 +355,12 @@ def test_an_arrival_from_another_server():
 def test_what_was_kept_is_text_and_the_rest_is_not():
     played = Simulation()
     played.prefill({2: (LONG[:13], 0)}, said=1)
-    for said, kept in (([2, 3, 444, 444], 1), ([4, 5, 6, 7], 3), ([8, 444, 444, 444], 0), ([9, 444, 444, 444], 0)):
+    for said, kept in (
+        ([2, 3, 444, 444], 1),
+        ([4, 5, 6, 7], 3),
+        ([8, 444, 444, 444], 0),
+        ([9, 444, 444, 444], 0),
+    ):
         played.propose(2)
         played.commit([said], [kept])
     assert played.texts[2][-10:] == [50, 1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -392,7 +429,9 @@ def test_a_new_request_is_drafted_for():
 
 def test_outcomes_by_source():
     counted = []
-    metrics = SimpleNamespace(count_source=lambda *given: counted.append(given), count_undrafted=lambda cycles: None)
+    metrics = SimpleNamespace(
+        count_source=lambda *given: counted.append(given), count_undrafted=lambda cycles: None
+    )
     outcomes = Outcomes(metrics)
     outcomes.proposed(3, torch.tensor([9, -9, 0], dtype=torch.int32), True)
     outcomes.proposed(2, torch.tensor([9, 0], dtype=torch.int32), False)

@@ -16,7 +16,9 @@ from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.skipif(not runtime.needs_stand_in(), reason="reads the device's texts after every cycle, on the CPU"),
+    pytest.mark.skipif(
+        not runtime.needs_stand_in(), reason="reads the device's texts after every cycle, on the CPU"
+    ),
 ]
 
 NEW = 80
@@ -29,7 +31,9 @@ def test_texts_are_known_and_the_output_is_the_targets(tmp_path):
     from transformers import AutoModelForCausalLM
 
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    prompts = [tuple(tokenizer.encode(p["text"]).ids) for p in heldout_prompts() if 30 <= p["num_tokens"] <= 290][::14]
+    prompts = [
+        tuple(tokenizer.encode(p["text"]).ids) for p in heldout_prompts() if 30 <= p["num_tokens"] <= 290
+    ][::14]
     first = [Job(prompt, NEW, step=2 * number) for number, prompt in enumerate(prompts)]
     alone = [Job(prompts[-1], 3 * NEW)]
     arguments = ["--model-path", TARGET, *FLOAT32, *dflash_arguments(), "--speculative-copy-ahead", *CROWDED]
@@ -43,6 +47,8 @@ def test_texts_are_known_and_the_output_is_the_targets(tmp_path):
     for job, answer in zip(sum(jobs, []), sum(groups, []), strict=True):
         assert len(answer.output_ids) == job.max_new_tokens
         with torch.no_grad():
-            logits = model(torch.tensor([[*job.input_ids, *answer.output_ids]])).logits[0, len(job.input_ids) - 1 : -1]
+            logits = model(torch.tensor([[*job.input_ids, *answer.output_ids]])).logits[
+                0, len(job.input_ids) - 1 : -1
+            ]
         behind = logits.amax(dim=-1) - logits.gather(1, torch.tensor(answer.output_ids)[:, None])[:, 0]
         assert behind.max() < FLOAT32_TIE * 10, f"not the target's token, by {behind.max():.2g}"

@@ -99,7 +99,11 @@ def read(folder: Path, target: Path) -> Any:
 
 def load_draft(folder: Path, target: Path) -> None:
     hf_config = read(folder, target)
-    build(MODELS[hf_config.architectures[0]], hf_config, iter(load((folder / "model.safetensors").read_bytes()).items()))
+    build(
+        MODELS[hf_config.architectures[0]],
+        hf_config,
+        iter(load((folder / "model.safetensors").read_bytes()).items()),
+    )
 
 
 def write(folder: Path, config: bytes, weights: bytes, index: bytes | None = None) -> None:
@@ -120,12 +124,16 @@ def test_untouched_they_load(name, targets, tmp_path):
 SCALARS = (
     st.none()
     | st.booleans()
-    | st.sampled_from([0, 1, 2, -1, 3, 7, 0.5, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "qwen3", "silu", "null"])
+    | st.sampled_from(
+        [0, 1, 2, -1, 3, 7, 0.5, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "qwen3", "silu", "null"]
+    )
     | st.integers(-100, 5000)
     | st.text(max_size=4)
 )
 JSON = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=4
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
 )
 # Fields that a checkpoint may have and these have not.
 MORE_FIELDS = (
@@ -206,13 +214,21 @@ def index_of(weights: bytes) -> dict:
     return {"weight_map": {name: "model.safetensors" for name in header if name != "__metadata__"}}
 
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(data=st.data())
 def test_a_corrupted_checkpoint_is_refused_or_loads(targets, data):
     name = data.draw(st.sampled_from(NAMES))
     config, weights = checkpoint(name)
     text, index = json.dumps(config).encode(), None
-    where = data.draw(st.sampled_from(["config", "config", "two places", "text", "header", "header bytes", "index"]))
+    where = data.draw(
+        st.sampled_from(["config", "config", "two places", "text", "header", "header bytes", "index"])
+    )
     if where == "config":
         text = json.dumps(spoil(config, data)).encode()
     elif where == "two places":

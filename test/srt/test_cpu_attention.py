@@ -52,7 +52,9 @@ def sees(query: int, key: int, causal: bool, window: int | None) -> bool:
     return window is None or abs(key - query) <= window
 
 
-def attend(q, k, v, anchor: int, causal: bool, window: int | None, cap: float = 0.0, sinks=None) -> torch.Tensor:
+def attend(
+    q, k, v, anchor: int, causal: bool, window: int | None, cap: float = 0.0, sinks=None
+) -> torch.Tensor:
     """One request. q: [B, heads, dim]; k, v: [anchor + B, kv_heads, dim or another]; returns [B, heads * dim] in float64.
     cap: scores s become cap * tanh(s / cap). sinks: [heads], a score of each head whose weight goes nowhere."""
     q, k, v = q.double(), k.double(), v.double()
@@ -249,9 +251,13 @@ def test_latent_keys():
     rank, rope, heads, lengths, width = 24, 8, 4, [7, 0, 19], 3
     generator = torch.Generator().manual_seed(2)
     pools = Pools(len(lengths), 32, layers=1, kv_heads=1, head_dim=HEAD_DIM)
-    pools.token_to_kv_pool = MLATokenToKVPool(256, 1, torch.float32, rank, rope, 1, "cpu", enable_memory_saver=False)
+    pools.token_to_kv_pool = MLATokenToKVPool(
+        256, 1, torch.float32, rank, rope, 1, "cpu", enable_memory_saver=False
+    )
     pools.backend = TorchNativeSpecAttnBackend(pools)
-    layer = RadixAttention(heads, rank + rope, (rank + rope) ** -0.5, num_kv_heads=1, layer_id=0, v_head_dim=rank)
+    layer = RadixAttention(
+        heads, rank + rope, (rank + rope) ** -0.5, num_kv_heads=1, layer_id=0, v_head_dim=rank
+    )
     latents = [torch.randn(n + width, 1, rank + rope, generator=generator) for n in lengths]
     queries = torch.randn(len(lengths), width, heads, rank + rope, generator=generator)
     for request, (n, latent) in enumerate(zip(lengths, latents)):

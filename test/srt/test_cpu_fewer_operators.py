@@ -11,13 +11,17 @@ from sglang_dflash.srt.hardware_backend.cpu.fewer_operators import rms_norm_in_o
 
 
 def norm(dtype, **changes):
-    fields = dict(hidden_size=64, variance_epsilon=1e-6, variance_size_override=None, override_orig_dtype=None)
+    fields = dict(
+        hidden_size=64, variance_epsilon=1e-6, variance_size_override=None, override_orig_dtype=None
+    )
     fields |= dict(cast_x_before_out_mul=False, fp32_residual=False)
     return SimpleNamespace(weight=torch.randn(64, dtype=dtype), **{**fields, **changes})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("changes", [{}, {"variance_size_override": 32}, {"cast_x_before_out_mul": True}, {"fp32_residual": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"variance_size_override": 32}, {"cast_x_before_out_mul": True}, {"fp32_residual": True}]
+)
 @pytest.mark.parametrize("num_added", [0, 1, 2])
 def test_norm(dtype, changes, num_added):
     from sglang.srt.layers.layernorm import RMSNorm

@@ -21,7 +21,9 @@ def as_if(monkeypatch):
     return of
 
 
-def product(rows: int, has_bias: bool, dtype: torch.dtype) -> tuple[SimpleNamespace, torch.Tensor, torch.Tensor | None]:
+def product(
+    rows: int, has_bias: bool, dtype: torch.dtype
+) -> tuple[SimpleNamespace, torch.Tensor, torch.Tensor | None]:
     torch.manual_seed(0)
     layer = SimpleNamespace(weight=torch.randn(96, 64, dtype=dtype))
     return layer, torch.randn(rows, 64, dtype=dtype), torch.randn(96, dtype=dtype) if has_bias else None
@@ -32,7 +34,10 @@ def product(rows: int, has_bias: bool, dtype: torch.dtype) -> tuple[SimpleNamesp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_pytorchs_linear(rows, has_bias, dtype, as_if):
     layer, x, bias = product(rows, has_bias, dtype)
-    found, expected = as_if(True, True)(None, layer, x, bias), torch.nn.functional.linear(x, layer.weight, bias)
+    found, expected = (
+        as_if(True, True)(None, layer, x, bias),
+        torch.nn.functional.linear(x, layer.weight, bias),
+    )
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if dtype == torch.float32 else 0)
 
@@ -42,7 +47,9 @@ def test_it_is_pytorchs_linear(rows, has_bias, dtype, as_if):
 def test_converted_bfloat16_is_rounded_once(rows, has_bias, as_if):
     layer, x, bias = product(rows, has_bias, torch.bfloat16)
     found = as_if(False, False)(None, layer, x, bias)
-    exact = torch.nn.functional.linear(x.double(), layer.weight.double(), None if bias is None else bias.double())
+    exact = torch.nn.functional.linear(
+        x.double(), layer.weight.double(), None if bias is None else bias.double()
+    )
     assert found.dtype == torch.bfloat16
     # Half a unit in the last place, and what float32 adds up differently.
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
@@ -52,18 +59,27 @@ def test_which_runs_on_onednn(as_if, monkeypatch):
     """Many rows of float32 where there is AVX-512, and nothing else."""
     called = []
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, *rest: called.append(tuple(x.shape)))
-    cases = ((torch.float32, (16, 8)), (torch.float32, (15, 8)), (torch.bfloat16, (16, 8)), (torch.float32, (2, 16, 8)))
+    cases = (
+        (torch.float32, (16, 8)),
+        (torch.float32, (15, 8)),
+        (torch.bfloat16, (16, 8)),
+        (torch.float32, (2, 16, 8)),
+    )
     for has_avx512 in (True, False):
         apply = as_if(has_avx512, True)
         for dtype, shape in cases:
-            apply(None, SimpleNamespace(weight=torch.randn(4, 8, dtype=dtype)), torch.randn(shape, dtype=dtype))
+            apply(
+                None, SimpleNamespace(weight=torch.randn(4, 8, dtype=dtype)), torch.randn(shape, dtype=dtype)
+            )
     assert called == [(16, 8)]
 
 
 def test_which_is_multiplied_in_float32(as_if, monkeypatch):
     """Several rows of bfloat16 where the CPU cannot multiply them."""
     calls, plain = [], torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: calls.append((x.shape[0], x.dtype)) or plain(x, *rest))
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, *rest: calls.append((x.shape[0], x.dtype)) or plain(x, *rest)
+    )
     layer = SimpleNamespace(weight=torch.randn(4, 8, dtype=torch.bfloat16))
     for multiplies in (True, False):
         for rows in (1, 2):

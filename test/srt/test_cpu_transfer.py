@@ -5,7 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dflash.srt.hardware_backend.cpu.transfer import back_up_all_layers, prepare_transfer, restore_layer
+from sglang_dflash.srt.hardware_backend.cpu.transfer import (
+    back_up_all_layers,
+    prepare_transfer,
+    restore_layer,
+)
 
 LAYERS, SLOTS, HEADS, DIM = 3, 20, 2, 4
 
@@ -32,7 +36,9 @@ def test_kv_comes_back_to_other_slots(layout):
     was, host, now = torch.tensor([5, 2, 9]), torch.tensor([0, 7, 1]), torch.tensor([11, 12, 4])
     k, v = (torch.stack(side)[:, was].clone() for side in (pool.device_k_buffers, pool.device_v_buffers))
     back_up_all_layers(pool, None, host, was, "kernel")
-    assert pool.buffer.ne(0).any(dim=(-1, -2)).sum() == 2 * LAYERS * len(was), "rows of nobody else were written"
+    assert pool.buffer.ne(0).any(dim=(-1, -2)).sum() == 2 * LAYERS * len(was), (
+        "rows of nobody else were written"
+    )
     others = [i for i in range(SLOTS) if i not in now.tolist()]
     before = torch.stack(pool.device_k_buffers)[:, others].clone()
     for buffer in (*pool.device_k_buffers, *pool.device_v_buffers):
@@ -42,7 +48,9 @@ def test_kv_comes_back_to_other_slots(layout):
     assert torch.equal(torch.stack(pool.device_k_buffers)[:, now], k)
     assert torch.equal(torch.stack(pool.device_v_buffers)[:, now], v)
     kept = [i for i in others if i not in was.tolist()]
-    assert torch.equal(torch.stack(pool.device_k_buffers)[:, kept], before[:, [others.index(i) for i in kept]])
+    assert torch.equal(
+        torch.stack(pool.device_k_buffers)[:, kept], before[:, [others.index(i) for i in kept]]
+    )
 
 
 def test_a_layout_that_is_not_known_is_refused_at_the_start():

@@ -48,7 +48,9 @@ def own_modules(folder: str) -> set[str]:
     if folder not in ("benchmark", "test"):
         return set()
     files = [path for name in {"benchmark", folder} for path in (ROOT / name).rglob("*.py")]
-    folders = [path for name in ("benchmark", "test/srt") for path in (ROOT / name).iterdir() if path.is_dir()]
+    folders = [
+        path for name in ("benchmark", "test/srt") for path in (ROOT / name).iterdir() if path.is_dir()
+    ]
     return {path.stem for path in files} | {path.name for path in folders}
 
 

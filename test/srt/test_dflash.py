@@ -120,7 +120,10 @@ def test_numbers_of_an_answer_fit_together(server):
 
 
 def test_native_streaming_equals_not_streaming(server, prompt):
-    request = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}}
+    request = {
+        "text": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True},
+    }
     whole = server.generate(**request)
     seen: list[int] = []
     *_, last = (chunk for chunk in stream(server, request) if _grows(seen, chunk["output_ids"]))
@@ -160,7 +163,9 @@ def _grows(seen: list[int], output_ids: list[int]) -> bool:
     return True
 
 
-class TestSGLangKits(BasicAPIContractMixin, AbortAllMixin, SpecCorrectnessKit, SpecLogprobKit, unittest.TestCase):
+class TestSGLangKits(
+    BasicAPIContractMixin, AbortAllMixin, SpecCorrectnessKit, SpecLogprobKit, unittest.TestCase
+):
     """SGLang's own checks of a speculative server.
 
     Left out: kits that ask for the capital of France, for tokens a vocabulary of 2,048 lacks, or

@@ -42,12 +42,16 @@ def test_the_best_path(name, tmp_path):
     base = case.logits(output.hidden_states).view(*tokens.shape, -1)[:, 1:].argmax(dim=2)
     for request, aux_hidden in enumerate(contexts):
         hidden = case.reference_hidden(tokens[request], aux_hidden)
-        assert drafted[request].tolist() == case.reference.greedy_path(hidden, case.head, int(tokens[request, 0]))
+        assert drafted[request].tolist() == case.reference.greedy_path(
+            hidden, case.head, int(tokens[request, 0])
+        )
     if name in ("as published", "all candidates"):
         assert (drafted != base).any()  # the transitions were worth something
 
 
-@pytest.mark.parametrize("name", ["as published", "capped logits", "all candidates", pytest.param(BUNDLED, marks=needs_bundled)])
+@pytest.mark.parametrize(
+    "name", ["as published", "capped logits", "all candidates", pytest.param(BUNDLED, marks=needs_bundled)]
+)
 def test_drawn_paths(name, tmp_path):
     """Each slot's declared distribution is softmax(scores / temperature) given the token really drawn before it."""
     case = make(name, tmp_path)
@@ -89,11 +93,14 @@ def test_a_narrower_block_is_the_first_part_of_a_causal_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "missing", ["candidate_selector.successor_codebook", "layers.1.mlp_conv.base_kernel", "layers.0.attention_conv"]
+    "missing",
+    ["candidate_selector.successor_codebook", "layers.1.mlp_conv.base_kernel", "layers.0.attention_conv"],
 )
 def test_missing_tensors_are_named(missing, tmp_path):
     config = dflash2_config({})
-    weights = {name: t for name, t in random_dflash2_weights(config, 2).items() if not name.startswith(missing)}
+    weights = {
+        name: t for name, t in random_dflash2_weights(config, 2).items() if not name.startswith(missing)
+    }
     with pytest.raises(ValueError, match=missing):
         build(DFlash2DraftModel, read_config(config, tmp_path), iter(weights.items()))
 

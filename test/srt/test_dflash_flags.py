@@ -19,7 +19,13 @@ from sglang_dflash.srt.speculative.width.settings import NEVER_VARIABLE, VARIABL
 
 @pytest.fixture
 def parser(monkeypatch) -> argparse.ArgumentParser:
-    for variable in (TEMPERATURE_SCALE_VARIABLE, SAMPLED_SLOTS_VARIABLE, copy_ahead.VARIABLE, VARIABLE, NEVER_VARIABLE):
+    for variable in (
+        TEMPERATURE_SCALE_VARIABLE,
+        SAMPLED_SLOTS_VARIABLE,
+        copy_ahead.VARIABLE,
+        VARIABLE,
+        NEVER_VARIABLE,
+    ):
         monkeypatch.setenv(variable, "")  # restored afterwards, whatever a test sets
     parser = argparse.ArgumentParser()
     parser.add_argument("--speculative-use-rejection-sampling", action="store_true")
@@ -56,7 +62,9 @@ def test_settings_reach_every_process(parser):
     assert DraftSampling.from_environment() == DraftSampling(temperature_scale=0.5, sampled_slots=0)
 
 
-@pytest.mark.parametrize("variable, value", [(TEMPERATURE_SCALE_VARIABLE, "0"), (SAMPLED_SLOTS_VARIABLE, "-1")])
+@pytest.mark.parametrize(
+    "variable, value", [(TEMPERATURE_SCALE_VARIABLE, "0"), (SAMPLED_SLOTS_VARIABLE, "-1")]
+)
 def test_impossible_settings(parser, monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match="must"):
@@ -123,7 +131,9 @@ def test_adaptive_width_is_the_default_unless_ruled_out(parser, said, is_wanted,
         ({"disaggregation_mode": "prefill"}, 8, False, "only prefills"),
     ],
 )
-def test_where_it_is_not_the_default_the_log_says_why(parser, caplog, arguments, block_size, is_recurrent, reason):
+def test_where_it_is_not_the_default_the_log_says_why(
+    parser, caplog, arguments, block_size, is_recurrent, reason
+):
     caplog.set_level("INFO")
     args = SimpleNamespace(**vars(ON_A_CPU) | arguments)
     assert settle_adaptive(args, block_size, is_recurrent) is None
@@ -133,9 +143,15 @@ def test_where_it_is_not_the_default_the_log_says_why(parser, caplog, arguments,
 
 @pytest.mark.parametrize(
     "attn_dp_size, is_recurrent, simulated, reason",
-    [(2, False, "", "with DP attention"), (1, True, "", "recurrent states"), (1, False, "3.5", "made-up accept lengths")],
+    [
+        (2, False, "", "with DP attention"),
+        (1, True, "", "recurrent states"),
+        (1, False, "3.5", "made-up accept lengths"),
+    ],
 )
-def test_where_it_is_impossible_it_is_refused_and_not_the_default(parser, monkeypatch, attn_dp_size, is_recurrent, simulated, reason):
+def test_where_it_is_impossible_it_is_refused_and_not_the_default(
+    parser, monkeypatch, attn_dp_size, is_recurrent, simulated, reason
+):
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", simulated)
     args = SimpleNamespace(**vars(ON_A_CPU) | {"attn_dp_size": attn_dp_size})
     assert settle_adaptive(args, 8, is_recurrent) is None

@@ -53,7 +53,11 @@ class Pair:
 
     def somewhere(self) -> dict:
         """What names the place where both servers meet for a request."""
-        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port, "bootstrap_room": next(self.rooms)}
+        return {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self.bootstrap_port,
+            "bootstrap_room": next(self.rooms),
+        }
 
     def generate(self, **request) -> dict:
         """The decode server's answer. A request goes to both."""
@@ -79,7 +83,9 @@ def pair_of(
     environment = ENVIRONMENT | (environment or {})
     with (
         serve(*common, "--disaggregation-mode", "prefill", env=environment, start=warm_start()) as prefill,
-        serve(*common, "--disaggregation-mode", "decode", *decode, env=environment, start=warm_start()) as decode_server,
+        serve(
+            *common, "--disaggregation-mode", "decode", *decode, env=environment, start=warm_start()
+        ) as decode_server,
     ):
         yield Pair(prefill, decode_server, port, itertools.count(random.randrange(2**40)))
 
@@ -89,7 +95,10 @@ def prompts() -> list[list[int]]:
     return some_prompts()[:24]
 
 
-@pytest.mark.parametrize("draft", [pytest.param(DRAFT, id="dflash"), pytest.param(PEAGLE_DRAFT, id="peagle", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "draft",
+    [pytest.param(DRAFT, id="dflash"), pytest.param(PEAGLE_DRAFT, id="peagle", marks=pytest.mark.long)],
+)
 def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
     requests = [greedy(ids) for ids in prompts]
     requests += [greedy(ids, ignore_eos=False, **GRAMMARS[i % 2]) for i, ids in enumerate(prompts[:6])]
@@ -114,7 +123,9 @@ def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
         penalized_answers = pair.generate_many(penalized, 8)
         assert [a["output_ids"] for a in penalized_answers] == [a["output_ids"] for a in alone_penalized]
         for got, want in zip(pair.generate_many(with_logprobs, 4), alone_with_logprobs, strict=True):
-            mine, theirs = ([value for value, *_ in a["meta_info"]["output_token_logprobs"]] for a in (got, want))
+            mine, theirs = (
+                [value for value, *_ in a["meta_info"]["output_token_logprobs"]] for a in (got, want)
+            )
             assert mine == pytest.approx(theirs, abs=1e-4)
         if draft == DRAFT:
             check_abort(pair, reference, prompts)
@@ -174,14 +185,18 @@ def test_a_prefill_server_without_a_draft(servers, reference, prompts):
         answers = pair.generate_many(requests, 6)
         assert_same(requests, answers, reference.answers(requests))
         said = sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers)
-        assert said > 1.2 * cycles(answers), f"{said} tokens in {cycles(answers)} cycles: nothing is drafted at all"
+        assert said > 1.2 * cycles(answers), (
+            f"{said} tokens in {cycles(answers)} cycles: nothing is drafted at all"
+        )
 
 
 @contextlib.contextmanager
 def routed(pair: Pair) -> Iterator[Server]:
     """SGLang's router before both."""
     workers = "--prefill", pair.prefill.url, pair.bootstrap_port, "--decode", pair.decode.url
-    with serve("--pd-disaggregation", *map(str, workers), launcher=("-m", "sglang_router.launch_router")) as router:
+    with serve(
+        "--pd-disaggregation", *map(str, workers), launcher=("-m", "sglang_router.launch_router")
+    ) as router:
         deadline = time.monotonic() + 60
         while True:  # it takes its workers in one after the other
             try:
@@ -195,13 +210,26 @@ def routed(pair: Pair) -> Iterator[Server]:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="not installed: pip install --no-deps sglang-router==0.3.2")
+@pytest.mark.skipif(
+    importlib.util.find_spec("sglang_router") is None,
+    reason="not installed: pip install --no-deps sglang-router==0.3.2",
+)
 def test_behind_sglangs_router(servers, prompts):
     """Greedy, and sampled with seeds, which both servers draw by."""
-    flags, environment = (*dflash_arguments(), "--enable-deterministic-inference"), patched("deterministic_on_cpu")
+    flags, environment = (
+        (*dflash_arguments(), "--enable-deterministic-inference"),
+        patched("deterministic_on_cpu"),
+    )
     requests = [greedy(ids) for ids in prompts[:8]]
-    requests += [greedy(ids, temperature=0.8, top_p=0.9, sampling_seed=seed) for seed, ids in enumerate(prompts[:8])]
-    chat = {"model": "default", "messages": [{"role": "user", "content": "Write a function."}], "temperature": 0, "max_tokens": 24}
+    requests += [
+        greedy(ids, temperature=0.8, top_p=0.9, sampling_seed=seed) for seed, ids in enumerate(prompts[:8])
+    ]
+    chat = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "Write a function."}],
+        "temperature": 0,
+        "max_tokens": 24,
+    }
     one = servers.get(*FLOAT32, *flags, environment=environment)
     alone, said = one.generate_many(requests, 8), one.post("/v1/chat/completions", chat)
     servers.close()

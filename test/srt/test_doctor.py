@@ -48,16 +48,23 @@ def with_tensors(**tensors):
 
 
 def swapped_layers(tensors):
-    return {re.sub(r"layers\.([02])", lambda m: f"layers.{2 - int(m[1])}", name): t for name, t in tensors.items()}
+    return {
+        re.sub(r"layers\.([02])", lambda m: f"layers.{2 - int(m[1])}", name): t for name, t in tensors.items()
+    }
 
 
 def quantised(tensors):
     name = "layers.1.mlp.up_proj.weight"
-    return tensors | {name: tensors[name].mul(100).to(torch.int8), "layers.1.mlp.up_proj.weight_scale": torch.ones(1)}
+    return tensors | {
+        name: tensors[name].mul(100).to(torch.int8),
+        "layers.1.mlp.up_proj.weight_scale": torch.ones(1),
+    }
 
 
 def cut(tensors):
-    return tensors | {"layers.1.mlp.down_proj.weight": tensors["layers.1.mlp.down_proj.weight"][:-3].contiguous()}
+    return tensors | {
+        "layers.1.mlp.down_proj.weight": tensors["layers.1.mlp.down_proj.weight"][:-3].contiguous()
+    }
 
 
 def shuffled_d2t(tensors):
@@ -85,32 +92,52 @@ BROKEN = {
         lambda folder: make_draft(folder, dflash_config={"mask_token_id": 300}),
         r"mask_token_id 300 is an ordinary piece of text.*<\|mask\|> is 3",
     ),
-    "another vocabulary": (lambda folder: make_draft(folder, vocab_size=4096), r"vocab_size is 4096, but the target's.* is 2048"),
+    "another vocabulary": (
+        lambda folder: make_draft(folder, vocab_size=4096),
+        r"vocab_size is 4096, but the target's.* is 2048",
+    ),
     "d2t out of order": (
         lambda folder: make_draft(folder, shuffled_d2t, base=SPECULATORS_DRAFT),
         r"d2t maps to the tokens that t2d names, but in another order",
     ),
     "d2t out of order, without t2d": (
-        lambda folder: make_draft(folder, lambda t: with_tensors(t2d=None)(shuffled_d2t(t)), base=PEAGLE_DRAFT),
+        lambda folder: make_draft(
+            folder, lambda t: with_tensors(t2d=None)(shuffled_d2t(t)), base=PEAGLE_DRAFT
+        ),
         r"rows of the draft's head are not those of the target's tokens that d2t maps them to",
     ),
     "d2t as target ids": (
         lambda folder: make_draft(folder, absolute_d2t, base=PEAGLE_DRAFT),
         r"d2t points outside.*look like target ids, where offsets",
     ),
-    "a tensor too small": (lambda folder: make_draft(folder, cut), r"down_proj.weight is \(253, 512\), expected \(256, 512\)"),
-    "another hidden size": (lambda folder: make_draft(folder, hidden_size=512), r"hidden_size is 512, but the target's.* is 256"),
+    "a tensor too small": (
+        lambda folder: make_draft(folder, cut),
+        r"down_proj.weight is \(253, 512\), expected \(256, 512\)",
+    ),
+    "another hidden size": (
+        lambda folder: make_draft(folder, hidden_size=512),
+        r"hidden_size is 512, but the target's.* is 256",
+    ),
     "a missing norm": (
         lambda folder: make_draft(folder, with_tensors(**{"hidden_norm.weight": None})),
         r"tensor hidden_norm.weight: missing",
     ),
-    "a quantised draft": (lambda folder: make_draft(folder, quantised), r"draft is quantised.*up_proj.weight \(I8\).*unquantised draft"),
+    "a quantised draft": (
+        lambda folder: make_draft(folder, quantised),
+        r"draft is quantised.*up_proj.weight \(I8\).*unquantised draft",
+    ),
     "a quantised draft, by its config": (
         lambda folder: make_draft(folder, quantization_config={"quant_method": "fp8"}),
         r"draft is quantised \(quantization_config: fp8\)",
     ),
-    "another depth": (lambda folder: make_draft(folder, num_target_layers=36), r"num_target_layers is 36, but"),
-    "another end of text": (lambda folder: make_draft(folder, eos_token_id=9), r"eos_token_id is 9 in the draft and 0 in"),
+    "another depth": (
+        lambda folder: make_draft(folder, num_target_layers=36),
+        r"num_target_layers is 36, but",
+    ),
+    "another end of text": (
+        lambda folder: make_draft(folder, eos_token_id=9),
+        r"eos_token_id is 9 in the draft and 0 in",
+    ),
 }
 
 
@@ -139,14 +166,20 @@ def test_a_file_cut_short_is_named(tmp_path, capsys):
     data = (draft / "model.safetensors").read_bytes()
     (draft / "model.safetensors").write_bytes(data[: len(data) * 9 // 10])
     assert examine(draft) == 1
-    assert re.search(r"fault: \S+.*: cut off, the file ends before its bytes do\. Fetch the draft again", capsys.readouterr().out)
+    assert re.search(
+        r"fault: \S+.*: cut off, the file ends before its bytes do\. Fetch the draft again",
+        capsys.readouterr().out,
+    )
 
 
 @pytest.mark.parametrize("draft", [SPECULATORS_DRAFT, PEAGLE_DRAFT], ids=lambda path: path.name)
 def test_a_target_of_another_family_is_named(draft, tmp_path, capsys):
     target = make_target(tmp_path / "target", architectures=["LlamaForCausalLM"], model_type="llama")
     assert examine(draft, target=target) == 1
-    assert "made for a Qwen3ForCausalLM, the target is a LlamaForCausalLM. Serve the target" in capsys.readouterr().out
+    assert (
+        "made for a Qwen3ForCausalLM, the target is a LlamaForCausalLM. Serve the target"
+        in capsys.readouterr().out
+    )
 
 
 def test_another_targets_head_is_named(tmp_path, capsys):
@@ -173,19 +206,26 @@ def test_the_usual_ids_off_by_one_are_noted(draft, ids, said, tmp_path, capsys):
 
 def test_notes_are_no_faults(tmp_path, capsys):
     draft = make_draft(
-        tmp_path / "draft", base=PEAGLE_DRAFT, speculators_config={"verifier": {"name_or_path": "somebody/another-model"}}
+        tmp_path / "draft",
+        base=PEAGLE_DRAFT,
+        speculators_config={"verifier": {"name_or_path": "somebody/another-model"}},
     )
     target = make_target(tmp_path / "target", quantization_config={"quant_method": "awq"}, rope_theta=5e5)
     assert examine(draft, target=target) == 0
     said = capsys.readouterr().out
     assert "note: the draft names 'somebody/another-model' as its target" in said
-    assert "--speculative-draft-model-quantization unquant" in said and "rope_theta is 10000 in the draft and 500000" in said
+    assert (
+        "--speculative-draft-model-quantization unquant" in said
+        and "rope_theta is 10000 in the draft and 500000" in said
+    )
 
 
 def folder_with(path: Path, **files: str | bytes) -> Path:
     path.mkdir()
     for name, content in files.items():
-        (path / name.replace("__", ".")).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (path / name.replace("__", ".")).write_bytes(
+            content if isinstance(content, bytes) else content.encode()
+        )
     return path
 
 
@@ -196,14 +236,22 @@ BAD_INPUT = {
     "no JSON": (lambda p: folder_with(p / "d", config__json="{"), "config.json: not JSON"),
     "no object": (lambda p: folder_with(p / "d", config__json="[]"), "an object is needed"),
     "no tensors": (lambda p: folder_with(p / "d", config__json=CONFIG), "no safetensors file"),
-    "no header": (lambda p: folder_with(p / "d", config__json=CONFIG, model__safetensors=b"hello"), "not a safetensors file"),
+    "no header": (
+        lambda p: folder_with(p / "d", config__json=CONFIG, model__safetensors=b"hello"),
+        "not a safetensors file",
+    ),
     "garbled header": (
-        lambda p: folder_with(p / "d", config__json=CONFIG, model__safetensors=(4).to_bytes(8, "little") + b"oops"),
+        lambda p: folder_with(
+            p / "d", config__json=CONFIG, model__safetensors=(4).to_bytes(8, "little") + b"oops"
+        ),
         "safetensors header cannot be read",
     ),
     "a file": (lambda p: DRAFT / "config.json", "a file, where the directory"),
     "another architecture": (lambda p: TARGET, "neither a DFlash nor a P-EAGLE draft.*Qwen3ForCausalLM"),
-    "EAGLE-3": (lambda p: make_draft(p / "d", base=PEAGLE_DRAFT, speculators_model_type="eagle3"), "a draft of kind 'eagle3'"),
+    "EAGLE-3": (
+        lambda p: make_draft(p / "d", base=PEAGLE_DRAFT, speculators_model_type="eagle3"),
+        "a draft of kind 'eagle3'",
+    ),
 }
 
 
@@ -253,7 +301,9 @@ def few(observed: measure.Observed) -> measure.Observed:
 
 
 def measured_pair(draft: Path, observed) -> tuple[static_checks.Pair, measure.Measurement]:
-    pair = static_checks.Pair(Checkpoint.open(str(TARGET), with_tensors=False), Checkpoint.open(str(draft), with_tensors=True))
+    pair = static_checks.Pair(
+        Checkpoint.open(str(TARGET), with_tensors=False), Checkpoint.open(str(draft), with_tensors=True)
+    )
     return pair, measure.measure(pair, observed)
 
 
@@ -310,13 +360,17 @@ MEASURED = {
 @pytest.mark.parametrize("what", MEASURED)
 def test_a_fault_that_only_measuring_shows(what, observed, tmp_path):
     make, said = MEASURED[what]
-    pair, found = measured_pair(make(tmp_path / "draft"), observed if "one too low" in what else few(observed))
+    pair, found = measured_pair(
+        make(tmp_path / "draft"), observed if "one too low" in what else few(observed)
+    )
     assert not [f for f in static_checks.findings(pair) if f.level == "fault"]
     faults = [str(f) for f in measure.findings(found) if f.level == "fault"]
     assert any(re.search(said, line) for line in faults), (faults, found.outcomes)
 
 
-@pytest.mark.parametrize("golden, checkpoint", [("tiny-speculators", SPECULATORS_DRAFT), ("tiny-peagle", PEAGLE_DRAFT)])
+@pytest.mark.parametrize(
+    "golden, checkpoint", [("tiny-speculators", SPECULATORS_DRAFT), ("tiny-peagle", PEAGLE_DRAFT)]
+)
 def test_the_plain_drafts_are_the_librarys(golden, checkpoint, observed):
     """Logits of one block against those of the speculators library's own model."""
     pair = static_checks.Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(checkpoint), True))
@@ -337,7 +391,15 @@ def test_the_plain_drafts_are_the_librarys(golden, checkpoint, observed):
 
 def test_a_card_is_read():
     expected = measure.expectation((DRAFT / "README.md").read_text())
-    assert expected.accept_length == 2.97 and expected.by_position == (0.81, 0.53, 0.30, 0.16, 0.09, 0.05, 0.04)
+    assert expected.accept_length == 2.97 and expected.by_position == (
+        0.81,
+        0.53,
+        0.30,
+        0.16,
+        0.09,
+        0.05,
+        0.04,
+    )
     assert measure.expectation("| Steps | Loss |\n|---|---|\n| 1 | 2.0 |") is None
 
 
@@ -360,7 +422,9 @@ def contrast(one: str, other: str) -> float:
 def test_text_on_every_colour_can_be_read(theme):
     colour = {name: pair[theme] for name, pair in page_style.COLOURS.items()}
     behind_ink = ["page", "sheet", "bonus", "copy", "early", "late"]
-    pairs = [("ink", name) for name in behind_ink] + [(t, b) for t in ("muted", "wrong", "fine") for b in ("page", "sheet")]
+    pairs = [("ink", name) for name in behind_ink] + [
+        (t, b) for t in ("muted", "wrong", "fine") for b in ("page", "sheet")
+    ]
     assert min(contrast(colour[text], colour[behind]) for text, behind in pairs) >= 4.5
     assert min(contrast(colour["ink"], page_style.mixed(theme, share / 10)) for share in range(11)) >= 4.5
 
@@ -387,10 +451,24 @@ def test_the_page_of_a_draft_that_cannot_be_loaded(tmp_path, capsys):
 
 def test_the_program(tmp_path, capsys):
     """All of it, once, as `python -m sglang_dflash.doctor` runs it."""
-    (tmp_path / "prompts.jsonl").write_text('{"text": "def main():\\n"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"text": "def main():\\n"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n'
+    )
     html = tmp_path / "page.html"
-    arguments = ("--prompts", str(tmp_path / "prompts.jsonl"), "--html", str(html), "--max-new-tokens", "24", "--device", "cpu")
-    assert examine(SPECULATORS_DRAFT, "--copy-ahead", *arguments) in (0, 1)  # two prompts are too few to promise nothing is found
+    arguments = (
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--html",
+        str(html),
+        "--max-new-tokens",
+        "24",
+        "--device",
+        "cpu",
+    )
+    assert examine(SPECULATORS_DRAFT, "--copy-ahead", *arguments) in (
+        0,
+        1,
+    )  # two prompts are too few to promise nothing is found
     said = capsys.readouterr().out
     assert "Measured on 2 prompts" in said and "layer ids one lower" in said and "share kept" in said
     assert "With copies from the text: accept length" in said
@@ -400,11 +478,17 @@ def test_the_program(tmp_path, capsys):
 def test_copies_are_shown_as_such(bundled):
     """The text is the same; its repeated part is copied, in no more blocks than it was drafted in."""
     pair, found = bundled
-    with_copies = replace(found, copies=[copies.cycles(*of_text) for of_text in zip(found.texts, found.drafts)])
+    with_copies = replace(
+        found, copies=[copies.cycles(*of_text) for of_text in zip(found.texts, found.drafts)]
+    )
     root = ElementTree.fromstring(page(pair, [], with_copies))
     shown = ["".join(pre.itertext()) for pre in root.iter("pre")]
     assert shown == [found.decode(answer.tokens.tolist()) for answer in found.texts]
     copied = root.findall(".//pre/span[@class='a c']")
-    assert len(copied) == sum(kept for cycles in with_copies.copies for _, _, kept, is_copied in cycles if is_copied) > 0
+    assert (
+        len(copied)
+        == sum(kept for cycles in with_copies.copies for _, _, kept, is_copied in cycles if is_copied)
+        > 0
+    )
     length, share = with_copies.with_copies
     assert length > found.configured.accept_length and 0 < share < 1

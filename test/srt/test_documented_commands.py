@@ -23,7 +23,16 @@ from documented import (
     server_arguments,
     spans,
 )
-from serving import DEFAULT_WIDTHS, DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, dflash_arguments
+from serving import (
+    DEFAULT_WIDTHS,
+    DFLASH2_DRAFT,
+    DRAFT,
+    PEAGLE_DRAFT,
+    ROOT,
+    SPECULATORS_DRAFT,
+    TARGET,
+    dflash_arguments,
+)
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
@@ -183,7 +192,9 @@ def test_a_server_command_resolves_to_dflash_with_its_draft(text, resolved):
     assert (ROOT / found["model_path"]).resolve() == TARGET
     drafts = {(ROOT / path).resolve() for path in (DRAFT, DFLASH2_DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)}
     assert (ROOT / found["speculative_draft_model_path"]).resolve() in drafts
-    assert found["is_adaptive"] == runtime.needs_stand_in(), "the default is to verify what is worth it, on a CPU"
+    assert found["is_adaptive"] == runtime.needs_stand_in(), (
+        "the default is to verify what is worth it, on a CPU"
+    )
     given = re.search(r"--speculative-num-draft-tokens (\d+)", text)
     assert found["speculative_num_draft_tokens"] == (int(given.group(1)) if given else 8)
 

@@ -96,7 +96,9 @@ def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prom
         assert ranks_that_decoded(server.log()[before:]) == {"0", "1"}
     server.flush_cache()
     answers = server.generate_many(penalized, 5)
-    assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in alone_penalized]
+    assert [answer["output_ids"] for answer in answers] == [
+        answer["output_ids"] for answer in alone_penalized
+    ]
     check_samples(server, reference, prompts)
     check_abort(server, reference, requests)
 
@@ -126,7 +128,13 @@ def check_abort(server: Server, reference: Reference, requests: list[dict]) -> N
 
 
 def arguments_of(**changes) -> SimpleNamespace:
-    fields = {"device": "cpu", "tp_size": 2, "attn_dp_size": 2, "enable_dp_lm_head": True, "enable_mixed_chunk": False}
+    fields = {
+        "device": "cpu",
+        "tp_size": 2,
+        "attn_dp_size": 2,
+        "enable_dp_lm_head": True,
+        "enable_mixed_chunk": False,
+    }
     return SimpleNamespace(**{**fields, "disaggregation_mode": "null", **changes})
 
 
@@ -158,7 +166,11 @@ def test_all_that_is_refused_is_named(monkeypatch):
     monkeypatch.setenv("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", "1")
     with pytest.raises(ValueError) as refused:
         check_dp_attention(arguments_of(enable_mixed_chunk=True, disaggregation_mode="decode"))
-    for words in ("--disaggregation-mode", "--enable-mixed-chunk", "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"):
+    for words in (
+        "--disaggregation-mode",
+        "--enable-mixed-chunk",
+        "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
+    ):
         assert words in str(refused.value)
 
 
@@ -180,16 +192,25 @@ def test_an_idle_rank_takes_part_in_the_others_forward(in_prefill, monkeypatch):
     target_worker = MagicMock(device="cpu")
     batch = SimpleNamespace(is_extend_in_batch=in_prefill, spec_info=None)
     result = dp_attention.run_idle(batch, target_worker, verify_width=8)
-    target_worker.forward_batch_generation.assert_called_once_with(batch=None, forward_batch=forward, is_verify=True)
+    target_worker.forward_batch_generation.assert_called_once_with(
+        batch=None, forward_batch=forward, is_verify=True
+    )
     assert not forward.can_run_decode_cuda_graph
     assert batch.spec_info is None if in_prefill else batch.spec_info.num_tokens_per_req == 8
-    empty = result.next_token_ids, result.accept_lens, result.new_seq_lens, result.next_draft_input.bonus_tokens
+    empty = (
+        result.next_token_ids,
+        result.accept_lens,
+        result.new_seq_lens,
+        result.next_draft_input.bonus_tokens,
+    )
     assert [tensor.numel() for tensor in empty] == [0, 0, 0, 0]
 
 
 def ranks(tp_group: object | None, attn_tp_size: int = 1) -> DraftRanks:
     ranks = DraftRanks.__new__(DraftRanks)
-    ranks.layout = SimpleNamespace(tp_group=tp_group, local_dp=tp_group is not None, attn_tp_size=attn_tp_size)
+    ranks.layout = SimpleNamespace(
+        tp_group=tp_group, local_dp=tp_group is not None, attn_tp_size=attn_tp_size
+    )
     return ranks
 
 

@@ -20,7 +20,9 @@ class PEagle(PEagleDraftConfig):
     has_sliding_layers = False
 
 
-def choose(target: str, draft, asked: str | None = None, context: int = 40_960, page_size: int | None = None) -> str:
+def choose(
+    target: str, draft, asked: str | None = None, context: int = 40_960, page_size: int | None = None
+) -> str:
     args = SimpleNamespace(
         speculative_draft_attention_backend=asked, context_length=None, page_size=page_size, device="cuda"
     )

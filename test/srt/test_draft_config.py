@@ -91,7 +91,9 @@ REQUIRED = ["hidden_size", "num_hidden_layers", "vocab_size", "block_size", "num
 @pytest.mark.parametrize("field", REQUIRED)
 def test_a_missing_field_is_named(field):
     """The target's depth is needed to spread layer ids over it, so only where the checkpoint names none."""
-    problems = problems_of({field: None}, {"target_layer_ids": None} if field == "num_target_layers" else None)
+    problems = problems_of(
+        {field: None}, {"target_layer_ids": None} if field == "num_target_layers" else None
+    )
     assert any(field in problem and "missing" in problem for problem in problems)
 
 
@@ -175,14 +177,26 @@ def test_what_the_top_level_may_not_say(changes, words):
 def test_fields_that_say_no_are_no_variant():
     """As exporters write them: zero, null or false where the draft has none, and a rotary width that is the head's."""
     nested = {"conv_kernel_size": 0, "selector_rank": 0, "projector_type": None, "attention_sink_bias": False}
-    parse({"head_dim": 64, "partial_rotary_factor": 0.25, "rope_scaling": {"rope_dim": 64}, "num_experts": None}, nested)
+    parse(
+        {
+            "head_dim": 64,
+            "partial_rotary_factor": 0.25,
+            "rope_scaling": {"rope_dim": 64},
+            "num_experts": None,
+        },
+        nested,
+    )
 
 
 SELECTOR = {"selector_rank": 8, "selector_top_k": 4, "conv_kernel_size": 2, "conv_group_size": 16}
 
 
 def parse_dflash2(changes: dict | None = None, nested: dict | None = None):
-    merged = {**VALID, **(changes or {}), "dflash_config": {**VALID["dflash_config"], **SELECTOR, **(nested or {})}}
+    merged = {
+        **VALID,
+        **(changes or {}),
+        "dflash_config": {**VALID["dflash_config"], **SELECTOR, **(nested or {})},
+    }
     return parse_dflash2_config(SimpleNamespace(**merged), "some/draft")
 
 
@@ -193,7 +207,9 @@ def test_a_dflash2_config():
     plain = parse_dflash2(nested={"conv_kernel_size": 0, "conv_group_size": None})
     assert plain.conv_kernel_size == plain.conv_group_size == 0
     for architecture in ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"):
-        named = SimpleNamespace(**{**VALID, "dflash_config": VALID["dflash_config"] | SELECTOR, "architectures": [architecture]})
+        named = SimpleNamespace(
+            **{**VALID, "dflash_config": VALID["dflash_config"] | SELECTOR, "architectures": [architecture]}
+        )
         assert read_draft_config(named, "some/draft") == parse_dflash2()
 
 
@@ -221,7 +237,9 @@ def test_a_dflash2_config():
 def test_what_a_dflash2_config_may_not_say(nested, words):
     with pytest.raises(DraftConfigError) as caught:
         parse_dflash2(nested=nested)
-    assert any(all(word in problem for word in words) for problem in caught.value.problems), caught.value.problems
+    assert any(all(word in problem for word in words) for problem in caught.value.problems), (
+        caught.value.problems
+    )
 
 
 def test_an_unknown_field_is_named_in_a_warning(caplog):
@@ -268,7 +286,9 @@ def test_a_file_with_a_mask_embedding(tmp_path):
     torch.save({"embedding": vector, "mask_token_id": 9}, tmp_path / "mask_embedding.pt")
     saved = read_mask_embedding(str(tmp_path))
     assert saved.token_id == 9 and torch.equal(saved.vector, vector)
-    torch.save({"embedding": vector, "mask_token_id": 9, "per_position": True}, tmp_path / "mask_embedding.pt")
+    torch.save(
+        {"embedding": vector, "mask_token_id": 9, "per_position": True}, tmp_path / "mask_embedding.pt"
+    )
     with pytest.raises(DraftConfigError, match="per position"):
         read_mask_embedding(str(tmp_path))
     torch.save([vector], tmp_path / "mask_embedding.pt")

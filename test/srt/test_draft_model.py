@@ -76,9 +76,13 @@ def test_logits_to_draw_from(softcap, multiplier, tmp_path):
 def test_several_streams(tmp_path):
     """Each layer's output is two hidden states wide, and so is the context's projection."""
     case = Case.variant("plain", tmp_path, hc_mult=2)
-    aux_hidden = torch.randn(12, 2 * 2 * case.config["hidden_size"], generator=torch.Generator().manual_seed(0))
+    aux_hidden = torch.randn(
+        12, 2 * 2 * case.config["hidden_size"], generator=torch.Generator().manual_seed(0)
+    )
     keys, _ = case.context_kv(aux_hidden)
-    torch.testing.assert_close(keys[:, 1].double(), case.reference.context_kv(aux_hidden)[1][0], rtol=0, atol=KV_TOLERANCE)
+    torch.testing.assert_close(
+        keys[:, 1].double(), case.reference.context_kv(aux_hidden)[1][0], rtol=0, atol=KV_TOLERANCE
+    )
 
 
 def test_rope_fields_of_the_target(tmp_path):
@@ -87,7 +91,9 @@ def test_rope_fields_of_the_target(tmp_path):
     copied = {"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True, "rope_dim": 16}
     plain = Case.variant("plain", tmp_path)
     config = plain.config | {"rope_scaling": copied, "partial_rotary_factor": 0.25}
-    model = build(DFlashDraftModel, read_config(config, tmp_path), random_weights(config, plain.num_aux).items())
+    model = build(
+        DFlashDraftModel, read_config(config, tmp_path), random_weights(config, plain.num_aux).items()
+    )
     aux_hidden = plain.aux_hidden(30, seed=1)
     expected = plain.context_kv(aux_hidden)
     plain.model = model

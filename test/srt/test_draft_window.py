@@ -80,7 +80,9 @@ def test_drafted_tokens_see_the_window_alone(name, page_size, window, tmp_path):
     drafted = drafter.propose(cycle).tokens[:, 1:]
 
     sees = case.reference.sees
-    case.reference.sees = lambda layer, query, key, anchor: key >= anchor - window and sees(layer, query, key, anchor)
+    case.reference.sees = lambda layer, query, key, anchor: (
+        key >= anchor - window and sees(layer, query, key, anchor)
+    )
     blocks = case.block_tokens(cycle.tokens[:, 0].tolist())
     for request, aux_hidden in enumerate(contexts):
         embeddings = case.embedding.weight.data[blocks[request]]
@@ -108,7 +110,10 @@ def test_lengths_in_sight(backend, page):
     seq_lens = torch.tensor([1, 20, 21, 70])
     rows = torch.tensor([2, 0, 3, 1])
     cycle = SimpleNamespace(
-        seq_lens=seq_lens, req_pool_indices=rows, host_lens=seq_lens + width, kv_loc_plan=FakePlan(torch.empty(0))
+        seq_lens=seq_lens,
+        req_pool_indices=rows,
+        host_lens=seq_lens + width,
+        kv_loc_plan=FakePlan(torch.empty(0)),
     )
     seen = view.of(cycle)
     for i, (row, n) in enumerate(zip(rows.tolist(), seq_lens.tolist())):

@@ -89,10 +89,16 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
     for request, n in enumerate(lengths):
         prompt = SimpleNamespace(positions=torch.arange(n))
         drafter.prefill(prompt, aux_hidden[request], pools.slots(request, 0, n), torch.tensor([3]))
-    parameters = {"temperature": [0.7, 1.0, 1.5, 1.0], "top_k": [1 << 30, 1 << 30, 3, 1], "top_p": [1.0, 0.8, 1.0, 1.0]}
+    parameters = {
+        "temperature": [0.7, 1.0, 1.5, 1.0],
+        "top_k": [1 << 30, 1 << 30, 3, 1],
+        "top_p": [1.0, 0.8, 1.0, 1.0],
+    }
     generator = torch.Generator().manual_seed(0)
     for _ in range(6):
-        batch = torch.randperm(4, generator=generator)[: 1 + int(torch.randint(4, (), generator=generator))].tolist()
+        batch = torch.randperm(4, generator=generator)[
+            : 1 + int(torch.randint(4, (), generator=generator))
+        ].tolist()
         bonus = [3 + 5 * request for request in batch]
         blocks = case.block_tokens(bonus)
         slots = torch.cat([pools.slots(r, lengths[r], lengths[r] + width) for r in batch])
@@ -108,7 +114,9 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
             host_lens=seq_lens + width,
             can_run_cuda_graph=False,
         )
-        info = sampling_parameters(**{name: [column[r] for r in batch] for name, column in parameters.items()})
+        info = sampling_parameters(
+            **{name: [column[r] for r in batch] for name, column in parameters.items()}
+        )
         block = drafter.propose(cycle, info)
         assert block.tokens[:, 0].tolist() == bonus
         for row, r in enumerate(batch):
@@ -121,13 +129,17 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
             keep &= torch.arange(ranked.shape[-1]) < parameters["top_k"][r]
             wanted = torch.zeros_like(probs).scatter_(1, ids, ranked * keep)
             wanted = wanted / wanted.sum(dim=-1, keepdim=True)
-            found = torch.zeros_like(probs).scatter_add_(1, block.probs.ids[row], block.probs.probs[row].double())
+            found = torch.zeros_like(probs).scatter_add_(
+                1, block.probs.ids[row], block.probs.probs[row].double()
+            )
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
             assert (wanted.gather(1, block.tokens[row, 1:, None]) > 0).all()
 
 
 @pytest.mark.parametrize("name", ["plain", "sliding, not causal", "layer ids left out", "sample from anchor"])
-@pytest.mark.parametrize("verified", [(0, 0), (3, 0), (1,) * 10 + (0,)], ids=["whole blocks", "narrow", "a pause"])
+@pytest.mark.parametrize(
+    "verified", [(0, 0), (3, 0), (1,) * 10 + (0,)], ids=["whole blocks", "narrow", "a pause"]
+)
 def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
     """Cycles through the drafter's own interface: prefill, a block, a commit of all its rows of which two count, and the next
     block, which must rest on the committed rows alone. `verified`: slots of each cycle, 0 for the whole block; those of one
@@ -184,7 +196,9 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
         lengths = [n + k + 1 for n, k in zip(lengths, kept, strict=True)]
 
 
-def commit_an_anchor(drafter: DFlashDrafter, pools, request: int, slot: int, position: int, states: torch.Tensor) -> None:
+def commit_an_anchor(
+    drafter: DFlashDrafter, pools, request: int, slot: int, position: int, states: torch.Tensor
+) -> None:
     seq_lens = torch.tensor([position])
     cycle = Cycle(
         bs=1,

@@ -34,7 +34,10 @@ def draft(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def requests() -> list[dict]:
     texts = [prompt["text"] for prompt in heldout_prompts() if 10 <= prompt["num_tokens"] <= 300][::16][:10]
-    return [{"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}} for text in texts]
+    return [
+        {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}}
+        for text in texts
+    ]
 
 
 @pytest.fixture
@@ -69,7 +72,9 @@ def test_the_target_is_updated_and_the_draft_left_alone(server, requests, refere
 
 def test_the_draft_is_updated_and_the_target_left_alone(server, requests, reference, tmp_path):
     before = check(server, requests, reference)
-    negated = make_draft(tmp_path / "negated", lambda tensors: {**tensors, "norm.weight": -tensors["norm.weight"]})
+    negated = make_draft(
+        tmp_path / "negated", lambda tensors: {**tensors, "norm.weight": -tensors["norm.weight"]}
+    )
     assert update(server, negated)[0]
     assert check(server, requests, reference) < 1.05 < before
     assert update(server, DRAFT)[0]
@@ -176,7 +181,9 @@ def test_a_draft_that_says_nan(servers, requests, reference, tmp_path):
     """Only acceptance suffers."""
 
     def spoil(tensors):
-        return {name: torch.full_like(t, torch.nan) if name == "norm.weight" else t for name, t in tensors.items()}
+        return {
+            name: torch.full_like(t, torch.nan) if name == "norm.weight" else t for name, t in tensors.items()
+        }
 
     server = servers.get(*FLOAT32, *dflash_arguments(make_draft(tmp_path / "nan", spoil)))
     assert check(server, requests, reference) < 1.2
@@ -188,11 +195,32 @@ MOUNT_AND_RUN = 'mount -t tmpfs -o size="$1" tmpfs "$0" && shift && exec "$@"'
 @contextlib.contextmanager
 def serve_on_small_disk(folder: Path, size: str):
     """A server whose metrics and request log are on a disk of that size. Skips the test where nothing may be mounted."""
-    probe = subprocess.run(["unshare", "-m", "bash", "-c", MOUNT_AND_RUN, folder, size, "true"], capture_output=True)
+    probe = subprocess.run(
+        ["unshare", "-m", "bash", "-c", MOUNT_AND_RUN, folder, size, "true"], capture_output=True
+    )
     if probe.returncode:
         pytest.skip(f"no file system of a size of its own: {probe.stderr.decode()}")
-    launcher = "-m", "bash", "-c", MOUNT_AND_RUN, str(folder), size, sys.executable, "-m", "sglang.launch_server"
-    arguments = "--model-path", TARGET, *FLOAT32, *dflash_arguments(), "--enable-metrics", "--log-requests", "--log-requests-target", folder
+    launcher = (
+        "-m",
+        "bash",
+        "-c",
+        MOUNT_AND_RUN,
+        str(folder),
+        size,
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+    )
+    arguments = (
+        "--model-path",
+        TARGET,
+        *FLOAT32,
+        *dflash_arguments(),
+        "--enable-metrics",
+        "--log-requests",
+        "--log-requests-target",
+        folder,
+    )
     environment = {**ENVIRONMENT, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
     with serve(*arguments, env=environment, python="unshare", launcher=launcher) as server:
         yield server

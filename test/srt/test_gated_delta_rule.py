@@ -57,7 +57,9 @@ def test_prompts_in_chunks():
     pool = torch.randn(NUM_SLOTS, VALUE_HEADS, VALUE_DIM, KEY_DIM)
     before = pool.clone()
     g, beta = ours.fused_gdn_gating_cpu(A_log, a, b, dt_bias)
-    outputs, _, at_chunks = ours.chunk_gated_delta_rule_cpu(q, k, v, g, beta, pool, starts, False, True, slots)
+    outputs, _, at_chunks = ours.chunk_gated_delta_rule_cpu(
+        q, k, v, g, beta, pool, starts, False, True, slots
+    )
     first_chunk = 0
     for i, length in enumerate(LENGTHS):
         part = slice(int(starts[i]), int(starts[i + 1]))
@@ -145,7 +147,15 @@ def test_a_block_computes_what_its_tokens_do_one_by_one():
     for t in range(steps):
         now = [i * steps + t for i in range(bs)]
         one = ours.fused_sigmoid_gating_delta_rule_update_cpu(
-            A_log, dt_bias, q[:, now], k[:, now], v[:, now], a[now], b[now], initial_state_source=states, **common
+            A_log,
+            dt_bias,
+            q[:, now],
+            k[:, now],
+            v[:, now],
+            a[now],
+            b[now],
+            initial_state_source=states,
+            **common,
         )
         close(one[0], block[:, t], 1e-6)
         close(states[slots], aside[:, t], 1e-6)
@@ -162,7 +172,9 @@ def test_convolution_of_prompts_and_of_what_follows(with_bias):
     weights, bias = torch.randn(CHANNELS, WIDTH), torch.randn(CHANNELS) if with_bias else None
     pool = torch.randn(NUM_SLOTS, CHANNELS, WIDTH - 1)
     before = pool.clone()
-    outputs = ours.causal_conv1d_fn_cpu(x, weights, bias, "silu", pool, has_past, slots, starts, list(LENGTHS))
+    outputs = ours.causal_conv1d_fn_cpu(
+        x, weights, bias, "silu", pool, has_past, slots, starts, list(LENGTHS)
+    )
     following = torch.randn(len(LENGTHS), CHANNELS)
     next_outputs = ours.causal_conv1d_update_cpu(following, pool, weights, bias, "silu", slots)
     for i, length in enumerate(LENGTHS):
@@ -221,7 +233,11 @@ def test_what_is_committed_is_what_was_accepted():
     pairs = [(Caches.temporal, Caches.intermediate_ssm), *zip(Caches.conv, Caches.intermediate_conv_window)]
     for pool, aside in pairs:
         for slot in range(8):
-            want = aside[:, written[slot][0], written[slot][1]] if slot in written else torch.zeros_like(pool[:, 0])
+            want = (
+                aside[:, written[slot][0], written[slot][1]]
+                if slot in written
+                else torch.zeros_like(pool[:, 0])
+            )
             assert torch.equal(pool[:, slot], want)
 
 
@@ -244,12 +260,16 @@ def test_a_missing_operator_is_named_and_can_be_probed(monkeypatch):
     assert isinstance(torch.ops.sgl_kernel, _Operators)
     assert torch.ops.sgl_kernel.fused_gdn_gating_cpu is ours.fused_gdn_gating_cpu
     assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed")  # SGLang would take its AMX path
-    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.convert_weight_packed.*CPU stand-in") as caught:
+    with pytest.raises(
+        NotImplementedError, match=r"sgl_kernel\.convert_weight_packed.*CPU stand-in"
+    ) as caught:
         torch.ops.sgl_kernel.convert_weight_packed(1)
     assert isinstance(caught.value, MissingOperator)
 
 
-@pytest.mark.parametrize("operator", [ours.causal_conv1d_update_cpu, ours.fused_sigmoid_gating_delta_rule_update_cpu])
+@pytest.mark.parametrize(
+    "operator", [ours.causal_conv1d_update_cpu, ours.fused_sigmoid_gating_delta_rule_update_cpu]
+)
 def test_token_trees_are_refused(operator):
     needed = {name: None for name in operator.__code__.co_varnames[: operator.__code__.co_argcount]}
     with pytest.raises(NotImplementedError, match="chains"):

@@ -13,7 +13,16 @@ import pytest
 from bench import Load
 from gpu import dry_run, plans, run, state, trace, work
 from gpu.limit import TimeLimit
-from gpu.plans import ADAPTIVE_DFLASH, BUILT_IN_DFLASH, DFLASH, NO_SPECULATION, VARIANTS, Part, Plan, shape_server
+from gpu.plans import (
+    ADAPTIVE_DFLASH,
+    BUILT_IN_DFLASH,
+    DFLASH,
+    NO_SPECULATION,
+    VARIANTS,
+    Part,
+    Plan,
+    shape_server,
+)
 from gpu.shapes import LLAMA_3_1_8B, PAIRS, QWEN3_8B
 from serving import ROOT
 
@@ -90,7 +99,9 @@ def test_dry_run_sees_a_variable_sglang_does_not_read(shapes):
 
 def test_dry_run_sees_an_attention_backend_that_does_not_run_a_draft():
     """The bundled P-EAGLE draft has windows of 2048, which FlashInfer counts otherwise."""
-    [part] = [part for part in plans.rehearsed_parts("flashinfer") if part.name == "rehearsed/flashinfer-peagle"]
+    [part] = [
+        part for part in plans.rehearsed_parts("flashinfer") if part.name == "rehearsed/flashinfer-peagle"
+    ]
     plan = part.servers[-1]
     assert dry_run.problems_of(plan) == []
     longer = [word.replace("1024", "4096") for word in plan.arguments]
@@ -243,7 +254,10 @@ def test_trace_counts_overlapping_work_once_and_needs_the_forward():
 
 def answer(ids, logprobs=None) -> dict:
     meta = {"completion_tokens": len(ids), "spec_verify_ct": 2, "output_top_logprobs": logprobs}
-    meta |= {"input_token_logprobs": [(None, 5, None)], "input_top_logprobs": [None, *[[(-0.1, id_, None)] for id_ in ids]]}
+    meta |= {
+        "input_token_logprobs": [(None, 5, None)],
+        "input_top_logprobs": [None, *[[(-0.1, id_, None)] for id_ in ids]],
+    }
     return {"output_ids": ids, "meta_info": meta}
 
 
@@ -276,7 +290,10 @@ def test_penalised_answers_are_held_against_their_best_choices():
     ranked = [(-0.2, 7, None), (-0.9, 8, None), (-3.0, 9, None)]
     scored = answer([])
     scored["meta_info"]["input_top_logprobs"] = [None, ranked, ranked]
-    gaps = {ids: work.penalized_gaps(Answering(scored), [answer(list(ids))])[0] for ids in ((7, 8), (7, 7), (8, 7), (7, 5))}
+    gaps = {
+        ids: work.penalized_gaps(Answering(scored), [answer(list(ids))])[0]
+        for ids in ((7, 8), (7, 7), (8, 7), (7, 5))
+    }
     assert gaps == pytest.approx({(7, 8): 0.0, (7, 7): 0.2, (8, 7): 0.7, (7, 5): float("inf")})
 
 
@@ -286,9 +303,14 @@ def test_rehearsed_configurations_are_held_against_the_target_and_a_cpu(tmp_path
     right, finished = answer([1, 2, 3, 4], tops), {"finish_reason": {"type": "length"}}
     right["meta_info"] |= finished | {"spec_correct_drafts_histogram": [0, 1, 1]}
     wrong = answer([1, 2, 9, 4])
-    wrong["meta_info"] |= {"finish_reason": {"type": "stop", "matched": "NaN happened"}, "spec_correct_drafts_histogram": [3]}
+    wrong["meta_info"] |= {
+        "finish_reason": {"type": "stop", "matched": "NaN happened"},
+        "spec_correct_drafts_histogram": [3],
+    }
     target, drafting = Answering(right), Answering(right)
-    monkeypatch.setattr(work, "running", lambda plan, limit: contextlib.nullcontext(target if plan is STOCK else drafting))
+    monkeypatch.setattr(
+        work, "running", lambda plan, limit: contextlib.nullcontext(target if plan is STOCK else drafting)
+    )
     plan = dataclasses.replace(OURS, arguments=("--speculative-draft-model-path", "models/tiny"))
     known, limit = tmp_path / "build" / "reference.json", TimeLimit(None)
     assert work.check_rehearsed(STOCK, plan, known, 2.5, limit)["problems"] == []
@@ -299,7 +321,9 @@ def test_rehearsed_configurations_are_held_against_the_target_and_a_cpu(tmp_path
     assert work.check_rehearsed(STOCK, plan, known, None, limit)["problems"] == []
     drafting.told = wrong
     texts, kinds, sampled = work.check_rehearsed(STOCK, plan, known, None, limit)["problems"]
-    assert "near no tie" in texts and "grammars, biases or a least length" in kinds and "NaN happened" in sampled
+    assert (
+        "near no tie" in texts and "grammars, biases or a least length" in kinds and "NaN happened" in sampled
+    )
     assert target.asked == asked
 
 
@@ -319,7 +343,11 @@ def test_what_is_rehearsed_runs_on_its_own_backend():
         for flag in ("--attention-backend", "--speculative-draft-attention-backend"):
             assert ours.arguments[ours.arguments.index(flag) + 1] == own
         [target] = {plan.arguments[plan.arguments.index("--model-path") + 1] for plan in (reference, ours)}
-        same = [other.servers[0] for other in plans.rehearsed_parts("flashinfer") if target in other.servers[0].arguments]
+        same = [
+            other.servers[0]
+            for other in plans.rehearsed_parts("flashinfer")
+            if target in other.servers[0].arguments
+        ]
         assert reference == same[0]
 
 
@@ -359,9 +387,16 @@ def test_page_says_which_targets_are_missed(tmp_path):
 
 
 def test_page_holds_adaptive_width_against_no_speculation(tmp_path):
-    widths = [{"expected": {"1": {"cycle_ms": 6.5}, "16": {"cycle_ms": 9.25}}, "cycles_per_width": {"1": 90, "16": 4}}] * 2
+    widths = [
+        {
+            "expected": {"1": {"cycle_ms": 6.5}, "16": {"cycle_ms": 9.25}},
+            "cycles_per_width": {"1": 90, "16": 4},
+        }
+    ] * 2
     results = {
-        f"speed/qwen3-8b/{NO_SPECULATION}": {"loads": [load(NO_SPECULATION, 1, 20.0, []), load(NO_SPECULATION, 4, 5.0, [])]},
+        f"speed/qwen3-8b/{NO_SPECULATION}": {
+            "loads": [load(NO_SPECULATION, 1, 20.0, []), load(NO_SPECULATION, 4, 5.0, [])]
+        },
         f"speed/qwen3-8b/{ADAPTIVE_DFLASH}": {
             "loads": [load(ADAPTIVE_DFLASH, 1, 20.5, [9]), load(ADAPTIVE_DFLASH, 4, 5.2, [9])],
             "widths": widths,
@@ -380,7 +415,10 @@ def test_an_error_carries_the_end_of_the_servers_log(monkeypatch):
             return work.WORKER_LINES[0] + " 8\nillegal memory access"
 
     monkeypatch.setattr(work, "serve", lambda *arguments, **options: contextlib.nullcontext(Dead()))
-    with pytest.raises(RuntimeError, match="(?s)ConnectionRefusedError.*illegal memory access"), work.running(OURS, TimeLimit(None)):
+    with (
+        pytest.raises(RuntimeError, match="(?s)ConnectionRefusedError.*illegal memory access"),
+        work.running(OURS, TimeLimit(None)),
+    ):
         raise ConnectionRefusedError("no answer")
 
 

@@ -57,27 +57,59 @@ ALLOWED = {
     ("srt/speculative/dflash_worker.py", "_verify", "int(cycle.host_lens.sum())"): "lies on the host",
     ("srt/speculative/drafters/dflash.py", "_run_block", "int(view.host_lens.sum())"): "lies on the host",
     ("srt/speculative/copy_ahead/drafter.py", "propose", "int(cycle.host_lens.max())"): "lies on the host",
-    ("srt/speculative/copy_ahead/drafter.py", "_needs_no_draft", "bool((self._lengths > 0).all())"): "the CPU's alone",
-    ("srt/speculative/copy_ahead/outcomes.py", "kept", "entry.copied.synchronize()"): "over: SGLang waited for later work",
+    (
+        "srt/speculative/copy_ahead/drafter.py",
+        "_needs_no_draft",
+        "bool((self._lengths > 0).all())",
+    ): "the CPU's alone",
+    (
+        "srt/speculative/copy_ahead/outcomes.py",
+        "kept",
+        "entry.copied.synchronize()",
+    ): "over: SGLang waited for later work",
     ("srt/speculative/copy_ahead/outcomes.py", "kept", "entry.lengths.tolist()"): "lies on the host",
-    ("kernels/ops/speculative/copy_ahead.py", "find_match_torch", "((text == suffix[:, :1]) & is_earlier).nonzero(as_tuple=True)"): "the CPU's twin",
-    ("srt/speculative/dflash_info.py", "prepare_for_decode", "int(batch.seq_lens_cpu.sum())"): "lies on the host",
-    ("srt/speculative/width/adaptive.py", "_expected_per_width", "self._chooser.costs.widths.tolist()"): "numpy, for /server_info",
+    (
+        "kernels/ops/speculative/copy_ahead.py",
+        "find_match_torch",
+        "((text == suffix[:, :1]) & is_earlier).nonzero(as_tuple=True)",
+    ): "the CPU's twin",
+    (
+        "srt/speculative/dflash_info.py",
+        "prepare_for_decode",
+        "int(batch.seq_lens_cpu.sum())",
+    ): "lies on the host",
+    (
+        "srt/speculative/width/adaptive.py",
+        "_expected_per_width",
+        "self._chooser.costs.widths.tolist()",
+    ): "numpy, for /server_info",
     ("srt/speculative/width/adaptive.py", "_expected_per_width", "float(tokens)"): "numpy, for /server_info",
     ("srt/speculative/width/adaptive.py", "_expected_per_width", "float(seconds)"): "numpy, for /server_info",
     ("srt/speculative/width/adaptive.py", "_agree", "int(told)"): "lies on the host",
-    ("srt/speculative/width/adaptive.py", "report", "self._chooser.costs.widths.tolist()"): "numpy; /server_info",
+    (
+        "srt/speculative/width/adaptive.py",
+        "report",
+        "self._chooser.costs.widths.tolist()",
+    ): "numpy; /server_info",
     ("srt/speculative/width/adaptive.py", "report", "probs.round(3).tolist()"): "numpy; /server_info",
     ("srt/speculative/draft_sampling.py", "from_environment", "float(value)"): "a string, at start-up",
     ("srt/speculative/draft_sampling.py", "from_environment", "int(value)"): "a string, at start-up",
     ("srt/speculative/dflash_info.py", "packed_ranges", "int(on_host[1].sum())"): "lies on the host; prefill",
     ("srt/speculative/drafters/peagle.py", "_run_blocks", "int(host_lens.sum())"): "lies on the host",
     ("srt/speculative/drafters/peagle.py", "_run_prompts", "int(lengths.sum())"): "lies on the host; prefill",
-    ("srt/speculative/drafters/peagle.py", "_run_prompts", "first_rows[chosen].tolist()"): "lies on the host; prefill",
+    (
+        "srt/speculative/drafters/peagle.py",
+        "_run_prompts",
+        "first_rows[chosen].tolist()",
+    ): "lies on the host; prefill",
     ("srt/speculative/drafters/peagle.py", "_run_prompts", "prefix.tolist()"): "lies on the host; prefill",
     ("srt/speculative/drafters/peagle.py", "_run_prompts", "extend.tolist()"): "lies on the host; prefill",
     ("kernels/ops/speculative/accept.py", "settle_torch", "bool(is_broken.any())"): "the CPU's twin",
-    ("kernels/ops/speculative/context_kv.py", "write_context_kv_torch", "kept.flatten().nonzero()"): "the CPU's twin",
+    (
+        "kernels/ops/speculative/context_kv.py",
+        "write_context_kv_torch",
+        "kept.flatten().nonzero()",
+    ): "the CPU's twin",
     ("srt/models/dflash.py", "__init__", "bool(getattr(hf_config, 'attention_bias', False))"): "start-up",
 }
 
@@ -111,7 +143,9 @@ def test_every_possible_host_transfer_is_accounted_for():
     assert found == set(ALLOWED)
 
 
-@pytest.mark.parametrize("call", ["lens.max().item()", "lens.cpu()", "bool((a == b).all())", "int(seq_lens[0])"])
+@pytest.mark.parametrize(
+    "call", ["lens.max().item()", "lens.cpu()", "bool((a == b).all())", "int(seq_lens[0])"]
+)
 def test_a_new_one_would_be_found(call):
     assert possible_transfers("x.py", f"def decode(lens):\n    return {call}\n") == {("x.py", "decode", call)}
 

@@ -9,7 +9,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, copy_ahead, peagle_rows, penalties, window
+from sglang_dflash.kernels.ops.speculative import (
+    accept,
+    block,
+    context_kv,
+    copy_ahead,
+    peagle_rows,
+    penalties,
+    window,
+)
 from sglang_dflash.srt.speculative.acceptance import Verdict
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,15 +68,25 @@ def launch_prepare_window():
 
 def launch_penalize_block(dtype: torch.dtype, has_stops: bool):
     bs, width, vocabulary = 4, 16, 151_936
-    logits, counts = torch.zeros(bs * width, vocabulary, dtype=dtype), torch.zeros(48, vocabulary, dtype=torch.int32)
+    logits, counts = (
+        torch.zeros(bs * width, vocabulary, dtype=dtype),
+        torch.zeros(48, vocabulary, dtype=torch.int32),
+    )
     ints, floats = torch.zeros(bs, dtype=torch.int64), torch.zeros(bs)
-    tokens, stops = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(bs, vocabulary) if has_stops else None
-    penalties.penalize_block_triton(logits, tokens, counts, ints, ints, floats, floats, floats, ints, ints, stops)
+    tokens, stops = (
+        torch.zeros(bs, width, dtype=torch.int64),
+        torch.zeros(bs, vocabulary) if has_stops else None,
+    )
+    penalties.penalize_block_triton(
+        logits, tokens, counts, ints, ints, floats, floats, floats, ints, ints, stops
+    )
 
 
 def launch_count_tokens():
     tokens, counts = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(48, 151_936, dtype=torch.int32)
-    penalties.count_tokens_triton(counts, tokens[:, 0].contiguous(), tokens, torch.zeros(4, dtype=torch.int32))
+    penalties.count_tokens_triton(
+        counts, tokens[:, 0].contiguous(), tokens, torch.zeros(4, dtype=torch.int32)
+    )
 
 
 def launch_prepare_rows(last_start: int | None):
@@ -78,16 +96,22 @@ def launch_prepare_rows(last_start: int | None):
     tokens = torch.zeros(48, block_size, dtype=torch.int64)
     pending = peagle_rows.Pending(tokens, states, tokens[:, 0].contiguous())
     fused = torch.zeros(bs * 2 * (block_size - 1), hidden, dtype=torch.bfloat16)
-    peagle_rows.prepare_rows_triton(ints, ints, pending, states[0, 0], table, table, 151_669, fused, ints, last_start)
+    peagle_rows.prepare_rows_triton(
+        ints, ints, pending, states[0, 0], table, table, 151_669, fused, ints, last_start
+    )
 
 
 def launch_commit_rows(width: int):
     bs, block_size, hidden = 4, 8, 4096
     tokens = torch.zeros(48, block_size, dtype=torch.int64)
-    pending = peagle_rows.Pending(tokens, torch.zeros(48, block_size, hidden, dtype=torch.bfloat16), tokens[:, 0].contiguous())
+    pending = peagle_rows.Pending(
+        tokens, torch.zeros(48, block_size, hidden, dtype=torch.bfloat16), tokens[:, 0].contiguous()
+    )
     fused = torch.zeros(bs * width, hidden, dtype=torch.bfloat16)
     accept_len = torch.zeros(bs, dtype=torch.int32)
-    peagle_rows.commit_rows_triton(pending.count[:bs], accept_len, tokens[:bs, :width].contiguous(), fused, pending)
+    peagle_rows.commit_rows_triton(
+        pending.count[:bs], accept_len, tokens[:bs, :width].contiguous(), fused, pending
+    )
 
 
 def launch_find_match():
@@ -103,7 +127,11 @@ def launch_choose_copies():
 
 def launch_append_tokens():
     texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
-    tokens, records, counts = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(48, 2), torch.zeros(4, dtype=torch.int32)
+    tokens, records, counts = (
+        torch.zeros(4, 16, dtype=torch.int64),
+        torch.zeros(48, 2),
+        torch.zeros(4, dtype=torch.int32),
+    )
     copy_ahead.append_tokens_triton(texts, records, ints, ints, tokens, counts, counts, True, copy_ahead.RULE)
 
 
@@ -146,10 +174,20 @@ CASES = {
     "pack_blocks": (block, "_pack_blocks_kernel", launch_pack_blocks, ()),
     "prepare_window": (window, "_prepare_window_kernel", launch_prepare_window, ()),
     "penalize_block": (penalties, "_penalize_block_kernel", launch_penalize_block, (torch.float32, False)),
-    "penalize_block, bfloat16, stops": (penalties, "_penalize_block_kernel", launch_penalize_block, (BF16, True)),
+    "penalize_block, bfloat16, stops": (
+        penalties,
+        "_penalize_block_kernel",
+        launch_penalize_block,
+        (BF16, True),
+    ),
     "count_tokens": (penalties, "_count_tokens_kernel", launch_count_tokens, ()),
     "prepare_rows": (peagle_rows, "_prepare_rows_kernel", launch_prepare_rows, (None,)),
-    "prepare_rows, from the first pending": (peagle_rows, "_prepare_rows_kernel", launch_prepare_rows, (40_000,)),
+    "prepare_rows, from the first pending": (
+        peagle_rows,
+        "_prepare_rows_kernel",
+        launch_prepare_rows,
+        (40_000,),
+    ),
     "commit_rows": (peagle_rows, "_commit_rows_kernel", launch_commit_rows, (8,)),
     "commit_rows, one more": (peagle_rows, "_commit_rows_kernel", launch_commit_rows, (1,)),
     "find_match": (copy_ahead, "_find_match_kernel", launch_find_match, ()),

@@ -60,7 +60,11 @@ def test_a_prepared_block():
 
 @against_twin
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(0, 2**20), max_size=9), st.integers(1, 17), st.sampled_from([torch.int32, torch.int64]))
+@given(
+    st.lists(st.integers(0, 2**20), max_size=9),
+    st.integers(1, 17),
+    st.sampled_from([torch.int32, torch.int64]),
+)
 def test_pack_blocks_equals_its_twin(seq_lens, block_size, dtype):
     seq_lens = torch.tensor(seq_lens, dtype=dtype, device=DEVICE)
     outputs = block.pack_blocks_triton(seq_lens, block_size), block.pack_blocks_torch(seq_lens, block_size)
@@ -78,7 +82,13 @@ def test_packed_blocks():
 
 @against_twin
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**31), st.integers(0, 5), st.integers(1, 60), st.sampled_from([1, 4, 16]), st.integers(1, 24))
+@given(
+    st.integers(0, 2**31),
+    st.integers(0, 5),
+    st.integers(1, 60),
+    st.sampled_from([1, 4, 16]),
+    st.integers(1, 24),
+)
 def test_prepare_window_equals_its_twin(seed, bs, size, page, columns):
     rng = torch.Generator().manual_seed(seed)
     source = torch.randint(2**31 - 1, (bs + 3, 70), generator=rng, dtype=torch.int32)[:, :64].to(DEVICE)
@@ -86,7 +96,9 @@ def test_prepare_window_equals_its_twin(seed, bs, size, page, columns):
     requests = torch.randperm(bs + 3, generator=rng)[:bs].to(DEVICE)
     tables = [torch.full((bs + 3, 40), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
     runs = window.prepare_window_triton, window.prepare_window_torch
-    got, want = (run(seq_lens, requests, source, table, size, page, columns) for run, table in zip(runs, tables))
+    got, want = (
+        run(seq_lens, requests, source, table, size, page, columns) for run, table in zip(runs, tables)
+    )
     assert torch.equal(got, want) and got.dtype == torch.int64
     assert torch.equal(*tables)
 
@@ -134,11 +146,18 @@ def random_rows(seed: int, bs: int, block_size: int, hidden: int, device: str) -
 @against_twin
 @settings(max_examples=30, deadline=None)
 @given(
-    st.integers(0, 2**31), st.integers(0, 5), st.integers(2, 9), st.sampled_from([16, 40]), st.sampled_from([None, 20, 40])
+    st.integers(0, 2**31),
+    st.integers(0, 5),
+    st.integers(2, 9),
+    st.sampled_from([16, 40]),
+    st.sampled_from([None, 20, 40]),
 )
 def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden, last_start):
     mine, twins = (random_rows(seed, bs, block_size, hidden, DEVICE) for _ in range(2))
-    outputs = peagle_rows.prepare_rows_triton(*mine, last_start), peagle_rows.prepare_rows_torch(*twins, last_start)
+    outputs = (
+        peagle_rows.prepare_rows_triton(*mine, last_start),
+        peagle_rows.prepare_rows_torch(*twins, last_start),
+    )
     for got, want in zip(*outputs, strict=True):
         assert got.dtype == want.dtype == torch.int64
         assert torch.equal(got, want) and got.shape == want.shape
@@ -146,7 +165,9 @@ def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden, last_start):
         assert torch.equal(mine[place], twins[place])
 
 
-def two_blocks_of_rows(last_start: int | None) -> tuple[peagle_rows.Rows, torch.Tensor, torch.Tensor, torch.Tensor]:
+def two_blocks_of_rows(
+    last_start: int | None,
+) -> tuple[peagle_rows.Rows, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Blocks of 4 with two drafted tokens kept (three rows pending), and of a text of two tokens (one pending). Also what
     was written: the table, the fused states and the first drafting rows."""
     pending = peagle_rows.Pending(
@@ -155,9 +176,15 @@ def two_blocks_of_rows(last_start: int | None) -> tuple[peagle_rows.Rows, torch.
         count=torch.tensor([1, 3]),
     )
     source = torch.arange(100, 140, dtype=torch.int32).view(2, 20)
-    table, fused, first = torch.zeros(2, 30, dtype=torch.int32), torch.zeros(12, 1), torch.zeros(2, dtype=torch.int64)
+    table, fused, first = (
+        torch.zeros(2, 30, dtype=torch.int32),
+        torch.zeros(12, 1),
+        torch.zeros(2, dtype=torch.int64),
+    )
     requests, lengths, mask_state = torch.tensor([1, 0]), torch.tensor([9, 2]), torch.tensor([9.0])
-    rows = peagle_rows.prepare_rows(requests, lengths, pending, mask_state, source, table, 99, fused, first, last_start)
+    rows = peagle_rows.prepare_rows(
+        requests, lengths, pending, mask_state, source, table, 99, fused, first, last_start
+    )
     return rows, table, fused.flatten(), first
 
 
@@ -200,7 +227,13 @@ def random_commit(seed: int, bs: int, width: int, block_size: int, hidden: int, 
     pending.count.clamp_(max=block_size - 1)  # room for one more
     accept_len = torch.randint(width, (bs,), generator=rng, dtype=torch.int32).to(device)
     tokens = torch.randint(150_000, (bs, width), generator=rng).to(device)
-    return [requests, accept_len, tokens, torch.randn(bs * width, hidden, generator=rng).to(device, torch.bfloat16), pending]
+    return [
+        requests,
+        accept_len,
+        tokens,
+        torch.randn(bs * width, hidden, generator=rng).to(device, torch.bfloat16),
+        pending,
+    ]
 
 
 @against_twin
@@ -229,10 +262,15 @@ def test_sglangs_norm_and_rotation_equals_its_twin(heads):
     qkv = torch.randn(rows, (q_heads + 2 * kv_heads) * dim, generator=rng).to(DEVICE, torch.bfloat16)
     weights = [(1 + 0.3 * torch.randn(dim, generator=rng)).to(DEVICE, torch.bfloat16) for _ in "qk"]
     angles = torch.randn(40, dim // 2, generator=rng)
-    table, positions = torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE), torch.randperm(40, generator=rng)[:rows].to(DEVICE)
+    table, positions = (
+        torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE),
+        torch.randperm(40, generator=rng)[:rows].to(DEVICE),
+    )
     by_head = torch.cat([weight.expand(n, -1) for weight, n in zip(weights, heads)])
     wanted = _rotate(
-        _rms_norm(qkv.view(rows, -1, dim)[:, : sum(heads)], by_head, 1e-6), positions, SimpleNamespace(cos_sin_cache=table)
+        _rms_norm(qkv.view(rows, -1, dim)[:, : sum(heads)], by_head, 1e-6),
+        positions,
+        SimpleNamespace(cos_sin_cache=table),
     )
     values = qkv[:, sum(heads) * dim :].clone()
     table_qk_norm_rope_(qkv, positions, *weights, table, *heads, dim, 1e-6)
@@ -283,7 +321,9 @@ def test_broken_logits_of_half_the_width_equals_its_twin(dtype):
 def test_accepted_blocks():
     """All kept; none kept, and a later match that does not count."""
     tokens, target_tokens = torch.tensor([[[5, 1, 2], [5, 9, 2]], [[1, 2, 3], [1, 2, 3]]])
-    got = accept.accept_greedy(tokens, target_tokens, torch.zeros(2, 3), torch.tensor([10, 2**40]), broken_token=9)
+    got = accept.accept_greedy(
+        tokens, target_tokens, torch.zeros(2, 3), torch.tensor([10, 2**40]), broken_token=9
+    )
     assert [x.tolist() for x in got] == [[2, 0], [3, 1], [3, 1], [13, 2**40 + 1], [[1, 2, 3], [1, 2, 3]]]
     assert [x.dtype for x in got] == [torch.int32, torch.int32, *[torch.int64] * 3]
 

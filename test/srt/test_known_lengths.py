@@ -31,7 +31,9 @@ def relay() -> FutureMap:
 
 @pytest.mark.parametrize("known", [[60, 80], None])
 def test_the_device_is_asked_for_what_is_not_known(relay, known):
-    batch = SimpleNamespace(spec_info=draft_input(known, [1, 3]), reqs=[1, 2], seq_lens_cpu="stale", seq_lens_sum="stale")
+    batch = SimpleNamespace(
+        spec_info=draft_input(known, [1, 3]), reqs=[1, 2], seq_lens_cpu="stale", seq_lens_sum="stale"
+    )
     resolving_known_lengths()(relay, batch)
     assert batch.seq_lens.tolist() == [6, 8], "there it is the device's in any case"
     assert batch.seq_lens_cpu.tolist() == (known or [6, 8]) and batch.seq_lens_sum == sum(known or [6, 8])
@@ -68,12 +70,18 @@ def test_a_plain_cycle_commits_one_token_and_a_prefill_its_own():
     def cycle(width: int, is_exact: bool) -> Cycle:
         tokens = torch.zeros(2, 4, dtype=torch.int64)
         lens = torch.tensor([5, 7])
-        whole = Cycle(2, lens, lens, tokens, tokens, tokens.flatten(), None, lens + 4, True, is_exact=is_exact)
+        whole = Cycle(
+            2, lens, lens, tokens, tokens, tokens.flatten(), None, lens + 4, True, is_exact=is_exact
+        )
         return whole.narrowed(width)
 
     assert cycle(1, True).new_seq_lens_cpu.tolist() == [6, 8]
     assert cycle(2, True).new_seq_lens_cpu is None and cycle(1, False).new_seq_lens_cpu is None
-    prompts = Prompts(None, None, None, prefix_lens=[4, 0], extend_lens=[3, 2], num_running=0, is_continued=[True, False])
+    prompts = Prompts(
+        None, None, None, prefix_lens=[4, 0], extend_lens=[3, 2], num_running=0, is_continued=[True, False]
+    )
     assert prompts.lens_cpu.tolist() == [7, 2] and prompts.lens_cpu.dtype == torch.int64
-    mixed = Prompts(None, None, None, prefix_lens=[4, 9], extend_lens=[3, 1], num_running=1, is_continued=[True, True])
+    mixed = Prompts(
+        None, None, None, prefix_lens=[4, 9], extend_lens=[3, 1], num_running=1, is_continued=[True, True]
+    )
     assert mixed.lens_cpu is None

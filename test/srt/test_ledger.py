@@ -61,7 +61,11 @@ def test_kinds_and_times():
     cannot run (test_target_families.py). What only Triton can do otherwise is replaced on a CPU from the start."""
     kept_out = [change for change in ledger.AT_LOAD if change.kind == "replace"]
     assert all(change.cpu_only for change in kept_out)
-    rest = [change for change in ledger.AT_LOAD if change not in kept_out and change.key not in ("hf", "torch_native")]
+    rest = [
+        change
+        for change in ledger.AT_LOAD
+        if change not in kept_out and change.key not in ("hf", "torch_native")
+    ]
     assert {change.kind for change in rest} <= {"around", "resolution"}
     assert {change.kind for change in ledger.AT_WORKER} <= {"entry", "replace", "class"}
 
@@ -187,7 +191,9 @@ def test_names_imported_before_the_plugin_are_replaced_too():
     done = run_to_end("-c", IMPORTED_BEFORE)
     assert done.code == 0 and "imported before: " in done.output, done.output
     if install._relevant(ledger.AT_CPU_ATTENTION):  # a CPU
-        assert "scatter_mamba_states_after_mtp_verify" in done.output, "nothing was imported before: this shows nothing"
+        assert "scatter_mamba_states_after_mtp_verify" in done.output, (
+            "nothing was imported before: this shows nothing"
+        )
 
 
 PRELUDE = "import sglang; from sglang.srt.plugins import load_plugins; "

@@ -63,7 +63,9 @@ def check_logprobs(request: dict, got: dict, want: dict) -> None:
 def compare(field: str, got, want, request: dict) -> None:
     """Entries are None where nothing was asked for, or where there is nothing before the first token."""
     assert (got is None) == (want is None), f"{field}: {got} but the target has {want}"
-    assert len(got or []) == len(want or []), f"{field}: {len(got)} positions, the target has {len(want)}: {request}"
+    assert len(got or []) == len(want or []), (
+        f"{field}: {len(got)} positions, the target has {len(want)}: {request}"
+    )
     for position, (mine, theirs) in enumerate(zip(got or [], want or [])):
         single = field.endswith("token_logprobs")
         mine, theirs = ([mine], [theirs]) if single else (mine or [], theirs or [])
@@ -141,7 +143,11 @@ def test_logprobs_are_those_after_the_temperature(server, reference, prompts):
     ]
     answers = server.generate_many(requests, len(requests))
     scoring = [
-        {**greedy(ids + answer["output_ids"], 1), "token_ids_logprob": list(range(VOCAB)), "logprob_start_len": 0}
+        {
+            **greedy(ids + answer["output_ids"], 1),
+            "token_ids_logprob": list(range(VOCAB)),
+            "logprob_start_len": 0,
+        }
         for ids, answer in zip(prompts_ids, answers)
     ]
     scored = reference.server.generate_many(scoring, 4)
@@ -204,7 +210,9 @@ def check_rows(got: list, want: list, positions: int) -> None:
     for place, ((token, value, tops), (their_token, their_value, their_tops)) in enumerate(zip(got, want)):
         assert token == their_token, f"{token!r} at {place}, the target has {their_token!r}"
         assert (value is None) == (their_value is None)
-        assert math.isclose(value or 0, their_value or 0, rel_tol=0, abs_tol=TOLERANCE), f"{value}, not {their_value}"
+        assert math.isclose(value or 0, their_value or 0, rel_tol=0, abs_tol=TOLERANCE), (
+            f"{value}, not {their_value}"
+        )
         assert tops == pytest.approx(their_tops, abs=TOLERANCE)
 
 

@@ -53,7 +53,9 @@ CONFIGURATIONS = (
     Configuration("chunked-prefill", ("--chunked-prefill-size", "64"), offset=0, comparable=True),
     Configuration("page-16", ("--page-size", "16"), offset=1, comparable=True),
     Configuration(
-        "page-16-draft-window-24", ("--page-size", "16", "--speculative-draft-window-size", "24"), offset=2,
+        "page-16-draft-window-24",
+        ("--page-size", "16", "--speculative-draft-window-size", "24"),
+        offset=2,
         accept_length=(1.5, 8.0),
     ),
     Configuration(
@@ -87,7 +89,9 @@ CONFIGURATIONS = (
         offset=2,
     ),
     Configuration(
-        "block-2-no-overlap", ("--speculative-dflash-block-size", "2", "--disable-overlap-schedule"), offset=3,
+        "block-2-no-overlap",
+        ("--speculative-dflash-block-size", "2", "--disable-overlap-schedule"),
+        offset=3,
         accept_length=(1.0, 2.0),
     ),
     Configuration("block-1", ("--speculative-num-draft-tokens", "1"), offset=4, accept_length=(1.0, 1.0)),
@@ -120,7 +124,9 @@ CONFIGURATIONS = (
         accept_length=(1.3, 8.0),
     ),
     Configuration("random-draft", (), every=12, offset=0, draft=random_draft, accept_length=(1.0, 1.3)),
-    Configuration("always-wrong", (), every=12, offset=1, concurrency=4, draft=always_wrong, accept_length=(1.0, 1.01)),
+    Configuration(
+        "always-wrong", (), every=12, offset=1, concurrency=4, draft=always_wrong, accept_length=(1.0, 1.01)
+    ),
 )
 
 
@@ -156,7 +162,9 @@ def test_the_kept_answers_are_the_targets(requests, answers_alone, reference):
     assert_same(requests[::9], live, answers_alone[::9])
     for answer, kept in zip(live, answers_alone[::9]):
         places = range(undecided_from(kept) or len(kept["output_ids"]))
-        assert [near_tie(answer, i) for i in places] == pytest.approx([near_tie(kept, i) for i in places], 0.01, 1e-4)
+        assert [near_tie(answer, i) for i in places] == pytest.approx(
+            [near_tie(kept, i) for i in places], 0.01, 1e-4
+        )
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
@@ -198,7 +206,9 @@ def test_float32_retracted_requests_resume_as_the_target_would(requests, referen
     answers = server.generate_many(chosen, len(chosen))
     assert_same(chosen, answers, expected)
     retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
-    assert retractions > 0, f"a pool of {needed // 3} tokens for {needed} retracted nothing: the test tests nothing"
+    assert retractions > 0, (
+        f"a pool of {needed // 3} tokens for {needed} retracted nothing: the test tests nothing"
+    )
     assert_pool_is_whole(server)
 
 
@@ -218,15 +228,21 @@ def test_float32_all_prompts_at_concurrency_1_4_16(requests, answers_alone, serv
     by_request = {id(request): answer for request, answer in answers}
     in_order = [by_request[id(request)] for request in requests]
     assert_same(requests, in_order, answers_alone)
-    undecided = [request for request, answer in zip(requests, answers_alone) if undecided_from(answer) is not None]
-    assert len(undecided) <= 0.02 * len(requests), f"{len(undecided)} targets' answers hang on float32 rounding"
+    undecided = [
+        request for request, answer in zip(requests, answers_alone) if undecided_from(answer) is not None
+    ]
+    assert len(undecided) <= 0.02 * len(requests), (
+        f"{len(undecided)} targets' answers hang on float32 rounding"
+    )
     _check_accept_length(in_order, (1.0, 8.0))
 
     _record_cycles(verify_counts, "default", dict(enumerate(in_order)))
     for name in {name for counts in verify_counts.values() for name in counts} - {"default"}:
         shared = [counts for counts in verify_counts.values() if name in counts]
         here, default = sum(c[name] for c in shared), sum(c["default"] for c in shared)
-        assert abs(here - default) <= NEARLY_SAME * default, f"{here} cycles with {name}, {default} by default"
+        assert abs(here - default) <= NEARLY_SAME * default, (
+            f"{here} cycles with {name}, {default} by default"
+        )
 
 
 def test_float32_continuations_read_the_kv_that_decoding_wrote(requests, reference, servers):
@@ -251,7 +267,9 @@ def test_float32_continuations_read_the_kv_that_decoding_wrote(requests, referen
     assert_same(continued, warm, expected)
     assert_same(continued, cold, expected)
     of_warm, of_cold = (sum(map(_cycles, answers)) for answers in (warm, cold))
-    assert abs(of_warm - of_cold) <= NEARLY_SAME * of_cold, f"{of_warm} cycles on cached KV, {of_cold} on fresh KV"
+    assert abs(of_warm - of_cold) <= NEARLY_SAME * of_cold, (
+        f"{of_warm} cycles on cached KV, {of_cold} on fresh KV"
+    )
 
 
 def test_float32_aborts_leave_the_others_alone(requests, answers_alone, reference, servers):
@@ -275,7 +293,9 @@ def test_float32_aborts_leave_the_others_alone(requests, answers_alone, referenc
         else:
             server.post("/abort_request", {"rid": victim["rid"]})
             *_, last = chunks
-            assert last["meta_info"]["finish_reason"]["type"] == "abort", f"{victim} ended as {last['meta_info']}"
+            assert last["meta_info"]["finish_reason"]["type"] == "abort", (
+                f"{victim} ended as {last['meta_info']}"
+            )
             aborted.append((request, last))
     others.join()
     assert_same(bystanders, answers, expected)

@@ -43,7 +43,9 @@ class Configuration:
 
 CONFIGURATIONS = (
     Configuration("default", (*POOL, *GRID)),
-    Configuration("chunked-mixed-batches", (*POOL, *GRID, "--chunked-prefill-size", "128", "--enable-mixed-chunk")),
+    Configuration(
+        "chunked-mixed-batches", (*POOL, *GRID, "--chunked-prefill-size", "128", "--enable-mixed-chunk")
+    ),
     # Without overlap scheduling SGLang keeps one state per request, and caches that of a finished one.
     Configuration("no-overlap", (*POOL, "--disable-overlap-schedule")),
     Configuration("block-1", (*POOL, *GRID, "--speculative-num-draft-tokens", "1"), accept_length=(1.0, 1.0)),
@@ -77,7 +79,10 @@ def target(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def drafts(target, tmp_path_factory) -> dict[str, Path]:
     layers = tuple(layer + 1 for layer in read_config(DRAFT)["dflash_config"]["target_layer_ids"])
-    return {"dflash": DRAFT, "peagle": random_peagle_draft(tmp_path_factory.mktemp("drafts") / "p", target, layers)}
+    return {
+        "dflash": DRAFT,
+        "peagle": random_peagle_draft(tmp_path_factory.mktemp("drafts") / "p", target, layers),
+    }
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,9 @@ def known(target) -> list[Known]:
     decided = sum(cut) / sum(len(a.output_ids) for a in answers)
     assert decided > 0.95, f"float32 decides only {decided:.0%} of the target's tokens"
     return [
-        Known(prompt, a.output_ids[:end]) for prompt, a, end in zip(prompts, answers, cut, strict=True) if end >= 2
+        Known(prompt, a.output_ids[:end])
+        for prompt, a, end in zip(prompts, answers, cut, strict=True)
+        if end >= 2
     ]
 
 
@@ -155,9 +162,15 @@ def assert_targets_own(case: str, jobs: list[tuple[Job, Known]], answers: list[A
             wanted = wanted[: len(answer.output_ids)]
         if answer.output_ids != wanted:
             pairs = enumerate(zip(answer.output_ids, wanted))
-            first = next((i for i, (got, want) in pairs if got != want), min(len(answer.output_ids), len(wanted)))
-            wrong.append(f"request {number}, prompt of {len(job.input_ids)}: differs from output position {first}")
-    assert not wrong, f"{case}: {len(wrong)} of {len(jobs)} answers are not the target's:\n" + "\n".join(wrong)
+            first = next(
+                (i for i, (got, want) in pairs if got != want), min(len(answer.output_ids), len(wanted))
+            )
+            wrong.append(
+                f"request {number}, prompt of {len(job.input_ids)}: differs from output position {first}"
+            )
+    assert not wrong, f"{case}: {len(wrong)} of {len(jobs)} answers are not the target's:\n" + "\n".join(
+        wrong
+    )
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
@@ -186,7 +199,9 @@ def test_float32_output_is_the_targets(configuration, target, drafts, known):
         cached = sum(answer.cached_tokens for answer in answers[1])
         assert cached > 0.6 * prompts, f"{cached} of {prompts} prompt tokens came from the prefix cache"
     if configuration.name == "retraction":
-        assert sum(answer.retractions for answer in everything) > 0, "nothing was retracted: the test tests nothing"
+        assert sum(answer.retractions for answer in everything) > 0, (
+            "nothing was retracted: the test tests nothing"
+        )
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
@@ -200,7 +215,9 @@ def test_sampled_tokens_have_the_targets_probabilities(method, target, known):
         jobs.append(Job(k.prompt, min(40, len(k.answer)), step=number, sampling=sampling, logprobs=True))
     arguments = ["--model-path", target, *FLOAT32, *POOL, *GRID, *dflash_arguments(DRAFT)]
     arguments += ["--speculative-draft-sample-method", method]
-    [answers] = run(arguments, [jobs], Oracle([k.answer for k in known[:12]]) if method == "greedy" else None, ENVIRONMENT)
+    [answers] = run(
+        arguments, [jobs], Oracle([k.answer for k in known[:12]]) if method == "greedy" else None, ENVIRONMENT
+    )
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     for number, (job, answer) in enumerate(zip(jobs, answers, strict=True)):
         if number % 3 == 0:
@@ -223,7 +240,9 @@ def test_every_block_accepts_what_a_plain_loop_accepts():
     arguments = ["--model-path", TARGET, *FLOAT32, *POOL, *dflash_arguments(DRAFT)]
     [answers] = run(arguments, [jobs], environment=ENVIRONMENT)
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    draft = ReferenceDFlash(json.loads((DRAFT / "config.json").read_text()), load_file(DRAFT / "model.safetensors"))
+    draft = ReferenceDFlash(
+        json.loads((DRAFT / "config.json").read_text()), load_file(DRAFT / "model.safetensors")
+    )
     for prompt, answer in zip(prompts, answers, strict=True):
         text = [*prompt, *answer.output_ids]
         with torch.no_grad():

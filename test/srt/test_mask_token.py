@@ -23,8 +23,12 @@ def test_by_name_and_from_a_file(tmp_path):
     name = tokenizer.convert_ids_to_tokens(mask)
     by_name = make_draft(tmp_path / "draft", dflash_config={"mask_token_id": REMOVE, "mask_token": name})
     row = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"][mask].clone()
-    torch.save({"embedding": row, "mask_token_id": mask, "per_position": False}, by_name / "mask_embedding.pt")
-    jobs = [Job(tuple(tokenizer(one["text"])["input_ids"]), max_new_tokens=24) for one in heldout_prompts()[:4]]
+    torch.save(
+        {"embedding": row, "mask_token_id": mask, "per_position": False}, by_name / "mask_embedding.pt"
+    )
+    jobs = [
+        Job(tuple(tokenizer(one["text"])["input_ids"]), max_new_tokens=24) for one in heldout_prompts()[:4]
+    ]
     found = []
     for draft in (DRAFT, by_name):
         flags = [*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "4096"]

@@ -59,7 +59,9 @@ def test_proposals_are_counted_by_source(metrics, registry):
         metrics.count_source(*given)
     metrics.count_undrafted(1)
     found = {
-        (name, source): registry.get_sample_value(f"sglang:spec_source_{name}_total", {**LABELS, "source": source})
+        (name, source): registry.get_sample_value(
+            f"sglang:spec_source_{name}_total", {**LABELS, "source": source}
+        )
         for name in ("blocks", "proposed_tokens", "accepted_tokens")
         for source in ("copy", "draft")
     }
@@ -73,7 +75,9 @@ def test_fallbacks_are_counted_by_reason_and_logged_once(metrics, registry, capl
         metrics.count_fallback(reason)
         metrics.count_fallback(reason, blocks=6)
         assert registry.get_sample_value("sglang:spec_fallbacks_total", {**LABELS, "reason": reason}) == 7
-    assert [reason for record in caplog.records for reason in FALLBACKS if reason in record.message] == list(FALLBACKS)
+    assert [reason for record in caplog.records for reason in FALLBACKS if reason in record.message] == list(
+        FALLBACKS
+    )
 
 
 def test_an_unknown_fallback_is_an_error(metrics):
@@ -110,13 +114,19 @@ def answer_all_kinds(server: Server) -> list[dict]:
     texts = [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 300][::20][:12]
     requests = []
     for number, text in enumerate(texts):
-        params = {"temperature": number % 2, "max_new_tokens": (1, 2, 30, 47)[number % 4], "ignore_eos": number % 3 > 0}
+        params = {
+            "temperature": number % 2,
+            "max_new_tokens": (1, 2, 30, 47)[number % 4],
+            "ignore_eos": number % 3 > 0,
+        }
         requests.append({"text": text, "sampling_params": {**params, "stop_token_ids": [300 + number]}})
     return [answer["meta_info"] for answer in server.generate_many(requests, 5)]
 
 
 def summed(answers: list[dict]) -> Counts:
-    blocks = [k for a in answers for k, n in enumerate(a.get("spec_correct_drafts_histogram", ())) for _ in range(n)]
+    blocks = [
+        k for a in answers for k, n in enumerate(a.get("spec_correct_drafts_histogram", ())) for _ in range(n)
+    ]
     assert len(blocks) == sum(a.get("spec_verify_ct", 0) for a in answers) > 50
     accepted_at = [sum(accept_len >= k for accept_len in blocks) for k in range(1, BLOCK_SIZE)]
     return Counts(len(blocks), len(blocks) * (BLOCK_SIZE - 1), sum(blocks), accepted_at)
@@ -140,7 +150,9 @@ def overlap_server(servers) -> Server:
 def server(servers) -> Server:
     """Without overlap scheduling no block is verified for a request that has ended."""
     labels = ["--extra-metric-labels", '{"zone": "a"}']
-    return servers.get(*FLOAT32, *dflash_arguments(), "--enable-metrics", "--disable-overlap-schedule", *labels)
+    return servers.get(
+        *FLOAT32, *dflash_arguments(), "--enable-metrics", "--disable-overlap-schedule", *labels
+    )
 
 
 @pytest.mark.server

@@ -55,7 +55,9 @@ def test_installed_entry_points_load(group):
 def test_pins(pyproject):
     from sglang_dflash import SGLANG_VERSION
 
-    assert pyproject["project"]["dependencies"][0] == f"sglang=={SGLANG_VERSION}"  # the others: test_dependencies.py
+    assert (
+        pyproject["project"]["dependencies"][0] == f"sglang=={SGLANG_VERSION}"
+    )  # the others: test_dependencies.py
     assert importlib.metadata.version("sglang") == SGLANG_VERSION
 
 
@@ -73,7 +75,10 @@ def imported_modules(source: str) -> set[str]:
 def test_nothing_of_the_built_in_dflash_is_imported():
     """Our worker is our own: no file of ours imports SGLang's DFlash or DSpark modules."""
     built_in = ("sglang.srt.speculative.dflash", "sglang.srt.speculative.dspark", "sglang.srt.models.dflash")
-    assert any(name.startswith(built_in) for name in imported_modules("from sglang.srt.speculative import dflash_info"))
+    assert any(
+        name.startswith(built_in)
+        for name in imported_modules("from sglang.srt.speculative import dflash_info")
+    )
     for path in SOURCE.rglob("*.py"):
         wrong = {name for name in imported_modules(path.read_text()) if name.startswith(built_in)}
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"

@@ -44,10 +44,15 @@ def test_a_draft_window_is_refused():
         _check_peagle(args(speculative_draft_window_size=64), parse(), 8)
 
 
-@pytest.mark.parametrize("ids, said", [([2, 12], "the last layer"), ([2, 13], "leave the target's 12 layers"), ([6, 2], "ascending")])
+@pytest.mark.parametrize(
+    "ids, said",
+    [([2, 12], "the last layer"), ([2, 13], "leave the target's 12 layers"), ([6, 2], "ascending")],
+)
 def test_layer_ids_unfit_for_the_target(ids, said):
     with pytest.raises(DraftConfigError, match=said):
-        check_draft_fits_target(parse(changed("eagle_aux_hidden_state_layer_ids", ids, base=GOOD_PEAGLE)), TARGET, "ck")
+        check_draft_fits_target(
+            parse(changed("eagle_aux_hidden_state_layer_ids", ids, base=GOOD_PEAGLE)), TARGET, "ck"
+        )
 
 
 def test_a_mask_token_outside_the_vocabulary():

@@ -25,7 +25,11 @@ from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
 
 CAPACITY = 64
-LAYERS = {key: BASE[key] for key in BASE if key not in ("architectures", "dflash_config", "block_size", "num_target_layers")}
+LAYERS = {
+    key: BASE[key]
+    for key in BASE
+    if key not in ("architectures", "dflash_config", "block_size", "num_target_layers")
+}
 CONFIG = GOOD_PEAGLE | {
     "eagle_aux_hidden_state_layer_ids": [1, 3],
     "draft_vocab_size": 40,
@@ -58,7 +62,9 @@ class BlockKeysFromTheForward(TorchNativeSpecAttnBackend):
             )
             window = layer.sliding_window_size
             queries = q[rows].view(width, layer.tp_q_head_num, -1)
-            attended, _ = attend(queries, keys, values, causal=True, scale=layer.scaling, back=-1 if window is None else window)
+            attended, _ = attend(
+                queries, keys, values, causal=True, scale=layer.scaling, back=-1 if window is None else window
+            )
             out.append(attended.flatten(1))
         self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         return torch.cat(out)
@@ -79,7 +85,12 @@ class Simulation:
     """Requests whose texts and states are fixed in advance, and a drafter that is led through them."""
 
     def __init__(
-        self, verify_width: int, requests: int, folder, page_size: int = 1, backend: type = TorchNativeSpecAttnBackend
+        self,
+        verify_width: int,
+        requests: int,
+        folder,
+        page_size: int = 1,
+        backend: type = TorchNativeSpecAttnBackend,
     ):
         (folder / "config.json").write_text(json.dumps(CONFIG))
         layers = CONFIG["transformer_layer_config"]
@@ -125,7 +136,8 @@ class Simulation:
             forward=lambda batch: SimpleNamespace(logits_output=self.pools.forward(self.model, batch)),
         )
         borrowed = SimpleNamespace(
-            lm_head=lm_head(torch.zeros(64, hidden)), get_input_embeddings=lambda: torch.nn.Embedding(64, hidden)
+            lm_head=lm_head(torch.zeros(64, hidden)),
+            get_input_embeddings=lambda: torch.nn.Embedding(64, hidden),
         )
         self.drafter = PEagleDrafter(runner, borrowed, verify_width)
         source = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self.table))
@@ -136,7 +148,9 @@ class Simulation:
         self.lengths = [0] * requests
         self.unknown: list[set[int]] = [set() for _ in range(requests)]
 
-    def prefill(self, ends: dict[int, int], continued: tuple[int, ...] = (), running: tuple[int, ...] = ()) -> None:
+    def prefill(
+        self, ends: dict[int, int], continued: tuple[int, ...] = (), running: tuple[int, ...] = ()
+    ) -> None:
         """Take these requests' texts in up to these lengths. What is committed already is their prefix."""
         chosen = list(ends) + list(running)
         prefix = [self.lengths[r] for r in chosen]
@@ -197,7 +211,9 @@ class Simulation:
             assert block[row].tolist() == expected, f"request {r} after {n} tokens"
         cycle = cycle.narrowed(width)
         # What is not kept got states and tokens that never were.
-        verified = torch.randn(len(chosen), width, self.states.shape[-1], generator=torch.Generator().manual_seed(9))
+        verified = torch.randn(
+            len(chosen), width, self.states.shape[-1], generator=torch.Generator().manual_seed(9)
+        )
         out = torch.full((len(chosen), width), 1)
         for row, r in enumerate(chosen):
             n, k = self.lengths[r], kept[r]
@@ -216,7 +232,13 @@ def test_cycles_after_a_prefill(verify_width, page_size, tmp_path):
     simulation = Simulation(verify_width, 4, tmp_path, page_size)
     simulation.prefill({0: 17, 1: 1, 2: 2, 3: 6})
     most = verify_width - 1
-    for kept in ((0, 0, 0, 0), (most, most // 2, 0, most), (0, most, 1 % verify_width, most), (most, 0, most, 0), (0, 0, 0, 0)):
+    for kept in (
+        (0, 0, 0, 0),
+        (most, most // 2, 0, most),
+        (0, most, 1 % verify_width, most),
+        (most, 0, most, 0),
+        (0, 0, 0, 0),
+    ):
         simulation.cycle(dict(enumerate(kept)))
 
 

@@ -35,7 +35,9 @@ def load(checkpoint: Path, folder: Path, **changes) -> PEagleDraftModel:
     # The random drafts were made for no target, and one reads the embedding's output, which SGLang cannot capture. Which
     # layers the states come from does not matter here.
     config["speculators_config"]["verifier"]["name_or_path"] = "none"
-    config["eagle_aux_hidden_state_layer_ids"] = [max(i, 1) for i in config["eagle_aux_hidden_state_layer_ids"]]
+    config["eagle_aux_hidden_state_layer_ids"] = [
+        max(i, 1) for i in config["eagle_aux_hidden_state_layer_ids"]
+    ]
     weights = load_file(checkpoint / "model.safetensors")
     wide = ((name, t.float() if t.is_floating_point() else t) for name, t in weights.items())
     return build(PEagleDraftModel, parse_config(config, folder), wide)
@@ -129,7 +131,9 @@ def test_a_captured_graph_finds_its_rows(draft):
     blocks.fused.copy_(torch.randn(blocks.fused.shape, generator=generator))
     blocks.first_drafting.copy_(torch.tensor([0, 3]))
     attention = draft.layers[0].self_attn
-    pools = Pools(2, 6, layers=len(draft.layers), kv_heads=attention.num_kv_heads, head_dim=attention.head_dim)
+    pools = Pools(
+        2, 6, layers=len(draft.layers), kv_heads=attention.num_kv_heads, head_dim=attention.head_dim
+    )
     tokens = torch.randint(100, (2, 6), generator=generator)
     fused, outputs = blocks.fused.clone(), []
     for spec_info in (blocks, None):

@@ -62,7 +62,9 @@ def requests(draw):
         "repetition_penalty": draw(st.sampled_from([1.0, 1.3, 0.8])),
         "min_new_tokens": draw(st.sampled_from([0, 1, 4, 9])),
     }
-    return request(draw(st.integers(1, 5)), draw(st.lists(st.integers(0, VOCAB - 1), max_size=4)), **penalties)
+    return request(
+        draw(st.integers(1, 5)), draw(st.lists(st.integers(0, VOCAB - 1), max_size=4)), **penalties
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,7 +97,9 @@ def test_any_schedule_counts_what_was_said(data):
 
             def as_sglang(logits, info=batch.sampling_info):
                 logits += info.acc_additive_penalties
-                return torch.where(logits < 0, logits * info.acc_scaling_penalties, logits / info.acc_scaling_penalties)
+                return torch.where(
+                    logits < 0, logits * info.acc_scaling_penalties, logits / info.acc_scaling_penalties
+                )
 
             logits_of(said, reqs, as_sglang)
             next_tokens = torch.randint(VOCAB, (len(both),))
@@ -107,10 +111,14 @@ def test_any_schedule_counts_what_was_said(data):
             continue
         chosen = data.draw(st.permutations(sorted(running)))[: data.draw(st.integers(1, POOL))]
         reqs, said = zip(*(running[slot] for slot in chosen), strict=True)
-        lengths = [len(req.origin_input_ids) + len(tokens) - 1 for req, tokens in zip(reqs, said, strict=True)]
+        lengths = [
+            len(req.origin_input_ids) + len(tokens) - 1 for req, tokens in zip(reqs, said, strict=True)
+        ]
         batch = batch_of(reqs, chosen, lengths)
         block = torch.randint(VOCAB, (len(chosen), width))
-        before = [tokens + block[i, 1 : k + 1].tolist() for i, tokens in enumerate(said) for k in range(width)]
+        before = [
+            tokens + block[i, 1 : k + 1].tolist() for i, tokens in enumerate(said) for k in range(width)
+        ]
 
         def in_block(logits, batch=batch, block=block):
             penalties.penalize_block(batch, block, logits)
@@ -129,7 +137,11 @@ def test_a_tokenizers_own_end_counts_too():
     req.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=7)
     batch = batch_of([req], [0], [2])
     Penalties(POOL, VOCAB, torch.device("cpu")).begin_prefill(batch, num_running=0)
-    assert batch.sampling_info.acc_additive_penalties[0].isinf().nonzero().flatten().tolist() == [EOS, STOP, 7]
+    assert batch.sampling_info.acc_additive_penalties[0].isinf().nonzero().flatten().tolist() == [
+        EOS,
+        STOP,
+        7,
+    ]
 
 
 def test_requests_that_another_server_prefilled():
@@ -155,7 +167,12 @@ PENALTIES = (
     {"presence_penalty": 1.1},
     {"repetition_penalty": 1.25},
     {"min_new_tokens": 24, "ignore_eos": False, "stop_token_ids": [10, 12]},
-    {"frequency_penalty": -0.4, "presence_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"13": 1.5}},
+    {
+        "frequency_penalty": -0.4,
+        "presence_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"13": 1.5},
+    },
     {},
 )
 
@@ -202,7 +219,9 @@ class Saying:
     """One request's answer as it grows."""
 
     def __init__(self, sampling_params: dict, eos_token_id: int):
-        self._params = params = SimpleNamespace(**NEUTRAL | {"logit_bias": {}, "stop_token_ids": []} | sampling_params)
+        self._params = params = SimpleNamespace(
+            **NEUTRAL | {"logit_bias": {}, "stop_token_ids": []} | sampling_params
+        )
         self._ends = set() if params.ignore_eos else {eos_token_id, *params.stop_token_ids}
         neutral = {name: getattr(params, name) for name in NEUTRAL}
         self._rule = request(1, eos_token_ids=self._ends, stop_token_ids=set(), **neutral)
@@ -248,7 +267,10 @@ def test_penalized_answers_are_the_targets(flags, servers, asked, expected):
 @pytest.mark.server
 def test_penalties_change_these_answers(reference, asked, expected):
     """Or the test above shows nothing."""
-    plain = [{**one, "sampling_params": {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}} for one in asked]
+    plain = [
+        {**one, "sampling_params": {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}}
+        for one in asked
+    ]
     pairs = zip(expected, reference.answers(plain), strict=True)
     changed = [penalized != answer["output_ids"] for penalized, answer in pairs]
     assert sum(changed) > 0.6 * len(changed)
@@ -259,7 +281,9 @@ def test_penalties_after_a_retraction(servers, asked):
     """What was said before a request lost its place still counts. SGLang itself forgets it, so this is held against the
     same server with room for all."""
     roomy = servers.get(*FLOAT32, *dflash_arguments())
-    long = [{**one, "sampling_params": {**one["sampling_params"], "max_new_tokens": 160}} for one in asked[:16]]
+    long = [
+        {**one, "sampling_params": {**one["sampling_params"], "max_new_tokens": 160}} for one in asked[:16]
+    ]
     long = [one for one in long if "min_new_tokens" not in one["sampling_params"]]
     expected = roomy.generate_many(long, len(long))
     tight = servers.get(*PLAIN_FLOAT32, *dflash_arguments(), "--max-total-tokens", "2048")

@@ -25,7 +25,11 @@ def random_counts(rng: torch.Generator) -> torch.Tensor:
 @against_twin
 @settings(max_examples=25, deadline=None)
 @given(
-    st.integers(0, 2**31), st.integers(1, 4), st.integers(1, 9), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16])
+    st.integers(0, 2**31),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_penalize_block_equals_its_twin(seed, bs, width, has_stops, dtype):
     rng = torch.Generator().manual_seed(seed)
@@ -36,7 +40,9 @@ def test_penalize_block_equals_its_twin(seed, bs, width, has_stops, dtype):
     prompt_lens = torch.randint(1, 9, (bs,), generator=rng)
     stops = torch.zeros(bs, VOCABULARY)
     stops[:, [3, 1024]] = -torch.inf
-    columns = torch.stack([torch.randn(bs, generator=rng), torch.randn(bs, generator=rng), 0.5 + torch.rand(bs, generator=rng)])
+    columns = torch.stack(
+        [torch.randn(bs, generator=rng), torch.randn(bs, generator=rng), 0.5 + torch.rand(bs, generator=rng)]
+    )
     arguments = (
         block,
         random_counts(rng),
@@ -62,5 +68,8 @@ def test_count_tokens_equals_its_twin(seed, bs, width):
     tokens = 1020 + torch.randint(4, (bs, width), generator=rng).to(DEVICE)
     accept_len = torch.randint(width, (bs,), generator=rng, dtype=torch.int32).to(DEVICE)
     want = counts.clone()
-    count_tokens_triton(counts, requests, tokens, accept_len), count_tokens_torch(want, requests, tokens, accept_len)
+    (
+        count_tokens_triton(counts, requests, tokens, accept_len),
+        count_tokens_torch(want, requests, tokens, accept_len),
+    )
     assert torch.equal(counts, want)

@@ -40,7 +40,10 @@ def prompts() -> list[list[int]]:
 
 
 def greedy(ids: list[int], **sampling) -> dict:
-    return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True, **sampling}}
+    return {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True, **sampling},
+    }
 
 
 def requests_of(prompts: list[list[int]]) -> list[dict]:
@@ -91,7 +94,9 @@ def test_two_ranks_say_what_one_says(kind, servers, reference, prompts, tmp_path
     both, both_penalized = serve_both(server, requests, penalized)
     assert_same(requests, both, reference.answers(requests))
     assert abs(cycles(both) - cycles(alone)) <= NEARLY_SAME * cycles(alone)
-    assert [answer["output_ids"] for answer in both_penalized] == [answer["output_ids"] for answer in alone_penalized]
+    assert [answer["output_ids"] for answer in both_penalized] == [
+        answer["output_ids"] for answer in alone_penalized
+    ]
     check_samples(server, reference, prompts)
 
 
@@ -103,7 +108,9 @@ def check_samples(server: Server, reference: Reference, prompts: list[list[int]]
     found, outside = places(draws, joint_filter(4, 0.82), 1.0)
     assert not outside and len(found) > 800
     assert kstest(found, "uniform").pvalue > FALSE_ALARM
-    assert cycles(answers) < sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers), "no draft was kept"
+    assert cycles(answers) < sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers), (
+        "no draft was kept"
+    )
 
 
 @pytest.mark.server
@@ -114,7 +121,9 @@ def test_two_replicas(servers, reference, prompts):
     requests = requests_of(prompts)
     answers = server.generate_many(requests, 8)
     assert_same(requests, answers, reference.answers(requests))
-    assert cycles(answers) < sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers), "no draft was kept"
+    assert cycles(answers) < sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers), (
+        "no draft was kept"
+    )
     assert set(re.findall(r"DP(\d)[^\n]*Decode batch", server.log())) == {"0", "1"}, "one replica did it all"
 
 
@@ -136,14 +145,18 @@ def test_cpus_are_shared_out(cpus, count, expected):
 
 
 def args_of(**changes) -> SimpleNamespace:
-    return SimpleNamespace(**{"tp_size": 1, "pp_size": 1, "dp_size": 1, "base_gpu_id": 0, "gpu_id_step": 1, **changes})
+    return SimpleNamespace(
+        **{"tp_size": 1, "pp_size": 1, "dp_size": 1, "base_gpu_id": 0, "gpu_id_step": 1, **changes}
+    )
 
 
 @pytest.fixture
 def environment(monkeypatch):
     """pytest writes into the real one."""
     found: dict[str, str] = {}
-    monkeypatch.setattr(ranks, "os", SimpleNamespace(environ=found, sched_getaffinity=lambda pid: {0, 1, 2, 3, 4, 5}))
+    monkeypatch.setattr(
+        ranks, "os", SimpleNamespace(environ=found, sched_getaffinity=lambda pid: {0, 1, 2, 3, 4, 5})
+    )
     return found
 
 

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import assert_same
-from rehearsal.compare import NO_CACHE, UPDATE, Expected, acceptance, assert_as_expected, assert_launches, greedy_requests
+from rehearsal.compare import (
+    NO_CACHE,
+    UPDATE,
+    Expected,
+    acceptance,
+    assert_as_expected,
+    assert_launches,
+    greedy_requests,
+)
 from rehearsal.play import Rehearsal, on_cpu, rehearse
 from rehearsal.stage import Scene
 from serving import DRAFT, PEAGLE_DRAFT
@@ -76,5 +84,3 @@ def test_peagle_on_fa3(expected, reference):
     with rehearse(Scene("fa3"), PEAGLE_DRAFT, NO_CACHE) as played:
         assert_as_expected(played, PEAGLE_DRAFT, requests, expected, reference)
         assert_launches(played, "fa3-peagle")
-
-

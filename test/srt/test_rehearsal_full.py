@@ -11,7 +11,14 @@ import pytest
 import test_sampled_sequences as sequences
 import torch
 from conftest import assert_same, patched
-from rehearsal.compare import NO_CACHE, Expected, acceptance, assert_as_expected, assert_launches, greedy_requests
+from rehearsal.compare import (
+    NO_CACHE,
+    Expected,
+    acceptance,
+    assert_as_expected,
+    assert_launches,
+    greedy_requests,
+)
 from rehearsal.play import ARGUMENTS, on_cpu, rehearse
 from rehearsal.stage import Scene
 from serving import (
@@ -84,7 +91,9 @@ def test_triton(draft, expected, reference):
         assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
 
 
-@pytest.mark.parametrize(("backend", "draft"), [("flashinfer", "speculators"), ("fa3", "dflash"), ("fa3", "peagle")])
+@pytest.mark.parametrize(
+    ("backend", "draft"), [("flashinfer", "speculators"), ("fa3", "dflash"), ("fa3", "peagle")]
+)
 def test_sliding_layers(backend, draft, sliding_drafts, expected, reference):
     """On the backends that `choose_draft_attention` gives such drafts."""
     requests = greedy_requests()
@@ -112,7 +121,9 @@ def test_setting(name, expected, reference):
         assert_as_expected(played, draft, requests, expected, reference, *arguments)
 
 
-@pytest.mark.parametrize(("backend", "draft"), [("flashinfer", "dflash"), ("fa3", "dflash"), ("fa3", "peagle")])
+@pytest.mark.parametrize(
+    ("backend", "draft"), [("flashinfer", "dflash"), ("fa3", "dflash"), ("fa3", "peagle")]
+)
 def test_widths_that_change(backend, draft, servers, reference, tmp_path):
     """A backend and graphs for each width, swapped from cycle to cycle. One request at a time, as the schedule goes on from one
     to the next."""
@@ -120,7 +131,9 @@ def test_widths_that_change(backend, draft, servers, reference, tmp_path):
     widths.write_text(json.dumps({"schedule": [7, 3, 0, 0, 1, 7, 0]}))
     adaptive = "--speculative-adaptive", "--speculative-adaptive-config", widths
     requests = greedy_requests()
-    wanted = servers.get(*ARGUMENTS, *dflash_arguments(DRAFTS[draft]), NO_CACHE, *adaptive).generate_many(requests, 1)
+    wanted = servers.get(*ARGUMENTS, *dflash_arguments(DRAFTS[draft]), NO_CACHE, *adaptive).generate_many(
+        requests, 1
+    )
     with rehearse(Scene(backend), DRAFTS[draft], NO_CACHE, *adaptive) as played:
         answers = played.server.generate_many(requests, 1)
         assert_same(requests, answers, reference.answers(requests))
@@ -129,7 +142,9 @@ def test_widths_that_change(backend, draft, servers, reference, tmp_path):
         assert {step["replays"]["target"] for step in played.notes("step")} == {1}
         assert {step["replays"]["draft"] for step in played.notes("step")} == {0, 1}
         captures = [note["role"] for note in played.notes("capture")]
-        assert captures.count("target") == 4 * captures.count("draft"), "each batch size for 8, 4, 2 and 1 verified slots"
+        assert captures.count("target") == 4 * captures.count("draft"), (
+            "each batch size for 8, 4, 2 and 1 verified slots"
+        )
 
 
 def test_our_context_kernel(expected, reference):
@@ -160,7 +175,9 @@ def test_kinds_of_requests(backend, expected, reference):
     expected.answers(DRAFT, requests)
     with rehearse(Scene(backend), DRAFT, NO_CACHE) as played:
         answers = assert_as_expected(played, DRAFT, requests, expected, reference)
-    found, wanted = (a[-1]["meta_info"]["output_token_logprobs"] for a in (answers, reference.answers(requests)))
+    found, wanted = (
+        a[-1]["meta_info"]["output_token_logprobs"] for a in (answers, reference.answers(requests))
+    )
     assert [entry[0] for entry in found] == pytest.approx([entry[0] for entry in wanted], abs=1e-4)
 
 
@@ -172,7 +189,9 @@ def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
     sampling = {"temperature": 0, "max_new_tokens": 72, "ignore_eos": True}
     requests = [{"text": text, "sampling_params": sampling} for text in (*long, long[0] + " # again")]
     crowded = "--enable-mixed-chunk", "--chunked-prefill-size", 32, "--max-total-tokens", 384
-    with rehearse(Scene("flashinfer"), draft, *crowded, environment=patched("rehearsal overcommit")) as played:
+    with rehearse(
+        Scene("flashinfer"), draft, *crowded, environment=patched("rehearsal overcommit")
+    ) as played:
         answers = played.server.generate_many(requests, 4)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == [] and played.steps_without_graphs() == []

@@ -77,7 +77,9 @@ def test_nothing_is_left_of_the_replay_before(graph):
     assert out.tolist() == [1, 1] and graph.replay("shape", None).isnan().all()
 
 
-@pytest.mark.parametrize("read", [torch.Tensor.item, lambda t: bool(t), lambda t: t.nonzero(), lambda t: t[t > 0]])
+@pytest.mark.parametrize(
+    "read", [torch.Tensor.item, lambda t: bool(t), lambda t: t.nonzero(), lambda t: t[t > 0]]
+)
 def test_a_host_read_cannot_be_captured(read, graph):
     static = torch.ones(1)
     with pytest.raises(CaptureError, match="not permitted"):

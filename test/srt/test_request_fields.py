@@ -10,7 +10,9 @@ from sglang_dflash.srt.speculative.request_fields import INT64, MAX_ANSWERS, che
 
 
 def request(sampling=None, **fields) -> SimpleNamespace:
-    absent = dict.fromkeys(("logprob_start_len", "positional_embed_overrides", "text", "input_ids", "input_embeds", "rid"))
+    absent = dict.fromkeys(
+        ("logprob_start_len", "positional_embed_overrides", "text", "input_ids", "input_embeds", "rid")
+    )
     return SimpleNamespace(**absent | {"sampling_params": sampling, **fields})
 
 
@@ -80,8 +82,17 @@ def test_every_parameter_that_sglang_has_is_known():
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     defaults = SamplingParams()
-    internal = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized", "ebnf_full_assistant")
-    given = {name: getattr(defaults, name) for name in SamplingParams.__struct_fields__ if name not in internal}
+    internal = (
+        "stop_strs",
+        "stop_regex_strs",
+        "stop_str_max_len",
+        "stop_regex_max_len",
+        "is_normalized",
+        "ebnf_full_assistant",
+    )
+    given = {
+        name: getattr(defaults, name) for name in SamplingParams.__struct_fields__ if name not in internal
+    }
     assert len(given) > 20
     check_request(request(given))
     for name in internal:
@@ -115,7 +126,10 @@ def test_whatever_is_let_through_can_be_sent_on(data):
 
 
 def scheduled(**fields) -> SimpleNamespace:
-    logprob = SimpleNamespace(top_logprobs_num=fields.pop("top_logprobs_num", 0), token_ids_logprob=fields.pop("token_ids_logprob", None))
+    logprob = SimpleNamespace(
+        top_logprobs_num=fields.pop("top_logprobs_num", 0),
+        token_ids_logprob=fields.pop("token_ids_logprob", None),
+    )
     params = SimpleNamespace(**{"stop_token_ids": None, "top_k": 1, **fields})
     return SimpleNamespace(vocab_size=100, logprob=logprob, sampling_params=params)
 

@@ -121,7 +121,9 @@ def test_a_field_out_of_range_is_refused_by_name(server, reference, prompts):
             with pytest.raises(urllib.error.HTTPError) as refusal:
                 server.generate(**request)
             message = refusal.value.read().decode()
-            assert refusal.value.code == 400 and name in message, f"{name} {sampling} {fields}: {refusal.value.code} {message}"
+            assert refusal.value.code == 400 and name in message, (
+                f"{name} {sampling} {fields}: {refusal.value.code} {message}"
+            )
         assert_same(good * 4, others.result(), reference.answers(good) * 4)
 
 
@@ -176,7 +178,9 @@ def test_several_answers_to_one_prompt(server, reference, prompts):
     answers = server.generate(**request)
     assert len(answers) == 3
     assert_same([request] * 3, answers, [expected] * 3)
-    batch = server.generate(text=prompts[:3], sampling_params=[greedy("", n)["sampling_params"] for n in (5, 17, 30)])
+    batch = server.generate(
+        text=prompts[:3], sampling_params=[greedy("", n)["sampling_params"] for n in (5, 17, 30)]
+    )
     each = [greedy(prompt, n) for prompt, n in zip(prompts, (5, 17, 30))]
     assert_same(each, batch, reference.answers(each))
 
@@ -215,14 +219,19 @@ def test_logit_bias(server, reference, prompts):
         requests.append(greedy(prompt, logit_bias={str(common): -100.0, "300": 3.0}))
     biased = check_same(server, reference, requests)
     changed = [first_difference(b["output_ids"], p["output_ids"]) for b, p in zip(biased, plain)]
-    assert any(position is not None for position in changed), "the bias changed nothing: the test tests nothing"
+    assert any(position is not None for position in changed), (
+        "the bias changed nothing: the test tests nothing"
+    )
 
 
 @pytest.mark.parametrize("room", [BLOCK_SIZE - 1, BLOCK_SIZE, 3 * BLOCK_SIZE])
 def test_a_request_runs_up_to_the_context_limit(room, server, reference):
     """The last blocks reach past the context; the tokens stay the target's."""
     ids = [5 + (7 * i) % 1000 for i in range(CONTEXT_LENGTH - room)]
-    request = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": room, "ignore_eos": True}}
+    request = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": room, "ignore_eos": True},
+    }
     [answer] = check_same(server, reference, [request])
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
     # SGLang cuts what is asked for, and keeps two positions back.

@@ -119,7 +119,9 @@ def draws(server, reference, prompts) -> Callable[[Case], list[Draw]]:
 
     def get(case: Case) -> list[Draw]:
         if case.name not in made:
-            made[case.name] = sample_and_score(server, reference, prompts, {"temperature": 1.0, **case.sampling})
+            made[case.name] = sample_and_score(
+                server, reference, prompts, {"temperature": 1.0, **case.sampling}
+            )
         return made[case.name]
 
     return get
@@ -129,7 +131,11 @@ def sample_and_score(server, reference, prompts, sampling: dict) -> list[Draw]:
     length = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     sampled = [{"input_ids": ids, "sampling_params": {**sampling, **length}} for ids in prompts]
     greedy = [{"input_ids": ids, "sampling_params": {"temperature": 0, **length}} for ids in prompts[::4]]
-    both = [request for i, one in enumerate(sampled) for request in ([one, greedy[i // 4]] if i % 4 == 0 else [one])]
+    both = [
+        request
+        for i, one in enumerate(sampled)
+        for request in ([one, greedy[i // 4]] if i % 4 == 0 else [one])
+    ]
     answers = server.generate_many(both, 16)
     of_greedy = [answer for request, answer in zip(both, answers) if request in greedy]
     assert_same(greedy, of_greedy, reference.answers(greedy))
@@ -181,19 +187,27 @@ def places(draws: Sequence[Draw], kept: Filter, temperature: float) -> tuple[lis
 def test_sampled_tokens_follow_the_targets_sampler(case, draws):
     made = draws(case)
     found, outside = places(made, case.kept, case.temperature)
-    assert not outside, f"{len(outside)} of {len(made)} tokens the filter excludes were drawn, such as {outside[:2]}"
+    assert not outside, (
+        f"{len(outside)} of {len(made)} tokens the filter excludes were drawn, such as {outside[:2]}"
+    )
     assert len(found) > 0.8 * len(made), "most places were left out"
     result = kstest(found, "uniform")
-    assert result.pvalue > FALSE_ALARM, f"{case.name}: not the sampler's distribution, {result} over {len(found)} draws"
+    assert result.pvalue > FALSE_ALARM, (
+        f"{case.name}: not the sampler's distribution, {result} over {len(found)} draws"
+    )
 
 
 def test_the_statistic_rejects_other_samplers(draws, reference, prompts):
     """Negative controls: chained filters, no min-p, another temperature, and greedy output passed off as sampled."""
     joint, min_p, tempered = CASES
     _, outside = places(draws(joint), chained_filter(4, 0.82), 1.0)
-    assert outside, "chained filters would have allowed every token drawn: the first case cannot tell them apart"
+    assert outside, (
+        "chained filters would have allowed every token drawn: the first case cannot tell them apart"
+    )
     found, outside = places(draws(min_p), min_p_filter(0.3, 1.3), 1.3)
-    assert outside, "a filter four times as strict would have allowed every token: the second case tests nothing"
+    assert outside, (
+        "a filter four times as strict would have allowed every token: the second case tests nothing"
+    )
     found, _ = places(draws(tempered), tempered.kept, 1.2)
     assert kstest(found, "uniform").pvalue < FALSE_ALARM, "temperature 0.7 passes for 1.2"
     length = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
@@ -207,7 +221,11 @@ def test_logprobs_of_sampled_tokens(server, reference, prompts):
     """The tokens drawn, not the target's best ones, get their log probability; greedy requests share the batch."""
     length = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     requests = [
-        {"input_ids": ids, "sampling_params": {"temperature": float(i % 3 > 0), **length}, "return_logprob": True}
+        {
+            "input_ids": ids,
+            "sampling_params": {"temperature": float(i % 3 > 0), **length},
+            "return_logprob": True,
+        }
         for i, ids in enumerate(prompts[:12])
     ]
     answers = server.generate_many(requests, 6)
@@ -226,11 +244,15 @@ def test_logprobs_of_sampled_tokens(server, reference, prompts):
         assert [token for _, token, *_ in got] == answer["output_ids"]
         for place, ((mine, token, *_), (theirs, *_)) in enumerate(zip(got, want, strict=True)):
             if token < VOCAB - 1:
-                assert abs(mine - theirs) < 1e-4, f"token {token} at {place} of {request}: {mine}, the target: {theirs}"
+                assert abs(mine - theirs) < 1e-4, (
+                    f"token {token} at {place} of {request}: {mine}, the target: {theirs}"
+                )
 
 
 def test_samples_of_one_prompt_differ(server, prompts):
     request = {"temperature": 1.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "n": 8}
     answers = server.generate(input_ids=prompts[10], sampling_params=request)
     assert len(answers) == 8
-    assert len({tuple(answer["output_ids"]) for answer in answers}) > 1, "eight samples of one prompt are all equal"
+    assert len({tuple(answer["output_ids"]) for answer in answers}) > 1, (
+        "eight samples of one prompt are all equal"
+    )

@@ -29,7 +29,16 @@ SAMPLES = 3200  # of each prompt
 SAMPLES_PER_REQUEST = 32
 PROMPTS = ((4, 2, 6, 1, 3), (0, 5, 5, 2, 7, 1, 1, 4, 3))
 SAMPLING = {"temperature": 1.0, "top_k": 2, "max_new_tokens": LENGTH, "ignore_eos": True}
-SERVER = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "16384", "--max-running-requests", "256", "--skip-server-warmup")
+SERVER = (
+    *PLAIN_FLOAT32,
+    "--random-seed",
+    "7",
+    "--max-total-tokens",
+    "16384",
+    "--max-running-requests",
+    "256",
+    "--skip-server-warmup",
+)
 PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
 
 # name -> which draft, and the server's other flags
@@ -100,7 +109,9 @@ def p_value(server, expected: dict[tuple[int, ...], Probs]) -> float:
         counts = sample(server, prompt)
         assert counts.total() == SAMPLES
         impossible = counts.keys() - probs.keys()
-        assert not impossible, f"{prompt!r} went on with tokens that the sampler excludes: {list(impossible)[:3]}"
+        assert not impossible, (
+            f"{prompt!r} went on with tokens that the sampler excludes: {list(impossible)[:3]}"
+        )
         cells = pooled([(counts[sequence], prob * SAMPLES) for sequence, prob in probs.items()])
         statistic += sum((count - mean) ** 2 / mean for count, mean in cells)
         freedom += len(cells) - 1
@@ -126,13 +137,21 @@ def test_rare_sequences_are_counted_together():
 
 def start(servers, checkpoints: Path, drafting: str, environment: dict[str, str]):
     draft, flags = DRAFTING[drafting]
-    arguments = ("--model-path", checkpoints / "target", *SERVER, *dflash_arguments(checkpoints / draft), *flags)
+    arguments = (
+        "--model-path",
+        checkpoints / "target",
+        *SERVER,
+        *dflash_arguments(checkpoints / draft),
+        *flags,
+    )
     return servers.get(*arguments, environment=environment)
 
 
 @pytest.mark.parametrize("drafting", DRAFTING)
 def test_sequences_have_the_targets_probabilities(drafting, servers, checkpoints, expected):
-    eager = patched("eager_copies") if "copy ahead" in drafting else {}  # a text of eight tokens has few matches else
+    eager = (
+        patched("eager_copies") if "copy ahead" in drafting else {}
+    )  # a text of eight tokens has few matches else
     server = start(servers, checkpoints, drafting, UNCOUNTED | eager)
     found = p_value(server, expected)
     assert found > FALSE_ALARM, f"not the target's distribution, p = {found:.2g}"

@@ -26,7 +26,11 @@ class Peak(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
@@ -79,7 +83,9 @@ def test_a_step_takes_less_than_a_gigabyte(rule, draft):
 def test_start_up_takes_what_a_step_will(draft):
     """No step needs a larger tensor than one that start-up had."""
     with Peak() as at_start_up:
-        prewarm.prewarm_probabilistic_step(draft, HIDDEN, BS, WIDTH, VOCABULARY, torch.bfloat16, torch.device("meta"))
+        prewarm.prewarm_probabilistic_step(
+            draft, HIDDEN, BS, WIDTH, VOCABULARY, torch.bfloat16, torch.device("meta")
+        )
     logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")
     with Peak() as in_a_step:
         target_probs(logits, sampling_info("meta"), WIDTH)

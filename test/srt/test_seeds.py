@@ -64,11 +64,16 @@ def test_a_seed_gives_the_targets_own_tokens(method, concurrency, servers, reque
         server.generate(text="x", sampling_params={"temperature": 1.0, "min_p": 0.1})
     assert refusal.value.code == 400 and "min_p" in refusal.value.read().decode()
     if method == "probabilistic":
-        assert 'reason="sampling_seed"' in server.get("/metrics") and "falls back (sampling_seed)" in server.log()
+        assert (
+            'reason="sampling_seed"' in server.get("/metrics")
+            and "falls back (sampling_seed)" in server.log()
+        )
 
 
 def test_seeds_do_not_see_the_verify_width(servers, requests, expected):
-    server = servers.get(*FLOAT32, *DETERMINISTIC, *WIDTHS_CHANGE, *dflash_arguments(), environment=ENVIRONMENT)
+    server = servers.get(
+        *FLOAT32, *DETERMINISTIC, *WIDTHS_CHANGE, *dflash_arguments(), environment=ENVIRONMENT
+    )
     answers = server.generate_many(requests, 12)
     assert [answer["output_ids"] for answer in answers] == expected
 

@@ -14,7 +14,9 @@ from sglang_dflash.srt.speculative.candidate_selector import Candidates, Draw, s
 NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1
 
 
-def random_walk(seed: int, bs: int, slots: int, candidates: int, rank: int, vocab: int = 50, spread: float = 2.0):
+def random_walk(
+    seed: int, bs: int, slots: int, candidates: int, rank: int, vocab: int = 50, spread: float = 2.0
+):
     """(Candidates, anchors, both codebooks)."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -28,7 +30,9 @@ def random_walk(seed: int, bs: int, slots: int, candidates: int, rank: int, voca
     return Candidates(ids, unary, normal(bs, slots, rank)), anchors, *codebooks
 
 
-def drawing(bs: int, slots: int, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, min_p=0.0, drawn_slots=None, seed=3) -> Draw:
+def drawing(
+    bs: int, slots: int, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, min_p=0.0, drawn_slots=None, seed=3
+) -> Draw:
     uniforms = torch.rand(bs, slots, generator=torch.Generator().manual_seed(seed))
     number = torch.full((bs,), 1.0)
     return Draw(
@@ -45,7 +49,10 @@ def scores_of(case, request: int, slot: int, previous: int) -> torch.Tensor:
     """One slot's scores, term by term: [K] float64."""
     found, _, left, right = case
     query = left[previous].double() * found.gate[request, slot].double()
-    terms = [found.unary[request, slot, c].double() + query @ right[t].double() for c, t in enumerate(found.ids[request, slot])]
+    terms = [
+        found.unary[request, slot, c].double() + query @ right[t].double()
+        for c, t in enumerate(found.ids[request, slot])
+    ]
     return torch.stack(terms)
 
 
@@ -146,7 +153,9 @@ def assert_same_walk(case, draw: Draw | None) -> None:
     on_device = [t.to(DEVICE) for t in (found.ids, found.unary, found.gate, *rest)]
     options = None
     if draw is not None:
-        options = tuple(t.to(DEVICE) for t in (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms))
+        options = tuple(
+            t.to(DEVICE) for t in (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms)
+        )
     got, got_probs = kernels.walk_triton(*on_device, options, 0 if draw is None else draw.slots)
     assert torch.equal(got.cpu(), want) and got.dtype == want.dtype
     assert (got_probs is None) == (want_probs is None)
@@ -169,9 +178,13 @@ def assert_same_walk(case, draw: Draw | None) -> None:
     st.sampled_from([0.0, 0.2]),
     st.integers(0, 4),
 )
-def test_the_walk_equals_its_twin(seed, bs, slots, candidates, rank, draws, temperature, top_k, top_p, min_p, drawn_slots):
+def test_the_walk_equals_its_twin(
+    seed, bs, slots, candidates, rank, draws, temperature, top_k, top_p, min_p, drawn_slots
+):
     case = random_walk(seed, bs, slots, candidates, rank)
-    assert_same_walk(case, drawing(bs, slots, temperature, top_k, top_p, min_p, drawn_slots, seed) if draws else None)
+    assert_same_walk(
+        case, drawing(bs, slots, temperature, top_k, top_p, min_p, drawn_slots, seed) if draws else None
+    )
 
 
 @against_twin
@@ -196,7 +209,9 @@ def test_broken_scores_equals_its_twin():
 def test_nobody_there():
     """No launch, so this needs no GPU."""
     found, anchors, *codebooks = random_walk(0, 1, 3, 4, 5)
-    tokens, probs = kernels.walk_triton(found.ids[:0], found.unary[:0], found.gate[:0], anchors[:0], *codebooks, None, 0)
+    tokens, probs = kernels.walk_triton(
+        found.ids[:0], found.unary[:0], found.gate[:0], anchors[:0], *codebooks, None, 0
+    )
     assert (tokens.shape, tokens.dtype, probs) == ((0, 3), torch.int64, None)
 
 

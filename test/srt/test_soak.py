@@ -49,7 +49,11 @@ def test_a_planted_fault_in_a_server_is_caught(fault, caught_by, known, servers)
     assert any(re.search(caught_by, line, re.DOTALL) for line in wrong), "\n".join(wrong) or counts
 
 
-ANSWER = {"output_ids": [5, 6, 7], "text": "abc", "meta_info": {"completion_tokens": 3, "finish_reason": {"type": "length"}}}
+ANSWER = {
+    "output_ids": [5, 6, 7],
+    "text": "abc",
+    "meta_info": {"completion_tokens": 3, "finish_reason": {"type": "length"}},
+}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,9 @@ class PlantedServer(SimpleNamespace):
         return {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": self.used}]}
 
 
-@pytest.mark.parametrize("used, log, found", [(0, "all is well", 0), (16, "", 1), (0, "Traceback (most recent call last)\n  x", 1)])
+@pytest.mark.parametrize(
+    "used, log, found", [(0, "all is well", 0), (16, "", 1), (0, "Traceback (most recent call last)\n  x", 1)]
+)
 def test_a_leaked_slot_and_a_traceback_are_seen(used, log, found):
     from soak import _after
 

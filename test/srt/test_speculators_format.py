@@ -49,7 +49,10 @@ GOOD = {
 
 # The same for a P-EAGLE draft.
 GOOD_PEAGLE = {
-    **{key: GOOD[key] for key in ("draft_vocab_size", "mask_token_id", "target_hidden_size", "transformer_layer_config")},
+    **{
+        key: GOOD[key]
+        for key in ("draft_vocab_size", "mask_token_id", "target_hidden_size", "transformer_layer_config")
+    },
     "architectures": ["PEagleDraftModel"],
     "eagle_aux_hidden_state_layer_ids": [2, 6, 9],
     "embed_requires_grad": True,
@@ -99,12 +102,17 @@ def test_layer_inputs_become_layer_outputs():
 
 
 def test_non_causal_sliding_layers():
-    assert normalize(changed("sliding_window_non_causal", True), "ck")["dflash_config"]["sliding_is_causal"] is False
+    assert (
+        normalize(changed("sliding_window_non_causal", True), "ck")["dflash_config"]["sliding_is_causal"]
+        is False
+    )
 
 
 def test_rope_given_per_layer_type():
     same = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 5e5}}
-    assert normalize(changed("transformer_layer_config.rope_parameters", same), "ck")["rope_parameters"] == {"rope_theta": 5e5}
+    assert normalize(changed("transformer_layer_config.rope_parameters", same), "ck")["rope_parameters"] == {
+        "rope_theta": 5e5
+    }
     differing = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
     with pytest.raises(DraftConfigError, match="differ between layer types"):
         normalize(changed("transformer_layer_config.rope_parameters", differing), "ck")
@@ -178,7 +186,9 @@ def test_peagle_defaults_are_the_librarys():
     bare = {key: value for key, value in GOOD_PEAGLE.items() if "norm" not in key}
     settings = normalize(bare, "ck")["dflash_config"]
     assert [settings[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm")] == [False] * 3
-    assert normalize(changed("norm_before_residual", True, base=GOOD_PEAGLE), "ck")["dflash_config"]["norm_before_residual"]
+    assert normalize(changed("norm_before_residual", True, base=GOOD_PEAGLE), "ck")["dflash_config"][
+        "norm_before_residual"
+    ]
 
 
 def test_peagle_layers_in_llama_style():
@@ -204,7 +214,11 @@ def test_names_of_peagle_drafts(architecture):
         ("mask_token_id", "3", "mask_token_id must be an integer"),
         ("norm_before_residual", 1, "norm_before_residual must be true or false"),
         ("speculators_config.algorithm", "eagle3", "speculators_model_type is 'peagle'"),
-        ("speculators_config.proposal_methods.0.speculative_tokens", 0, "speculative_tokens must be positive"),
+        (
+            "speculators_config.proposal_methods.0.speculative_tokens",
+            0,
+            "speculative_tokens must be positive",
+        ),
         ("transformer_layer_config.model_type", "gpt2", "qwen3 or llama layers"),
         ("target_hidden_size", 512, "target_hidden_size is 512"),
     ],
@@ -258,8 +272,10 @@ def test_any_json_is_converted_or_refused_by_name(changes):
         *parents, last = path.split(".")
         owner = config
         for key in parents:
-            owner = owner[int(key)] if isinstance(owner, list) and owner and key.isdigit() else (
-                owner.get(key) if isinstance(owner, dict) else None
+            owner = (
+                owner[int(key)]
+                if isinstance(owner, list) and owner and key.isdigit()
+                else (owner.get(key) if isinstance(owner, dict) else None)
             )
         if isinstance(owner, dict):
             owner[last] = value

@@ -106,7 +106,9 @@ def test_accept_lengths_are_the_librarys_step_by_step(servers, checkpoint, golde
     assert len(runs) >= 10
     for run in runs:
         sampling = {"temperature": 0, "max_new_tokens": len(run["output"]), "ignore_eos": True}
-        chunks = [c["meta_info"] for c in stream(server, {"input_ids": run["prompt"], "sampling_params": sampling})]
+        chunks = [
+            c["meta_info"] for c in stream(server, {"input_ids": run["prompt"], "sampling_params": sampling})
+        ]
         counts = [chunk["completion_tokens"] for chunk in chunks]
         # After the prompt's own token, and after each step; the last block is cut where the request ends.
         wanted = list(itertools.accumulate([accepted + 1 for accepted in run["accepted"][:-1]], initial=1))

@@ -30,20 +30,35 @@ BAD_DRAFTS: dict[str, tuple[dict, tuple[str, ...]]] = {
         {"block_size": REMOVE, "dflash_config": {"mask_token_id": REMOVE}},
         ("block_size", "mask_token_id"),
     ),
-    "mask token outside the vocabulary": ({"dflash_config": {"mask_token_id": VOCAB}}, ("mask_token_id", str(VOCAB))),
+    "mask token outside the vocabulary": (
+        {"dflash_config": {"mask_token_id": VOCAB}},
+        ("mask_token_id", str(VOCAB)),
+    ),
     "negative mask token": ({"dflash_config": {"mask_token_id": -1}}, ("mask_token_id", "-1")),
     "block size zero": ({"block_size": 0}, ("block_size", "0")),
     "hidden size": ({"hidden_size": 128}, ("hidden_size", "128", "256")),
     "vocabulary": ({"vocab_size": VOCAB * 2}, ("vocab_size", str(VOCAB * 2), str(VOCAB))),
     "depth of the target": ({"num_target_layers": 36}, ("num_target_layers", "36", str(LAYERS))),
     "layer id out of range": ({"dflash_config": {"target_layer_ids": [1, 99]}}, ("target_layer_ids", "99")),
-    "id of the last layer": ({"dflash_config": {"target_layer_ids": [1, LAYERS - 1]}}, ("target_layer_ids", "last")),
+    "id of the last layer": (
+        {"dflash_config": {"target_layer_ids": [1, LAYERS - 1]}},
+        ("target_layer_ids", "last"),
+    ),
     "layer ids repeated": ({"dflash_config": {"target_layer_ids": [1, 4, 4, 7]}}, ("target_layer_ids",)),
     "layer ids descending": ({"dflash_config": {"target_layer_ids": [7, 4, 1]}}, ("target_layer_ids",)),
     "layer ids empty": ({"dflash_config": {"target_layer_ids": []}}, ("target_layer_ids",)),
-    "another kind of draft": ({"architectures": ["LlamaForCausalLMEagle3"]}, ("DFlash", "LlamaForCausalLMEagle3")),
-    "a Domino draft": ({"dflash_config": {"projector_type": "domino"}}, ("dflash_config.projector_type", "domino")),
-    "unknown layer type": ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, ("linear",)),
+    "another kind of draft": (
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        ("DFlash", "LlamaForCausalLMEagle3"),
+    ),
+    "a Domino draft": (
+        {"dflash_config": {"projector_type": "domino"}},
+        ("dflash_config.projector_type", "domino"),
+    ),
+    "unknown layer type": (
+        {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
+        ("linear",),
+    ),
 }
 
 TOO_WIDE = str(Path(__file__).parent / "golden" / "adaptive-too-wide.json")
@@ -60,7 +75,10 @@ BAD_FLAGS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "two-batch overlap": (["--enable-two-batch-overlap"], ("two-batch overlap",)),
     "hierarchical cache": (["--enable-hierarchical-cache"], ("hierarchical",)),
-    "a grammar backend that cannot roll back": (["--grammar-backend", "outlines"], ("--grammar-backend", "xgrammar")),
+    "a grammar backend that cannot roll back": (
+        ["--grammar-backend", "outlines"],
+        ("--grammar-backend", "xgrammar"),
+    ),
     "a tree": (["--speculative-eagle-topk", "4"], ("--speculative-eagle-topk",)),
     "several steps": (["--speculative-num-steps", "3"], ("--speculative-num-steps",)),
     "no draft window": (["--speculative-draft-window-size", "0"], ("--speculative-draft-window-size", "0")),
@@ -92,7 +110,9 @@ def other_starts(tmp: Path) -> dict[str, tuple[list[str], tuple[str, ...]]]:
     broken = make_draft(tmp / "broken")
     (broken / "config.json").write_text("{not json")
     missing = str(tmp / "no" / "draft" / "here")
-    last_layer = make_draft(tmp / "last-layer", base=PEAGLE_DRAFT, eagle_aux_hidden_state_layer_ids=[2, 6, LAYERS])
+    last_layer = make_draft(
+        tmp / "last-layer", base=PEAGLE_DRAFT, eagle_aux_hidden_state_layer_ids=[2, 6, LAYERS]
+    )
     gemma3, granite = (tmp / name for name in ("gemma3", "granite"))
     for folder, config in (
         (gemma3, {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}),
@@ -102,7 +122,10 @@ def other_starts(tmp: Path) -> dict[str, tuple[list[str], tuple[str, ...]]]:
         (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     peagle = ["--speculative-algorithm", "PEAGLE", "--speculative-draft-model-path"]
     return {
-        "no draft given": ([*MODEL, "--speculative-algorithm", "DFLASH"], ("--speculative-draft-model-path",)),
+        "no draft given": (
+            [*MODEL, "--speculative-algorithm", "DFLASH"],
+            ("--speculative-draft-model-path",),
+        ),
         "draft path missing": (
             [*MODEL, *dflash_arguments(missing)],
             ("--speculative-draft-model-path", missing),
@@ -112,16 +135,28 @@ def other_starts(tmp: Path) -> dict[str, tuple[list[str], tuple[str, ...]]]:
             [*MODEL, *dflash_arguments("models/no-such-draft")],
             ("--speculative-draft-model-path", "models/no-such-draft"),
         ),
-        "PEAGLE with a DFlash draft": ([*MODEL, *peagle, str(DRAFT)], ("no P-EAGLE checkpoint", "DFlashDraftModel")),
-        "PEAGLE without a draft": ([*MODEL, "--speculative-algorithm", "PEAGLE"], ("--speculative-draft-model-path",)),
-        "P-EAGLE that reads the last layer": ([*MODEL, *peagle, str(last_layer)], ("the last layer", str(last_layer))),
+        "PEAGLE with a DFlash draft": (
+            [*MODEL, *peagle, str(DRAFT)],
+            ("no P-EAGLE checkpoint", "DFlashDraftModel"),
+        ),
+        "PEAGLE without a draft": (
+            [*MODEL, "--speculative-algorithm", "PEAGLE"],
+            ("--speculative-draft-model-path",),
+        ),
+        "P-EAGLE that reads the last layer": (
+            [*MODEL, *peagle, str(last_layer)],
+            ("the last layer", str(last_layer)),
+        ),
         "draft config is no JSON": ([*MODEL, *dflash_arguments(broken)], (str(broken),)),
         # No weights there: both end before any would be loaded.
         "a target whose capture is wrong": (
             ["--model-path", str(gemma3), *dflash_arguments()],
             ("Gemma3ForCausalLM", "without the residual"),
         ),
-        "a target without capture": (["--model-path", str(granite), *dflash_arguments()], ("GraniteForCausalLM", "captures none")),
+        "a target without capture": (
+            ["--model-path", str(granite), *dflash_arguments()],
+            ("GraniteForCausalLM", "captures none"),
+        ),
         "the target as its own draft": ([*MODEL, *dflash_arguments(TARGET)], ("DFlash", "Qwen3ForCausalLM")),
     }
 
@@ -203,11 +238,23 @@ def _extra(name: str):
 
 # name -> (changes to the draft's tensors, changes to its config, what the message must contain)
 BAD_WEIGHTS = {
-    "a tensor missing": (_without("layers.1.self_attn.o_proj.weight"), {}, "layers.1.self_attn.o_proj.weight"),
-    "a part of a fused tensor missing": (_without("layers.1.self_attn.k_proj.weight"), {}, "layers.1.self_attn"),
+    "a tensor missing": (
+        _without("layers.1.self_attn.o_proj.weight"),
+        {},
+        "layers.1.self_attn.o_proj.weight",
+    ),
+    "a part of a fused tensor missing": (
+        _without("layers.1.self_attn.k_proj.weight"),
+        {},
+        "layers.1.self_attn",
+    ),
     "a tensor of another shape": (_cut("hidden_norm.weight"), {}, "hidden_norm.weight"),
     "a tensor too many": (_extra("layers.0.self_attn.sinks"), {}, "layers.0.self_attn.sinks"),
-    "fc for another number of layers": (None, {"dflash_config": {"target_layer_ids": [1, 4, 7]}}, "fc.weight"),
+    "fc for another number of layers": (
+        None,
+        {"dflash_config": {"target_layer_ids": [1, 4, 7]}},
+        "fc.weight",
+    ),
 }
 
 

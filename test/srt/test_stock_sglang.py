@@ -77,13 +77,20 @@ except Exception as error:  # without a GPU SGLang cannot be imported without us
 print("ANSWER", any(name.split(".")[0] == "sglang_dflash" for name in sys.modules), what)
 """
 
+
 def run(*command: str, **environment: str) -> str:
     """Run Python; returns what it printed after ANSWER."""
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
     )
     output = done.stdout + done.stderr
-    answers = [line.removeprefix("ANSWER ") for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    answers = [
+        line.removeprefix("ANSWER ") for line in done.stdout.splitlines() if line.startswith("ANSWER ")
+    ]
     assert done.returncode == 0 and len(answers) == 1, output[-4000:]
     return answers[0]
 
@@ -97,7 +104,11 @@ def looked() -> dict:
 
 def test_loading_the_plugin_replaces_nothing_a_server_without_dflash_runs(looked):
     for moment in ("loaded", "NGRAM", "EAGLE3"):
-        foreign = {what: module for what, module in looked["seen"][moment].items() if not module.startswith("sglang.")}
+        foreign = {
+            what: module
+            for what, module in looked["seen"][moment].items()
+            if not module.startswith("sglang.")
+        }
         assert not foreign, f"{moment}: {foreign}"
 
 
@@ -131,14 +142,18 @@ def test_the_plain_server_agrees_with_transformers(reference):
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     prompts = [p["text"] for p in heldout_prompts()][::20]
-    requests = [{"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 24}} for text in prompts]
+    requests = [
+        {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 24}} for text in prompts
+    ]
     for request, answer in zip(requests, reference.answers(requests)):
         prompt, output = tokenizer(request["text"])["input_ids"], answer["output_ids"]
         with torch.no_grad():
             logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
         behind = (logits.max(dim=-1).values - chosen).max().item()
-        assert behind < 1e-3, f"{request}: a token of the plain server is {behind} behind Hugging Face's best: {output}"
+        assert behind < 1e-3, (
+            f"{request}: a token of the plain server is {behind} behind Hugging Face's best: {output}"
+        )
 
 
 @pytest.mark.server
@@ -149,7 +164,9 @@ def test_sglang_serve_runs_our_worker(reference, servers):
     flags = ("--enable-return-hidden-states", "--enable-custom-logit-processor")
     requests = _requests()
     with serve(
-        *("--model-path", TARGET, "--dtype", "float32", *dflash_arguments(), *flags), env=ENVIRONMENT, launcher=launcher
+        *("--model-path", TARGET, "--dtype", "float32", *dflash_arguments(), *flags),
+        env=ENVIRONMENT,
+        launcher=launcher,
     ) as server:
         answers = server.generate_many(requests, 4)
         assert_same(requests, answers, reference.answers(requests))
@@ -172,7 +189,14 @@ def test_the_engine_example_runs_our_worker(reference, servers, tmp_path):
     requests = _requests()
     file = tmp_path / "requests.jsonl"
     file.write_text("".join(json.dumps(request) + "\n" for request in requests))
-    command = [sys.executable, ROOT / "examples" / "offline_engine.py", "--model-path", TARGET, "--draft", DRAFT]
+    command = [
+        sys.executable,
+        ROOT / "examples" / "offline_engine.py",
+        "--model-path",
+        TARGET,
+        "--draft",
+        DRAFT,
+    ]
     done = subprocess.run(
         [*command, "--requests", file, "--dtype", "float32"],
         capture_output=True,

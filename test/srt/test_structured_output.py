@@ -57,7 +57,10 @@ def prompts() -> list[str]:
 
 
 def greedy(prompt: str, max_new_tokens: int, **sampling) -> dict:
-    return {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **sampling}}
+    return {
+        "text": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **sampling},
+    }
 
 
 def check_same(server: Server, reference, requests: list[dict]) -> list[dict]:
@@ -72,7 +75,9 @@ def check_schema(text: str) -> None:
     assert re.fullmatch("[a-z]{1,12}", parsed["name"]) and 0 <= parsed["lines"] <= 999, text
 
 
-@pytest.mark.parametrize("pattern", [r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}", r"[0-9]{4}-[0-9]{2}"])
+@pytest.mark.parametrize(
+    "pattern", [r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}", r"[0-9]{4}-[0-9]{2}"]
+)
 def test_regex(pattern, server, reference, prompts):
     requests = [greedy(prompt, 60, regex=pattern) for prompt in prompts[:6]]
     for answer in check_same(server, reference, requests):
@@ -97,7 +102,9 @@ def test_ebnf(server, reference, prompts):
 
 def test_a_tag_that_begins_in_mid_answer(server, reference, prompts):
     """Free text until a trigger, then a schema: the mask is on for a part of the answer, and of a block."""
-    requests = [greedy(prompt, 60, structural_tag=json.dumps(TRIGGERED), ignore_eos=True) for prompt in prompts]
+    requests = [
+        greedy(prompt, 60, structural_tag=json.dumps(TRIGGERED), ignore_eos=True) for prompt in prompts
+    ]
     tagged = [a["text"] for a in check_same(server, reference, requests) if "def" in a["text"][:-8]]
     assert tagged, "no answer came to the tag: the test tests nothing"
     for text in tagged:
@@ -148,7 +155,8 @@ def run_compiled(arguments: tuple, jobs: list[Job]) -> list[Answer]:
     sampling = {json.dumps(job.sampling): job.sampling for job in jobs}.values()
     first = [Job((5, 6, 7), 2, sampling=one) for one in sampling]
     _, answers = run(
-        ["--model-path", TARGET, "--dtype", "float32", "--max-total-tokens", "16384", *arguments], [first, jobs]
+        ["--model-path", TARGET, "--dtype", "float32", "--max-total-tokens", "16384", *arguments],
+        [first, jobs],
     )
     return answers
 
@@ -166,7 +174,15 @@ def test_running_requests_of_a_mixed_batch(overlap, draft, joining, joining_alon
     has said, the last block included, which the scheduler may not have looked at yet."""
     if draft == "peagle" and not overlap:
         pytest.skip("one draft is enough where nothing is in flight")
-    mixed = "--page-size", "16", "--chunked-prefill-size", "64", "--enable-mixed-chunk", "--max-running-requests", "12"
+    mixed = (
+        "--page-size",
+        "16",
+        "--chunked-prefill-size",
+        "64",
+        "--enable-mixed-chunk",
+        "--max-running-requests",
+        "12",
+    )
     sync = () if overlap else ("--disable-overlap-schedule",)
     drafts = dflash_arguments(*([PEAGLE_DRAFT] if draft == "peagle" else []))
     answers = run_compiled((*mixed, *sync, *drafts), joining)
@@ -210,7 +226,9 @@ def test_openai_response_format(server, reference, prompts):
     chunks = [chunk["choices"][0]["delta"] for chunk in stream(server, chat, "/v1/chat/completions")]
     assert "".join(delta.get("content") or "" for delta in chunks) == want["message"]["content"]
     completion = {**request, "prompt": prompts[1]}
-    got, want = (s.post("/v1/completions", completion)["choices"][0]["text"] for s in (server, reference.server))
+    got, want = (
+        s.post("/v1/completions", completion)["choices"][0]["text"] for s in (server, reference.server)
+    )
     assert got == want
     check_schema(got)
 

@@ -16,7 +16,9 @@ def test_a_target_that_cannot_verify(is_chosen):
     _check_target_attention(SimpleNamespace(device="cuda"), "triton", is_chosen)
 
 
-@pytest.mark.parametrize("field", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
+@pytest.mark.parametrize(
+    "field", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"]
+)
 def test_whose_choice_it_was(field):
     fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     nothing = dict.fromkeys(fields)

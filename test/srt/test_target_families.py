@@ -9,7 +9,16 @@ import pytest
 import torch
 from captures import Captures
 from conftest import PLAIN_FLOAT32, first_difference
-from families import FAMILIES, IMAGE_TOKEN, LAYER_IDS, VOCAB, Target, write_draft, write_peagle_draft, write_target
+from families import (
+    FAMILIES,
+    IMAGE_TOKEN,
+    LAYER_IDS,
+    VOCAB,
+    Target,
+    write_draft,
+    write_peagle_draft,
+    write_target,
+)
 from scheduled import Job, Oracle, run
 from serving import dflash_arguments
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
@@ -91,7 +100,9 @@ def test_a_family_with_a_peagle_draft(name, tmp_path):
     jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in prompts() * 2]
     oracle = Oracle([None] * len(LENGTHS) + [ids + [0] * 8 for ids, _ in wanted[len(LENGTHS) :]])
     peagle = write_peagle_draft(tmp_path / "draft")
-    [answers] = run(["--model-path", target.path, *dflash_arguments(peagle), *FLAGS], [jobs], oracle, ENVIRONMENT)
+    [answers] = run(
+        ["--model-path", target.path, *dflash_arguments(peagle), *FLAGS], [jobs], oracle, ENVIRONMENT
+    )
     check_answers(answers, wanted)
 
 
@@ -103,9 +114,14 @@ def image(prompt: list[int], model, seed: int):
     pixels = torch.randn(24, width, generator=torch.Generator().manual_seed(seed))
     ids = [*prompt[:2], 4, *[IMAGE_TOKEN] * 6, 5, *prompt[2:]]
     kinds = (torch.tensor([ids]) == IMAGE_TOKEN).int()
-    positions, delta = model.model.get_rope_index(torch.tensor([ids]), mm_token_type_ids=kinds, image_grid_thw=grid)
+    positions, delta = model.model.get_rope_index(
+        torch.tensor([ids]), mm_token_type_ids=kinds, image_grid_thw=grid
+    )
     item = MultimodalDataItem(
-        modality=Modality.IMAGE, offsets=[(3, 8)], feature=pixels, model_specific_data={"image_grid_thw": grid}
+        modality=Modality.IMAGE,
+        offsets=[(3, 8)],
+        feature=pixels,
+        model_specific_data={"image_grid_thw": grid},
     )
     given = MultimodalProcessorOutput(
         mm_items=[item],

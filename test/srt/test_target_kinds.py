@@ -8,7 +8,12 @@ from families import FAMILIES
 
 from sglang_dflash.srt.speculative import target_kinds
 from sglang_dflash.srt.speculative.dflash_utils import validate_dflash_request
-from sglang_dflash.srt.speculative.target_kinds import ALLOW_UNTESTED_VARIABLE, MEASURED, configure_capture, target_kind
+from sglang_dflash.srt.speculative.target_kinds import (
+    ALLOW_UNTESTED_VARIABLE,
+    MEASURED,
+    configure_capture,
+    target_kind,
+)
 
 
 class Model:
@@ -38,7 +43,10 @@ def configure(model, **changes):
 def test_every_measured_target_has_a_family_test():
     """What is called measured is measured here: by a family's test, or, for the bundled target's class and Llama's, by
     test_target_layers.py."""
-    assert set(MEASURED) == {family.architecture for family in FAMILIES.values()} | {"Qwen3ForCausalLM", "LlamaForCausalLM"}
+    assert set(MEASURED) == {family.architecture for family in FAMILIES.values()} | {
+        "Qwen3ForCausalLM",
+        "LlamaForCausalLM",
+    }
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -99,14 +107,19 @@ def test_what_allows_it_is_1_or_0(registry, monkeypatch):
 
 
 @pytest.mark.parametrize("allowed", ["0", "1"])
-@pytest.mark.parametrize("names, words", [(["NeitherForCausalLM"], "captures none"), (["NoSuchModel"], "no such model"), (None, "None")])
+@pytest.mark.parametrize(
+    "names, words",
+    [(["NeitherForCausalLM"], "captures none"), (["NoSuchModel"], "no such model"), (None, "None")],
+)
 def test_what_cannot_work_is_refused_whatever_is_allowed(names, words, allowed, registry, monkeypatch):
     monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, allowed)
     with pytest.raises(ValueError, match=words):
         target_kind(names)
 
 
-@pytest.mark.parametrize("name, is_served", [("Qwen3VLForConditionalGeneration", True), ("Gemma4ForConditionalGeneration", False)])
+@pytest.mark.parametrize(
+    "name, is_served", [("Qwen3VLForConditionalGeneration", True), ("Gemma4ForConditionalGeneration", False)]
+)
 def test_images_are_refused_by_name(name, is_served, monkeypatch):
     monkeypatch.setattr(target_kinds, "_served", MEASURED[name])
     request = SimpleNamespace(

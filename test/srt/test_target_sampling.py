@@ -126,7 +126,9 @@ def test_greedy_requests_take_the_argmax(width, sampler):
     logits = torch.randn(6 * width, VOCABULARY)
     best = logits.argmax(dim=-1).view(6, width)
     positions = torch.arange(len(logits))
-    alone, _ = draw_target_tokens(logits.clone(), sampling_info(*[{"top_k": 1}] * 6), positions, width, sampler)
+    alone, _ = draw_target_tokens(
+        logits.clone(), sampling_info(*[{"top_k": 1}] * 6), positions, width, sampler
+    )
     assert torch.equal(alone, best)
     mixed = sampling_info(*[{"top_k": 1}, {"temperature": 100.0}] * 3)
     for _ in range(5):
@@ -218,7 +220,10 @@ def test_target_probs_are_what_the_sampler_draws_from():
     found, _ = target_probs(logits, info, width)
     assert found.shape == (bs, width, VOCABULARY) and found.dtype == torch.float32
     assert found.data_ptr() == logits.data_ptr()  # in their place
-    rows = {name: repeat_rows(getattr(info, name), width) for name in ("temperatures", "top_ks", "top_ps", "min_ps")}
+    rows = {
+        name: repeat_rows(getattr(info, name), width)
+        for name in ("temperatures", "top_ks", "top_ps", "min_ps")
+    }
     _, weights, ids, _ = top_k_top_p_min_p_sampling_from_probs_torch(
         torch.softmax(before / rows["temperatures"], dim=-1),
         rows["top_ks"],
@@ -232,7 +237,9 @@ def test_target_probs_are_what_the_sampler_draws_from():
     expected = torch.zeros_like(weights).scatter_(1, ids, weights)
     expected = expected / expected.sum(dim=-1, keepdim=True)
     torch.testing.assert_close(found.flatten(0, 1), expected, rtol=0, atol=1e-6)
-    assert torch.equal(found[0], torch.nn.functional.one_hot(before[:width].argmax(dim=-1), VOCABULARY).float())
+    assert torch.equal(
+        found[0], torch.nn.functional.one_hot(before[:width].argmax(dim=-1), VOCABULARY).float()
+    )
 
 
 def test_target_probs_with_small_top_k_need_no_sort(monkeypatch):
@@ -255,7 +262,9 @@ def test_unfiltered_target_probs_need_no_sort():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("requests", [[{"top_k": 1}] * 3, [{"top_k": 1}, {}, {"temperature": 0.5, "top_p": 0.9}]])
+@pytest.mark.parametrize(
+    "requests", [[{"top_k": 1}] * 3, [{"top_k": 1}, {}, {"temperature": 0.5, "top_p": 0.9}]]
+)
 def test_broken_rows_are_named_and_hurt_no_other(requests, bad, sampler):
     width, positions = 2, torch.arange(6)
     info, good = sampling_info(*requests), 3 * torch.randn(6, VOCABULARY)

@@ -33,7 +33,11 @@ def draft_block(name: str, folder, world_size: int) -> torch.Tensor:
     case = (DFlash2Case if name in DFLASH2_NAMES else Case).variant(name, folder)
     attention = case.model.layers[0].self_attn
     pools = Pools(
-        len(LENGTHS), 40, layers=len(case.model.layers), kv_heads=attention.num_kv_heads, head_dim=attention.head_dim
+        len(LENGTHS),
+        40,
+        layers=len(case.model.layers),
+        kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
     )
     assert attention.num_kv_heads == max(1, case.config["num_key_value_heads"] // world_size)
     assert attention.num_heads == case.config["num_attention_heads"] // world_size
@@ -91,7 +95,9 @@ def test_ranks_take_what_rank_0_chose(top_k):
     worker._target_worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=Sampler()))
     worker._rejection_rule, worker.verify_width = accept_by_rejection, width
     batch = SimpleNamespace(sampling_info=sampling_info(*[{"top_k": top_k}] * 2), return_logprob=False)
-    tokens, _ = worker._target_tokens(batch, SimpleNamespace(positions=torch.arange(6).view(2, width)), logits.clone())
+    tokens, _ = worker._target_tokens(
+        batch, SimpleNamespace(positions=torch.arange(6).view(2, width)), logits.clone()
+    )
     assert sites == ["dflash-accept-greedy" if top_k == 1 else "dflash-accept-sample"] and (tokens == 2).all()
     block = torch.zeros(2, width, dtype=torch.int64)
     verdict, _ = worker._reject(batch, DraftBlock(block, DraftProbs.one_hot(block[:, 1:])), logits)

@@ -23,7 +23,9 @@ FALSE_ALARM = 1e-6
 REQUESTS, LENGTH, VOCABULARY, BLOCK = 60_000, 4, 2, 4
 # The next token's law after token 0 and after token 1; a draft per block slot, which knows only the anchor.
 TARGET = torch.tensor([[0.9, 0.1], [0.35, 0.65]])
-DRAFT = torch.tensor([[[0.9, 0.1], [0.8, 0.2], [0.6, 0.4]], [[0.35, 0.65], [0.5, 0.5], [0.7, 0.3]]])  # [anchor, slot, token]
+DRAFT = torch.tensor(
+    [[[0.9, 0.1], [0.8, 0.2], [0.6, 0.4]], [[0.35, 0.65], [0.5, 0.5], [0.7, 0.3]]]
+)  # [anchor, slot, token]
 
 
 def by_schedule(cycle, anchor, kept, drafted):
@@ -93,9 +95,11 @@ def p_value(tokens: torch.Tensor) -> float:
     counts = torch.bincount(code, minlength=VOCABULARY**LENGTH)
     law = torch.zeros(VOCABULARY**LENGTH, dtype=torch.float64)
     for sequence in itertools.product(range(VOCABULARY), repeat=LENGTH):
-        law[sum(token * VOCABULARY**k for k, token in enumerate(sequence))] = torch.tensor(
-            [TARGET[before, token] for before, token in zip((0, *sequence), sequence)]
-        ).double().prod()
+        law[sum(token * VOCABULARY**k for k, token in enumerate(sequence))] = (
+            torch.tensor([TARGET[before, token] for before, token in zip((0, *sequence), sequence)])
+            .double()
+            .prod()
+        )
     mean = law * REQUESTS
     assert mean.min() > 8
     return float(chi2.sf(((counts - mean) ** 2 / mean).sum().item(), len(law) - 1))

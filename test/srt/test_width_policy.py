@@ -47,7 +47,11 @@ def test_expected_tokens_are_the_mean_over_all_outcomes(seed, n, depth):
     np.testing.assert_allclose(expected_tokens(accept_probs, widths), mean, rtol=1e-9)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.sampled_from([smooth_cost(), staircase_cost(), smooth_cost(0.02, 0.2)]))
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 8),
+    st.sampled_from([smooth_cost(), staircase_cost(), smooth_cost(0.02, 0.2)]),
+)
 @settings(max_examples=100, deadline=None)
 def test_the_best_width_is_the_best_of_all(seed, n, cost):
     accept_probs = np.random.default_rng(seed).random((n, 7))
@@ -123,9 +127,10 @@ def test_probing_never_costs_more_than_its_share(seed, standing, share):
             probed.add(index)
         assert lost <= share * (passed + 200 * seconds[standing]) + 1e-9
     if share == 0.02 and doubt.max() < 0.03:
-        assert probed >= set(range(standing + 1, 4)) or max(
-            probe_loss(standing, i, tokens, seconds) for i in range(4)
-        ) > 20 * seconds[standing]
+        assert (
+            probed >= set(range(standing + 1, 4))
+            or max(probe_loss(standing, i, tokens, seconds) for i in range(4)) > 20 * seconds[standing]
+        )
 
 
 # -- on simulated servers -------------------------------------------------------------------------------------------
@@ -133,7 +138,9 @@ def test_probing_never_costs_more_than_its_share(seed, standing, share):
 
 @pytest.mark.parametrize("n", [1, 16, 64])
 @pytest.mark.parametrize("accept_probs", [GOOD, WEAK, RANDOM], ids=["good", "weak", "random"])
-@pytest.mark.parametrize("cost", [smooth_cost(), staircase_cost(), smooth_cost(0.5, 0.002)], ids=["smooth", "stairs", "dear draft"])
+@pytest.mark.parametrize(
+    "cost", [smooth_cost(), staircase_cost(), smooth_cost(0.5, 0.002)], ids=["smooth", "stairs", "dear draft"]
+)
 def test_never_much_slower_than_the_best_fixed_width(n, accept_probs, cost):
     server = Simulation(cost, noise=0.1).run(1000, accept_probs, range(n))
     assert server.speed >= BAR * best_speed(cost, accept_probs, n)
@@ -164,10 +171,14 @@ def test_a_contender_is_what_may_well_be_faster():
     tokens, seconds = np.array([1.0, 1.8, 2.6, 3.0]), np.array([1.0, 1.5, 2.0, 2.2])
     speed = tokens / seconds
     assert contender(3, tokens, seconds, np.array([0.1, 0.1, 0.1, 0.0])) == 2
-    assert contender(3, tokens, seconds, np.array([0.1, 0.1, 0.01, 0.0])) == 1, "the nearest one is well known"
+    assert contender(3, tokens, seconds, np.array([0.1, 0.1, 0.01, 0.0])) == 1, (
+        "the nearest one is well known"
+    )
     assert contender(3, tokens, seconds, np.full(4, 0.01)) is None
     assert np.log(speed[3] / speed[0]) > 0.3
-    assert contender(3, tokens, seconds, np.array([0.15, 0.01, 0.01, 0.0])) is None, "more than two standard deviations slower"
+    assert contender(3, tokens, seconds, np.array([0.15, 0.01, 0.01, 0.0])) is None, (
+        "more than two standard deviations slower"
+    )
 
 
 @pytest.mark.parametrize("kept", [0, 7], ids=["nothing kept", "everything kept"])
@@ -193,7 +204,9 @@ def test_answers_that_begin_together_say_little_of_how_they_go_on():
     assert server.run(150, GOOD, range(48)).chosen.count(4) > 120
 
 
-@pytest.mark.parametrize(("knows_reads", "is_enough"), [(True, True), (False, False)], ids=["known", "not known"])
+@pytest.mark.parametrize(
+    ("knows_reads", "is_enough"), [(True, True), (False, False)], ids=["known", "not known"]
+)
 def test_long_contexts_make_wide_blocks_cheap(knows_reads, is_enough):
     """Reading them costs the same at every width. Taken for a slower machine, it would hold a server at plain decoding."""
     cost = smooth_cost(0.3, 0.06)
@@ -211,7 +224,9 @@ def test_a_change_of_acceptance_is_followed_down_and_up():
     server = Simulation(cost, noise=0.1).run(500, GOOD, range(16))
     wide = server.usual()
     server.run(1000, RANDOM, range(16))
-    assert server.chosen[150:].count(1) > 0.9 * 850, "16 requests show within 150 cycles that a draft is useless"
+    assert server.chosen[150:].count(1) > 0.9 * 850, (
+        "16 requests show within 150 cycles that a draft is useless"
+    )
     assert server.speed >= 0.95 * best_speed(cost, RANDOM, 16)
     server.run(1500, GOOD, range(16))
     assert server.usual() == wide
@@ -443,7 +458,9 @@ def test_a_slower_machine_is_no_widths_fault_and_a_slow_cycle_no_slow_width():
 
 
 def test_many_cycles_told_at_once_weigh_as_much():
-    one, together = (CostTable(np.array([1, 8]), np.array([1, 4]), np.array([[1.0, 2.0], [3.0, 6.0]])) for _ in range(2))
+    one, together = (
+        CostTable(np.array([1, 8]), np.array([1, 4]), np.array([[1.0, 2.0], [3.0, 6.0]])) for _ in range(2)
+    )
     for _ in range(4):
         one.follow(8, 1, 7.0)
     together.follow(8, 1, 7.0, cycles=4)

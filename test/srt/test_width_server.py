@@ -52,9 +52,16 @@ def test_what_a_person_sees(server, prompts):
     assert 0 < report["accept_probs"]["greedy"]["from_token_0"][0] < 1
     assert report["expected"].keys() == {"1", "2", "4", "8"} and report["expected"]["1"]["cycle_ms"] > 0
     page = server.get("/metrics")
-    [count] = [float(line.split()[-1]) for line in page.splitlines() if line.startswith("sglang:spec_verify_width_count")]
+    [count] = [
+        float(line.split()[-1])
+        for line in page.splitlines()
+        if line.startswith("sglang:spec_verify_width_count")
+    ]
     assert count == sum(report["cycles_per_width"].values())
-    assert "DFLASH verify width" in server.log() and "DFLASH adaptive: widths [1, 2, 4, 8] measured" in server.log()
+    assert (
+        "DFLASH verify width" in server.log()
+        and "DFLASH adaptive: widths [1, 2, 4, 8] measured" in server.log()
+    )
 
 
 def cycles_of(
@@ -100,7 +107,9 @@ def test_acceptance_after_a_pause_is_that_without_one(draft, servers, tmp_path_f
     ids, cycles = cycles_of(server, {"input_ids": prompt_ids}, 240, disturb)
     [thread] = others
     thread.join()
-    resumed = next(i for i in range(PAUSE, len(cycles)) if set(cycles[i - PAUSE : i]) == {1} and cycles[i] > 1)
+    resumed = next(
+        i for i in range(PAUSE, len(cycles)) if set(cycles[i - PAUSE : i]) == {1} and cycles[i] > 1
+    )
     said = sum(cycles[:resumed])
     fixed = servers.get(*FLOAT32, *dflash_arguments(draft), "--disable-radix-cache")
     # The last token before it resumed is the anchor; here a prefill says it.

@@ -15,7 +15,11 @@ from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import constraints, dflash_utils, dflash_worker
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import packed_ranges
-from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, graph_output_for_runner, has_room_for_draft_graphs
+from sglang_dflash.srt.speculative.dflash_utils import (
+    PhaseClock,
+    graph_output_for_runner,
+    has_room_for_draft_graphs,
+)
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.verify_tail import VerifyTail
@@ -24,7 +28,9 @@ from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
 
 def worker(**fields) -> DFlashWorker:
     made = object.__new__(DFlashWorker)
-    vars(made).update({"_target_worker": MagicMock(), "device": "cpu", "_gpu_id": 0, "verify_width": 4, **fields})
+    vars(made).update(
+        {"_target_worker": MagicMock(), "device": "cpu", "_gpu_id": 0, "verify_width": 4, **fields}
+    )
     return made
 
 
@@ -32,13 +38,19 @@ def test_grammars_run_beside_verify(monkeypatch):
     """The drafted chain's copy to the host starts before verify is launched: behind it in the stream it would arrive when
     verify is done, and grammars would run while the GPU waits for them."""
     events = []
-    verdict = Verdict(torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    verdict = Verdict(
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(1, 4, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+    )
     accepted = verdict, settle(verdict, torch.zeros(1, 4), torch.tensor([7]), broken_token=99)
     monkeypatch.setattr(DFlashWorker, "_begin_cycle", lambda *_: MagicMock(bs=1))
     monkeypatch.setattr(DFlashWorker, "_verify", lambda *_: events.append("verify") or MagicMock())
     monkeypatch.setattr(DFlashWorker, "_accept", lambda *_: events.append("accept") or accepted)
     # A tree is any object here.
-    monkeypatch.setattr(dflash_worker.GrammarTree, "from_linear_chain", lambda tokens: events.append("copy") or object())
+    monkeypatch.setattr(
+        dflash_worker.GrammarTree, "from_linear_chain", lambda tokens: events.append("copy") or object()
+    )
     monkeypatch.setattr(dflash_worker.Penalties, "are_asked_for", lambda info: False)
     mask = MagicMock(side_effect=lambda **_: events.append("mask"))
     monkeypatch.setattr(constraints, "build_grammar_vocab_mask", mask)
@@ -81,7 +93,9 @@ def test_the_verify_graph_absorbs_what_a_commit_would(one_naming):
     target = runners[0]
     tail = VerifyTail(drafter, *runners)
     output = SimpleNamespace(hidden_states=states)
-    by_graph, eager = (SimpleNamespace(logits_output=output, can_run_cuda_graph=graph) for graph in (True, False))
+    by_graph, eager = (
+        SimpleNamespace(logits_output=output, can_run_cuda_graph=graph) for graph in (True, False)
+    )
     assert tail.left_to_commit(by_graph) is states  # no graph of ours
     batch = SimpleNamespace(positions=object(), out_cache_loc=object())
     for hook in target.capture_tail_hooks:
@@ -132,14 +146,19 @@ def test_a_drafts_graphs_hold_no_logits(monkeypatch):
     monkeypatch.setattr(GraphSharedOutput, "create_for_model_runner", lambda runner: "SGLang's")
     create = graph_output_for_runner()
     assert create(SimpleNamespace(is_draft_worker=False)) == "SGLang's"
-    buffer = create(SimpleNamespace(is_draft_worker=True, device="cpu")).get_logits_buffer(151_936, rows=48 * 14)
+    buffer = create(SimpleNamespace(is_draft_worker=True, device="cpu")).get_logits_buffer(
+        151_936, rows=48 * 14
+    )
     assert buffer.untyped_storage().nbytes() == 0 and buffer[:14].shape == (0, 151_936)
 
 
 @pytest.mark.parametrize(
     ("pool", "word"),
     [
-        (SimpleNamespace(k_buffer=[torch.zeros(8, 2, 4).transpose(0, 1)] * 2, dtype=torch.float32), "row per slot"),
+        (
+            SimpleNamespace(k_buffer=[torch.zeros(8, 2, 4).transpose(0, 1)] * 2, dtype=torch.float32),
+            "row per slot",
+        ),
         (SimpleNamespace(full_kv_pool=None), "SimpleNamespace"),
     ],
     ids=["hnd", "a pool of pools"],
@@ -160,6 +179,10 @@ def test_only_small_copies_leave_the_host(monkeypatch):
     """A copy from ordinary host memory is asynchronous up to 64 KB; the longest prefill chunks have 16,384 tokens."""
     copied = []
     to = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: copied.append(self.nbytes) or to(self, *args, **kwargs))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda self, *args, **kwargs: copied.append(self.nbytes) or to(self, *args, **kwargs),
+    )
     assert packed_ranges([0], [16_384], torch.device("cpu")).numel() == 16_384
     assert copied and max(copied) < 1024

@@ -73,7 +73,9 @@ class Simulation:
         for cycle in range(cycles):
             num_tokens = len(slots) * self.context
             choice = self.chooser.ask(slots, modes, num_tokens)
-            probs = np.where(self.put_out[slots, None] < self.grown_up, self.young * accept_probs, accept_probs)
+            probs = np.where(
+                self.put_out[slots, None] < self.grown_up, self.young * accept_probs, accept_probs
+            )
             kept = self.rng.random(probs.shape) < probs
             accepted = kept[:, : choice.width - 1].cumprod(axis=1).sum(axis=1)
             takes = self.cost(len(slots), choice.width) + self.reads * num_tokens

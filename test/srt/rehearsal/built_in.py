@@ -28,7 +28,9 @@ def take_the_stage(ledger: ModuleType, attention: Any, buckets: tuple[int, ...])
         return create
 
     def changed(change):
-        return dataclasses.replace(change, build=build) if change.target.endswith(".create_worker") else change
+        return (
+            dataclasses.replace(change, build=build) if change.target.endswith(".create_worker") else change
+        )
 
     ledger.AT_LOAD = tuple(map(changed, ledger.AT_LOAD))
     ledger.AT_WORKER = (attention,)
@@ -44,7 +46,9 @@ def _on_stage(worker: type, buckets: tuple[int, ...]) -> type:
         module.build_draft_tp_worker, attention_backend_override="torch_native"
     )
     decode = SimpleNamespace(backend="rehearsed", bs=buckets)
-    module.get_exec = lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode)))
+    module.get_exec = lambda: SimpleNamespace(
+        graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode))
+    )
     torch.Tensor.record_stream = lambda *_: None
     # One kernel each on CUDA, and several operations on a CPU.
     _count_once(RMSNorm, "forward", "rms_norm")

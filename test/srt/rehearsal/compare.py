@@ -44,7 +44,12 @@ class Expected:
 
 
 def assert_as_expected(
-    played: Rehearsal, draft: Path, requests: Sequence[dict], expected: Expected, reference, *arguments: object
+    played: Rehearsal,
+    draft: Path,
+    requests: Sequence[dict],
+    expected: Expected,
+    reference,
+    *arguments: object,
 ) -> list[dict]:
     """The target's answers, the expected acceptance, no host length unlike the device's, and a graph for every forward."""
     answers = played.server.generate_many(requests, CONCURRENCY)
@@ -59,7 +64,10 @@ def assert_as_expected(
 def assert_launches(played: Rehearsal, name: str) -> None:
     """Every greedy step asked for exactly the operations of `launch_lists/NAME.txt`, from the lines given there."""
     path = LISTS / f"{name}.txt"
-    found = [sorted(f"{count} {operation}" for operation, count in counts.items()) for counts in played.operations()]
+    found = [
+        sorted(f"{count} {operation}" for operation, count in counts.items())
+        for counts in played.operations()
+    ]
     if UPDATE in os.environ:
         [lines] = found
         path.write_text("\n".join(lines) + "\n")
@@ -67,6 +75,8 @@ def assert_launches(played: Rehearsal, name: str) -> None:
     assert found, "no decode step was seen"
     for lines in found:
         more, less = sorted(set(lines) - set(wanted)), sorted(set(wanted) - set(lines))
-        assert not more and not less, f"{path.name}\nnow, not in the list:\n  " + "\n  ".join(more) + (
-            "\nin the list, not now:\n  " + "\n  ".join(less)
+        assert not more and not less, (
+            f"{path.name}\nnow, not in the list:\n  "
+            + "\n  ".join(more)
+            + ("\nin the list, not now:\n  " + "\n  ".join(less))
         )

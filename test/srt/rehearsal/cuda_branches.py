@@ -12,7 +12,9 @@ class _Swapped(SourceFileLoader):
     def get_code(self, fullname):
         # Not from the bytecode cache, which holds the source as it is.
         source = self.get_source(fullname)
-        source = source.replace(".is_cuda", ".is_?").replace(".is_cpu", ".is_cuda").replace(".is_?", ".is_cpu")
+        source = (
+            source.replace(".is_cuda", ".is_?").replace(".is_cpu", ".is_cuda").replace(".is_?", ".is_cpu")
+        )
         return compile(source, self.path, "exec")
 
 

@@ -19,7 +19,9 @@ def flash_attn_with_kvcache(
     for lane, length in enumerate(cache_seqlens.tolist()):
         rows = slice(ends[lane], ends[lane + 1])
         if rows.stop - rows.start > max_seqlen_q:
-            report.problem(f"FA3, lane {lane}: {rows.stop - rows.start} queries, at most {max_seqlen_q} were announced")
+            report.problem(
+                f"FA3, lane {lane}: {rows.stop - rows.start} queries, at most {max_seqlen_q} were announced"
+            )
         if -(-length // page) > page_table.shape[1]:
             report.problem(f"FA3, lane {lane}: {length} keys, the page table is {page_table.shape[1]} wide")
         pages = page_table[lane, : -(-length // page)].long()

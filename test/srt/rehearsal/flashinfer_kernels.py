@@ -31,7 +31,9 @@ class PrefillModule:
 
     workspace_size = None
 
-    def __init__(self, backend, q_dtype, kv_dtype, o_dtype, id_dtype, d_qk, d_vo, pos_mode, use_window, use_softcap, *_):
+    def __init__(
+        self, backend, q_dtype, kv_dtype, o_dtype, id_dtype, d_qk, d_vo, pos_mode, use_window, use_softcap, *_
+    ):
         assert backend == "fa2", backend
         self._use_window, self._use_softcap = use_window, use_softcap
         self.paged_run = kernel("flashinfer_paged_run", self._run)
@@ -68,8 +70,12 @@ class PrefillModule:
             causal = mask_mode == 1
             window = window_left if self._use_window else -1
             is_padding = schedule.in_graph and host_length == 1  # SGLang's lanes that pad a graph
-            if not is_padding and host_length != length and (length, host_length) != (0, 1):  # FlashInfer's empty prefix
-                report.problem(f"FlashInfer, lane {lane}: {host_length} keys on the host, {length} on the device")
+            if (
+                not is_padding and host_length != length and (length, host_length) != (0, 1)
+            ):  # FlashInfer's empty prefix
+                report.problem(
+                    f"FlashInfer, lane {lane}: {host_length} keys on the host, {length} on the device"
+                )
                 slots, causal, window = slots[:host_length], False, -1
             keys, values = (pool[slots] for pool in pools)
             attended, sums = attend(

@@ -20,13 +20,25 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rehearsal import report
 
 # What reads a value on the host, or makes a shape of one.
-HOST_READS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim")
+HOST_READS = (
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+    "_unique2",
+    "unique_dim",
+)
 _recording: "Recorder | None" = None
 
 
 def _has_mask(args: Any) -> bool:
     """Whether something is indexed by a boolean mask, of which only its values say how many elements it picks."""
-    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(args[1:2]))
+    return any(
+        isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bool, torch.uint8)
+        for leaf in tree_leaves(args[1:2])
+    )
 
 
 class CaptureError(RuntimeError):
@@ -67,7 +79,11 @@ class Recorder(TorchDispatchMode):
             return out
 
         def again():
-            new = [leaf for leaf in tree_leaves(func(*frozen_args, **frozen_kwargs)) if isinstance(leaf, torch.Tensor)]
+            new = [
+                leaf
+                for leaf in tree_leaves(func(*frozen_args, **frozen_kwargs))
+                if isinstance(leaf, torch.Tensor)
+            ]
             for old, value in zip(made, new, strict=True):
                 old.copy_(value)
 
@@ -112,8 +128,12 @@ class Recorder(TorchDispatchMode):
             if storage.data_ptr() in self.own:
                 return value
             self.foreign.setdefault(storage.data_ptr(), (StorageWeakRef(storage), name))
-            raw = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), value.device, storage.nbytes())
-            return torch.empty(0, dtype=value.dtype).set_(raw, value.storage_offset(), value.size(), value.stride())
+            raw = torch._C._construct_storage_from_data_pointer(
+                storage.data_ptr(), value.device, storage.nbytes()
+            )
+            return torch.empty(0, dtype=value.dtype).set_(
+                raw, value.storage_offset(), value.size(), value.stride()
+            )
 
         return tree_map(freeze, arguments)
 
@@ -168,7 +188,9 @@ class GraphBackend:
         graph = self._graphs[shape_key]
         for owner, reader in graph.foreign.values():
             if owner.expired():
-                raise StaleRead(f"{self._role} {shape_key}: {reader} reads memory that nobody has kept since the capture")
+                raise StaleRead(
+                    f"{self._role} {shape_key}: {reader} reads memory that nobody has kept since the capture"
+                )
         for storage in graph.own.values():
             storage.fill_(0xFF)
         for _, run in graph.nodes:

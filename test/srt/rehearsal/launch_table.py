@@ -39,7 +39,10 @@ def counts_of(path: Path) -> Counter[str]:
 
 def table() -> str:
     rows = ["| configuration | launches | attention metadata | host operations |", "|---|---:|---:|---:|"]
-    for path in (*sorted(LISTS.glob("*.txt")), *sorted(LISTS.glob("*/*.txt"))):  # ours, and the built-in worker's
+    for path in (
+        *sorted(LISTS.glob("*.txt")),
+        *sorted(LISTS.glob("*/*.txt")),
+    ):  # ours, and the built-in worker's
         counts = counts_of(path)
         name = path.relative_to(LISTS).with_suffix("").as_posix()
         rows.append(f"| {name} | {counts['launch']} | {counts['metadata']} | {counts['host']} |")

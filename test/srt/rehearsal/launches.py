@@ -113,5 +113,3 @@ def watch_decode_steps(worker: type) -> None:
 
     graphs.GraphBackend.replay = counted_replay
     worker._decode = watched
-
-

@@ -75,7 +75,9 @@ def set_the_stage(ledger) -> None:
             _prepare_our_worker(scene)
 
         def create(runner):
-            report.note("backend", role="draft" if runner.is_draft_worker else "target", name=backend.__name__)
+            report.note(
+                "backend", role="draft" if runner.is_draft_worker else "target", name=backend.__name__
+            )
             return backend(runner)
 
         return create
@@ -92,7 +94,9 @@ def _prepare_our_worker(scene: Scene) -> None:
     if not scene.interprets_context_kv:
         from sglang_dflash.kernels.ops.speculative import context_kv
 
-        context_kv.write_context_kv_triton = _operation("triton:_write_context_kv_kernel", context_kv.write_context_kv_torch)
+        context_kv.write_context_kv_triton = _operation(
+            "triton:_write_context_kv_kernel", context_kv.write_context_kv_torch
+        )
     for install in faults.PLANTED.values():
         install()
     if scene.fault is not None:
@@ -184,9 +188,9 @@ def _capture_graphs(buckets: tuple[int, ...]) -> None:
             return captured
         rows = max(buckets) * model_runner.decode_num_tokens_per_req()
         # None of SGLang's own, which asks the arguments whether there will be graphs.
-        model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner) or GraphSharedOutput(
-            device=torch.device("cpu"), max_rows=rows
-        )
+        model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(
+            model_runner
+        ) or GraphSharedOutput(device=torch.device("cpu"), max_rows=rows)
         runner = graph_runner.DecodeCudaGraphRunner(model_runner)
         decode = GraphCapture(runner=runner, memory_phase="decode", memory_usage_gb=0, capture_time=0)
         return msgspec.structs.replace(captured, decode=decode)

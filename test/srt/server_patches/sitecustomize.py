@@ -103,7 +103,9 @@ def dropped_accept(module) -> None:
             last = int(accepted.accept_len[row])
             said[row, last - 1] = said[row, last]
         verdict = module.Verdict(verdict.accept_len - less, said, verdict.bonus)
-        shorter = {name: getattr(accepted, name) - less for name in ("accept_len", "commit_lens", "new_seq_lens")}
+        shorter = {
+            name: getattr(accepted, name) - less for name in ("accept_len", "commit_lens", "new_seq_lens")
+        }
         return verdict, accepted._replace(said=said, **shorter)
 
     module.DFlashWorker._accept = accept_and_drop
@@ -167,4 +169,6 @@ if "SERVER_PATCH" in os.environ:
     sys.path.append(str(Path(__file__).parents[3] / "benchmark"))
     from after_import import after_import
 
-    after_import({name: functools.partial(make, patch) for name, patch in patches.items() if name not in sys.modules})
+    after_import(
+        {name: functools.partial(make, patch) for name, patch in patches.items() if name not in sys.modules}
+    )

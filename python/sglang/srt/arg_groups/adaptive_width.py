@@ -35,14 +35,23 @@ def settle_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveS
     settings = AdaptiveSettings.from_environment()
     impossible = _first(
         (is_recurrent, "not supported yet for targets with recurrent states (Mamba, GatedDeltaNet)"),
-        (args.attn_dp_size > 1, "not supported with DP attention, where each rank would choose a width of its own"),
-        (simulates_acceptance(), "not supported with SGLANG_SIMULATE_ACC_LEN: it would learn from made-up accept lengths"),
+        (
+            args.attn_dp_size > 1,
+            "not supported with DP attention, where each rank would choose a width of its own",
+        ),
+        (
+            simulates_acceptance(),
+            "not supported with SGLANG_SIMULATE_ACC_LEN: it would learn from made-up accept lengths",
+        ),
     )
     if settings is not None and impossible:
         raise ValueError(f"--speculative-adaptive is {impossible}.")
     if settings is None and not is_on(NEVER_VARIABLE):
         reason = impossible or _first(
-            (args.device != "cpu", "off by default on a GPU until it has been measured on one (--speculative-adaptive)"),
+            (
+                args.device != "cpu",
+                "off by default on a GPU until it has been measured on one (--speculative-adaptive)",
+            ),
             (block_size == 1, "pointless with a block of 1"),
             (args.disaggregation_mode == "prefill", "pointless on a server that only prefills"),
         )

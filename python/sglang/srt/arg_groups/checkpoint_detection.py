@@ -82,7 +82,11 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
             f"{speculators_type(config)!r}, its architectures are {config.get('architectures')}."
         )
     normalize(config, draft)  # say what is wrong with it before anything is loaded
-    logger.info("--speculative-algorithm %s with the P-EAGLE draft %s: drafting in parallel, in DFLASH's cycle.", named, draft)
+    logger.info(
+        "--speculative-algorithm %s with the P-EAGLE draft %s: drafting in parallel, in DFLASH's cycle.",
+        named,
+        draft,
+    )
     declare_resolution(server_args, SOURCE, speculative_algorithm="DFLASH")
 
 
@@ -102,7 +106,10 @@ def locate_verifier(name_or_path: str, checkpoint: str) -> str:
 
     Raises ValueError for what can only be a path and does not exist.
     """
-    beside = (os.path.join(checkpoint, name_or_path), os.path.join(os.path.dirname(checkpoint.rstrip("/")), name_or_path))
+    beside = (
+        os.path.join(checkpoint, name_or_path),
+        os.path.join(os.path.dirname(checkpoint.rstrip("/")), name_or_path),
+    )
     for candidate in (os.path.expanduser(name_or_path), *beside):
         if os.path.isdir(candidate):
             return os.path.normpath(candidate)

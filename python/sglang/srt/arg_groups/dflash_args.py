@@ -41,7 +41,11 @@ DEFAULT_MAX_RUNNING_REQUESTS = 48
 _NOT_SUPPORTED = (
     ("pp_size", 1, "pipeline parallelism (--pp-size)"),
     ("attn_cp_size", 1, "context parallelism (--attn-cp-size)"),
-    ("grammar_backend", (None, "xgrammar", "llguidance", "none"), "--grammar-backend: only xgrammar, llguidance, none roll back"),
+    (
+        "grammar_backend",
+        (None, "xgrammar", "llguidance", "none"),
+        "--grammar-backend: only xgrammar, llguidance, none roll back",
+    ),
     ("enable_lora", (None, False), "LoRA adapters (--enable-lora)"),
     ("enable_hierarchical_cache", False, "hierarchical KV cache (--enable-hierarchical-cache)"),
     ("enable_unified_memory", False, "the unified memory pool (--enable-unified-memory)"),
@@ -49,7 +53,11 @@ _NOT_SUPPORTED = (
     ("enable_two_batch_overlap", False, "two-batch overlap (--enable-two-batch-overlap)"),
     ("enable_pdmux", False, "PD multiplexing (--enable-pdmux)"),
     ("enable_watermark", False, "watermarking (--enable-watermark)"),
-    ("speculative_num_steps", (None, 1), "--speculative-num-steps: a DFlash draft fills its block in one step"),
+    (
+        "speculative_num_steps",
+        (None, 1),
+        "--speculative-num-steps: a DFlash draft fills its block in one step",
+    ),
     ("speculative_eagle_topk", (None, 1), "--speculative-eagle-topk: a DFlash block is a chain, not a tree"),
     ("speculative_draft_sink_size", None, "--speculative-draft-sink-size"),
     ("speculative_token_map", None, "--speculative-token-map: a DFlash draft shares the target's vocabulary"),
@@ -119,7 +127,9 @@ def check_draft_path(server_args: Any, previous: Any) -> None:
         if path is None:
             raise ValueError("DFLASH needs a draft: give --speculative-draft-model-path.")
         # `dir/name` may be a hub id; it is a path if there is such a directory here.
-        looks_local = path.startswith((".", "~", "/")) or path.count("/") != 1 or os.path.isdir(path.split("/")[0])
+        looks_local = (
+            path.startswith((".", "~", "/")) or path.count("/") != 1 or os.path.isdir(path.split("/")[0])
+        )
         if looks_local and not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
             raise ValueError(f"--speculative-draft-model-path {path!r}: no config.json there.")
         check_draft_config(path, args.speculative_draft_model_revision)
@@ -128,7 +138,12 @@ def check_draft_path(server_args: Any, previous: Any) -> None:
 
 def resolve_dflash_args(server_args: Any) -> None:
     """Validate and complete DFLASH's arguments. Raises ValueError naming everything that is wrong."""
-    from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolved_view, resolving_view
+    from sglang.srt.arg_groups.model_override_base import (
+        attention_backends_of,
+        model_config_of,
+        resolved_view,
+        resolving_view,
+    )
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
@@ -181,7 +196,10 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
 
     overrides = json.loads(args.json_model_override_args)
     target = get_config(
-        args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision, model_override_args=overrides
+        args.model_path,
+        trust_remote_code=args.trust_remote_code,
+        revision=args.revision,
+        model_override_args=overrides,
     )
     draft = get_config(
         args.speculative_draft_model_path,
@@ -239,7 +257,9 @@ def _refuse_unsupported(args: Any) -> None:
         )
     window = args.speculative_draft_window_size
     if window is not None and window < 1:
-        found.append(f"--speculative-draft-window-size {window}: leave it out for a draft that sees all tokens")
+        found.append(
+            f"--speculative-draft-window-size {window}: leave it out for a draft that sees all tokens"
+        )
     if args.device != "cpu" and not args.device.startswith("cuda"):
         found.append(f"device {args.device!r} (only cuda and cpu)")
     if args.device == "cpu" and args.attention_backend != CPU_ATTENTION_BACKEND:
@@ -253,9 +273,13 @@ def check_copy_ahead(block_size: int) -> None:
     if not copy_ahead.is_asked_for():
         return
     if block_size == 1:
-        raise ValueError("--speculative-copy-ahead has no place to copy to: a block of 1 is the anchor alone.")
+        raise ValueError(
+            "--speculative-copy-ahead has no place to copy to: a block of 1 is the anchor alone."
+        )
     if simulates_acceptance():
-        raise ValueError("--speculative-copy-ahead would learn from the made-up accept lengths of SGLANG_SIMULATE_ACC_LEN.")
+        raise ValueError(
+            "--speculative-copy-ahead would learn from the made-up accept lengths of SGLANG_SIMULATE_ACC_LEN."
+        )
 
 
 def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
@@ -288,13 +312,18 @@ def check_dp_attention(args: Any) -> None:
     coordinates = envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
     not_supported = (
         (args.enable_mixed_chunk, "--enable-mixed-chunk"),
-        (args.device == "cpu" and shares_requests, "--tp-size beyond --dp-size on a CPU, where SGLang cannot gather logits"),
+        (
+            args.device == "cpu" and shares_requests,
+            "--tp-size beyond --dp-size on a CPU, where SGLang cannot gather logits",
+        ),
         (args.disaggregation_mode != "null", "--disaggregation-mode"),
         (coordinates, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION: all ranks prefill, or all verify"),
     )
     found = [description for is_asked_for, description in not_supported if is_asked_for]
     if found:
-        raise ValueError("DFLASH with DP attention (--enable-dp-attention) does not support:\n  - " + "\n  - ".join(found))
+        raise ValueError(
+            "DFLASH with DP attention (--enable-dp-attention) does not support:\n  - " + "\n  - ".join(found)
+        )
 
 
 def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int) -> None:
@@ -312,9 +341,13 @@ def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int) -> None:
 def _check_recurrent_target(args: Any, target_config: Any, block_size: int) -> None:
     """Refuse what would commit a wrong state of a target that has recurrent ones, or put one into the prefix cache."""
     if args.disaggregation_mode != "null":
-        raise ValueError("--disaggregation-mode does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
+        raise ValueError(
+            "--disaggregation-mode does not support targets with recurrent states (Mamba, GatedDeltaNet) yet."
+        )
     if args.attn_dp_size > 1:
-        raise ValueError("--enable-dp-attention does not support targets with recurrent states (Mamba, GatedDeltaNet) yet.")
+        raise ValueError(
+            "--enable-dp-attention does not support targets with recurrent states (Mamba, GatedDeltaNet) yet."
+        )
     if args.disable_radix_cache:
         return
     if args.enable_mixed_chunk and (args.page_size or 1) > 1:

@@ -17,7 +17,9 @@ _COUNT_FROM_ANCHOR = ("flashinfer",)
 _COUNT_FROM_QUERY = ("triton", "fa3", "fa4")
 
 
-def choose_draft_attention(args: Any, target_backend: str, draft: DFlashDraftConfig, target_text_config: Any) -> str:
+def choose_draft_attention(
+    args: Any, target_backend: str, draft: DFlashDraftConfig, target_text_config: Any
+) -> str:
     """The backend that was asked for; else the target's, if it runs this draft as it was trained; else the first that does.
 
     target_backend: of the target's prefill. Raises ValueError where the one asked for does not.
@@ -30,13 +32,20 @@ def choose_draft_attention(args: Any, target_backend: str, draft: DFlashDraftCon
         return backend
     reason = unsuited.get(backend, "it does not run draft blocks")
     if not suited:
-        raise ValueError(f"DFLASH's draft can run on no attention backend: {'; '.join(sorted(set(unsuited.values())))}.")
+        raise ValueError(
+            f"DFLASH's draft can run on no attention backend: {'; '.join(sorted(set(unsuited.values())))}."
+        )
     if asked is not None:
         raise ValueError(
             f"DFLASH's draft cannot run on attention backend {asked!r}: {reason}. "
             f"Give --speculative-draft-attention-backend {'|'.join(suited)}."
         )
-    logger.info("DFLASH: the draft runs on attention backend %s, not on the target's %s: %s.", suited[0], backend, reason)
+    logger.info(
+        "DFLASH: the draft runs on attention backend %s, not on the target's %s: %s.",
+        suited[0],
+        backend,
+        reason,
+    )
     return suited[0]
 
 

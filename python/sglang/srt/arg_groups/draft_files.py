@@ -41,7 +41,11 @@ def check_draft_tensors(checkpoint: str, hf_config: Any, draft: DFlashDraftConfi
     """Raise DraftConfigError naming what of a local checkpoint's safetensors does not fit its config. Others are left to the
     loader: a hub id, whose files need not be here yet, and files of another format."""
     folder = os.path.expanduser(checkpoint)
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")) if os.path.isdir(folder) else []
+    names = (
+        sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+        if os.path.isdir(folder)
+        else []
+    )
     if not names:
         return
     problems = size_problems(hf_config)
@@ -111,9 +115,14 @@ def _shapes(path: str, draft: DFlashDraftConfig, problems: list[str]) -> Mapping
                 continue
             wanted = _INTEGERS if is_map else _FLOATS
             if header.get_dtype() not in wanted:
-                problems.append(f"{file}: {name} is {header.get_dtype()}, expected one of {', '.join(wanted)}")
+                problems.append(
+                    f"{file}: {name} is {header.get_dtype()}, expected one of {', '.join(wanted)}"
+                )
                 continue
             shapes[name] = tuple(header.get_shape())
             if is_map:
-                problems += [f"{file}: {problem}" for problem in d2t_problems(opened.get_tensor(full_name), draft.vocab_size)]
+                problems += [
+                    f"{file}: {problem}"
+                    for problem in d2t_problems(opened.get_tensor(full_name), draft.vocab_size)
+                ]
     return shapes

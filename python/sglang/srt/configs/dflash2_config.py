@@ -54,23 +54,33 @@ def parse_dflash2_config(hf_config: Any, checkpoint: str) -> DFlash2DraftConfig:
 
 
 def _contradictions(
-    shared: DFlashDraftConfig, conv_kernel_size: int, conv_group_size: int, selector_rank: int, selector_top_k: int
+    shared: DFlashDraftConfig,
+    conv_kernel_size: int,
+    conv_group_size: int,
+    selector_rank: int,
+    selector_top_k: int,
 ) -> list[str]:
     problems = []
     for name, value in (("selector_rank", selector_rank), ("selector_top_k", selector_top_k)):
         if not value:
             problems.append(f"dflash_config.{name} is missing: a DFlash2 draft has a candidate selector")
     if selector_top_k > shared.vocab_size:
-        problems.append(f"dflash_config.selector_top_k is {selector_top_k}, of a vocabulary of {shared.vocab_size} tokens")
+        problems.append(
+            f"dflash_config.selector_top_k is {selector_top_k}, of a vocabulary of {shared.vocab_size} tokens"
+        )
     if bool(conv_kernel_size) != bool(conv_group_size):
         problems.append(
             f"dflash_config.conv_kernel_size is {conv_kernel_size} and conv_group_size {conv_group_size}: convolutions need both"
         )
     elif conv_group_size and shared.hidden_size % conv_group_size:
-        problems.append(f"dflash_config.conv_group_size is {conv_group_size}, which does not divide {shared.hidden_size} channels")
+        problems.append(
+            f"dflash_config.conv_group_size is {conv_group_size}, which does not divide {shared.hidden_size} channels"
+        )
     # Neither is defined: no published draft, and no other server, has one with a selector.
     if shared.has_own_vocabulary:
         problems.append("draft_vocab_size: a candidate selector over a draft vocabulary is not supported")
     if shared.sample_from_anchor:
-        problems.append("sample_from_anchor: a candidate selector that drafts from the anchor's row is not supported")
+        problems.append(
+            "sample_from_anchor: a candidate selector that drafts from the anchor's row is not supported"
+        )
     return problems

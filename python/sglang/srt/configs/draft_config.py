@@ -107,7 +107,9 @@ def spread_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tu
         return (num_target_layers // 2,)
     first, last = 1, num_target_layers - 3
     if last < first:
-        raise ValueError(f"a target of {num_target_layers} layers is too shallow to spread {num_draft_layers} ids over")
+        raise ValueError(
+            f"a target of {num_target_layers} layers is too shallow to spread {num_draft_layers} ids over"
+        )
     # Multiplied before it is divided, as z-lab's is: ties then round the same way.
     return tuple(round(first + i * (last - first) / (num_draft_layers - 1)) for i in range(num_draft_layers))
 
@@ -130,7 +132,9 @@ def parse_draft_config(hf_config: Any, checkpoint: str, served: Sequence[str] = 
     )
     draft_vocab_size = fields.positive_int("draft_vocab_size", required=False) or vocab_size
     if draft_vocab_size > vocab_size:
-        fields.problems.append(f"draft_vocab_size is {draft_vocab_size}, more than the target's {vocab_size} tokens")
+        fields.problems.append(
+            f"draft_vocab_size is {draft_vocab_size}, more than the target's {vocab_size} tokens"
+        )
     sample_from_anchor = fields.optional_bool("sample_from_anchor") is True
     layer_types = fields.layer_types(num_layers)
     sliding_window = None
@@ -147,7 +151,9 @@ def parse_draft_config(hf_config: Any, checkpoint: str, served: Sequence[str] = 
     num_rows = block_size if sample_from_anchor else block_size - 1
     speculative_tokens = fields.positive_int("speculative_tokens", required=False) or num_rows
     if speculative_tokens > num_rows:
-        fields.problems.append(f"speculative_tokens is {speculative_tokens}, but a block of {block_size} drafts {num_rows}")
+        fields.problems.append(
+            f"speculative_tokens is {speculative_tokens}, but a block of {block_size} drafts {num_rows}"
+        )
     aux_streams = fields.positive_int("hc_mult", at_most=MAX_LAYERS, required=False) or 1
     output_multiplier = fields.positive_number("output_multiplier")
     softcap = fields.positive_number("final_logit_softcapping")
@@ -200,7 +206,9 @@ def check_draft_fits_target(draft: DFlashDraftConfig, target_text_config: Any, c
 
 def _target_layer_problems(ids: Sequence[int], num_target_layers: int | None) -> list[str]:
     """Why these layer outputs cannot be captured: SGLang captures a layer's output as the next layer's input."""
-    listed = f"dflash_config.target_layer_ids {list(ids)} (0-based layer outputs; speculators counts one more)"
+    listed = (
+        f"dflash_config.target_layer_ids {list(ids)} (0-based layer outputs; speculators counts one more)"
+    )
     if min(ids) < 0:
         return [f"{listed} hold a negative id"]
     if num_target_layers is None:
@@ -249,7 +257,9 @@ class _FieldReader:
         if value is None:
             self.problems.append(f"dflash_config.{name} is missing")
         elif not is_int(value) or not 0 <= value < vocab_size:
-            self.problems.append(f"dflash_config.{name} is {value!r}, outside the vocabulary of {vocab_size} tokens")
+            self.problems.append(
+                f"dflash_config.{name} is {value!r}, outside the vocabulary of {vocab_size} tokens"
+            )
         else:
             return value
         return 0
@@ -286,7 +296,9 @@ class _FieldReader:
         if value is None:
             return (FULL_ATTENTION,) * num_layers
         if not isinstance(value, (list, tuple)) or len(value) != num_layers:
-            self.problems.append(f"layer_types must list one entry per draft layer ({num_layers}), got {value!r}")
+            self.problems.append(
+                f"layer_types must list one entry per draft layer ({num_layers}), got {value!r}"
+            )
             return (FULL_ATTENTION,) * num_layers
         unknown = sorted({str(kind) for kind in value} - {FULL_ATTENTION, SLIDING_ATTENTION})
         if unknown:
@@ -302,10 +314,14 @@ class _FieldReader:
                 self.problems.append(str(error))
                 return ()
         if not isinstance(ids, (list, tuple)) or not ids or not all(is_int(i) for i in ids):
-            self.problems.append(f"dflash_config.target_layer_ids must be a non-empty list of integers, got {ids!r}")
+            self.problems.append(
+                f"dflash_config.target_layer_ids must be a non-empty list of integers, got {ids!r}"
+            )
             return ()
         self.problems += _target_layer_problems(ids, num_target_layers)
         # SGLang concatenates captured states in ascending order, once each.
         if list(ids) != sorted(set(ids)):
-            self.problems.append(f"dflash_config.target_layer_ids must be ascending without repeats, got {list(ids)}")
+            self.problems.append(
+                f"dflash_config.target_layer_ids must be ascending without repeats, got {list(ids)}"
+            )
         return tuple(ids)

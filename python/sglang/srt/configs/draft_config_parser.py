@@ -19,7 +19,9 @@ class DraftConfigParser(HfModelConfigParser):
     """Speculators checkpoints we serve, as a Qwen3 config; other drafts of ours with a look at their fields before; everything
     else exactly as SGLang reads it. Raises DraftConfigError for a draft that cannot be read."""
 
-    def parse(self, model, trust_remote_code: bool, revision: str | None = None, **kwargs) -> PretrainedConfig:
+    def parse(
+        self, model, trust_remote_code: bool, revision: str | None = None, **kwargs
+    ) -> PretrainedConfig:
         try:
             config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
         except OSError:
@@ -47,4 +49,6 @@ def _by_library(checkpoint: str, read: Callable[[], PretrainedConfig]) -> Pretra
         return read()
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DraftConfigError(checkpoint, [f"config.json cannot be read by transformers: {reason[:500]}"]) from error
+        raise DraftConfigError(
+            checkpoint, [f"config.json cannot be read by transformers: {reason[:500]}"]
+        ) from error

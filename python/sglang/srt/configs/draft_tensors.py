@@ -30,7 +30,10 @@ def required_shapes(hf_config: Any, draft: DFlashDraftConfig) -> dict[str, tuple
     if isinstance(draft, DFlash2DraftConfig):
         rank = draft.selector_rank
         shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
-        shapes |= {f"candidate_selector.{side}_codebook": (draft.vocab_size, rank) for side in ("predecessor", "successor")}
+        shapes |= {
+            f"candidate_selector.{side}_codebook": (draft.vocab_size, rank)
+            for side in ("predecessor", "successor")
+        }
     for i in range(draft.num_hidden_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(hf_config, draft, i).items()}
     return shapes

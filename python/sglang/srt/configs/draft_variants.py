@@ -68,7 +68,11 @@ def variant_problems(config: Any, nested: Mapping[str, Any], served: Sequence[st
             meaning = next((meaning for start, meaning in _REFUSED.items() if _is_named(name, start)), None)
             if meaning is not None and value:
                 problems.append(f"{where}{name} is {value!r}: {meaning} is not supported")
-    unknown = sorted(name for name in nested if name not in _KNOWN and not any(_is_named(name, start) for start in _REFUSED))
+    unknown = sorted(
+        name
+        for name in nested
+        if name not in _KNOWN and not any(_is_named(name, start) for start in _REFUSED)
+    )
     if unknown:
         logger.warning("DFLASH draft: dflash_config has fields that are not read: %s.", ", ".join(unknown))
     return problems + _rope_problems(config)
@@ -90,7 +94,9 @@ def _rope_problems(config: Any) -> list[str]:
     rope_dim = rope.get("rope_dim") if isinstance(rope, Mapping) else None
     head_dim = getattr(config, "head_dim", None)
     if rope_dim is not None and rope_dim != head_dim:
-        problems.append(f"rope_dim is {rope_dim!r} of a head of {head_dim!r}: partial rotary embeddings are not supported")
+        problems.append(
+            f"rope_dim is {rope_dim!r} of a head of {head_dim!r}: partial rotary embeddings are not supported"
+        )
     partial = getattr(config, "partial_rotary_factor", None)
     if rope_dim is None and partial not in (None, 1, 1.0):
         problems.append(f"partial_rotary_factor is {partial!r}: partial rotary embeddings are not supported")

@@ -106,11 +106,15 @@ def _rope_problems(rope: Mapping[str, Any], positions: Any, where: str) -> list[
     nulls = [name for name in (*_ROPE_NUMBERS, *_ROPE_WEIGHTS) if rope.get(name, 0) is None]
     check.problems += [f"{where}{name} is null" for name in nulls]
     # One rotary embedding serves all layers: no parameters by layer type, no lists of anything but numbers.
-    check.problems += [f"{where}{name} cannot be {shown(value)}" for name, value in rope.items() if not _is_plain(value)]
+    check.problems += [
+        f"{where}{name} cannot be {shown(value)}" for name, value in rope.items() if not _is_plain(value)
+    ]
     # Scaled, it has a table of `factor` times as many positions.
     length, factor = rope.get("original_max_position_embeddings", positions), rope.get("factor")
     if is_number(length) and is_number(factor) and length * factor > MAX_SIZE:
-        check.problems.append(f"{where}factor is {factor} for {length} positions, more than {MAX_SIZE} in all")
+        check.problems.append(
+            f"{where}factor is {factor} for {length} positions, more than {MAX_SIZE} in all"
+        )
     return check.problems
 
 

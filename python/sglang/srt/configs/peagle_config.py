@@ -35,7 +35,10 @@ class PEagleDraftConfig(DFlashDraftConfig):
 def parse_peagle_config(hf_config: Any, checkpoint: str) -> PEagleDraftConfig:
     """Read what `speculators_format` made of a P-EAGLE config. Raises DraftConfigError as `parse_draft_config` does."""
     shared = parse_draft_config(hf_config, checkpoint)
-    own = {name: hf_config.dflash_config[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")}
+    own = {
+        name: hf_config.dflash_config[name]
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")
+    }
     return PEagleDraftConfig(**{field.name: getattr(shared, field.name) for field in fields(shared)}, **own)
 
 
@@ -55,7 +58,9 @@ def check_architectures(architectures: Any, checkpoint: str) -> None:
     """Raise ValueError for what is no list of names, or of another model."""
     names = architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DraftConfigError(checkpoint, [f"architectures must be a list of names, got {shown(architectures)}"])
+        raise DraftConfigError(
+            checkpoint, [f"architectures must be a list of names, got {shown(architectures)}"]
+        )
     if not is_draft(names):
         raise ValueError(
             f"{checkpoint!r} is neither a DFlash nor a P-EAGLE draft: its architectures are {shown(architectures)}, expected "

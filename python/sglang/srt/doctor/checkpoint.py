@@ -98,7 +98,10 @@ class Checkpoint:
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             found = {
                 name.removeprefix("model."): TensorHeader(
-                    file, entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"])
+                    file,
+                    entry["dtype"],
+                    tuple(entry["shape"]),
+                    *(8 + length + at for at in entry["data_offsets"]),
                 )
                 for name, entry in entries.items()
             }
@@ -150,7 +153,9 @@ def _download(name: str, with_tensors: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # what the hub's client raises derives from these
-        raise BadInput(f"{name}: no such directory, and not from the hub: {str(error).splitlines()[0]}") from error
+        raise BadInput(
+            f"{name}: no such directory, and not from the hub: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _read_json(path: Path, checkpoint: str) -> dict[str, Any]:

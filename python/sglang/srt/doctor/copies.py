@@ -2,7 +2,13 @@
 
 import torch
 
-from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE, CopyRule, append_tokens, choose_copies, find_match
+from sglang_dflash.kernels.ops.speculative.copy_ahead import (
+    RULE,
+    CopyRule,
+    append_tokens,
+    choose_copies,
+    find_match,
+)
 from sglang_dflash.srt.doctor.readings import Drafts, Text, kept_of
 
 # (anchor, proposed tokens, how many of them were kept, whether they were copied)
@@ -25,7 +31,9 @@ def cycles(text: Text, drafts: Drafts, rule: CopyRule = RULE) -> list[Cycle]:
         kept = kept_of(tokens, anchor, block)
         found.append((anchor, block, kept, is_copied))
         said = history[:, anchor + 1 : anchor + 1 + width].long()  # the text is what it was
-        append_tokens(history, records, row, at, said, torch.tensor([kept], dtype=torch.int32), lengths, True, rule)
+        append_tokens(
+            history, records, row, at, said, torch.tensor([kept], dtype=torch.int32), lengths, True, rule
+        )
         anchor += kept + 1
     return found
 
@@ -34,8 +42,13 @@ def accept_length(of_texts: list[list[Cycle]], texts: list[Text]) -> tuple[float
     """Tokens a block, bonus included, and the share of blocks that were copied. A block that reaches beyond its text does not
     count."""
     whole = [
-        cycle for found, text in zip(of_texts, texts, strict=True) for cycle in found if cycle[0] + len(cycle[1]) < len(text.tokens)
+        cycle
+        for found, text in zip(of_texts, texts, strict=True)
+        for cycle in found
+        if cycle[0] + len(cycle[1]) < len(text.tokens)
     ]
     if not whole:
         return 1.0, 0.0
-    return 1 + sum(kept for _, _, kept, _ in whole) / len(whole), sum(is_copied for *_, is_copied in whole) / len(whole)
+    return 1 + sum(kept for _, _, kept, _ in whole) / len(whole), sum(
+        is_copied for *_, is_copied in whole
+    ) / len(whole)

@@ -90,7 +90,11 @@ class Measurement:
 
 def expectation(card: str) -> Expected | None:
     """From a model card's table with a column `Accept length`, its last row: by this project's cards, the sum of the others."""
-    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in card.splitlines() if line.count("|") > 1]
+    rows = [
+        [cell.strip() for cell in line.strip().strip("|").split("|")]
+        for line in card.splitlines()
+        if line.count("|") > 1
+    ]
     for i, header in enumerate(rows):
         names = [name.lower() for name in header]
         if "accept length" not in names:
@@ -125,7 +129,9 @@ def observe(
 ) -> Observed:
     """Decode the prompts greedily, and some branches. Raises BadInput for a target that does not load."""
     name = target_checkpoint.name
-    target, tokenizer = _load_target(target_checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
+    target, tokenizer = _load_target(
+        target_checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype
+    )
     prompt_ids = [_encode(prompt, tokenizer, name) for prompt in prompts]
     answers = list(_continue(target, prompt_ids, max_new_tokens, 0.0))
     roots = prompt_ids * SAMPLES_PER_PROMPT
@@ -139,11 +145,17 @@ def observe(
     ]
     branches = list(_continue(target, stubs, BRANCH_TOKENS, 0.0))
     texts, observed = (
-        [capture(target, ids, len(start)) for ids, start in zip(whole, starts, strict=True) if len(ids) - len(start) > 1]
+        [
+            capture(target, ids, len(start))
+            for ids, start in zip(whole, starts, strict=True)
+            if len(ids) - len(start) > 1
+        ]
         for whole, starts in ((answers, prompt_ids), (branches, stubs))
     )
     if not texts:
-        raise BadInput(f"{name}: ends every answer at once, so there is nothing to measure; take other --prompts")
+        raise BadInput(
+            f"{name}: ends every answer at once, so there is nothing to measure; take other --prompts"
+        )
     return Observed(target, tokenizer, texts, observed)
 
 
@@ -151,7 +163,10 @@ def measure(pair: Pair, observed: Observed, with_copies: bool = False) -> Measur
     """Draft at every position of what the target said, by every reading of the draft's checkpoint."""
     draft = load_draft(pair, observed.target)
     texts, everything = observed.texts, observed.texts + observed.branches
-    readings = [AS_CONFIGURED, *other_readings(draft, pair.target.tokenizer.mask_tokens() if pair.target.tokenizer else {})]
+    readings = [
+        AS_CONFIGURED,
+        *other_readings(draft, pair.target.tokenizer.mask_tokens() if pair.target.tokenizer else {}),
+    ]
     possible = [r for r in readings if r.is_possible(draft.draft.target_layer_ids, texts[0].states)]
     drafts = {r.label: [draft_everywhere(draft, text, r) for text in everything] for r in possible}
     configured = drafts[AS_CONFIGURED.label]
@@ -188,7 +203,10 @@ def findings(measured: Measurement) -> Iterator[Finding]:
         if outcome.evidence.t >= _CERTAIN:
             yield fault(said, outcome.reading.what_to_do)
         else:
-            yield note(f"{said} (weak evidence)", f"Measure with more --prompts; if it stays: {outcome.reading.what_to_do}")
+            yield note(
+                f"{said} (weak evidence)",
+                f"Measure with more --prompts; if it stays: {outcome.reading.what_to_do}",
+            )
     if figure < _HOPELESS:
         yield fault(
             f"hardly anything that the draft says is accepted (accept length {figure:.2f}, 1 is none)",
@@ -214,7 +232,9 @@ def _load_target(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> tup
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise BadInput(f"{checkpoint.name}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
+        raise BadInput(
+            f"{checkpoint.name}: transformers cannot load it: {str(error).strip().splitlines()[0]}"
+        ) from error
     return target, tokenizer
 
 
@@ -223,12 +243,19 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
     from safetensors.torch import load_file
 
     if isinstance(pair.draft_config, DFlash2DraftConfig):
-        raise BadInput(f"{pair.draft.name}: a DFlash2 draft is examined by its files alone; leave out --measure")
-    embedding, head = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
+        raise BadInput(
+            f"{pair.draft.name}: a DFlash2 draft is examined by its files alone; leave out --measure"
+        )
+    embedding, head = (
+        target.get_input_embeddings().weight.detach(),
+        target.get_output_embeddings().weight.detach(),
+    )
     weights = {}
     for file in sorted({tensor.file for tensor in pair.draft.tensors.values()}):
         for name, tensor in load_file(file, device=str(target.device)).items():
-            weights[name.removeprefix("model.")] = tensor.to(embedding.dtype) if tensor.is_floating_point() else tensor
+            weights[name.removeprefix("model.")] = (
+                tensor.to(embedding.dtype) if tensor.is_floating_point() else tensor
+            )
     if not pair.draft_config.has_own_vocabulary:
         weights.pop("d2t", None)
     return plain_draft(pair.draft_config, pair.hf_config, weights, embedding, head)
@@ -238,16 +265,22 @@ def _encode(prompt: dict[str, Any], tokenizer: Any, target: str) -> list[int]:
     if "messages" not in prompt:
         return tokenizer(prompt["text"]).input_ids or [tokenizer.eos_token_id]
     if not tokenizer.chat_template:
-        return tokenizer("\n".join(str(message.get("content", "")) for message in prompt["messages"])).input_ids
+        return tokenizer(
+            "\n".join(str(message.get("content", "")) for message in prompt["messages"])
+        ).input_ids
     try:
         text = tokenizer.apply_chat_template(prompt["messages"], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # jinja's own, a template's raise_exception among them
-        raise BadInput(f"{target}: its chat template refuses a prompt: {str(error).splitlines()[0]}") from error
+        raise BadInput(
+            f"{target}: its chat template refuses a prompt: {str(error).splitlines()[0]}"
+        ) from error
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
 @torch.no_grad()
-def _continue(target: Any, prompts: Sequence[list[int]], new_tokens: int, temperature: float) -> Iterator[list[int]]:
+def _continue(
+    target: Any, prompts: Sequence[list[int]], new_tokens: int, temperature: float
+) -> Iterator[list[int]]:
     """Each prompt with up to so many new tokens; ends with the first stop token."""
     device = target.device
     stops = target.generation_config.eos_token_id
@@ -256,10 +289,21 @@ def _continue(target: Any, prompts: Sequence[list[int]], new_tokens: int, temper
         batch = prompts[start : start + _BATCH]
         width = max(map(len, batch))
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in batch], device=device)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch], device=device)
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+        mask = torch.tensor(
+            [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch], device=device
+        )
+        sampling = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            if temperature
+            else {"do_sample": False}
+        )
         output = target.generate(
-            ids, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=next(iter(stops), 0), use_cache=True, **sampling
+            ids,
+            attention_mask=mask,
+            max_new_tokens=new_tokens,
+            pad_token_id=next(iter(stops), 0),
+            use_cache=True,
+            **sampling,
         )
         for prompt, new in zip(batch, output[:, width:].tolist(), strict=True):
             end = next((i for i, token in enumerate(new) if token in stops), len(new) - 1)
@@ -271,8 +315,12 @@ def capture(target: Any, ids: list[int], prompt_length: int) -> Text:
     """One forward over a finished text, for the states of all layers."""
     tokens = torch.tensor(ids, device=target.device)
     before_norm: list[torch.Tensor] = []
-    final_norm = getattr(target.base_model, "norm", None)  # by which the last of hidden_states has already gone
-    hook = final_norm and final_norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
+    final_norm = getattr(
+        target.base_model, "norm", None
+    )  # by which the last of hidden_states has already gone
+    hook = final_norm and final_norm.register_forward_pre_hook(
+        lambda _, inputs: before_norm.append(inputs[0])
+    )
     try:
         output = target(tokens[None], output_hidden_states=True, use_cache=False)
     finally:
@@ -287,7 +335,11 @@ def _acceptance(texts: Sequence[Text], drafts: Sequence[Drafts]) -> tuple[float,
     its text does not count: its fate was not seen."""
     kept, width = [], drafts[0].tokens.shape[1]
     for text, drafted in zip(texts, drafts, strict=True):
-        kept += [count for anchor, block, count in blocks(text, drafted) if anchor + len(block) < len(text.tokens)]
+        kept += [
+            count for anchor, block, count in blocks(text, drafted) if anchor + len(block) < len(text.tokens)
+        ]
     if not kept:
         return 1.0, (0.0,) * width
-    return 1 + sum(kept) / len(kept), tuple(sum(count > k for count in kept) / len(kept) for k in range(width))
+    return 1 + sum(kept) / len(kept), tuple(
+        sum(count > k for count in kept) / len(kept) for k in range(width)
+    )

@@ -71,18 +71,30 @@ def _pieces(measured: Measurement) -> Iterator[tuple[str, list[tuple[str, str, s
         tokens, start = text.tokens.tolist(), text.prompt_length
         pieces = measured.pieces(tokens, start)
         spans = [("first", pieces[0], "the target's, from the prompt's own forward")]
-        cycles = measured.copies[number] if measured.copies else [(*block, False) for block in blocks(text, drafts)]
+        cycles = (
+            measured.copies[number]
+            if measured.copies
+            else [(*block, False) for block in blocks(text, drafts)]
+        )
         for anchor, block, kept, is_copied in cycles:
             kind, source = ("c", "copied") if is_copied else ("p", "drafted")
             for k in range(1, kept + 1):
                 place = kind if is_copied else f"{kind}{k}"
-                spans.append((f"a {place}", pieces[anchor + k - start], f"{source} token {k} of its block, kept"))
+                spans.append(
+                    (f"a {place}", pieces[anchor + k - start], f"{source} token {k} of its block, kept")
+                )
             if anchor + kept + 1 < len(tokens):
-                refused = [measured.pieces(tokens[: anchor + 1 + kept] + [token], anchor + 1 + kept)[0] for token in block[kept:]]
+                refused = [
+                    measured.pieces(tokens[: anchor + 1 + kept] + [token], anchor + 1 + kept)[0]
+                    for token in block[kept:]
+                ]
                 remark, kind = "bonus token after a block kept whole", "b"
                 if refused:
                     rest = f", then {_quoted(''.join(refused[1:]))}" if refused[1:] else ""
-                    remark, kind = f"bonus token; {'copy' if is_copied else 'draft'}, rejected: {_quoted(refused[0])}{rest}", "b r"
+                    remark, kind = (
+                        f"bonus token; {'copy' if is_copied else 'draft'}, rejected: {_quoted(refused[0])}{rest}",
+                        "b r",
+                    )
                 spans.append((kind, pieces[anchor + kept + 1 - start], remark))
         yield measured.pieces(tokens[:start], 0, joined=True)[0], spans
 
@@ -92,7 +104,9 @@ def _answer(number: int, prompt: str, spans: Sequence[tuple[str, str, str]]) -> 
         f'<span class="{kind}" data-r="{_text(remark)}"{_TABBED if kind == "b r" else ""}>{_text(text)}</span>'
         for kind, text, remark in spans
     )
-    return f'<article><h2>{number}</h2><pre><span class="prompt">{_text(prompt)}</span>{tokens}</pre></article>'
+    return (
+        f'<article><h2>{number}</h2><pre><span class="prompt">{_text(prompt)}</span>{tokens}</pre></article>'
+    )
 
 
 _TABBED = ' tabindex="0"'
@@ -100,7 +114,9 @@ _TABBED = ' tabindex="0"'
 
 def _summary(measured: Measurement) -> str:
     expected = measured.expected
-    card = f"card {expected.accept_length:.2f}, on its own prompts" if expected else "its card gives no figure"
+    card = (
+        f"card {expected.accept_length:.2f}, on its own prompts" if expected else "its card gives no figure"
+    )
     copies = ""
     if measured.copies:
         length, share = measured.with_copies
@@ -112,25 +128,38 @@ def _summary(measured: Measurement) -> str:
 
 
 def _chart(measured: Measurement) -> str:
-    shares, expected = measured.configured.by_position, measured.expected.by_position if measured.expected else ()
+    shares, expected = (
+        measured.configured.by_position,
+        measured.expected.by_position if measured.expected else (),
+    )
     width, base = _LEFT + len(shares) * (_BAR + _GAP), _TOP + _HEIGHT
     drawn = []
     for tick in (0, 0.25, 0.5, 0.75, 1):
         y = base - tick * _HEIGHT
         drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{width}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.0%}</text>')
+        drawn.append(
+            f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.0%}</text>'
+        )
     for k, share in enumerate(shares):
         x, high = _LEFT + _GAP / 2 + k * (_BAR + _GAP), share * _HEIGHT
-        drawn.append(f'<rect class="bar p{k + 1}" x="{x}" y="{base - high:.1f}" width="{_BAR}" height="{high:.1f}" rx="3"/>')
+        drawn.append(
+            f'<rect class="bar p{k + 1}" x="{x}" y="{base - high:.1f}" width="{_BAR}" height="{high:.1f}" rx="3"/>'
+        )
         if k < len(expected):
             y = base - expected[k] * _HEIGHT
             drawn.append(f'<line class="card" x1="{x - 3}" x2="{x + _BAR + 3}" y1="{y:.1f}" y2="{y:.1f}"/>')
         # Inside its bar, where there is room: above it stands the card's mark.
         mark = expected[k] * _HEIGHT if k < len(expected) else 0
         y = base - high + 14 if high > 20 else base - max(high, mark) - 6
-        drawn.append(f'<text class="value" x="{x + _BAR / 2}" y="{y:.1f}" text-anchor="middle">{share:.2f}</text>')
-        drawn.append(f'<text class="tick" x="{x + _BAR / 2}" y="{base + 16}" text-anchor="middle">{k + 1}</text>')
-    label = "Share of blocks that kept the k-th drafted token: " + ", ".join(f"{share:.2f}" for share in shares)
+        drawn.append(
+            f'<text class="value" x="{x + _BAR / 2}" y="{y:.1f}" text-anchor="middle">{share:.2f}</text>'
+        )
+        drawn.append(
+            f'<text class="tick" x="{x + _BAR / 2}" y="{base + 16}" text-anchor="middle">{k + 1}</text>'
+        )
+    label = "Share of blocks that kept the k-th drafted token: " + ", ".join(
+        f"{share:.2f}" for share in shares
+    )
     note = '<p class="muted key"><i></i> what the draft’s card says</p>' if expected else ""
     return (
         f'<figure><figcaption>Share of blocks that kept the k-th drafted token</figcaption><svg role="img" aria-label="{label}" '
@@ -158,4 +187,7 @@ def _quoted(text: str) -> str:
 
 def _text(text: str) -> str:
     """Escaped, without the control characters that XML forbids."""
-    return escape("".join(c if c in "\n\t" or (" " <= c and c not in "\ufffe\uffff") else "\ufffd" for c in text), quote=True)
+    return escape(
+        "".join(c if c in "\n\t" or (" " <= c and c not in "\ufffe\uffff") else "\ufffd" for c in text),
+        quote=True,
+    )

@@ -72,7 +72,9 @@ class PlainDraft:
         blocks = torch.arange(len(anchors), device=anchors.device).repeat_interleave(each)
         return Rows(positions, blocks, anchors.repeat_interleave(each))
 
-    def _run_layer(self, layer: int, hidden, attention_input, rows: Rows, keys: Rows, context) -> torch.Tensor:
+    def _run_layer(
+        self, layer: int, hidden, attention_input, rows: Rows, keys: Rows, context
+    ) -> torch.Tensor:
         """One layer over rows: hidden [R, H] is the residual stream, attention_input [R, *] what q, k, v are made from, context
         [C, *] more of the same for keys only, in front of the rows' own."""
         name = f"layers.{layer}"
@@ -90,7 +92,9 @@ class PlainDraft:
         )
         hidden = hidden + self._linear(f"{name}.self_attn.o_proj", attended.transpose(0, 1).flatten(1))
         normed = self._norm(f"{name}.post_attention_layernorm", hidden)
-        gated = F.silu(self._linear(f"{name}.mlp.gate_proj", normed)) * self._linear(f"{name}.mlp.up_proj", normed)
+        gated = F.silu(self._linear(f"{name}.mlp.gate_proj", normed)) * self._linear(
+            f"{name}.mlp.up_proj", normed
+        )
         return hidden + self._linear(f"{name}.mlp.down_proj", gated)
 
     def _visible(self, layer: int, rows: Rows, keys: Rows) -> torch.Tensor:
@@ -140,7 +144,9 @@ class PlainDFlash(PlainDraft):
         for layer in self.layer_order:
             normed = self._norm(f"layers.{layer}.input_layernorm", hidden)
             hidden = self._run_layer(layer, hidden, normed, rows, keys, context)
-        hidden = self._norm("norm", hidden).view(*ids.shape, -1)[:, draft.num_idle_rows :][:, : draft.speculative_tokens]
+        hidden = self._norm("norm", hidden).view(*ids.shape, -1)[:, draft.num_idle_rows :][
+            :, : draft.speculative_tokens
+        ]
         return F.linear(hidden, self._head)
 
 
@@ -157,7 +163,9 @@ class PlainPEagle(PlainDraft):
         masks = self._block_rows(anchors, torch.arange(drafted - 1, device=device))
         rows = _after(text, masks)
         ids = torch.cat((tokens[1 : last + 1], torch.full_like(masks.positions, self.mask_token_id)))
-        states = torch.cat((aux_hidden[:last], self._weights["mask_hidden"][0].expand(len(masks.positions), -1)))
+        states = torch.cat(
+            (aux_hidden[:last], self._weights["mask_hidden"][0].expand(len(masks.positions), -1))
+        )
         fused = self._fuse(states)
         hidden = fused
         for index, layer in enumerate(self.layer_order):
@@ -189,4 +197,6 @@ def plain_draft(draft: DFlashDraftConfig, *args) -> PlainDraft:
 
 
 def _after(first: Rows, second: Rows) -> Rows:
-    return Rows(*(torch.cat((getattr(first, n), getattr(second, n))) for n in ("positions", "blocks", "anchors")))
+    return Rows(
+        *(torch.cat((getattr(first, n), getattr(second, n))) for n in ("positions", "blocks", "anchors"))
+    )

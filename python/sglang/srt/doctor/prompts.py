@@ -42,7 +42,9 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
             prompt = json.loads(line)
         except ValueError as error:
             raise BadInput(f"{path}:{number}: not JSON ({error})") from error
-        if not isinstance(prompt, dict) or not (isinstance(prompt.get("text"), str) or isinstance(prompt.get("messages"), list)):
+        if not isinstance(prompt, dict) or not (
+            isinstance(prompt.get("text"), str) or isinstance(prompt.get("messages"), list)
+        ):
             raise BadInput(f'{path}:{number}: a prompt is an object with "text", or with "messages"')
         prompts.append(prompt)
     if not prompts:

@@ -80,7 +80,9 @@ def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Readi
                 reversed_states=True,
             )
         )
-    first = 1 if isinstance(draft.draft, PEagleDraftConfig) else 0  # P-EAGLE's first layer has a shape of its own
+    first = (
+        1 if isinstance(draft.draft, PEagleDraftConfig) else 0
+    )  # P-EAGLE's first layer has a shape of its own
     order = (*range(first), *range(depth - 1, first - 1, -1))
     if order != tuple(range(depth)):
         found.append(
@@ -142,7 +144,12 @@ def draft_everywhere(draft: PlainDraft, text: Text, reading: Reading) -> Drafts:
             known = (where < end) & (wanted >= 0) & (follows | (where == anchors[:, None] + 1))
             picked = logits.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
             nll.append(
-                torch.stack([(torch.logsumexp(logits / t, dim=-1) - picked / t).where(known, math.nan) for t in TEMPERATURES])
+                torch.stack(
+                    [
+                        (torch.logsumexp(logits / t, dim=-1) - picked / t).where(known, math.nan)
+                        for t in TEMPERATURES
+                    ]
+                )
             )
     finally:
         draft.mask_token_id, draft.layer_order = configured
@@ -168,7 +175,9 @@ def evidence(configured: Sequence[Drafts], other: Sequence[Drafts]) -> Evidence:
         weights = 1 / torch.arange(1, difference.shape[1] + 1, device=difference.device)
         weights = weights.expand_as(difference).masked_fill(difference.isnan(), 0)
         weighted = difference.nan_to_num() * weights
-        clusters += [w.sum() / n.sum() for w, n in zip(weighted.split(_CLUSTER), weights.split(_CLUSTER), strict=True)]
+        clusters += [
+            w.sum() / n.sum() for w, n in zip(weighted.split(_CLUSTER), weights.split(_CLUSTER), strict=True)
+        ]
     gains = torch.stack(clusters)
     gains = gains[~gains.isnan()]
     if len(gains) < 2:

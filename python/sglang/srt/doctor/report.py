@@ -17,7 +17,9 @@ def heading(pair: Pair) -> str:
     """Who is examined, in two lines."""
     text = pair.text_config
     kind = "/".join(pair.target.config.get("architectures") or ("of unknown architecture",))
-    target = f"{kind}, {text.num_hidden_layers} layers, hidden size {text.hidden_size}, {text.vocab_size} tokens"
+    target = (
+        f"{kind}, {text.num_hidden_layers} layers, hidden size {text.hidden_size}, {text.vocab_size} tokens"
+    )
     return f"target  {pair.target.name}: {target}\ndraft   {pair.draft.name}: {describe_draft(pair)}"
 
 
@@ -52,13 +54,21 @@ def figures(measured: "Measurement") -> str:
     ]
     if measured.copies:
         length, share = measured.with_copies
-        lines.insert(1, f"With copies from the text: accept length {length:.2f}; {share:.0%} of the blocks are copied.")
+        lines.insert(
+            1, f"With copies from the text: accept length {length:.2f}; {share:.0%} of the blocks are copied."
+        )
     if expected and expected.by_position:
         lines.append("by its card       " + "".join(f"{share:>7.2f}" for share in expected.by_position))
-    lines += ["", f"{'if read with':<28}accept length   likelihood of the target's tokens ({measured.observations} positions)"]
+    lines += [
+        "",
+        f"{'if read with':<28}accept length   likelihood of the target's tokens ({measured.observations} positions)",
+    ]
     for outcome in measured.outcomes:
         lines.append(f"{outcome.reading.label:<28}{outcome.accept_length:>13.2f}   {likelihood(outcome)}")
-    lines += [f"{reading.label:<28}            -   names a state that the target does not hand out" for reading in measured.left_out]
+    lines += [
+        f"{reading.label:<28}            -   names a state that the target does not hand out"
+        for reading in measured.left_out
+    ]
     return "\n".join(lines)
 
 

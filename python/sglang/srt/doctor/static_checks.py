@@ -34,7 +34,10 @@ _SAMPLED_ROWS = 64
 _SAME_ROWS = 0.9  # cosine; a frozen head gives 1, rows of other tokens about 0
 # What to do about a problem of the config, by words of its message; the first match counts.
 _CONFIG_ADVICE = (
-    ("name the last layer", "If these ids come from a speculators checkpoint, which counts inputs, subtract one from each"),
+    (
+        "name the last layer",
+        "If these ids come from a speculators checkpoint, which counts inputs, subtract one from each",
+    ),
     ("leave the target's", OTHER_TARGET),
     ("names layer 0 or less", "If these ids come from a z-lab config, which counts outputs, add one to each"),
     ("ascending", "Put the ids in ascending order, and the columns of fc.weight with them"),
@@ -49,7 +52,9 @@ def flat_config(draft: Checkpoint) -> dict[str, Any]:
     config = draft.config
     if is_speculators_config(config):
         if speculators_type(config) not in served_types():
-            raise BadInput(f"{draft.name}: a draft of kind {speculators_type(config)!r}; DFlash and P-EAGLE are examined here")
+            raise BadInput(
+                f"{draft.name}: a draft of kind {speculators_type(config)!r}; DFlash and P-EAGLE are examined here"
+            )
         return normalize(config, draft.name)
     if not _BLOCK_DRAFTS.intersection(config.get("architectures") or ()):
         raise BadInput(
@@ -60,7 +65,9 @@ def flat_config(draft: Checkpoint) -> dict[str, Any]:
 
 def text_config(target: Checkpoint) -> SimpleNamespace:
     """The target's language model's config. Raises BadInput if there is none."""
-    if is_speculators_config(target.config) or _BLOCK_DRAFTS.intersection(target.config.get("architectures") or ()):
+    if is_speculators_config(target.config) or _BLOCK_DRAFTS.intersection(
+        target.config.get("architectures") or ()
+    ):
         raise BadInput(f"{target.name}: is a draft; --model-path is the target")
     text = target.config.get("text_config") or target.config
     missing = [name for name in ("hidden_size", "vocab_size", "num_hidden_layers") if name not in text]
@@ -89,9 +96,13 @@ class Pair:
             self.draft_config = config
             check_draft_fits_target(config, self.text_config, draft.name)
         except DraftConfigError as error:
-            self.config_faults = [fault(problem, _config_advice(problem), is_fatal=True) for problem in error.problems]
+            self.config_faults = [
+                fault(problem, _config_advice(problem), is_fatal=True) for problem in error.problems
+            ]
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            self.config_faults = [fault(f"config.json is not a Qwen3 draft's: {error}", FETCH_AGAIN, is_fatal=True)]
+            self.config_faults = [
+                fault(f"config.json is not a Qwen3 draft's: {error}", FETCH_AGAIN, is_fatal=True)
+            ]
 
 
 def findings(pair: Pair) -> list[Finding]:
@@ -107,7 +118,10 @@ def findings(pair: Pair) -> list[Finding]:
 def _config_advice(problem: str) -> str:
     if "missing" in problem and "num_target_layers" not in problem:
         return FETCH_AGAIN
-    return next((advice for words, advice in _CONFIG_ADVICE if words in problem), "Correct it in the draft's config.json")
+    return next(
+        (advice for words, advice in _CONFIG_ADVICE if words in problem),
+        "Correct it in the draft's config.json",
+    )
 
 
 def _tensors(pair: Pair) -> Iterator[Finding]:
@@ -115,7 +129,11 @@ def _tensors(pair: Pair) -> Iterator[Finding]:
     if truncated:
         first, more = sorted(truncated)[0], len(truncated) - 1
         others = f" and {more} other tensor{'s' * (more > 1)}" if more else ""
-        yield fault(f"{first}{others}: cut off, the file ends before its bytes do", "Fetch the draft again", is_fatal=True)
+        yield fault(
+            f"{first}{others}: cut off, the file ends before its bytes do",
+            "Fetch the draft again",
+            is_fatal=True,
+        )
     shapes = {name: tensor.shape for name, tensor in pair.draft.tensors.items() if not is_ignored(name)}
     if not pair.draft_config.has_own_vocabulary:
         shapes.pop("d2t", None)
@@ -126,7 +144,11 @@ def _tensors(pair: Pair) -> Iterator[Finding]:
 
 
 def _quantised_tensors(checkpoint: Checkpoint) -> list[str]:
-    return [name for name, t in checkpoint.tensors.items() if t.dtype not in _FLOATS and name not in ("d2t", "t2d")]
+    return [
+        name
+        for name, t in checkpoint.tensors.items()
+        if t.dtype not in _FLOATS and name not in ("d2t", "t2d")
+    ]
 
 
 def _quantisation(pair: Pair) -> Iterator[Finding]:
@@ -134,9 +156,17 @@ def _quantisation(pair: Pair) -> Iterator[Finding]:
     method = pair.draft.config.get("quantization_config") or pair.draft.config.get("compression_config")
     if quantised or method:
         kind = method.get("quant_method", "unnamed method") if isinstance(method, dict) else ""
-        detail = f"{len(quantised)} tensors such as {quantised[0]} ({pair.draft.tensors[quantised[0]].dtype})" if quantised else ""
+        detail = (
+            f"{len(quantised)} tensors such as {quantised[0]} ({pair.draft.tensors[quantised[0]].dtype})"
+            if quantised
+            else ""
+        )
         told = ", ".join(part for part in (f"quantization_config: {kind}" if method else "", detail) if part)
-        yield fault(f"the draft is quantised ({told})", "Take the unquantised draft: DFLASH reads its K/V rows directly", True)
+        yield fault(
+            f"the draft is quantised ({told})",
+            "Take the unquantised draft: DFLASH reads its K/V rows directly",
+            True,
+        )
     if pair.text_config.__dict__.get("quantization_config") or pair.target.config.get("quantization_config"):
         yield note(
             "the target is quantised",
@@ -155,12 +185,19 @@ def _quantisation(pair: Pair) -> Iterator[Finding]:
 def _provenance(pair: Pair) -> Iterator[Finding]:
     """Signs that the draft was trained for something else."""
     said = pair.draft.config.get("speculators_config")
-    verifier = said.get("verifier") if isinstance(said, dict) and isinstance(said.get("verifier"), dict) else {}
+    verifier = (
+        said.get("verifier") if isinstance(said, dict) and isinstance(said.get("verifier"), dict) else {}
+    )
     made_for, is_now = verifier.get("architectures"), pair.target.config.get("architectures")
     if made_for and is_now and set(made_for).isdisjoint(is_now):
-        yield fault(f"the draft was made for a {'/'.join(made_for)}, the target is a {'/'.join(is_now)}", OTHER_TARGET)
+        yield fault(
+            f"the draft was made for a {'/'.join(made_for)}, the target is a {'/'.join(is_now)}", OTHER_TARGET
+        )
     name = verifier.get("name_or_path")
-    if isinstance(name, str) and name.rstrip("/").rsplit("/", 1)[-1].lower() not in str(pair.target.folder.resolve()).lower():
+    if (
+        isinstance(name, str)
+        and name.rstrip("/").rsplit("/", 1)[-1].lower() not in str(pair.target.folder.resolve()).lower()
+    ):
         yield note(
             f"the draft names {name!r} as its target, this one is {pair.target.name!r}",
             "If it is not the same model under another name, " + OTHER_TARGET[0].lower() + OTHER_TARGET[1:],
@@ -169,7 +206,10 @@ def _provenance(pair: Pair) -> Iterator[Finding]:
         for key in ("bos_token_id", "eos_token_id"):
             drafted, wanted = pair.draft.config.get(key), getattr(pair.text_config, key, None)
             if drafted is not None and wanted is not None and _as_set(drafted).isdisjoint(_as_set(wanted)):
-                yield fault(f"{key} is {drafted} in the draft and {wanted} in the target, as if it were made for another", OTHER_TARGET)
+                yield fault(
+                    f"{key} is {drafted} in the draft and {wanted} in the target, as if it were made for another",
+                    OTHER_TARGET,
+                )
 
 
 def _vocabulary_mapping(pair: Pair) -> Iterator[Finding]:
@@ -179,12 +219,27 @@ def _vocabulary_mapping(pair: Pair) -> Iterator[Finding]:
     offsets = pair.draft.read("d2t").astype(np.int64)
     ids = offsets + np.arange(len(offsets))
     if ids.min() < 0 or ids.max() >= draft.vocab_size:
-        absolute = offsets.min() >= 0 and offsets.max() < draft.vocab_size and len(set(offsets.tolist())) == len(offsets)
-        hint = "; its entries look like target ids, where offsets (target id - draft id) are needed" if absolute else ""
-        yield fault(f"d2t points outside the target's vocabulary of {draft.vocab_size} tokens{hint}", FETCH_AGAIN, True)
+        absolute = (
+            offsets.min() >= 0
+            and offsets.max() < draft.vocab_size
+            and len(set(offsets.tolist())) == len(offsets)
+        )
+        hint = (
+            "; its entries look like target ids, where offsets (target id - draft id) are needed"
+            if absolute
+            else ""
+        )
+        yield fault(
+            f"d2t points outside the target's vocabulary of {draft.vocab_size} tokens{hint}",
+            FETCH_AGAIN,
+            True,
+        )
         return
     if len(set(ids.tolist())) < len(ids):
-        yield fault(f"d2t maps {len(ids) - len(set(ids.tolist()))} draft tokens to target tokens already taken", FETCH_AGAIN)
+        yield fault(
+            f"d2t maps {len(ids) - len(set(ids.tolist()))} draft tokens to target tokens already taken",
+            FETCH_AGAIN,
+        )
     elif "t2d" in tensors and _is_readable(pair.draft, "t2d"):
         kept = np.flatnonzero(pair.draft.read("t2d"))
         if not np.array_equal(kept, np.sort(ids)):
@@ -196,12 +251,19 @@ def _vocabulary_mapping(pair: Pair) -> Iterator[Finding]:
 def _heads(pair: Pair) -> Iterator[Finding]:
     """The training library freezes a draft's head at the target's rows: another target's, or a wrong d2t, shows there."""
     target_head = _target_head(pair)
-    if target_head is None or not _is_readable(pair.draft, "lm_head.weight") or not _is_readable(pair.target, target_head):
+    if (
+        target_head is None
+        or not _is_readable(pair.draft, "lm_head.weight")
+        or not _is_readable(pair.target, target_head)
+    ):
         return
     rows = np.unique(np.linspace(0, pair.draft_config.draft_vocab_size - 1, _SAMPLED_ROWS).astype(int))
     ids = rows
     if pair.draft_config.has_own_vocabulary:
-        if not _is_readable(pair.draft, "d2t") or len(pair.draft.read("d2t")) != pair.draft_config.draft_vocab_size:
+        if (
+            not _is_readable(pair.draft, "d2t")
+            or len(pair.draft.read("d2t")) != pair.draft_config.draft_vocab_size
+        ):
             return
         ids = rows + pair.draft.read("d2t")[rows].astype(np.int64)
     drafts, targets = pair.draft.tensors["lm_head.weight"].shape, pair.target.tensors[target_head].shape
@@ -222,14 +284,21 @@ def _heads(pair: Pair) -> Iterator[Finding]:
 def _mask_token(pair: Pair) -> Iterator[Finding]:
     tokenizer, mask = pair.target.tokenizer, pair.draft_config.mask_token_id
     if tokenizer is None:
-        yield note("the target has no tokenizer.json, so the mask token has no name here", "Check mask_token_id by hand")
+        yield note(
+            "the target has no tokenizer.json, so the mask token has no name here",
+            "Check mask_token_id by hand",
+        )
         return
     named = tokenizer.mask_tokens()
     if mask in named:
         return
     known = ", ".join(f"{name} is {i}" for i, name in named.items())
     if tokenizer.is_ordinary(mask):
-        hint = f"In the target's tokenizer {known}" if named else "Set the id of the token that the draft was trained with"
+        hint = (
+            f"In the target's tokenizer {known}"
+            if named
+            else "Set the id of the token that the draft was trained with"
+        )
         yield fault(f"mask_token_id {mask} is an ordinary piece of text, {tokenizer.name(mask)!r}", hint)
     elif named:
         yield note(
@@ -246,7 +315,11 @@ def _layer_ids(pair: Pair) -> Iterator[Finding]:
     is_speculators = is_speculators_config(pair.draft.config)
     shift = -1 if is_speculators else 1
     if ids == tuple(i + shift for i in usual):
-        other, do = ("z-lab's", "add one to each") if is_speculators else ("the speculators library's", "subtract one from each")
+        other, do = (
+            ("z-lab's", "add one to each")
+            if is_speculators
+            else ("the speculators library's", "subtract one from each")
+        )
         yield note(
             f"the target layers, outputs of {list(ids)}, are the usual spread {'minus' if is_speculators else 'plus'} one, as if "
             f"they were counted in {other} way",
@@ -257,8 +330,14 @@ def _layer_ids(pair: Pair) -> Iterator[Finding]:
 def _rope(pair: Pair) -> Iterator[Finding]:
     drafted, wanted = _theta(pair.hf_config.to_dict()), _theta(vars(pair.text_config))
     if drafted is not None and wanted is not None and drafted != wanted:
-        yield note(f"rope_theta is {drafted:g} in the draft and {wanted:g} in the target", "Make sure that it was trained so")
-    reach, wanted = pair.hf_config.max_position_embeddings, getattr(pair.text_config, "max_position_embeddings", None)
+        yield note(
+            f"rope_theta is {drafted:g} in the draft and {wanted:g} in the target",
+            "Make sure that it was trained so",
+        )
+    reach, wanted = (
+        pair.hf_config.max_position_embeddings,
+        getattr(pair.text_config, "max_position_embeddings", None),
+    )
     if wanted is not None and reach < wanted:
         yield note(
             f"the draft was made for up to {reach} positions, the target for {wanted}",
@@ -267,12 +346,22 @@ def _rope(pair: Pair) -> Iterator[Finding]:
 
 
 def _dtype(pair: Pair) -> Iterator[Finding]:
-    kinds = sorted({t.dtype for name, t in pair.draft.tensors.items() if t.dtype in _FLOATS and not is_ignored(name)})
+    kinds = sorted(
+        {t.dtype for name, t in pair.draft.tensors.items() if t.dtype in _FLOATS and not is_ignored(name)}
+    )
     if len(kinds) > 1:
-        yield note(f"the draft's tensors are of several types ({', '.join(kinds)})", "SGLang serves them all in one --dtype")
-    theirs = str(getattr(pair.text_config, "dtype", None) or getattr(pair.text_config, "torch_dtype", None) or "")
+        yield note(
+            f"the draft's tensors are of several types ({', '.join(kinds)})",
+            "SGLang serves them all in one --dtype",
+        )
+    theirs = str(
+        getattr(pair.text_config, "dtype", None) or getattr(pair.text_config, "torch_dtype", None) or ""
+    )
     if kinds == ["F16"] and theirs == "bfloat16":
-        yield note("the draft is float16, the target bfloat16", "The draft runs in the target's dtype; export it in bfloat16")
+        yield note(
+            "the draft is float16, the target bfloat16",
+            "The draft runs in the target's dtype; export it in bfloat16",
+        )
 
 
 def _target_head(pair: Pair) -> str | None:
@@ -288,8 +377,10 @@ def _target_head(pair: Pair) -> str | None:
 
 
 def _is_readable(checkpoint: Checkpoint, name: str) -> bool:
-    return name in checkpoint.tensors and name not in checkpoint.truncated and (
-        checkpoint.tensors[name].dtype in _FLOATS or name in ("d2t", "t2d")
+    return (
+        name in checkpoint.tensors
+        and name not in checkpoint.truncated
+        and (checkpoint.tensors[name].dtype in _FLOATS or name in ("d2t", "t2d"))
     )
 
 

@@ -81,7 +81,9 @@ class DFlashAttention(nn.Module):
         )
         self.q_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
-        self._qk_weight: torch.Tensor | None = None  # [q heads + kv heads, head_dim], gathered on first use on a CPU
+        self._qk_weight: torch.Tensor | None = (
+            None  # [q heads + kv heads, head_dim], gathered on first use on a CPU
+        )
         rope_theta, rope_scaling = get_rope_config(hf_config)
         # Of a target with M-RoPE a draft's config may have the sections; the draft's positions are the text's.
         rope_scaling = {k: v for k, v in (rope_scaling or {}).items() if k not in _TARGET_ROPE_FIELDS} or None
@@ -117,7 +119,9 @@ class DFlashAttention(nn.Module):
             q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
             if not is_ready:
                 if self.q_norm is not None:
-                    q, k = apply_qk_norm(q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim)
+                    q, k = apply_qk_norm(
+                        q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim
+                    )
                 q, k = self.rotary_emb(positions, q, k)
         attended = self.attn(q, k, v, forward_batch)
         output, _ = self.o_proj(attended.flatten(1))
@@ -131,7 +135,9 @@ class DFlashAttention(nn.Module):
         if any(tensor.dtype != torch.bfloat16 for tensor in (qkv, *weights)):
             return False
         table, eps = self.rotary_emb.cos_sin_cache, self.q_norm.variance_epsilon
-        table_qk_norm_rope_(qkv, positions, *weights, table, self.num_heads, self.num_kv_heads, self.head_dim, eps)
+        table_qk_norm_rope_(
+            qkv, positions, *weights, table, self.num_heads, self.num_kv_heads, self.head_dim, eps
+        )
         return True
 
     def _norm_and_rotate(self, qkv: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -167,7 +173,9 @@ class DFlashAttention(nn.Module):
 class DFlashDecoderLayer(nn.Module):
     """`attention`: options of DFlashAttention."""
 
-    def __init__(self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str, **attention):
+    def __init__(
+        self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str, **attention
+    ):
         super().__init__()
         self.self_attn = DFlashAttention(
             hf_config, draft, layer_id, quant_config, add_prefix("self_attn", prefix), **attention
@@ -234,9 +242,13 @@ class DFlashDraftModel(BlockDraftModel):
         """
         hidden_states = self.run_layers(input_ids, positions, forward_batch)
         blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
-        drafted = self.to_target_ids(greedy_tokens(blocks[:, self.draft.num_idle_rows :].flatten(0, 1), self.head))
+        drafted = self.to_target_ids(
+            greedy_tokens(blocks[:, self.draft.num_idle_rows :].flatten(0, 1), self.head)
+        )
         whole = self.whole_blocks(input_ids.view(blocks.shape[:2])[:, :1], drafted.view(blocks.shape[0], -1))
-        return DraftOutput(next_token_logits=None, hidden_states=hidden_states, draft_tokens=drafted, blocks=whole)
+        return DraftOutput(
+            next_token_logits=None, hidden_states=hidden_states, draft_tokens=drafted, blocks=whole
+        )
 
     def whole_blocks(self, anchors: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
         """anchors [num_blocks, 1] and drafted [num_blocks, B - 1], int64, side by side, in the room there is for them."""
@@ -291,7 +303,9 @@ class DFlashDraftModel(BlockDraftModel):
     def use_pool(self, kv_pool) -> None:
         """Take in where SGLang's pool of the draft lies. Raises ValueError for a layout that cannot be written to."""
         if not isinstance(getattr(kv_pool, "k_buffer", None), list):
-            raise ValueError(f"DFLASH cannot write its draft's context into a KV pool of type {type(kv_pool).__name__}")
+            raise ValueError(
+                f"DFLASH cannot write its draft's context into a KV pool of type {type(kv_pool).__name__}"
+            )
         self._kv_pool = kv_pool
         self._kv_pointers = KVPoolPointers.of(kv_pool.k_buffer, kv_pool.v_buffer, kv_pool.dtype)
 

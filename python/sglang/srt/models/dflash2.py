@@ -52,7 +52,9 @@ class BlockConv(nn.Module):
             prefix=add_prefix("kernel_projection", prefix),
         )
 
-    def forward(self, x: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor], width: int) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor], width: int
+    ) -> torch.Tensor:
         """x: [num_blocks * width, hidden], the sublayer's input."""
         before, after = self.kernel_projection(x)[0].view(x.shape[0], 2, self.taps, -1).unbind(dim=1)
         output = sublayer(block_conv(x, self.base_kernel[0], before, width))
@@ -108,7 +110,9 @@ class DFlash2DraftModel(DFlashDraftModel):
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
         super().__init__(config, quant_config, prefix)
-        self.candidate_selector = CandidateSelector(config, self.draft, add_prefix("candidate_selector", prefix))
+        self.candidate_selector = CandidateSelector(
+            config, self.draft, add_prefix("candidate_selector", prefix)
+        )
 
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DFlash2Output:

@@ -41,7 +41,11 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     params = dict(model.named_parameters())
     for name, tensor in tensors.items():
         part = next((p for p in _FUSED if f".{p}." in name), None)
-        param, shard = (params[name], ()) if part is None else (params[name.replace(part, _FUSED[part][0])], (_FUSED[part][1],))
+        param, shard = (
+            (params[name], ())
+            if part is None
+            else (params[name.replace(part, _FUSED[part][0])], (_FUSED[part][1],))
+        )
         getattr(param, "weight_loader", default_weight_loader)(param, tensor, *shard)
     return set(params)
 
@@ -75,6 +79,8 @@ def _take_vocabulary_mapping(model, d2t: torch.Tensor | None) -> list[str]:
 def _make_room_for_vocabulary(model, tensors: dict[str, torch.Tensor]) -> None:
     draft, like = model.draft, model.norm.weight
     if "embed_tokens.weight" in tensors and model.embed_tokens is None:
-        model.embed_tokens = VocabParallelEmbedding(draft.vocab_size, draft.hidden_size).to(like.device, like.dtype)
+        model.embed_tokens = VocabParallelEmbedding(draft.vocab_size, draft.hidden_size).to(
+            like.device, like.dtype
+        )
     if "lm_head.weight" in tensors and model.lm_head is None:
         model.lm_head = ParallelLMHead(draft.draft_vocab_size, draft.hidden_size).to(like.device, like.dtype)

@@ -24,7 +24,9 @@ def find_mask_token(draft: DFlashDraftConfig, tokenizer: Any, checkpoint: str = 
     if tokenizer is None:
         raise DraftConfigError(
             checkpoint,
-            [f"dflash_config.mask_token names {draft.mask_token!r}, and there is no tokenizer to look it up in: give mask_token_id"],
+            [
+                f"dflash_config.mask_token names {draft.mask_token!r}, and there is no tokenizer to look it up in: give mask_token_id"
+            ],
         )
     found = tokenizer.get_vocab().get(draft.mask_token, len(tokenizer))
     if found >= draft.vocab_size:
@@ -55,7 +57,11 @@ def read_mask_embedding(checkpoint: str, revision: str | None = None) -> MaskEmb
         return None
     saved = torch.load(path, map_location="cpu", weights_only=True)
     problems = []
-    if not isinstance(saved, dict) or not isinstance(saved.get("embedding"), torch.Tensor) or "mask_token_id" not in saved:
+    if (
+        not isinstance(saved, dict)
+        or not isinstance(saved.get("embedding"), torch.Tensor)
+        or "mask_token_id" not in saved
+    ):
         problems.append(f"{MASK_EMBEDDING_FILE} does not hold an embedding and its mask_token_id")
     elif saved.get("per_position"):
         problems.append(f"{MASK_EMBEDDING_FILE} has an embedding per position, which is not supported")

@@ -38,16 +38,26 @@ class PEagleRows(DFlashVerifyInput):
     def drafting_rows(self, num_rows: int) -> torch.Tensor:
         """Indices of the rows that draft among all rows of the batch, [bs * num_drafting]."""
         bs = self.first_drafting.numel()
-        first = self.first_drafting + torch.arange(0, num_rows, num_rows // bs, device=self.first_drafting.device)
+        first = self.first_drafting + torch.arange(
+            0, num_rows, num_rows // bs, device=self.first_drafting.device
+        )
         return (first[:, None] + torch.arange(self.num_drafting, device=first.device)).flatten()
 
 
 class PEagleFirstLayer(DFlashDecoderLayer):
     """Reads the token's embedding and the fused hidden state side by side; only the latter is in the residual stream."""
 
-    def __init__(self, hf_config, draft: PEagleDraftConfig, layer_id: int, quant_config, prefix: str, **attention):
+    def __init__(
+        self, hf_config, draft: PEagleDraftConfig, layer_id: int, quant_config, prefix: str, **attention
+    ):
         super().__init__(
-            hf_config, draft, layer_id, quant_config, prefix, input_size=2 * hf_config.hidden_size, **attention
+            hf_config,
+            draft,
+            layer_id,
+            quant_config,
+            prefix,
+            input_size=2 * hf_config.hidden_size,
+            **attention,
         )
         self.hidden_norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
         self.norm_before_residual = draft.norm_before_residual
@@ -70,14 +80,21 @@ class PEagleDraftModel(BlockDraftModel):
         super().__init__(config, draft, quant_config, prefix)
         self.layers = nn.ModuleList(
             (DFlashDecoderLayer if layer_id else PEagleFirstLayer)(
-                config, draft, layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix), qk_norm=draft.qk_norm
+                config,
+                draft,
+                layer_id,
+                quant_config,
+                add_prefix(f"layers.{layer_id}", prefix),
+                qk_norm=draft.qk_norm,
             )
             for layer_id in range(config.num_hidden_layers)
         )
         num_aux, hidden = len(draft.target_layer_ids), config.hidden_size
         self.input_norm = RMSNorm(num_aux * hidden, eps=config.rms_norm_eps) if draft.norm_before_fc else None
         self.fc_norm = (
-            nn.ModuleList(RMSNorm(hidden, eps=config.rms_norm_eps) for _ in range(num_aux)) if draft.fc_norm else None
+            nn.ModuleList(RMSNorm(hidden, eps=config.rms_norm_eps) for _ in range(num_aux))
+            if draft.fc_norm
+            else None
         )
         # Stands in for the target's states where there are none yet; takes the same way through norms and fc.
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_aux * hidden), requires_grad=False)
@@ -111,7 +128,9 @@ class PEagleDraftModel(BlockDraftModel):
             aux_hidden = self.input_norm(aux_hidden)
         if self.fc_norm is not None:
             states = aux_hidden.chunk(len(self.fc_norm), dim=-1)
-            aux_hidden = torch.cat([norm(state.contiguous()) for norm, state in zip(self.fc_norm, states)], dim=-1)
+            aux_hidden = torch.cat(
+                [norm(state.contiguous()) for norm, state in zip(self.fc_norm, states)], dim=-1
+            )
         return self.fc(aux_hidden)[0]
 
     @property

@@ -58,15 +58,24 @@ class DFlashMetrics:
             registry=registry or REGISTRY,
         ).labels(**labels)
         self._by_source = {
-            "blocks": counter("sglang:spec_source_blocks_total", "Blocks verified, by what proposed their tokens.", "source"),
-            "proposed": counter("sglang:spec_source_proposed_tokens_total", "Proposed tokens verified, by source.", "source"),
-            "accepted": counter("sglang:spec_source_accepted_tokens_total", "Proposed tokens accepted, by source.", "source"),
+            "blocks": counter(
+                "sglang:spec_source_blocks_total", "Blocks verified, by what proposed their tokens.", "source"
+            ),
+            "proposed": counter(
+                "sglang:spec_source_proposed_tokens_total", "Proposed tokens verified, by source.", "source"
+            ),
+            "accepted": counter(
+                "sglang:spec_source_accepted_tokens_total", "Proposed tokens accepted, by source.", "source"
+            ),
         }
         self._labels = labels
         self._undrafted = counter(
-            "sglang:spec_cycles_without_draft_total", "Cycles without a draft forward, as all requests copied."
+            "sglang:spec_cycles_without_draft_total",
+            "Cycles without a draft forward, as all requests copied.",
         ).labels(**labels)
-        fallbacks = counter("sglang:spec_fallbacks_total", "Blocks that took another path than asked for.", "reason")
+        fallbacks = counter(
+            "sglang:spec_fallbacks_total", "Blocks that took another path than asked for.", "reason"
+        )
         self._fallbacks = {reason: fallbacks.labels(**labels, reason=reason) for reason in FALLBACKS}
 
     @classmethod
@@ -74,7 +83,9 @@ class DFlashMetrics:
         """As the server's arguments say, on the ranks whose scheduler reports metrics."""
         observability, parallel = get_observability(), get_parallel()
         reports = (parallel.attn_tp_rank, parallel.attn_cp_rank) == (0, 0)
-        if not (observability.enable_metrics and (reports or observability.enable_metrics_for_all_schedulers)):
+        if not (
+            observability.enable_metrics and (reports or observability.enable_metrics_for_all_schedulers)
+        ):
             return cls(drafted_per_block, None)
         # Those of the scheduler's own metrics; a test compares them.
         labels = {

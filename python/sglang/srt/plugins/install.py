@@ -123,7 +123,9 @@ def check(change: Change) -> None:
     try:
         _, target = resolve(change.target)
     except (ImportError, AttributeError) as error:
-        raise SystemExit(f"sglang-dflash: SGLang has no {change.target} to change ({error}). Needed to: {change.why}")
+        raise SystemExit(
+            f"sglang-dflash: SGLang has no {change.target} to change ({error}). Needed to: {change.why}"
+        )
     if change.signature is None:
         if change.kind == "entry" and not hasattr(target, "__setitem__"):
             raise SystemExit(f"sglang-dflash: {change.target} is not a registry. Needed to: {change.why}")

@@ -70,9 +70,18 @@ def walk(
     NaN counts as the lowest score, infinity as the highest finite one: such a draft costs acceptance and nothing else, as it
     is verified with the probabilities it was then drawn from.
     """
-    arguments = candidates.ids, candidates.unary, candidates.gate, anchors, predecessor_codebook, successor_codebook
+    arguments = (
+        candidates.ids,
+        candidates.unary,
+        candidates.gate,
+        anchors,
+        predecessor_codebook,
+        successor_codebook,
+    )
     if candidates.ids.is_cuda:
-        drawing = None if draw is None else (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms)
+        drawing = (
+            None if draw is None else (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms)
+        )
         tokens, probs = walk_triton(*arguments, drawing, 0 if draw is None else draw.slots)
     else:
         tokens, probs = walk_torch(*arguments, draw)

@@ -28,7 +28,11 @@ def constrain(
         logits.view(*block.shape, -1).add_(info.logit_bias[:, None])
     if grammar_tree is not None:
         mask = build_grammar_vocab_mask(
-            reqs=batch.reqs, tree=grammar_tree, sampling_info=info, device=logits.device, barrier=grammar_barrier
+            reqs=batch.reqs,
+            tree=grammar_tree,
+            sampling_info=info,
+            device=logits.device,
+            barrier=grammar_barrier,
         )
         if mask is not None:
             mask.apply(logits)

@@ -134,7 +134,9 @@ class Prompts:
         the host may know a step late."""
         if self.num_running:
             return None
-        return torch.tensor(self.prefix_lens, dtype=torch.int64) + torch.tensor(self.extend_lens, dtype=torch.int64)
+        return torch.tensor(self.prefix_lens, dtype=torch.int64) + torch.tensor(
+            self.extend_lens, dtype=torch.int64
+        )
 
     @classmethod
     def of(cls, batch) -> "Prompts":

@@ -37,7 +37,9 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
     if getattr(req, "return_sampling_mask", False):
         refused.append("return_sampling_mask")
     if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
-        refused.append("min_p with --enable-deterministic-inference")  # at which SGLang's sampler ends the server
+        refused.append(
+            "min_p with --enable-deterministic-inference"
+        )  # at which SGLang's sampler ends the server
         req.sampling_params.min_p = 0.0
     if req.multimodal_inputs is not None and not served_kind().takes_images:
         refused.append(f"images, videos and audio with {served_kind().architecture}")
@@ -64,10 +66,17 @@ def _outside_vocabulary(req: Any) -> str | None:
 def check_target_model(target_model: Any, num_aux_layers: int) -> None:
     """Raise ValueError unless SGLang's implementation of the target can lend what a DFlash draft needs."""
     name = type(target_model).__name__
-    if not (hasattr(target_model, "set_dflash_layers_to_capture") or hasattr(target_model, "set_eagle3_layers_to_capture")):
-        raise ValueError(f"DFLASH needs hidden states from {num_aux_layers} target layers, and {name} cannot capture any.")
+    if not (
+        hasattr(target_model, "set_dflash_layers_to_capture")
+        or hasattr(target_model, "set_eagle3_layers_to_capture")
+    ):
+        raise ValueError(
+            f"DFLASH needs hidden states from {num_aux_layers} target layers, and {name} cannot capture any."
+        )
     if getattr(target_model, "lm_head", None) is None or not hasattr(target_model, "get_input_embeddings"):
-        raise ValueError(f"DFLASH borrows the target's embedding and LM head, and {name} does not expose them.")
+        raise ValueError(
+            f"DFLASH borrows the target's embedding and LM head, and {name} does not expose them."
+        )
 
 
 def resolve_dflash_verify_mask_policy(attn_backend: Any) -> tuple[str, bool]:
@@ -106,7 +115,9 @@ def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
     """
     target_pool, draft_pool = target_runner.token_to_kv_pool, draft_runner.token_to_kv_pool
     if draft_pool.size != target_pool.size:
-        raise RuntimeError(f"DFLASH shares KV slots, but target and draft pool hold {target_pool.size} and {draft_pool.size}")
+        raise RuntimeError(
+            f"DFLASH shares KV slots, but target and draft pool hold {target_pool.size} and {draft_pool.size}"
+        )
     budgeted = target_runner.kv_cache_configurator.dflash_draft_cell_size_per_token
     allocated = sum(draft_pool.get_kv_size_bytes()) / draft_pool.k_buffer[0].shape[0]
     if budgeted is None or allocated > budgeted:
@@ -117,7 +128,9 @@ def has_room_for_draft_graphs(tp_sync: Any, device: str, gpu_id: int) -> bool:
     """Whether enough memory is left for the draft's CUDA graphs; the same on all tensor-parallel ranks."""
     if device != "cuda":
         return True  # SGLang knows whether such a device has any
-    free = tp_sync.available_memory_gb(SpecTpSyncSite.DFLASH_MEM, device, gpu_id, group=get_parallel().tp_group)
+    free = tp_sync.available_memory_gb(
+        SpecTpSyncSite.DFLASH_MEM, device, gpu_id, group=get_parallel().tp_group
+    )
     if free < DRAFT_GRAPHS_NEED_GB:
         logger.warning(
             "DFLASH: the draft runs without CUDA graphs, as only %.2f GB of GPU memory are left for them (wanted: %.0f). "

@@ -54,7 +54,11 @@ from sglang_dflash.srt.speculative.width.start_up import start_adaptive
 
 logger = logging.getLogger(__name__)
 
-_DRAFTERS = {DFlashDraftModel: DFlashDrafter, DFlash2DraftModel: DFlash2Drafter, PEagleDraftModel: PEagleDrafter}
+_DRAFTERS = {
+    DFlashDraftModel: DFlashDrafter,
+    DFlash2DraftModel: DFlash2Drafter,
+    PEagleDraftModel: PEagleDrafter,
+}
 
 
 class DFlashWorker(BaseSpecWorker):
@@ -85,12 +89,16 @@ class DFlashWorker(BaseSpecWorker):
                 context_length=target_runner.model_config.context_len,
                 draft_attention_backend=spec.speculative_draft_attention_backend,
             )
-        self._draft_worker.draft_runner = self._draft_worker.model_runner  # where SGLang's device timers look for it
+        self._draft_worker.draft_runner = (
+            self._draft_worker.model_runner
+        )  # where SGLang's device timers look for it
         draft_model = self._draft_worker.model_runner.model
         check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
         checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
         draft_model.prepare_mask(target_worker.tokenizer, read_mask_embedding(*checkpoint))
-        drafter = _DRAFTERS[type(draft_model)](self._draft_worker.model_runner, target_runner.model, self.verify_width)
+        drafter = _DRAFTERS[type(draft_model)](
+            self._draft_worker.model_runner, target_runner.model, self.verify_width
+        )
         self._drafter = self._ranks.place(drafter, target_runner.model)
         self._rejection_rule = None
         if spec.speculative_use_rejection_sampling:
@@ -123,7 +131,9 @@ class DFlashWorker(BaseSpecWorker):
 
     # -- start-up ---------------------------------------------------------------------------------------------
 
-    def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
+    def alloc_memory_pool(
+        self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None
+    ):
         # Without a request table given, the draft's runner makes one of its own.
         table = None if self._drafter.has_own_table else req_to_token_pool
         with self._ranks.as_draft():
@@ -150,7 +160,9 @@ class DFlashWorker(BaseSpecWorker):
             self._width = start_adaptive(self, settings, get_parallel().tp_group, self._metrics)
         if copy_ahead.is_asked_for():
             # After what adaptive width measures, which has no texts.
-            self._drafter = CopyAhead.of(self._drafter, self._target_worker.model_runner, self.verify_width, self._metrics)
+            self._drafter = CopyAhead.of(
+                self._drafter, self._target_worker.model_runner, self.verify_width, self._metrics
+            )
             self._copies = self._drafter.outcomes
 
     def prewarm_sampling(self):
@@ -247,7 +259,9 @@ class DFlashWorker(BaseSpecWorker):
             self._penalties.count_prefill(batch, next_tokens)
         self._drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
         result.logits_output.hidden_states = None  # or SGLang copies them to the host
-        result.next_draft_input = DFlashDraftInput(next_tokens, result.new_seq_lens, new_seq_lens_cpu=prompts.lens_cpu)
+        result.next_draft_input = DFlashDraftInput(
+            next_tokens, result.new_seq_lens, new_seq_lens_cpu=prompts.lens_cpu
+        )
         return result
 
     def _take_arrivals(self) -> None:
@@ -273,7 +287,12 @@ class DFlashWorker(BaseSpecWorker):
         logits_output = target_out.logits_output
         clock.lap("verify")
         constrain(
-            batch, block.tokens, logits_output.next_token_logits, self._penalties, grammar_tree, grammar_barrier
+            batch,
+            block.tokens,
+            logits_output.next_token_logits,
+            self._penalties,
+            grammar_tree,
+            grammar_barrier,
         )
         verdict, accepted = self._accept(batch, cycle, block, logits_output.next_token_logits)
         if Penalties.are_asked_for(batch.sampling_info):
@@ -293,7 +312,9 @@ class DFlashWorker(BaseSpecWorker):
             logits_output=logits_output,
             next_token_ids=accepted.said.flatten(),
             accept_lens=accepted.commit_lens,
-            next_draft_input=DFlashDraftInput(verdict.bonus, accepted.new_seq_lens, new_seq_lens_cpu=cycle.new_seq_lens_cpu),
+            next_draft_input=DFlashDraftInput(
+                verdict.bonus, accepted.new_seq_lens, new_seq_lens_cpu=cycle.new_seq_lens_cpu
+            ),
             new_seq_lens=accepted.new_seq_lens,
             can_run_cuda_graph=target_out.can_run_cuda_graph,
             speculative_num_draft_tokens=width,
@@ -336,7 +357,9 @@ class DFlashWorker(BaseSpecWorker):
             write_cols=cycle.write_cols,
         )
         keep_in_step(forward_batch)
-        return self._target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+        return self._target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True
+        )
 
     def _draws_drafts(self, batch) -> bool:
         """Whether this batch's blocks are drawn from the draft's distribution: where the server asks for it, and some
@@ -372,9 +395,13 @@ class DFlashWorker(BaseSpecWorker):
         """`draw_target_tokens` under each request's own sampling parameters."""
         info = batch.sampling_info
         if batch.return_logprob and not info.is_all_greedy:
-            logits = logits.clone()  # sampling overwrites them, and the log probabilities are still to be read
+            logits = (
+                logits.clone()
+            )  # sampling overwrites them, and the log probabilities are still to be read
         sampler = self._target_worker.model_runner.sampler
-        tokens, best = draw_target_tokens(logits, info, cycle.positions.flatten(), cycle.positions.shape[1], sampler)
+        tokens, best = draw_target_tokens(
+            logits, info, cycle.positions.flatten(), cycle.positions.shape[1], sampler
+        )
         greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         return self._tp_sync.sync(greedy if info.is_all_greedy else sampled, tokens), best
 
@@ -393,6 +420,8 @@ class DFlashWorker(BaseSpecWorker):
         site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         if not self._tp_sync.enabled(site):
             return verdict
-        decided = self._tp_sync.sync(site, torch.cat((verdict.out_tokens, verdict.accept_len[:, None]), dim=1))
+        decided = self._tp_sync.sync(
+            site, torch.cat((verdict.out_tokens, verdict.accept_len[:, None]), dim=1)
+        )
         out_tokens, accept_len = decided[:, :-1].contiguous(), decided[:, -1:]
         return Verdict(accept_len[:, 0].int(), out_tokens, out_tokens.gather(1, accept_len)[:, 0])

@@ -49,7 +49,9 @@ class Arrivals:
 arrivals = Arrivals()
 
 
-def build_disagg_draft_input(batch: Any, last_tokens_tensor: torch.Tensor, future_map: Any) -> DFlashDraftInput:
+def build_disagg_draft_input(
+    batch: Any, last_tokens_tensor: torch.Tensor, future_map: Any
+) -> DFlashDraftInput:
     """In the place of SGLang's: what carries the requests of a "prebuilt" batch into their first cycle."""
     arrivals.note(
         Arrival(

@@ -29,7 +29,9 @@ class DraftRanks:
     """The ranks that the draft is on: those of the target, or with DP attention the ones that share requests."""
 
     def __init__(self):
-        self.layout = resolve_draft_parallel_layout(DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP))
+        self.layout = resolve_draft_parallel_layout(
+            DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP)
+        )
 
     @contextlib.contextmanager
     def as_draft(self) -> Iterator[None]:

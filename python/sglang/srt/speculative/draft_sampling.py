@@ -112,4 +112,6 @@ def draw_drafts(
     ]
     ids, probs = (torch.cat(part) for part in zip(*parts))
     uniforms = torch.rand(hidden.shape[:2], device=hidden.device)
-    return choose_tokens(ids, probs, sampling_info.top_ks, sampling_info.top_ps, uniforms, sampling, model.d2t)
+    return choose_tokens(
+        ids, probs, sampling_info.top_ks, sampling_info.top_ps, uniforms, sampling, model.d2t
+    )

@@ -43,7 +43,13 @@ class WindowView:
     """The last `size` committed tokens, and up to a page more where the attention backend reads whole pages."""
 
     def __init__(
-        self, size: int, target_runner, draft_runner, attention_backend: str, verify_width: int, draft_width: int
+        self,
+        size: int,
+        target_runner,
+        draft_runner,
+        attention_backend: str,
+        verify_width: int,
+        draft_width: int,
     ):
         self._size = size
         # Whole pages are read, as many as fit between the window's ends: it has to begin with one.

@@ -72,7 +72,12 @@ def _stop_ids(req: Any) -> set[int]:
 
 
 def _asks(params: Any) -> bool:
-    penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty - 1.0, params.min_new_tokens
+    penalties = (
+        params.frequency_penalty,
+        params.presence_penalty,
+        params.repetition_penalty - 1.0,
+        params.min_new_tokens,
+    )
     return any(penalties)
 
 

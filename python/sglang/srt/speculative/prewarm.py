@@ -41,7 +41,9 @@ def prewarm_probabilistic_step(
         drafted, draft = draw_drafts(model, hidden, info, sampling)
     # As many requests as one slice of logits holds stand for all of them.
     at_once = min(bs, -(-slices_of_rows(bs * width, vocab_size)[0].stop // width))
-    some = SimpleNamespace(**{name: value[:at_once] if torch.is_tensor(value) else value for name, value in vars(info).items()})
+    some = SimpleNamespace(
+        **{name: value[:at_once] if torch.is_tensor(value) else value for name, value in vars(info).items()}
+    )
     target_probs(torch.zeros(at_once * width, vocab_size, device=device), some, width)
     _final_tokens(drafted, draft, vocab_size)
 
@@ -53,4 +55,6 @@ def _final_tokens(drafted: torch.Tensor, draft: DraftProbs, vocab_size: int) -> 
     target = torch.zeros(1, 1, vocab_size, device=drafted.device).expand(bs, slots + 1, -1)
     accept_len = torch.zeros(bs, dtype=torch.int32, device=drafted.device)
     uniforms = torch.zeros(bs, device=drafted.device)
-    draw_final_tokens(block, accept_len, target, torch.ones_like(uniforms, dtype=torch.float64), draft, uniforms)
+    draw_final_tokens(
+        block, accept_len, target, torch.ones_like(uniforms, dtype=torch.float64), draft, uniforms
+    )

@@ -17,7 +17,14 @@ INT64 = 2**63
 # The sampler keeps `top_k` in 32 bits. Above the vocabulary it keeps every token anyway.
 MAX_TOP_K = 2**31 - 1
 # SGLang fills these in itself.
-_INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized", "ebnf_full_assistant")
+_INTERNAL = (
+    "stop_strs",
+    "stop_regex_strs",
+    "stop_str_max_len",
+    "stop_regex_max_len",
+    "is_normalized",
+    "ebnf_full_assistant",
+)
 
 
 def checking_requests() -> Callable[[Any], None]:
@@ -39,7 +46,11 @@ def check_request(request: Any) -> None:
     cannot be."""
     if isinstance(request.sampling_params, list) and _is_one_prompt(request):
         raise ValueError("sampling_params: a list goes with a list of prompts.")
-    if not all(type(value).__name__ == "PositionalEmbeds" for value in _each(request.positional_embed_overrides) if value):
+    if not all(
+        type(value).__name__ == "PositionalEmbeds"
+        for value in _each(request.positional_embed_overrides)
+        if value
+    ):
         raise ValueError("positional_embed_overrides: these are tensors, which a request cannot bring.")
     for sampling in _each(request.sampling_params):
         if not isinstance(sampling, dict):
@@ -73,7 +84,9 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"sampling_params: stop_regex {_shown(pattern)} is no regular expression: {error}.") from error
+            raise ValueError(
+                f"sampling_params: stop_regex {_shown(pattern)} is no regular expression: {error}."
+            ) from error
     n = sampling.get("n", 1)
     if not 1 <= n <= MAX_ANSWERS:
         raise ValueError(f"sampling_params: n is {n}, and has to be 1 to {MAX_ANSWERS}.")

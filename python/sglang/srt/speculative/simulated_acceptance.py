@@ -30,7 +30,10 @@ class SimulatedAcceptance:
         accept_length = envs.SGLANG_SIMULATE_ACC_LEN.get()
         if accept_length <= 0:
             return None
-        logger.warning("SGLANG_SIMULATE_ACC_LEN=%s: accept lengths are made up, the output is not the target's.", accept_length)
+        logger.warning(
+            "SGLANG_SIMULATE_ACC_LEN=%s: accept lengths are made up, the output is not the target's.",
+            accept_length,
+        )
         real_tokens = envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "real-draft-token"
         return cls(accept_length, envs.SGLANG_SIMULATE_ACC_METHOD.get(), real_tokens)
 

@@ -119,7 +119,9 @@ def _convert_peagle(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any
     flat, shared = _convert_shared(config, "peagle", "eagle_aux_hidden_state_layer_ids", problems)
     style = _get(config, ("transformer_layer_config", "model_type"), str, problems, default="qwen3")
     if style not in ("qwen3", "llama"):
-        problems.append(f"transformer_layer_config.model_type is {style!r}, but drafts have qwen3 or llama layers")
+        problems.append(
+            f"transformer_layer_config.model_type is {style!r}, but drafts have qwen3 or llama layers"
+        )
     if problems:
         raise DraftConfigError(checkpoint, problems)
     return {
@@ -143,10 +145,18 @@ def _convert_shared(
     layer_ids = _get(config, (ids_name,), list, problems)
     said = _get(config, ("speculators_config", "algorithm"), str, problems)
     if said not in (None, algorithm):
-        problems.append(f"speculators_config.algorithm is {said!r}, but speculators_model_type is {algorithm!r}")
+        problems.append(
+            f"speculators_config.algorithm is {said!r}, but speculators_model_type is {algorithm!r}"
+        )
     shared["speculative_tokens"] = _speculative_tokens(config, problems)
     _get(config, ("speculators_config", "verifier", "name_or_path"), str, problems)
-    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+    for name in (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    ):
         if layers:
             _positive(layers, (name,), problems, prefix="transformer_layer_config.")
     if layer_ids is not None:
@@ -186,11 +196,15 @@ def _speculative_tokens(config: Mapping[str, Any], problems: list[str]) -> int |
     if methods is None:
         return None
     if not methods or not all(isinstance(method, dict) for method in methods):
-        problems.append(f"speculators_config.proposal_methods must be a non-empty list of objects, got {methods!r}")
+        problems.append(
+            f"speculators_config.proposal_methods must be a non-empty list of objects, got {methods!r}"
+        )
         return None
     default = config["speculators_config"].get("default_proposal_method")
     chosen = next((m for m in methods if m.get("proposal_type") == default), methods[0])
-    return _positive(chosen, ("speculative_tokens",), problems, prefix="speculators_config.proposal_methods[0].")
+    return _positive(
+        chosen, ("speculative_tokens",), problems, prefix="speculators_config.proposal_methods[0]."
+    )
 
 
 def _one_rope(layers: Mapping[str, Any], problems: list[str]) -> dict | None:
@@ -205,11 +219,15 @@ def _one_rope(layers: Mapping[str, Any], problems: list[str]) -> dict | None:
     if not nested:
         return rope
     if any(value != nested[0] for value in nested):
-        problems.append("transformer_layer_config.rope_parameters differ between layer types, which is not supported")
+        problems.append(
+            "transformer_layer_config.rope_parameters differ between layer types, which is not supported"
+        )
     return nested[0]
 
 
-def _get(config: Mapping, path: tuple[str, ...], kind: type, problems: list[str], prefix: str = "", **default) -> Any:
+def _get(
+    config: Mapping, path: tuple[str, ...], kind: type, problems: list[str], prefix: str = "", **default
+) -> Any:
     """The value at `path`, or None after noting what is wrong with it."""
     name = prefix + ".".join(path)
     value: Any = config

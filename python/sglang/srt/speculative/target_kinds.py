@@ -38,7 +38,9 @@ class TargetKind:
         """Have `model` return the outputs of these layers beside its logits. Raises ValueError if it cannot."""
         method = getattr(model, self.capture, None)
         if method is None:
-            raise ValueError(f"DFLASH needs hidden states of the target, and {type(model).__name__} has no {self.capture}.")
+            raise ValueError(
+                f"DFLASH needs hidden states of the target, and {type(model).__name__} has no {self.capture}."
+            )
         method(list(layer_ids))
 
 
@@ -101,14 +103,22 @@ def target_kind(architectures: Sequence[str] | None) -> TargetKind:
 
 def _capture_method(name: str | None) -> str:
     """How SGLang's class of this name is told what to capture. Raises ValueError for one that cannot, or is not there."""
-    from sglang.srt.models.registry import ModelRegistry  # imports every model there is, so only where nothing else helps
+    from sglang.srt.models.registry import (
+        ModelRegistry,
+    )  # imports every model there is, so only where nothing else helps
 
     model_class = ModelRegistry.models.get(name)
     if model_class is None:
-        raise ValueError(f"DFLASH cannot serve {name}: SGLang has no such model, or could not import it on this machine.")
-    found = next((method for method in (_DFLASH_CAPTURE, _EAGLE3_CAPTURE) if hasattr(model_class, method)), None)
+        raise ValueError(
+            f"DFLASH cannot serve {name}: SGLang has no such model, or could not import it on this machine."
+        )
+    found = next(
+        (method for method in (_DFLASH_CAPTURE, _EAGLE3_CAPTURE) if hasattr(model_class, method)), None
+    )
     if found is None:
-        raise ValueError(f"DFLASH cannot serve {name}: a draft reads hidden states of its target, and SGLang captures none of it.")
+        raise ValueError(
+            f"DFLASH cannot serve {name}: a draft reads hidden states of its target, and SGLang captures none of it."
+        )
     return found
 
 

@@ -46,5 +46,7 @@ class RoutedUpdater:
         except Exception as error:  # whatever a checkpoint can be broken by
             self._model_config.model_path = before
             loaded, message = self._updater.update_weights_from_disk(before, *args, **kwargs)
-            restored = "the old weights are back" if loaded else f"the old ones did not load either: {message}"
+            restored = (
+                "the old weights are back" if loaded else f"the old ones did not load either: {message}"
+            )
             return False, f"{model_path!r} does not load, {restored}: {error}"

@@ -28,7 +28,11 @@ class Acceptance(NamedTuple):
 
 
 def accept_greedy(
-    tokens: torch.Tensor, target_tokens: torch.Tensor, best: torch.Tensor, seq_lens: torch.Tensor, broken_token: int
+    tokens: torch.Tensor,
+    target_tokens: torch.Tensor,
+    best: torch.Tensor,
+    seq_lens: torch.Tensor,
+    broken_token: int,
 ) -> Acceptance:
     """Keep drafted tokens while they are what the target says itself: `acceptance.accept_matching_prefix`.
 
@@ -79,11 +83,15 @@ def settle_triton(verdict, best, seq_lens, broken_token):
     return _launch(out_tokens, out_tokens, best, seq_lens, broken_token, accept_len, bonus, is_settled=True)
 
 
-def _launch(tokens, target_tokens, best, seq_lens, broken_token, accept_len, bonus, is_settled: bool) -> Acceptance:
+def _launch(
+    tokens, target_tokens, best, seq_lens, broken_token, accept_len, bonus, is_settled: bool
+) -> Acceptance:
     """accept_len is read where the verdict is settled; else it is written, and so is bonus."""
     assert all(t.is_contiguous() for t in (tokens, target_tokens, best, seq_lens, accept_len))
     bs, block_size = tokens.shape
-    out = Acceptance(accept_len, torch.empty_like(accept_len), bonus, torch.empty_like(seq_lens), torch.empty_like(tokens))
+    out = Acceptance(
+        accept_len, torch.empty_like(accept_len), bonus, torch.empty_like(seq_lens), torch.empty_like(tokens)
+    )
     if bs:
         _accept_kernel[(bs,)](
             tokens,

@@ -120,7 +120,9 @@ def pack_blocks_triton(seq_lens, block_size):
     bs = seq_lens.numel()
     lengths = torch.empty_like(seq_lens)
     keys, queries = (seq_lens.new_empty((bs + 1,), dtype=torch.int32) for _ in range(2))
-    _pack_blocks_kernel[(1,)](seq_lens, lengths, keys, queries, bs, block_size, BLOCK=triton.next_power_of_2(bs + 1))
+    _pack_blocks_kernel[(1,)](
+        seq_lens, lengths, keys, queries, bs, block_size, BLOCK=triton.next_power_of_2(bs + 1)
+    )
     return lengths, keys, queries
 
 

@@ -51,7 +51,17 @@ def block_conv_triton(x: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor,
 
 @triton.jit
 def _block_conv_kernel(
-    x, base, deltas, out, width, hidden, group_size, row_stride, tap_stride, TAPS: tl.constexpr, TILE: tl.constexpr
+    x,
+    base,
+    deltas,
+    out,
+    width,
+    hidden,
+    group_size,
+    row_stride,
+    tap_stride,
+    TAPS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -61,6 +71,8 @@ def _block_conv_kernel(
     for tap in tl.static_range(TAPS):
         seen = inside & (row % width >= tap)
         weight = tl.load(base + tap * hidden + channel, mask=seen, other=0).to(tl.float32)
-        weight += tl.load(deltas + row * row_stride + tap * tap_stride + group, mask=seen, other=0).to(tl.float32)
+        weight += tl.load(deltas + row * row_stride + tap * tap_stride + group, mask=seen, other=0).to(
+            tl.float32
+        )
         total += weight * tl.load(x + (row - tap) * hidden + channel, mask=seen, other=0).to(tl.float32)
     tl.store(out + row * hidden + channel, total, mask=inside)

@@ -146,7 +146,9 @@ def choose_copies_torch(history, records, requests, seq_lens, keys, block_size, 
     return copied, torch.where(is_copied, length, -length).int()
 
 
-def append_tokens_torch(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule):
+def append_tokens_torch(
+    history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule
+):
     """`append_tokens` in PyTorch, on any device."""
     width = out_tokens.shape[1]
     at = seq_lens[:, None] + 1 + torch.arange(width, device=history.device)
@@ -195,7 +197,15 @@ def find_match_triton(history, requests, seq_lens, bound, rule):
 
 @triton.jit(do_not_specialize=["tiles"])
 def _find_match_kernel(
-    history, requests, seq_lens, keys, stride, tiles, LONGEST: tl.constexpr, SHORTEST: tl.constexpr, TILE: tl.constexpr
+    history,
+    requests,
+    seq_lens,
+    keys,
+    stride,
+    tiles,
+    LONGEST: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One program per request and tile of its text. A lane whose tokens differ reads no further."""
     number, tile = tl.program_id(0), tl.program_id(1)
@@ -243,7 +253,9 @@ def choose_copies_triton(history, records, requests, seq_lens, keys, block_size,
 
 
 @triton.jit
-def _trust_kernel(length, MEDIUM: tl.constexpr, LONG: tl.constexpr, SHORT_TRUST: tl.constexpr, MEDIUM_TRUST: tl.constexpr):
+def _trust_kernel(
+    length, MEDIUM: tl.constexpr, LONG: tl.constexpr, SHORT_TRUST: tl.constexpr, MEDIUM_TRUST: tl.constexpr
+):
     return tl.where(length >= LONG, 1.0, tl.where(length >= MEDIUM, MEDIUM_TRUST, SHORT_TRUST))
 
 
@@ -271,7 +283,9 @@ def _choose_copies_kernel(
     part = tl.arange(0, PARTS)
     best = tl.zeros((PARTS,), tl.int64)
     for first in range(0, tiles, PARTS):
-        best = tl.maximum(best, tl.load(keys + number * tiles + first + part, mask=first + part < tiles, other=0))
+        best = tl.maximum(
+            best, tl.load(keys + number * tiles + first + part, mask=first + part < tiles, other=0)
+        )
     key = tl.max(best, axis=0)
     length = (key >> 32).to(tl.int32)
     end = key & 0xFFFFFFFF
@@ -292,7 +306,9 @@ def _choose_copies_kernel(
     tl.store(lengths + number, tl.where(is_copied, length, -length))
 
 
-def append_tokens_triton(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule):
+def append_tokens_triton(
+    history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule
+):
     """`append_tokens` as a Triton kernel. Tensors contiguous, but for the rows of the history."""
     per_request = records, requests, seq_lens, out_tokens, accept_len, lengths
     assert all(t.is_contiguous() for t in per_request) and history.stride(1) == 1

@@ -59,17 +59,39 @@ def prepare_rows(
     One launch on CUDA, without host synchronisation. Moves bs * D * (4 hidden + 32) bytes in bfloat16.
     """
     run = prepare_rows_triton if seq_lens.is_cuda else prepare_rows_torch
-    return run(requests, seq_lens, pending, fused_mask, source, table, mask_token_id, fused, first_drafting, last_start)
+    return run(
+        requests,
+        seq_lens,
+        pending,
+        fused_mask,
+        source,
+        table,
+        mask_token_id,
+        fused,
+        first_drafting,
+        last_start,
+    )
 
 
 def prepare_rows_torch(
-    requests, seq_lens, pending, fused_mask, source, table, mask_token_id, fused, first_drafting, last_start=None
+    requests,
+    seq_lens,
+    pending,
+    fused_mask,
+    source,
+    table,
+    mask_token_id,
+    fused,
+    first_drafting,
+    last_start=None,
 ) -> Rows:
     """`prepare_rows` in PyTorch, on any device."""
     block_size = pending.tokens.shape[1]
     drafted = block_size - 1
     first_pending = seq_lens - pending.count[requests]
-    start = (seq_lens - block_size).clamp(min=0) if last_start is None else first_pending.clamp(max=last_start)
+    start = (
+        (seq_lens - block_size).clamp(min=0) if last_start is None else first_pending.clamp(max=last_start)
+    )
     rows = start[:, None] + torch.arange(2 * drafted, device=seq_lens.device)
     # Which of the pending ones a row is.
     index = rows - first_pending[:, None]
@@ -90,10 +112,28 @@ def prepare_rows_torch(
 
 
 def prepare_rows_triton(
-    requests, seq_lens, pending, fused_mask, source, table, mask_token_id, fused, first_drafting, last_start=None
+    requests,
+    seq_lens,
+    pending,
+    fused_mask,
+    source,
+    table,
+    mask_token_id,
+    fused,
+    first_drafting,
+    last_start=None,
 ) -> Rows:
     """`prepare_rows` as a Triton kernel. Tensors contiguous, but for the rows of the tables."""
-    contiguous = requests, seq_lens, pending.tokens, pending.fused, pending.count, fused_mask, fused, first_drafting
+    contiguous = (
+        requests,
+        seq_lens,
+        pending.tokens,
+        pending.fused,
+        pending.count,
+        fused_mask,
+        fused,
+        first_drafting,
+    )
     assert all(tensor.is_contiguous() for tensor in contiguous)
     assert source.stride(1) == table.stride(1) == 1
     bs, block_size, hidden = requests.numel(), pending.tokens.shape[1], pending.fused.shape[2]
@@ -191,7 +231,11 @@ def _prepare_rows_kernel(
 
 
 def commit_rows(
-    requests: torch.Tensor, accept_len: torch.Tensor, out_tokens: torch.Tensor, fused: torch.Tensor, pending: Pending
+    requests: torch.Tensor,
+    accept_len: torch.Tensor,
+    out_tokens: torch.Tensor,
+    fused: torch.Tensor,
+    pending: Pending,
 ) -> None:
     """Make pending what was verified. Of blocks of w > 1 slots, all of it before having been run: columns 0 .. w - 1, of which
     accept_len + 1 mean something. Of single slots: one more column.

@@ -84,7 +84,11 @@ def _walk_kernel(
         scores = tl.load(unary + row * candidates + column, mask=inside, other=0).to(tl.float32)
         query = tl.load(predecessors + previous * rank + dim, mask=in_rank, other=0).to(tl.float32)
         query *= tl.load(gate + row * rank + dim, mask=in_rank, other=0).to(tl.float32)
-        keys = tl.load(successors + token_ids[:, None] * rank + dim[None, :], mask=inside[:, None] & in_rank[None, :], other=0)
+        keys = tl.load(
+            successors + token_ids[:, None] * rank + dim[None, :],
+            mask=inside[:, None] & in_rank[None, :],
+            other=0,
+        )
         scores += tl.sum(keys.to(tl.float32) * query[None, :], axis=1)
         # Finite at any temperature, as the twin's.
         scores = tl.where(scores == scores, tl.minimum(tl.maximum(scores, -1e30), 1e30), -1e30)

@@ -36,7 +36,9 @@ def rotation_in_one():
 
     @functools.wraps(original)
     def forward_native(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
-        is_plain = self.is_neox_style and self.rotary_dim == self.head_size and not hasattr(self, "sin_cos_cache")
+        is_plain = (
+            self.is_neox_style and self.rotary_dim == self.head_size and not hasattr(self, "sin_cos_cache")
+        )
         if not is_plain or offsets is not None or fused_set_kv_buffer_arg is not None:
             return original(self, positions, query, key, offsets, fused_set_kv_buffer_arg)
         positions = positions.flatten()

@@ -10,7 +10,9 @@ def fused_sigmoid_mul_cpu(x, gate):
 
 def fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim):
     """RMS norm of every head, by 1 + weight: q, k [tokens, heads * head_dim] -> [tokens * heads, head_dim]."""
-    return _gemma_rmsnorm(q.reshape(-1, head_dim), q_weight, eps), _gemma_rmsnorm(k.reshape(-1, head_dim), k_weight, eps)
+    return _gemma_rmsnorm(q.reshape(-1, head_dim), q_weight, eps), _gemma_rmsnorm(
+        k.reshape(-1, head_dim), k_weight, eps
+    )
 
 
 def fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, eps, head_dim, num_heads):

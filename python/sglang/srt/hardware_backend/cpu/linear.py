@@ -31,7 +31,9 @@ def linear_for_this_cpu():
             if x.dtype == torch.float32 and onednn_pays and rows >= _ONEDNN_ROWS:
                 return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             if x.dtype == torch.bfloat16 and not multiplies_bfloat16 and rows >= _CONVERTED_ROWS:
-                out = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+                out = torch.nn.functional.linear(
+                    x.float(), weight.float(), None if bias is None else bias.float()
+                )
                 return out.to(x.dtype)
         return original(self, layer, x, bias)
 

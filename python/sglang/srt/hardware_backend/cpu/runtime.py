@@ -16,7 +16,10 @@ logger = logging.getLogger(__name__)
 
 STAND_IN_DIR = str(Path(__file__).parent / "stand_in")
 CPU_ENGINE_SWITCH = "SGLANG_USE_CPU_ENGINE"  # read by sglang.srt.utils.common.is_cpu
-SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"  # read by libgomp, PyTorch's OpenMP, when a process loads it
+SPIN_VARIABLE, SPIN_COUNT = (
+    "GOMP_SPINCOUNT",
+    "3000",
+)  # read by libgomp, PyTorch's OpenMP, when a process loads it
 
 
 def needs_stand_in() -> bool:

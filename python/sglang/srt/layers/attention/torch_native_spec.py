@@ -74,7 +74,11 @@ class _Segment:
         if key not in self._masks:
             seen = self._seen(sight)
             if seen is not None:
-                seen = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf).repeat(1, group, 1)[:, None]
+                seen = (
+                    torch.zeros(seen.shape, dtype=dtype)
+                    .masked_fill_(~seen, -torch.inf)
+                    .repeat(1, group, 1)[:, None]
+                )
             self._masks[key] = seen
         return self._masks[key]
 
@@ -154,11 +158,17 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
             segments.append(self._segment(requests[some], lengths[some], width, rows))
         return segments
 
-    def _segment(self, requests: torch.Tensor, lengths: torch.Tensor, width: int, rows: slice | torch.Tensor) -> _Segment:
+    def _segment(
+        self, requests: torch.Tensor, lengths: torch.Tensor, width: int, rows: slice | torch.Tensor
+    ) -> _Segment:
         positions = torch.arange(int(lengths.max()))
         slots = self.req_to_token_pool.req_to_token[requests, : positions.numel()].long()
         slots = slots.masked_fill(positions[None, :] >= lengths[:, None], 0).flatten()
-        translated = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots) if self.use_sliding_window_kv_pool else None
+        translated = (
+            self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
+            if self.use_sliding_window_kv_pool
+            else None
+        )
         return _Segment(rows, width, slots, lengths, translated)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
@@ -196,7 +206,9 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
             outputs.append((segment.rows, attended))
         if len(outputs) == 1 and outputs[0][1].shape[0] == q.shape[0]:
             return outputs[0][1].flatten(1)
-        output = q.new_zeros(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)  # a forward may end in padding rows
+        output = q.new_zeros(
+            q.shape[0], layer.tp_q_head_num, layer.v_head_dim
+        )  # a forward may end in padding rows
         for rows, attended in outputs:
             output[rows] = attended
         return output.flatten(1)
@@ -222,15 +234,23 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
             )
             return attended.transpose(1, 2).flatten(0, 1)
         # Query heads that share a KV head become more queries of that head, so KV is never repeated.
-        queries = q.view(bs, width, kv_heads, group, -1).permute(0, 2, 3, 1, 4).reshape(bs, kv_heads, group * width, -1)
+        queries = (
+            q.view(bs, width, kv_heads, group, -1)
+            .permute(0, 2, 3, 1, 4)
+            .reshape(bs, kv_heads, group * width, -1)
+        )
         if sinks is None and not layer.logit_cap:
             mask = segment.mask(sight, group, q.dtype)
-            attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scaling)
+            attended = scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=layer.scaling
+            )
         else:
             mask = segment.mask(sight, 1, q.dtype)
             mask = None if mask is None else mask[:, :, None]
             scores = (queries @ keys.transpose(2, 3) * layer.scaling).view(bs, kv_heads, group, width, -1)
-            attended = _softmax(scores, mask, layer.logit_cap, sinks).view(bs, kv_heads, group * width, -1) @ values
+            attended = (
+                _softmax(scores, mask, layer.logit_cap, sinks).view(bs, kv_heads, group * width, -1) @ values
+            )
         attended = attended.view(bs, kv_heads, group, width, -1).permute(0, 3, 1, 2, 4)
         return attended.reshape(bs * width, heads, -1)
 
@@ -257,7 +277,9 @@ def _is_beyond_stock(runner) -> bool:
     )
 
 
-def _softmax(scores: torch.Tensor, mask: torch.Tensor | None, logit_cap: float, sinks: torch.Tensor | None) -> torch.Tensor:
+def _softmax(
+    scores: torch.Tensor, mask: torch.Tensor | None, logit_cap: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Attention weights of scores [bs, kv_heads, group, width, longest], in float32 on the way."""
     dtype, scores = scores.dtype, scores.float()
     if logit_cap:

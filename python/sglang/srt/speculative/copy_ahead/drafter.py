@@ -33,7 +33,14 @@ class CopyAhead:
     """
 
     def __init__(
-        self, drafter: Drafter, rows: int, context_len: int, block_size: int, vocab_size: int, device: torch.device, metrics
+        self,
+        drafter: Drafter,
+        rows: int,
+        context_len: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+        metrics,
     ):
         self._drafter = drafter
         self._vocab_size = vocab_size
@@ -67,7 +74,10 @@ class CopyAhead:
         self.outcomes.began()
         new = len(prompts.extend_lens) - prompts.num_running
         # What the prefix cache had of a new request is not among the tokens of the prefill.
-        cached = [0 if is_continued else length for is_continued, length in zip(prompts.is_continued, prompts.prefix_lens)]
+        cached = [
+            0 if is_continued else length
+            for is_continued, length in zip(prompts.is_continued, prompts.prefix_lens)
+        ]
         texts = [req.get_fill_ids()[:n] if n else () for req, n in zip(prompts.reqs[:new], cached)]
         self._write(prompts.req_pool_indices[:new], texts)
         self._records[prompts.req_pool_indices[:new]] = self._start
@@ -79,7 +89,9 @@ class CopyAhead:
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
         ends = [prefix + new for prefix, new in zip(prompts.prefix_lens, prompts.extend_lens)]
-        self._history[prompts.req_pool_indices, on_device(ends, torch.int64, next_tokens.device)] = next_tokens.int()
+        self._history[prompts.req_pool_indices, on_device(ends, torch.int64, next_tokens.device)] = (
+            next_tokens.int()
+        )
         self._drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
 
     def join(self, arrival: Arrival) -> None:
@@ -134,7 +146,9 @@ class CopyAhead:
         counts = [len(text) for text in texts]
         if not any(counts):
             return
-        tokens = on_device(np.concatenate([np.asarray(text, dtype=np.int64) for text in texts]), torch.int64, rows.device)
+        tokens = on_device(
+            np.concatenate([np.asarray(text, dtype=np.int64) for text in texts]), torch.int64, rows.device
+        )
         positions = packed_ranges([0] * len(counts), counts, rows.device)
         self._history[_repeated(rows, counts, tokens.numel()), positions] = self._valid(tokens)
 

@@ -92,7 +92,9 @@ class DFlashDrafter:
 
     def _draw(self, cycle: Cycle, output: DraftOutput, sampling_info) -> tuple[torch.Tensor, DraftProbs]:
         """Tokens [bs, B - 1] and what they were drawn from."""
-        rows = output.hidden_states.view(cycle.bs, self._draft_width, -1)[:, self._model.draft.num_idle_rows :]
+        rows = output.hidden_states.view(cycle.bs, self._draft_width, -1)[
+            :, self._model.draft.num_idle_rows :
+        ]
         return draw_drafts(self._model, rows, sampling_info, self._sampling)
 
     def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:

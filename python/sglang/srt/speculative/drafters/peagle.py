@@ -66,7 +66,9 @@ class PEagleDrafter:
             fused=weight.new_zeros(rows, width, weight.numel()),
             count=torch.ones(rows, dtype=torch.int64, device=weight.device),
         )
-        self._absorbed = weight.new_zeros(rows * width, weight.numel())  # fused states that a verify graph leaves
+        self._absorbed = weight.new_zeros(
+            rows * width, weight.numel()
+        )  # fused states that a verify graph leaves
         # No running request has more, as all of them take part in every cycle. Known without asking the device.
         self._most_pending = 1
         self._model.allocate_blocks(rows, self.block_width, self._drafted)
@@ -152,7 +154,11 @@ class PEagleDrafter:
         self._most_pending = self._most_pending + 1 if cycle.width == 1 else cycle.width
 
     def _run_blocks(
-        self, requests: torch.Tensor, seq_lens: torch.Tensor, host_lens: torch.Tensor, can_run_cuda_graph: bool
+        self,
+        requests: torch.Tensor,
+        seq_lens: torch.Tensor,
+        host_lens: torch.Tensor,
+        can_run_cuda_graph: bool,
     ) -> DraftOutput:
         """One forward over a block per request.
 
@@ -225,7 +231,9 @@ class PEagleDrafter:
             extend_prefix_lens_cpu=prefix.tolist(),
             extend_seq_lens_cpu=extend.tolist(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=PEagleRows(draft_token_num=1, capture_hidden_mode=CaptureHiddenMode.NULL, fused=fused[rows]),
+            spec_info=PEagleRows(
+                draft_token_num=1, capture_hidden_mode=CaptureHiddenMode.NULL, fused=fused[rows]
+            ),
             capture_hidden_mode=CaptureHiddenMode.NULL,
             global_num_token_non_padded_cpu=rows.numel(),
         )

@@ -85,7 +85,12 @@ class AdaptiveWidth:
         metrics: Any = None,
     ):
         self._chooser, self._states, self._clock = chooser, states, clock
-        self._tp_group, self._schedule, self._log_every, self._metrics = tp_group, schedule, log_every, metrics
+        self._tp_group, self._schedule, self._log_every, self._metrics = (
+            tp_group,
+            schedule,
+            log_every,
+            metrics,
+        )
         self._births = np.zeros(slots, dtype=np.int64)
         self._prefills = 0
         self._requests: _Requests | None = None
@@ -112,7 +117,9 @@ class AdaptiveWidth:
         """How many slots the cycle that begins now verifies. draws: whether its drafts are drawn, where a request samples."""
         self._follow(self._clock.finished())
         requests = self._requests = self._those_of(batch.reqs, draws)
-        num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])  # as of a cycle or two ago; the batch may not say
+        num_tokens = sum(
+            [req.kv.kv_committed_len for req in batch.reqs]
+        )  # as of a cycle or two ago; the batch may not say
         width = self._agree(requests, num_tokens)
         self._under_way.append(_UnderWay(width, num_tokens, requests))
         self._cycles += 1
@@ -132,7 +139,14 @@ class AdaptiveWidth:
         if known is not None and known[:3] == (rows, draws, self._prefills):
             return known
         slots = np.array(rows, dtype=np.int64)
-        return _Requests(rows, draws, self._prefills, slots, self._births[slots], np.array([_mode(req, draws) for req in reqs]))
+        return _Requests(
+            rows,
+            draws,
+            self._prefills,
+            slots,
+            self._births[slots],
+            np.array([_mode(req, draws) for req in reqs]),
+        )
 
     def tell(self) -> None:
         """The cycle asked for last has been launched."""
@@ -160,9 +174,14 @@ class AdaptiveWidth:
             "cycles_per_width": {str(width): count for width, count in sorted(self._per_width.items())},
             "probes": self._probes,
             "expected": self._expected_per_width(),
-            "measured_over_expected_time": round(self._measured / self._expected, 3) if self._expected else None,
+            "measured_over_expected_time": round(self._measured / self._expected, 3)
+            if self._expected
+            else None,
             "accept_probs": {
-                name: {f"from_token_{age}": probs.round(3).tolist() for age, probs in estimate.averages(m).items()}
+                name: {
+                    f"from_token_{age}": probs.round(3).tolist()
+                    for age, probs in estimate.averages(m).items()
+                }
                 for m, name in enumerate(MODES)
             },
         }
@@ -182,7 +201,9 @@ class AdaptiveWidth:
         a millisecond."""
         self._laps += laps
         if len(self._laps) >= _LAPS:
-            for (num_requests, width), alike in itertools.groupby(self._laps, lambda lap: (lap.num_requests, lap.width)):
+            for (num_requests, width), alike in itertools.groupby(
+                self._laps, lambda lap: (lap.num_requests, lap.width)
+            ):
                 self._tell_laps(num_requests, width, list(alike))
             self._laps = []
 
@@ -190,7 +211,9 @@ class AdaptiveWidth:
         count, seconds = len(laps), sum(lap.seconds for lap in laps)
         num_tokens = sum(lap.num_tokens for lap in laps) // count
         surprise = self._chooser.took(num_requests, width, seconds / count, count, num_tokens)
-        for after, gaps in itertools.groupby((lap for lap in laps if lap.gap is not None), lambda lap: lap.after):
+        for after, gaps in itertools.groupby(
+            (lap for lap in laps if lap.gap is not None), lambda lap: lap.after
+        ):
             self._chooser.costs.follow_gap(num_requests, after, [lap.gap for lap in gaps])
         self._measured += seconds
         self._expected += seconds / math.exp(surprise)

@@ -7,7 +7,15 @@ import numpy as np
 
 from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
-from sglang_dflash.srt.speculative.width.policy import Constants, Exploration, Standing, best_width, expected_tokens, explore, settle
+from sglang_dflash.srt.speculative.width.policy import (
+    Constants,
+    Exploration,
+    Standing,
+    best_width,
+    expected_tokens,
+    explore,
+    settle,
+)
 
 # Cycles that one decision holds for, as with what it learns first it takes the host most of a millisecond: a quarter of those since
 # the width last moved, within these bounds, but only while no more than a quarter of the requests has changed.
@@ -48,7 +56,9 @@ class WidthChooser:
 
     def _learn(self) -> None:
         # As long as a batch stays the same it comes as the same arrays.
-        for _, alike in itertools.groupby(self._not_learned, lambda cycle: (id(cycle[0]), id(cycle[1]), cycle[2])):
+        for _, alike in itertools.groupby(
+            self._not_learned, lambda cycle: (id(cycle[0]), id(cycle[1]), cycle[2])
+        ):
             slots, modes, drafted, _ = (cycles := list(alike))[0]
             self._estimate.learn(slots, modes, drafted, np.array([accepted for *_, accepted in cycles]))
         self._not_learned.clear()
@@ -78,7 +88,9 @@ class WidthChooser:
         tokens = expected_tokens(estimate.accept_probs(slots, modes), widths)
         seconds = self.costs.seconds(num_requests, num_tokens)
         if self._standing is None or is_guessed:
-            self._standing = Standing.at(best_width(tokens, seconds, self.constants.free_rows), len(widths), num_requests)
+            self._standing = Standing.at(
+                best_width(tokens, seconds, self.constants.free_rows), len(widths), num_requests
+            )
         else:
             self._standing = settle(self._standing, tokens, seconds, num_requests, self.constants, cycles)
         index = self._standing.width
@@ -86,7 +98,9 @@ class WidthChooser:
             index += 1  # nothing is learned where nothing is verified
         # What may be faster is not asked before anything is known of what is kept.
         doubt = np.zeros(len(widths)) if is_guessed else self.costs.doubt(num_requests, index)
-        self._exploration, probed = explore(self._exploration, index, tokens, seconds, doubt, self.constants, cycles)
+        self._exploration, probed = explore(
+            self._exploration, index, tokens, seconds, doubt, self.constants, cycles
+        )
         estimate.age(cycles)
         choice = Choice(num_requests, int(widths[index]), index, False, tokens, seconds)
         self._settled = None if is_guessed else choice
@@ -105,6 +119,10 @@ class WidthChooser:
         if len(self._not_learned) == _HOLDS_AT_MOST:  # of a rank that is not asked
             self._learn()
 
-    def took(self, num_requests: int, width: int, seconds: float, cycles: int = 1, num_tokens: int | None = None) -> float:
+    def took(
+        self, num_requests: int, width: int, seconds: float, cycles: int = 1, num_tokens: int | None = None
+    ) -> float:
         """`CostTable.follow`."""
-        return self.costs.follow(num_requests, int(np.searchsorted(self.costs.widths, width)), seconds, cycles, num_tokens)
+        return self.costs.follow(
+            num_requests, int(np.searchsorted(self.costs.widths, width)), seconds, cycles, num_tokens
+        )

@@ -51,7 +51,9 @@ class CostTable:
         self._state = np.zeros(2 + self._base.size)
         self._covariance = np.diag([_COMMON**2, _READS**2] + [_CELL**2] * self._base.size)
         # Of each width the kind its gap is kept under: after plain cycles, after others.
-        self._kinds = (self.widths > 1).astype(int) if waits_for_verdicts else np.zeros(len(self.widths), dtype=int)
+        self._kinds = (
+            (self.widths > 1).astype(int) if waits_for_verdicts else np.zeros(len(self.widths), dtype=int)
+        )
         self._gaps = np.full((len(self.loads), 2), np.nan)
 
     def _between(self, num_requests: int) -> tuple[int, int, float]:
@@ -118,7 +120,12 @@ class CostTable:
         return np.sqrt(np.maximum(variance, 0.0))
 
     def follow(
-        self, num_requests: int, width_index: int, seconds: float, cycles: int = 1, num_tokens: int | None = None
+        self,
+        num_requests: int,
+        width_index: int,
+        seconds: float,
+        cycles: int = 1,
+        num_tokens: int | None = None,
     ) -> float:
         """A cycle took so long, without the gap, on average over some. Returns the logarithm of measured / expected."""
         expected = self.cycle_seconds(num_requests, num_tokens)[width_index]
@@ -128,7 +135,9 @@ class CostTable:
         self._observe(num_requests, width_index, min(max(reading, 0.0), 1.0), bounded, cycles)
         return surprise
 
-    def _observe(self, num_requests: int, width_index: int, reading: float, surprise: float, cycles: int) -> None:
+    def _observe(
+        self, num_requests: int, width_index: int, reading: float, surprise: float, cycles: int
+    ) -> None:
         """A step of the filter. What was observed is log r + log c, of a load in between as much of either row as it is near, and
         of log q the share that reading had in the time."""
         covariance, diagonal = self._covariance, np.einsum("ii->i", self._covariance)

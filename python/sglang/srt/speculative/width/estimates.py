@@ -46,7 +46,9 @@ class Own:
         self._surprise[slots] = self._information[slots] = 0.0
 
     def of(self, slots: np.ndarray) -> np.ndarray:
-        return np.clip(self._surprise[slots] / (self._information[slots] + _OWN_PRECISION), -_OWN_LIMIT, _OWN_LIMIT)
+        return np.clip(
+            self._surprise[slots] / (self._information[slots] + _OWN_PRECISION), -_OWN_LIMIT, _OWN_LIMIT
+        )
 
     def learn(self, slots: np.ndarray, surprise: np.ndarray, information: np.ndarray) -> None:
         """What cycles add to S1 and S2, oldest first: [cycles, n]."""
@@ -68,13 +70,24 @@ class SurvivalEstimate:
     slots: rows of the request table, which tell requests apart. depth: K, drafted tokens of a block.
     """
 
-    def __init__(self, slots: int, depth: int, memory: float = 300.0, forgets_after: float = 200.0, least_weight: float = 12.0):
+    def __init__(
+        self,
+        slots: int,
+        depth: int,
+        memory: float = 300.0,
+        forgets_after: float = 200.0,
+        least_weight: float = 12.0,
+    ):
         self.depth = depth
         self._kept = np.zeros((len(MODES), len(_AGES), depth))
         self._seen = np.zeros_like(self._kept)
         self._put_out = np.zeros(slots, dtype=np.int64)
         self._own = Own(slots)
-        self._remember, self._forget, self._least_weight = 1 - 1 / memory, 0.5 ** (1 / forgets_after), least_weight
+        self._remember, self._forget, self._least_weight = (
+            1 - 1 / memory,
+            0.5 ** (1 / forgets_after),
+            least_weight,
+        )
         self._update()
         self._guess = float(self._hopeful[0, 0])  # a_ik before anything was seen
 
@@ -102,14 +115,20 @@ class SurvivalEstimate:
             averages[:, 0, k] = before
         for age in range(1, len(_AGES)):
             hoped = sigmoid(_logit(averages[:, age - 1]) + _BETTER_WITH_AGE)
-            averages[:, age] = (self._kept[:, age] + _PRIOR_WEIGHT * hoped) / (self._seen[:, age] + _PRIOR_WEIGHT)
+            averages[:, age] = (self._kept[:, age] + _PRIOR_WEIGHT * hoped) / (
+                self._seen[:, age] + _PRIOR_WEIGHT
+            )
         self._averages = averages = np.clip(averages, 1e-3, 1 - 1e-3)
         variance = averages * (1 - averages)
-        hopeful = np.minimum(averages + _OPTIMISM * np.sqrt(variance / (self._seen + _DOUBT_WEIGHT)), 1 - 1e-3)
+        hopeful = np.minimum(
+            averages + _OPTIMISM * np.sqrt(variance / (self._seen + _DOUBT_WEIGHT)), 1 - 1e-3
+        )
         by_group = _NUM_GROUPS, self.depth
         self._hopeful = hopeful.reshape(by_group)
         # Of positions 0 .. k: what `Own` is told of a request that kept k tokens.
-        self._expected, self._information = (of.cumsum(axis=2).reshape(by_group) for of in (averages, variance))
+        self._expected, self._information = (
+            of.cumsum(axis=2).reshape(by_group) for of in (averages, variance)
+        )
 
     def accept_probs(self, slots: np.ndarray, modes: np.ndarray) -> np.ndarray:
         """a_ik of the next cycle, [n, K]. slots, modes: [n]."""
@@ -136,12 +155,16 @@ class SurvivalEstimate:
         # [t, m, g, k]: requests that kept k tokens or more. Those have a label at position k; those of [.., k + 1] kept it.
         cells = (np.arange(cycles)[:, None] * _NUM_GROUPS + groups) * (drafted + 1) + accepted
         outcomes = np.bincount(cells.ravel(), minlength=cycles * _NUM_GROUPS * (drafted + 1))
-        at_least = outcomes.reshape(cycles, *self._seen.shape[:2], drafted + 1)[..., ::-1].cumsum(axis=-1)[..., ::-1]
+        at_least = outcomes.reshape(cycles, *self._seen.shape[:2], drafted + 1)[..., ::-1].cumsum(axis=-1)[
+            ..., ::-1
+        ]
         seen, kept = at_least[..., :drafted], at_least[..., 1:]
         from_here = seen[::-1].cumsum(axis=0)[::-1]  # a label fades with each later one of its position
         faded = self._remember ** (from_here - seen)
         for counts, new in ((self._seen, seen), (self._kept, kept)):
-            counts[..., :drafted] = self._remember ** from_here[0] * counts[..., :drafted] + (faded * new).sum(axis=0)
+            counts[..., :drafted] = self._remember ** from_here[0] * counts[..., :drafted] + (
+                faded * new
+            ).sum(axis=0)
 
     def age(self, cycles: int = 1) -> None:
         """Cycles have passed: the weight of what was seen fades, its average does not."""

@@ -77,7 +77,10 @@ class AdaptiveSettings:
         if self.schedule:
             steps: Sequence[int] = sorted(set(self.schedule))
         elif self.candidate_steps is None:
-            steps = [*(k for k in (2**j - 1 for j in range(block_size.bit_length() + 1)) if k < drafted), drafted]
+            steps = [
+                *(k for k in (2**j - 1 for j in range(block_size.bit_length() + 1)) if k < drafted),
+                drafted,
+            ]
         else:
             steps = self.candidate_steps
         if steps[-1] > drafted:
@@ -89,7 +92,11 @@ class AdaptiveSettings:
 
     def to_environment(self) -> None:
         os.environ[VARIABLE] = json.dumps(
-            {"candidate_steps": self.candidate_steps, "schedule": self.schedule, **dataclasses.asdict(self.constants)}
+            {
+                "candidate_steps": self.candidate_steps,
+                "schedule": self.schedule,
+                **dataclasses.asdict(self.constants),
+            }
         )
 
     @classmethod
@@ -100,5 +107,7 @@ class AdaptiveSettings:
 
 
 def _check_steps(name: str, steps: Any) -> None:
-    if not isinstance(steps, list) or any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in steps):
+    if not isinstance(steps, list) or any(
+        isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in steps
+    ):
         raise ValueError(f"{name} must be a list of numbers of drafted tokens, none negative, got {steps!r}.")

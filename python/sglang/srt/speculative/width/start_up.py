@@ -62,7 +62,9 @@ def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> Ada
         (1e6 * reads).round(3).tolist(),
     )
     padded = bool(captured_sizes(runner))
-    waits = worker.device != "cpu" and any(backend.needs_cpu_seq_lens for backend in worker.spec_v2_attn_backends)
+    waits = worker.device != "cpu" and any(
+        backend.needs_cpu_seq_lens for backend in worker.spec_v2_attn_backends
+    )
     costs = CostTable(np.array(measured), np.array(widths), seconds, padded, reads, context, waits)
     rows = runner.req_to_token_pool.req_to_token.shape[0]
     chooser = WidthChooser(costs, SurvivalEstimate(rows, block_size - 1), settings.constants)
@@ -74,7 +76,9 @@ def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> Ada
 def _loads(runner) -> list[int]:
     """Numbers of running requests to measure: captured ones where there are any, about a factor of two apart."""
     most = runner.max_running_requests
-    known = [n for n in captured_sizes(runner) if n <= most] or [n for n in (1, 4, 16, 64, 256) if n < most] + [most]
+    known = [n for n in captured_sizes(runner) if n <= most] or [
+        n for n in (1, 4, 16, 64, 256) if n < most
+    ] + [most]
     loads: list[int] = []
     for n in known:
         if not loads or n >= 2 * loads[-1] or n == known[-1]:
@@ -84,7 +88,9 @@ def _loads(runner) -> list[int]:
 
 def _longest(runner, block_size: int, wanted: int) -> int:
     """So many committed tokens of a request, or as many as there may be."""
-    return min(wanted, runner.model_config.context_len - 2 * block_size, runner.max_total_num_tokens - 2 * block_size)
+    return min(
+        wanted, runner.model_config.context_len - 2 * block_size, runner.max_total_num_tokens - 2 * block_size
+    )
 
 
 @contextmanager
@@ -142,7 +148,9 @@ def _measure_reads(
                 more.append(sum(long) - sum(short))
                 if time.perf_counter() >= deadline:
                     break
-    target, draft = (runner.token_to_kv_pool.mem_usage for runner in (runner, worker.draft_worker.model_runner))
+    target, draft = (
+        runner.token_to_kv_pool.mem_usage for runner in (runner, worker.draft_worker.model_runner)
+    )
     reads = np.where(np.array(widths) > 1, 1 + draft / target, 1.0)
     return max(np.median(more), 0.0) / (n * (longer - context)) * reads / reads.sum()
 
@@ -186,7 +194,9 @@ def _run_cycle(worker, n: int, context: int, width: int) -> None:
     runner = worker.target_worker.model_runner
     target_out = _forward(runner, cycle, block)
     best, target_tokens = target_out.logits_output.next_token_logits.view(n, width, -1).max(dim=-1)
-    accepted = accept_greedy(block.tokens, target_tokens, best, cycle.seq_lens, runner.model_config.vocab_size)
+    accepted = accept_greedy(
+        block.tokens, target_tokens, best, cycle.seq_lens, runner.model_config.vocab_size
+    )
     verdict = Verdict(accepted.accept_len, target_tokens, accepted.bonus)
     worker.drafter.commit(cycle, worker.verify_tail.left_to_commit(target_out), verdict)
 
@@ -205,7 +215,9 @@ def _forward(runner, cycle: Cycle, block: DraftBlock) -> GenerationBatchResult:
         seq_lens_cpu=cycle.host_lens,
         positions=positions,
         spec_algorithm=SpeculativeAlgorithm.DFLASH,
-        spec_info=DFlashVerifyInput(cycle.width, CaptureHiddenMode.FULL, draft_token=tokens, positions=positions),
+        spec_info=DFlashVerifyInput(
+            cycle.width, CaptureHiddenMode.FULL, draft_token=tokens, positions=positions
+        ),
         capture_hidden_mode=CaptureHiddenMode.FULL,
         global_num_token_non_padded_cpu=tokens.numel(),
         can_run_decode_cuda_graph=True,

@@ -72,7 +72,10 @@ class WidthStates:
     # -- as SGLang's worker ----------------------------------------------------------------------------------------------
 
     def build_adaptive_runtime_state(
-        self, speculative_num_steps: int, speculative_num_draft_tokens: int, cuda_graph_bs: list[int] | None = None
+        self,
+        speculative_num_steps: int,
+        speculative_num_draft_tokens: int,
+        cuda_graph_bs: list[int] | None = None,
     ) -> SpecRuntimeState:
         runner = self._runner
         backend, graphs = runner.attn_backend, None
@@ -85,7 +88,9 @@ class WidthStates:
                     runner.init_new_workspace = workspace
                 if captured_sizes(runner):  # the whole block's
                     graphs = runner._decode_cuda_graph_runner_cls()(
-                        runner, attn_backend=backend, speculative_num_draft_tokens=speculative_num_draft_tokens
+                        runner,
+                        attn_backend=backend,
+                        speculative_num_draft_tokens=speculative_num_draft_tokens,
                     )
             logger.info("DFLASH: backend and graphs for blocks of %d made.", speculative_num_draft_tokens)
         return SpecRuntimeState(

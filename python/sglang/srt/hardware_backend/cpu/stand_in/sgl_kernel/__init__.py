@@ -25,7 +25,9 @@ __path__ = [
 _operators.install()
 
 
-def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
+def assign_req_to_token_pool_cpu(
+    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
+):
     """Write freshly allocated slots into the request table.
 
     `out_cache_loc` [sum(end - start)] is packed request by request; row i fills columns start[i]..end[i]-1 of
@@ -35,7 +37,9 @@ def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, e
     req_to_token[rows, columns] = out_cache_loc[: rows.numel()].to(req_to_token.dtype)
 
 
-def assign_extend_cache_locs_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
+def assign_extend_cache_locs_cpu(
+    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
+):
     """The inverse: read columns start[i]..end[i]-1 of every request into `out_cache_loc`, packed."""
     rows, columns = _packed_rows_and_columns(req_pool_indices, start_offset, end_offset)
     out_cache_loc[: rows.numel()] = req_to_token[rows, columns].to(out_cache_loc.dtype)
@@ -50,14 +54,21 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
 
 
 @_torch.library.custom_op("sgl_kernel::murmur_hash32_cpu", mutates_args=())
-def _murmur_hash32_cpu(seed: _torch.Tensor, positions: _torch.Tensor, col_indices: _torch.Tensor) -> _torch.Tensor:
+def _murmur_hash32_cpu(
+    seed: _torch.Tensor, positions: _torch.Tensor, col_indices: _torch.Tensor
+) -> _torch.Tensor:
     """MurmurHash3 (x86, 32 bit) of (seed, position, column): seeds draws under --enable-deterministic-inference.
 
     seed [n] uint64, positions [n], col_indices [m] -> [n, m] uint32.
     """
     low_half = 0xFFFFFFFF
     seed = seed.view(_torch.int64)[:, None]
-    words = (seed & low_half, (seed >> 32) & low_half, positions.long()[:, None] & low_half, col_indices.long()[None])
+    words = (
+        seed & low_half,
+        (seed >> 32) & low_half,
+        positions.long()[:, None] & low_half,
+        col_indices.long()[None],
+    )
     state = _torch.zeros((), dtype=_torch.int64)
     for word in words:  # int64 products wrap, and their low 32 bits are right all the same
         word = _rotate_left_32((word * 0xCC9E2D51) & low_half, 15)
