@@ -22,7 +22,11 @@ from pathlib import Path
 
 from serving import (
     HYBRID_DRAFT as DRAFT,
+)
+from serving import (
     HYBRID_TARGET as TARGET,
+)
+from serving import (
     Server,
     dflash_arguments,
     heldout_prompts,

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from bench import Load
-
 from gpu.plans import ACCEPT_LENGTH, ADAPTIVE_DFLASH, BUILT_IN_DFLASH, DFLASH, NO_SPECULATION
 from gpu.shapes import PAIRS
 from gpu.work import NEAR_TIE, NEW_TOKENS, PROMPT_TOKENS, REPEATS

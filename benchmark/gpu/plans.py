@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from acceptance import EXPECTED
+from gpu import work
+from gpu.shapes import PAIRS, Pair
 from serving import (
     DFLASH2_DRAFT,
     DRAFT,
@@ -20,9 +22,6 @@ from serving import (
     TARGET,
     dflash_arguments,
 )
-
-from gpu import work
-from gpu.shapes import PAIRS, Pair
 
 SCRATCH = Path("build/gpu")  # below the repository's root, where the servers run; ignored by git
 CONCURRENCIES = (1, 4, 16, 48)

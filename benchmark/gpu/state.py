@@ -12,10 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from serving import ROOT
-
 from gpu import page
 from gpu.plans import Part
+from serving import ROOT
 
 PACKAGES = ("sglang", "sglang-dflash", "torch", "triton", "flashinfer-python")
 

@@ -18,10 +18,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from bench import Load
-from serving import Server, heldout_prompts, serve, text_prompts
-
 from gpu.limit import OutOfTime, TimeLimit
 from gpu.trace import summarize
+from serving import Server, heldout_prompts, serve, text_prompts
 
 PROMPT_TOKENS, NEW_TOKENS = 1024, 512
 REPEATS = 2

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from dflash2_model import load_dflash2
 from draft_model import block_token_ids, load_draft
 from evaluate import walk
 from rollouts import ends_after_stop, rollout
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PLAIN_CANDIDATES = 128  # what the server considers of a plain draft's distribution
 

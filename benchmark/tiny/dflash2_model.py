@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from draft_model import DFlashDraft, Layer
 from safetensors.torch import load_file
 from torch import nn
-
-from draft_model import DFlashDraft, Layer
 
 SELECTOR_RANK, SELECTOR_TOP_K = 128, 32
 CONV_KERNEL_SIZE, CONV_GROUP_SIZE = 2, 16

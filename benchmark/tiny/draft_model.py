@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-from torch import nn
-
 from corpus import MASK_ID
 from kinds import kind_of
+from safetensors.torch import load_file
+from torch import nn
 
 BLOCK_SIZE = 8
 

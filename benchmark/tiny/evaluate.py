@@ -19,11 +19,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from draft_model import aux_from_hidden_states, block_token_ids, load_draft
 from rollouts import ends_after_stop, rollout
 from train_draft import slot_logits
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @torch.no_grad()

@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
-
 from corpus import render_chat
+from tokenizers import Tokenizer
 
 # prompts per length in tokens
 LENGTHS = {

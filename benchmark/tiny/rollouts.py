@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, DynamicCache
-
 from corpus import END_OF_TEXT_ID, IM_END_ID, IM_START_ID
 from draft_model import aux_from_hidden_states
 from kinds import kind_of
+from tokenizers import Tokenizer
 from train_target import join_processes
+from transformers import AutoModelForCausalLM, DynamicCache
 
 ROW_LENGTH = 256
 LONG_ROW_LENGTH = 1024

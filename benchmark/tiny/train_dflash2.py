@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-
 from dflash2_model import DFlash2Draft, dflash2_config
 from draft_model import BLOCK_SIZE, block_token_ids
+from safetensors.torch import load_file
 from train_draft import DECAY, LONG_EVERY, ROWS_PER_STEP, AnchorSampler
 from train_target import MasterWeights, learning_rate_scale, write_checkpoint
 

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-
 from draft_model import BLOCK_SIZE, DFlashDraft, block_token_ids, draft_config
 from kinds import kind_of
+from safetensors.torch import load_file
 from train_target import MasterWeights, join_processes, learning_rate_scale, seconds_since, write_checkpoint
 
 ROWS_PER_STEP, ANCHORS_PER_ROW = 8, 32

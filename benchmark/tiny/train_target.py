@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from corpus import END_OF_TEXT_ID, IM_END_ID
 from kinds import KINDS, Kind
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 TOKENS_PER_STEP = 4096
 CHAT_SHARE = 1 / 8  # rows of a short batch that are ChatML documents

@@ -8,7 +8,6 @@ from reference_dflash import ReferenceDFlash
 from safetensors.torch import load_file
 from serving import DRAFT
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
-
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 
 BASE = {

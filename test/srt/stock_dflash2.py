@@ -13,7 +13,6 @@ from engine import Pools, build
 from sglang.srt.models import dflash as stock
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-
 stock._flashinfer_top_k = None  # which has no CPU version; `torch.topk` is what SGLang then takes
 
 

@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
-
 from sglang_dflash.kernels.ops.speculative import copy_ahead
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
@@ -18,6 +16,7 @@ from sglang_dflash.srt.speculative.copy_ahead.outcomes import WHOLE_CYCLES, Outc
 from sglang_dflash.srt.speculative.dflash_info import Prompts, packed_ranges
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.rejection import DraftProbs
+from triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,8 @@ from conftest import FLOAT32, FLOAT32_TIE
 from copy_watch import Watch
 from scheduled import Job, run
 from serving import TARGET, dflash_arguments, heldout_prompts
-from tokenizers import Tokenizer
-
 from sglang_dflash.srt.hardware_backend.cpu import runtime
+from tokenizers import Tokenizer
 
 pytestmark = [
     pytest.mark.server,

@@ -25,7 +25,6 @@ from safetensors.torch import load, save
 from serving import PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT
 from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
 from sglang.srt.utils.hf_transformers_utils import get_config
-
 from sglang_dflash.srt.arg_groups.dflash_args import load_and_check_configs
 from sglang_dflash.srt.arg_groups.draft_files import INDEX, check_draft_config
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser

@@ -12,7 +12,6 @@ import torch
 from dflash2_cases import VARIANTS, DFlash2Case, dflash2_config, random_dflash2_weights
 from engine import build, read_config
 from serving import DFLASH2_DRAFT, ROOT
-
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.speculative.candidate_selector import Candidates, Draw
 

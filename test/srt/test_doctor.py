@@ -13,7 +13,6 @@ import torch
 from drafts import make_draft
 from safetensors.torch import save_file
 from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
-
 from sglang_dflash import doctor
 from sglang_dflash.srt.doctor import copies, measure, page_style, static_checks
 from sglang_dflash.srt.doctor.checkpoint import Checkpoint

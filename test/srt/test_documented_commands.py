@@ -33,7 +33,6 @@ from serving import (
     TARGET,
     dflash_arguments,
 )
-
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 

@@ -9,7 +9,6 @@ import torch
 from draft_cases import VARIANTS, YARN, Case, random_weights
 from engine import build, read_config
 from reference_dflash import ReferenceDFlash, rope_frequencies
-
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.mask_token import MaskEmbedding
 

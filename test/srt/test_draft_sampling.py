@@ -5,7 +5,6 @@ import torch
 from enumeration import LAST, Case, bisect, deviation, is_valid, random_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from sglang_dflash.srt.speculative.acceptance import accept_matching_prefix
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, choose_tokens, likeliest
 from sglang_dflash.srt.speculative.rejection import (

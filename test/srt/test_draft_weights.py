@@ -5,7 +5,6 @@ import pytest
 import torch
 from draft_cases import BASE, random_weights
 from engine import build, read_config
-
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 
 PARTS = (

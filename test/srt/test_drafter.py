@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from draft_cases import Case, FakePlan, lm_head
-
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle

@@ -4,7 +4,6 @@ Static, so it holds without a GPU; the marked test lets CUDA itself object to a 
 """
 
 import ast
-from pathlib import Path
 
 import pytest
 import torch

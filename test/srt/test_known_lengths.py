@@ -7,7 +7,6 @@ import torch
 from engine import start
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, Prompts
 from sglang_dflash.srt.speculative.known_lengths import resolving_known_lengths
 

@@ -18,7 +18,9 @@ from drafts import random_peagle_draft, read_config
 from reference_dflash import ReferenceDFlash
 from safetensors.torch import load_file, save_file
 from scheduled import Answer, Job, Oracle, run
-from serving import HYBRID_DRAFT as DRAFT, HYBRID_TARGET as TARGET, dflash_arguments, heldout_prompts
+from serving import HYBRID_DRAFT as DRAFT
+from serving import HYBRID_TARGET as TARGET
+from serving import dflash_arguments, heldout_prompts
 
 pytestmark = pytest.mark.server
 

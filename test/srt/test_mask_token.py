@@ -7,9 +7,8 @@ from drafts import REMOVE, make_draft, read_config
 from safetensors.torch import load_file
 from scheduled import Job, run
 from serving import DRAFT, TARGET, dflash_arguments, heldout_prompts
-from transformers import AutoTokenizer
-
 from sglang_dflash.srt.hardware_backend.cpu import runtime
+from transformers import AutoTokenizer
 
 pytestmark = [
     pytest.mark.server,

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from enumeration import Case, as_shuffled_list, deviation, output_law, random_case, sequence_law
-
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.rejection import (
     DraftProbs,

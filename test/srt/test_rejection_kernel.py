@@ -4,10 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernel_compile import ARCHITECTURES, Launch
-from test_verdicts import batches
-from triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
-
 from sglang_dflash.kernels.ops.speculative import rejection as kernels
 from sglang_dflash.srt.speculative.rejection import (
     DraftProbs,
@@ -15,6 +11,9 @@ from sglang_dflash.srt.speculative.rejection import (
     walk_by_block_verification,
     walk_by_rejection,
 )
+from test_kernel_compile import ARCHITECTURES, Launch
+from test_verdicts import batches
+from triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")

@@ -4,14 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
 from sglang_dflash.srt.speculative import prewarm
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.rejection import accept_by_block_verification, accept_by_rejection
 from sglang_dflash.srt.speculative.target_sampling import target_probs
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 BS, WIDTH, VOCABULARY, HIDDEN = 48, 16, 151_936, 4096
 GIGABYTE = 1 << 30

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from sglang.srt.environ import envs
-
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.simulated_acceptance import FIXED_TOKEN_ID, SimulatedAcceptance
 

@@ -22,7 +22,6 @@ from families import (
 from scheduled import Job, Oracle, run
 from serving import dflash_arguments
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
-
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 pytestmark = [

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from families import FAMILIES
-
 from sglang_dflash.srt.speculative import target_kinds
 from sglang_dflash.srt.speculative.dflash_utils import validate_dflash_request
 from sglang_dflash.srt.speculative.target_kinds import (

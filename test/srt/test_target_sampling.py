@@ -11,7 +11,6 @@ import torch
 from engine import start
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-
 from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, repeat_rows, target_probs
 
 DRAWS, EPSILON = 40_000, 0.02

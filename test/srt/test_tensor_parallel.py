@@ -15,10 +15,9 @@ from conftest import run_to_end
 from dflash2_cases import DFlash2Case
 from draft_cases import BASE, Case
 from engine import Pools, start
-from test_target_sampling import VOCABULARY, sampling_info
-
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.rejection import DraftProbs, accept_by_rejection
+from test_target_sampling import VOCABULARY, sampling_info
 
 WORLD = 2
 LENGTHS = [11, 4]
@@ -83,7 +82,6 @@ def test_ranks_take_what_rank_0_chose(top_k):
     """Tokens and verdicts of a rank that would have chosen otherwise."""
     start()
     from sglang.srt.layers.sampler import Sampler
-
     from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 
     torch.manual_seed(0)

@@ -6,7 +6,6 @@ import torch
 from enumeration import LAST, as_list, as_shuffled_list, is_valid
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from sglang_dflash.srt.speculative.acceptance import Verdict, accept_matching_prefix
 from sglang_dflash.srt.speculative.rejection import (
     DraftProbs,

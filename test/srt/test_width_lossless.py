@@ -10,7 +10,6 @@ import itertools
 import pytest
 import torch
 from scipy.stats import chi2
-
 from sglang_dflash.srt.speculative.acceptance import accept_matching_prefix
 from sglang_dflash.srt.speculative.rejection import (
     DraftProbs,

@@ -9,7 +9,6 @@ import pytest
 import torch
 from engine import start
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
-
 from sglang_dflash.kernels.ops.speculative.accept import settle
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import constraints, dflash_utils, dflash_worker

@@ -18,8 +18,8 @@ import contextlib
 import ctypes
 import functools
 import gc
-import io
 import importlib
+import io
 import os
 import pickle
 import runpy

@@ -1,7 +1,6 @@
 """`doctor --copy-ahead`: the blocks that `--speculative-copy-ahead` would have proposed for the same texts."""
 
 import torch
-
 from sglang_dflash.kernels.ops.speculative.copy_ahead import (
     RULE,
     CopyRule,

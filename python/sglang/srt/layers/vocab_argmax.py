@@ -8,6 +8,7 @@ its weight.
 
 import torch
 import torch.nn.functional as F
+
 from sglang.srt.runtime_context import get_parallel
 
 

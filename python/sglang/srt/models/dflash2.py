@@ -9,10 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.utils import add_prefix
-from torch import nn
-
 from sglang_dflash.kernels.ops.speculative.block_conv import block_conv
 from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig, parse_dflash2_config
 from sglang_dflash.srt.layers.vocab_argmax import largest_logits
@@ -20,6 +16,10 @@ from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer, DFlashDraftModel
 from sglang_dflash.srt.speculative.candidate_selector import Candidates, Draw, walk
 from sglang_dflash.srt.speculative.rejection import DraftProbs
+from torch import nn
+
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.utils import add_prefix
 
 
 @dataclass

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.managers.overlap_utils import RelayPayload
-
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
+
+from sglang.srt.managers.overlap_utils import RelayPayload
 
 
 @dataclass(frozen=True, slots=True)

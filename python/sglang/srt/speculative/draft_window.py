@@ -7,11 +7,11 @@ target. Whatever lies before the window is not read; keys keep the positions the
 from dataclasses import dataclass
 
 import torch
-from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
-
 from sglang_dflash.kernels.ops.speculative.window import prepare_window
 from sglang_dflash.srt.arg_groups.draft_attention import PAGED_BACKENDS
 from sglang_dflash.srt.speculative.dflash_info import Cycle
+
+from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import torch
-
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.speculative.candidate_selector import Draw
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts

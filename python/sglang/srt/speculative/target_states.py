@@ -8,6 +8,7 @@ the state after the last of them becomes the request's. Chosen once, at start-up
 from typing import Any, Protocol
 
 import torch
+
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify, prepare_mamba_track_for_verify
 

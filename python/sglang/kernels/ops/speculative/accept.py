@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-
 from sglang_dflash.srt.speculative.acceptance import Verdict, accept_matching_prefix
 
 

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE, append_tokens, choose_copies, find_match
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.copy_ahead.outcomes import Outcomes
 from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts, on_device, packed_ranges
 from sglang_dflash.srt.speculative.disaggregation import Arrival
-from sglang_dflash.srt.speculative.drafters import Drafter, DraftBlock
+from sglang_dflash.srt.speculative.drafters import DraftBlock, Drafter
 from sglang_dflash.srt.speculative.rejection import DraftProbs
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts
 from sglang_dflash.srt.speculative.disaggregation import Arrival

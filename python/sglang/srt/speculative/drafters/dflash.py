@@ -1,10 +1,6 @@
 """The DFlash drafter (arXiv 2602.06036): one non-causal forward per block, context written from the target's states."""
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_disagg, get_spec
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.speculative.acceptance import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput, Prompts
@@ -14,6 +10,10 @@ from sglang_dflash.srt.speculative.draft_window import FullView, WindowView
 from sglang_dflash.srt.speculative.drafters import DraftBlock
 from sglang_dflash.srt.speculative.drafters.waiting_rows import ContextRows, WaitingRows
 from sglang_dflash.srt.speculative.rejection import DraftProbs
+
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_disagg, get_spec
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 # Cycles without drafts whose context is written at once on a CPU.
 _WAITING_CYCLES = 8

@@ -27,9 +27,6 @@ in a block whose drafts nobody looks at.
 """
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
 from sglang_dflash.kernels.ops.speculative.peagle_rows import Pending, commit_rows, prepare_rows
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
@@ -38,6 +35,9 @@ from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts, packed_ran
 from sglang_dflash.srt.speculative.disaggregation import Arrival
 from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.drafters import DraftBlock
+
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 
 class PEagleDrafter:
