@@ -3,9 +3,8 @@
     python benchmark/acceptance.py                                # starts a server for the bundled pair
     python benchmark/acceptance.py --url http://host:30000 --profile qwen3-8b-dflash --prompts mt-bench=mtbench.jsonl
 
-Expected values lie in benchmark/expected_acceptance.json: per profile and prompt set an accept length and the share of
-it that must be reached. Exits with 1 below that, naming the set.
-"""
+Expected values lie in benchmark/expected_acceptance.json: per profile and prompt set an accept length and the
+share of it that must be reached. Exits with 1 below that, naming the set."""
 
 import argparse
 import contextlib
@@ -65,8 +64,8 @@ def measure(server: Server, prompts: list[dict], max_new_tokens: int, concurrenc
 
 
 def sum_histograms(infos: Sequence[dict]) -> list[int]:
-    """Over the `meta_info` of answers: [k] is the blocks in which exactly k drafted tokens were kept. Empty without
-    speculation."""
+    """Over the `meta_info` of answers: [k] is the blocks in which exactly k drafted tokens were kept. Empty
+    without speculation."""
     histograms = [info.get("spec_correct_drafts_histogram") or [] for info in infos]
     return [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
 

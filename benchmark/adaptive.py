@@ -1,13 +1,16 @@
-"""Is adaptive speculation ever slower than the best fixed width, or than none? On the bundled target, in one run.
+"""Is adaptive speculation ever slower than the best fixed width, or than none? On the bundled target, in one
+run.
 
     python benchmark/adaptive.py                                   # everything: two hours on two cores, a third with --starts 1
     python benchmark/adaptive.py --cases trained random --concurrency 1 16 --rounds 20
 
-For each draft two servers: one without speculation, and an adaptive one that verifies each fixed width in turn and twice its own choice,
-each for some cycles (width_switch/sitecustomize.py): the draft fills its block and so many of its tokens are verified. So every request
-goes through every width, and neither where a process lies in memory nor what else the machine does for a while counts for one of them:
-two servers, or slices of seconds, differ by 10 % here where they do the same work. The schedulers count the time and tokens of their
-decode steps. The server without speculation is measured before and after the other, and both are started several times.
+For each draft two servers: one without speculation, and an adaptive one that verifies each fixed width in
+turn and twice its own choice, each for some cycles (width_switch/sitecustomize.py): the draft fills its block
+and so many of its tokens are verified. So every request goes through every width, and neither where a process
+lies in memory nor what else the machine does for a while counts for one of them: two servers, or slices of
+seconds, differ by 10 % here where they do the same work. The schedulers count the time and tokens of their
+decode steps. The server without speculation is measured before and after the other, and both are started
+several times.
 
 Writes benchmark/results/adaptive.md and .json.
 """
@@ -108,10 +111,11 @@ CASES = {
 
 @dataclass
 class Cell:
-    """A draft at one concurrency. speeds: tokens per second of decode steps in each round, by what was served: "none", a number of
-    drafted tokens verified, "adaptive". seconds, tokens, cycles: of all rounds. widths: adaptive cycles per number of drafted tokens
-    verified. deciding: seconds in which these were chosen and learned from. kept: blocks verified whole in turn, by how many of their
-    drafted tokens were kept. prompt_ms: of a prefill, per request, in each start of the servers: without speculation, with."""
+    """A draft at one concurrency. speeds: tokens per second of decode steps in each round, by what was
+    served: "none", a number of drafted tokens verified, "adaptive". seconds, tokens, cycles: of all rounds.
+    widths: adaptive cycles per number of drafted tokens verified. deciding: seconds in which these were
+    chosen and learned from. kept: blocks verified whole in turn, by how many of their drafted tokens were
+    kept. prompt_ms: of a prefill, per request, in each start of the servers: without speculation, with."""
 
     case: str
     concurrency: int
@@ -141,7 +145,8 @@ class Cell:
         return self.tokens[name] / self.seconds[name]
 
     def _on_same_texts(self, k: int) -> float:
-        """Tokens that a cycle commits for a request where it verifies k: what it would have kept of blocks verified whole."""
+        """Tokens that a cycle commits for a request where it verifies k: what it would have kept of blocks
+        verified whole."""
         return 1 + sum(count * min(kept, k) for kept, count in self.kept.items()) / self.kept.total()
 
     def _of_chosen(self, worth: Callable[[int], float]) -> float:
@@ -158,8 +163,8 @@ class Cell:
 
     @property
     def evened(self) -> float:
-        """Adaptive against the best fixed width if all met the same texts and the same moments of the machine: what the chosen widths
-        commit and take in turn, and deciding."""
+        """Adaptive against the best fixed width if all met the same texts and the same moments of the
+        machine: what the chosen widths commit and take in turn, and deciding."""
         best = max(self._on_same_texts(k) / self._turn_seconds(k) for k in STEPS)
         return (
             self._of_chosen(self._on_same_texts)
@@ -261,7 +266,8 @@ def servers(stack: ExitStack, case: Case, start: int, args) -> tuple[Server, Ser
 def measure(
     server: Server, names: dict[str, str], cell: Cell, prompts: list[str], rounds: int, case: Case, args
 ) -> float:
-    """Add so many rounds to the cell. names: of a turn's number, what it serves. Returns a prefill's ms per request."""
+    """Add so many rounds to the cell. names: of a turn's number, what it serves. Returns a prefill's ms per
+    request."""
     seconds = args.seconds * max(
         1, cell.concurrency / _LONGER_BEYOND
     )  # so that hundreds of cycles are adaptive, whose first ones learn
@@ -295,7 +301,8 @@ def run(case: Case, args, say: Callable[[str], None]) -> list[Cell]:
 
 
 def start_and_measure(case: Case, cells: list[Cell], start: int, args, say: Callable[[str], None]) -> None:
-    """Add what one start of both servers shows to the cells. Each has an order of prompts and turns of its own."""
+    """Add what one start of both servers shows to the cells. Each has an order of prompts and turns of its
+    own."""
     prompts = [p["text"] for p in text_prompts()]
     random.Random(start).shuffle(prompts)
     turns = {str(k + 1): str(k) for k in STEPS} | {"0": ADAPTIVE}

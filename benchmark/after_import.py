@@ -1,5 +1,5 @@
-"""Changes to modules of a server that has not imported them yet. Used by the `sitecustomize.py` that benchmarks and tests put on a
-server's PYTHONPATH."""
+"""Changes to modules of a server that has not imported them yet. Used by the `sitecustomize.py` that
+benchmarks and tests put on a server's PYTHONPATH."""
 
 import sys
 from collections.abc import Callable, Mapping

@@ -44,9 +44,9 @@ PHASE_TIMES = "SGLANG_DFLASH_PHASE_TIMES"
 class Load:
     """One server at one concurrency.
 
-    seconds: wall time of the whole request set. accepted[k]: blocks in which exactly k drafted tokens were kept.
-    phase_ms: milliseconds per cycle by phase; "rest" is everything outside our worker (scheduler, detokenizer, HTTP).
-    """
+    seconds: wall time of the whole request set. accepted[k]: blocks in which exactly k drafted tokens were
+    kept. phase_ms: milliseconds per cycle by phase; "rest" is everything outside our worker (scheduler,
+    detokenizer, HTTP)."""
 
     server: str
     concurrency: int

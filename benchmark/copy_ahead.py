@@ -3,15 +3,16 @@
     python benchmark/copy_ahead.py                                 # everything: some 40 minutes on two cores
     python benchmark/copy_ahead.py --sets edit plain --pairs qwen3 --rounds 2
 
-Sets: `edit`, a held-out file to be said again with a name changed; `quote`, a file to be summed up in the target's own words around
-two of its lines; `plain`, held-out prompts to be continued. The bundled targets are too small to do the first two when asked, so their
-logits are held to it (held/sitecustomize.py): the same text in all servers, which the draft sees as it would any other. They loop in
-greedy text of their own, which flatters every copy, so requests whose output does not loop are measured apart: at temperature 0.8,
-and, greedy, the prompts of which at most LOOPS of the output's tokens complete a 5-gram that the output had before.
+Sets: `edit`, a held-out file to be said again with a name changed; `quote`, a file to be summed up in the
+target's own words around two of its lines; `plain`, held-out prompts to be continued. The bundled targets are
+too small to do the first two when asked, so their logits are held to it (held/sitecustomize.py): the same
+text in all servers, which the draft sees as it would any other. They loop in greedy text of their own, which
+flatters every copy, so requests whose output does not loop are measured apart: at temperature 0.8, and,
+greedy, the prompts of which at most LOOPS of the output's tokens complete a 5-gram that the output had
+before.
 
-Two servers per pair, both started first, take turns; a cell is the median of the rounds. Writes benchmark/results/copy-ahead.md and
-.json.
-"""
+Two servers per pair, both started first, take turns; a cell is the median of the rounds. Writes
+benchmark/results/copy-ahead.md and .json."""
 
 import argparse
 import json
@@ -60,7 +61,7 @@ BARS = {"edit": 1.25, "plain": 0.98}
 OFF, ON = "off", "on"
 
 
-# -- prompts -----------------------------------------------------------------------------------------------------------
+# -- prompts
 
 
 def files(count: int) -> list[str]:
@@ -72,7 +73,8 @@ def files(count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Request:
-    """says: what the target is held to, token ids by output position, -1 for its own (held/sitecustomize.py)."""
+    """says: what the target is held to, token ids by output position, -1 for its own
+    (held/sitecustomize.py)."""
 
     text: str
     says: tuple[int, ...] = ()
@@ -110,7 +112,7 @@ def loop_share(ids: Sequence[int], n: int = 5) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-# -- measuring -----------------------------------------------------------------------------------------------------------
+# -- measuring
 
 
 @dataclass
@@ -224,7 +226,7 @@ def run(pair: str, args) -> Iterator[Cell]:
                     yield cell
 
 
-# -- the page --------------------------------------------------------------------------------------------------------------
+# -- the page
 
 
 def row(cell: Cell) -> str:

@@ -1,9 +1,10 @@
-"""When to copy and when to draft: accept lengths of some rules on the sets of benchmark/copy_ahead.py, bundled pair.
+"""When to copy and when to draft: accept lengths of some rules on the sets of benchmark/copy_ahead.py,
+bundled pair.
 
     python benchmark/copy_rules.py
 
-Accept lengths, not speeds: what else the machine does changes nothing. Writes benchmark/results/copy-rules.md.
-"""
+Accept lengths, not speeds: what else the machine does changes nothing. Writes
+benchmark/results/copy-rules.md."""
 
 import argparse
 import json
@@ -42,8 +43,8 @@ SETS = (
 
 
 def accept_lengths(rule: dict | None, quiet: list[Request], args) -> list[str]:
-    """Of one server, a cell for each set. quiet: requests whose greedy output does not loop, the same in every server; found by the
-    first."""
+    """Of one server, a cell for each set. quiet: requests whose greedy output does not loop, the same in
+    every server; found by the first."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     env = {"OMP_NUM_THREADS": "1", **importing(HELD), "COPY_RULE": json.dumps(rule or {})}
     flags = dflash_arguments(DRAFT) + ["--speculative-copy-ahead"] * (rule is not None)

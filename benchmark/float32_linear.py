@@ -1,4 +1,5 @@
-"""float32 `linear` by PyTorch's own choice (MKL) and by oneDNN, one thread, at the bundled target's shapes and others.
+"""float32 `linear` by PyTorch's own choice (MKL) and by oneDNN, one thread, at the bundled target's shapes
+and others.
 
     python benchmark/float32_linear.py
 

@@ -1,13 +1,13 @@
-"""Thousands of greedy requests on the hybrid pair under random joins, aborts, retraction and prefix hits: how many answers
-are not the plain target's?
+"""Thousands of greedy requests on the hybrid pair under random joins, aborts, retraction and prefix hits: how
+many answers are not the plain target's?
 
     python benchmark/hybrid_soak.py --requests 3000
 
-Both servers run in float32, the plain one first. Prompts are held-out ones, cut at random, alone, behind a beginning that
-many share, or continued by a part of their own answer. A pool too small for all and a scheduler that is told answers are
-short make it retract. What follows a position where the target's best two tokens are closer than float32 tells apart is
-not compared. Exits with 1 if an answer is wrong, or if nothing was retracted, aborted or taken from the prefix cache.
-"""
+Both servers run in float32, the plain one first. Prompts are held-out ones, cut at random, alone, behind a
+beginning that many share, or continued by a part of their own answer. A pool too small for all and a
+scheduler that is told answers are short make it retract. What follows a position where the target's best two
+tokens are closer than float32 tells apart is not compared. Exits with 1 if an answer is wrong, or if nothing
+was retracted, aborted or taken from the prefix cache."""
 
 import argparse
 import concurrent.futures

@@ -1,11 +1,12 @@
-"""How long OpenMP threads should spin while they wait, on a CPU server beside nothing and beside another busy process.
+"""How long OpenMP threads should spin while they wait, on a CPU server beside nothing and beside another busy
+process.
 
     python benchmark/openmp_wait.py --settings GOMP_SPINCOUNT=300000 GOMP_SPINCOUNT=10000 OMP_WAIT_POLICY=passive
 
-PyTorch splits an operator over its threads and waits for all of them. Threads that spin lose nothing on an idle machine, and
-everything where they spin for one that has no core; threads that sleep at once pay for every wake-up. One DFLASH server per
-setting, all started first, then asked in turn, several rounds; tokens/s, median of the rounds.
-"""
+PyTorch splits an operator over its threads and waits for all of them. Threads that spin lose nothing on an
+idle machine, and everything where they spin for one that has no core; threads that sleep at once pay for
+every wake-up. One DFLASH server per setting, all started first, then asked in turn, several rounds; tokens/s,
+median of the rounds."""
 
 import argparse
 import contextlib

@@ -31,7 +31,8 @@ class Counts:
 
 
 def read_counts(page: str) -> Counts:
-    """The counters on a /metrics page. Raises ValueError where there are none, or no block was verified yet."""
+    """The counters on a /metrics page. Raises ValueError where there are none, or no block was verified
+    yet."""
     totals: Counter[str] = Counter()
     positions: Counter[int] = Counter()
     for family in text_string_to_metric_families(page):

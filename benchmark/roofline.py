@@ -95,8 +95,8 @@ def verify(pair: Pair, batch: int, context: float) -> Work:
 
 
 def commit(pair: Pair, batch: int, context: float) -> Work:
-    """Captured states to the draft's KV: `fc`, then K and V of all layers. Of all rows, as the verify graph ends with it and
-    only the device knows how many count."""
+    """Captured states to the draft's KV: `fc`, then K and V of all layers. Of all rows, as the verify graph
+    ends with it and only the device knows how many count."""
     rows, hidden = batch * pair.block_size, pair.draft.hidden_size
     aux = len(pair.target_layer_ids) * pair.target.hidden_size
     parameters = aux * hidden + hidden * kv_bytes(pair.draft) // BF16
@@ -133,15 +133,16 @@ SMALL_KERNELS = (
 )
 
 
-# With --speculative-copy-ahead there are five more: lookup, choice, blocks put together, text written, a copy to the host.
+# With --speculative-copy-ahead there are five more: lookup, choice, blocks put together, text written, a copy
+# to the host.
 LAUNCHES = 5
 TEXTS = ((1, 1024), (1, 32_768), (48, 1024), (48, 32_768))
 LAUNCH_S = 5e-6  # of a small kernel, more than it takes
 
 
 def copy_ahead_bytes(pair: Pair, batch: int, context: int) -> int:
-    """Each text read once, int32, a key per 2048 tokens of it; what was copied read and written, merged with the draft's block,
-    and a verified block written."""
+    """Each text read once, int32, a key per 2048 tokens of it; what was copied read and written, merged with
+    the draft's block, and a verified block written."""
     return batch * (4 * context + 8 * -(-context // 2048) + 40 * pair.block_size + 48)
 
 

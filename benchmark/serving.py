@@ -29,8 +29,8 @@ HYBRID_DRAFT = ROOT / "models" / "tiny-qwen3_5-code-dflash"
 HELDOUT_PROMPTS = ROOT / "benchmark" / "tiny" / "prompts" / "heldout.jsonl"
 START_TIMEOUT_S = 240
 
-# Every cycle verifies whole blocks unless a server's flags say --speculative-adaptive, on a CPU too: nothing that is counted depends on
-# what a clock said.
+# Every cycle verifies whole blocks unless a server's flags say --speculative-adaptive, on a CPU too: nothing
+# that is counted depends on what a clock said.
 WHOLE_BLOCKS = {"SGLANG_DFLASH_NO_ADAPTIVE": "1"}
 DEFAULT_WIDTHS = dict.fromkeys(WHOLE_BLOCKS, "")  # undoes it
 
@@ -76,8 +76,8 @@ class Server:
         return json.loads(answer) if answer.startswith(("{", "[")) else answer
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache. SGLang refuses (HTTP 400) while a request is running, which the last one may still be
-        for a step after it was answered."""
+        """Empty the prefix cache. SGLang refuses (HTTP 400) while a request is running, which the last one
+        may still be for a step after it was answered."""
         for attempt in range(50):
             try:
                 self.post("/flush_cache", {})
@@ -101,7 +101,8 @@ def serve(
     timeout: float = START_TIMEOUT_S,
     start: Start | None = None,
 ) -> Iterator[Server]:
-    """Run `PYTHON LAUNCHER ARGUMENTS` until the block ends, with WHOLE_BLOCKS. Raises ServerDied if it never gets ready.
+    """Run `PYTHON LAUNCHER ARGUMENTS` until the block ends, with WHOLE_BLOCKS. Raises ServerDied if it never
+    gets ready.
 
     start: another way to start LAUNCHER ARGUMENTS with these settings and this log, in a session of its own.
     """
@@ -148,7 +149,8 @@ def stop(process: subprocess.Popen) -> None:
 
 
 def heldout_prompts() -> list[dict]:
-    """Prompts neither the bundled target nor its drafts were trained on: {"id", "text", "num_tokens", ...}."""
+    """Prompts neither the bundled target nor its drafts were trained on: {"id", "text", "num_tokens",
+    ...}."""
     with open(HELDOUT_PROMPTS) as lines:
         return [json.loads(line) for line in lines]
 

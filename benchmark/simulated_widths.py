@@ -1,10 +1,10 @@
-"""Which verify widths the policy chooses on a GPU that is not here: its costs from the roofline, its acceptance given.
+"""Which verify widths the policy chooses on a GPU that is not here: its costs from the roofline, its
+acceptance given.
 
     python benchmark/simulated_widths.py [--output benchmark/results/simulated-widths-h200.md]
 
-A cycle takes draft + verify + commit of roofline.py at its lower bound, plus a fixed time for launches; width 1 takes verify and
-commit of one row. Nothing here was measured on a GPU.
-"""
+A cycle takes draft + verify + commit of roofline.py at its lower bound, plus a fixed time for launches; width
+1 takes verify and commit of one row. Nothing here was measured on a GPU."""
 
 import argparse
 from collections import Counter
@@ -24,7 +24,8 @@ WIDTHS = np.array([1, 2, 4, 8, 16])
 CONTEXT = 1024
 LAUNCHES = 0.3e-3  # seconds of a cycle that no roofline counts; a guess, to be replaced by a measurement
 CYCLES = 600
-# P(token k is kept | those before it are), falling from the first to the last. Names say the accept length of a full block.
+# P(token k is kept | those before it are), falling from the first to the last. Names say the accept length of
+# a full block.
 ACCEPTANCE = {
     "strong": np.linspace(0.92, 0.85, 15),
     "usual": np.linspace(0.8, 0.6, 15),
@@ -35,8 +36,8 @@ ACCEPTANCE = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch size with one draft. speeds: tokens/s of each fixed width. adaptive: of the policy, from its first cycle on, probes
-    included. width: its most frequent one."""
+    """One batch size with one draft. speeds: tokens/s of each fixed width. adaptive: of the policy, from its
+    first cycle on, probes included. width: its most frequent one."""
 
     batch: int
     draft: str
@@ -81,13 +82,15 @@ MIXES = (("strong", "weak"), ("strong", "random"), ("usual", "weak"), ("strong",
 
 
 def ragged_gain(pair: Pair, gpu: roofline.Gpu, batch: int, mix: tuple[str, ...]) -> float:
-    """Tokens/s of the best widths, one for each request, to those of the best one for all: at the most, as acceptance is known
-    and rows cost the same however they are shared out. Verify takes what a uniform one of as many rows takes."""
+    """Tokens/s of the best widths, one for each request, to those of the best one for all: at the most, as
+    acceptance is known and rows cost the same however they are shared out. Verify takes what a uniform one of
+    as many rows takes."""
     accept_probs = np.stack([ACCEPTANCE[mix[i % len(mix)]] for i in range(batch)])
     widths = np.arange(1, WIDTHS[-1] + 1)
     seconds = np.array([cycle_seconds(pair, gpu, batch, int(width)) for width in widths])
     uniform = (expected_tokens(accept_probs, WIDTHS) / seconds[WIDTHS - 1]).max()
-    # Row by row to whoever keeps it most likely; a request's survival falls with the position, so its rows stay a prefix.
+    # Row by row to whoever keeps it most likely; a request's survival falls with the position, so its rows
+    # stay a prefix.
     kept = np.sort(survival(accept_probs).ravel())[::-1]
     rows = np.arange(batch, batch * widths[-1] + 1)
     tokens = batch + np.concatenate(([0.0], kept.cumsum()))

@@ -3,12 +3,13 @@
     python benchmark/soak.py --minutes 30
     python benchmark/soak.py --requests 20000 --seed 7
 
-A round is one server: draft, block size, pages, chunking, mixed batches, pool, overlap, adaptive width, window and
-probabilistic drafting are drawn from the seed. Requests are of every kind that users mix, with aborts, disconnects and
-bad ones among them. Checked are greedy answers against the plain target's, token by token up to where float32 cannot tell
-its best two apart; streams, which may not take a token back; counts; that every bad request is refused by name; and after
-a round that nothing runs, no KV slot is taken, the log shows no traceback, and threads, file handles and memory are what
-they were. Ends with a line of figures. What fails is printed with the round that repeats it:
+A round is one server: draft, block size, pages, chunking, mixed batches, pool, overlap, adaptive width,
+window and probabilistic drafting are drawn from the seed. Requests are of every kind that users mix, with
+aborts, disconnects and bad ones among them. Checked are greedy answers against the plain target's, token by
+token up to where float32 cannot tell its best two apart; streams, which may not take a token back; counts;
+that every bad request is refused by name; and after a round that nothing runs, no KV slot is taken, the log
+shows no traceback, and threads, file handles and memory are what they were. Ends with a line of figures. What
+fails is printed with the round that repeats it:
 
     python benchmark/soak.py --seed 7 --only-round 3
 """
@@ -49,7 +50,8 @@ ENVIRONMENT = {
     # Told that answers are short, the scheduler lets in more requests than a small pool carries to their end.
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8",
 }
-# SGLang's watchdog takes a server that was stopped for one that hangs: a client's patience finds those that do.
+# SGLang's watchdog takes a server that was stopped for one that hangs: a client's patience finds those that
+# do.
 NO_WATCHDOG = ("--watchdog-timeout", "86400")
 PLAIN = (
     "--model-path",
@@ -59,7 +61,8 @@ PLAIN = (
     "--constrained-json-disable-any-whitespace",
     *NO_WATCHDOG,
 )
-# Resident memory a server may gain in a round after its first half, in MB: allocators do not give back at once.
+# Resident memory a server may gain in a round after its first half, in MB: allocators do not give back at
+# once.
 MEMORY_SLACK_MB = 200
 SHOWN = 80
 

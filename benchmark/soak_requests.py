@@ -1,4 +1,5 @@
-"""The requests of `soak.py`: random ones of every kind that users mix, each with what its answer has to be."""
+"""The requests of `soak.py`: random ones of every kind that users mix, each with what its answer has to
+be."""
 
 import contextlib
 import http.client
@@ -15,11 +16,12 @@ from typing import Any
 from serving import TARGET, Server, heldout_prompts
 from tokenizers import Tokenizer
 
-# Two batch shapes compute a log probability within about 1e-6 in float32, and where two tokens are closer than this the
-# target has no one answer.
+# Two batch shapes compute a log probability within about 1e-6 in float32, and where two tokens are closer
+# than this the target has no one answer.
 TIE = 1e-5
 LONGEST = 64
-# Seconds a client waits for a server that may have been stopped with it (SIGSTOP) to make room for something else.
+# Seconds a client waits for a server that may have been stopped with it (SIGSTOP) to make room for something
+# else.
 PATIENCE = 3600
 VOCABULARY = json.loads((TARGET / "config.json").read_text())["vocab_size"]
 GRAMMARS = (
@@ -44,7 +46,8 @@ BAD = (
 
 @dataclass(frozen=True)
 class Known:
-    """A greedy request, and the plain target's answer as far as float32 decides it; is_whole: that is all of it."""
+    """A greedy request, and the plain target's answer as far as float32 decides it; is_whole: that is all of
+    it."""
 
     request: dict[str, Any]
     output_ids: list[int]
@@ -110,8 +113,8 @@ class Wrong(Exception):
 def ask(
     server: Server, known: Sequence[Known], generator: random.Random, name: str
 ) -> tuple[str, dict, dict | None]:
-    """Send one random request and check its answer. Returns its kind, the request, and `meta_info` where it was answered.
-    Raises Wrong. name: unique, for aborts."""
+    """Send one random request and check its answer. Returns its kind, the request, and `meta_info` where it
+    was answered. Raises Wrong. name: unique, for aborts."""
     kinds: tuple[tuple[float, Callable], ...] = (
         (0.40, _greedy),
         (0.15, _streamed),

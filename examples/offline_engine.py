@@ -2,9 +2,8 @@
 
     python examples/offline_engine.py --model-path TARGET --draft DRAFT [--requests FILE] [--dtype float32]
 
-FILE has one request per line in the form of POST /generate: {"text": ..., "sampling_params": {...}}. Prints one answer per
-line, as JSON.
-"""
+FILE has one request per line in the form of POST /generate: {"text": ..., "sampling_params": {...}}. Prints
+one answer per line, as JSON."""
 
 import argparse
 import json

@@ -1,5 +1,5 @@
-"""Stream a chat through the OpenAI client. Nothing in it is about DFLASH: speculation shows only in the chunks, of which
-each holds as many tokens as one verified block gave.
+"""Stream a chat through the OpenAI client. Nothing in it is about DFLASH: speculation shows only in the
+chunks, of which each holds as many tokens as one verified block gave.
 
     python examples/openai_stream.py [URL]
 """

@@ -1,11 +1,11 @@
-"""A P-EAGLE draft on greedy and on sampled requests. Like any checkpoint of the `speculators` library it names its target:
+"""A P-EAGLE draft on greedy and on sampled requests. Like any checkpoint of the `speculators` library it
+names its target:
 
     python -m sglang.launch_server --model-path models/tiny-qwen3-code-peagle --speculative-draft-sample-method probabilistic
     python examples/peagle_checkpoint.py [URL]
 
-Sampled requests keep fewer drafted tokens; drawing the drafts ("probabilistic") wins some back. Run it against a server with
-and without that flag to see how much on your own pair.
-"""
+Sampled requests keep fewer drafted tokens; drawing the drafts ("probabilistic") wins some back. Run it
+against a server with and without that flag to see how much on your own pair."""
 
 import sys
 

@@ -1,28 +1,28 @@
-"""How likely a drafted token is kept, by what the draft itself thinks of its tokens: measured by measure.py against
-`speculative/width/estimates.py`, which does not ask the draft."""
+"""How likely a drafted token is kept, by what the draft itself thinks of its tokens: measured by measure.py
+against `speculative/width/estimates.py`, which does not ask the draft."""
 
 import numpy as np
 from sglang_dflash.srt.speculative.width.estimates import MODES, Own, sigmoid
 
 
 def labels(accepted: np.ndarray, drafted: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a verify of `drafted` tokens a request says about a block of `depth`: (is_labelled, is_kept), [n, depth] bool.
-    accepted: [n], drafted tokens kept."""
+    """What a verify of `drafted` tokens a request says about a block of `depth`: (is_labelled, is_kept), [n,
+    depth] bool. accepted: [n], drafted tokens kept."""
     position = np.arange(depth)
     kept = position < accepted[:, None]
     return (position <= accepted[:, None]) & (position < drafted), kept
 
 
 class ConfidenceCalibration:
-    """a_ik = sigmoid(w_m x_ik + b_mk + g_i), x the draft's confidence: the logit of its probability for the token it proposes,
-    bounded to +-40, at the temperature the draft used.
+    """a_ik = sigmoid(w_m x_ik + b_mk + g_i), x the draft's confidence: the logit of its probability for the
+    token it proposes, bounded to +-40, at the temperature the draft used.
 
-    Every `_EVERY` cycles one damped Newton step on the labels since the last, for w and all b at once. With W = a (1 - a)
-    summed per position, c = sum W + 1e-3, d = sum W x, h = sum (y - a):
-        dw = [sum (y - a) x - sum_k d_k h_k / c_k] / [sum W x^2 + 1e-3 - sum_k d_k^2 / c_k] * N / (N + 64)
-        db_k = (h_k - d_k dw) / c_k * n_k / (n_k + 64)
-    the block elimination of a Hessian whose b part is diagonal; N, n_k labels in all and of the position; w stays >= 0.
-    """
+    Every `_EVERY` cycles one damped Newton step on the labels since the last, for w and all b at once. With W
+        = a (1 - a) summed per position, c = sum W + 1e-3, d = sum W x, h = sum (y - a): dw = [sum (y - a) x -
+        sum_k d_k h_k / c_k] / [sum W x^2 + 1e-3 - sum_k d_k^2 / c_k] * N / (N + 64) db_k = (h_k - d_k dw) /
+        c_k * n_k / (n_k + 64)
+    the block elimination of a Hessian whose b part is diagonal; N, n_k labels in all and of the position; w
+    stays >= 0."""
 
     _EVERY, _LIMIT, _DAMPING = 100, 40.0, 64.0
 

@@ -1,12 +1,13 @@
-"""Does the draft's own confidence say more about what will be kept than averages do? Measured on the bundled drafts.
+"""Does the draft's own confidence say more about what will be kept than averages do? Measured on the bundled
+drafts.
 
     python benchmark/confidence/measure.py            # writes benchmark/results/confidence.md
 
-Servers that verify whole blocks write down how sure the draft was and what was kept. Replayed cycle by cycle, the estimate that
-is served (`speculative/width/estimates.py`) and one that asks the draft (calibration.py) say beforehand how likely each token is kept,
-then learn. Held against each other: the log loss of that, and the tokens per second of choosing the width of each cycle by it, where
-the confidence of the cycle itself is known before its width is (it is not, on CUDA, without waiting for the device).
-"""
+Servers that verify whole blocks write down how sure the draft was and what was kept. Replayed cycle by cycle,
+the estimate that is served (`speculative/width/estimates.py`) and one that asks the draft (calibration.py)
+say beforehand how likely each token is kept, then learn. Held against each other: the log loss of that, and
+the tokens per second of choosing the width of each cycle by it, where the confidence of the cycle itself is
+known before its width is (it is not, on CUDA, without waiting for the device)."""
 
 import argparse
 import json
@@ -44,7 +45,8 @@ def record(draft: Path, temperature: float, concurrency: int, requests: int) -> 
 
 
 def replay(cycles: list[dict]) -> dict[str, float]:
-    """Log loss per labelled token, and tokens per second of the widths chosen, relative to the best fixed one."""
+    """Log loss per labelled token, and tokens per second of the widths chosen, relative to the best fixed
+    one."""
     depth = len(cycles[0]["confidence"][0])
     average, calibrated = (
         SurvivalEstimate(len(cycles) * 64, depth),

@@ -1,5 +1,6 @@
-"""Has a server write down, for every cycle, how sure the draft was of each token and how many were kept. Python imports this at
-start-up wherever its folder is on PYTHONPATH; CONFIDENCE_LOG names the file. Used by benchmark/confidence/measure.py."""
+"""Has a server write down, for every cycle, how sure the draft was of each token and how many were kept.
+Python imports this at start-up wherever its folder is on PYTHONPATH; CONFIDENCE_LOG names the file. Used by
+benchmark/confidence/measure.py."""
 
 import json
 import os

@@ -43,8 +43,8 @@ VARIANTS = (NO_SPECULATION, BUILT_IN_DFLASH, DFLASH)
 # Its draft is what dummy weights make of one: nothing is kept, and the least that it may cost is to be seen.
 ADAPTIVE_DFLASH = "adaptive"
 
-# What the tests rehearse on CPU tensors (docs/rehearsal.md), here with the kernels themselves: attention backend, draft, what is
-# added. FA3 last: not every machine has its kernels.
+# What the tests rehearse on CPU tensors (docs/rehearsal.md), here with the kernels themselves: attention
+# backend, draft, what is added. FA3 last: not every machine has its kernels.
 REHEARSED = {
     "flashinfer-dflash": ("flashinfer", DRAFT),
     "flashinfer-peagle": ("flashinfer", PEAGLE_DRAFT),
@@ -113,8 +113,8 @@ class Part:
 
 
 def all_parts(backend: str) -> list[Part]:
-    """In order of what one would like to know first: whether it is right, how fast it is beside the built-in, where the time
-    goes; then what only adds to that."""
+    """In order of what one would like to know first: whether it is right, how fast it is beside the built-in,
+    where the time goes; then what only adds to that."""
     first, *others = PAIRS
     return [
         *rehearsed_parts(backend),

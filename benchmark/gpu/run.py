@@ -6,11 +6,11 @@
     python benchmark/gpu/run.py --only speed/qwen3-8b lossless
     python benchmark/gpu/run.py --dry-run             # print and check every server command; needs no GPU
 
-Parts, the most wanted first: `rehearsed/*` (the bundled pairs in bf16 in the configurations that the tests rehearse
-without a GPU, here with the real kernels: answers and acceptance), `speed/*` (no speculation, SGLang's built-in DFLASH
-and this plugin at the shapes of real models, acceptance simulated), `profile/*` (one cycle under the torch profiler),
-`tests/*` (the suite's tests marked gpu), `lossless/*` (without CUDA graphs). Nothing is downloaded. Results go to
-benchmark/results/gpu.json and gpu.md.
+Parts, the most wanted first: `rehearsed/*` (the bundled pairs in bf16 in the configurations that the tests
+rehearse without a GPU, here with the real kernels: answers and acceptance), `speed/*` (no speculation,
+SGLang's built-in DFLASH and this plugin at the shapes of real models, acceptance simulated), `profile/*` (one
+cycle under the torch profiler), `tests/*` (the suite's tests marked gpu), `lossless/*` (without CUDA graphs).
+Nothing is downloaded. Results go to benchmark/results/gpu.json and gpu.md.
 
 Exit status: 0 all done; 1 something failed (the page says what); 3 time is up, parts are left.
 """

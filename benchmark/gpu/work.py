@@ -32,8 +32,8 @@ LOG_END = 6000  # characters of a server's log that an error carries
 # Two ways of batching the same bf16 sums may round differently in every layer. The bundled target's logits
 # lie 1/16 apart in bf16; up to four such steps between its best two tokens is a near-tie, as in the tests.
 NEAR_TIE = 0.25
-# Of the accept length on a CPU, in bf16 as here, over the same prompts and with the same draft. The target's near-ties may fall
-# otherwise; drafts that attend to the wrong rows lose more.
+# Of the accept length on a CPU, in bf16 as here, over the same prompts and with the same draft. The target's
+# near-ties may fall otherwise; drafts that attend to the wrong rows lose more.
 LEAST_OF_EXPECTED = 0.97
 # What this plugin's worker logs when it is built.
 DRAFTERS = ("DFlashDrafter", "DFlash2Drafter", "PEagleDrafter")
@@ -45,7 +45,8 @@ RANKED = 128  # of a position's tokens, the likeliest, among which a penalised c
 
 @contextlib.contextmanager
 def running(plan, limit: TimeLimit) -> Iterator[Server]:
-    """The plan's server. Raises RuntimeError if it is not the variant it should be, or for what goes wrong with it."""
+    """The plan's server. Raises RuntimeError if it is not the variant it should be, or for what goes wrong
+    with it."""
     with serve(*plan.arguments, env=plan.environment, timeout=START_TIMEOUT_S) as server:
         limit.guard(server.process)
         log = server.log()
@@ -94,8 +95,8 @@ def read_junit(xml: str) -> dict:
 
 
 def measure_speed(plan, concurrencies: Sequence[int], accept_length: float | None, limit: TimeLimit) -> dict:
-    """{"loads": a `bench.Load` per concurrency, repeats together}; of an adaptive server "widths", what it says of them after
-    each. accept_length: what the server was told to accept."""
+    """{"loads": a `bench.Load` per concurrency, repeats together}; of an adaptive server "widths", what it
+    says of them after each. accept_length: what the server was told to accept."""
     loads, problems, widths = [], [], []
     with running(plan, limit) as server:
         for concurrency in concurrencies:
@@ -187,8 +188,8 @@ def check_lossless(plans: Sequence, limit: TimeLimit) -> dict:
 
 
 def rehearsed_requests() -> tuple[list[dict], list[dict], list[dict]]:
-    """Greedy ones, as benchmark/acceptance.py asks them; kinds that take other ways through a cycle, each with the target's one
-    answer; and penalised ones."""
+    """Greedy ones, as benchmark/acceptance.py asks them; kinds that take other ways through a cycle, each
+    with the target's one answer; and penalised ones."""
     length = {"temperature": 0, "max_new_tokens": 128}
     texts = [p["text"] for p in text_prompts()]
     greedy = [{"text": text, "sampling_params": length} for text in texts]
@@ -205,8 +206,9 @@ def rehearsed_requests() -> tuple[list[dict], list[dict], list[dict]]:
 
 
 def penalized_gaps(server: Server, answers: Sequence[dict]) -> list[float]:
-    """How far each penalised answer's tokens ever are from the best choice, in penalised log probability: by the target's own of the
-    whole answer in one prefill, from which what was said before each token is taken off here."""
+    """How far each penalised answer's tokens ever are from the best choice, in penalised log probability: by
+    the target's own of the whole answer in one prefill, from which what was said before each token is taken
+    off here."""
     prompts = [[token for _, token, *_ in answer["meta_info"]["input_token_logprobs"]] for answer in answers]
     asked = [
         {
@@ -235,8 +237,9 @@ def _penalty(times: int) -> float:
 
 
 def check_rehearsed(reference, plan, known: Path, accept_length: float | None, limit: TimeLimit) -> dict:
-    """{"drafts": [a `compare`], "kinds": differences, "penalized_gaps"}: the plan's answers against the target's own, which `known`
-    keeps for all parts on a machine, and how much is accepted. accept_length: what is on a CPU; None: something else."""
+    """{"drafts": [a `compare`], "kinds": differences, "penalized_gaps"}: the plan's answers against the
+    target's own, which `known` keeps for all parts on a machine, and how much is accepted. accept_length:
+    what is on a CPU; None: something else."""
     greedy, kinds, penalized = rehearsed_requests()
     asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in (*greedy, *kinds)]
     told = json.loads(known.read_text()) if known.exists() else {}

@@ -1,6 +1,7 @@
-"""Has a server's target say given tokens. Python imports this at start-up wherever its folder is on PYTHONPATH; used by
-benchmark/copy_ahead.py and benchmark/copy_rules.py. A request's custom_params["says"] are token ids by output position; -1 leaves a position to the target, and the
-first token, which comes from the prefill, is always its own. Drafts see the hidden states of the text that results.
+"""Has a server's target say given tokens. Python imports this at start-up wherever its folder is on
+PYTHONPATH; used by benchmark/copy_ahead.py and benchmark/copy_rules.py. A request's custom_params["says"] are
+token ids by output position; -1 leaves a position to the target, and the first token, which comes from the
+prefill, is always its own. Drafts see the hidden states of the text that results.
 
 COPY_RULE, fields of `CopyRule` as JSON, changes when the server copies."""
 

@@ -1,6 +1,6 @@
-"""The DFlash2 draft in plain PyTorch, for training and measuring: a DFlash draft with convolutions along the block and a
-candidate selector. Tensor names are those of published checkpoints. Shapes as in `draft_model.py`; K candidates, rank r.
-"""
+"""The DFlash2 draft in plain PyTorch, for training and measuring: a DFlash draft with convolutions along the
+block and a candidate selector. Tensor names are those of published checkpoints. Shapes as in
+`draft_model.py`; K candidates, rank r."""
 
 import json
 from pathlib import Path
@@ -27,10 +27,11 @@ def dflash2_config(plain: dict) -> dict:
 
 
 class GroupedConv(nn.Module):
-    """out[i, c] = sum over taps t of (base[t, c] + delta[i, t, group of c]) * x[i - t, c], zero before the block.
+    """out[i, c] = sum over taps t of (base[t, c] + delta[i, t, group of c]) * x[i - t, c], zero before the
+    block.
 
-    One projection of a sublayer's input gives the deltas for its input and for its output. Starts as the identity.
-    """
+    One projection of a sublayer's input gives the deltas for its input and for its output. Starts as the
+    identity."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -90,7 +91,8 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(config["hidden_size"], rank, bias=False)
 
     def forward(self, hidden, predecessors, candidates, unary) -> torch.Tensor:
-        """Scores [..., K] of candidates [..., K] after predecessors [...]; hidden [..., H], unary [..., K]."""
+        """Scores [..., K] of candidates [..., K] after predecessors [...]; hidden [..., H], unary [...,
+        K]."""
         query = self.predecessor_codebook[predecessors] * self.hidden_projection(hidden)
         return unary + (self.successor_codebook[candidates] @ query[..., None]).squeeze(-1).float()
 

@@ -12,7 +12,8 @@ from corpus import END_OF_TEXT_ID, VOCAB_SIZE
 
 @dataclass(frozen=True)
 class Kind:
-    """One bundled pair. `target_layer_ids`: id i is the OUTPUT of layer i, transformers' hidden_states[i + 1]."""
+    """One bundled pair. `target_layer_ids`: id i is the OUTPUT of layer i, transformers' hidden_states[i +
+    1]."""
 
     name: str
     family: str  # as the model card says it

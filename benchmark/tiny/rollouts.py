@@ -44,11 +44,10 @@ def rollout(
 ):
     """Continue prompts [rows, P] int64 to `length` tokens with a KV cache.
 
-    Returns tokens [rows, length] int64, aux [rows, length, A * H] (with `keep_last` one H more, at the end: what
-    the head reads) and argmax [rows, length] int64 (argmax[t] is the greedy token for position
-    t + 1). Slot length - 1 of aux and argmax is zero: nothing reads it.
-    A prompt of `length` tokens just gets its hidden states.
-    """
+    Returns tokens [rows, length] int64, aux [rows, length, A * H] (with `keep_last` one H more, at the end:
+    what the head reads) and argmax [rows, length] int64 (argmax[t] is the greedy token for position t + 1).
+    Slot length - 1 of aux and argmax is zero: nothing reads it. A prompt of `length` tokens just gets its
+    hidden states."""
     layer_ids = list(kind_of(model.config.to_dict()).target_layer_ids)
     if keep_last:  # transformers' last entry is the final norm's output
         layer_ids.append(model.config.num_hidden_layers - 1)

@@ -1,12 +1,13 @@
-"""A server that says what its decode steps took; an adaptive one also verifies given widths in turn. Python imports this at start-up
-wherever its folder is on PYTHONPATH; used by benchmark/adaptive.py.
+"""A server that says what its decode steps took; an adaptive one also verifies given widths in turn. Python
+imports this at start-up wherever its folder is on PYTHONPATH; used by benchmark/adaptive.py.
 
-WIDTH_TURNS: numbers of slots to verify, separated by commas, each for TURN_CYCLES cycles; 0 is the server's own choice. All have their
-turn, in an order drawn anew (from TURN_SEED), as requests that begin together would meet the same turn at the same age again and again. A cycle of
-another turn than its own teaches the policy nothing. /server_info says, as "busy", since the start: of every turn's number the decode
-steps' seconds, tokens and count, but for the first two cycles of a turn, which may pay for the turn before; how many cycles of its own
-choice had which width, and the seconds that choosing and learning took; how often how many drafted tokens were kept where the widest
-turn verified them; and the seconds and requests of prefills."""
+WIDTH_TURNS: numbers of slots to verify, separated by commas, each for TURN_CYCLES cycles; 0 is the server's
+own choice. All have their turn, in an order drawn anew (from TURN_SEED), as requests that begin together
+would meet the same turn at the same age again and again. A cycle of another turn than its own teaches the
+policy nothing. /server_info says, as "busy", since the start: of every turn's number the decode steps'
+seconds, tokens and count, but for the first two cycles of a turn, which may pay for the turn before; how many
+cycles of its own choice had which width, and the seconds that choosing and learning took; how often how many
+drafted tokens were kept where the widest turn verified them; and the seconds and requests of prefills."""
 
 import os
 import random

@@ -2,9 +2,9 @@
 
     python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT [--measure] [--prompts FILE] [--html FILE]
 
-Without a server. Configs and tensor headers are examined first; `--measure` then loads both models in plain PyTorch and decodes
-some prompts. Exit status: 0 nothing found (notes do not count), 1 a fault is named, 2 there is nothing to examine.
-"""
+Without a server. Configs and tensor headers are examined first; `--measure` then loads both models in plain
+PyTorch and decodes some prompts. Exit status: 0 nothing found (notes do not count), 1 a fault is named, 2
+there is nothing to examine."""
 
 import argparse
 import sys

@@ -1,9 +1,8 @@
 """Servers shared by the server tests, and the plain target every output is held against.
 
-Servers are forked from a process that has SGLang imported (warm_start.py). At most one tested server lives at a time, and
-it is kept until a test asks for another configuration: tests that share one stand next to each other. The reference lives
-beside it, asleep.
-"""
+Servers are forked from a process that has SGLang imported (warm_start.py). At most one tested server lives at
+a time, and it is kept until a test asks for another configuration: tests that share one stand next to each
+other. The reference lives beside it, asleep."""
 
 import contextlib
 import functools
@@ -21,8 +20,8 @@ from serving import TARGET, WHOLE_BLOCKS, Server, Start, importing, serve, start
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from warm_start import Nursery
 
-# One PyTorch thread, as two servers share the machine. The scheduler counts its KV slots after every step, and a
-# leak or a double free ends the server instead of a log line.
+# One PyTorch thread, as two servers share the machine. The scheduler counts its KV slots after every step,
+# and a leak or a double free ends the server instead of a log line.
 ENVIRONMENT = {
     **WHOLE_BLOCKS,
     "OMP_NUM_THREADS": "1",
@@ -31,7 +30,8 @@ ENVIRONMENT = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a second of waiting; the warm-up request has gone through by then
 }
-# For servers that say much, or have the default pool, and for stock SGLang: sorting such a pool twice takes as long as a step.
+# For servers that say much, or have the default pool, and for stock SGLang: sorting such a pool twice takes
+# as long as a step.
 UNCOUNTED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "0"}
 # A small model in a JSON grammar otherwise goes on with white space for ever.
 PLAIN_FLOAT32 = ("--dtype", "float32", "--constrained-json-disable-any-whitespace", "--sleep-on-idle")
@@ -82,12 +82,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def nursery() -> Nursery:
-    # Only our plugin: another one that SGLang brings hooks a flag, for which SGLang walks all that is loaded in every fork.
+    # Only our plugin: another one that SGLang brings hooks a flag, for which SGLang walks all that is loaded
+    # in every fork.
     return Nursery.start({**ENVIRONMENT, "SGLANG_PLUGINS": "dflash"})
 
 
 def warm_start() -> Start | None:
-    """`serve`'s way to start a server: from the nursery, or cold where there is a GPU, as CUDA does not survive a fork."""
+    """`serve`'s way to start a server: from the nursery, or cold where there is a GPU, as CUDA does not
+    survive a fork."""
     if not runtime.needs_stand_in():
         return None
     return nursery().run_main
@@ -197,8 +199,9 @@ def near_tie(reference_answer: dict, position: int) -> float:
 
 
 def undecided_from(reference_answer: dict) -> int | None:
-    """The first output position where float32 cannot tell the target's best two tokens apart: from there on the
-    target has no one answer, it depends on the order of its additions. Known before any tested server answers."""
+    """The first output position where float32 cannot tell the target's best two tokens apart: from there on
+    the target has no one answer, it depends on the order of its additions. Known before any tested server
+    answers."""
     count = len(reference_answer["meta_info"]["output_top_logprobs"])
     return next((i for i in range(count) if near_tie(reference_answer, i) < FLOAT32_TIE), None)
 
@@ -212,8 +215,8 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 
 def differences(requests: Sequence[dict], answers: Sequence[dict], expected: Sequence[dict]) -> list[dict]:
-    """Every request whose output ids, text or reason to finish are not the reference's. What follows an undecided position is
-    not compared."""
+    """Every request whose output ids, text or reason to finish are not the reference's. What follows an
+    undecided position is not compared."""
     found = []
     for request, got, want in zip(requests, answers, expected, strict=True):
         position = first_difference(got["output_ids"], want["output_ids"])

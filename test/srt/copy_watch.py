@@ -7,8 +7,8 @@ from sglang_dflash.srt.speculative.copy_ahead import outcomes
 
 
 class Watch:
-    """Called in the scheduler's process: holds the texts on the device against those on the host, and has the draft left out by what
-    is known a cycle or two late, as on a GPU. path: where the outcomes go."""
+    """Called in the scheduler's process: holds the texts on the device against those on the host, and has the
+    draft left out by what is known a cycle or two late, as on a GPU. path: where the outcomes go."""
 
     def __init__(self, path: Path):
         self.path = path

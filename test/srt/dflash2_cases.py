@@ -70,7 +70,8 @@ class DFlash2Case(Case):
         return cls(config, random_dflash2_weights(config, num_aux), num_aux, tmp_path)
 
     def run_blocks(self, lengths: list[int]):
-        """(tokens [bs, B], the captured states of each context, our output), as `compare_blocks` runs them."""
+        """(tokens [bs, B], the captured states of each context, our output), as `compare_blocks` runs
+        them."""
         tokens = self.block_tokens([(5 * i + 2) % self.config["vocab_size"] for i in range(len(lengths))])
         pools = self.pools(len(lengths), max(lengths) + tokens.shape[1])
         contexts = [self.aux_hidden(length, seed) for seed, length in enumerate(lengths)]

@@ -1,4 +1,5 @@
-"""Commands and code that the README, the pages under docs/ and the examples tell people to run, as they stand there."""
+"""Commands and code that the README, the pages under docs/ and the examples tell people to run, as they stand
+there."""
 
 import ast
 import re
@@ -62,8 +63,8 @@ def _lines(block: str) -> list[str]:
 
 
 def commands() -> list[Command]:
-    """Of every page: lines of its bash blocks, and inline code that starts with a program and has an argument. Of every
-    example: the indented commands of its docstring or first comment."""
+    """Of every page: lines of its bash blocks, and inline code that starts with a program and has an
+    argument. Of every example: the indented commands of its docstring or first comment."""
     return [*_of_pages(), *_of_scripts()]
 
 

@@ -1,4 +1,5 @@
-"""Drafts of odd shapes with random weights, each built twice: by our class on SGLang's layers, and by the reference."""
+"""Drafts of odd shapes with random weights, each built twice: by our class on SGLang's layers, and by the
+reference."""
 
 import json
 
@@ -67,7 +68,8 @@ VARIANTS = {
 
 
 def random_weights(config: dict, num_aux: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors, scaled so that every part of the model matters: norms away from 1, biases away from 0."""
+    """A checkpoint's tensors, scaled so that every part of the model matters: norms away from 1, biases away
+    from 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows, columns):
@@ -104,7 +106,8 @@ def random_weights(config: dict, num_aux: int, seed: int = 0) -> dict[str, torch
 
 
 def lm_head(weight: torch.Tensor) -> ParallelLMHead:
-    """The target's head as SGLang holds it: padded with zeros to a multiple of 64 rows, this rank's share of them."""
+    """The target's head as SGLang holds it: padded with zeros to a multiple of 64 rows, this rank's share of
+    them."""
     start()
     head = ParallelLMHead(*weight.shape)
     head.weight_loader(head.weight, weight)
@@ -179,7 +182,8 @@ class Case:
         )
 
     def context_kv(self, aux_hidden: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values the model writes for positions `start`..: two tensors [n, layers, kv_heads, head_dim]."""
+        """Keys and values the model writes for positions `start`..: two tensors [n, layers, kv_heads,
+        head_dim]."""
         n = len(aux_hidden)
         pools = self.pools(1, n)
         where = pools.slots(0, 0, n)

@@ -33,14 +33,14 @@ def make_draft(
 
 
 def always_wrong(folder: Path) -> Path:
-    """The trained draft with its last norm negated: every logit changes sign, so it proposes the LEAST likely token
-    (by its own judgement: a poor draft may hit the target's choice once in a thousand)."""
+    """The trained draft with its last norm negated: every logit changes sign, so it proposes the LEAST likely
+    token (by its own judgement: a poor draft may hit the target's choice once in a thousand)."""
     return make_draft(folder, lambda tensors: {**tensors, "norm.weight": -tensors["norm.weight"]})
 
 
 def random_draft(folder: Path) -> Path:
-    """Random weights, in a shape the trained draft lacks: attention bias, a sliding layer, fewer layers, more KV heads,
-    and no target layer ids, which leaves them to z-lab's even spread."""
+    """Random weights, in a shape the trained draft lacks: attention bias, a sliding layer, fewer layers, more
+    KV heads, and no target layer ids, which leaves them to z-lab's even spread."""
     hidden = read_config(TARGET)["hidden_size"]
     layers, heads, head_dim, inner = 2, 4, 32, 96
     generator = torch.Generator().manual_seed(11)
@@ -98,7 +98,8 @@ def _change(config: dict, changes: dict) -> None:
 
 
 def random_peagle_draft(folder: Path, target: Path, layers: tuple[int, ...]) -> Path:
-    """Random weights in the bundled P-EAGLE draft's shape, for another target: its hidden size, those of its layers."""
+    """Random weights in the bundled P-EAGLE draft's shape, for another target: its hidden size, those of its
+    layers."""
     hidden, old = (
         read_config(target)["hidden_size"],
         read_config(PEAGLE_DRAFT)["transformer_layer_config"]["hidden_size"],

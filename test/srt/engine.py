@@ -1,8 +1,8 @@
 """SGLang's layers without a server: one process, one rank, float32, on the CPU, for the unit tests.
 
-A model of SGLang wants a published configuration, process groups and, in its forward, an attention backend with its
-pools. `start` gives the first two once per process; a `Pools` gives the rest, with slots scattered on purpose.
-"""
+A model of SGLang wants a published configuration, process groups and, in its forward, an attention backend
+with its pools. `start` gives the first two once per process; a `Pools` gives the rest, with slots scattered
+on purpose."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -67,11 +67,12 @@ def build(model_class: type, hf_config, weights: Iterable[tuple[str, torch.Tenso
 
 
 class Pools:
-    """Request table, KV pool and attention backend; what is left of a ModelRunner when its model is taken away.
+    """Request table, KV pool and attention backend; what is left of a ModelRunner when its model is taken
+    away.
 
-    Every request gets slots of its own for `capacity` tokens: whole pages, in random order. Slots nobody wrote hold
-    NaN, so that reading one spoils the result. Slot 0 is SGLang's padding slot, which a request may read and mask.
-    """
+    Every request gets slots of its own for `capacity` tokens: whole pages, in random order. Slots nobody
+    wrote hold NaN, so that reading one spoils the result. Slot 0 is SGLang's padding slot, which a request
+    may read and mask."""
 
     device = "cpu"
 
@@ -118,7 +119,8 @@ class Pools:
     def blocks(
         self, tokens: torch.Tensor, seq_lens: Sequence[int], requests: Sequence[int] | None = None
     ) -> ForwardBatch:
-        """A TARGET_VERIFY batch as the worker builds it: tokens [bs, B] at positions seq_lens[i] .. seq_lens[i]+B-1."""
+        """A TARGET_VERIFY batch as the worker builds it: tokens [bs, B] at positions seq_lens[i] ..
+        seq_lens[i]+B-1."""
         requests = range(len(seq_lens)) if requests is None else requests
         width = tokens.shape[1]
         lengths = torch.tensor(seq_lens)
@@ -142,7 +144,8 @@ class Pools:
     def extend(
         self, prompts: Sequence[Sequence[int]], prefix_lens: Sequence[int] | None = None
     ) -> ForwardBatch:
-        """A prefill batch: request i's prompt, of which the first prefix_lens[i] tokens are in the pool already."""
+        """A prefill batch: request i's prompt, of which the first prefix_lens[i] tokens are in the pool
+        already."""
         prefix = [0] * len(prompts) if prefix_lens is None else list(prefix_lens)
         new = [list(prompt)[n:] for prompt, n in zip(prompts, prefix, strict=True)]
         lengths, extends = torch.tensor([len(p) for p in prompts]), torch.tensor([len(n) for n in new])

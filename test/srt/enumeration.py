@@ -176,8 +176,8 @@ def deviation(rule, case: Case, **options) -> float:
 
 
 def is_valid(block: torch.Tensor, target_probs: torch.Tensor, draft: DraftProbs) -> torch.Tensor:
-    """Requests the rules may be asked about, [bs] bool: distributions that sum to 1 (within 1e-3), and no drafted token
-    that could not have been drawn."""
+    """Requests the rules may be asked about, [bs] bool: distributions that sum to 1 (within 1e-3), and no
+    drafted token that could not have been drawn."""
     valid = (draft.of(block[:, 1:]) > 0).all(dim=1)
     for probs in (target_probs, draft.probs):
         sums_to_one = (probs.sum(dim=2) - 1).abs() < 1e-3  # false for NaN

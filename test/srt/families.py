@@ -1,4 +1,5 @@
-"""A tiny random checkpoint of each family of targets, written by Hugging Face's own classes, with its answers and states."""
+"""A tiny random checkpoint of each family of targets, written by Hugging Face's own classes, with its answers
+and states."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -112,8 +113,9 @@ _WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_att
 
 @dataclass(frozen=True)
 class Family:
-    """config: of transformers' class `architecture`, beside what all share; written: what else SGLang wants to find in
-    config.json; adjust: of the weights; outer: the config around it where the text model is part of a larger one."""
+    """config: of transformers' class `architecture`, beside what all share; written: what else SGLang wants
+    to find in config.json; adjust: of the weights; outer: the config around it where the text model is part
+    of a larger one."""
 
     architecture: str
     config_class: str
@@ -144,8 +146,8 @@ def _loud_sinks(model) -> None:
 
 
 def _quiet_embedding(model) -> None:
-    """Tied and scaled up by the square root of the width, it would drown the layers: every answer would be its prompt's
-    last token."""
+    """Tied and scaled up by the square root of the width, it would drown the layers: every answer would be
+    its prompt's last token."""
     model.get_input_embeddings().weight.data.mul_(0.1)
 
 
@@ -185,7 +187,8 @@ FAMILIES = {
         {**_MOE, **_WINDOWS, "num_local_experts": 4, "intermediate_size": 64},
         adjust=_loud_sinks,
     ),
-    # As the small published ones: embeddings per layer, the last layers reading keys and values of earlier ones.
+    # As the small published ones: embeddings per layer, the last layers reading keys and values of earlier
+    # ones.
     "gemma4": Family(
         "Gemma4ForConditionalGeneration",
         "Gemma4TextConfig",
@@ -223,7 +226,8 @@ FAMILIES = {
         outer="Qwen3VLMoeConfig",
         outer_fields=_QWEN3_VL,
     ),
-    # SGLang keeps the convolution's state in bfloat16, whatever the model's dtype, unless the environment says otherwise.
+    # SGLang keeps the convolution's state in bfloat16, whatever the model's dtype, unless the environment
+    # says otherwise.
     "qwen3.5": Family(
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5TextConfig",
@@ -275,7 +279,8 @@ class Target:
 
     @torch.no_grad()
     def hidden_states(self, ids: Sequence[int]) -> torch.Tensor:
-        """[num_layers + 1, len(ids), hidden]: the embedding, then every layer's output (the last one normed)."""
+        """[num_layers + 1, len(ids), hidden]: the embedding, then every layer's output (the last one
+        normed)."""
         return torch.cat(self.model(torch.tensor([list(ids)]), output_hidden_states=True).hidden_states)
 
 

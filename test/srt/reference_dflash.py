@@ -1,8 +1,7 @@
 """A DFlash draft in plain PyTorch, for the tests: no cache, no batching, no SGLang, one request at a time.
 
-Written from the paper (arXiv 2602.06036, section 3) and from what z-lab's own model does, not from ours. It computes
-in float64, so that what a comparison shows is the rounding of the float32 code under test.
-"""
+Written from the paper (arXiv 2602.06036, section 3) and from what z-lab's own model does, not from ours. It
+computes in float64, so that what a comparison shows is the rounding of the float32 code under test."""
 
 import math
 
@@ -62,10 +61,10 @@ class ReferenceDFlash:
     def sees(self, layer: int, query: int, key: int, anchor: int) -> bool:
         """Whether the block slot at position `query` attends to position `key`.
 
-        A full layer sees everything. In a sliding layer of window W (the query counts) the window reaches back from the
-        query; such a layer is causal unless the config says `is_causal: false`, and then sees as far ahead. Drafts of the
-        speculators library (`window_from_anchor`) see W tokens before the anchor instead, from every slot.
-        """
+        A full layer sees everything. In a sliding layer of window W (the query counts) the window reaches
+        back from the query; such a layer is causal unless the config says `is_causal: false`, and then sees
+        as far ahead. Drafts of the speculators library (`window_from_anchor`) see W tokens before the anchor
+        instead, from every slot."""
         config = self.config
         if (config.get("layer_types") or ["full_attention"] * self.num_layers)[layer] == "full_attention":
             return True
@@ -115,9 +114,8 @@ class ReferenceDFlash:
 def rope_frequencies(config: dict, head_dim: int) -> tuple[torch.Tensor, float]:
     """Radians per position of each pair of dimensions [head_dim / 2], and the factor on queries and keys.
 
-    Plain RoPE, or YaRN (arXiv 2309.00071): pairs that turn often enough within the original length keep their speed,
-    slow ones are slowed by `factor`, those between blend linearly.
-    """
+    Plain RoPE, or YaRN (arXiv 2309.00071): pairs that turn often enough within the original length keep their
+    speed, slow ones are slowed by `factor`, those between blend linearly."""
     theta, pairs = config["rope_theta"], head_dim // 2
     frequencies = theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
     scaling = config.get("rope_scaling")

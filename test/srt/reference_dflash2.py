@@ -1,7 +1,8 @@
-"""A DFlash2 draft in plain PyTorch, for the tests: `ReferenceDFlash` with the convolutions and the selector, in float64.
+"""A DFlash2 draft in plain PyTorch, for the tests: `ReferenceDFlash` with the convolutions and the selector,
+in float64.
 
-Written from the formulas of vllm-project/vllm#52816 and sgl-project/sglang#35371: token by token, channel by channel.
-"""
+Written from the formulas of vllm-project/vllm#52816 and sgl-project/sglang#35371: token by token, channel by
+channel."""
 
 import torch
 from reference_dflash import ReferenceDFlash
@@ -60,7 +61,8 @@ class ReferenceDFlash2(ReferenceDFlash):
         return out
 
     def candidates(self, hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [slots, K] and unary scores of the slots' candidates; hidden [slots, hidden], head [vocab, hidden]."""
+        """Ids [slots, K] and unary scores of the slots' candidates; hidden [slots, hidden], head [vocab,
+        hidden]."""
         logits = hidden.double() @ head.double().T * self.options.get("output_multiplier", 1.0)
         cap = self.options.get("final_logit_softcapping")
         if cap:

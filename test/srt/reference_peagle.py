@@ -1,4 +1,5 @@
-"""A P-EAGLE draft in plain PyTorch, for the tests: no cache, no batching, every step over the whole text, in float64.
+"""A P-EAGLE draft in plain PyTorch, for the tests: no cache, no batching, every step over the whole text, in
+float64.
 
 Written from the paper (arXiv 2602.01469) and from what the speculators library's model does, not from ours.
 """
@@ -27,9 +28,8 @@ class ReferencePEagle(ReferenceDFlash):
     ) -> torch.Tensor:
         """Draft logits [drafted, draft vocab] after `tokens`.
 
-        aux_hidden: [n, num_aux * hidden], of every token but the last. unknown: positions of which the states are not
-        known, so that the learned ones stand in.
-        """
+        aux_hidden: [n, num_aux * hidden], of every token but the last. unknown: positions of which the states
+        are not known, so that the learned ones stand in."""
         real = len(tokens) - 1
         mask = self.weights["mask_hidden"][0]
         states = torch.cat((aux_hidden[:real].double(), mask.expand(drafted - 1, -1)))

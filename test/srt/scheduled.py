@@ -1,8 +1,7 @@
 """SGLang's whole scheduler in one process, without server and tokenizer.
 
-A server test says when requests are sent; here a script says in which scheduler step each one joins and after how many
-tokens it is cut off, so batches change in the same steps every time.
-"""
+A server test says when requests are sent; here a script says in which scheduler step each one joins and after
+how many tokens it is cut off, so batches change in the same steps every time."""
 
 import os
 import pickle
@@ -37,8 +36,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """logprobs: of the output ids, and gaps: how far the best token at each position is ahead of the second, in log
-    probability; where asked for. accepted: drafts kept in each verified block, in order."""
+    """logprobs: of the output ids, and gaps: how far the best token at each position is ahead of the second,
+    in log probability; where asked for. accepted: drafts kept in each verified block, in order."""
 
     output_ids: tuple[int, ...]
     finish_reason: str
@@ -53,9 +52,8 @@ class Answer:
 class Oracle:
     """In place of the draft's tokens: the known answers, each slot spoiled with this probability.
 
-    Long accepts happen then whatever the weights are. answers: one per job, output ids, at least as long as is asked for;
-    None leaves a job to its draft.
-    """
+    Long accepts happen then whatever the weights are. answers: one per job, output ids, at least as long as
+    is asked for; None leaves a job to its draft."""
 
     answers: Sequence[Sequence[int] | None]
     error_rate: float = 0.15
@@ -69,11 +67,12 @@ def run(
     environment: dict[str, str] | None = None,
     prepare: Callable[[Any], None] | None = None,
 ) -> list[list[Answer]]:
-    """Serve groups of jobs one after another on one scheduler, under SGLang's command-line `arguments`, so that the prefix
-    cache of one group is there for the next. One answer per job; a RuntimeError ends with what the process printed.
+    """Serve groups of jobs one after another on one scheduler, under SGLang's command-line `arguments`, so
+    that the prefix cache of one group is there for the next. One answer per job; a RuntimeError ends with
+    what the process printed.
 
-    prepare: called in the process with its scheduler, before anything runs; pickled. A request's id is its job's number.
-    """
+    prepare: called in the process with its scheduler, before anything runs; pickled. A request's id is its
+    job's number."""
     from conftest import run_to_end  # of the tests' process alone
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,8 @@
-"""Greedy requests of every held-out prompt, and what the bundled target alone says to them: golden/target-answers.jsonl.
+"""Greedy requests of every held-out prompt, and what the bundled target alone says to them:
+golden/target-answers.jsonl.
 
-The answers are stock SGLang's without speculation, in float32. After a change to the target or the requests they are made anew:
+The answers are stock SGLang's without speculation, in float32. After a change to the target or the requests
+they are made anew:
 
     PYTHONPATH=benchmark python test/srt/target_answers.py
 """
@@ -16,7 +18,8 @@ GOLDEN = Path(__file__).parent / "golden" / "target-answers.jsonl"
 
 
 def requests_from_prompts() -> list[dict]:
-    """Every held-out prompt, greedy: as text or as ids, 24 to 64 new tokens, half of them past the end-of-text."""
+    """Every held-out prompt, greedy: as text or as ids, 24 to 64 new tokens, half of them past the
+    end-of-text."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     requests = []
     for number, prompt in enumerate(heldout_prompts()):
@@ -28,8 +31,8 @@ def requests_from_prompts() -> list[dict]:
 
 
 def target_answers() -> list[dict]:
-    """One answer per request of `requests_from_prompts`, with the fields that tests compare. Of the target's two best log
-    probabilities at each position only their distance is kept, the best one standing for 0."""
+    """One answer per request of `requests_from_prompts`, with the fields that tests compare. Of the target's
+    two best log probabilities at each position only their distance is kept, the best one standing for 0."""
     lines = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
     made_for, answers = lines[0], lines[1:]
     assert made_for == _made_for(), (

@@ -51,7 +51,8 @@ def test_shapes_and_dtypes():
 
 @pytest.mark.parametrize("width", [1, 2, 16])
 def test_everything_and_nothing_kept(width):
-    """The bonus token comes on top of whatever is kept: a perfect block of width B yields B tokens, a wrong one 1."""
+    """The bonus token comes on top of whatever is kept: a perfect block of width B yields B tokens, a wrong
+    one 1."""
     right = torch.arange(10, 10 + width)[None]
     block = torch.cat([torch.tensor([[5]]), right[:, :-1]], dim=1)
     perfect = accept_matching_prefix(block, right)
@@ -65,11 +66,12 @@ def test_a_late_match_does_not_count():
     assert (verdict.accept_len.item(), verdict.bonus.item()) == (1, 2)
 
 
-# -- losslessness, by enumeration ---------------------------------------------------------------------------------
+# -- losslessness, by enumeration
 #
-# A target over a tiny vocabulary is a table: for every sequence of up to LENGTH tokens the distribution of the next.
-# A draft is another: for every sequence the block it proposes. Following every outcome of every verify draw with its
-# probability gives the exact distribution of output sequences, which must be the target's own.
+# A target over a tiny vocabulary is a table: for every sequence of up to LENGTH tokens the distribution of
+# the next. A draft is another: for every sequence the block it proposes. Following every outcome of every
+# verify draw with its probability gives the exact distribution of output sequences, which must be the
+# target's own.
 
 VOCABULARY, LENGTH, WIDTH = 3, 4, 3
 
@@ -101,7 +103,8 @@ def target_distribution(target) -> dict[tuple, float]:
 
 
 def speculative_distribution(target, draft, accept) -> dict[tuple, float]:
-    """The same under speculative decoding. accept: (blocks, draws) -> Verdict, as `accept_matching_prefix`."""
+    """The same under speculative decoding. accept: (blocks, draws) -> Verdict, as
+    `accept_matching_prefix`."""
     result = dict.fromkeys(itertools.product(range(VOCABULARY), repeat=LENGTH), 0.0)
     pending = {(0,): 1.0}  # (anchor, *output so far): the first anchor belongs to the prompt
     while pending:

@@ -1,4 +1,5 @@
-"""The bundled drafts are accepted as often as benchmark/expected_acceptance.json says, by the harness itself."""
+"""The bundled drafts are accepted as often as benchmark/expected_acceptance.json says, by the harness
+itself."""
 
 import contextlib
 import json

@@ -15,7 +15,7 @@ from sglang_dflash.srt.speculative.width.settings import VARIABLE, AdaptiveSetti
 WIDTHS = (1, 2, 4, 8)
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------
+# -- settings
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_more_than_the_block_holds():
         AdaptiveSettings.of({"candidate_steps": [0, 9]}).widths(8)
 
 
-# -- asking and telling ---------------------------------------------------------------------------------------------------
+# -- asking and telling
 
 
 class Clock(CycleClock):

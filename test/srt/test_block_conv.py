@@ -1,5 +1,5 @@
-"""The convolution along a block against its twin, on a GPU where there is one, else in the interpreter; the twin is held against
-reference_dflash2.py in test_dflash2_model.py."""
+"""The convolution along a block against its twin, on a GPU where there is one, else in the interpreter; the
+twin is held against reference_dflash2.py in test_dflash2_model.py."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Copies from a request's own text: kernels against twins, twins against a search by hand, and what is learned of them."""
+"""Copies from a request's own text: kernels against twins, twins against a search by hand, and what is
+learned of them."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ def test_kernels_in_the_interpreter():
     run_comparisons(__file__)
 
 
-# -- the search ----------------------------------------------------------------------------------------------------------
+# -- the search
 
 
 def random_texts(seed: int, bs: int, longest: int, vocabulary: int, device: str):
@@ -42,7 +43,8 @@ def random_texts(seed: int, bs: int, longest: int, vocabulary: int, device: str)
 
 
 def match_by_hand(text: list[int]) -> tuple[int, int]:
-    """(length, last position) of the longest earlier occurrence of the text's last tokens, the most recent of several."""
+    """(length, last position) of the longest earlier occurrence of the text's last tokens, the most recent of
+    several."""
     found = (0, 0)
     for end in range(len(text) - 1):
         length = 0
@@ -151,7 +153,7 @@ def test_appending_equals_its_twin(seed, bs, width, was_drafted):
         assert torch.equal(outcomes[0][1], records)  # nothing was proposed, so nothing is learned
 
 
-# -- what is learned -----------------------------------------------------------------------------------------------------
+# -- what is learned
 
 
 def play(
@@ -161,8 +163,8 @@ def play(
     length: int = RULE.long,
     known: float = RULE.drafts_start,
 ) -> list[bool]:
-    """Whether a request with a match in every cycle copies, where of a copied block such a share is kept, and of a drafted one.
-    known: what the record says of drafts at first."""
+    """Whether a request with a match in every cycle copies, where of a copied block such a share is kept, and
+    of a drafted one. known: what the record says of drafts at first."""
     history = torch.arange(30, dtype=torch.int32)[None]
     history[0, 20 - length + 1 : 21] = history[0, 1 : length + 1]
     records, rows, seq_lens = (
@@ -198,7 +200,7 @@ def test_a_short_match_gives_way_to_a_good_draft_and_a_long_one_does_not():
     assert all(play(copies_kept=1.0, drafts_kept=0.8, cycles=30, length=RULE.long, known=0.8))
 
 
-# -- the drafter ---------------------------------------------------------------------------------------------------------
+# -- the drafter
 
 
 class Drafted:
@@ -374,7 +376,7 @@ def test_a_cycle_of_one_token_is_text_too():
     assert played.propose(2).tokens.tolist() == [[9, 10, 11, 12]]
 
 
-# -- without the draft -----------------------------------------------------------------------------------------------------
+# -- without the draft
 
 
 def test_the_draft_is_left_out_where_all_copy():
@@ -448,7 +450,7 @@ def test_outcomes_by_source():
     }
 
 
-# -- sampled requests --------------------------------------------------------------------------------------------------------
+# -- sampled requests
 
 
 def test_copied_tokens_are_certain_and_drafted_ones_as_they_were():

@@ -1,8 +1,9 @@
-"""Mutated draft checkpoints: each is refused by an error that names the checkpoint, or describes a draft that loads.
+"""Mutated draft checkpoints: each is refused by an error that names the checkpoint, or describes a draft that
+loads.
 
-In start-up's order: config.json as JSON, through our parser as SGLang reads it, against the target, against the headers of
-the tensors; what passes is loaded. `CORRUPTED_CHECKPOINTS=10000` asks for more of them than `make test` does.
-"""
+In start-up's order: config.json as JSON, through our parser as SGLang reads it, against the target, against
+the headers of the tensors; what passes is loaded. `CORRUPTED_CHECKPOINTS=10000` asks for more of them than
+`make test` does."""
 
 import copy
 import functools

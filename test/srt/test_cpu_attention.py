@@ -1,7 +1,7 @@
 """Every mode and layer option of our CPU attention (TorchNativeSpecAttnBackend) against a plain softmax loop.
 
-float32 against float64, values of order 1: tolerance 1e-5. Slots nobody wrote hold NaN, so a read out of bounds shows.
-"""
+float32 against float64, values of order 1: tolerance 1e-5. Slots nobody wrote hold NaN, so a read out of
+bounds shows."""
 
 import math
 
@@ -22,7 +22,8 @@ HEAD_DIM = 16
 
 @pytest.fixture(params=[1, 1 << 20], ids=["many segments", "one segment"], autouse=True, scope="module")
 def segment_cost(request):
-    """All of this file twice: requests of unequal length cut into segments wherever they can be, and never."""
+    """All of this file twice: requests of unequal length cut into segments wherever they can be, and
+    never."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_native_spec, "_SEGMENT_COST", request.param)
         yield
@@ -54,8 +55,9 @@ def sees(query: int, key: int, causal: bool, window: int | None) -> bool:
 def attend(
     q, k, v, anchor: int, causal: bool, window: int | None, cap: float = 0.0, sinks=None
 ) -> torch.Tensor:
-    """One request. q: [B, heads, dim]; k, v: [anchor + B, kv_heads, dim or another]; returns [B, heads * dim] in float64.
-    cap: scores s become cap * tanh(s / cap). sinks: [heads], a score of each head whose weight goes nowhere."""
+    """One request. q: [B, heads, dim]; k, v: [anchor + B, kv_heads, dim or another]; returns [B, heads * dim]
+    in float64. cap: scores s become cap * tanh(s / cap). sinks: [heads], a score of each head whose weight
+    goes nowhere."""
     q, k, v = q.double(), k.double(), v.double()
     output = q.new_empty(*q.shape[:2], v.shape[2])
     for slot in range(q.shape[0]):
@@ -161,8 +163,8 @@ def test_anything(lengths, width, group, kv_heads, causal, window, page_size, se
 
 
 def test_a_request_does_not_depend_on_its_neighbours():
-    """The batch is padded to its longest request. Rounding aside (a longer padded row may sum in another order), a
-    request's output is the same alone as beside a long one."""
+    """The batch is padded to its longest request. Rounding aside (a longer padded row may sum in another
+    order), a request's output is the same alone as beside a long one."""
 
     def output(lengths):
         pools = Pools(2, 64, layers=1, kv_heads=1, head_dim=HEAD_DIM)
@@ -188,8 +190,8 @@ HEADS, KV_HEADS = 6, 2
 
 
 def run_mode(mode: str, lengths, widths, *, window=None, cap=0.0, sinks=False, seed=0) -> float:
-    """Largest difference over a batch of requests with these committed lengths and this many queries each: a decode step, a
-    prefill, or verify chains."""
+    """Largest difference over a batch of requests with these committed lengths and this many queries each: a
+    decode step, a prefill, or verify chains."""
     generator = torch.Generator().manual_seed(seed)
     pools = Pools(len(lengths), 128, layers=1, kv_heads=KV_HEADS, head_dim=HEAD_DIM, seed=seed)
     layer = RadixAttention(
@@ -246,7 +248,8 @@ def test_modes_and_options(mode, lengths, widths, options):
 
 
 def test_latent_keys():
-    """MLA as SGLang's models absorb it: one latent per token is the key of every head, and its first part the value."""
+    """MLA as SGLang's models absorb it: one latent per token is the key of every head, and its first part the
+    value."""
     rank, rope, heads, lengths, width = 24, 8, 4, [7, 0, 19], 3
     generator = torch.Generator().manual_seed(2)
     pools = Pools(len(lengths), 32, layers=1, kv_heads=1, head_dim=HEAD_DIM)

@@ -1,5 +1,5 @@
-"""The CPU runtime: when it switches itself on, what its stand-in for `sgl_kernel` computes, and what it says about
-what it lacks."""
+"""The CPU runtime: when it switches itself on, what its stand-in for `sgl_kernel` computes, and what it says
+about what it lacks."""
 
 import importlib.util
 import logging
@@ -56,7 +56,7 @@ def test_seeded_draws_hash_seed_position_and_column(rows, columns):
             assert found == murmur3_32(words)
 
 
-# -- its functions ------------------------------------------------------------------------------------------------
+# -- its functions
 
 
 @st.composite
@@ -120,12 +120,13 @@ def test_dunder_names_are_not_invented():
     assert not hasattr(stand_in, "__file_of_another__")
 
 
-# -- when it switches itself on -------------------------------------------------------------------------------------
+# -- when it switches itself on
 
 
 @pytest.fixture
 def bare_machine(monkeypatch):
-    """A process as it was before any activation, on a machine with the CUDA kernels installed and no driver."""
+    """A process as it was before any activation, on a machine with the CUDA kernels installed and no
+    driver."""
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != runtime.STAND_IN_DIR])
     for variable in (runtime.CPU_ENGINE_SWITCH, runtime.SPIN_VARIABLE, "OMP_WAIT_POLICY"):
         monkeypatch.setenv(variable, "")  # so that what is set meanwhile is undone
@@ -201,7 +202,7 @@ def test_openmp_threads_spin_for_a_bounded_time(bare_machine):
     assert os.environ["GOMP_SPINCOUNT"] == runtime.SPIN_COUNT
 
 
-# -- in real processes ----------------------------------------------------------------------------------------------
+# -- in real processes
 
 PARENT = """
 import multiprocessing

@@ -1,4 +1,5 @@
-"""Disaggregation on a CPU, without servers: KV of retracted requests to host memory and back, and whose KV is sent."""
+"""Disaggregation on a CPU, without servers: KV of retracted requests to host memory and back, and whose KV is
+sent."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,5 @@
-"""Declared dependencies: what our files import stands in pyproject.toml, and asks for nothing beyond what SGLang brings."""
+"""Declared dependencies: what our files import stands in pyproject.toml, and asks for nothing beyond what
+SGLang brings."""
 
 import ast
 import importlib.metadata
@@ -44,7 +45,8 @@ def providers() -> dict[str, set[str]]:
 
 
 def own_modules(folder: str) -> set[str]:
-    """What a file there may import of this repository by its bare name: benchmark/ and test/ are on the path."""
+    """What a file there may import of this repository by its bare name: benchmark/ and test/ are on the
+    path."""
     if folder not in ("benchmark", "test"):
         return set()
     files = [path for name in {"benchmark", folder} for path in (ROOT / name).rglob("*.py")]
@@ -110,7 +112,8 @@ def test_every_declaration_is_used(folder):
 
 
 def requirements_of(name: str) -> Iterator[Requirement]:
-    """What an installed distribution requires here, without its extras; nothing for one that is not installed."""
+    """What an installed distribution requires here, without its extras; nothing for one that is not
+    installed."""
     try:
         lines = importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:
@@ -142,7 +145,8 @@ def test_dependencies_come_with_sglang_and_are_bound_as_there():
     direct = {canonicalize_name(r.name): str(r.specifier) for r in requirements_of("sglang")}
     (sglang, *others) = declared()
     assert sglang.name == "sglang" and len(others) >= 4
-    # What is named in an extra and comes with SGLang, too; pytest, hypothesis and matplotlib are the extras' own.
+    # What is named in an extra and comes with SGLang, too; pytest, hypothesis and matplotlib are the extras'
+    # own.
     bound = others + [
         r for r in declared(("test", "bench"))[len(others) + 1 :] if r.name in brought_by_sglang()
     ]

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server
 
-# Two ways of batching the same bf16 sums may round differently in every layer. Logits of 8 to 16, as the bundled
-# target's are, lie 1/16 apart in bf16: a gap of up to four such steps is called a near-tie.
+# Two ways of batching the same bf16 sums may round differently in every layer. Logits of 8 to 16, as the
+# bundled target's are, lie 1/16 apart in bf16: a gap of up to four such steps is called a near-tie.
 BF16_NEAR_TIE = 0.25
 
 BLOCK_SIZE = json.loads((DRAFT / "config.json").read_text())["block_size"]
@@ -63,8 +63,9 @@ def test_server_info_tells_what_runs(server):
 
 
 def test_bf16_differs_from_the_target_only_at_near_ties(server, capsys):
-    """As shipped. Every token of every answer is the bf16 target's best at its place, or rounding tipped a near-tie: the
-    target alone, asked to score prompt and answer, says how far its best token is ahead there. Every such place is printed."""
+    """As shipped. Every token of every answer is the bf16 target's best at its place, or rounding tipped a
+    near-tie: the target alone, asked to score prompt and answer, says how far its best token is ahead there.
+    Every such place is printed."""
     requests = requests_from_prompts()
     requests = random.Random(0).sample(requests, len(requests) // 3)  # bf16 is slow on many a CPU
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
@@ -100,7 +101,8 @@ def test_bf16_differs_from_the_target_only_at_near_ties(server, capsys):
 
 
 def test_numbers_of_an_answer_fit_together(server):
-    """`spec_verify_ct`, the histogram of drafts kept per cycle, and the tokens that came out tell one story."""
+    """`spec_verify_ct`, the histogram of drafts kept per cycle, and the tokens that came out tell one
+    story."""
     for prompt in [p["text"] for p in heldout_prompts() if p["num_tokens"] >= 8][::40]:
         answer = server.generate(
             text=prompt, sampling_params={"temperature": 0, "max_new_tokens": 50, "ignore_eos": True}
@@ -111,7 +113,8 @@ def test_numbers_of_an_answer_fit_together(server):
         kept = sum(count * tokens for tokens, count in enumerate(histogram))
         assert sum(histogram) == cycles, meta
         assert len(histogram) <= BLOCK_SIZE, f"more drafts kept in a cycle than a block holds: {meta}"
-        # One token from the prompt's forward, then every cycle gives its drafts and a bonus; the last may overshoot.
+        # One token from the prompt's forward, then every cycle gives its drafts and a bonus; the last may
+        # overshoot.
         produced = 1 + kept + cycles
         assert 50 <= produced < 50 + BLOCK_SIZE, f"the histogram makes {produced} tokens of 50: {meta}"
         assert len(answer["output_ids"]) == meta["completion_tokens"] == 50, meta

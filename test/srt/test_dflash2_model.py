@@ -1,6 +1,6 @@
-"""Our DFlash2 draft on SGLang's layers against an independent plain-PyTorch reading of the format (reference_dflash2.py):
-block logits, and walks step by step. float32 against float64; tolerances as in test_draft_model.py.
-"""
+"""Our DFlash2 draft on SGLang's layers against an independent plain-PyTorch reading of the format
+(reference_dflash2.py): block logits, and walks step by step. float32 against float64; tolerances as in
+test_draft_model.py."""
 
 import os
 import subprocess
@@ -52,7 +52,8 @@ def test_the_best_path(name, tmp_path):
     "name", ["as published", "capped logits", "all candidates", pytest.param(BUNDLED, marks=needs_bundled)]
 )
 def test_drawn_paths(name, tmp_path):
-    """Each slot's declared distribution is softmax(scores / temperature) given the token really drawn before it."""
+    """Each slot's declared distribution is softmax(scores / temperature) given the token really drawn before
+    it."""
     case = make(name, tmp_path)
     tokens, contexts, output = case.run_blocks([17, 3, 11])
     slots = tokens.shape[1] - 1
@@ -114,7 +115,8 @@ def test_tensors_of_another_shape_are_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["capped logits", pytest.param(BUNDLED, marks=needs_bundled)])
 def test_sglangs_own_model_says_the_same(name, tmp_path):
-    """float32 on both sides, SGLang's class in a process of its own: hidden states, candidates, both kinds of walk."""
+    """float32 on both sides, SGLang's class in a process of its own: hidden states, candidates, both kinds of
+    walk."""
     case = make(name, tmp_path)
     tokens, contexts, ours = case.run_blocks([17, 3, 11])
     slots = tokens.shape[1] - 1

@@ -1,5 +1,6 @@
-"""Prefill/decode disaggregation over nixl on loopback: a prefill and a decode server, both with the draft, say what one
-server says, in as many cycles. This file does what SGLang's router does: it sends a request to both.
+"""Prefill/decode disaggregation over nixl on loopback: a prefill and a decode server, both with the draft,
+say what one server says, in as many cycles. This file does what SGLang's router does: it sends a request to
+both.
 
 Slow parts are starts: each pair is started once per draft. P-EAGLE, retraction and the router are `-m long`.
 """
@@ -29,7 +30,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
 ]
 
-# A peer that is gone is noticed in seconds rather than minutes. So is one that is busy: for requests that do not queue alone.
+# A peer that is gone is noticed in seconds rather than minutes. So is one that is busy: for requests that do
+# not queue alone.
 PATIENCE = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
@@ -117,7 +119,8 @@ def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
         assert pair.decode.get("/server_info")["hicache_host_memory_fraction"] is None
         answers = pair.generate_many(requests, 8)
         assert_same(requests, answers, reference.answers(requests))
-        # P-EAGLE drafts its first block without the state of the prompt's last token, which the prefill server keeps.
+        # P-EAGLE drafts its first block without the state of the prompt's last token, which the prefill
+        # server keeps.
         allowed = NEARLY_SAME if draft == DRAFT else 0.05
         assert abs(cycles(answers) - cycles(alone)) <= allowed * cycles(alone)
         penalized_answers = pair.generate_many(penalized, 8)
@@ -139,8 +142,8 @@ TIGHT = ("--max-total-tokens", "896", "--num-reserved-decode-tokens", "4")
 @pytest.mark.long
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_a_decode_server_retracts(draft, servers, reference, prompts):
-    """The KV of target and draft goes to host memory and comes back to other slots: the answers are the same, and nothing is
-    drafted any worse."""
+    """The KV of target and draft goes to host memory and comes back to other slots: the answers are the same,
+    and nothing is drafted any worse."""
     requests = [greedy(ids, max_new_tokens=200) for ids in prompts[:12]]
     penalized = [greedy(ids, max_new_tokens=160, **PENALTIES) for ids in prompts[:7]]
     servers.close()
@@ -160,7 +163,8 @@ def test_a_decode_server_retracts(draft, servers, reference, prompts):
 @pytest.mark.long
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_a_decode_server_verifies_what_is_worth_it(draft, servers, reference, prompts):
-    """Widths that change, down to none, while requests are retracted. The prefill server, which verifies nothing, knows of none."""
+    """Widths that change, down to none, while requests are retracted. The prefill server, which verifies
+    nothing, knows of none."""
     requests = [greedy(ids, max_new_tokens=200) for ids in prompts[:12]]
     servers.close()
     with pair_of(*dflash_arguments(draft), decode=(*TIGHT, *WIDTHS_CHANGE)) as pair:
@@ -178,7 +182,8 @@ def retractions(answers: list[dict]) -> int:
 
 @pytest.mark.long
 def test_a_prefill_server_without_a_draft(servers, reference, prompts):
-    """Plain SGLang computes the prompts. Their draft KV is missing, which costs acceptance and nothing else."""
+    """Plain SGLang computes the prompts. Their draft KV is missing, which costs acceptance and nothing
+    else."""
     requests = [greedy(ids) for ids in prompts[:12]]
     servers.close()
     with pair_of(decode=tuple(dflash_arguments())) as pair:
@@ -241,7 +246,8 @@ def test_behind_sglangs_router(servers, prompts):
 
 
 def check_abort(pair: Pair, reference, prompts) -> None:
-    """One request is cut off on the decode side, others go on. It has begun to answer: before that SGLang ends it with HTTP 500."""
+    """One request is cut off on the decode side, others go on. It has begun to answer: before that SGLang
+    ends it with HTTP 500."""
     others = [greedy(ids) for ids in prompts[:6]]
     victim = {**greedy(prompts[7], max_new_tokens=2000), **pair.somewhere(), "rid": "victim"}
     with concurrent.futures.ThreadPoolExecutor(7) as pool:

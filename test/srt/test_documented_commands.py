@@ -1,8 +1,7 @@
 """What the README, the pages under docs/ and the examples tell people to run does run, as written.
 
-A server's command line goes through SGLang's own arguments up to where processes would start; requests run against a
-server; other commands are known by name below, and one that is not known fails.
-"""
+A server's command line goes through SGLang's own arguments up to where processes would start; requests run
+against a server; other commands are known by name below, and one that is not known fails."""
 
 import json
 import os
@@ -53,7 +52,8 @@ FOREIGN_FLAGS = {
     "--full-attention-indices": "the training library's",
 }
 
-# Resolves every list of server arguments as launch_server does, each in a fork of a process that has SGLang imported.
+# Resolves every list of server arguments as launch_server does, each in a fork of a process that has SGLang
+# imported.
 RESOLVE = """
 import json, os, sys
 from sglang.srt.plugins import load_plugins

@@ -1,8 +1,8 @@
-"""DP attention (`--enable-dp-attention --enable-dp-lm-head`): ranks with requests of their own that run the target's MLPs
-together, on two ranks over loopback.
+"""DP attention (`--enable-dp-attention --enable-dp-lm-head`): ranks with requests of their own that run the
+target's MLPs together, on two ranks over loopback.
 
-Which rank gets a request, and what the other one does meanwhile, must not be seen in its answer, nor in its cycles.
-"""
+Which rank gets a request, and what the other one does meanwhile, must not be seen in its answer, nor in its
+cycles."""
 
 import contextlib
 import re
@@ -103,7 +103,8 @@ def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prom
 
 
 def check_abort(server: Server, reference: Reference, requests: list[dict]) -> None:
-    """A request is aborted while both ranks have some, then the one that is left is; nothing is left behind."""
+    """A request is aborted while both ranks have some, then the one that is left is; nothing is left
+    behind."""
     endless = {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}
     cut: dict[str, dict] = {}
 
@@ -123,7 +124,7 @@ def check_abort(server: Server, reference: Reference, requests: list[dict]) -> N
     server.flush_cache()
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- what is refused
 
 
 def arguments_of(**changes) -> SimpleNamespace:
@@ -173,7 +174,7 @@ def test_all_that_is_refused_is_named(monkeypatch):
         assert words in str(refused.value)
 
 
-# -- the parts --------------------------------------------------------------------------------------------------------
+# -- the parts
 
 
 @pytest.mark.parametrize("requests, may_replay", [(None, True), ([2, 1], True), ([2, 0], False)])

@@ -1,5 +1,5 @@
-"""Reading and checking a draft's config.json: what is valid, what is named when it is not, and that nothing an author
-may put there crashes us in any other way."""
+"""Reading and checking a draft's config.json: what is valid, what is named when it is not, and that nothing
+an author may put there crashes us in any other way."""
 
 import itertools
 import json
@@ -70,7 +70,8 @@ def test_bundled_pair_is_valid():
 
 @pytest.mark.parametrize("causal, expected", [(None, True), (True, True), (False, False)])
 def test_sliding_layers(causal, expected):
-    """Without `is_causal` a sliding layer is causal inside the block, as SGLang and the published drafts have it."""
+    """Without `is_causal` a sliding layer is causal inside the block, as SGLang and the published drafts have
+    it."""
     draft = parse({**SLIDING, "is_causal": causal})
     assert draft.sliding_window == 16
     assert draft.sliding_is_causal is expected
@@ -174,7 +175,8 @@ def test_what_the_top_level_may_not_say(changes, words):
 
 
 def test_fields_that_say_no_are_no_variant():
-    """As exporters write them: zero, null or false where the draft has none, and a rotary width that is the head's."""
+    """As exporters write them: zero, null or false where the draft has none, and a rotary width that is the
+    head's."""
     nested = {"conv_kernel_size": 0, "selector_rank": 0, "projector_type": None, "attention_sink_bias": False}
     parse(
         {
@@ -377,8 +379,9 @@ def test_spread_of_layer_ids(shape):
 
 
 def test_the_engine_spreads_alike():
-    """SGLang resolves missing ids itself when it tells the target what to capture: both must name the same layers.
-    Ties between two layers fall as floating point has it, so the formulas must match to the last bit."""
+    """SGLang resolves missing ids itself when it tells the target what to capture: both must name the same
+    layers. Ties between two layers fall as floating point has it, so the formulas must match to the last
+    bit."""
     different = []
     for num_target_layers, num_draft_layers in itertools.product(range(4, 130), range(1, 20)):
         hf_config = SimpleNamespace(
@@ -401,12 +404,14 @@ def test_a_spread_is_even_and_stays_inside(num_target_layers, num_draft_layers):
 
 
 def test_a_spread_that_repeats_a_layer_is_refused():
-    """More draft layers than target layers to read: SGLang would capture each once, and `fc` would not fit."""
+    """More draft layers than target layers to read: SGLang would capture each once, and `fc` would not
+    fit."""
     assert problems_of({"num_target_layers": 5, "num_hidden_layers": 4}, {"target_layer_ids": None})
 
 
 def test_a_spread_that_ends_on_the_last_layer_is_refused():
-    """A one-layer draft reads the middle layer; of two layers that is the last one, which SGLang cannot capture."""
+    """A one-layer draft reads the middle layer; of two layers that is the last one, which SGLang cannot
+    capture."""
     assert problems_of({"num_target_layers": 2, "num_hidden_layers": 1}, {"target_layer_ids": None})
 
 

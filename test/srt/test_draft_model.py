@@ -1,8 +1,8 @@
 """Our DFlash draft on SGLang's layers against an independent plain-PyTorch forward (reference_dflash.py).
 
-float32 against float64. Hidden states and logits here are of order 1 to 10; tolerance 1e-4 absolute on logits and
-1e-5 on keys and values. Errors of substance (a wrong mask, position, norm or head order) show at 1e-2 and more.
-"""
+float32 against float64. Hidden states and logits here are of order 1 to 10; tolerance 1e-4 absolute on logits
+and 1e-5 on keys and values. Errors of substance (a wrong mask, position, norm or head order) show at 1e-2 and
+more."""
 
 import pytest
 import torch
@@ -35,8 +35,8 @@ def test_batch_shapes(name, lengths, tmp_path):
 
 
 def test_a_context_written_in_pieces(tmp_path):
-    """Chunked prefill and commits write a context piecewise: the same keys and values must result, bit for bit or
-    nearly (GEMMs of other sizes may round differently)."""
+    """Chunked prefill and commits write a context piecewise: the same keys and values must result, bit for
+    bit or nearly (GEMMs of other sizes may round differently)."""
     case = Case.variant("attention bias", tmp_path)
     aux_hidden = case.aux_hidden(20, seed=3)
     whole = case.context_kv(aux_hidden)
@@ -85,8 +85,8 @@ def test_several_streams(tmp_path):
 
 
 def test_rope_fields_of_the_target(tmp_path):
-    """M-RoPE sections and a partial factor, copied from the target's config: the draft rotates its whole heads by the
-    text's positions, as `rope_dim` says."""
+    """M-RoPE sections and a partial factor, copied from the target's config: the draft rotates its whole
+    heads by the text's positions, as `rope_dim` says."""
     copied = {"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True, "rope_dim": 16}
     plain = Case.variant("plain", tmp_path)
     config = plain.config | {"rope_scaling": copied, "partial_rotary_factor": 0.25}
@@ -109,8 +109,8 @@ class ScaledEmbedding(torch.nn.Embedding):
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, ScaledEmbedding])
 def test_a_mask_embedding_of_its_own(kind, tmp_path):
-    """It stands for the mask token in blocks, scaled as the table's rows are; the table, which prompts are looked up in as
-    well, stays."""
+    """It stands for the mask token in blocks, scaled as the table's rows are; the table, which prompts are
+    looked up in as well, stays."""
     case = Case.variant("plain", tmp_path)
     table = kind(case.config["vocab_size"], case.config["hidden_size"])
     before = table.weight.detach().clone()
@@ -133,8 +133,8 @@ def test_a_mask_embedding_of_another_draft(token, width, words, tmp_path):
 
 
 def test_rejected_rows_do_not_matter(tmp_path):
-    """A cycle leaves draft KV of rejected positions behind. The next block starts at the first of them, so nothing
-    of it may shine through."""
+    """A cycle leaves draft KV of rejected positions behind. The next block starts at the first of them, so
+    nothing of it may shine through."""
     case = Case.variant("plain", tmp_path)
     length = 10
     tokens = case.block_tokens([4])

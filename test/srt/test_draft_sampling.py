@@ -23,7 +23,8 @@ def dense(draft: DraftProbs, vocabulary: int) -> torch.Tensor:
 
 
 def draw(logits, uniforms=None, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, sampling=WHOLE, d2t=None):
-    """What is drafted from logits [bs, B - 1, V], every request with the same parameters unless they are given as lists."""
+    """What is drafted from logits [bs, B - 1, V], every request with the same parameters unless they are
+    given as lists."""
     bs, slots = logits.shape[:2]
     uniforms = torch.zeros(bs, slots) if uniforms is None else uniforms
 

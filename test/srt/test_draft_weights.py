@@ -1,5 +1,5 @@
-"""Loading a draft's weights: whatever is missing, unknown or of another shape is named, and nothing is left as
-uninitialised memory."""
+"""Loading a draft's weights: whatever is missing, unknown or of another shape is named, and nothing is left
+as uninitialised memory."""
 
 import pytest
 import torch

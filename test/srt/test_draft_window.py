@@ -1,5 +1,5 @@
-"""`--speculative-draft-window-size`: drafted tokens are those of a reference that sees the window alone, and what lies
-before it is not read: its slots hold NaN here."""
+"""`--speculative-draft-window-size`: drafted tokens are those of a reference that sees the window alone, and
+what lies before it is not read: its slots hold NaN here."""
 
 import copy
 from types import SimpleNamespace
@@ -92,8 +92,8 @@ def test_drafted_tokens_see_the_window_alone(name, page_size, window, tmp_path):
 
 @pytest.mark.parametrize("backend, page", [("flashinfer", 1), ("triton", 1), ("fa3", 16)])
 def test_lengths_in_sight(backend, page):
-    """Exactly the window, unless the backend reads whole pages: then it begins on one. Host lengths, which FlashInfer
-    plans with, are the device's plus the block, and never below them."""
+    """Exactly the window, unless the backend reads whole pages: then it begins on one. Host lengths, which
+    FlashInfer plans with, are the device's plus the block, and never below them."""
     window, width = 20, 8
     table = torch.arange(4 * 96, dtype=torch.int32).view(4, 96)
     own = torch.full_like(table, -1)

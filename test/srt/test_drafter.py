@@ -1,8 +1,8 @@
-"""The DFlash drafter: prefill, propose and commit around the draft model, and the argmax of the borrowed head.
+"""The DFlash drafter: prefill, propose and commit around the draft model, and the argmax of the borrowed
+head.
 
-Drafted tokens are argmaxes, compared exactly with those of reference_dflash.py; seeds are fixed, and no two logits of
-these drafts lie as close as rounding.
-"""
+Drafted tokens are argmaxes, compared exactly with those of reference_dflash.py; seeds are fixed, and no two
+logits of these drafts lie as close as rounding."""
 
 from types import SimpleNamespace
 
@@ -33,7 +33,8 @@ def test_an_embedding_for_a_head():
 
 
 class PackedMethod:
-    """A quant method as SGLang's are: it alone can read the weight, here int8 rows, transposed, with a scale each."""
+    """A quant method as SGLang's are: it alone can read the weight, here int8 rows, transposed, with a scale
+    each."""
 
     def apply(self, layer, hidden):
         return hidden @ (layer.weight.float() * layer.scale)
@@ -76,8 +77,9 @@ def sampling_parameters(**columns) -> SimpleNamespace:
 
 @pytest.mark.parametrize("name", ["plain", "sample from anchor"])
 def test_draft_probabilities_belong_to_their_request(name, tmp_path):
-    """Random batches of requests that come, go and change places: every row's distribution is the reference's for that
-    request's own context and parameters, and every drafted token has a probability above zero in it."""
+    """Random batches of requests that come, go and change places: every row's distribution is the reference's
+    for that request's own context and parameters, and every drafted token has a probability above zero in
+    it."""
     case = Case.variant(name, tmp_path)
     rows = case.config["block_size"]
     width = case.model.draft.num_drafting_rows + 1
@@ -140,11 +142,13 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
     "verified", [(0, 0), (3, 0), (1,) * 10 + (0,)], ids=["whole blocks", "narrow", "a pause"]
 )
 def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
-    """Cycles through the drafter's own interface: prefill, a block, a commit of all its rows of which two count, and the next
-    block, which must rest on the committed rows alone. `verified`: slots of each cycle, 0 for the whole block; those of one
-    slot draft nothing, and what is drafted behind them is as if they had."""
+    """Cycles through the drafter's own interface: prefill, a block, a commit of all its rows of which two
+    count, and the next block, which must rest on the committed rows alone. `verified`: slots of each cycle, 0
+    for the whole block; those of one slot draft nothing, and what is drafted behind them is as if they
+    had."""
     case = Case.variant(name, tmp_path)
-    # A draft that samples from its anchor drafts a token with every row, so one more position is verified than it has rows.
+    # A draft that samples from its anchor drafts a token with every row, so one more position is verified
+    # than it has rows.
     from_anchor = case.model.draft.sample_from_anchor
     rows, lengths, kept = case.config["block_size"], [11, 4], [1, 0]
     width = rows + from_anchor
@@ -214,7 +218,8 @@ def commit_an_anchor(
 
 
 def test_rows_that_wait_are_the_slots_last_owners(tmp_path):
-    """A request ends with rows not written yet, and its slot goes to another one: by a cycle without drafts, or by a prefill."""
+    """A request ends with rows not written yet, and its slot goes to another one: by a cycle without drafts,
+    or by a prefill."""
     case = Case.variant("plain", tmp_path)
     pools = case.pools(2, 40)
     drafter = drafter_on(pools, case, case.config["block_size"])

@@ -1,4 +1,5 @@
-"""The examples, run as a user runs them. `offline_engine.py` starts an engine of its own: test_stock_sglang.py."""
+"""The examples, run as a user runs them. `offline_engine.py` starts an engine of its own:
+test_stock_sglang.py."""
 
 import json
 import os

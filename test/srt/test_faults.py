@@ -1,4 +1,5 @@
-"""What goes wrong around a running server, and what it promises then: the target's own answers, or an error by name."""
+"""What goes wrong around a running server, and what it promises then: the target's own answers, or an error
+by name."""
 
 import concurrent.futures
 import contextlib
@@ -151,7 +152,8 @@ def test_a_draft_deleted_after_the_start(server, draft, requests, reference):
 
 @pytest.mark.parametrize("who", ["scheduler", "detokenizer"])
 def test_a_killed_process_ends_the_server(who, servers, draft, requests):
-    """Nothing hangs: whoever waits for an answer is told, and the server ends, for its supervisor to start it again."""
+    """Nothing hangs: whoever waits for an answer is told, and the server ends, for its supervisor to start it
+    again."""
     # Cold: a fork of a nursery keeps that one's title.
     server = servers.get(*FLOAT32, *dflash_arguments(draft), is_cold=True)
     long = {**requests[0], "sampling_params": {**requests[0]["sampling_params"], "max_new_tokens": 3000}}
@@ -194,7 +196,8 @@ MOUNT_AND_RUN = 'mount -t tmpfs -o size="$1" tmpfs "$0" && shift && exec "$@"'
 
 @contextlib.contextmanager
 def serve_on_small_disk(folder: Path, size: str):
-    """A server whose metrics and request log are on a disk of that size. Skips the test where nothing may be mounted."""
+    """A server whose metrics and request log are on a disk of that size. Skips the test where nothing may be
+    mounted."""
     probe = subprocess.run(
         ["unshare", "-m", "bash", "-c", MOUNT_AND_RUN, folder, size, "true"], capture_output=True
     )
@@ -228,7 +231,8 @@ def serve_on_small_disk(folder: Path, size: str):
 
 @pytest.mark.parametrize("size", ["64k", "4m"], ids=["full at the start", "filled later"])
 def test_metrics_on_a_full_disk(size, requests, reference, tmp_path):
-    """The server goes on, and says once in each process that counts may be missing. Of the request log lines are lost."""
+    """The server goes on, and says once in each process that counts may be missing. Of the request log lines
+    are lost."""
     with serve_on_small_disk(tmp_path, size) as server:
         check(server, requests[:2], reference)
         with contextlib.suppress(OSError):  # no space left

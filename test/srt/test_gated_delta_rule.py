@@ -1,4 +1,5 @@
-"""The CPU stand-in's GatedDeltaNet operators against transformers' own functions, batched, ragged and in scattered slots."""
+"""The CPU stand-in's GatedDeltaNet operators against transformers' own functions, batched, ragged and in
+scattered slots."""
 
 import pytest
 import torch
@@ -118,7 +119,8 @@ def test_token_by_token(steps, verify):
 
 
 def test_a_block_computes_what_its_tokens_do_one_by_one():
-    """Within PyTorch's last bit: its exp and sigmoid round differently where an array's length leaves a remainder."""
+    """Within PyTorch's last bit: its exp and sigmoid round differently where an array's length leaves a
+    remainder."""
     bs, steps, slots = 3, 6, torch.tensor([4, 1, 7], dtype=torch.int32)
     q, k, v, a, b, A_log, dt_bias = random_inputs(bs * steps)
     states = torch.randn(NUM_SLOTS, VALUE_HEADS, VALUE_DIM, KEY_DIM)
@@ -212,7 +214,8 @@ def test_norms_gates_and_splits():
 
 
 def test_what_is_committed_is_what_was_accepted():
-    """Per request: the last kept step into its own slot, the tracked one into the cache's, nothing where step or slot is -1."""
+    """Per request: the last kept step into its own slot, the tracked one into the cache's, nothing where step
+    or slot is -1."""
     layers, rows, steps = 2, 3, 4
 
     class Caches:

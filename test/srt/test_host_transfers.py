@@ -158,7 +158,8 @@ def test_the_files_of_the_decode_path_exist():
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["DFlash", "P-EAGLE"])
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_cuda_sees_no_synchronisation_in_a_decode_step(method, draft):
-    """The server puts CUDA into error mode around `DFlashWorker._decode`, and dies of the first synchronisation."""
+    """The server puts CUDA into error mode around `DFlashWorker._decode`, and dies of the first
+    synchronisation."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     arguments = "--model-path", TARGET, *dflash_arguments(draft), "--attention-backend", "triton"

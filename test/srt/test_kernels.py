@@ -23,7 +23,7 @@ def test_kernels_in_the_interpreter():
     run_comparisons(__file__)
 
 
-# -- block preparation ------------------------------------------------------------------------------------
+# -- block preparation
 
 
 def random_blocks(seed: int, bs: int, block_size: int, device: str) -> tuple:
@@ -76,7 +76,7 @@ def test_packed_blocks():
     assert [x.tolist() for x in (lengths, keys, queries)] == [[9, 4, 11], [0, 9, 13, 24], [0, 4, 8, 12]]
 
 
-# -- the table of a window --------------------------------------------------------------------------------
+# -- the table of a window
 
 
 @against_twin
@@ -112,11 +112,12 @@ def test_a_prepared_window():
     assert table[1, :7].tolist() == [16, 17, 18, 19, 20, 21, 22]
 
 
-# -- rows of a P-EAGLE block ------------------------------------------------------------------------------
+# -- rows of a P-EAGLE block
 
 
 def random_rows(seed: int, bs: int, block_size: int, hidden: int, device: str) -> list:
-    """Arguments of prepare_rows: texts of all lengths, some at the end of the table, anything from 1 to B rows pending."""
+    """Arguments of prepare_rows: texts of all lengths, some at the end of the table, anything from 1 to B
+    rows pending."""
     rng = torch.Generator().manual_seed(seed)
     slots, max_len, width = bs + 3, 40, 2 * (block_size - 1)
     lengths = 1 + torch.randint(max_len - block_size, (bs,), generator=rng)
@@ -167,8 +168,8 @@ def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden, last_start):
 def two_blocks_of_rows(
     last_start: int | None,
 ) -> tuple[peagle_rows.Rows, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks of 4 with two drafted tokens kept (three rows pending), and of a text of two tokens (one pending). Also what
-    was written: the table, the fused states and the first drafting rows."""
+    """Blocks of 4 with two drafted tokens kept (three rows pending), and of a text of two tokens (one
+    pending). Also what was written: the table, the fused states and the first drafting rows."""
     pending = peagle_rows.Pending(
         tokens=torch.tensor([[51, 52, 0, 0], [61, 62, 63, 0]]),
         fused=torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0]]).float()[..., None],
@@ -192,7 +193,8 @@ def test_prepared_rows():
     assert rows.positions.tolist() == [[5, 6, 7, 8, 9, 10], [0, 1, 2, 3, 4, 5]]
     assert rows.tokens.tolist() == [[99, 61, 62, 63, 99, 99], [99, 51, 99, 99, 99, 99]]
     assert fused.tolist() == [9, 3, 4, 5, 9, 9, 9, 1, 9, 9, 9, 9]
-    # Row i goes to the slot of token i + 1; the rows run before, and those behind the last mask row, to the padding.
+    # Row i goes to the slot of token i + 1; the rows run before, and those behind the last mask row, to the
+    # padding.
     assert rows.cache_loc.tolist() == [0, 127, 128, 129, 130, 131, 0, 102, 103, 104, 0, 0]
     assert table[1, 5:12].tolist() == [126, 127, 128, 129, 130, 131, 0]
     assert table[0, :7].tolist() == [101, 102, 103, 104, 0, 0, 0]
@@ -210,7 +212,8 @@ def test_prepared_rows_that_begin_with_what_is_pending():
 
 
 def test_prepared_rows_at_the_end_of_the_context():
-    """Nothing reaches behind row 4 + 6: the first block begins with rows that are in the KV, which keep theirs."""
+    """Nothing reaches behind row 4 + 6: the first block begins with rows that are in the KV, which keep
+    theirs."""
     rows, table, fused, first = two_blocks_of_rows(4)
     assert rows.positions.tolist() == [[4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6]]
     assert rows.tokens[0].tolist() == [99, 99, 61, 62, 63, 99]
@@ -246,7 +249,7 @@ def test_commit_rows_equals_its_twin(seed, bs, block_size, appends, hidden):
         assert torch.equal(getattr(mine[-1], name), getattr(twins[-1], name)), name
 
 
-# -- SGLang's norm and rotation ---------------------------------------------------------------------------
+# -- SGLang's norm and rotation
 
 
 @against_twin
@@ -276,11 +279,12 @@ def test_sglangs_norm_and_rotation_equals_its_twin(heads):
     assert torch.equal(qkv[:, sum(heads) * dim :], values)
 
 
-# -- acceptance -------------------------------------------------------------------------------------------
+# -- acceptance
 
 
 def random_verdicts(seed: int, bs: int, block_size: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Arguments of accept_greedy: rows that agree up to a random slot, and by chance beyond it. Some logits are broken."""
+    """Arguments of accept_greedy: rows that agree up to a random slot, and by chance beyond it. Some logits
+    are broken."""
     rng = torch.Generator().manual_seed(seed)
     values = torch.tensor([0, 1, 2**40])  # the last beyond int32
     target = values[torch.randint(3, (bs, block_size), generator=rng)]
@@ -328,7 +332,8 @@ def test_accepted_blocks():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_broken_logits_end_a_request_where_they_are_output(value):
-    """Of two equal requests the first kept three tokens, the second one: it never said what follows on broken logits."""
+    """Of two equal requests the first kept three tokens, the second one: it never said what follows on broken
+    logits."""
     tokens, target_tokens = torch.tensor([[5, 1, 2, 8], [5, 9, 2, 8]]), torch.tensor([[1, 2, 3, 4]] * 2)
     best = torch.zeros(2, 4)
     best[:, 1] = value
@@ -338,7 +343,7 @@ def test_broken_logits_end_a_request_where_they_are_output(value):
     assert got.bonus.tolist() == [3, 1]  # what the next cycle works on stays in the vocabulary
 
 
-# -- context K/V ------------------------------------------------------------------------------------------
+# -- context K/V
 
 EPS = 1e-6
 
@@ -534,7 +539,7 @@ def test_alignment_is_what_all_buffers_have():
     assert KVPoolPointers.of([at(0)], [at(514)]).slot_alignment == 4
 
 
-# -- on the device itself ---------------------------------------------------------------------------------
+# -- on the device itself
 
 
 @pytest.mark.gpu

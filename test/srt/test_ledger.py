@@ -29,7 +29,8 @@ def name_of(change: ledger.Change) -> str:
 
 @pytest.mark.parametrize("change", CHANGES, ids=name_of)
 def test_an_entry(change):
-    """The target exists and looks as expected in the installed SGLang, the entry says why, and its hook fits."""
+    """The target exists and looks as expected in the installed SGLang, the entry says why, and its hook
+    fits."""
     install.check(change)
     _, target = install.resolve(change.target)
     assert len(change.why.split()) >= 4
@@ -55,9 +56,10 @@ def test_an_entry(change):
 
 
 def test_kinds_and_times():
-    """Names are rebound, and models replaced, only where DFLASH runs; hooks come with the plugin, and so do the config
-    parser, which leaves all but our checkpoints to SGLang's, and the CPU's attention, which leaves it all but what it
-    cannot run (test_target_families.py). What only Triton can do otherwise is replaced on a CPU from the start."""
+    """Names are rebound, and models replaced, only where DFLASH runs; hooks come with the plugin, and so do
+    the config parser, which leaves all but our checkpoints to SGLang's, and the CPU's attention, which leaves
+    it all but what it cannot run (test_target_families.py). What only Triton can do otherwise is replaced on
+    a CPU from the start."""
     kept_out = [change for change in ledger.AT_LOAD if change.kind == "replace"]
     assert all(change.cpu_only for change in kept_out)
     rest = [

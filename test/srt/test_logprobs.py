@@ -1,4 +1,5 @@
-"""Log probabilities, native and OpenAI, streamed or not, are those of the same target without speculation (float32)."""
+"""Log probabilities, native and OpenAI, streamed or not, are those of the same target without speculation
+(float32)."""
 
 import json
 import math
@@ -73,7 +74,8 @@ def compare(field: str, got, want, request: dict) -> None:
         by_token = {token: value for value, token, *_ in theirs}
         assert len(mine) == len(theirs), where
         for value, token, *_ in mine:
-            # At the edge of a top list two tied tokens may change places: compare by token where both list it.
+            # At the edge of a top list two tied tokens may change places: compare by token where both list
+            # it.
             if token in by_token and value is not None:
                 assert abs(value - by_token[token]) <= TOLERANCE, where
         values = [[entry[0] for entry in side if entry[0] is not None] for side in (mine, theirs)]
@@ -81,7 +83,8 @@ def compare(field: str, got, want, request: dict) -> None:
 
 
 def test_every_kind_of_request_in_one_batch(server, reference, prompts):
-    """Different numbers of top tokens and named ids, some none, side by side with requests that ask for nothing."""
+    """Different numbers of top tokens and named ids, some none, side by side with requests that ask for
+    nothing."""
     requests = [
         {
             **greedy(prompt, 20 + number, ignore_eos=True),
@@ -242,7 +245,8 @@ def test_openai_completions_echo_the_prompts_logprobs(server, reference, prompts
 
 
 def test_a_chunked_prompt(servers, reference):
-    """Prompt log probabilities of several prefill chunks; the first output token's come from the last of them."""
+    """Prompt log probabilities of several prefill chunks; the first output token's come from the last of
+    them."""
     server = servers.get(*FLOAT32, *dflash_arguments(), "--chunked-prefill-size", 64)
     texts = [p["text"] for p in heldout_prompts() if 150 <= p["num_tokens"] <= 400][:5]
     requests = [{**greedy(text, 20), "logprob_start_len": 30 * number} for number, text in enumerate(texts)]

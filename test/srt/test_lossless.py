@@ -1,9 +1,10 @@
-"""Whatever the draft proposes and however the server is set up, greedy output is the target's own, token by token.
+"""Whatever the draft proposes and however the server is set up, greedy output is the target's own, token by
+token.
 
-Float32 leaves the order of additions as the only difference between speculation and plain decoding, about 1e-6 in a
-logit, so not one mismatch is tolerated there, up to the place, rare and counted, where the reference itself has its
-best two tokens closer than that. A new draft or server setting joins by a row in CONFIGURATIONS.
-"""
+Float32 leaves the order of additions as the only difference between speculation and plain decoding, about
+1e-6 in a logit, so not one mismatch is tolerated there, up to the place, rare and counted, where the
+reference itself has its best two tokens closer than that. A new draft or server setting joins by a row in
+CONFIGURATIONS."""
 
 import threading
 from collections.abc import Callable
@@ -36,8 +37,8 @@ class Configuration:
     """draft: makes the draft in a folder; None is the trained one.
     every, offset: which of the prompts it answers; together the rows cover all of them more than once.
     accept_length: what tokens per cycle must lie between, where the draft leaves no doubt about it.
-    comparable: no mixed batches, retraction or other block size, so the cycles are those of any other such row.
-    """
+    comparable: no mixed batches, retraction or other block size, so the cycles are those of any other such
+    row."""
 
     name: str
     arguments: tuple[str, ...]
@@ -213,11 +214,12 @@ def test_float32_retracted_requests_resume_as_the_target_would(requests, referen
 
 
 def test_float32_all_prompts_at_concurrency_1_4_16(requests, answers_alone, servers, verify_counts):
-    """The trained draft as shipped, every prompt; and the number of cycles does not depend on the server's settings.
+    """The trained draft as shipped, every prompt; and the number of cycles does not depend on the server's
+    settings.
 
-    Wrong draft KV cannot change the output, it only makes the draft guess worse. So equal cycles are the evidence
-    that the draft's KV is right after chunked prefill, with pages, and when it comes from the prefix cache.
-    """
+    Wrong draft KV cannot change the output, it only makes the draft guess worse. So equal cycles are the
+    evidence that the draft's KV is right after chunked prefill, with pages, and when it comes from the prefix
+    cache."""
     server = servers.get(*FLOAT32, *dflash_arguments())
     server.flush_cache()
     answers = []
@@ -246,10 +248,11 @@ def test_float32_all_prompts_at_concurrency_1_4_16(requests, answers_alone, serv
 
 
 def test_float32_continuations_read_the_kv_that_decoding_wrote(requests, reference, servers):
-    """A prompt with its answer is sent again, longer: the cache then hands out target and draft KV of verified tokens.
+    """A prompt with its answer is sent again, longer: the cache then hands out target and draft KV of
+    verified tokens.
 
-    Computed afresh, the same prompt must take the same cycles: the draft's KV is as good from decoding as from prefill.
-    """
+    Computed afresh, the same prompt must take the same cycles: the draft's KV is as good from decoding as
+    from prefill."""
     server = servers.get(*FLOAT32, *dflash_arguments())
     first = [request for request in requests if "input_ids" in request][:72:3]
     sampling = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
@@ -310,7 +313,8 @@ def test_float32_aborts_leave_the_others_alone(requests, answers_alone, referenc
 
 
 def assert_pool_is_whole(server: Server) -> None:
-    """Nothing is running and no KV slot is lost: the scheduler counts them when idle, and dies of a leak (conftest)."""
+    """Nothing is running and no KV slot is lost: the scheduler counts them when idle, and dies of a leak
+    (conftest)."""
     server.flush_cache()
     load = server.get("/v1/loads")["loads"][0]
     assert load["num_running_reqs"] == load["num_waiting_reqs"] == load["num_used_tokens"] == 0, load
@@ -318,7 +322,8 @@ def assert_pool_is_whole(server: Server) -> None:
 
 
 def _check_accept_length(answers: list[dict], bounds: tuple[float, float]) -> None:
-    """Tokens per cycle, bonus included, of the cycles alone: a mixed batch gives a running request a token without one."""
+    """Tokens per cycle, bonus included, of the cycles alone: a mixed batch gives a running request a token
+    without one."""
     histograms = [answer["meta_info"].get("spec_correct_drafts_histogram") or [] for answer in answers]
     cycles = sum(map(sum, histograms))
     tokens = sum((kept + 1) * count for histogram in histograms for kept, count in enumerate(histogram))

@@ -1,9 +1,9 @@
-"""Greedy output of a target with GatedDeltaNet layers is its own, token by token, however requests come and go.
+"""Greedy output of a target with GatedDeltaNet layers is its own, token by token, however requests come and
+go.
 
-What others get wrong here is whose state is whose. So batches change in every step, drafts are long-accepted known answers
-with random errors in them (`Oracle`), and the target's states are made to last: as trained, or with random weights, a
-state forgets within tokens, and one that is a token old would hardly be noticed.
-"""
+What others get wrong here is whose state is whose. So batches change in every step, drafts are long-accepted
+known answers with random errors in them (`Oracle`), and the target's states are made to last: as trained, or
+with random weights, a state forgets within tokens, and one that is a token old would hardly be noticed."""
 
 import json
 import random
@@ -34,7 +34,8 @@ GRID = ("--mamba-track-interval", "64")
 
 @dataclass(frozen=True)
 class Configuration:
-    """draft: "dflash" or "peagle". cached: whether a prompt that was sent before is to be found in the prefix cache."""
+    """draft: "dflash" or "peagle". cached: whether a prompt that was sent before is to be found in the prefix
+    cache."""
 
     name: str
     arguments: tuple[str, ...]
@@ -97,8 +98,8 @@ class Known:
 
 @pytest.fixture(scope="module")
 def known(target) -> list[Known]:
-    """Prompts around the chunk length of 64, a third of them with a beginning in common, and the plain target's answers as
-    far as float32 decides them."""
+    """Prompts around the chunk length of 64, a third of them with a beginning in common, and the plain
+    target's answers as far as float32 decides them."""
     generator = random.Random(1)
     vocabulary = read_config(TARGET)["vocab_size"]
 
@@ -132,7 +133,8 @@ def cut_short(known: list[Known], share: float) -> list[tuple[Job, Known]]:
 
 
 def continued(first: list[tuple[Job, Known]]) -> list[tuple[Job, Known]]:
-    """Each prompt with the first part of its answer, sent as a prompt: the prefix cache has states that verify left."""
+    """Each prompt with the first part of its answer, sent as a prompt: the prefix cache has states that
+    verify left."""
     found = []
     for job, k in first:
         count = job.max_new_tokens
@@ -143,7 +145,8 @@ def continued(first: list[tuple[Job, Known]]) -> list[tuple[Job, Known]]:
 
 
 def coming_and_going(known: list[Known], count: int) -> list[tuple[Job, Known]]:
-    """Short and long requests that join and end in nearly every step; every sixth is cut off in the middle."""
+    """Short and long requests that join and end in nearly every step; every sixth is cut off in the
+    middle."""
     generator = random.Random(2)
     found = []
     for number in range(count):
@@ -185,7 +188,8 @@ def test_float32_output_is_the_targets(configuration, target, drafts, known):
     arguments = ["--model-path", target, *FLOAT32, *dflash_arguments(drafts[configuration.draft])]
     environment = ENVIRONMENT
     if configuration.name == "retraction":
-        # Told that answers are short, the scheduler lets in more requests than the pool can carry to their end.
+        # Told that answers are short, the scheduler lets in more requests than the pool can carry to their
+        # end.
         environment = {**ENVIRONMENT, "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
     groups = [[job for job, _ in jobs] for jobs in cases.values()]
     answers = run([*arguments, *configuration.arguments], groups, oracle, environment)
@@ -208,7 +212,8 @@ def test_float32_output_is_the_targets(configuration, target, drafts, known):
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_sampled_tokens_have_the_targets_probabilities(method, target, known):
-    """A wrong state would show in the log probability of every token after it. Greedy batch mates stay greedy."""
+    """A wrong state would show in the log probability of every token after it. Greedy batch mates stay
+    greedy."""
     from transformers import AutoModelForCausalLM
 
     jobs = []
@@ -251,13 +256,14 @@ def test_every_block_accepts_what_a_plain_loop_accepts():
             out = model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
         assert out.logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(answer.output_ids)
         expected = plain_loop(model, draft, out.hidden_states, text, len(prompt))
-        # The last block may have gone on past the answer's end, where the loop knows of nothing to compare with.
+        # The last block may have gone on past the answer's end, where the loop knows of nothing to compare
+        # with.
         assert list(answer.accepted[:-1]) == expected[:-1] and answer.accepted[-1] >= expected[-1]
 
 
 def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], committed: int) -> list[int]:
-    """Drafts kept in each block. text: the prompt and the target's greedy answer to it; its first `committed` tokens have
-    KV. hidden_states: the target's over all of text, of the embedding and every layer."""
+    """Drafts kept in each block. text: the prompt and the target's greedy answer to it; its first `committed`
+    tokens have KV. hidden_states: the target's over all of text, of the embedding and every layer."""
     settings = draft.config["dflash_config"]
     width = draft.config["block_size"]
     aux = torch.cat([hidden_states[layer + 1][0] for layer in settings["target_layer_ids"]], dim=-1)

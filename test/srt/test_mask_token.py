@@ -1,4 +1,5 @@
-"""A draft whose mask token is given by name, with its embedding in a file, on the bundled pair: the same draft as by id."""
+"""A draft whose mask token is given by name, with its embedding in a file, on the bundled pair: the same
+draft as by id."""
 
 import pytest
 import torch

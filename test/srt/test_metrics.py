@@ -109,7 +109,8 @@ def counts_of_idle(server: Server) -> Counts:
 
 
 def answer_all_kinds(server: Server) -> list[dict]:
-    """The `meta_info` of requests that end by length, in mid-block by a stop token, and at their very first token."""
+    """The `meta_info` of requests that end by length, in mid-block by a stop token, and at their very first
+    token."""
     texts = [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 300][::20][:12]
     requests = []
     for number, text in enumerate(texts):

@@ -1,8 +1,8 @@
-"""The P-EAGLE drafter: prefill, propose and commit around the draft model, against a reference without a cache.
+"""The P-EAGLE drafter: prefill, propose and commit around the draft model, against a reference without a
+cache.
 
-Drafted tokens are argmaxes, compared exactly; seeds are fixed, and no two logits of these drafts lie as close as rounding.
-What nobody wrote holds NaN, so a row read too early spoils the result.
-"""
+Drafted tokens are argmaxes, compared exactly; seeds are fixed, and no two logits of these drafts lie as close
+as rounding. What nobody wrote holds NaN, so a row read too early spoils the result."""
 
 import json
 from types import SimpleNamespace
@@ -43,7 +43,8 @@ CONFIG = GOOD_PEAGLE | {
 
 
 class BlockKeysFromTheForward(TorchNativeSpecAttnBackend):
-    """As SGLang's Triton backend: the keys and values of a block are those it was just given, not those in the pool."""
+    """As SGLang's Triton backend: the keys and values of a block are those it was just given, not those in
+    the pool."""
 
     needs_cpu_seq_lens = False
 
@@ -196,8 +197,8 @@ class Simulation:
         return self.reference.step(text, states, self.width - 1, self.unknown[request])
 
     def cycle(self, kept: dict[int, int], width: int | None = None) -> None:
-        """A decode step of these requests that verifies `width` slots, by default all: what is drafted must be the reference's;
-        then so many tokens are kept."""
+        """A decode step of these requests that verifies `width` slots, by default all: what is drafted must
+        be the reference's; then so many tokens are kept."""
         chosen, width = list(kept), self.width if width is None else width
         cycle = self.begin_cycle(chosen, 1 if width == 1 else self.width)
         block = self.drafter.propose(cycle).tokens
@@ -227,7 +228,8 @@ class Simulation:
 @pytest.mark.parametrize("verify_width", [1, 2, 5, 8])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_cycles_after_a_prefill(verify_width, page_size, tmp_path):
-    """Texts shorter than a block, of one token, and longer than the window; nothing, some and all of a block kept."""
+    """Texts shorter than a block, of one token, and longer than the window; nothing, some and all of a block
+    kept."""
     simulation = Simulation(verify_width, 4, tmp_path, page_size)
     simulation.prefill({0: 17, 1: 1, 2: 2, 3: 6})
     most = verify_width - 1
@@ -243,8 +245,8 @@ def test_cycles_after_a_prefill(verify_width, page_size, tmp_path):
 
 @pytest.mark.parametrize("verify_width", [2, 5])
 def test_widths_change_from_cycle_to_cycle(verify_width, tmp_path):
-    """And a pause in which nothing is drafted, longer than what may be pending, with another request's prefill in the midst
-    of it: what is drafted afterwards is what would have been drafted without."""
+    """And a pause in which nothing is drafted, longer than what may be pending, with another request's
+    prefill in the midst of it: what is drafted afterwards is what would have been drafted without."""
     simulation = Simulation(verify_width, 3, tmp_path)
     simulation.prefill({0: 12, 1: 3})
     simulation.cycle({0: 1, 1: 0}, width=2)
@@ -300,7 +302,8 @@ def test_a_chunked_prefill_is_exact(tmp_path):
 
 
 def test_a_cached_prefix(tmp_path):
-    """The state before the prefix's end is not known: one row takes the learned one instead, everything else is exact."""
+    """The state before the prefix's end is not known: one row takes the learned one instead, everything else
+    is exact."""
     simulation = Simulation(5, 2, tmp_path)
     simulation.prefill({0: 10, 1: 1})
     simulation.prefill({0: 15, 1: 3})  # as a new request that finds its first tokens in the cache
@@ -321,7 +324,8 @@ def test_a_mixed_batch(tmp_path):
 
 
 def test_draft_probabilities_belong_to_their_request(tmp_path):
-    """In target vocabulary, under each request's own temperature, with blocks that begin at different rows."""
+    """In target vocabulary, under each request's own temperature, with blocks that begin at different
+    rows."""
     simulation = Simulation(5, 3, tmp_path)
     simulation.prefill({0: 12, 1: 3, 2: 30})
     simulation.cycle({0: 4, 1: 0, 2: 2})
@@ -339,7 +343,8 @@ def test_draft_probabilities_belong_to_their_request(tmp_path):
 
 
 def test_a_graph_can_be_captured_where_nothing_is_drafted(tmp_path):
-    """--speculative-num-draft-tokens 1: SGLang runs a row per request through the draft, and nobody asks what it says."""
+    """--speculative-num-draft-tokens 1: SGLang runs a row per request through the draft, and nobody asks what
+    it says."""
     simulation = Simulation(1, 2, tmp_path)
     batch = simulation.pools.blocks(torch.zeros(2, 1, dtype=torch.int64), [3, 5])
     out = simulation.pools.forward(simulation.model, batch)

@@ -1,9 +1,9 @@
 """Our P-EAGLE draft on SGLang's layers against the `speculators` library's own model.
 
-Golden data: golden/tiny-peagle/, made by benchmark/tiny/speculators_golden.py with the library's classes in float32: the
-logits of one step after some prompts, and of small random drafts with the options the bundled one does not use. They agree
-to 1e-4 of the largest logit. Each mistake worth fearing moves them by orders more.
-"""
+Golden data: golden/tiny-peagle/, made by benchmark/tiny/speculators_golden.py with the library's classes in
+float32: the logits of one step after some prompts, and of small random drafts with the options the bundled
+one does not use. They agree to 1e-4 of the largest logit. Each mistake worth fearing moves them by orders
+more."""
 
 import json
 from pathlib import Path
@@ -31,8 +31,8 @@ def parse_config(config: dict, folder: Path):
 
 def load(checkpoint: Path, folder: Path, **changes) -> PEagleDraftModel:
     config = json.loads((checkpoint / "config.json").read_text()) | changes
-    # The random drafts were made for no target, and one reads the embedding's output, which SGLang cannot capture. Which
-    # layers the states come from does not matter here.
+    # The random drafts were made for no target, and one reads the embedding's output, which SGLang cannot
+    # capture. Which layers the states come from does not matter here.
     config["speculators_config"]["verifier"]["name_or_path"] = "none"
     config["eagle_aux_hidden_state_layer_ids"] = [
         max(i, 1) for i in config["eagle_aux_hidden_state_layer_ids"]
@@ -53,7 +53,8 @@ def draft(tmp_path_factory):
 
 
 def step_logits(draft: PEagleDraftModel, tokens: list[int], aux_hidden: torch.Tensor) -> torch.Tensor:
-    """Draft logits [K, draft vocab] after `tokens`, all rows in one block. aux_hidden: [n, A * H], before the last token."""
+    """Draft logits [K, draft vocab] after `tokens`, all rows in one block. aux_hidden: [n, A * H], before the
+    last token."""
     settings, attention = draft.draft, draft.layers[0].self_attn
     real, drafted = len(tokens) - 1, settings.speculative_tokens
     rows = torch.tensor([tokens[1:] + [settings.mask_token_id] * (drafted - 1)])
@@ -123,7 +124,8 @@ def test_options_the_bundled_draft_does_not_use(variant, tmp_path):
 
 
 def test_a_captured_graph_finds_its_rows(draft):
-    """SGLang captures with a spec_info of its own: the rows then come from where the drafter puts them before a replay."""
+    """SGLang captures with a spec_info of its own: the rows then come from where the drafter puts them before
+    a replay."""
     generator = torch.Generator().manual_seed(0)
     draft.allocate_blocks(requests=3, width=6, num_drafting=3)
     blocks = draft.blocks(2)

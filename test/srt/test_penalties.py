@@ -1,4 +1,5 @@
-"""Penalties count the tokens before each position, those of the block included; answers are the target's own."""
+"""Penalties count the tokens before each position, those of the block included; answers are the target's
+own."""
 
 import math
 from types import SimpleNamespace
@@ -69,8 +70,8 @@ def requests(draw):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_schedule_counts_what_was_said(data):
-    """Requests start, run blocks in any company and order, end and leave their slot to others; each position's logits
-    are those of the tokens said before it and the drafted ones in between."""
+    """Requests start, run blocks in any company and order, end and leave their slot to others; each
+    position's logits are those of the tokens said before it and the drafted ones in between."""
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     penalties, running, width = Penalties(POOL, VOCAB, torch.device("cpu")), {}, data.draw(st.integers(1, 5))
 
@@ -144,7 +145,8 @@ def test_a_tokenizers_own_end_counts_too():
 
 
 def test_requests_that_another_server_prefilled():
-    """A decode server has no prefill of theirs: what they have said comes with them, as after a retraction."""
+    """A decode server has no prefill of theirs: what they have said comes with them, as after a
+    retraction."""
     penalties, device = Penalties(POOL, VOCAB, torch.device("cpu")), torch.device("cpu")
     old = request(2, [3, 3, 4], frequency_penalty=0.5)
     penalties.begin_prefill(batch_of([old], [2], [5]), num_running=0)  # the row's former owner
@@ -159,7 +161,7 @@ def test_requests_that_another_server_prefilled():
     torch.testing.assert_close(logits, expected)
 
 
-# -- through servers -----------------------------------------------------------------------------------------
+# -- through servers
 
 PENALTIES = (
     {"frequency_penalty": 0.6},
@@ -189,8 +191,9 @@ def asked() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def expected(asked) -> list[list[int]]:
-    """By Hugging Face, token by token. SGLang is no reference here: under overlap its counts are a token behind, as it
-    takes them from the host, and without overlap two of these answers still differ from the plain loop's."""
+    """By Hugging Face, token by token. SGLang is no reference here: under overlap its counts are a token
+    behind, as it takes them from the host, and without overlap two of these answers still differ from the
+    plain loop's."""
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     return plain_loop(model, tokenizer, asked)
@@ -198,7 +201,8 @@ def expected(asked) -> list[list[int]]:
 
 @torch.no_grad()
 def plain_loop(model, tokenizer, asked: list[dict]) -> list[list[int]]:
-    """What each request says, up to where float32 cannot tell the best two tokens apart. All of them side by side."""
+    """What each request says, up to where float32 cannot tell the best two tokens apart. All of them side by
+    side."""
     prompts = [tokenizer.encode(one["text"]).ids for one in asked]
     longest = max(map(len, prompts))
     fed = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
@@ -277,8 +281,8 @@ def test_penalties_change_these_answers(reference, asked, expected):
 
 @pytest.mark.server
 def test_penalties_after_a_retraction(servers, asked):
-    """What was said before a request lost its place still counts. SGLang itself forgets it, so this is held against the
-    same server with room for all."""
+    """What was said before a request lost its place still counts. SGLang itself forgets it, so this is held
+    against the same server with room for all."""
     roomy = servers.get(*FLOAT32, *dflash_arguments())
     long = [
         {**one, "sampling_params": {**one["sampling_params"], "max_new_tokens": 160}} for one in asked[:16]

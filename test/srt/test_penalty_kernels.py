@@ -1,4 +1,5 @@
-"""The kernels of penalties against their PyTorch twins: on a GPU where there is one, else in the interpreter."""
+"""The kernels of penalties against their PyTorch twins: on a GPU where there is one, else in the
+interpreter."""
 
 import pytest
 import torch

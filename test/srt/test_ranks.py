@@ -1,8 +1,8 @@
-"""Servers of more than one process: tensor parallelism and data parallelism, over loopback, on the CPU runtime's defaults.
+"""Servers of more than one process: tensor parallelism and data parallelism, over loopback, on the CPU
+runtime's defaults.
 
-Two ranks add up in another order than one, so the target's near ties are left out as everywhere; what is drafted, and so
-the number of cycles, may differ by as little.
-"""
+Two ranks add up in another order than one, so the target's near ties are left out as everywhere; what is
+drafted, and so the number of cycles, may differ by as little."""
 
 import json
 import re
@@ -64,7 +64,8 @@ def serve_both(server: Server, requests: list[dict], penalized: list[dict]) -> t
 
 
 def wider_draft(folder: Path) -> Path:
-    """The bundled draft with 32 rows of zeros more in its MLPs, which change nothing: SGLang widens it for two ranks."""
+    """The bundled draft with 32 rows of zeros more in its MLPs, which change nothing: SGLang widens it for
+    two ranks."""
     inner = read_config(DRAFT)["intermediate_size"]
 
     def widen(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -100,7 +101,8 @@ def test_two_ranks_say_what_one_says(kind, servers, reference, prompts, tmp_path
 
 
 def check_samples(server: Server, reference: Reference, prompts: list[list[int]]) -> None:
-    """What two ranks draw, each with a generator of its own, follows the target's sampler, and they agree on it."""
+    """What two ranks draw, each with a generator of its own, follows the target's sampler, and they agree on
+    it."""
     sampling = {"temperature": 1.0, "top_k": 4, "top_p": 0.82, "max_new_tokens": 32, "ignore_eos": True}
     answers = server.generate_many([{"input_ids": ids, "sampling_params": sampling} for ids in prompts], 12)
     draws = score(reference, prompts, [answer["output_ids"] for answer in answers])
@@ -126,7 +128,7 @@ def test_two_replicas(servers, reference, prompts):
     assert set(re.findall(r"DP(\d)[^\n]*Decode batch", server.log())) == {"0", "1"}, "one replica did it all"
 
 
-# -- what the CPU runtime sets by itself ------------------------------------------------------------------------------
+# -- what the CPU runtime sets by itself
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""The engine's CUDA path and ours on CPU tensors, against the CPU's own path: see `rehearsal/` and docs/rehearsal.md.
+"""The engine's CUDA path and ours on CPU tensors, against the CPU's own path: see `rehearsal/` and
+docs/rehearsal.md.
 
-Acceptance is compared request by request and exactly: what goes wrong in a draft shows there and nowhere else, as the
-output is the target's whatever is drafted. More configurations are in test_rehearsal_full.py.
+Acceptance is compared request by request and exactly: what goes wrong in a draft shows there and nowhere
+else, as the output is the target's whatever is drafted. More configurations are in test_rehearsal_full.py.
 """
 
 from collections.abc import Iterator

@@ -125,8 +125,8 @@ def test_setting(name, expected, reference):
     ("backend", "draft"), [("flashinfer", "dflash"), ("fa3", "dflash"), ("fa3", "peagle")]
 )
 def test_widths_that_change(backend, draft, servers, reference, tmp_path):
-    """A backend and graphs for each width, swapped from cycle to cycle. One request at a time, as the schedule goes on from one
-    to the next."""
+    """A backend and graphs for each width, swapped from cycle to cycle. One request at a time, as the
+    schedule goes on from one to the next."""
     widths = tmp_path / "widths.json"
     widths.write_text(json.dumps({"schedule": [7, 3, 0, 0, 1, 7, 0]}))
     adaptive = "--speculative-adaptive", "--speculative-adaptive-config", widths
@@ -183,8 +183,8 @@ def test_kinds_of_requests(backend, expected, reference):
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
-    """Blocks then begin where timing says: the output alone is compared. The pool holds two of four requests, and the
-    scheduler, told that answers are short, lets in more."""
+    """Blocks then begin where timing says: the output alone is compared. The pool holds two of four requests,
+    and the scheduler, told that answers are short, lets in more."""
     long = [prompt["text"] for prompt in heldout_prompts() if 60 <= prompt["num_tokens"] <= 90][:4]
     sampling = {"temperature": 0, "max_new_tokens": 72, "ignore_eos": True}
     requests = [{"text": text, "sampling_params": sampling} for text in (*long, long[0] + " # again")]
@@ -223,7 +223,8 @@ def test_a_causal_draft_is_noticed(expected, reference):
 
 
 def test_a_forgotten_static_buffer_is_noticed():
-    """The draft's graph reads what a step made for itself: the server ends with the first replay, its warm-up request."""
+    """The draft's graph reads what a step made for itself: the server ends with the first replay, its warm-up
+    request."""
     with pytest.raises(ServerDied, match="reads memory that nobody has kept since the capture"):
         with rehearse(Scene("fa3", fault="forgotten buffer"), DRAFT):
             pass

@@ -1,4 +1,5 @@
-"""What a rehearsal puts in the place of a GPU: the graph that notices what a CUDA graph would not, and the attention."""
+"""What a rehearsal puts in the place of a GPU: the graph that notices what a CUDA graph would not, and the
+attention."""
 
 import pytest
 import torch
@@ -87,7 +88,8 @@ def test_a_host_read_cannot_be_captured(read, graph):
 
 
 def test_attention_counts_positions_from_the_end():
-    """Against PyTorch's own: two queries at positions 3 and 4 of five, one head of two serving both query heads."""
+    """Against PyTorch's own: two queries at positions 3 and 4 of five, one head of two serving both query
+    heads."""
     rng = torch.Generator().manual_seed(0)
     q, keys, values = (torch.randn(n, h, 8, generator=rng) for n, h in ((2, 2), (5, 1), (5, 1)))
     for causal, back, ahead, seen in (

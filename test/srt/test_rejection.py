@@ -40,7 +40,7 @@ def test_any_draft_may_be_called_one_hot(kind, rule):
     assert deviation(never_told, case) < 1e-9
 
 
-# -- the enumeration can fail --------------------------------------------------------------------------------
+# -- the enumeration can fail
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -106,7 +106,7 @@ def test_a_wrong_rule_is_caught(wrong_rule):
     assert max(deviation(wrong_rule, random_case(seed, 4, 3, "chain")) for seed in range(3)) > 1e-2
 
 
-# -- how much is kept ----------------------------------------------------------------------------------------
+# -- how much is kept
 
 
 def expected_lengths(case: Case) -> tuple[float, float]:

@@ -1,8 +1,7 @@
 """What a request may ask for, and that the answer is the target's: ends in mid-block, streams, refusals.
 
-Sampled requests, log probabilities and grammars have files of their own. All of it float32, against the same target
-without speculation.
-"""
+Sampled requests, log probabilities and grammars have files of their own. All of it float32, against the same
+target without speculation."""
 
 import collections
 import concurrent.futures
@@ -111,8 +110,8 @@ FIELDS = (
 
 
 def test_a_field_out_of_range_is_refused_by_name(server, reference, prompts):
-    """Most of these end stock SGLang's server, or its request with an error of the server's. All in one test, with others
-    running: what is to be seen is that they go on."""
+    """Most of these end stock SGLang's server, or its request with an error of the server's. All in one test,
+    with others running: what is to be seen is that they go on."""
     good = [greedy(prompt) for prompt in prompts[:6]]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         others = pool.submit(server.generate_many, good * 4, 6)
@@ -150,7 +149,8 @@ def test_an_openai_field_out_of_range_is_refused(fields, server, reference, prom
 
 
 def test_end_of_text_in_mid_block(server, reference, prompts):
-    """A bias makes the end-of-text likely somewhere in the answer; `ignore_eos` then runs past the same token."""
+    """A bias makes the end-of-text likely somewhere in the answer; `ignore_eos` then runs past the same
+    token."""
     requests = [
         greedy(prompt, logit_bias={"0": bias}, ignore_eos=ignore)
         for prompt in prompts
@@ -206,7 +206,8 @@ def test_logged_accept_length_is_the_histograms(server, prompts):
     )
     histogram = answer["meta_info"]["spec_correct_drafts_histogram"]
     counted = collections.Counter({float(kept + 1): count for kept, count in enumerate(histogram) if count})
-    # The scheduler runs one step ahead: the log may lack the request's last step, or have the one after its end.
+    # The scheduler runs one step ahead: the log may lack the request's last step, or have the one after its
+    # end.
     assert (counted - logged).total() <= 1, f"cycles of these lengths were not logged: {counted - logged}"
     assert (logged - counted).total() <= 1, f"logged, but no cycle of the request: {logged - counted}"
 

@@ -58,7 +58,8 @@ def test_roofline_counts_the_small_kernels_tensors():
 
     tokens = torch.zeros(bs, block_size, dtype=torch.int64)
     best = torch.zeros(bs, block_size)
-    # A token outside the vocabulary is written where logits were broken; else the output tokens themselves, on a CPU.
+    # A token outside the vocabulary is written where logits were broken; else the output tokens themselves,
+    # on a CPU.
     *outputs, said = accept_greedy_torch(tokens, tokens, best, per_request[0], 7)
     read = total([tokens[:, 1:], tokens, best, per_request[0]])
     assert roofline.accept_greedy_bytes(QWEN3_8B, bs) == read + total([*outputs, said])

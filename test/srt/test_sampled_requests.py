@@ -1,10 +1,9 @@
 """Sampled output follows the target's sampler: its temperature, its joint top-k / top-p filter, its min-p.
 
-Every sampled token is held against the target's own distribution at that place: the target alone, asked to score the
-sampled sequence, gives the probabilities; the token's place in their running sum is uniform on [0, 1) exactly when
-tokens are drawn as they should be. A Kolmogorov-Smirnov test over all of them rejects a right sampler once in
-1 / FALSE_ALARM runs. `test_the_statistic_...` shows that it does reject wrong ones.
-"""
+Every sampled token is held against the target's own distribution at that place: the target alone, asked to
+score the sampled sequence, gives the probabilities; the token's place in their running sum is uniform on [0,
+1) exactly when tokens are drawn as they should be. A Kolmogorov-Smirnov test over all of them rejects a right
+sampler once in 1 / FALSE_ALARM runs. `test_the_statistic_...` shows that it does reject wrong ones."""
 
 import json
 import math
@@ -27,7 +26,8 @@ TOP_LOGPROBS = 64
 # Two float32 computations of one probability: a token this near a filter's edge may fall on either side.
 EDGE = 1e-4
 
-# A filter takes the target's best probabilities, descending, at temperature 1, and gives how many tokens are kept.
+# A filter takes the target's best probabilities, descending, at temperature 1, and gives how many tokens are
+# kept.
 Filter = Callable[[Sequence[float]], int]
 
 
@@ -79,7 +79,8 @@ CASES = (
 
 @dataclass
 class Draw:
-    """One sampled token, and the target's best tokens there with their probabilities at temperature 1, descending."""
+    """One sampled token, and the target's best tokens there with their probabilities at temperature 1,
+    descending."""
 
     token: int
     tokens: list[int]
@@ -144,7 +145,8 @@ def sample_and_score(server, reference, prompts, sampling: dict) -> list[Draw]:
 
 
 def score(reference, prompts: list[list[int]], outputs: list[list[int]]) -> list[Draw]:
-    """The target's distribution before every output token but the first, which no verify forward has drawn."""
+    """The target's distribution before every output token but the first, which no verify forward has
+    drawn."""
     scoring = [
         {
             "input_ids": prompt + output,
@@ -167,7 +169,8 @@ def score(reference, prompts: list[list[int]], outputs: list[list[int]]) -> list
 
 
 def places(draws: Sequence[Draw], kept: Filter, temperature: float) -> tuple[list[float], list[Draw]]:
-    """Each draw's place in the running sum of the filtered distribution, and the draws the filter does not allow."""
+    """Each draw's place in the running sum of the filtered distribution, and the draws the filter does not
+    allow."""
     dice = random.Random(3)
     found, outside = [], []
     for draw in draws:
@@ -198,7 +201,8 @@ def test_sampled_tokens_follow_the_targets_sampler(case, draws):
 
 
 def test_the_statistic_rejects_other_samplers(draws, reference, prompts):
-    """Negative controls: chained filters, no min-p, another temperature, and greedy output passed off as sampled."""
+    """Negative controls: chained filters, no min-p, another temperature, and greedy output passed off as
+    sampled."""
     joint, min_p, tempered = CASES
     _, outside = places(draws(joint), chained_filter(4, 0.82), 1.0)
     assert outside, (
@@ -218,7 +222,8 @@ def test_the_statistic_rejects_other_samplers(draws, reference, prompts):
 
 
 def test_logprobs_of_sampled_tokens(server, reference, prompts):
-    """The tokens drawn, not the target's best ones, get their log probability; greedy requests share the batch."""
+    """The tokens drawn, not the target's best ones, get their log probability; greedy requests share the
+    batch."""
     length = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     requests = [
         {

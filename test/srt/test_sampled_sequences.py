@@ -1,12 +1,12 @@
 """Whole sampled sequences have the target's probabilities, to the chi-square test.
 
-Two tokens are allowed at every position, so there are few enough sequences of LENGTH tokens to know the probability of each.
-A server under test then samples more than 50,000 tokens, and what it says is counted. Where test_sampled_requests.py holds
-each token against the tokens before it, this holds them together.
+Two tokens are allowed at every position, so there are few enough sequences of LENGTH tokens to know the
+probability of each. A server under test then samples more than 50,000 tokens, and what it says is counted.
+Where test_sampled_requests.py holds each token against the tokens before it, this holds them together.
 
-Target and drafts are random and have eight tokens in all, so that random drafts are often right; the probabilities come from
-Hugging Face's model. A right server fails once in 1 / FALSE_ALARM runs. One that lies about its draft's probabilities must fail.
-"""
+Target and drafts are random and have eight tokens in all, so that random drafts are often right; the
+probabilities come from Hugging Face's model. A right server fails once in 1 / FALSE_ALARM runs. One that lies
+about its draft's probabilities must fail."""
 
 import itertools
 import shutil
@@ -120,7 +120,8 @@ def p_value(server, expected: dict[tuple[int, ...], Probs]) -> float:
 
 
 def pooled(cells: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """(count, mean) of sequences, the rare ones added up until at least 8 are expected, for chi-square to hold."""
+    """(count, mean) of sequences, the rare ones added up until at least 8 are expected, for chi-square to
+    hold."""
     done, count, mean = [], 0, 0.0
     for more_count, more_mean in sorted(cells, key=lambda cell: cell[1]):
         count, mean = count + more_count, mean + more_mean
@@ -162,7 +163,8 @@ def test_sequences_have_the_targets_probabilities(drafting, servers, checkpoints
 
 
 def test_misdeclared_draft_probabilities_are_noticed(servers, checkpoints, expected):
-    """The negative control: drafted tokens that come from another distribution than the rule is told. One prompt tells."""
+    """The negative control: drafted tokens that come from another distribution than the rule is told. One
+    prompt tells."""
     server = start(servers, checkpoints, "probabilistic", UNCOUNTED | patched("misdeclared_draft"))
     found = p_value(server, {PROMPTS[0]: expected[PROMPTS[0]]})
     assert "server patch: misdeclared_draft" in server.log()

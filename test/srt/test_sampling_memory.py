@@ -1,4 +1,5 @@
-"""What probabilistic drafting needs beside the models, at the size of a large server: counted on tensors without data."""
+"""What probabilistic drafting needs beside the models, at the size of a large server: counted on tensors
+without data."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,5 @@
-"""A request with a sampling seed says the same whoever it shares its batch with, and what the target alone says."""
+"""A request with a sampling seed says the same whoever it shares its batch with, and what the target alone
+says."""
 
 import itertools
 import urllib.error
@@ -79,7 +80,8 @@ def test_seeds_do_not_see_the_verify_width(servers, requests, expected):
 
 
 def test_nothing_to_filter_and_others_that_do(servers, requests):
-    """SGLang's sampler draws in another way as soon as one request of a batch filters; ours then do not notice."""
+    """SGLang's sampler draws in another way as soon as one request of a batch filters; ours then do not
+    notice."""
     plain = [
         {**one, "sampling_params": {"temperature": 1.0, "sampling_seed": seed, "max_new_tokens": 24}}
         for seed, one in enumerate(requests[:: len(SEEDS) * len(PARAMETERS)])

@@ -1,5 +1,5 @@
-"""The selector's walks: as drawn, as filtered, lossless; and the Triton kernel against its twin, on a GPU where there is
-one, else in the interpreter."""
+"""The selector's walks: as drawn, as filtered, lossless; and the Triton kernel against its twin, on a GPU
+where there is one, else in the interpreter."""
 
 import pytest
 import torch

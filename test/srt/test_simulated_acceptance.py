@@ -1,4 +1,5 @@
-"""SGLang's `SGLANG_SIMULATE_ACC_LEN` in our worker: the lengths and tokens its other workers would put out."""
+"""SGLang's `SGLANG_SIMULATE_ACC_LEN` in our worker: the lengths and tokens its other workers would put
+out."""
 
 import pytest
 import torch

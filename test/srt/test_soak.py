@@ -11,8 +11,8 @@ from soak import Configuration, Resources, run_round
 from soak_requests import Known, Wrong, _hold_against, known_requests
 
 SEED = "suite"
-# Of what the seed draws: a tight pool, a draft window, widths that change; and drawn drafts without a prefix cache. Both with
-# mixed batches under overlap scheduling.
+# Of what the seed draws: a tight pool, a draft window, widths that change; and drawn drafts without a prefix
+# cache. Both with mixed batches under overlap scheduling.
 ROUNDS = (12, 13)
 
 

@@ -182,7 +182,8 @@ def test_good_peagle_config_becomes_a_flat_one():
 
 
 def test_peagle_defaults_are_the_librarys():
-    """Not EAGLE-3's: there `norm_before_residual` defaults to true, and a wrong one silently costs acceptance."""
+    """Not EAGLE-3's: there `norm_before_residual` defaults to true, and a wrong one silently costs
+    acceptance."""
     bare = {key: value for key, value in GOOD_PEAGLE.items() if "norm" not in key}
     settings = normalize(bare, "ck")["dflash_config"]
     assert [settings[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm")] == [False] * 3

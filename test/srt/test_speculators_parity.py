@@ -1,9 +1,8 @@
 """Our draft against the `speculators` library's own model, on the bundled checkpoint it trained.
 
-Golden data: golden/tiny-speculators/, made by benchmark/tiny/speculators_golden.py with the library's classes in float32.
-Block logits agree to 1e-4 of the largest logit. Layer ids off by one either way move them by orders more, where mean
-acceptance on a small model hardly notices. Accept lengths agree step by step.
-"""
+Golden data: golden/tiny-speculators/, made by benchmark/tiny/speculators_golden.py with the library's classes
+in float32. Block logits agree to 1e-4 of the largest logit. Layer ids off by one either way move them by
+orders more, where mean acceptance on a small model hardly notices. Accept lengths agree step by step."""
 
 import itertools
 import json
@@ -98,8 +97,9 @@ def test_draft_vocabulary_is_mapped_to_the_targets(draft):
     "checkpoint, golden_folder", [(SPECULATORS_DRAFT, GOLDEN), (PEAGLE_DRAFT, GOLDEN.parent / "tiny-peagle")]
 )
 def test_accept_lengths_are_the_librarys_step_by_step(servers, checkpoint, golden_folder):
-    """One request at a time, streamed: a chunk per step, so the tokens in it are that step's accept length. A busy machine
-    may put two steps into one chunk, so how many steps there were, and how long, is read from the end as well."""
+    """One request at a time, streamed: a chunk per step, so the tokens in it are that step's accept length. A
+    busy machine may put two steps into one chunk, so how many steps there were, and how long, is read from
+    the end as well."""
     server = servers.get(*FLOAT32, "--model-path", str(checkpoint))
     runs = json.loads((golden_folder / "accepted.json").read_text())
     assert len(runs) >= 10

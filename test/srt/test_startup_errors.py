@@ -1,8 +1,7 @@
 """Bad starts: each ends by itself, not with exit code 0, and says what is wrong in words a user can act on.
 
-SGLang refuses most of them while it reads its arguments. Those run the real entry point, each in a fork of a process
-that has SGLang imported; a few also as the command that a user types. The rest need a scheduler.
-"""
+SGLang refuses most of them while it reads its arguments. Those run the real entry point, each in a fork of a
+process that has SGLang imported; a few also as the command that a user types. The rest need a scheduler."""
 
 import json
 from collections.abc import Sequence

@@ -136,7 +136,8 @@ def test_another_name_in_sglang_plugins_turns_us_off():
 
 @pytest.mark.server
 def test_the_plain_server_agrees_with_transformers(reference):
-    """The reference of every lossless test, and with it our stand-ins for CUDA functions, held against Hugging Face."""
+    """The reference of every lossless test, and with it our stand-ins for CUDA functions, held against
+    Hugging Face."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
@@ -158,7 +159,8 @@ def test_the_plain_server_agrees_with_transformers(reference):
 
 @pytest.mark.server
 def test_sglang_serve_runs_our_worker(reference, servers):
-    """The other command line. Here with SGLang's switches for what DFLASH refuses: it must refuse all the same."""
+    """The other command line. Here with SGLang's switches for what DFLASH refuses: it must refuse all the
+    same."""
     servers.close()
     launcher = (str(Path(sys.executable).with_name("sglang")), "serve")
     flags = ("--enable-return-hidden-states", "--enable-custom-logit-processor")
@@ -184,7 +186,8 @@ def test_sglang_serve_runs_our_worker(reference, servers):
 
 @pytest.mark.server
 def test_the_engine_example_runs_our_worker(reference, servers, tmp_path):
-    """SGLang's third way to start: `sglang.Engine` in a script, here the one in examples/. Nothing is said about widths, as users do."""
+    """SGLang's third way to start: `sglang.Engine` in a script, here the one in examples/. Nothing is said
+    about widths, as users do."""
     servers.close()
     requests = _requests()
     file = tmp_path / "requests.jsonl"

@@ -1,7 +1,7 @@
 """Grammars: the answer is valid, and where it is greedy it is the target's own under the same grammar.
 
-A block's positions are masked along the drafted chain and the rejected ones rolled back, so what can go wrong shows
-where a grammar branches, ends in mid-block, or shares a batch with other requests. All of it float32.
+A block's positions are masked along the drafted chain and the rejected ones rolled back, so what can go wrong
+shows where a grammar branches, ends in mid-block, or shares a batch with other requests. All of it float32.
 """
 
 import dataclasses
@@ -170,8 +170,8 @@ def joining_alone(joining) -> list[Answer]:
 @pytest.mark.parametrize("draft", ["dflash", "peagle"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 def test_running_requests_of_a_mixed_batch(overlap, draft, joining, joining_alone):
-    """A request with a grammar takes part in the prefill of others: what it says there is under the grammar after all it
-    has said, the last block included, which the scheduler may not have looked at yet."""
+    """A request with a grammar takes part in the prefill of others: what it says there is under the grammar
+    after all it has said, the last block included, which the scheduler may not have looked at yet."""
     if draft == "peagle" and not overlap:
         pytest.skip("one draft is enough where nothing is in flight")
     mixed = (
@@ -242,8 +242,8 @@ def test_a_broken_grammar_is_refused(sampling, server, reference, prompts):
 
 
 def test_the_llguidance_backend(llguidance, prompts):
-    """Its own matcher and rollback, held against the target under the same backend: another one may allow other tokens
-    for the same text."""
+    """Its own matcher and rollback, held against the target under the same backend: another one may allow
+    other tokens for the same text."""
     pattern = r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}"
     requests = [greedy(prompt, 60, regex=pattern) for prompt in prompts[:6]]
     requests += [greedy(prompt, 40) for prompt in prompts[6:8]]

@@ -1,9 +1,10 @@
-"""The targets people run, each a tiny random checkpoint of Hugging Face's own classes, in float32, on SGLang's scheduler.
+"""The targets people run, each a tiny random checkpoint of Hugging Face's own classes, in float32, on
+SGLang's scheduler.
 
-Each gets the same prompts twice, in one batch: drafted by a random draft, of which next to nothing is kept, and by an
-oracle that knows the answer and errs in one token of six, so that long accepts happen. Both must give Hugging Face's greedy
-ids, and the hidden states the draft was given, of prompts and of verified blocks, must be outputs of the layers it names.
-"""
+Each gets the same prompts twice, in one batch: drafted by a random draft, of which next to nothing is kept,
+and by an oracle that knows the answer and errs in one token of six, so that long accepts happen. Both must
+give Hugging Face's greedy ids, and the hidden states the draft was given, of prompts and of verified blocks,
+must be outputs of the layers it names."""
 
 import pytest
 import torch
@@ -106,8 +107,8 @@ def test_a_family_with_a_peagle_draft(name, tmp_path):
 
 
 def image(prompt: list[int], model, seed: int):
-    """A random picture of 4 x 6 patches, 2 x 3 tokens, after the prompt's first two tokens: (ids, what Hugging Face's model
-    takes beside them, what SGLang's scheduler does)."""
+    """A random picture of 4 x 6 patches, 2 x 3 tokens, after the prompt's first two tokens: (ids, what
+    Hugging Face's model takes beside them, what SGLang's scheduler does)."""
     config, grid = model.config.vision_config, torch.tensor([[1, 4, 6]])
     width = 3 * config.temporal_patch_size * config.patch_size**2
     pixels = torch.randn(24, width, generator=torch.Generator().manual_seed(seed))
@@ -133,8 +134,8 @@ def image(prompt: list[int], model, seed: int):
 
 
 def test_images(draft, tmp_path):
-    """Two pictures and a text in one batch. After a picture the text's positions are behind the slots': a block verified at
-    the wrong ones is not the target's answer."""
+    """Two pictures and a text in one batch. After a picture the text's positions are behind the slots': a
+    block verified at the wrong ones is not the target's answer."""
     target = write_target("qwen3-vl", tmp_path / "target")
     jobs, wanted = [], []
     for seed, prompt in enumerate(prompts((9, 30))):
@@ -152,7 +153,8 @@ def test_images(draft, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gemma4", "deepseek-v3"])
 def test_a_family_without_a_draft(name, tmp_path):
-    """What SGLang cannot run on a CPU by itself: chunked prefill, prefix cache, and decode through our attention."""
+    """What SGLang cannot run on a CPU by itself: chunked prefill, prefix cache, and decode through our
+    attention."""
     target = write_target(name, tmp_path / name)
     wanted = [target.answer(prompt, ANSWER) for prompt in prompts()]
     jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in prompts()]

@@ -40,8 +40,8 @@ def configure(model, **changes):
 
 
 def test_every_measured_target_has_a_family_test():
-    """What is called measured is measured here: by a family's test, or, for the bundled target's class and Llama's, by
-    test_target_layers.py."""
+    """What is called measured is measured here: by a family's test, or, for the bundled target's class and
+    Llama's, by test_target_layers.py."""
     assert set(MEASURED) == {family.architecture for family in FAMILIES.values()} | {
         "Qwen3ForCausalLM",
         "LlamaForCausalLM",

@@ -1,10 +1,10 @@
-"""Which hidden states a draft reads: entry i of `target_layer_ids` is the output of target layer i, 0-based, which is
-Hugging Face's `hidden_states[i + 1]`. Shown by numbers, because a shift by one raises nothing: it only costs
-acceptance.
+"""Which hidden states a draft reads: entry i of `target_layer_ids` is the output of target layer i, 0-based,
+which is Hugging Face's `hidden_states[i + 1]`. Shown by numbers, because a shift by one raises nothing: it
+only costs acceptance.
 
-SGLang's target and Hugging Face's run the same weights in float32. Agreement: 1e-4 of the layer's largest value (two
-implementations; deep layers collect rounding). A neighbouring layer is off by more than 100 times that.
-"""
+SGLang's target and Hugging Face's run the same weights in float32. Agreement: 1e-4 of the layer's largest
+value (two implementations; deep layers collect rounding). A neighbouring layer is off by more than 100 times
+that."""
 
 import pytest
 import torch
@@ -48,7 +48,8 @@ def capture(sglang_model, hf_config, layer_ids, prompts) -> list[torch.Tensor]:
 
 
 def hidden_states(hugging_face_model, prompt) -> torch.Tensor:
-    """[num_layers + 1, len(prompt), hidden]: the embedding, then every layer's output (the last one normed)."""
+    """[num_layers + 1, len(prompt), hidden]: the embedding, then every layer's output (the last one
+    normed)."""
     with torch.no_grad():
         output = hugging_face_model(torch.tensor([prompt]), output_hidden_states=True)
     return torch.cat(output.hidden_states)
@@ -120,7 +121,8 @@ def test_a_random_llama(layer_ids, tmp_path):
 
 
 def test_the_last_layer_cannot_be_captured(bundled):
-    """The engine behaviour that makes our config parser refuse the last layer: it is dropped without a word."""
+    """The engine behaviour that makes our config parser refuse the last layer: it is dropped without a
+    word."""
     sglang_model, _, hf_config = bundled
     with pytest.raises(AssertionError):
         capture(sglang_model, hf_config, [0, hf_config.num_hidden_layers - 1], PROMPTS)

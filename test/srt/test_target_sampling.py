@@ -1,7 +1,8 @@
-"""The target's draws over a verified block: SGLang's own sampler, under each request's own parameters, on its own rows.
+"""The target's draws over a verified block: SGLang's own sampler, under each request's own parameters, on its
+own rows.
 
-Frequencies are compared by Hoeffding's bound: the chance that one of them strays by more than EPSILON from its
-probability over DRAWS draws is below 2 * exp(-2 * DRAWS * EPSILON**2) = 3e-14. Seeds are fixed besides.
+Frequencies are compared by Hoeffding's bound: the chance that one of them strays by more than EPSILON from
+its probability over DRAWS draws is below 2 * exp(-2 * DRAWS * EPSILON**2) = 3e-14. Seeds are fixed besides.
 """
 
 import dataclasses
@@ -17,8 +18,8 @@ DRAWS, EPSILON = 40_000, 0.02
 VOCABULARY = 10
 TOP_K_ALL = 1 << 30  # what SGLang makes of top_k = -1
 
-# Of the issue: the fourth token survives top_k = 4 and top_p = 0.82 together (0.80 of the mass comes before it), but
-# not top_p applied to what top_k left, renormalised (0.80 / 0.85 = 0.94).
+# Of the issue: the fourth token survives top_k = 4 and top_p = 0.82 together (0.80 of the mass comes before
+# it), but not top_p applied to what top_k left, renormalised (0.80 / 0.85 = 0.94).
 EXAMPLE = [0.35, 0.25, 0.20, 0.05, 0.04, 0.04, 0.03, 0.02, 0.01, 0.01]
 JOINT = [0.412, 0.294, 0.235, 0.059]
 CHAINED = [0.4375, 0.3125, 0.25]
@@ -33,8 +34,8 @@ def sampler():
 
 
 def sampling_info(*requests: dict, seeds: list[int] | None = None) -> SamplingBatchInfo:
-    """One row per request, as SGLang builds it; a greedy request is {"top_k": 1}, because SGLang turns temperature 0
-    into that."""
+    """One row per request, as SGLang builds it; a greedy request is {"top_k": 1}, because SGLang turns
+    temperature 0 into that."""
 
     def column(name, default, dtype):
         return torch.tensor([request.get(name, default) for request in requests], dtype=dtype)
@@ -69,7 +70,8 @@ def frequencies(sampler, request: dict, probabilities: list[float], width: int =
     assert drawn.shape == (bs, width) and drawn.dtype == torch.int64
     per_slot = [torch.bincount(slot, minlength=VOCABULARY) / bs for slot in drawn.T]
     total = torch.stack(per_slot).mean(dim=0)
-    # No slot is special: sqrt(width) times the tolerance, at which the same bound holds for a slot's own draws.
+    # No slot is special: sqrt(width) times the tolerance, at which the same bound holds for a slot's own
+    # draws.
     assert max((slot - total).abs().max() for slot in per_slot) < 2 * EPSILON * width**0.5
     return total
 
@@ -149,8 +151,8 @@ def test_every_slot_draws_from_its_own_row(sampler):
 
 
 def test_parameters_belong_to_the_request_of_the_row(sampler):
-    """Equal logits everywhere; request i may only draw its top_k[i] likeliest tokens, and over many draws each of
-    them turns up (the chance to miss one is below 1e-15)."""
+    """Equal logits everywhere; request i may only draw its top_k[i] likeliest tokens, and over many draws
+    each of them turns up (the chance to miss one is below 1e-15)."""
     width, top_ks = 50, [1, 2, 3, 5]
     logits = torch.linspace(1.0, 0.9, VOCABULARY).repeat(len(top_ks) * width, 1)
     torch.manual_seed(0)
@@ -167,7 +169,8 @@ def test_parameters_belong_to_the_request_of_the_row(sampler):
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 0.82}])
 def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
-    """With seeds, slot k of a block draws what SGLang's sampler draws when it decodes that position by itself."""
+    """With seeds, slot k of a block draws what SGLang's sampler draws when it decodes that position by
+    itself."""
     seeds, lengths, width = [11, 11, 987654321], [5, 40, 5], 6
     logits = torch.randn(3, width, VOCABULARY, generator=torch.Generator().manual_seed(3))
     positions = torch.tensor(lengths)[:, None] + torch.arange(width)

@@ -1,9 +1,10 @@
-"""Which slots may be verified: whatever is known before a token is drawn may say so, the drawn token itself may not.
+"""Which slots may be verified: whatever is known before a token is drawn may say so, the drawn token itself
+may not.
 
-Many requests are simulated at once with the acceptance rules of the project, over a vocabulary small enough that the target's
-probability of every sequence is known. A request's width may differ in every cycle and from its neighbours'. What comes
-out is held against the target's law with the chi-square test; verifying by the drawn token must fail it.
-"""
+Many requests are simulated at once with the acceptance rules of the project, over a vocabulary small enough
+that the target's probability of every sequence is known. A request's width may differ in every cycle and from
+its neighbours'. What comes out is held against the target's law with the chi-square test; verifying by the
+drawn token must fail it."""
 
 import itertools
 
@@ -117,7 +118,8 @@ def test_any_width_known_beforehand_is_lossless(choose_width, accept):
 
 
 def test_verifying_by_the_drawn_token_is_not():
-    """The negative control. Draft and target agree on the first slot, and still the likely token comes out too often."""
+    """The negative control. Draft and target agree on the first slot, and still the likely token comes out
+    too often."""
     torch.manual_seed(0)
     found = p_value(sequences(by_drawn_token, rejection(accept_by_rejection)))
     assert found < FALSE_ALARM, f"trimming by the drawn token passes, p = {found:.2g}"

@@ -1,4 +1,5 @@
-"""How wide the next verify is: the rules against all choices tried out, and the chooser on simulated servers."""
+"""How wide the next verify is: the rules against all choices tried out, and the chooser on simulated
+servers."""
 
 import itertools
 
@@ -132,7 +133,7 @@ def test_probing_never_costs_more_than_its_share(seed, standing, share):
         )
 
 
-# -- on simulated servers -------------------------------------------------------------------------------------------
+# -- on simulated servers
 
 
 @pytest.mark.parametrize("n", [1, 16, 64])
@@ -156,7 +157,8 @@ def test_wrong_costs_at_start_up_are_found_out():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_costs_a_little_wrong_at_start_up_are_found_out_soon(seed):
-    """By a tenth, which makes the second best width the best. What was measured on two busy cores, where that happened."""
+    """By a tenth, which makes the second best width the best. What was measured on two busy cores, where that
+    happened."""
     cost = {1: 31.4, 2: 49.7, 4: 55.8, 8: 68.8}
     accept_probs = np.array([0.83, 0.66, 0.57, 0.53, 0.55, 0.54, 0.8])
     table = {**cost, 4: 1.1 * cost[4], 8: 0.94 * cost[8]}
@@ -207,7 +209,8 @@ def test_answers_that_begin_together_say_little_of_how_they_go_on():
     ("knows_reads", "is_enough"), [(True, True), (False, False)], ids=["known", "not known"]
 )
 def test_long_contexts_make_wide_blocks_cheap(knows_reads, is_enough):
-    """Reading them costs the same at every width. Taken for a slower machine, it would hold a server at plain decoding."""
+    """Reading them costs the same at every width. Taken for a slower machine, it would hold a server at plain
+    decoding."""
     cost = smooth_cost(0.3, 0.06)
     server = Simulation(cost, noise=0.1, reads=1e-4, knows_reads=knows_reads)
     server.run(100, GOOD, range(32))
@@ -308,7 +311,7 @@ def test_probing_costs_what_it_may_and_no_more():
     assert server.speed >= 0.994 * best_speed(cost, RANDOM, 16)
 
 
-# -- estimates and costs -----------------------------------------------------------------------------------------------
+# -- estimates and costs
 
 
 def test_labels():

@@ -69,8 +69,8 @@ def cycles_of(
 ) -> tuple[list[int], list[int]]:
     """Output ids, and how many of them each cycle committed; the first is the prefill's one.
 
-    A chunk is a cycle, except on a busy machine, which may put several into one; the request is then asked again.
-    """
+    A chunk is a cycle, except on a busy machine, which may put several into one; the request is then asked
+    again."""
     sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
     for _ in range(5):
         ids: list[int] = []

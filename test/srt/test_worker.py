@@ -34,8 +34,8 @@ def worker(**fields) -> DFlashWorker:
 
 
 def test_grammars_run_beside_verify(monkeypatch):
-    """The drafted chain's copy to the host starts before verify is launched: behind it in the stream it would arrive when
-    verify is done, and grammars would run while the GPU waits for them."""
+    """The drafted chain's copy to the host starts before verify is launched: behind it in the stream it would
+    arrive when verify is done, and grammars would run while the GPU waits for them."""
     events = []
     verdict = Verdict(
         torch.zeros(1, dtype=torch.int32),
@@ -141,7 +141,8 @@ def test_nothing_is_captured_where_nothing_is_drafted(verify_width, monkeypatch)
 
 
 def test_a_drafts_graphs_hold_no_logits(monkeypatch):
-    """SGLang's would be [requests * rows of a block, vocab] float32: 0.4 GB for P-EAGLE at bs 48, B 8 and V = 152k."""
+    """SGLang's would be [requests * rows of a block, vocab] float32: 0.4 GB for P-EAGLE at bs 48, B 8 and V =
+    152k."""
     monkeypatch.setattr(GraphSharedOutput, "create_for_model_runner", lambda runner: "SGLang's")
     create = graph_output_for_runner()
     assert create(SimpleNamespace(is_draft_worker=False)) == "SGLang's"
@@ -175,7 +176,8 @@ def test_packed_ranges():
 
 
 def test_only_small_copies_leave_the_host(monkeypatch):
-    """A copy from ordinary host memory is asynchronous up to 64 KB; the longest prefill chunks have 16,384 tokens."""
+    """A copy from ordinary host memory is asynchronous up to 64 KB; the longest prefill chunks have 16,384
+    tokens."""
     copied = []
     to = torch.Tensor.to
     monkeypatch.setattr(

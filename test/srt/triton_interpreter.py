@@ -1,7 +1,8 @@
-"""Comparing a Triton kernel with its twin: compiled where there is a GPU, everywhere else in Triton's interpreter.
+"""Comparing a Triton kernel with its twin: compiled where there is a GPU, everywhere else in Triton's
+interpreter.
 
-Triton decides at its import whether it interprets, so a process of its own runs the comparisons of a test file.
-"""
+Triton decides at its import whether it interprets, so a process of its own runs the comparisons of a test
+file."""
 
 import os
 import subprocess

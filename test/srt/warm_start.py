@@ -1,18 +1,18 @@
 """Servers in seconds instead of twenty: processes forked from one that has SGLang imported already.
 
-A server is three processes, and nearly all of its start is each of them importing SGLang. Here a *nursery*, a process that
-has imported SGLang and done nothing else, forks them instead. What the fork then runs is what a fresh interpreter would
-run: SGLang's main program with its own arguments and environment, and for each process that it spawns the pickled
-`multiprocessing` process. No plugin is loaded in a nursery and no setting is read, so a fork is in the state of a fresh
-process after its imports.
+A server is three processes, and nearly all of its start is each of them importing SGLang. Here a *nursery*, a
+process that has imported SGLang and done nothing else, forks them instead. What the fork then runs is what a
+fresh interpreter would run: SGLang's main program with its own arguments and environment, and for each
+process that it spawns the pickled `multiprocessing` process. No plugin is loaded in a nursery and no setting
+is read, so a fork is in the state of a fresh process after its imports.
 
-SGLang's processes watch their parents, so a fork has to be its client's child. The nursery forks a process that forks the
-wanted one and ends: the orphan goes to its nearest ancestor that adopts (`PR_SET_CHILD_SUBREAPER`), which is the client.
-A server's main process has a nursery of its own, forked from the first one.
+SGLang's processes watch their parents, so a fork has to be its client's child. The nursery forks a process
+that forks the wanted one and ends: the orphan goes to its nearest ancestor that adopts
+(`PR_SET_CHILD_SUBREAPER`), which is the client. A server's main process has a nursery of its own, forked from
+the first one.
 
-Settings that SGLang reads while it is imported, the number of OpenMP threads among them, are the nursery's: a test that
-sets another one starts its server cold (`serving.serve`).
-"""
+Settings that SGLang reads while it is imported, the number of OpenMP threads among them, are the nursery's: a
+test that sets another one starts its server cold (`serving.serve`)."""
 
 import contextlib
 import ctypes
@@ -39,8 +39,8 @@ from typing import BinaryIO
 PR_SET_CHILD_SUBREAPER = 36
 MAX_FDS = 64
 
-# All that a server's three processes import for the bundled models. This package's own modules are left out: each process
-# loads the plugin itself, as it does in a cold start.
+# All that a server's three processes import for the bundled models. This package's own modules are left out:
+# each process loads the plugin itself, as it does in a cold start.
 MODULES = (
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
@@ -73,7 +73,8 @@ class ForkedProcess:
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int:
-        """Wait for the end of the process and of all that is left of its process group, which is this process's to reap."""
+        """Wait for the end of the process and of all that is left of its process group, which is this
+        process's to reap."""
         code = self._wait(0)
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -164,7 +165,8 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _end(run) -> None:
-    """End this process with `run`'s exit code, without tearing the interpreter down: with PyTorch in it, that takes seconds."""
+    """End this process with `run`'s exit code, without tearing the interpreter down: with PyTorch in it, that
+    takes seconds."""
     code = 1
     try:
         code = run() or 0
@@ -223,7 +225,8 @@ def _run_main(connection: socket.socket, argv: list, environment: dict, folder: 
 
 
 class _SpawnedPopen(popen_fork.Popen):
-    """`multiprocessing`'s spawn start method by way of the nursery: the same data, read by the same functions."""
+    """`multiprocessing`'s spawn start method by way of the nursery: the same data, read by the same
+    functions."""
 
     method = "spawn"
     DupFd = popen_forkserver.Popen.DupFd

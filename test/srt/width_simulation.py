@@ -1,4 +1,5 @@
-"""A server of numbers: costs and acceptance are given, the width is the chooser's. Seconds here are simulated ones."""
+"""A server of numbers: costs and acceptance are given, the width is the chooser's. Seconds here are simulated
+ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,10 +35,11 @@ def best_speed(cost, accept_probs: np.ndarray, n: int, widths=WIDTHS) -> float:
 
 @dataclass
 class Simulation:
-    """cost: with no committed tokens. noise: spread of the logarithm of a cycle's time. table: what the start-up measured; the truth if
-    None. reads: seconds that a committed token costs more; context: of each request, as it is now. knows_reads: whether the start-up
-    measured it. young, grown_up: of an answer's first so many tokens, what makes the probability of each being kept so many times what
-    it is later; answers have 128 tokens, and another one follows."""
+    """cost: with no committed tokens. noise: spread of the logarithm of a cycle's time. table: what the
+    start-up measured; the truth if None. reads: seconds that a committed token costs more; context: of each
+    request, as it is now. knows_reads: whether the start-up measured it. young, grown_up: of an answer's
+    first so many tokens, what makes the probability of each being kept so many times what it is later;
+    answers have 128 tokens, and another one follows."""
 
     cost: Callable[[int, int], float]
     noise: float = 0.0

@@ -1,8 +1,7 @@
 """SGLang's own DFLASH worker in a rehearsed server, to count by the same rules what its steps launch.
 
-Of ours such a server has the CPU runtime and the rules for the arguments. The worker, the draft's model and everything that a
-step calls are SGLang's, on the branches that they take on CUDA.
-"""
+Of ours such a server has the CPU runtime and the rules for the arguments. The worker, the draft's model and
+everything that a step calls are SGLang's, on the branches that they take on CUDA."""
 
 import dataclasses
 import functools
@@ -16,7 +15,8 @@ from rehearsal import launches
 
 
 def take_the_stage(ledger: ModuleType, attention: Any, buckets: tuple[int, ...]) -> None:
-    """None of our worker's changes are made but `attention`, and the worker is the one that SGLang chooses."""
+    """None of our worker's changes are made but `attention`, and the worker is the one that SGLang
+    chooses."""
 
     def build():
         from sglang_dflash.srt.plugins.install import install_at_worker

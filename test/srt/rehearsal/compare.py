@@ -51,7 +51,8 @@ def assert_as_expected(
     reference,
     *arguments: object,
 ) -> list[dict]:
-    """The target's answers, the expected acceptance, no host length unlike the device's, and a graph for every forward."""
+    """The target's answers, the expected acceptance, no host length unlike the device's, and a graph for
+    every forward."""
     answers = played.server.generate_many(requests, CONCURRENCY)
     assert_same(requests, answers, reference.answers(requests))
     assert played.problems() == []
@@ -62,7 +63,8 @@ def assert_as_expected(
 
 
 def assert_launches(played: Rehearsal, name: str) -> None:
-    """Every greedy step asked for exactly the operations of `launch_lists/NAME.txt`, from the lines given there."""
+    """Every greedy step asked for exactly the operations of `launch_lists/NAME.txt`, from the lines given
+    there."""
     path = LISTS / f"{name}.txt"
     found = [
         sorted(f"{count} {operation}" for operation, count in counts.items())

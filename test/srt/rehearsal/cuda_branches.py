@@ -1,4 +1,5 @@
-"""Our own modules with the branches they take on CUDA: where their source asks `is_cuda`, they hear what is so of a CPU."""
+"""Our own modules with the branches they take on CUDA: where their source asks `is_cuda`, they hear what is
+so of a CPU."""
 
 import sys
 from importlib.abc import MetaPathFinder

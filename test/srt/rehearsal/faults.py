@@ -1,8 +1,7 @@
 """Deliberate faults, each of which a rehearsal has to notice: tests of the tests.
 
-A captured graph keeps what it was captured with, so a fault in there is there from the start (`AT_START`); the others come
-and go while the server runs, as the file says that REHEARSAL_FAULT names (`PLANTED`).
-"""
+A captured graph keeps what it was captured with, so a fault in there is there from the start (`AT_START`);
+the others come and go while the server runs, as the file says that REHEARSAL_FAULT names (`PLANTED`)."""
 
 import dataclasses
 import os

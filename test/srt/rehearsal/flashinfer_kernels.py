@@ -1,9 +1,8 @@
 """FlashInfer's kernels, below its own Python wrappers.
 
-`plan` leaves a schedule in the wrapper's workspace, where a captured kernel finds it. Like the kernel, a run believes the
-schedule's host lengths for how far it reads, and the device's arrays for everything else; where the two differ, a GPU
-would read too little or too much and say nothing: here it is reported.
-"""
+`plan` leaves a schedule in the wrapper's workspace, where a captured kernel finds it. Like the kernel, a run
+believes the schedule's host lengths for how far it reads, and the device's arrays for everything else; where
+the two differ, a GPU would read too little or too much and say nothing: here it is reported."""
 
 import math
 from dataclasses import dataclass

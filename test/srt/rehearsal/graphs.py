@@ -1,9 +1,10 @@
 """A CUDA graph for CPU tensors.
 
-Capture records every operation with the memory it reads and writes; replay runs them again. As in a real graph, addresses,
-Python numbers and control flow are frozen. Memory from before the capture is kept by address alone: where its owner let go
-of it, the replay fails instead of reading what lies there now. Memory from within the capture is the graph's own, and is
-overwritten with NaN before each replay: nothing can be read of the replay before.
+Capture records every operation with the memory it reads and writes; replay runs them again. As in a real
+graph, addresses, Python numbers and control flow are frozen. Memory from before the capture is kept by
+address alone: where its owner let go of it, the replay fails instead of reading what lies there now. Memory
+from within the capture is the graph's own, and is overwritten with NaN before each replay: nothing can be
+read of the replay before.
 
 A kernel (`kernel`) is one operation, which finds out at each replay what its arguments hold.
 """
@@ -34,7 +35,8 @@ _recording: "Recorder | None" = None
 
 
 def _has_mask(args: Any) -> bool:
-    """Whether something is indexed by a boolean mask, of which only its values say how many elements it picks."""
+    """Whether something is indexed by a boolean mask, of which only its values say how many elements it
+    picks."""
     return any(
         isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bool, torch.uint8)
         for leaf in tree_leaves(args[1:2])

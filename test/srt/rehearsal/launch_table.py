@@ -1,11 +1,13 @@
-"""The launch lists by kind of launch: `python test/srt/rehearsal/launch_table.py` prints the table of benchmark/results/launches.md."""
+"""The launch lists by kind of launch: `python test/srt/rehearsal/launch_table.py` prints the table of
+benchmark/results/launches.md."""
 
 import re
 from collections import Counter
 from pathlib import Path
 
 LISTS = Path(__file__).parent / "launch_lists"
-# What a greedy step may launch outside its graphs beside SGLang's own: its graphs' inputs and its attention's metadata.
+# What a greedy step may launch outside its graphs beside SGLang's own: its graphs' inputs and its attention's
+# metadata.
 MOST_LAUNCHES = 8
 
 _METADATA_FILES = ("flashinfer_backend.py", "metadata.py", "kv_index_translator.py", "prefill.py", "page.py")

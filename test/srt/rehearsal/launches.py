@@ -1,4 +1,5 @@
-"""What a decode step asks of the device outside its graphs, and what it reads on the host: by the line that asks."""
+"""What a decode step asks of the device outside its graphs, and what it reads on the host: by the line that
+asks."""
 
 import contextlib
 import linecache
@@ -57,7 +58,8 @@ class _Reads(TorchFunctionMode):
 
 
 def _asking_line() -> str:
-    """The innermost line of SGLang, FlashInfer or this project on the stack, by its text: numbers change too often."""
+    """The innermost line of SGLang, FlashInfer or this project on the stack, by its text: numbers change too
+    often."""
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -85,7 +87,8 @@ def one_operation(name: str):
 
 
 def watch_decode_steps(worker: type) -> None:
-    """Report of every `_decode` of this worker how many graphs it replayed, and of every new set of operations what they are."""
+    """Report of every `_decode` of this worker how many graphs it replayed, and of every new set of
+    operations what they are."""
     replay = graphs.GraphBackend.replay
     decode = worker._decode
     known: set[frozenset] = set()

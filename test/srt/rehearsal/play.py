@@ -55,7 +55,8 @@ class Rehearsal:
         return [step for step in self.notes("step") if step["replays"] != {"target": 1, "draft": 1}]
 
     def operations(self) -> list[dict[str, int]]:
-        """Every set of operations that a step had, each with how often; without those that pad a batch to its graph's."""
+        """Every set of operations that a step had, each with how often; without those that pad a batch to its
+        graph's."""
         found = []
         for note in self.notes("operations"):
             counts = {name: count for name, count in note["counts"].items() if PADDING not in name}

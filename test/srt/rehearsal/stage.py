@@ -1,8 +1,7 @@
 """Inside a rehearsed server's scheduler: SGLang's CUDA attention and graphs in the place of its CPU ones.
 
-The arguments go on saying `torch_native`, which is what lets a server run on a CPU: under that name stands the backend of
-the rehearsal, put there by the ledger's own entry (`plugins/ledger.py`).
-"""
+The arguments go on saying `torch_native`, which is what lets a server run on a CPU: under that name stands
+the backend of the rehearsal, put there by the ledger's own entry (`plugins/ledger.py`)."""
 
 import contextlib
 import dataclasses
@@ -28,8 +27,8 @@ class Scene:
     backend: flashinfer, fa3 or triton, for target and draft.
     buckets: batch sizes to capture graphs for.
     fault: one of `faults.AT_START`.
-    interprets_context_kv: the one kernel with a program per token and layer is left to its twin unless asked for: a third
-        of a second for each step.
+    interprets_context_kv: the one kernel with a program per token and layer is left to its twin unless asked
+        for: a third of a second for each step.
     is_built_in: SGLang's own worker instead of ours.
     """
 
@@ -64,7 +63,8 @@ class TorchOnCPU:
 
 
 def set_the_stage(ledger) -> None:
-    """The ledger's CPU attention is the rehearsal's; everything else is put in place when the worker is about to be built."""
+    """The ledger's CPU attention is the rehearsal's; everything else is put in place when the worker is about
+    to be built."""
     scene = Scene.from_environment()
 
     def build():

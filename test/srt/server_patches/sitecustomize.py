@@ -1,6 +1,6 @@
-"""Changes to a server under test. Python imports this file at start-up wherever its folder is on PYTHONPATH, and
-SERVER_PATCH names those to make, with spaces between. A module that does not exist yet then is watched for.
-"""
+"""Changes to a server under test. Python imports this file at start-up wherever its folder is on PYTHONPATH,
+and SERVER_PATCH names those to make, with spaces between. A module that does not exist yet then is watched
+for."""
 
 import functools
 import itertools
@@ -58,8 +58,8 @@ def broken_logits(module) -> None:
 
 
 def allow_deterministic_on_cpu(module) -> None:
-    """SGLang refuses --enable-deterministic-inference with CPU attention, as a row's rounding may depend on its batch. In
-    float32 that hardly ever decides a draw."""
+    """SGLang refuses --enable-deterministic-inference with CPU attention, as a row's rounding may depend on
+    its batch. In float32 that hardly ever decides a draw."""
     module.add_deterministic_attention_backend_choices(["torch_native"])
 
 
@@ -69,8 +69,8 @@ def no_batch_invariant_kernels(module) -> None:
 
 
 def overcommit(module) -> None:
-    """Told that answers are short, the scheduler lets in more requests than the pool can carry to their end. (SGLang's
-    SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, which it reads while it is imported.)"""
+    """Told that answers are short, the scheduler lets in more requests than the pool can carry to their end.
+    (SGLang's SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, which it reads while it is imported.)"""
     module.CLIP_MAX_NEW_TOKENS = 8
 
 

@@ -1,4 +1,5 @@
-"""`--speculative-adaptive` and `--no-speculative-adaptive`: what was asked for, and what is done where nothing was."""
+"""`--speculative-adaptive` and `--no-speculative-adaptive`: what was asked for, and what is done where
+nothing was."""
 
 import logging
 import os
@@ -11,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 def take_adaptive(server_args: Any, source: str) -> None:
-    """Move what was asked for into the environment, where `AdaptiveSettings.from_environment` finds it. Raises ValueError for a
-    config file that cannot be used."""
+    """Move what was asked for into the environment, where `AdaptiveSettings.from_environment` finds it.
+    Raises ValueError for a config file that cannot be used."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -24,14 +25,15 @@ def take_adaptive(server_args: Any, source: str) -> None:
     if config is None and not args.speculative_adaptive:
         return
     AdaptiveSettings.read(config).to_environment()
-    # SGLang's own switch means EAGLE's widths, policy and config file, from which it would size its buffers. Ours are
-    # never wider than a block.
+    # SGLang's own switch means EAGLE's widths, policy and config file, from which it would size its buffers.
+    # Ours are never wider than a block.
     declare_resolution(server_args, source, speculative_adaptive=False)
 
 
 def settle_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveSettings | None:
-    """What the server will do; None: verify whole blocks. Where nobody said: adaptive on a CPU, unless something stands against it.
-    Raises ValueError where it was asked for and cannot be, or for candidates that the block does not hold."""
+    """What the server will do; None: verify whole blocks. Where nobody said: adaptive on a CPU, unless
+    something stands against it. Raises ValueError where it was asked for and cannot be, or for candidates
+    that the block does not hold."""
     settings = AdaptiveSettings.from_environment()
     impossible = _first(
         (is_recurrent, "not supported yet for targets with recurrent states (Mamba, GatedDeltaNet)"),

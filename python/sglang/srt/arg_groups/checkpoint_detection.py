@@ -1,9 +1,8 @@
 """What a checkpoint says about how it is to be served.
 
-`--model-path <speculators checkpoint>`: serve the checkpoint's target, with the checkpoint as its draft. And a P-EAGLE
-draft under any of the names people know it by (PEAGLE; EAGLE3, as vLLM has it) runs as a DFLASH draft, whose cycle it
-shares: to SGLang the algorithm is DFLASH.
-"""
+`--model-path <speculators checkpoint>`: serve the checkpoint's target, with the checkpoint as its draft. And
+a P-EAGLE draft under any of the names people know it by (PEAGLE; EAGLE3, as vLLM has it) runs as a DFLASH
+draft, whose cycle it shares: to SGLang the algorithm is DFLASH."""
 
 import logging
 import os
@@ -27,8 +26,8 @@ _DISPLAY_NAMES = {"dflash": "DFLASH", "peagle": "P-EAGLE"}
 
 
 def detect_speculators_model(server_args: Any, previous: Any) -> None:
-    """Resolution hook around SGLang's `handle_deprecated_dp_attention`, its first step: everything after it sees the
-    target as the model. Flags the user gave win; contradictions raise ValueError."""
+    """Resolution hook around SGLang's `handle_deprecated_dp_attention`, its first step: everything after it
+    sees the target as the model. Flags the user gave win; contradictions raise ValueError."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -61,7 +60,8 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
 
 
 def _resolve_peagle(server_args: Any, args: Any) -> None:
-    """PEAGLE, or EAGLE3 with a P-EAGLE draft, is DFLASH to SGLang. EAGLE3 with any other draft is none of our business.
+    """PEAGLE, or EAGLE3 with a P-EAGLE draft, is DFLASH to SGLang. EAGLE3 with any other draft is none of our
+    business.
 
     Raises ValueError for PEAGLE without a P-EAGLE draft.
     """
@@ -91,7 +91,8 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
 
 
 def read_config(path: str | None, revision: str | None) -> dict[str, Any] | None:
-    """A checkpoint's config.json, from a directory or the hub; None if it has none that can be read, which others report."""
+    """A checkpoint's config.json, from a directory or the hub; None if it has none that can be read, which
+    others report."""
     found = None if path is None else find_config(path, revision)
     if found is None:
         return None

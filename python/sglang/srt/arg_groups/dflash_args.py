@@ -1,8 +1,7 @@
 """DFLASH's server arguments: what we refuse, what we default, what we read from the draft checkpoint.
 
-Runs once, in the main process, inside SGLang's resolution pipeline; children receive the result. The record is
-sealed there: values are read through `resolving_view` and decided through `declare_resolution`.
-"""
+Runs once, in the main process, inside SGLang's resolution pipeline; children receive the result. The record
+is sealed there: values are read through `resolving_view` and decided through `declare_resolution`."""
 
 import json
 import logging
@@ -28,13 +27,14 @@ SOURCE = "sglang_dflash"
 # Those that verify a chain by their causal flag, without a mask.
 TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
 CPU_ATTENTION_BACKEND = "torch_native"
-# SGLang sizes the KV pool by free memory, which on a laptop is nearly all of it, and zeroes every byte at start-up.
+# SGLang sizes the KV pool by free memory, which on a laptop is nearly all of it, and zeroes every byte at
+# start-up.
 CPU_MAX_TOTAL_TOKENS = 65536
 # The same for recurrent states, of which a running request holds up to five.
 CPU_MAX_RECURRENT_STATES = 256
 
-# Verify logits are [requests * block_size, vocab] in float32: an unbounded batch would not fit. SGLang caps its
-# other speculative algorithms at the same number.
+# Verify logits are [requests * block_size, vocab] in float32: an unbounded batch would not fit. SGLang caps
+# its other speculative algorithms at the same number.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
 
 # (ServerArgs field, value that is fine, what to tell the user)
@@ -78,11 +78,12 @@ def default_cpu_args(server_args: Any, previous: Any) -> None:
         declare_resolution(server_args, SOURCE, max_mamba_cache_size=CPU_MAX_RECURRENT_STATES)
     is_small = args.hicache_ratio is None and args.hicache_size == 0 and args.mem_fraction_static is None
     if args.device == "cpu" and args.disaggregation_mode == "decode" and is_small:
-        # The pool for retracted requests is as small as the one they run in; SGLang would leave it nothing unless 10 GiB
-        # of the host's memory stay free besides.
+        # The pool for retracted requests is as small as the one they run in; SGLang would leave it nothing
+        # unless 10 GiB of the host's memory stay free besides.
         declare_resolution(server_args, SOURCE, hicache_host_memory_fraction=None)
     if args.device == "cpu" and args.dtype in ("float", "float32"):
-        # Whatever the model's dtype, SGLang keeps a convolution's last inputs in bf16, and then fails to write them.
+        # Whatever the model's dtype, SGLang keeps a convolution's last inputs in bf16, and then fails to
+        # write them.
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     if args.device == "cpu":
         prepare_ranks(args)
@@ -90,14 +91,15 @@ def default_cpu_args(server_args: Any, previous: Any) -> None:
     previous(server_args)
 
 
-# Their attention backends are on a list of SGLang's, which its own torch_native is not on for want of sinks and of windows.
+# Their attention backends are on a list of SGLang's, which its own torch_native is not on for want of sinks
+# and of windows.
 _LISTED_BACKENDS_ONLY = ("GptOssForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 _CPU_BACKEND_ON_THE_LISTS = "intel_amx"
 
 
 def pass_backend_lists_on_cpu(server_args: Any, previous: Any) -> None:
-    """Resolution hook around SGLang's `handle_model_specific_adjustments`, installed only where the CPU stand-in serves:
-    there `torch_native` is our attention, which has what the lists are about."""
+    """Resolution hook around SGLang's `handle_model_specific_adjustments`, installed only where the CPU
+    stand-in serves: there `torch_native` is our attention, which has what the lists are about."""
     from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -108,7 +110,8 @@ def pass_backend_lists_on_cpu(server_args: Any, previous: Any) -> None:
     if architecture not in _LISTED_BACKENDS_ONLY:
         return previous(server_args)
     if architecture == "GptOssForCausalLM" and args.moe_runner_backend == "auto":
-        # The default is Triton's kernels, whose weight layout the CPU path cannot read; "triton" has a PyTorch twin.
+        # The default is Triton's kernels, whose weight layout the CPU path cannot read; "triton" has a
+        # PyTorch twin.
         declare_resolution(server_args, SOURCE, moe_runner_backend="triton")
     declare_resolution(server_args, SOURCE, attention_backend=_CPU_BACKEND_ON_THE_LISTS)
     previous(server_args)
@@ -116,8 +119,8 @@ def pass_backend_lists_on_cpu(server_args: Any, previous: Any) -> None:
 
 
 def check_draft_path(server_args: Any, previous: Any) -> None:
-    """Resolution hook around SGLang's `handle_speculative_decoding`, whose first act for any algorithm is to load
-    the draft's config: say what is wrong with the path before that fails somewhere deep."""
+    """Resolution hook around SGLang's `handle_speculative_decoding`, whose first act for any algorithm is to
+    load the draft's config: say what is wrong with the path before that fails somewhere deep."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     args = resolving_view(server_args)
@@ -190,8 +193,8 @@ def resolve_dflash_args(server_args: Any) -> None:
 
 
 def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
-    """The target's text config, and the draft's held against it. Raises DraftConfigError, or ValueError for a target
-    that cannot be served with a draft."""
+    """The target's text config, and the draft's held against it. Raises DraftConfigError, or ValueError for a
+    target that cannot be served with a draft."""
     from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
 
     overrides = json.loads(args.json_model_override_args)
@@ -217,7 +220,8 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
 
 
 def _check_mask_token(args: Any, draft: DFlashDraftConfig) -> None:
-    """Find out now, rather than with the weights loaded, that a named mask token or its embedding cannot be used."""
+    """Find out now, rather than with the weights loaded, that a named mask token or its embedding cannot be
+    used."""
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
     read_mask_embedding(args.speculative_draft_model_path, args.speculative_draft_model_revision)
@@ -235,8 +239,8 @@ def _check_mask_token(args: Any, draft: DFlashDraftConfig) -> None:
 
 
 def _target_dtype(given: str, target_text_config: Any) -> str:
-    """What `--dtype auto` means for the target. The draft reads the target's hidden states and must have its dtype, but
-    SGLang would look into the draft's own config."""
+    """What `--dtype auto` means for the target. The draft reads the target's hidden states and must have its
+    dtype, but SGLang would look into the draft's own config."""
     from sglang.srt.configs.model_config import _get_and_verify_dtype
 
     if given != "auto":
@@ -339,7 +343,8 @@ def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int) -> None:
 
 
 def _check_recurrent_target(args: Any, target_config: Any, block_size: int) -> None:
-    """Refuse what would commit a wrong state of a target that has recurrent ones, or put one into the prefix cache."""
+    """Refuse what would commit a wrong state of a target that has recurrent ones, or put one into the prefix
+    cache."""
     if args.disaggregation_mode != "null":
         raise ValueError(
             "--disaggregation-mode does not support targets with recurrent states (Mamba, GatedDeltaNet) yet."

@@ -1,8 +1,7 @@
 """Flags of our own on SGLang's command line, and in its `--config` files.
 
-What SGLang has a field for is written there; the rest goes into environment variables, which every child process
-inherits and which are how `sgl.Engine(...)` sets them.
-"""
+What SGLang has a field for is written there; the rest goes into environment variables, which every child
+process inherits and which are how `sgl.Engine(...)` sets them."""
 
 import argparse
 import os

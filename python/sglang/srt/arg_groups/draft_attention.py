@@ -20,7 +20,8 @@ _COUNT_FROM_QUERY = ("triton", "fa3", "fa4")
 def choose_draft_attention(
     args: Any, target_backend: str, draft: DFlashDraftConfig, target_text_config: Any
 ) -> str:
-    """The backend that was asked for; else the target's, if it runs this draft as it was trained; else the first that does.
+    """The backend that was asked for; else the target's, if it runs this draft as it was trained; else the
+    first that does.
 
     target_backend: of the target's prefill. Raises ValueError where the one asked for does not.
     """
@@ -50,7 +51,8 @@ def choose_draft_attention(
 
 
 def _unsuited_backends(args: Any, draft: DFlashDraftConfig, target_text_config: Any) -> dict[str, str]:
-    """Of those that run draft blocks, the ones that would run this draft otherwise than it was trained, and why."""
+    """Of those that run draft blocks, the ones that would run this draft otherwise than it was trained, and
+    why."""
     found = {}
     context = args.context_length or getattr(target_text_config, "max_position_embeddings", None)
     if draft.has_sliding_layers and (context is None or context > draft.sliding_window):

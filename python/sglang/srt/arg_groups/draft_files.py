@@ -1,4 +1,5 @@
-"""A draft checkpoint's files held against each other in the main process, before SGLang reads them or allocates what they say.
+"""A draft checkpoint's files held against each other in the main process, before SGLang reads them or
+allocates what they say.
 
 What is wrong with one ends the start with an error that names the checkpoint, the file and what in it.
 """
@@ -23,7 +24,8 @@ _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 def check_draft_config(checkpoint: str, revision: str | None = None) -> None:
-    """Raise ValueError unless config.json is that of a draft of ours, as far as can be said before a library reads it."""
+    """Raise ValueError unless config.json is that of a draft of ours, as far as can be said before a library
+    reads it."""
     path = find_config(checkpoint, revision)
     if path is None:
         return  # for SGLang, which has other formats, or says so
@@ -38,8 +40,8 @@ def check_draft_config(checkpoint: str, revision: str | None = None) -> None:
 
 
 def check_draft_tensors(checkpoint: str, hf_config: Any, draft: DFlashDraftConfig) -> None:
-    """Raise DraftConfigError naming what of a local checkpoint's safetensors does not fit its config. Others are left to the
-    loader: a hub id, whose files need not be here yet, and files of another format."""
+    """Raise DraftConfigError naming what of a local checkpoint's safetensors does not fit its config. Others
+    are left to the loader: a hub id, whose files need not be here yet, and files of another format."""
     folder = os.path.expanduser(checkpoint)
     names = (
         sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))

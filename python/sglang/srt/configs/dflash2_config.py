@@ -1,8 +1,7 @@
 """What a DFlash2 checkpoint's config says beyond what it shares with a DFlash one.
 
-Format: z-lab/dflash, `DFlash2DraftModel`: four more entries in `dflash_config`, `conv_kernel_size`, `conv_group_size`,
-`selector_rank` and `selector_top_k`.
-"""
+Format: z-lab/dflash, `DFlash2DraftModel`: four more entries in `dflash_config`, `conv_kernel_size`,
+`conv_group_size`, `selector_rank` and `selector_top_k`."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,8 +19,8 @@ SELECTOR_FIELDS = ("selector_rank", "selector_top_k")
 class DFlash2DraftConfig(DFlashDraftConfig):
     """One DFlash2 draft.
 
-    conv_kernel_size: rows of its block that a row's convolution sees, its own included; 0 for a draft without.
-    conv_group_size: channels that share what is added to their kernel; 0 for a draft without.
+    conv_kernel_size: rows of its block that a row's convolution sees, its own included; 0 for a draft
+    without. conv_group_size: channels that share what is added to their kernel; 0 for a draft without.
     selector_rank: width of the codebooks that score a token after another.
     selector_top_k: candidates of a slot.
     """

@@ -1,9 +1,8 @@
 """What a DFlash draft checkpoint's config.json says, checked once and frozen.
 
 Format: z-lab/dflash. A flat Qwen3 config plus `block_size`, `num_target_layers` and
-`dflash_config: {mask_token_id, target_layer_ids}`. Checkpoints of the speculators library are brought to it by
-`speculative/speculators_format.py`, with a few more entries in `dflash_config`.
-"""
+`dflash_config: {mask_token_id, target_layer_ids}`. Checkpoints of the speculators library are brought to it
+by `speculative/speculators_format.py`, with a few more entries in `dflash_config`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ MAX_PROBLEMS = 20  # shown
 
 
 class DraftConfigError(ValueError):
-    """A draft checkpoint that cannot be served; the message names the fields at fault, the first of them where there are many."""
+    """A draft checkpoint that cannot be served; the message names the fields at fault, the first of them
+    where there are many."""
 
     def __init__(self, checkpoint: str, problems: Sequence[str]):
         self.problems = tuple(problems)
@@ -35,15 +35,15 @@ class DFlashDraftConfig:
 
     block_size: the anchor (the bonus token) and the mask tokens after it.
     target_layer_ids: 0-based, naming layer OUTPUTS: entry i is Hugging Face's `hidden_states[i + 1]`.
-    draft_vocab_size: rows of the draft's head; fewer than `vocab_size` when the checkpoint maps them to the target's.
-    sample_from_anchor: whether the anchor's row drafts a token too: row k then drafts position k + 1, otherwise row k
-        drafts position k and row 0 nothing.
+        draft_vocab_size: rows of the draft's head; fewer than `vocab_size` when the checkpoint maps them to
+        the target's. sample_from_anchor: whether the anchor's row drafts a token too: row k then drafts
+        position k + 1, otherwise row k drafts position k and row 0 nothing.
     speculative_tokens: drafted tokens a step.
     num_target_layers: None where the checkpoint does not say.
-    mask_token: the mask token by name, to be looked up in the target's tokenizer, where mask_token_id is None.
-    aux_streams: hidden states wide each layer output is: 1, but for targets whose residual has several streams (`hc_mult`).
-    output_multiplier, final_logit_softcapping: of the draft's logits l, softcap * tanh(multiplier * l / softcap); the
-        argmax is the same without, a draw is not.
+    mask_token: the mask token by name, to be looked up in the target's tokenizer, where mask_token_id is
+        None. aux_streams: hidden states wide each layer output is: 1, but for targets whose residual has
+        several streams (`hc_mult`). output_multiplier, final_logit_softcapping: of the draft's logits l,
+        softcap * tanh(multiplier * l / softcap); the argmax is the same without, a draw is not.
     """
 
     hidden_size: int
@@ -81,8 +81,8 @@ class DFlashDraftConfig:
 
     @property
     def tokens_before_window_start(self) -> int:
-        """How far back a sliding layer sees: from the query, whose token the window counts, or from the anchor, before
-        which the speculators library counts the whole window."""
+        """How far back a sliding layer sees: from the query, whose token the window counts, or from the
+        anchor, before which the speculators library counts the whole window."""
         return self.sliding_window if self.window_from_anchor else self.sliding_window - 1
 
     def is_causal(self, layer_id: int) -> bool:
@@ -205,7 +205,8 @@ def check_draft_fits_target(draft: DFlashDraftConfig, target_text_config: Any, c
 
 
 def _target_layer_problems(ids: Sequence[int], num_target_layers: int | None) -> list[str]:
-    """Why these layer outputs cannot be captured: SGLang captures a layer's output as the next layer's input."""
+    """Why these layer outputs cannot be captured: SGLang captures a layer's output as the next layer's
+    input."""
     listed = (
         f"dflash_config.target_layer_ids {list(ids)} (0-based layer outputs; speculators counts one more)"
     )

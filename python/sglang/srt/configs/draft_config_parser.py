@@ -1,8 +1,7 @@
 """SGLang's config parser, able to read speculators checkpoints.
 
-SGLang reads a draft's config in several places before our worker exists, through transformers' AutoConfig, which
-rejects a config without a top-level `model_type`.
-"""
+SGLang reads a draft's config in several places before our worker exists, through transformers' AutoConfig,
+which rejects a config without a top-level `model_type`."""
 
 from collections.abc import Callable
 
@@ -16,8 +15,9 @@ from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
 
 
 class DraftConfigParser(HfModelConfigParser):
-    """Speculators checkpoints we serve, as a Qwen3 config; other drafts of ours with a look at their fields before; everything
-    else exactly as SGLang reads it. Raises DraftConfigError for a draft that cannot be read."""
+    """Speculators checkpoints we serve, as a Qwen3 config; other drafts of ours with a look at their fields
+    before; everything else exactly as SGLang reads it. Raises DraftConfigError for a draft that cannot be
+    read."""
 
     def parse(
         self, model, trust_remote_code: bool, revision: str | None = None, **kwargs
@@ -43,8 +43,8 @@ def _refuse(checkpoint: str, problems: list[str]) -> None:
 
 
 def _by_library(checkpoint: str, read: Callable[[], PretrainedConfig]) -> PretrainedConfig:
-    """What `read`, code of transformers' and SGLang's, makes of a config. Both have fields of their own beyond those that are
-    checked here, and raise whatever comes of a wrong one."""
+    """What `read`, code of transformers' and SGLang's, makes of a config. Both have fields of their own
+    beyond those that are checked here, and raise whatever comes of a wrong one."""
     try:
         return read()
     except Exception as error:

@@ -16,7 +16,8 @@ def is_ignored(name: str) -> bool:
 
 
 def required_shapes(hf_config: Any, draft: DFlashDraftConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a checkpoint must hold and its shape, the vocabulary's aside, before any fusing or tensor-parallel split."""
+    """Every tensor a checkpoint must hold and its shape, the vocabulary's aside, before any fusing or
+    tensor-parallel split."""
     hidden, num_aux = hf_config.hidden_size, len(draft.target_layer_ids)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, draft.aux_width), "norm.weight": (hidden,)}
     if isinstance(draft, PEagleDraftConfig):
@@ -40,7 +41,8 @@ def required_shapes(hf_config: Any, draft: DFlashDraftConfig) -> dict[str, tuple
 
 
 def vocabulary_shapes(draft: DFlashDraftConfig) -> dict[str, tuple[int, ...]]:
-    """What a checkpoint may bring of its own; required, but for the embedding, where its vocabulary is reduced."""
+    """What a checkpoint may bring of its own; required, but for the embedding, where its vocabulary is
+    reduced."""
     shapes = {
         "embed_tokens.weight": (draft.vocab_size, draft.hidden_size),
         "lm_head.weight": (draft.draft_vocab_size, draft.hidden_size),
@@ -49,7 +51,8 @@ def vocabulary_shapes(draft: DFlashDraftConfig) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_problems(hf_config: Any, draft: DFlashDraftConfig, found: dict[str, tuple[int, ...]]) -> list[str]:
-    """Every tensor that is missing, unknown or of another shape, one line each. found: shapes by name, ignored ones left out."""
+    """Every tensor that is missing, unknown or of another shape, one line each. found: shapes by name,
+    ignored ones left out."""
     expected, optional = required_shapes(hf_config, draft), vocabulary_shapes(draft)
     required = set(expected) | set(optional if draft.has_own_vocabulary else ()) - {"embed_tokens.weight"}
     expected |= optional
@@ -95,7 +98,10 @@ def _layer_shapes(config: Any, draft: DFlashDraftConfig, layer: int) -> dict[str
     if not is_peagle or draft.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
     if getattr(config, "attention_bias", False):
-        shapes |= {f"self_attn.{p}_proj.bias": (size,) for p, size in zip("qkv", (q_size, kv_size, kv_size))}
+        shapes |= {
+            f"self_attn.{p}_proj.bias": (size,)
+            for p, size in zip("qkv", (q_size, kv_size, kv_size), strict=True)
+        }
         shapes["self_attn.o_proj.bias"] = (hidden,)
     if is_peagle and layer == 0:
         shapes["hidden_norm.weight"] = (hidden,)

@@ -1,8 +1,9 @@
-"""Drafts that are more than a DFlash block: published under the same architecture, with fields that change the mathematics.
+"""Drafts that are more than a DFlash block: published under the same architecture, with fields that change
+the mathematics.
 
-Read as a plain draft such a checkpoint would draft nonsense, without a word. Every such field is refused by name; what else
-`dflash_config` holds that we do not know is named in a warning, as it may be a note of the trainer's.
-"""
+Read as a plain draft such a checkpoint would draft nonsense, without a word. Every such field is refused by
+name; what else `dflash_config` holds that we do not know is named in a warning, as it may be a note of the
+trainer's."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,8 @@ _KNOWN = {
     "window_from_anchor",
 }
 
-# field, or the beginning of several -> what it stands for. Absent, null, false and zero mean that the draft has none.
+# field, or the beginning of several -> what it stands for. Absent, null, false and zero mean that the draft
+# has none.
 _REFUSED = {
     "projector_type": "a projector behind the draft (Domino)",
     "prefix_gru": "a Domino projector",
@@ -59,8 +61,8 @@ _REFUSED = {
 
 
 def variant_problems(config: Any, nested: Mapping[str, Any], served: Sequence[str] = ()) -> list[str]:
-    """What of a draft's config describes something we do not run. config: its top level; nested: its `dflash_config`, of
-    which the fields in `served` are the caller's."""
+    """What of a draft's config describes something we do not run. config: its top level; nested: its
+    `dflash_config`, of which the fields in `served` are the caller's."""
     problems = []
     nested = {name: value for name, value in nested.items() if name not in served}
     for where, fields in (("dflash_config.", nested), ("", _top_level(config))):
@@ -87,8 +89,9 @@ def _is_named(name: Any, start: str) -> bool:
 
 
 def _rope_problems(config: Any) -> list[str]:
-    """Rotary embeddings that turn only a part of a head, or interleaved pairs. A config copied from a target may carry the
-    target's own partial factor and M-RoPE sections: where `rope_dim` says what was trained, it counts."""
+    """Rotary embeddings that turn only a part of a head, or interleaved pairs. A config copied from a target
+    may carry the target's own partial factor and M-RoPE sections: where `rope_dim` says what was trained, it
+    counts."""
     problems = []
     rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None)
     rope_dim = rope.get("rope_dim") if isinstance(rope, Mapping) else None

@@ -1,8 +1,7 @@
 """What a draft's config.json says of its layers and their rotary embedding, checked as it stands in the file.
 
-transformers, SGLang and the layers read these fields as well, each with assumptions of its own, and what does not meet them
-fails somewhere deep. Here is what every one of them can live with.
-"""
+transformers, SGLang and the layers read these fields as well, each with assumptions of its own, and what does
+not meet them fails somewhere deep. Here is what every one of them can live with."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -55,7 +54,8 @@ def shown(value: Any) -> str:
 
 
 def layer_problems(config: Mapping[str, Any], where: str = "") -> list[str]:
-    """What is wrong with the fields that are there; which have to be, others say. where: put before a field's name."""
+    """What is wrong with the fields that are there; which have to be, others say. where: put before a field's
+    name."""
     check = _Check(config, where)
     for name in _SIZES:
         check(name, lambda v: is_int(v) and 1 <= v <= MAX_SIZE, f"a positive integer of at most {MAX_SIZE}")

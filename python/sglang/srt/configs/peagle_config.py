@@ -1,7 +1,7 @@
 """What a P-EAGLE checkpoint's config says beyond what it shares with a DFlash one.
 
-Format: speculators, `speculators_model_type: "peagle"`, brought to a flat config by `speculative/speculators_format.py`.
-"""
+Format: speculators, `speculators_model_type: "peagle"`, brought to a flat config by
+`speculative/speculators_format.py`."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,8 +17,8 @@ PEAGLE_ARCHITECTURE = "PEagleDraftModel"
 class PEagleDraftConfig(DFlashDraftConfig):
     """One P-EAGLE draft (arXiv 2602.01469). `block_size` is the verified block, anchor included: K + 1.
 
-    norm_before_residual: whether layer 0's residual is the fused hidden state after its norm, rather than before.
-    norm_before_fc: one norm over all captured states at once, before they are fused.
+    norm_before_residual: whether layer 0's residual is the fused hidden state after its norm, rather than
+    before. norm_before_fc: one norm over all captured states at once, before they are fused.
     fc_norm: a norm for each captured state, before they are fused.
     qk_norm: whether queries and keys are normed per head, as Qwen3's are and Llama's are not.
     """
@@ -33,7 +33,8 @@ class PEagleDraftConfig(DFlashDraftConfig):
 
 
 def parse_peagle_config(hf_config: Any, checkpoint: str) -> PEagleDraftConfig:
-    """Read what `speculators_format` made of a P-EAGLE config. Raises DraftConfigError as `parse_draft_config` does."""
+    """Read what `speculators_format` made of a P-EAGLE config. Raises DraftConfigError as
+    `parse_draft_config` does."""
     shared = parse_draft_config(hf_config, checkpoint)
     own = {
         name: hf_config.dflash_config[name]
@@ -43,7 +44,8 @@ def parse_peagle_config(hf_config: Any, checkpoint: str) -> PEagleDraftConfig:
 
 
 def read_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
-    """The draft a config describes, of whichever algorithm. Raises ValueError for an architecture that is neither."""
+    """The draft a config describes, of whichever algorithm. Raises ValueError for an architecture that is
+    neither."""
     architectures = getattr(hf_config, "architectures", None)
     check_architectures(architectures, checkpoint)
     return _PARSERS[architectures[0]](hf_config, checkpoint)

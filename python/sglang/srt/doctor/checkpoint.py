@@ -1,4 +1,5 @@
-"""A checkpoint as its files say it: config.json, tokenizer, and the headers of its safetensors files. No tensor is loaded."""
+"""A checkpoint as its files say it: config.json, tokenizer, and the headers of its safetensors files. No
+tensor is loaded."""
 
 import json
 import os
@@ -12,7 +13,8 @@ import numpy as np
 
 # Files that say something about a checkpoint, without its tensors.
 _DESCRIPTIONS = ("*.json", "*.md", "*.jinja")
-# safetensors' names of element types -> NumPy's; bfloat16, which NumPy lacks, is read as its upper half of a float32.
+# safetensors' names of element types -> NumPy's; bfloat16, which NumPy lacks, is read as its upper half of a
+# float32.
 _NUMPY = {"I64": "<i8", "I32": "<i4", "BOOL": "?", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
 _MAX_HEADER = 100_000_000  # safetensors' own limit
 
@@ -23,7 +25,8 @@ class BadInput(Exception):
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One entry of a safetensors file. start, end: bytes from the beginning of the file; end may lie beyond what is there."""
+    """One entry of a safetensors file. start, end: bytes from the beginning of the file; end may lie beyond
+    what is there."""
 
     file: Path
     dtype: str
@@ -53,7 +56,8 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, TensorHeader]:
-        """Header of every tensor, by its name without `model.`. Raises BadInput if there are no readable safetensors."""
+        """Header of every tensor, by its name without `model.`. Raises BadInput if there are no readable
+        safetensors."""
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise BadInput(f"{self.name}: no safetensors file there")
@@ -77,7 +81,8 @@ class Checkpoint:
             return ""
 
     def read(self, name: str, rows: Any = slice(None)) -> np.ndarray:
-        """Rows of a tensor, floats as float32. Raises BadInput for an element type that is none of the usual ones."""
+        """Rows of a tensor, floats as float32. Raises BadInput for an element type that is none of the usual
+        ones."""
         header = self.tensors[name]
         if header.dtype not in _NUMPY:
             raise BadInput(f"{header.file}: {name} is {header.dtype}, which cannot be read here")

@@ -1,4 +1,5 @@
-"""`doctor --copy-ahead`: the blocks that `--speculative-copy-ahead` would have proposed for the same texts."""
+"""`doctor --copy-ahead`: the blocks that `--speculative-copy-ahead` would have proposed for the same
+texts."""
 
 import torch
 from sglang_dflash.kernels.ops.speculative.copy_ahead import (
@@ -38,8 +39,8 @@ def cycles(text: Text, drafts: Drafts, rule: CopyRule = RULE) -> list[Cycle]:
 
 
 def accept_length(of_texts: list[list[Cycle]], texts: list[Text]) -> tuple[float, float]:
-    """Tokens a block, bonus included, and the share of blocks that were copied. A block that reaches beyond its text does not
-    count."""
+    """Tokens a block, bonus included, and the share of blocks that were copied. A block that reaches beyond
+    its text does not count."""
     whole = [
         cycle
         for found, text in zip(of_texts, texts, strict=True)

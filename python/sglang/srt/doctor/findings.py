@@ -7,7 +7,8 @@ FAULT, NOTE = "fault", "note"
 
 @dataclass(frozen=True)
 class Finding:
-    """level: FAULT makes the doctor exit with 1; NOTE may be as intended. is_fatal: the draft cannot even be loaded."""
+    """level: FAULT makes the doctor exit with 1; NOTE may be as intended. is_fatal: the draft cannot even be
+    loaded."""
 
     level: str
     what: str

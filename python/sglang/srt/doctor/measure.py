@@ -1,4 +1,5 @@
-"""`doctor --measure`: both models in plain PyTorch, a few prompts decoded, and what was accepted of every block."""
+"""`doctor --measure`: both models in plain PyTorch, a few prompts decoded, and what was accepted of every
+block."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +25,13 @@ from sglang_dflash.srt.doctor.readings import (
 )
 from sglang_dflash.srt.doctor.static_checks import Pair
 
-# Where the evidence is drawn from: sampled texts, for variety (a small target's greedy text repeats itself), and short greedy
-# continuations that branch off them, because greedy text is what drafts are trained on.
+# Where the evidence is drawn from: sampled texts, for variety (a small target's greedy text repeats itself),
+# and short greedy continuations that branch off them, because greedy text is what drafts are trained on.
 SAMPLES_PER_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 3, 72, 0.7
 BRANCH_EVERY, BRANCH_TOKENS = 24, 20
 _BATCH = 32
-# A better reading is a fault from this many standard errors, a hint from fewer; below the gain it would change little.
+# A better reading is a fault from this many standard errors, a hint from fewer; below the gain it would
+# change little.
 _CERTAIN, _HINT, _WORTHWHILE = 4.0, 2.5, 0.01
 _HOPELESS = 1.15  # accept length at which the draft and the target have nothing to do with each other
 _FAR_BELOW = 0.5  # of what a card's accept length has beyond 1
@@ -75,7 +77,8 @@ class Measurement:
         return accept_length(self.copies, self.texts)
 
     def pieces(self, tokens: list[int], start: int, joined: bool = False) -> list[str]:
-        """The text of each token from `start` on. A character made of several tokens goes to its last. joined: in one piece."""
+        """The text of each token from `start` on. A character made of several tokens goes to its last.
+        joined: in one piece."""
         found, done = [], self.decode(tokens[:start])
         for end in [len(tokens)] if joined else range(start + 1, len(tokens) + 1):
             text = self.decode(tokens[:end])
@@ -88,7 +91,8 @@ class Measurement:
 
 
 def expectation(card: str) -> Expected | None:
-    """From a model card's table with a column `Accept length`, its last row: by this project's cards, the sum of the others."""
+    """From a model card's table with a column `Accept length`, its last row: by this project's cards, the sum
+    of the others."""
     rows = [
         [cell.strip() for cell in line.strip().strip("|").split("|")]
         for line in card.splitlines()
@@ -110,8 +114,8 @@ def expectation(card: str) -> Expected | None:
 
 @dataclass(frozen=True)
 class Observed:
-    """What the target says, with no draft involved. texts: the answers to the prompts; branches: what the evidence rests on
-    besides."""
+    """What the target says, with no draft involved. texts: the answers to the prompts; branches: what the
+    evidence rests on besides."""
 
     target: Any
     tokenizer: Any
@@ -186,12 +190,13 @@ def measure(pair: Pair, observed: Observed, with_copies: bool = False) -> Measur
         observations=sum(len(d.tokens) for d in configured),
         device=str(observed.target.device),
         decode=observed.tokenizer.decode,
-        copies=[cycles(*of_text) for of_text in zip(texts, configured)] if with_copies else None,
+        copies=[cycles(*of_text) for of_text in zip(texts, configured, strict=True)] if with_copies else None,
     )
 
 
 def findings(measured: Measurement) -> Iterator[Finding]:
-    """What the figures say. Only the best of the better readings is a fault: they are guesses at one and the same mistake."""
+    """What the figures say. Only the best of the better readings is a fault: they are guesses at one and the
+    same mistake."""
     figure, expected = measured.configured.accept_length, measured.expected
     better = [o for o in measured.outcomes[1:] if o.evidence.gain >= _WORTHWHILE and o.evidence.t >= _HINT]
     for outcome in sorted(better, key=lambda o: -o.evidence.gain)[:1]:
@@ -238,7 +243,8 @@ def _load_target(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> tup
 
 
 def load_draft(pair: Pair, target: Any) -> PlainDraft:
-    """The draft's plain model, with what it borrows from the loaded target, in its dtype and on its device."""
+    """The draft's plain model, with what it borrows from the loaded target, in its dtype and on its
+    device."""
     from safetensors.torch import load_file
 
     if isinstance(pair.draft_config, DFlash2DraftConfig):
@@ -330,8 +336,8 @@ def capture(target: Any, ids: list[int], prompt_length: int) -> Text:
 
 
 def _acceptance(texts: Sequence[Text], drafts: Sequence[Drafts]) -> tuple[float, tuple[float, ...]]:
-    """Accept length, bonus token included, and the share of blocks that kept their k-th token. A block that reaches beyond
-    its text does not count: its fate was not seen."""
+    """Accept length, bonus token included, and the share of blocks that kept their k-th token. A block that
+    reaches beyond its text does not count: its fate was not seen."""
     kept, width = [], drafts[0].tokens.shape[1]
     for text, drafted in zip(texts, drafts, strict=True):
         kept += [

@@ -1,4 +1,5 @@
-"""What the doctor found, as one HTML page: no script, nothing loaded from elsewhere, well-formed XML, light and dark."""
+"""What the doctor found, as one HTML page: no script, nothing loaded from elsewhere, well-formed XML, light
+and dark."""
 
 from collections.abc import Iterator, Sequence
 from html import escape

@@ -19,7 +19,7 @@ COLOURS = {
 def mixed(theme: int, share: float) -> str:
     """A colour between `early` and `late`, as #rrggbb."""
     ends = [[int(COLOURS[name][theme][i : i + 2], 16) for i in (1, 3, 5)] for name in ("early", "late")]
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(*ends))
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(*ends, strict=True))
 
 
 def position_rules(width: int) -> str:

@@ -1,9 +1,8 @@
 """The drafts in plain PyTorch: no cache, no engine, many blocks of one text at once.
 
-What `doctor --measure` runs, and slow on purpose: a second reading of both formats beside `models/dflash.py` and
-`models/peagle.py`, without SGLang's layers, kernels or attention. Rows are all rows of a forward; keys they may not see are
-masked out. Tests hold it against the `speculators` library's own logits.
-"""
+What `doctor --measure` runs, and slow on purpose: a second reading of both formats beside `models/dflash.py`
+and `models/peagle.py`, without SGLang's layers, kernels or attention. Rows are all rows of a forward; keys
+they may not see are masked out. Tests hold it against the `speculators` library's own logits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,9 +28,9 @@ class Rows:
 
 
 class PlainDraft:
-    """`weights`: a checkpoint's tensors by name, without `model.` before it; embedding [vocab, hidden] and head
-    [draft vocab, hidden] are the target's where the checkpoint has none. `mask_token_id` and `layer_order` may be changed to
-    see what another reading of the checkpoint would draft."""
+    """`weights`: a checkpoint's tensors by name, without `model.` before it; embedding [vocab, hidden] and
+    head [draft vocab, hidden] are the target's where the checkpoint has none. `mask_token_id` and
+    `layer_order` may be changed to see what another reading of the checkpoint would draft."""
 
     def __init__(
         self,
@@ -60,9 +59,8 @@ class PlainDraft:
     def logits(self, tokens: torch.Tensor, aux_hidden: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Draft logits [N, K, draft vocab]: entry [i, k] is about the token at position anchors[i] + 1 + k.
 
-        tokens: [T] int64. aux_hidden: [T, num_aux * hidden], captured states of every position; those from an anchor on are
-        not looked at. anchors: [N] int64, positions of the newest token.
-        """
+        tokens: [T] int64. aux_hidden: [T, num_aux * hidden], captured states of every position; those from an
+        anchor on are not looked at. anchors: [N] int64, positions of the newest token."""
         raise NotImplementedError
 
     def _block_rows(self, anchors: torch.Tensor, offsets: torch.Tensor) -> Rows:
@@ -74,8 +72,8 @@ class PlainDraft:
     def _run_layer(
         self, layer: int, hidden, attention_input, rows: Rows, keys: Rows, context
     ) -> torch.Tensor:
-        """One layer over rows: hidden [R, H] is the residual stream, attention_input [R, *] what q, k, v are made from, context
-        [C, *] more of the same for keys only, in front of the rows' own."""
+        """One layer over rows: hidden [R, H] is the residual stream, attention_input [R, *] what q, k, v are
+        made from, context [C, *] more of the same for keys only, in front of the rows' own."""
         name = f"layers.{layer}"
         heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
         sources = attention_input if context is None else torch.cat((context, attention_input))
@@ -156,7 +154,8 @@ class PlainPEagle(PlainDraft):
 
     def logits(self, tokens, aux_hidden, anchors):
         drafted, device, last = self.draft.speculative_tokens, tokens.device, int(anchors.max())
-        # Row p: the token at p + 1 and the state at p, so that the newest one, at the anchor, is row anchor - 1.
+        # Row p: the token at p + 1 and the state at p, so that the newest one, at the anchor, is row anchor -
+        # 1.
         places = torch.arange(last, device=device)
         text = Rows(places, torch.full_like(places, -1), places + 1)
         masks = self._block_rows(anchors, torch.arange(drafted - 1, device=device))

@@ -1,5 +1,5 @@
-"""What `doctor --measure` asks when no prompts are given: code to go on with, and questions, which go through the target's chat
-template where it has one."""
+"""What `doctor --measure` asks when no prompts are given: code to go on with, and questions, which go through
+the target's chat template where it has one."""
 
 import json
 from pathlib import Path

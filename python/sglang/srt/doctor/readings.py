@@ -1,8 +1,9 @@
-"""Other readings of a checkpoint: what would be drafted if its layer ids, or the order of its layers, meant something else.
+"""Other readings of a checkpoint: what would be drafted if its layer ids, or the order of its layers, meant
+something else.
 
-Acceptance cannot tell neighbouring layers of a target apart: it moves by a few percent, in either direction. The likelihood
-that the draft gives to what the target says can, over the same positions, if there are enough of them.
-"""
+Acceptance cannot tell neighbouring layers of a target apart: it moves by a few percent, in either direction.
+The likelihood that the draft gives to what the target says can, over the same positions, if there are enough
+of them."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ import torch
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft
 
-# A draft that has seen little of a text is over-confident on it, and any blur of its input then looks like an improvement. So
-# each reading is compared at the temperature that suits it best.
+# A draft that has seen little of a text is over-confident on it, and any blur of its input then looks like an
+# improvement. So each reading is compared at the temperature that suits it best.
 TEMPERATURES = (0.8, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5)
 _ANCHORS_AT_ONCE = 32
 _CLUSTER = 24  # neighbouring positions say much the same; this many count as one observation
@@ -23,9 +24,9 @@ _CLUSTER = 24  # neighbouring positions say much the same; this many count as on
 class Text:
     """A prompt and what the target went on to say.
 
-    tokens: [T] int64, of which the first `prompt_length` are the prompt's. best: [T] int64, the target's choice after each.
-    states: per layer boundary [T, hidden], entry i the output of layer i - 1, entry 0 the embedding; None what is not known.
-    """
+    tokens: [T] int64, of which the first `prompt_length` are the prompt's. best: [T] int64, the target's
+    choice after each. states: per layer boundary [T, hidden], entry i the output of layer i - 1, entry 0 the
+    embedding; None what is not known."""
 
     prompt_length: int
     tokens: torch.Tensor
@@ -35,7 +36,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Reading:
-    """shift: added to the layer ids. what, what_to_do: of the fault, if this reading turns out to be the right one."""
+    """shift: added to the layer ids. what, what_to_do: of the fault, if this reading turns out to be the
+    right one."""
 
     label: str
     what: str = ""
@@ -109,9 +111,8 @@ def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Readi
 class Drafts:
     """What a reading drafts in one text, at every anchor from the prompt's end on.
 
-    tokens: [N, K] int64, target ids. nll: [temperatures, N, K], nats that the draft gives to what the target says there; NaN
-    beyond the text, and where the draft's vocabulary lacks the token.
-    """
+    tokens: [N, K] int64, target ids. nll: [temperatures, N, K], nats that the draft gives to what the target
+    says there; NaN beyond the text, and where the draft's vocabulary lacks the token."""
 
     first: int
     tokens: torch.Tensor
@@ -157,8 +158,8 @@ def draft_everywhere(draft: PlainDraft, text: Text, reading: Reading) -> Drafts:
 
 @dataclass(frozen=True)
 class Evidence:
-    """How much better another reading explains what the target says. gain: nats a token, positive where it is better.
-    t: gain over its standard error, by clusters of neighbouring positions."""
+    """How much better another reading explains what the target says. gain: nats a token, positive where it is
+    better. t: gain over its standard error, by clusters of neighbouring positions."""
 
     gain: float
     t: float
@@ -190,10 +191,11 @@ def _best_temperature(drafts: Sequence[Drafts]) -> int:
 
 
 def blocks(text: Text, drafts: Drafts) -> list[tuple[int, list[int], int]]:
-    """The blocks of greedy speculative decoding over a text: (anchor, drafted tokens, how many of them were kept).
+    """The blocks of greedy speculative decoding over a text: (anchor, drafted tokens, how many of them were
+    kept).
 
-    Greedy output is the target's own text whatever is drafted, so the loop is a walk over drafts made at every position.
-    """
+    Greedy output is the target's own text whatever is drafted, so the loop is a walk over drafts made at
+    every position."""
     tokens, drafted = text.tokens.tolist(), drafts.tokens.tolist()
     found, anchor = [], drafts.first
     while anchor < len(tokens) - 1:

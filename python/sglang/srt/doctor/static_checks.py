@@ -1,4 +1,5 @@
-"""What configs and tensor headers tell about a draft and its target. Reads no tensor but d2t, t2d and a few rows of heads."""
+"""What configs and tensor headers tell about a draft and its target. Reads no tensor but d2t, t2d and a few
+rows of heads."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,8 +47,8 @@ _CONFIG_ADVICE = (
 
 
 def flat_config(draft: Checkpoint) -> dict[str, Any]:
-    """The draft's config as a flat Qwen3 config. Raises BadInput for what is no draft of ours, DraftConfigError for one with
-    faults."""
+    """The draft's config as a flat Qwen3 config. Raises BadInput for what is no draft of ours,
+    DraftConfigError for one with faults."""
     config = draft.config
     if is_speculators_config(config):
         if speculators_type(config) not in served_types():
@@ -76,7 +77,8 @@ def text_config(target: Checkpoint) -> SimpleNamespace:
 
 
 class Pair:
-    """A draft and its target, parsed once. draft_config, hf_config: None where the config cannot be understood."""
+    """A draft and its target, parsed once. draft_config, hf_config: None where the config cannot be
+    understood."""
 
     def __init__(self, target: Checkpoint, draft: Checkpoint):
         from transformers import Qwen3Config
@@ -105,7 +107,8 @@ class Pair:
 
 
 def findings(pair: Pair) -> list[Finding]:
-    """Everything that can be told without loading a model; faults first. Raises BadInput for files that cannot be read."""
+    """Everything that can be told without loading a model; faults first. Raises BadInput for files that
+    cannot be read."""
     pair.draft.tensors  # an unreadable file is said before anything else
     found = [*pair.config_faults, *_quantisation(pair), *_provenance(pair)]
     if pair.draft_config is not None:
@@ -248,7 +251,8 @@ def _vocabulary_mapping(pair: Pair) -> Iterator[Finding]:
 
 
 def _heads(pair: Pair) -> Iterator[Finding]:
-    """The training library freezes a draft's head at the target's rows: another target's, or a wrong d2t, shows there."""
+    """The training library freezes a draft's head at the target's rows: another target's, or a wrong d2t,
+    shows there."""
     target_head = _target_head(pair)
     if (
         target_head is None

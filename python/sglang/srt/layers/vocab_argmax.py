@@ -1,10 +1,9 @@
-"""An LM head that may be split over tensor-parallel ranks: its argmax and its largest logits, without gathering all of
-them, and its logits.
+"""An LM head that may be split over tensor-parallel ranks: its argmax and its largest logits, without
+gathering all of them, and its logits.
 
-A head is SGLang's ParallelLMHead, or the embedding a target is tied to: its VocabParallelEmbedding, or a plain
-`nn.Embedding`, which every rank holds whole. A quantized one multiplies through its quant method; nobody else can read
-its weight.
-"""
+A head is SGLang's ParallelLMHead, or the embedding a target is tied to: its VocabParallelEmbedding, or a
+plain `nn.Embedding`, which every rank holds whole. A quantized one multiplies through its quant method;
+nobody else can read its weight."""
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +14,8 @@ from sglang.srt.runtime_context import get_parallel
 def greedy_tokens(hidden: torch.Tensor, lm_head) -> torch.Tensor:
     """hidden [n, hidden] -> the head's best token of each row, [n] int64, equal on all ranks.
 
-    A head's padding rows never win. Of equal logits the lowest id wins, as in one `argmax` over the whole head. Ranks
-    exchange 8 bytes a row.
-    """
+    A head's padding rows never win. Of equal logits the lowest id wins, as in one `argmax` over the whole
+    head. Ranks exchange 8 bytes a row."""
     logits = _local_logits(hidden, lm_head)
     shard = getattr(lm_head, "shard_indices", None)
     if shard is None:
@@ -34,8 +32,8 @@ def greedy_tokens(hidden: torch.Tensor, lm_head) -> torch.Tensor:
 
 
 def largest_logits(hidden: torch.Tensor, lm_head, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [n, hidden] -> the head's `count` largest logits of each row, largest first, and their ids [n, count] int64,
-    equal on all ranks. Never a padding row's. Ranks exchange 8 bytes a row and logit."""
+    """hidden [n, hidden] -> the head's `count` largest logits of each row, largest first, and their ids [n,
+    count] int64, equal on all ranks. Never a padding row's. Ranks exchange 8 bytes a row and logit."""
     logits = _local_logits(hidden, lm_head)
     shard = getattr(lm_head, "shard_indices", None)
     if shard is None:
@@ -56,7 +54,8 @@ def largest_logits(hidden: torch.Tensor, lm_head, count: int) -> tuple[torch.Ten
 
 
 def full_logits(hidden: torch.Tensor, lm_head) -> torch.Tensor:
-    """hidden [n, hidden] -> logits over the head's whole vocabulary, [n, vocab], on all ranks, without its padding."""
+    """hidden [n, hidden] -> logits over the head's whole vocabulary, [n, vocab], on all ranks, without its
+    padding."""
     logits = _local_logits(hidden, lm_head)
     if getattr(lm_head, "shard_indices", None) is None:
         return logits

@@ -1,4 +1,5 @@
-"""What the draft models of this family share: how they take in the target's states, and whose vocabulary they speak."""
+"""What the draft models of this family share: how they take in the target's states, and whose vocabulary they
+speak."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ class DraftOutput(LogitsProcessorOutput):
     """Of a forward over num_blocks blocks of D rows.
 
     hidden_states: [num_blocks * D, hidden], after the final norm.
-    draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary.
-    blocks: [num_blocks, B] int64, the anchors and these, where the anchors are the blocks' first rows. Valid until the next
-        forward. A CUDA graph pads all of them.
+    draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary. blocks:
+        [num_blocks, B] int64, the anchors and these, where the anchors are the blocks' first rows. Valid
+        until the next forward. A CUDA graph pads all of them.
     """
 
     draft_tokens: torch.Tensor | None = None
@@ -32,7 +33,8 @@ class DraftOutput(LogitsProcessorOutput):
 
 
 class BlockDraftModel(nn.Module):
-    """What the draft models of this family share: fused target states, and a vocabulary of their own or the target's."""
+    """What the draft models of this family share: fused target states, and a vocabulary of their own or the
+    target's."""
 
     def __init__(self, config, draft: DFlashDraftConfig, quant_config, prefix: str):
         super().__init__()
@@ -50,7 +52,8 @@ class BlockDraftModel(nn.Module):
         )
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
-        # [draft_vocab_size] int64, offset from a draft token's id to its target token's; None: the ids are the same.
+        # [draft_vocab_size] int64, offset from a draft token's id to its target token's; None: the ids are
+        # the same.
         self.d2t: torch.Tensor | None = None
         # [hidden], what stands for the mask token instead of its row of the embedding.
         self.mask_embedding: torch.Tensor | None = None
@@ -65,11 +68,11 @@ class BlockDraftModel(nn.Module):
             self.mask_embedding = self.mask_embedding * float(getattr(self._embedding(), "embed_scale", 1.0))
 
     def prepare_mask(self, tokenizer=None, embedding: MaskEmbedding | None = None) -> None:
-        """Settle the mask token and its embedding, which a checkpoint may keep apart from its weights. Before anything is
-        borrowed.
+        """Settle the mask token and its embedding, which a checkpoint may keep apart from its weights. Before
+        anything is borrowed.
 
-        tokenizer: the target's, asked where the checkpoint only names the token. Raises ValueError where they contradict.
-        """
+        tokenizer: the target's, asked where the checkpoint only names the token. Raises ValueError where they
+        contradict."""
         if self.mask_token_id is None:
             self.mask_token_id = find_mask_token(self.draft, tokenizer)
         if embedding is None:
@@ -94,8 +97,8 @@ class BlockDraftModel(nn.Module):
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[n] int64 -> [n, hidden]. Looked up in the model and not handed in, because SGLang casts `input_embeds` to
-        bfloat16."""
+        """[n] int64 -> [n, hidden]. Looked up in the model and not handed in, because SGLang casts
+        `input_embeds` to bfloat16."""
         embedded = self._embedding()(input_ids)
         if self.mask_embedding is None:
             return embedded
@@ -103,7 +106,8 @@ class BlockDraftModel(nn.Module):
         return torch.where((input_ids == self.mask_token_id)[:, None], self.mask_embedding, embedded)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] -> [n, draft_vocab_size], those the draft's distribution is made from, on all ranks."""
+        """hidden [n, hidden] -> [n, draft_vocab_size], those the draft's distribution is made from, on all
+        ranks."""
         return self.capped(full_logits(hidden, self.head))
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
@@ -121,7 +125,8 @@ class BlockDraftModel(nn.Module):
         return None if self.draft.sliding_window is None else self.draft.tokens_before_window_start
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a checkpoint. Raises ValueError naming every tensor that is missing, unknown or of another shape."""
+        """Load a checkpoint. Raises ValueError naming every tensor that is missing, unknown or of another
+        shape."""
         loaded = load_checkpoint(self, weights)
         for layer in self.layers:
             layer.self_attn._qk_weight = None

@@ -1,10 +1,9 @@
 """The DFlash draft model (arXiv 2602.06036, section 3) on SGLang's layers.
 
-A few Qwen3-style layers that fill a block of mask tokens in one forward. Two things set it apart from a language
-model: its context is not its own tokens but hidden states captured from the target, whose keys and values are
-written straight into the KV pool of every layer (`write_context_kv`); and the block's tokens attend to each other
-in both directions. Embedding and LM head are the target's.
-"""
+A few Qwen3-style layers that fill a block of mask tokens in one forward. Two things set it apart from a
+language model: its context is not its own tokens but hidden states captured from the target, whose keys and
+values are written straight into the KV pool of every layer (`write_context_kv`); and the block's tokens
+attend to each other in both directions. Embedding and LM head are the target's."""
 
 from collections.abc import Iterable
 
@@ -85,7 +84,8 @@ class DFlashAttention(nn.Module):
             None  # [q heads + kv heads, head_dim], gathered on first use on a CPU
         )
         rope_theta, rope_scaling = get_rope_config(hf_config)
-        # Of a target with M-RoPE a draft's config may have the sections; the draft's positions are the text's.
+        # Of a target with M-RoPE a draft's config may have the sections; the draft's positions are the
+        # text's.
         rope_scaling = {k: v for k, v in (rope_scaling or {}).items() if k not in _TARGET_ROPE_FIELDS} or None
         self.rotary_emb = get_rope(
             head_dim,
@@ -141,8 +141,8 @@ class DFlashAttention(nn.Module):
         return True
 
     def _norm_and_rotate(self, qkv: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The same for a CPU, where every small operation costs its launch: query and key heads go through one norm and
-        one rotation, a third of the operations that SGLang's separate modules take there."""
+        """The same for a CPU, where every small operation costs its launch: query and key heads go through
+        one norm and one rotation, a third of the operations that SGLang's separate modules take there."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         normed = self.num_heads + self.num_kv_heads
         qk = heads[:, :normed]
@@ -202,12 +202,12 @@ class DFlashDecoderLayer(nn.Module):
 
 
 class DFlashDraftModel(BlockDraftModel):
-    """A DFlash checkpoint: `layers.*`, `fc`, `hidden_norm`, `norm`, and what it brings of `embed_tokens`, `lm_head`, `d2t`.
+    """A DFlash checkpoint: `layers.*`, `fc`, `hidden_norm`, `norm`, and what it brings of `embed_tokens`,
+    `lm_head`, `d2t`.
 
-    z-lab's drafts bring none of the last three and borrow the target's embedding and head. The speculators library's
-    bring a head over a reduced vocabulary, with `d2t` mapping its rows to target tokens; earlier releases of it saved
-    all of them.
-    """
+    z-lab's drafts bring none of the last three and borrow the target's embedding and head. The speculators
+    library's bring a head over a reduced vocabulary, with `d2t` mapping its rows to target tokens; earlier
+    releases of it saved all of them."""
 
     parse_config = staticmethod(parse_draft_config)
 
@@ -229,14 +229,14 @@ class DFlashDraftModel(BlockDraftModel):
         self._blocks: torch.Tensor | None = None
 
     def allocate_blocks(self, requests: int, width: int) -> None:
-        """Room for so many drafted blocks of `width` slots. Not in a CUDA graph's own memory, where the target's graphs would
-        overwrite what they are about to verify."""
+        """Room for so many drafted blocks of `width` slots. Not in a CUDA graph's own memory, where the
+        target's graphs would overwrite what they are about to verify."""
         self._blocks = torch.zeros(requests, width, dtype=torch.int64, device=self.norm.weight.device)
 
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
-        """Run blocks of `forward_batch.spec_info.draft_token_num` rows through the draft, head and argmax included: all of
-        it is captured in the CUDA graph.
+        """Run blocks of `forward_batch.spec_info.draft_token_num` rows through the draft, head and argmax
+        included: all of it is captured in the CUDA graph.
 
         input_ids, positions: [num_blocks * D] int64.
         """
@@ -251,7 +251,8 @@ class DFlashDraftModel(BlockDraftModel):
         )
 
     def whole_blocks(self, anchors: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
-        """anchors [num_blocks, 1] and drafted [num_blocks, B - 1], int64, side by side, in the room there is for them."""
+        """anchors [num_blocks, 1] and drafted [num_blocks, B - 1], int64, side by side, in the room there is
+        for them."""
         room = None if self._blocks is None else self._blocks[: anchors.shape[0]]
         return torch.cat((anchors, drafted), dim=1, out=room)
 
@@ -278,9 +279,8 @@ class DFlashDraftModel(BlockDraftModel):
         kv_pool: SGLang's pool of the draft. Raises ValueError for a layout that cannot be written to.
         accept_len: [bs] int32 where the rows are blocks of n / bs: rows beyond it in a block are skipped.
 
-        All layers read the same context, so one GEMM over their stacked K/V weights serves them all; norm, rotation
-        and the writes of all layers are one kernel.
-        """
+        All layers read the same context, so one GEMM over their stacked K/V weights serves them all; norm,
+        rotation and the writes of all layers are one kernel."""
         if self._kv_weight is None:
             self.stack_kv_weights()
         if self._kv_pool is not kv_pool:
@@ -301,7 +301,8 @@ class DFlashDraftModel(BlockDraftModel):
         )
 
     def use_pool(self, kv_pool) -> None:
-        """Take in where SGLang's pool of the draft lies. Raises ValueError for a layout that cannot be written to."""
+        """Take in where SGLang's pool of the draft lies. Raises ValueError for a layout that cannot be
+        written to."""
         if not isinstance(getattr(kv_pool, "k_buffer", None), list):
             raise ValueError(
                 f"DFLASH cannot write its draft's context into a KV pool of type {type(kv_pool).__name__}"
@@ -311,9 +312,9 @@ class DFlashDraftModel(BlockDraftModel):
 
     @torch.no_grad()
     def stack_kv_weights(self) -> None:
-        """Gather what `write_context_kv` reads from all layers, where CUDA graphs read it from. Raises ValueError if it is
-        quantized."""
-        weights, biases = zip(*(layer.self_attn.context_kv_weight() for layer in self.layers))
+        """Gather what `write_context_kv` reads from all layers, where CUDA graphs read it from. Raises
+        ValueError if it is quantized."""
+        weights, biases = zip(*(layer.self_attn.context_kv_weight() for layer in self.layers), strict=True)
         self._kv_weight = torch.cat(weights, out=self._kv_weight)
         self._kv_bias = None if biases[0] is None else torch.cat(biases, out=self._kv_bias)
         norms = [layer.self_attn.k_norm.weight for layer in self.layers]
@@ -327,15 +328,16 @@ class DFlashDraftModel(BlockDraftModel):
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dim in float32, as SGLang's, with a weight per head: x [n, heads, dim], weight [heads, dim]."""
+    """RMSNorm over the last dim in float32, as SGLang's, with a weight per head: x [n, heads, dim], weight
+    [heads, dim]."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (normed * weight).to(x.dtype)
 
 
 def _rotate(x: torch.Tensor, positions: torch.Tensor, rotary_emb) -> torch.Tensor:
-    """Rotate x [n, heads, dim] by RoPE at `positions` [n], from the embedding's own table (so YaRN and the other
-    scalings are in it)."""
+    """Rotate x [n, heads, dim] by RoPE at `positions` [n], from the embedding's own table (so YaRN and the
+    other scalings are in it)."""
     cos, sin = rotary_emb.cos_sin_cache.index_select(0, positions).to(x.dtype)[:, None].chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

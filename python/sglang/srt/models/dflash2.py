@@ -1,9 +1,9 @@
-"""The DFlash2 draft model on SGLang's layers: a DFlash draft with convolutions along the block, and a candidate selector.
+"""The DFlash2 draft model on SGLang's layers: a DFlash draft with convolutions along the block, and a
+candidate selector.
 
-Format: z-lab/dflash, `DFlash2DraftModel`. Convolutions wrap both halves of a layer, in the block alone: the context's keys
-and values are a plain draft's. What they and the selector hold is whole on every rank: rows are channels of the hidden
-state, and tokens of the target's vocabulary.
-"""
+Format: z-lab/dflash, `DFlash2DraftModel`. Convolutions wrap both halves of a layer, in the block alone: the
+context's keys and values are a plain draft's. What they and the selector hold is whole on every rank: rows
+are channels of the hidden state, and tokens of the target's vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from sglang.srt.utils import add_prefix
 
 @dataclass
 class DFlash2Output(DraftOutput):
-    """Also every slot's candidates, for walks that draw: [num_blocks, B - 1, ...] as in `Candidates`. A CUDA graph pads
-    them."""
+    """Also every slot's candidates, for walks that draw: [num_blocks, B - 1, ...] as in `Candidates`. A CUDA
+    graph pads them."""
 
     candidate_ids: torch.Tensor | None = None
     unary: torch.Tensor | None = None
@@ -37,8 +37,9 @@ class DFlash2Output(DraftOutput):
 
 
 class BlockConv(nn.Module):
-    """The convolutions around one sublayer: every channel has a kernel of its own, to which each row adds, per group of channels,
-    what one projection of the sublayer's input says: for that input, and for the sublayer's output."""
+    """The convolutions around one sublayer: every channel has a kernel of its own, to which each row adds,
+    per group of channels, what one projection of the sublayer's input says: for that input, and for the
+    sublayer's output."""
 
     def __init__(self, hidden_size: int, taps: int, group_size: int, prefix: str):
         super().__init__()
@@ -100,7 +101,8 @@ class CandidateSelector(nn.Module):
 
 
 class DFlash2DraftModel(DFlashDraftModel):
-    """A DFlash2 checkpoint: a DFlash one, `layers.*.attention_conv`, `layers.*.mlp_conv` and `candidate_selector`."""
+    """A DFlash2 checkpoint: a DFlash one, `layers.*.attention_conv`, `layers.*.mlp_conv` and
+    `candidate_selector`."""
 
     parse_config = staticmethod(parse_dflash2_config)
 

@@ -1,4 +1,5 @@
-"""How the tensors of a draft checkpoint get into the draft model; which there are, `configs/draft_tensors.py` says."""
+"""How the tensors of a draft checkpoint get into the draft model; which there are, `configs/draft_tensors.py`
+says."""
 
 from collections.abc import Iterable
 
@@ -9,7 +10,8 @@ from sglang_dflash.srt.configs.draft_tensors import d2t_problems, is_ignored, te
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
-# Checkpoint tensors that SGLang keeps in one: name in the checkpoint -> (name in the model, which part of it).
+# Checkpoint tensors that SGLang keeps in one: name in the checkpoint -> (name in the model, which part of
+# it).
 _FUSED = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -51,8 +53,8 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
 
 
 def _pad_to_rounded_width(tensors: dict[str, torch.Tensor], inner: int, ranks: int) -> None:
-    """On a CPU SGLang rounds a config's `intermediate_size` up, to 32 for each rank: the MLP gets rows of zeros, which add
-    nothing."""
+    """On a CPU SGLang rounds a config's `intermediate_size` up, to 32 for each rank: the MLP gets rows of
+    zeros, which add nothing."""
     rounding = 32 * ranks
     of_width = {}  # name -> (dimension that is as long as the MLP is wide, its length)
     for name, tensor in tensors.items():

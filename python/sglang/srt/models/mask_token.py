@@ -1,4 +1,5 @@
-"""What a checkpoint may say of its mask token beside its weights: a name to be looked up, an embedding in a file of its own."""
+"""What a checkpoint may say of its mask token beside its weights: a name to be looked up, an embedding in a
+file of its own."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,9 @@ class MaskEmbedding:
 
 
 def find_mask_token(draft: DFlashDraftConfig, tokenizer: Any, checkpoint: str = "draft") -> int:
-    """The id of `draft.mask_token` in the target's tokenizer. One that it does not have is the next after its last, as
-    adding it would make it: z-lab's own code adds it. Raises DraftConfigError where there is no such row."""
+    """The id of `draft.mask_token` in the target's tokenizer. One that it does not have is the next after its
+    last, as adding it would make it: z-lab's own code adds it. Raises DraftConfigError where there is no such
+    row."""
     if tokenizer is None:
         raise DraftConfigError(
             checkpoint,
@@ -40,8 +42,8 @@ def find_mask_token(draft: DFlashDraftConfig, tokenizer: Any, checkpoint: str = 
 
 
 def read_mask_embedding(checkpoint: str, revision: str | None = None) -> MaskEmbedding | None:
-    """What a checkpoint, a directory or a hub id, has in `mask_embedding.pt`. Raises DraftConfigError for one that we do
-    not run."""
+    """What a checkpoint, a directory or a hub id, has in `mask_embedding.pt`. Raises DraftConfigError for one
+    that we do not run."""
     from transformers.utils import cached_file
 
     path = cached_file(

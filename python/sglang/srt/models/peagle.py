@@ -1,10 +1,10 @@
 """The P-EAGLE draft model (arXiv 2602.01469) on SGLang's layers.
 
-An EAGLE-3 draft that drafts all its tokens in one causal forward. A row is a token and the target's fused hidden state of
-the position before it, and predicts the token after its own. Rows whose token and hidden state are not known yet carry the
-mask token and a learned state, `mask_hidden`, instead. Positions count rows: the token at position p of the text is row
-p - 1, and the first token of a text, before which there is no hidden state, has none.
-"""
+An EAGLE-3 draft that drafts all its tokens in one causal forward. A row is a token and the target's fused
+hidden state of the position before it, and predicts the token after its own. Rows whose token and hidden
+state are not known yet carry the mask token and a learned state, `mask_hidden`, instead. Positions count
+rows: the token at position p of the text is row p - 1, and the first token of a text, before which there is
+no hidden state, has none."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -27,9 +27,8 @@ class PEagleRows(DFlashVerifyInput):
     """What a forward's rows carry beside their tokens.
 
     fused: [n, hidden], the fused hidden state of each row.
-    first_drafting: [bs] int64, the first row of each block that drafts. None where no row does, as in a prefill.
-    num_drafting: rows that draft, from there on.
-    """
+    first_drafting: [bs] int64, the first row of each block that drafts. None where no row does, as in a
+    prefill. num_drafting: rows that draft, from there on."""
 
     fused: torch.Tensor | None = None
     first_drafting: torch.Tensor | None = None
@@ -45,7 +44,8 @@ class PEagleRows(DFlashVerifyInput):
 
 
 class PEagleFirstLayer(DFlashDecoderLayer):
-    """Reads the token's embedding and the fused hidden state side by side; only the latter is in the residual stream."""
+    """Reads the token's embedding and the fused hidden state side by side; only the latter is in the residual
+    stream."""
 
     def __init__(
         self, hf_config, draft: PEagleDraftConfig, layer_id: int, quant_config, prefix: str, **attention
@@ -72,8 +72,8 @@ class PEagleFirstLayer(DFlashDecoderLayer):
 
 
 class PEagleDraftModel(BlockDraftModel):
-    """A P-EAGLE checkpoint of the speculators library: `embed_tokens`, `fc`, `mask_hidden`, `layers.*`, `norm`, `lm_head`,
-    `d2t`, and `input_norm` or `fc_norm.*` where its config asks for them."""
+    """A P-EAGLE checkpoint of the speculators library: `embed_tokens`, `fc`, `mask_hidden`, `layers.*`,
+    `norm`, `lm_head`, `d2t`, and `input_norm` or `fc_norm.*` where its config asks for them."""
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
         draft = parse_peagle_config(config, getattr(config, "_name_or_path", "draft"))
@@ -102,7 +102,8 @@ class PEagleDraftModel(BlockDraftModel):
         self._blocks: PEagleRows | None = None
 
     def allocate_blocks(self, requests: int, width: int, num_drafting: int) -> None:
-        """Room for what the rows of up to so many blocks carry. It stays where it is, as a CUDA graph needs it to."""
+        """Room for what the rows of up to so many blocks carry. It stays where it is, as a CUDA graph needs
+        it to."""
         weight = self.norm.weight
         self._blocks = PEagleRows(
             draft_token_num=width,
@@ -129,7 +130,7 @@ class PEagleDraftModel(BlockDraftModel):
         if self.fc_norm is not None:
             states = aux_hidden.chunk(len(self.fc_norm), dim=-1)
             aux_hidden = torch.cat(
-                [norm(state.contiguous()) for norm, state in zip(self.fc_norm, states)], dim=-1
+                [norm(state.contiguous()) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1
             )
         return self.fc(aux_hidden)[0]
 
@@ -144,10 +145,9 @@ class PEagleDraftModel(BlockDraftModel):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
         """Run rows through the draft, writing their KV; head and argmax for the rows that draft.
 
-        input_ids, positions: [n] int64. `forward_batch.spec_info` is a PEagleRows, or, when SGLang captures a CUDA graph,
-        one of its own that stands for the blocks. The hidden states returned are those of the drafting rows,
-        [bs * num_drafting, hidden], after the final norm.
-        """
+        input_ids, positions: [n] int64. `forward_batch.spec_info` is a PEagleRows, or, when SGLang captures a
+        CUDA graph, one of its own that stands for the blocks. The hidden states returned are those of the
+        drafting rows, [bs * num_drafting, hidden], after the final norm."""
         rows = forward_batch.spec_info
         if not isinstance(rows, PEagleRows):
             rows = self.blocks(input_ids.numel() // self._blocks.draft_token_num)

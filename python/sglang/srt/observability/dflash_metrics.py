@@ -9,7 +9,8 @@ from sglang.srt.runtime_context import get_disagg, get_observability, get_parall
 
 logger = logging.getLogger(__name__)
 
-# Why a block was not drafted or verified the way the server was asked to: the `reason` label, and what to log.
+# Why a block was not drafted or verified the way the server was asked to: the `reason` label, and what to
+# log.
 FALLBACKS = {
     "sampling_seed": "a request has a sampling seed, so its batch drafts by argmax, not by drawing",
 }
@@ -18,20 +19,21 @@ FALLBACKS = {
 class DFlashMetrics:
     """Counts from numbers that SGLang has on the host anyway; nothing here waits for the device.
 
-    A block is one request's share of a cycle. Under overlap scheduling a request's end is known one cycle late; the
-    block it had under way then is counted here, as in SGLang's accept-length gauge and log line, but is not in the
-    request's `meta_info`.
+    A block is one request's share of a cycle. Under overlap scheduling a request's end is known one cycle
+    late; the block it had under way then is counted here, as in SGLang's accept-length gauge and log line,
+    but is not in the request's `meta_info`.
 
     drafted_per_block: drafted tokens of a whole block, the anchor not counted.
-    labels: of every counter; None counts nothing. registry: a prometheus_client registry; None is the default one.
-    """
+    labels: of every counter; None counts nothing. registry: a prometheus_client registry; None is the default
+    one."""
 
     def __init__(self, drafted_per_block: int, labels: dict[str, Any] | None, registry: Any = None):
         self._logged: set[str] = set()
         self._enabled = labels is not None
         if not self._enabled:
             return
-        # Decides at its import whether processes share their values, by a variable that SGLang sets at start-up.
+        # Decides at its import whether processes share their values, by a variable that SGLang sets at
+        # start-up.
         from prometheus_client import REGISTRY, Counter, Histogram
 
         def counter(name: str, documentation: str, *own_label: str) -> Counter:
@@ -102,8 +104,8 @@ class DFlashMetrics:
         return cls(drafted_per_block, {**labels, **(observability.extra_metric_labels or {})})
 
     def count_verified(self, accept_lens: Sequence[int], drafted: int) -> None:
-        """A verified batch: accepted drafted tokens of each block, bonus token not counted, and how many of each block were
-        verified."""
+        """A verified batch: accepted drafted tokens of each block, bonus token not counted, and how many of
+        each block were verified."""
         if not self._enabled:
             return
         self._drafts.inc(len(accept_lens))
@@ -129,7 +131,8 @@ class DFlashMetrics:
             self._undrafted.inc(cycles)
 
     def count_fallback(self, reason: str, blocks: int = 1) -> None:
-        """Count blocks that fell back, and log each reason once. Raises KeyError for a reason not in FALLBACKS."""
+        """Count blocks that fell back, and log each reason once. Raises KeyError for a reason not in
+        FALLBACKS."""
         if reason not in self._logged:
             logger.warning("DFLASH falls back (%s): %s. Logged once.", reason, FALLBACKS[reason])
             self._logged.add(reason)

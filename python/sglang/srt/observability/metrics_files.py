@@ -1,9 +1,9 @@
 """Metrics on a disk that fills up.
 
-prometheus_client keeps a process's values in memory-mapped files under PROMETHEUS_MULTIPROC_DIR, sparse ones. Where the disk has
-no room for a page of such a file, writing to it ends the process (SIGBUS). Here a file's blocks are reserved when it gets its
-size; where that fails, the values go to memory, unseen by /metrics, and the log says so once.
-"""
+prometheus_client keeps a process's values in memory-mapped files under PROMETHEUS_MULTIPROC_DIR, sparse ones.
+Where the disk has no room for a page of such a file, writing to it ends the process (SIGBUS). Here a file's
+blocks are reserved when it gets its size; where that fails, the values go to memory, unseen by /metrics, and
+the log says so once."""
 
 import contextlib
 import functools
@@ -23,7 +23,8 @@ ENTRY_BYTES = 20  # of a value beside its key: the key's length, the value, its 
 
 
 def reserving_at_set_up() -> Callable[[], None]:
-    """In the place of SGLang's `set_prometheus_multiproc_dir`, after which prometheus_client may be imported."""
+    """In the place of SGLang's `set_prometheus_multiproc_dir`, after which prometheus_client may be
+    imported."""
     from sglang.srt.utils.common import set_prometheus_multiproc_dir
 
     @functools.wraps(set_prometheus_multiproc_dir)

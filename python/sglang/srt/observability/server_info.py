@@ -5,8 +5,8 @@ import inspect
 
 
 def reporting_width():
-    """`SchedulerInternalStateController._add_speculative` that adds `speculative_width` where the width is chosen, and
-    `speculative_copy_ahead` where copies are proposed."""
+    """`SchedulerInternalStateController._add_speculative` that adds `speculative_width` where the width is
+    chosen, and `speculative_copy_ahead` where copies are proposed."""
     from sglang.srt.managers.scheduler_components.internal_state import SchedulerInternalStateController
 
     original = inspect.unwrap(SchedulerInternalStateController._add_speculative)

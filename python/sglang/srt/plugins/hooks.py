@@ -1,4 +1,5 @@
-"""Hooks that adapt one of SGLang's functions to ours. Each function here returns a hook; imports wait until it is called.
+"""Hooks that adapt one of SGLang's functions to ours. Each function here returns a hook; imports wait until
+it is called.
 
 Where a function of ours takes SGLang's place as it is, the ledger names it and nothing stands here.
 """

@@ -1,11 +1,10 @@
 """Applies the ledger's changes to SGLang.
 
-Each target is looked up and its signature compared before any is touched; a mismatch ends the process, because
-a half-hooked server would answer with the wrong implementation.
+Each target is looked up and its signature compared before any is touched; a mismatch ends the process,
+because a half-hooked server would answer with the wrong implementation.
 
-SGLang's own HookRegistry is not used: for every hook it walks all attributes of all modules loaded, ten times what the
-rest of our installation takes, in each process of a server.
-"""
+SGLang's own HookRegistry is not used: for every hook it walks all attributes of all modules loaded, ten times
+what the rest of our installation takes, in each process of a server."""
 
 import functools
 import inspect
@@ -53,7 +52,8 @@ def install_at_load() -> None:
 
 
 def install_at_front_end(has_metrics: bool = False) -> None:
-    """Check and apply AT_FRONT_END in this process, which takes requests in, and AT_METRICS_SET_UP where it counts."""
+    """Check and apply AT_FRONT_END in this process, which takes requests in, and AT_METRICS_SET_UP where it
+    counts."""
     _install_now(AT_FRONT_END + AT_METRICS_SET_UP if has_metrics else AT_FRONT_END)
 
 
@@ -109,7 +109,8 @@ def _rebind(change: Change) -> tuple[Any, Any]:
 
 
 def _rebind_importers(replaced: list[tuple[Any, Any]]) -> None:
-    """Where a module of SGLang's, loaded before us, has imported (old, new)'s old under any name, it gets the new."""
+    """Where a module of SGLang's, loaded before us, has imported (old, new)'s old under any name, it gets the
+    new."""
     new = {id(old): value for old, value in replaced}
     for path, module in list(sys.modules.items()):
         if path.startswith("sglang.") and isinstance(module, ModuleType):
@@ -125,7 +126,7 @@ def check(change: Change) -> None:
     except (ImportError, AttributeError) as error:
         raise SystemExit(
             f"sglang-dflash: SGLang has no {change.target} to change ({error}). Needed to: {change.why}"
-        )
+        ) from error
     if change.signature is None:
         if change.kind == "entry" and not hasattr(target, "__setitem__"):
             raise SystemExit(f"sglang-dflash: {change.target} is not a registry. Needed to: {change.why}")

@@ -1,15 +1,14 @@
 """Every change we make to SGLang: where, how, why.
 
 `AT_LOAD` is in force in every process once SGLang has loaded its plugins. `AT_WORKER` is applied by the
-`create_worker` hook, so only in a scheduler process that really runs DFLASH: any other server keeps stock code.
-`AT_DISAGGREGATION` comes with it where the server does prefill or decode alone, and `AT_FRONT_END` is applied in the
-process that takes requests in, once it has read that it serves DFLASH. `AT_CPU_DISAGGREGATION` is applied in every scheduler
-on a CPU that does prefill or decode alone, as the peer of one that runs DFLASH need not.
-`AT_METRICS_SET_UP` is applied there too, with `--enable-metrics`, and `AT_METRICS` by it and in every process it starts.
-`AT_CPU_ATTENTION` is applied where our CPU attention is built: with DFLASH, and for targets that stock SGLang cannot run
-on a CPU at all.
-Tests walk the tables; `install.py` checks and applies them.
-"""
+`create_worker` hook, so only in a scheduler process that really runs DFLASH: any other server keeps stock
+code. `AT_DISAGGREGATION` comes with it where the server does prefill or decode alone, and `AT_FRONT_END` is
+applied in the process that takes requests in, once it has read that it serves DFLASH. `AT_CPU_DISAGGREGATION`
+is applied in every scheduler on a CPU that does prefill or decode alone, as the peer of one that runs DFLASH
+need not. `AT_METRICS_SET_UP` is applied there too, with `--enable-metrics`, and `AT_METRICS` by it and in
+every process it starts. `AT_CPU_ATTENTION` is applied where our CPU attention is built: with DFLASH, and for
+targets that stock SGLang cannot run on a CPU at all. Tests walk the tables; `install.py` checks and applies
+them."""
 
 import functools
 from collections.abc import Callable
@@ -26,11 +25,11 @@ class Change:
     """One change to SGLang.
 
     target: dotted path of a callable, or of a registry for kind "entry".
-    kind: "around" (wrap a method), "resolution" (SGLang's resolution hooks), "replace" (rebind a name), "class" (rebind a
-        class), "entry" (write `key` of a dict).
-    signature: the parameters; of a class those that SGLang passes; None for a registry, and where Python knows none.
-    build: returns the hook or the new value; called when the change is applied, so that heavy imports wait.
-    """
+    kind: "around" (wrap a method), "resolution" (SGLang's resolution hooks), "replace" (rebind a name),
+        "class" (rebind a class), "entry" (write `key` of a dict).
+    signature: the parameters; of a class those that SGLang passes; None for a registry, and where Python
+    knows none. build: returns the hook or the new value; called when the change is applied, so that heavy
+    imports wait."""
 
     target: str
     kind: str

@@ -13,8 +13,8 @@ class Verdict:
     """What a verify forward decided, bs requests with blocks of B slots.
 
     accept_len: [bs] int32, drafted tokens kept; the bonus token is not counted.
-    out_tokens: [bs, B] int64, row i's new output is its first accept_len[i] + 1 entries: the kept tokens, then the
-        bonus token. Entries beyond are token ids without a meaning.
+    out_tokens: [bs, B] int64, row i's new output is its first accept_len[i] + 1 entries: the kept tokens,
+        then the bonus token. Entries beyond are token ids without a meaning.
     bonus: [bs] int64, the target's own token after the kept ones; the anchor of the next block.
     """
 
@@ -33,15 +33,14 @@ def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> 
     """Keep drafted tokens while they are what the target would have said itself.
 
     block: [bs, B] int64, column 0 the anchor (already committed), columns 1.. the drafted tokens.
-    target_tokens: [bs, B] int64, entry k the target's token AFTER block position k: its argmax for a greedy request,
-        a draw of its sampler for a sampled one.
+        target_tokens: [bs, B] int64, entry k the target's token AFTER block position k: its argmax for a
+        greedy request, a draw of its sampler for a sampled one.
 
-    Lossless for any draft. Greedy: every kept token equals the argmax given the tokens before it. Sampled: slot k is
-    a draw from the target's distribution given the prefix, independent of what was drafted; comparing it with the
-    draft only decides whether the later draws were made on the right prefix. This is speculative sampling (Leviathan
-    et al. 2022) with a one-hot draft distribution: the drafted token x is kept with probability p(x), and otherwise
-    the token comes from p without x, normalised.
-    """
+    Lossless for any draft. Greedy: every kept token equals the argmax given the tokens before it. Sampled:
+    slot k is a draw from the target's distribution given the prefix, independent of what was drafted;
+    comparing it with the draft only decides whether the later draws were made on the right prefix. This is
+    speculative sampling (Leviathan et al. 2022) with a one-hot draft distribution: the drafted token x is
+    kept with probability p(x), and otherwise the token comes from p without x, normalised."""
     matches = block[:, 1:] == target_tokens[:, :-1]
     accept_len = matches.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
     bonus = target_tokens.gather(1, accept_len.long()[:, None]).squeeze(1)

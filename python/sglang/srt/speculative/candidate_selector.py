@@ -1,10 +1,11 @@
 """DFlash2's candidate selector: one coherent path through the candidates of a block's slots.
 
-Format: z-lab/dflash, `DFlash2DraftModel`. A slot's K candidates are the largest of the draft's base logits. After the
-token p, candidate c of slot e scores unary[e, c] + <A[p] * gate[e], B[c]>, where A and B are the codebooks and gate[e] a
-projection of the slot's hidden state; the token before slot 0 is the anchor. A walk takes the best, or draws from
-softmax(scores / temperature) over the K candidates, given the token it has just taken. The latter is the distribution that
-the verify is told of: conditional on the drafted prefix, and exact.
+Format: z-lab/dflash, `DFlash2DraftModel`. A slot's K candidates are the largest of the draft's base logits.
+After the token p, candidate c of slot e scores unary[e, c] + <A[p] * gate[e], B[c]>, where A and B are the
+codebooks and gate[e] a projection of the slot's hidden state; the token before slot 0 is the anchor. A walk
+takes the best, or draws from softmax(scores / temperature) over the K candidates, given the token it has just
+taken. The latter is the distribution that the verify is told of: conditional on the drafted prefix, and
+exact.
 
 Pure functions; every random number is passed in. Shapes: bs requests, S drafted slots, K candidates, rank r.
 """
@@ -19,7 +20,8 @@ from sglang_dflash.srt.speculative.rejection import DraftProbs, draw_by_inverse_
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """ids: [bs, S, K] int64, distinct in a slot. unary: [bs, S, K] float32, their base logits. gate: [bs, S, r]."""
+    """ids: [bs, S, K] int64, distinct in a slot. unary: [bs, S, K] float32, their base logits. gate: [bs, S,
+    r]."""
 
     ids: torch.Tensor
     unary: torch.Tensor
@@ -28,8 +30,9 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How a walk draws. temperature, top_p, min_p: [bs] float; top_k: [bs] int, 1 takes the best, as SGLang has greedy
-    requests. uniforms: [bs, S] in [0, 1). slots: only the first so many are drawn, later ones take the best.
+    """How a walk draws. temperature, top_p, min_p: [bs] float; top_k: [bs] int, 1 takes the best, as SGLang
+    has greedy requests. uniforms: [bs, S] in [0, 1). slots: only the first so many are drawn, later ones take
+    the best.
 
     The filters are joint and look at the distribution over the K candidates at the request's temperature.
     """
@@ -66,9 +69,8 @@ def walk(
 
     anchors: [bs] int64, the token before each block. Codebooks: [vocab, r], rows by token id.
 
-    NaN counts as the lowest score, infinity as the highest finite one: such a draft costs acceptance and nothing else, as it
-    is verified with the probabilities it was then drawn from.
-    """
+    NaN counts as the lowest score, infinity as the highest finite one: such a draft costs acceptance and
+    nothing else, as it is verified with the probabilities it was then drawn from."""
     arguments = (
         candidates.ids,
         candidates.unary,

@@ -18,9 +18,8 @@ def constrain(
 ) -> None:
     """Put each request's penalties, logit bias and grammar on the verify logits, [bs * B, vocab], in place.
 
-    block: [bs, B] int64, the drafted chains. grammar_tree: the same, on their way to the host; None where no request has a
-    grammar.
-    """
+    block: [bs, B] int64, the drafted chains. grammar_tree: the same, on their way to the host; None where no
+    request has a grammar."""
     info = batch.sampling_info
     if Penalties.are_asked_for(info):
         penalties.penalize_block(batch, block, logits)

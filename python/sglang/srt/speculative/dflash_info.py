@@ -22,18 +22,17 @@ class DFlashDraftInput(SpecInput):
     bonus_tokens: [bs] int64, the newest token of each request, which has no KV yet.
     new_seq_lens: [bs] int64, tokens with committed KV; the bonus token sits at this position.
 
-    Under overlap scheduling SGLang sets `future_indices` and relays both values itself; the tensors here are then
-    stale until the next forward resolves them.
-    """
+    Under overlap scheduling SGLang sets `future_indices` and relays both values itself; the tensors here are
+    then stale until the next forward resolves them."""
 
     bonus_tokens: torch.Tensor
     new_seq_lens: torch.Tensor
     future_indices: torch.Tensor | None = None
-    # [bs] int32 on the host: slots reserved per request. An upper bound of the lengths, for attention backends that
-    # do not want exact ones. Set by prepare_for_decode, valid in that step only.
+    # [bs] int32 on the host: slots reserved per request. An upper bound of the lengths, for attention
+    # backends that do not want exact ones. Set by prepare_for_decode, valid in that step only.
     reserved_lens_cpu: torch.Tensor | None = None
-    # [bs] int64 on the host: `new_seq_lens`, where it was known before the step, as after a prefill or a plain decode step.
-    # The next step then need not wait for the device to say (`known_lengths.py`).
+    # [bs] int64 on the host: `new_seq_lens`, where it was known before the step, as after a prefill or a
+    # plain decode step. The next step then need not wait for the device to say (`known_lengths.py`).
     new_seq_lens_cpu: torch.Tensor | None = None
 
     # Read by SGLang's relay for every algorithm; EAGLE's state, of which DFLASH has none.
@@ -52,9 +51,8 @@ class DFlashDraftInput(SpecInput):
     def prepare_for_decode(self, batch) -> None:
         """Reserve KV slots for the coming cycle. The scheduler calls this before each decode step.
 
-        Twice a block per request: under overlap `kv_committed_len` lags one step behind what the running forward
-        will have committed.
-        """
+        Twice a block per request: under overlap `kv_committed_len` lags one step behind what the running
+        forward will have committed."""
         batch.maybe_evict_swa()
         reqs = batch.reqs
         if not reqs:
@@ -112,10 +110,10 @@ class Prompts:
     req_pool_indices: [bs] int64.
     tokens, positions: [n] int64, n = sum(extend_lens).
     prefix_lens, extend_lens: of each request, on the host: where its tokens start, and how many there are.
-    num_running: requests at the end of the batch that are not new: in a mixed batch a running one takes part with its bonus
-        token.
-    is_continued: of each request, whether its tokens follow on the ones of an earlier step, rather than on a prefix that
-        the cache had.
+        num_running: requests at the end of the batch that are not new: in a mixed batch a running one takes
+        part with its bonus token.
+    is_continued: of each request, whether its tokens follow on the ones of an earlier step, rather than on a
+        prefix that the cache had.
     reqs: SGLang's, in this order.
     """
 
@@ -130,8 +128,8 @@ class Prompts:
 
     @property
     def lens_cpu(self) -> torch.Tensor | None:
-        """[bs] int64 on the host: tokens of each request that have KV after this prefill. None with running ones, whose lengths
-        the host may know a step late."""
+        """[bs] int64 on the host: tokens of each request that have KV after this prefill. None with running
+        ones, whose lengths the host may know a step late."""
         if self.num_running:
             return None
         return torch.tensor(self.prefix_lens, dtype=torch.int64) + torch.tensor(
@@ -180,10 +178,9 @@ class Cycle:
     tokens: [bs, B] int64, the bonus token of the cycle before (the anchor), then mask tokens.
     positions: [bs, B] int64.
     cache_loc: [bs * B] int64, the request table's slots of those positions.
-    kv_loc_plan: SGLang's translation of those slots, shared by the draft and the verify forward.
-    host_lens: [bs] on the host, n + B, exactly, where SGLang knows lengths on the host (is_exact); else an upper bound.
-    write_cols: which columns of the planned slots the block is, where it is not all of them.
-    """
+    kv_loc_plan: SGLang's translation of those slots, shared by the draft and the verify forward. host_lens:
+    [bs] on the host, n + B, exactly, where SGLang knows lengths on the host (is_exact); else an upper bound.
+    write_cols: which columns of the planned slots the block is, where it is not all of them."""
 
     bs: int
     req_pool_indices: torch.Tensor
@@ -237,7 +234,8 @@ class Cycle:
 
     @property
     def new_seq_lens_cpu(self) -> torch.Tensor | None:
-        """[bs] int64 on the host: committed lengths after this cycle, where that can only be one token more."""
+        """[bs] int64 on the host: committed lengths after this cycle, where that can only be one token
+        more."""
         return self.host_lens if self.is_exact and self.width == 1 else None
 
     def narrowed(self, width: int) -> "Cycle":
@@ -256,10 +254,9 @@ class Cycle:
 
 @dataclass
 class DFlashVerifyInput(SpecInput):
-    """Tells an attention backend to run blocks of `draft_token_num` tokens: the target's verify chain, and the
-    draft's block (whose layers say themselves that they are not causal). No mask: both follow from the lengths.
-    SGLang builds one as well, to capture CUDA graphs with.
-    """
+    """Tells an attention backend to run blocks of `draft_token_num` tokens: the target's verify chain, and
+    the draft's block (whose layers say themselves that they are not causal). No mask: both follow from the
+    lengths. SGLang builds one as well, to capture CUDA graphs with."""
 
     draft_token_num: int
     capture_hidden_mode: CaptureHiddenMode

@@ -50,8 +50,8 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
 
 
 def _outside_vocabulary(req: Any) -> str | None:
-    """A prompt that would end the server with an index error: a token id outside the embedding, named, or none at all. SGLang
-    lets them through."""
+    """A prompt that would end the server with an index error: a token id outside the embedding, named, or
+    none at all. SGLang lets them through."""
     ids = req.origin_input_ids
     if not len(ids):
         return "input_ids: the prompt has no tokens."
@@ -80,10 +80,11 @@ def check_target_model(target_model: Any, num_aux_layers: int) -> None:
 
 
 def resolve_dflash_verify_mask_policy(attn_backend: Any) -> tuple[str, bool]:
-    """SGLang asks this before it captures a CUDA graph: the backend's name, and whether blocks carry a mask there.
+    """SGLang asks this before it captures a CUDA graph: the backend's name, and whether blocks carry a mask
+    there.
 
-    They never do: every backend we accept (`dflash_args.TARGET_ATTENTION_BACKENDS`) runs a chain by its causal flag.
-    """
+    They never do: every backend we accept (`dflash_args.TARGET_ATTENTION_BACKENDS`) runs a chain by its
+    causal flag."""
     return type(attn_backend).__name__, False
 
 
@@ -98,7 +99,8 @@ class NoLogits:
 
 
 def graph_output_for_runner() -> Callable[[Any], Any]:
-    """SGLang's `GraphSharedOutput.create_for_model_runner`, but for drafts, whose head and argmax are in their model."""
+    """SGLang's `GraphSharedOutput.create_for_model_runner`, but for drafts, whose head and argmax are in
+    their model."""
     original = GraphSharedOutput.create_for_model_runner
 
     def create_for_model_runner(model_runner: Any) -> Any:
@@ -108,11 +110,11 @@ def graph_output_for_runner() -> Callable[[Any], Any]:
 
 
 def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
-    """Raise RuntimeError unless the draft's KV pool mirrors the target's slots within the bytes SGLang set aside for it.
+    """Raise RuntimeError unless the draft's KV pool mirrors the target's slots within the bytes SGLang set
+    aside for it.
 
-    SGLang sizes the target's pool by target + draft bytes per token, the latter from the draft's config; where it cannot
-    read that it only guesses, and says so in a warning.
-    """
+    SGLang sizes the target's pool by target + draft bytes per token, the latter from the draft's config;
+    where it cannot read that it only guesses, and says so in a warning."""
     target_pool, draft_pool = target_runner.token_to_kv_pool, draft_runner.token_to_kv_pool
     if draft_pool.size != target_pool.size:
         raise RuntimeError(
@@ -144,8 +146,8 @@ def has_room_for_draft_graphs(tp_sync: Any, device: str, gpu_id: int) -> bool:
 class PhaseClock:
     """Wall time per phase of the cycle, for the benchmark. Off, and free, unless PHASE_TIMES names a file.
 
-    Times are the host's. On a CPU that is the phase itself; on CUDA, where the host runs ahead, only launch time.
-    """
+    Times are the host's. On a CPU that is the phase itself; on CUDA, where the host runs ahead, only launch
+    time."""
 
     VARIABLE = "SGLANG_DFLASH_PHASE_TIMES"
     _WRITE_EVERY = 32

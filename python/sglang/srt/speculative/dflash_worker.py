@@ -1,12 +1,11 @@
 """The conductor of a speculative cycle: draft -> verify -> accept -> commit.
 
-Speaks SGLang's spec-V2 worker contract to the scheduler (docs/contracts.md) and holds no per-request state: what
-crosses a cycle is the bonus token and the length (`DFlashDraftInput`), which SGLang relays.
+Speaks SGLang's spec-V2 worker contract to the scheduler (docs/contracts.md) and holds no per-request state:
+what crosses a cycle is the bonus token and the length (`DFlashDraftInput`), which SGLang relays.
 
-At decode entry with committed length n, target and draft KV exist for positions 0..n-1 in the same slots, and the
-bonus token at position n has neither. The block covers n..n+B-1. After a drafts are kept the committed length is
-n + a + 1, and draft KV for n..n+a comes from the aux hidden states of this step's verify.
-"""
+At decode entry with committed length n, target and draft KV exist for positions 0..n-1 in the same slots, and
+the bonus token at position n has neither. The block covers n..n+B-1. After a drafts are kept the committed
+length is n + a + 1, and draft KV for n..n+a comes from the aux hidden states of this step's verify."""
 
 import logging
 
@@ -62,7 +61,8 @@ _DRAFTERS = {
 
 
 class DFlashWorker(BaseSpecWorker):
-    """Built by the scheduler once the target's weights are loaded; from then on it stands in for the target's worker."""
+    """Built by the scheduler once the target's weights are loaded; from then on it stands in for the target's
+    worker."""
 
     def __init__(self, server_args, gpu_id: int, nccl_port: int, target_worker: TpModelWorker):
         super().__init__()
@@ -71,8 +71,9 @@ class DFlashWorker(BaseSpecWorker):
         self.device = target_worker.device
         self._gpu_id = gpu_id
         spec = get_spec()
-        # The anchor and the drafted tokens: the most a cycle verifies, and what SGLang reserves for. How many rows the draft
-        # runs for them is the drafter's business, how many of them a cycle verifies the width's.
+        # The anchor and the drafted tokens: the most a cycle verifies, and what SGLang reserves for. How many
+        # rows the draft runs for them is the drafter's business, how many of them a cycle verifies the
+        # width's.
         self.verify_width = spec.speculative_num_draft_tokens
         # Read by SGLang's metrics.
         self.speculative_num_steps = spec.speculative_num_steps
@@ -104,8 +105,8 @@ class DFlashWorker(BaseSpecWorker):
         if spec.speculative_use_rejection_sampling:
             by_block = spec.speculative_use_block_verification
             self._rejection_rule = accept_by_block_verification if by_block else accept_by_rejection
-        # Ranks that disagree on one token hang at the next collective: what was chosen, rank 0 chooses for all of them.
-        # (SGLANG_SPEC_TP_SYNC says where; nothing happens with one rank.)
+        # Ranks that disagree on one token hang at the next collective: what was chosen, rank 0 chooses for
+        # all of them. (SGLANG_SPEC_TP_SYNC says where; nothing happens with one rank.)
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._simulated = SimulatedAcceptance.from_environment()
         self._clock = PhaseClock.from_environment()
@@ -124,12 +125,13 @@ class DFlashWorker(BaseSpecWorker):
         )
 
     def __getattr__(self, name):
-        # SGLang treats this worker as the target's in many places. Guarded, or a lookup before __init__ recurses.
+        # SGLang treats this worker as the target's in many places. Guarded, or a lookup before __init__
+        # recurses.
         if name == "_target_worker":
             raise AttributeError(name)
         return getattr(self._target_worker, name)
 
-    # -- start-up ---------------------------------------------------------------------------------------------
+    # -- start-up
 
     def alloc_memory_pool(
         self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None
@@ -183,7 +185,8 @@ class DFlashWorker(BaseSpecWorker):
         return result
 
     def _draft_width(self):
-        """The draft's backends and graphs are made for the width of its own block, which need not be the verified one's."""
+        """The draft's backends and graphs are made for the width of its own block, which need not be the
+        verified one's."""
         return get_spec().override(speculative_num_draft_tokens=max(1, self._drafter.block_width))
 
     @property
@@ -215,7 +218,7 @@ class DFlashWorker(BaseSpecWorker):
         if self._copies is not None:
             self._copies.kept(num_correct_drafts_per_req, drafted)
 
-    # -- one step ---------------------------------------------------------------------------------------------
+    # -- one step
 
     def forward_batch_generation(
         self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None
@@ -224,16 +227,16 @@ class DFlashWorker(BaseSpecWorker):
         if batch.forward_mode.is_idle():
             return run_idle(batch, self._target_worker, self.verify_width)
         if batch.sampling_info is not None and batch.sampling_info.sampling_seed is not None:
-            # SGLang seeds a draw with the token's rank if some request of the batch filters, else with its id. Always by
-            # rank, it does not depend on the others.
+            # SGLang seeds a draw with the token's rank if some request of the batch filters, else with its
+            # id. Always by rank, it does not depend on the others.
             batch.sampling_info.need_top_k_sampling = True
         if batch.forward_mode.is_extend():
             return self._prefill(batch, on_publish, grammar_barrier)
         return self._decode(batch, on_publish, grammar_barrier)
 
     def _prefill(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
-        """Target prefill, capturing every token's aux hidden states; the draft's KV of those tokens is written before
-        this returns, because the scheduler may then hand the slots to the prefix cache."""
+        """Target prefill, capturing every token's aux hidden states; the draft's KV of those tokens is
+        written before this returns, because the scheduler may then hand the slots to the prefix cache."""
         prompts = Prompts.of(batch)
         self._width.began(batch, prompts.num_running)
         self._drafter.begin_prefill(prompts)
@@ -241,7 +244,8 @@ class DFlashWorker(BaseSpecWorker):
         if is_penalized:
             self._penalties.begin_prefill(batch, prompts.num_running)
         if prompts.num_running and batch.has_grammar and grammar_barrier is not None:
-            # Under overlap the running requests' grammars may be a step behind, and SGLang samples in this very forward.
+            # Under overlap the running requests' grammars may be a step behind, and SGLang samples in this
+            # very forward.
             grammar_barrier()
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
@@ -323,8 +327,8 @@ class DFlashWorker(BaseSpecWorker):
         )
 
     def draft_block(self, batch, width: int, sampling_info) -> tuple[Cycle, DraftBlock]:
-        """The first `width` slots of a block per request. The draft fills the whole of it, or, where none of it is to be
-        verified, does not run. sampling_info: where its tokens are drawn."""
+        """The first `width` slots of a block per request. The draft fills the whole of it, or, where none of
+        it is to be verified, does not run. sampling_info: where its tokens are drawn."""
         cycle = self._begin_cycle(batch, self.verify_width if width > 1 else 1)
         block = self._drafter.propose(cycle, sampling_info)
         if block.probs is not None:
@@ -335,7 +339,8 @@ class DFlashWorker(BaseSpecWorker):
         return Cycle.begin(batch, self._target_worker.model_runner, self._drafter.mask_token_id, width)
 
     def _verify(self, batch, cycle: Cycle, block: DraftBlock) -> GenerationBatchResult:
-        """One causal target forward over all blocks: logits [bs * B, vocab] and aux hidden states of every row.
+        """One causal target forward over all blocks: logits [bs * B, vocab] and aux hidden states of every
+        row.
 
         The scheduler restores the batch's fields after this step, so they may be overwritten.
         """
@@ -362,8 +367,9 @@ class DFlashWorker(BaseSpecWorker):
         )
 
     def _draws_drafts(self, batch) -> bool:
-        """Whether this batch's blocks are drawn from the draft's distribution: where the server asks for it, and some
-        request samples. Seeded draws are the target's alone, by position, so that batch mates do not matter."""
+        """Whether this batch's blocks are drawn from the draft's distribution: where the server asks for it,
+        and some request samples. Seeded draws are the target's alone, by position, so that batch mates do not
+        matter."""
         info = batch.sampling_info
         if self._rejection_rule is None or info.is_all_greedy:
             return False
@@ -375,8 +381,8 @@ class DFlashWorker(BaseSpecWorker):
     def _accept(
         self, batch, cycle: Cycle, block: DraftBlock, logits: torch.Tensor
     ) -> tuple[Verdict, Acceptance]:
-        """What is kept, and what that leaves behind. What rests on broken logits the scheduler is told as a token outside
-        the vocabulary, at which it ends the request with "NaN happened"."""
+        """What is kept, and what that leaves behind. What rests on broken logits the scheduler is told as a
+        token outside the vocabulary, at which it ends the request with "NaN happened"."""
         broken_token = self._target_worker.model_runner.model_config.vocab_size
         if block.probs is not None:
             verdict, best = self._reject(batch, block, logits)
@@ -406,7 +412,8 @@ class DFlashWorker(BaseSpecWorker):
         return self._tp_sync.sync(greedy if info.is_all_greedy else sampled, tokens), best
 
     def _reject(self, batch, block: DraftBlock, logits: torch.Tensor) -> tuple[Verdict, torch.Tensor]:
-        """Keep what was drawn as often as the target would have, given what the draft's probabilities were."""
+        """Keep what was drawn as often as the target would have, given what the draft's probabilities
+        were."""
         bs, width = block.tokens.shape
         if batch.return_logprob:
             logits = logits.clone()  # they are overwritten, and the log probabilities are still to be read

@@ -1,9 +1,8 @@
 """Prefill/decode disaggregation: requests whose prompt another server has computed.
 
-SGLang moves the draft's KV with the target's, slot by slot, as both pools have the same slots. What a worker keeps of a
-request besides comes from a prefill, which here does not take place: an arriving request is noted when SGLang admits it,
-and the worker takes it in before its first cycle.
-"""
+SGLang moves the draft's KV with the target's, slot by slot, as both pools have the same slots. What a worker
+keeps of a request besides comes from a prefill, which here does not take place: an arriving request is noted
+when SGLang admits it, and the worker takes it in before its first cycle."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from sglang.srt.managers.overlap_utils import RelayPayload
 class Arrival:
     """Requests that were admitted together: from the prefill server, or resumed after a retraction.
 
-    reqs: SGLang's. req_pool_indices: [bs] int64. lengths: of each, tokens with KV, n. bonus_tokens: [bs] int64, the token at
-    position n. said: the output ids of each, the bonus token included, as they were then.
+    reqs: SGLang's. req_pool_indices: [bs] int64. lengths: of each, tokens with KV, n. bonus_tokens: [bs]
+    int64, the token at position n. said: the output ids of each, the bonus token included, as they were then.
     """
 
     reqs: Sequence[Any]
@@ -31,8 +30,8 @@ class Arrival:
 
 
 class Arrivals:
-    """Noted on the scheduler's stream, taken on the forward's: until a running forward is over, a row of the request table
-    may still be its former owner's."""
+    """Noted on the scheduler's stream, taken on the forward's: until a running forward is over, a row of the
+    request table may still be its former owner's."""
 
     def __init__(self):
         self._noted: list[Arrival] = []

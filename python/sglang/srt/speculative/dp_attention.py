@@ -1,8 +1,9 @@
 """DP attention: the ranks of one model have requests of their own, and run its MLPs together.
 
-The target's layers exchange rows between all ranks, so each of them takes part in every forward of the target, with no rows
-where it has no requests. The draft stays on the ranks that share requests (one, unless attention is tensor parallel as well):
-it exchanges nothing with the others, and a rank without requests does not run it.
+The target's layers exchange rows between all ranks, so each of them takes part in every forward of the
+target, with no rows where it has no requests. The draft stays on the ranks that share requests (one, unless
+attention is tensor parallel as well): it exchanges nothing with the others, and a rank without requests does
+not run it.
 
 SGLang has all ranks do the same kind of step: where one prefills, those with nothing to prefill are idle.
 """
@@ -26,7 +27,8 @@ from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 
 
 class DraftRanks:
-    """The ranks that the draft is on: those of the target, or with DP attention the ones that share requests."""
+    """The ranks that the draft is on: those of the target, or with DP attention the ones that share
+    requests."""
 
     def __init__(self):
         self.layout = resolve_draft_parallel_layout(
@@ -40,12 +42,13 @@ class DraftRanks:
             yield
 
     def may_capture(self, tp_sync: Any, device: str, gpu_id: int) -> bool:
-        """Whether the draft may have CUDA graphs. Not with DP attention: SGLang's graph runner asks every batch how many rows
-        the other ranks have, and the draft's have no say in that."""
+        """Whether the draft may have CUDA graphs. Not with DP attention: SGLang's graph runner asks every
+        batch how many rows the other ranks have, and the draft's have no say in that."""
         return not self.layout.local_dp and has_room_for_draft_graphs(tp_sync, device, gpu_id)
 
     def place(self, drafter: Drafter, target_model: Any) -> Drafter:
-        """The drafter, running on these ranks. Raises ValueError where what it borrows from the target is on others."""
+        """The drafter, running on these ranks. Raises ValueError where what it borrows from the target is on
+        others."""
         if not self.layout.local_dp:
             return drafter
         borrowed = {"embedding": target_model.get_input_embeddings(), "LM head": target_model.lm_head}
@@ -60,8 +63,8 @@ class DraftRanks:
 
 
 class PlacedDrafter:
-    """A drafter whose draft is on fewer ranks than the target: to its layers, those are all there are. What runs inside the
-    target's graphs (`absorb`) exchanges nothing, and needs no such care."""
+    """A drafter whose draft is on fewer ranks than the target: to its layers, those are all there are. What
+    runs inside the target's graphs (`absorb`) exchanges nothing, and needs no such care."""
 
     def __init__(self, drafter: Drafter, layout: DraftParallelLayout):
         self._drafter, self._layout = drafter, layout
@@ -95,8 +98,8 @@ class PlacedDrafter:
 
 
 def keep_in_step(forward_batch: ForwardBatch) -> None:
-    """Before a forward of the target: where a rank is idle, none replays a CUDA graph. A graph's rows are padded, the idle
-    rank's are not, and they would look for each other's rows in different places."""
+    """Before a forward of the target: where a rank is idle, none replays a CUDA graph. A graph's rows are
+    padded, the idle rank's are not, and they would look for each other's rows in different places."""
     requests = forward_batch.original_global_num_tokens_cpu
     if requests is not None and 0 in requests:
         forward_batch.can_run_decode_cuda_graph = False

@@ -37,7 +37,8 @@ class DraftSampling:
 
     @classmethod
     def from_environment(cls) -> "DraftSampling":
-        """As the variables say; the defaults where they say nothing. Raises ValueError for what is no such number."""
+        """As the variables say; the defaults where they say nothing. Raises ValueError for what is no such
+        number."""
         given = {}
         if value := os.environ.get(TEMPERATURE_SCALE_VARIABLE):
             given["temperature_scale"] = float(value)
@@ -49,7 +50,8 @@ class DraftSampling:
 def likeliest(
     logits: torch.Tensor, temperature: torch.Tensor, sampling: DraftSampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The candidates of n slots, most likely first, and their probabilities before any filter: [n, C] int64 and float32.
+    """The candidates of n slots, most likely first, and their probabilities before any filter: [n, C] int64
+    and float32.
 
     logits: [n, V_draft] float. temperature: [n] float.
     """
@@ -73,14 +75,14 @@ def choose_tokens(
     """One token per drafted slot: ([bs, B - 1] int64 target token ids, the distributions they come from).
 
     ids, probs: [bs * (B - 1), C], every slot's candidates, as `likeliest` returns them.
-    top_p: [bs] float, top_k: [bs] int, as SGLang has them: a greedy request has top_k 1 (it drafts the argmax, one-hot);
-        top_k may exceed the vocabulary. The filters are joint, as in SGLang's sampler: top_p looks at probabilities
-        of the unfiltered softmax.
+    top_p: [bs] float, top_k: [bs] int, as SGLang has them: a greedy request has top_k 1 (it drafts the
+        argmax, one-hot); top_k may exceed the vocabulary. The filters are joint, as in SGLang's sampler:
+        top_p looks at probabilities of the unfiltered softmax.
     uniforms: [bs, B - 1] in [0, 1).
     d2t: [V_draft] int64, target token id minus draft token id; None where the vocabularies are one.
 
-    NaN and infinite logits are finite ones in `likeliest` (SGLang warns of NaN on CUDA, once). Verified with the
-    probabilities of what the slot was then drawn from, such a draft costs acceptance and nothing else.
+    NaN and infinite logits are finite ones in `likeliest` (SGLang warns of NaN on CUDA, once). Verified with
+    the probabilities of what the slot was then drawn from, such a draft costs acceptance and nothing else.
     """
     bs, slots = uniforms.shape
     ids, probs = (of_slots.view(bs, slots, of_slots.shape[-1]) for of_slots in (ids, probs))
@@ -102,15 +104,17 @@ def choose_tokens(
 def draw_drafts(
     model, hidden: torch.Tensor, sampling_info, sampling: DraftSampling
 ) -> tuple[torch.Tensor, DraftProbs]:
-    """`choose_tokens` of a draft model's rows that draft, hidden [bs, B - 1, hidden], under each request's parameters."""
+    """`choose_tokens` of a draft model's rows that draft, hidden [bs, B - 1, hidden], under each request's
+    parameters."""
     rows = hidden.flatten(0, 1)
     temperature = sampling_info.temperatures.squeeze(1).repeat_interleave(hidden.shape[1])
-    # Logits of some rows at a time: those of all are 0.4 GB at bs 48, B 16 and V = 152k, in each of four forms.
+    # Logits of some rows at a time: those of all are 0.4 GB at bs 48, B 16 and V = 152k, in each of four
+    # forms.
     parts = [
         likeliest(model.logits(rows[some]), temperature[some], sampling)
         for some in slices_of_rows(rows.shape[0], model.draft.draft_vocab_size)
     ]
-    ids, probs = (torch.cat(part) for part in zip(*parts))
+    ids, probs = (torch.cat(part) for part in zip(*parts, strict=True))
     uniforms = torch.rand(hidden.shape[:2], device=hidden.device)
     return choose_tokens(
         ids, probs, sampling_info.top_ks, sampling_info.top_ps, uniforms, sampling, model.d2t

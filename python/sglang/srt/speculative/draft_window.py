@@ -1,7 +1,8 @@
-"""`--speculative-draft-window-size`: the draft sees only the last W committed tokens of a request, then its block.
+"""`--speculative-draft-window-size`: the draft sees only the last W committed tokens of a request, then its
+block.
 
-The draft reads through a request table of its own, rewritten before each block, over the KV slots it shares with the
-target. Whatever lies before the window is not read; keys keep the positions they were rotated at.
+The draft reads through a request table of its own, rewritten before each block, over the KV slots it shares
+with the target. Whatever lies before the window is not read; keys keep the positions they were rotated at.
 """
 
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ class DraftView:
     """What a block forward of the draft reads: bs requests, blocks of D rows.
 
     seq_lens: [bs] int64, committed tokens in sight.
-    host_lens: [bs] on the host, seq_lens + D, exactly where the cycle's are exact and the window may begin anywhere;
-        else an upper bound.
+    host_lens: [bs] on the host, seq_lens + D, exactly where the cycle's are exact and the window may begin
+        anywhere; else an upper bound.
     kv_loc_plan: the cycle's, reading the draft's own table where it has one.
     """
 
@@ -40,7 +41,8 @@ class FullView:
 
 
 class WindowView:
-    """The last `size` committed tokens, and up to a page more where the attention backend reads whole pages."""
+    """The last `size` committed tokens, and up to a page more where the attention backend reads whole
+    pages."""
 
     def __init__(
         self,

@@ -7,10 +7,10 @@ import inspect
 def resolving_known_lengths():
     """`FutureMap.resolve_seq_lens_cpu` that asks the device only for what depends on it.
 
-    Attention backends that plan on the host (FlashInfer) want exact lengths there. For those SGLang waits, before each step,
-    until the one before has accepted: the device then idles while the host plans and launches. After a prefill or a step that
-    verified nothing, a request has the tokens the host has counted, and plain decoding overlaps as it does without speculation.
-    """
+    Attention backends that plan on the host (FlashInfer) want exact lengths there. For those SGLang waits,
+    before each step, until the one before has accepted: the device then idles while the host plans and
+    launches. After a prefill or a step that verified nothing, a request has the tokens the host has counted,
+    and plain decoding overlaps as it does without speculation."""
     from sglang.srt.managers.overlap_utils import FutureMap
 
     original = inspect.unwrap(FutureMap.resolve_seq_lens_cpu)

@@ -1,9 +1,8 @@
 """Frequency, presence and repetition penalties, and min_new_tokens, at every position of a block.
 
-SGLang adds a request's penalties up once per step, which without speculation is once per token. In a block each position
-must see those of the drafted tokens before it, and what is counted in the end are the tokens that were kept. So the
-counts are kept here, on the device, and SGLang's own are replaced.
-"""
+SGLang adds a request's penalties up once per step, which without speculation is once per token. In a block
+each position must see those of the drafted tokens before it, and what is counted in the end are the tokens
+that were kept. So the counts are kept here, on the device, and SGLang's own are replaced."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -20,8 +19,8 @@ from sglang_dflash.srt.speculative.disaggregation import Arrival
 class _Terms:
     """What bs requests ask for, in columns [bs, 1]: float32, and int64 for the lengths.
 
-    stop_logits: [bs, vocab] float32, -inf at the tokens that end a request; None where none asks for a minimum length.
-    """
+    stop_logits: [bs, vocab] float32, -inf at the tokens that end a request; None where none asks for a
+    minimum length."""
 
     frequency: torch.Tensor
     presence: torch.Tensor
@@ -49,8 +48,8 @@ class _Terms:
         return cls(*(column[:, None] for column in columns), stop_logits)
 
     def additive(self, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """To be added to logits [bs, vocab], for requests of `lengths` [bs] tokens, the prompt's included, that have said
-        each token `counts` [bs, vocab] times."""
+        """To be added to logits [bs, vocab], for requests of `lengths` [bs] tokens, the prompt's included,
+        that have said each token `counts` [bs, vocab] times."""
         total = -self.frequency * counts - self.presence * (counts > 0)
         if self.stop_logits is not None:
             is_short = lengths[:, None] - self.prompt_lens < self.min_new_tokens
@@ -87,8 +86,9 @@ def _indices(tokens: Sequence[Iterable[int]], device: torch.device) -> tuple[tor
 
 
 class Penalties:
-    """How often each running request has said each token: [pool_size, vocab] int32 on the device, a row per slot of
-    SGLang's request pool, allocated when the first request asks for a penalty (30 MB for 48 requests and 152k tokens).
+    """How often each running request has said each token: [pool_size, vocab] int32 on the device, a row per
+    slot of SGLang's request pool, allocated when the first request asks for a penalty (30 MB for 48 requests
+    and 152k tokens).
 
     The batches given are the scheduler's forward-only copies, of which some request asks for a penalty.
     """
@@ -104,8 +104,8 @@ class Penalties:
         return sampling_info.acc_additive_penalties is not None
 
     def begin_prefill(self, batch: Any, num_running: int) -> None:
-        """Before the target's forward: what each request is penalised for at its next token. The last `num_running` ones
-        are not new; the others may have said something before they were retracted."""
+        """Before the target's forward: what each request is penalised for at its next token. The last
+        `num_running` ones are not new; the others may have said something before they were retracted."""
         new = batch.reqs[: len(batch.reqs) - num_running]
         counts = self._recount(batch.req_pool_indices, [req.output_ids for req in new])
         terms = _Terms.of(batch.reqs, self._shape[1], self._device)
@@ -118,7 +118,8 @@ class Penalties:
             self._recount(arrival.req_pool_indices, arrival.said)
 
     def _recount(self, slots: torch.Tensor, said: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Start the first requests of `slots` [bs] afresh, with what each has said so far. Returns all counts, [bs, vocab]."""
+        """Start the first requests of `slots` [bs] afresh, with what each has said so far. Returns all
+        counts, [bs, vocab]."""
         if self._counts is None:
             self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         counts = self._counts[slots]
@@ -134,9 +135,8 @@ class Penalties:
     def penalize_block(self, batch: Any, block: torch.Tensor, logits: torch.Tensor) -> None:
         """block: [bs, B] int64, drafted after its first column. logits: [bs * B, vocab], overwritten.
 
-        One launch on CUDA. Elsewhere position by position, as [bs, B, vocab] counts would not fit next to the logits of a large
-        vocabulary.
-        """
+        One launch on CUDA. Elsewhere position by position, as [bs, B, vocab] counts would not fit next to the
+        logits of a large vocabulary."""
         terms = _Terms.of(batch.reqs, self._shape[1], self._device)
         run = penalize_block_triton if logits.is_cuda else penalize_block_torch
         columns = (getattr(terms, field.name) for field in fields(terms))

@@ -14,11 +14,12 @@ from sglang_dflash.srt.speculative.target_sampling import slices_of_rows, target
 def prewarm_probabilistic_step(
     model, hidden_size: int, bs: int, width: int, vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Run what a step of bs sampled requests with blocks of `width` runs beside the two models, on zeros, with every filter:
-    its memory then belongs to PyTorch's allocator, and what is too much for the GPU fails now and not under load.
+    """Run what a step of bs sampled requests with blocks of `width` runs beside the two models, on zeros,
+    with every filter: its memory then belongs to PyTorch's allocator, and what is too much for the GPU fails
+    now and not under load.
 
-    model: the draft. hidden_size, dtype: of its hidden states. The verify logits are not part of it: they are there anyway.
-    """
+    model: the draft. hidden_size, dtype: of its hidden states. The verify logits are not part of it: they are
+    there anyway."""
     info = SimpleNamespace(
         temperatures=torch.ones(bs, 1, device=device),
         top_ps=torch.full((bs,), 0.9, device=device),

@@ -59,9 +59,8 @@ def accept_by_rejection(
     accept_uniforms: [bs, B - 1], final_uniforms: [bs], float in [0, 1), independent of each other and of the
         drafting.
 
-    NaN, infinite or negative probabilities, which neither `target_probs` nor `choose_tokens` makes, give their request
-    a verdict without a meaning, but of valid token ids, and change no other request's.
-    """
+    NaN, infinite or negative probabilities, which neither `target_probs` nor `choose_tokens` makes, give
+    their request a verdict without a meaning, but of valid token ids, and change no other request's."""
     return _accept(walk_by_rejection, block, target_probs, draft, accept_uniforms, final_uniforms)
 
 
@@ -98,7 +97,8 @@ def _accept(walk, block, target_probs, draft, accept_uniforms, final_uniforms) -
 def walk_by_rejection(
     block: torch.Tensor, target_probs: torch.Tensor, draft: DraftProbs, accept_uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many drafted tokens `accept_by_rejection` keeps, [bs] int32, and their weight, [bs] float64: always 1."""
+    """How many drafted tokens `accept_by_rejection` keeps, [bs] int32, and their weight, [bs] float64: always
+    1."""
     drafted = block[:, 1:]
     target_prob = target_probs[:, :-1].gather(2, drafted[..., None]).squeeze(2)
     # Not u < p / q: the product needs no care where q is zero.
@@ -110,7 +110,8 @@ def walk_by_rejection(
 def walk_by_block_verification(
     block: torch.Tensor, target_probs: torch.Tensor, draft: DraftProbs, accept_uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many drafted tokens `accept_by_block_verification` keeps, [bs] int32, and their weight w, [bs] float64."""
+    """How many drafted tokens `accept_by_block_verification` keeps, [bs] int32, and their weight w, [bs]
+    float64."""
     width = block.shape[1]
     drafted = block[:, 1:]
     target_prob = target_probs[:, :-1].gather(2, drafted[..., None]).squeeze(2)

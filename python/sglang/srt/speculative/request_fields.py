@@ -1,8 +1,8 @@
-"""Fields of a request that would reach a tensor's index, a number of fixed width or an allocation as they came: refused by
-name, where in SGLang one request ends the server.
+"""Fields of a request that would reach a tensor's index, a number of fixed width or an allocation as they
+came: refused by name, where in SGLang one request ends the server.
 
-Two places: the front end sees a request as it was sent, before it is sent on; the scheduler knows the vocabulary.
-"""
+Two places: the front end sees a request as it was sent, before it is sent on; the scheduler knows the
+vocabulary."""
 
 import functools
 import re
@@ -42,8 +42,8 @@ def checking_requests() -> Callable[[Any], None]:
 
 
 def check_request(request: Any) -> None:
-    """request: SGLang's GenerateReqInput. Raises ValueError, which SGLang answers with HTTP 400, naming the first field that
-    cannot be."""
+    """request: SGLang's GenerateReqInput. Raises ValueError, which SGLang answers with HTTP 400, naming the
+    first field that cannot be."""
     if isinstance(request.sampling_params, list) and _is_one_prompt(request):
         raise ValueError("sampling_params: a list goes with a list of prompts.")
     if not all(
@@ -103,7 +103,8 @@ def _is_one_prompt(request: Any) -> bool:
 
 @functools.cache
 def _types() -> dict[str, Any]:
-    """What SGLang's sampling parameters are, by name; it checks them only where they arrive, in the scheduler."""
+    """What SGLang's sampling parameters are, by name; it checks them only where they arrive, in the
+    scheduler."""
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     types = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
@@ -135,8 +136,8 @@ def _shown(value: Any) -> str:
 
 
 def take_out_of_range(req: Any) -> list[str]:
-    """What of a scheduler's request lies outside the vocabulary or the numbers that hold it, a message each. It is taken out
-    as well, since SGLang runs a refused request through one forward."""
+    """What of a scheduler's request lies outside the vocabulary or the numbers that hold it, a message each.
+    It is taken out as well, since SGLang runs a refused request through one forward."""
     found, params, last = [], req.sampling_params, req.vocab_size - 1
     if outside := [token for token in params.stop_token_ids or () if not 0 <= token <= last]:
         found.append(f"stop_token_ids: {outside[0]} is outside the vocabulary, 0 to {last}")

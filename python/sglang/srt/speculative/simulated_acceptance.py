@@ -1,4 +1,5 @@
-"""SGLang's benchmark switch `SGLANG_SIMULATE_ACC_LEN`: every cycle keeps a drawn number of tokens, whatever the target says.
+"""SGLang's benchmark switch `SGLANG_SIMULATE_ACC_LEN`: every cycle keeps a drawn number of tokens, whatever
+the target says.
 
 For measuring speed at an assumed accept length, with random weights. The output is then not the target's.
 """
@@ -18,8 +19,8 @@ FIXED_TOKEN_ID = 100
 
 
 class SimulatedAcceptance:
-    """accept_length: tokens a cycle on average, bonus token included. method: SGLang's, see `sample_simulated_acc_len`.
-    real_tokens: whether the drafted tokens are put out, or a fixed one."""
+    """accept_length: tokens a cycle on average, bonus token included. method: SGLang's, see
+    `sample_simulated_acc_len`. real_tokens: whether the drafted tokens are put out, or a fixed one."""
 
     def __init__(self, accept_length: float, method: str, real_tokens: bool):
         self._accept_length, self._method, self._real_tokens = accept_length, method, real_tokens
@@ -38,7 +39,8 @@ class SimulatedAcceptance:
         return cls(accept_length, envs.SGLANG_SIMULATE_ACC_METHOD.get(), real_tokens)
 
     def override(self, verdict: Verdict, block: torch.Tensor) -> Verdict:
-        """The verdict with one drawn accept length for all requests. block: [bs, B] int64, the drafted block."""
+        """The verdict with one drawn accept length for all requests. block: [bs, B] int64, the drafted
+        block."""
         commit = sample_simulated_acc_len(self._accept_length, self._method, block.shape[1])
         if self._real_tokens:
             bonus = verdict.out_tokens[:, commit - 1]

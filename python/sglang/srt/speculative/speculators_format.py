@@ -1,9 +1,8 @@
 """Checkpoints of the `speculators` training library (0.9.0), read without conversion.
 
-Their config.json nests the draft's layers under `transformer_layer_config` and counts target layers differently.
-A function per `speculators_model_type` turns one into the flat config that our draft models read; a checkpoint's
-tensors need no change.
-"""
+Their config.json nests the draft's layers under `transformer_layer_config` and counts target layers
+differently. A function per `speculators_model_type` turns one into the flat config that our draft models
+read; a checkpoint's tensors need no change."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,8 @@ _PEAGLE_ARCHITECTURES = (PEAGLE_ARCHITECTURE, "PEagleSpeculator", "PeagleLlamaFo
 
 
 def speculators_type(config: Mapping[str, Any]) -> Any:
-    """What kind of draft a checkpoint says it is, as `speculators_model_type` has it; None if it is none of the library's."""
+    """What kind of draft a checkpoint says it is, as `speculators_model_type` has it; None if it is none of
+    the library's."""
     kind = config.get("speculators_model_type")
     if kind is None and _first_architecture(config) in _PEAGLE_ARCHITECTURES:
         return "peagle"
@@ -43,10 +43,9 @@ def served_types() -> tuple[str, ...]:
 def speculators_ids_to_layer_outputs(speculators_layer_ids: Sequence[int]) -> list[int]:
     """Convert `aux_hidden_state_layer_ids` to `target_layer_ids`, and nothing else converts.
 
-    speculators counts how many layers have run: id i is the INPUT of layer i, Hugging Face's `hidden_states[i]`, with
-    0 the embedding. Ours names the layer whose OUTPUT is taken: id i is `hidden_states[i + 1]`. SGLang's capture hook
-    counts inputs again and adds the one back by itself.
-    """
+    speculators counts how many layers have run: id i is the INPUT of layer i, Hugging Face's
+    `hidden_states[i]`, with 0 the embedding. Ours names the layer whose OUTPUT is taken: id i is
+    `hidden_states[i + 1]`. SGLang's capture hook counts inputs again and adds the one back by itself."""
     return [layer_id - 1 for layer_id in speculators_layer_ids]
 
 
@@ -109,7 +108,8 @@ def _convert_dflash(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any
 
 def _convert_peagle(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
     problems: list[str] = []
-    # The library's own defaults. `norm_output` concerns what EAGLE-3 feeds to its next step, of which P-EAGLE has none.
+    # The library's own defaults. `norm_output` concerns what EAGLE-3 feeds to its next step, of which P-EAGLE
+    # has none.
     options = {
         name: bool(_get(config, (name,), bool, problems, default=False))
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm")
@@ -208,7 +208,8 @@ def _speculative_tokens(config: Mapping[str, Any], problems: list[str]) -> int |
 
 
 def _one_rope(layers: Mapping[str, Any], problems: list[str]) -> dict | None:
-    """`rope_parameters` may hold one set per layer type; a draft whose layers rotate differently is refused."""
+    """`rope_parameters` may hold one set per layer type; a draft whose layers rotate differently is
+    refused."""
     rope = layers.get("rope_parameters")
     if rope is None:
         return None

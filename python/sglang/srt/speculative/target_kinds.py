@@ -1,9 +1,9 @@
 """What a kind of target needs of DFLASH: chosen once at start-up, by the architecture its config names.
 
-A draft reads outputs of named target layers. Which of SGLang's layers those are is a convention of each model's code, and a
-wrong one raises nothing: drafts are just never kept. So a target is served where its capture was held against Hugging
-Face's `hidden_states[k + 1]` (test/srt/test_target_families.py), and refused elsewhere.
-"""
+A draft reads outputs of named target layers. Which of SGLang's layers those are is a convention of each
+model's code, and a wrong one raises nothing: drafts are just never kept. So a target is served where its
+capture was held against Hugging Face's `hidden_states[k + 1]` (test/srt/test_target_families.py), and refused
+elsewhere."""
 
 import logging
 from collections.abc import Sequence
@@ -35,7 +35,8 @@ class TargetKind:
     takes_images: bool = False
 
     def capture_layers(self, model: Any, layer_ids: Sequence[int]) -> None:
-        """Have `model` return the outputs of these layers beside its logits. Raises ValueError if it cannot."""
+        """Have `model` return the outputs of these layers beside its logits. Raises ValueError if it
+        cannot."""
         method = getattr(model, self.capture, None)
         if method is None:
             raise ValueError(
@@ -77,8 +78,9 @@ _CAPTURES_WRONG_STATES = {
 
 
 def target_kind(architectures: Sequence[str] | None) -> TargetKind:
-    """The kind of a target whose config names these architectures. Raises ValueError for one that cannot be served, and,
-    unless SGLANG_DFLASH_ALLOW_UNTESTED_TARGET is 1, for one whose captured states nobody has checked."""
+    """The kind of a target whose config names these architectures. Raises ValueError for one that cannot be
+    served, and, unless SGLANG_DFLASH_ALLOW_UNTESTED_TARGET is 1, for one whose captured states nobody has
+    checked."""
     name = next(iter(architectures or ()), None)
     if name in MEASURED:
         return MEASURED[name]
@@ -102,7 +104,8 @@ def target_kind(architectures: Sequence[str] | None) -> TargetKind:
 
 
 def _capture_method(name: str | None) -> str:
-    """How SGLang's class of this name is told what to capture. Raises ValueError for one that cannot, or is not there."""
+    """How SGLang's class of this name is told what to capture. Raises ValueError for one that cannot, or is
+    not there."""
     from sglang.srt.models.registry import (
         ModelRegistry,
     )  # imports every model there is, so only where nothing else helps
@@ -131,8 +134,8 @@ def configure_capture(
     dflash_target_layer_ids: Sequence[int] | None,
     is_dspark: bool,
 ) -> None:
-    """In the place of SGLang's `configure_aux_hidden_state_capture`, which calls one method on every target. Runs on the
-    draft's model too, of which nothing is captured."""
+    """In the place of SGLang's `configure_aux_hidden_state_capture`, which calls one method on every target.
+    Runs on the draft's model too, of which nothing is captured."""
     global _served
     if dflash_use_aux_hidden_state:
         _served = target_kind([type(model).__name__])

@@ -14,14 +14,13 @@ _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 def draw_target_tokens(
     logits: torch.Tensor, sampling_info, positions: torch.Tensor, block_size: int, sampler
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's token after each block position, [bs, B] int64, and the largest logit there, [bs, B]: where that is not
-    finite, the logits were broken and the token means nothing (`replace_broken_rows`).
+    """The target's token after each block position, [bs, B] int64, and the largest logit there, [bs, B]:
+    where that is not finite, the logits were broken and the token means nothing (`replace_broken_rows`).
 
-    logits: [bs * B, vocab], already biased and masked; sampled requests overwrite it (SGLang's sampler works in place).
-    positions: [bs * B] int64, the position each row's input token has: SGLang seeds its draws with it.
-    Greedy requests take the argmax. Otherwise SGLang's own sampler draws, once per row, under the row's own request:
-    the same joint top-k / top-p / min-p filter and seeds as without speculation.
-    """
+    logits: [bs * B, vocab], already biased and masked; sampled requests overwrite it (SGLang's sampler works
+    in place). positions: [bs * B] int64, the position each row's input token has: SGLang seeds its draws with
+    it. Greedy requests take the argmax. Otherwise SGLang's own sampler draws, once per row, under the row's
+    own request: the same joint top-k / top-p / min-p filter and seeds as without speculation."""
     if sampling_info.is_all_greedy:
         sanitize_nan_logits(logits, "DFLASH verify")
         best, tokens = logits.max(dim=-1)
@@ -40,16 +39,15 @@ def draw_target_tokens(
 
 
 def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distributions the sampler would draw from after each block position, [bs, B, vocab] float32, and the largest
-    logit there, [bs, B]: where that is not finite, they mean nothing (`replace_broken_rows`).
+    """The distributions the sampler would draw from after each block position, [bs, B, vocab] float32, and
+    the largest logit there, [bs, B]: where that is not finite, they mean nothing (`replace_broken_rows`).
 
-    logits: [bs * B, vocab], already biased and masked. Overwritten: where they are float32, with the result, as a second
-    tensor of this size is 0.5 GB at bs 48, B 16 and V = 152k. What is needed besides is a few times `_ELEMENTS_AT_ONCE`.
-    Where the host knows that every request's top_k is small, rows are not sorted.
+    logits: [bs * B, vocab], already biased and masked. Overwritten: where they are float32, with the result,
+    as a second tensor of this size is 0.5 GB at bs 48, B 16 and V = 152k. What is needed besides is a few
+    times `_ELEMENTS_AT_ONCE`. Where the host knows that every request's top_k is small, rows are not sorted.
 
-    One joint filter, as the sampler's: top-k and top-p both look at the unfiltered softmax, min-p at its largest
-    probability. Greedy requests (top_k 1) are one-hot.
-    """
+    One joint filter, as the sampler's: top-k and top-p both look at the unfiltered softmax, min-p at its
+    largest probability. Greedy requests (top_k 1) are one-hot."""
     best = replace_broken_rows(logits)
     per_row = {name: repeat_rows(getattr(sampling_info, name), block_size) for name in _PER_REQUEST[:4]}
     probs = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
@@ -99,11 +97,12 @@ def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor | None], sampli
 
 
 def replace_broken_rows(logits: torch.Tensor) -> torch.Tensor:
-    """The largest of each row of logits [n, vocab], [n]. Rows where it is not finite, with NaN or infinity among them or
-    nothing that a grammar allows, become zeros, as a sampler does not survive them; what is drawn there is not to be believed.
+    """The largest of each row of logits [n, vocab], [n]. Rows where it is not finite, with NaN or infinity
+    among them or nothing that a grammar allows, become zeros, as a sampler does not survive them; what is
+    drawn there is not to be believed.
 
-    SGLANG_SANITIZE_NAN_LOGITS has SGLang replace NaN and infinity by finite numbers, after which no such row is broken.
-    """
+    SGLANG_SANITIZE_NAN_LOGITS has SGLang replace NaN and infinity by finite numbers, after which no such row
+    is broken."""
     sanitize_nan_logits(logits, "DFLASH verify")
     best = logits.amax(dim=-1)
     logits.masked_fill_(~best.isfinite()[:, None], 0)

@@ -1,9 +1,9 @@
 """What a target keeps beside its KV pool, and what verifying a block does to it.
 
-KV of rejected tokens is overwritten by the next block. A recurrent state (GatedDeltaNet, Mamba, a convolution's window)
-cannot go back: verify leaves it alone and writes the states after each token of a block aside; once tokens are accepted,
-the state after the last of them becomes the request's. Chosen once, at start-up.
-"""
+KV of rejected tokens is overwritten by the next block. A recurrent state (GatedDeltaNet, Mamba, a
+convolution's window) cannot go back: verify leaves it alone and writes the states after each token of a block
+aside; once tokens are accepted, the state after the last of them becomes the request's. Chosen once, at
+start-up."""
 
 from typing import Any, Protocol
 
@@ -20,8 +20,8 @@ class TargetStates(Protocol):
         """Before the forward batch is made of `batch`."""
 
     def commit(self, batch, commit_lens: torch.Tensor) -> None:
-        """After acceptance, before the target runs again. commit_lens: [bs], tokens kept of each block, bonus included;
-        `batch.seq_lens` are still the lengths before the block."""
+        """After acceptance, before the target runs again. commit_lens: [bs], tokens kept of each block, bonus
+        included; `batch.seq_lens` are still the lengths before the block."""
 
 
 class NoStates:
@@ -35,7 +35,8 @@ class NoStates:
 
 
 class RecurrentStates:
-    """SGLang keeps and moves the states: in the request's own slot, and, on a grid of positions, for the prefix cache."""
+    """SGLang keeps and moves the states: in the request's own slot, and, on a grid of positions, for the
+    prefix cache."""
 
     def __init__(self, target_worker, verify_width: int, max_requests: int):
         self._target_worker = target_worker

@@ -12,8 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class VerifyTail:
-    """Has a drafter absorb the target's states inside the target's CUDA graphs (SGLang's `capture_tail_hooks`): no launches of
-    their own after verify. Where a forward replays no such graph, `commit` absorbs them.
+    """Has a drafter absorb the target's states inside the target's CUDA graphs (SGLang's
+    `capture_tail_hooks`): no launches of their own after verify. Where a forward replays no such graph,
+    `commit` absorbs them.
 
     To be made before the target captures its graphs, when both runners have their pools.
     """

@@ -1,8 +1,8 @@
 """New weights at run time (`/update_weights_from_disk`): which of the two models a checkpoint is for.
 
-SGLang loads the one checkpoint into the target and then into the draft. What fits the one does not fit the other, and what
-SGLang does when a checkpoint does not load, which is to load "the old one" from the new path, ends the server.
-"""
+SGLang loads the one checkpoint into the target and then into the draft. What fits the one does not fit the
+other, and what SGLang does when a checkpoint does not load, which is to load "the old one" from the new path,
+ends the server."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ def is_draft(config: dict[str, Any]) -> bool:
 
 
 def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
-    """Make each runner's update leave alone a checkpoint that is the other one's, and one that does not load: the update then
-    fails, with the reason, and the weights are what they were."""
+    """Make each runner's update leave alone a checkpoint that is the other one's, and one that does not load:
+    the update then fails, with the reason, and the weights are what they were."""
     for runner, of_draft in ((target_runner, False), (draft_runner, True)):
         runner.weight_updater = RoutedUpdater(runner.weight_updater, runner.model_config, of_draft)
 

@@ -1,4 +1,5 @@
-"""What verified blocks leave behind, in one launch: what is kept, what of it counts, and what the next cycle needs of it."""
+"""What verified blocks leave behind, in one launch: what is kept, what of it counts, and what the next cycle
+needs of it."""
 
 from typing import NamedTuple
 
@@ -15,8 +16,8 @@ class Acceptance(NamedTuple):
     commit_lens: [bs] int32, accept_len + 1.
     bonus: [bs] int64, the target's token after the kept ones; the anchor of the next block.
     new_seq_lens: [bs] int64, seq_lens + commit_lens.
-    said: [bs, B] int64, what the scheduler is told: the output tokens, or, where one of a request's new ones rests on broken
-        logits, nothing but `broken_token`.
+    said: [bs, B] int64, what the scheduler is told: the output tokens, or, where one of a request's new ones
+        rests on broken logits, nothing but `broken_token`.
     """
 
     accept_len: torch.Tensor
@@ -37,19 +38,20 @@ def accept_greedy(
 
     tokens: [bs, B] int64, column 0 the anchor, columns 1.. the drafted tokens.
     target_tokens: [bs, B] int64, entry k the target's token after block position k.
-    best: [bs, B] float, the largest logit that each of them was chosen by: NaN or infinite, the logits were broken.
-    seq_lens: [bs] int64, committed lengths before the block.
+    best: [bs, B] float, the largest logit that each of them was chosen by: NaN or infinite, the logits were
+    broken. seq_lens: [bs] int64, committed lengths before the block.
     broken_token: outside the vocabulary; SGLang ends a request at it.
 
-    One launch on CUDA, without host synchronisation. Moves bs * (28 B + 24) bytes with float32 logits: per request B - 1
-    drafted tokens, B of the target's, B logits and one length read, B + 2 int64 and two int32 written.
-    """
+    One launch on CUDA, without host synchronisation. Moves bs * (28 B + 24) bytes with float32 logits: per
+    request B - 1 drafted tokens, B of the target's, B logits and one length read, B + 2 int64 and two int32
+    written."""
     run = accept_greedy_triton if tokens.is_cuda else accept_greedy_torch
     return run(tokens, target_tokens, best, seq_lens, broken_token)
 
 
 def settle(verdict: Verdict, best: torch.Tensor, seq_lens: torch.Tensor, broken_token: int) -> Acceptance:
-    """The same of blocks that were accepted by another rule. best: of every position of the verify forward, [bs, B]."""
+    """The same of blocks that were accepted by another rule. best: of every position of the verify forward,
+    [bs, B]."""
     run = settle_triton if best.is_cuda else settle_torch
     return run(verdict, best, seq_lens, broken_token)
 

@@ -1,4 +1,5 @@
-"""The inputs of a draft block, from what crosses a cycle, and where blocks lie for a packed attention kernel."""
+"""The inputs of a draft block, from what crosses a cycle, and where blocks lie for a packed attention
+kernel."""
 
 import torch
 import triton
@@ -96,8 +97,8 @@ def pack_blocks(seq_lens: torch.Tensor, block_size: int) -> tuple[torch.Tensor, 
 
     seq_lens: [bs] int, committed lengths; each request's keys are these and its block's.
 
-    Returns lengths with the block, [bs] as seq_lens, their running sum with a zero before it, [bs + 1] int32, and that of
-    the queries, [bs + 1] int32.
+    Returns lengths with the block, [bs] as seq_lens, their running sum with a zero before it, [bs + 1] int32,
+    and that of the queries, [bs + 1] int32.
 
     One launch on CUDA, without host synchronisation.
     """

@@ -1,7 +1,7 @@
 """DFlash2's depthwise convolution along the rows of a block, and its PyTorch twin.
 
-out[i, c] = sum over taps t of (base[t, c] + delta[i, t, c's group]) * x[i - t, c]; nothing comes from before the block.
-"""
+out[i, c] = sum over taps t of (base[t, c] + delta[i, t, c's group]) * x[i - t, c]; nothing comes from before
+the block."""
 
 import torch
 import triton
@@ -9,8 +9,8 @@ import triton.language as tl
 
 
 def block_conv(x: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor, width: int) -> torch.Tensor:
-    """[n, hidden], as x, whose rows are blocks of `width`. base: [taps, hidden]. deltas: [n, taps, groups], of any strides but
-    for the last; a group is hidden / groups channels that lie side by side."""
+    """[n, hidden], as x, whose rows are blocks of `width`. base: [taps, hidden]. deltas: [n, taps, groups],
+    of any strides but for the last; a group is hidden / groups channels that lie side by side."""
     return (block_conv_triton if x.is_cuda else block_conv_torch)(x, base, deltas, width)
 
 

@@ -212,7 +212,8 @@ def write_context_kv_triton(
         FP8_MAX=torch.finfo(pool.dtype).max if pool.dtype in _FP8 else None,
         # Eight elements of each tile per thread: 16 bytes, the widest access there is, for 16-bit states.
         num_warps=min(8, max(1, block_heads * block_half // (32 * 8))),
-        # Else a product's rounding gives way to a fused multiply-add: on an H100 every sixth key then was a step off.
+        # Else a product's rounding gives way to a fused multiply-add: on an H100 every sixth key then was a
+        # step off.
         enable_fp_fusion=False,
     )
 

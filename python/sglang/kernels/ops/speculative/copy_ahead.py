@@ -1,9 +1,10 @@
-"""Proposals copied from a request's own text: where its last tokens stood before, what came next there, and how that fared.
+"""Proposals copied from a request's own text: where its last tokens stood before, what came next there, and
+how that fared.
 
-A history [rows, columns] int32 holds the text of each request by position, a row per row of the request table; -1 is what no
-block may contain (a place nobody wrote, an image), which matches nothing and ends a copy. Records [rows, 2] float32 hold, per row,
-which share of its copied tokens has been kept lately, and which of its drafted ones.
-"""
+A history [rows, columns] int32 holds the text of each request by position, a row per row of the request
+table; -1 is what no block may contain (a place nobody wrote, an image), which matches nothing and ends a
+copy. Records [rows, 2] float32 hold, per row, which share of its copied tokens has been kept lately, and
+which of its drafted ones."""
 
 from dataclasses import dataclass
 
@@ -17,15 +18,15 @@ _PARTS = 64  # tiles looked at in one step
 
 @dataclass(frozen=True, slots=True)
 class CopyRule:
-    """When a copy is preferred to a draft: where the share kept of copies, times the trust in a match of this length, is at least
-    the share kept of drafts. Any values are lossless; these are chosen on the bundled pair, against other rules in
-    benchmark/results/copy-rules.md.
+    """When a copy is preferred to a draft: where the share kept of copies, times the trust in a match of this
+    length, is at least the share kept of drafts. Any values are lossless; these are chosen on the bundled
+    pair, against other rules in benchmark/results/copy-rules.md.
 
-    longest: tokens of a match that are looked for. medium, long: lengths from which on a match is trusted more; shortest: below
-        which it is none.
+    longest: tokens of a match that are looked for. medium, long: lengths from which on a match is trusted
+        more; shortest: below which it is none.
     trust_short, trust_medium: against 1 for a long match.
-    copies_follow, drafts_follow: how fast the records follow, per cycle. retry: how fast a record recovers per cycle in which a
-        match was passed over, so that copies are tried again.
+    copies_follow, drafts_follow: how fast the records follow, per cycle. retry: how fast a record recovers
+        per cycle in which a match was passed over, so that copies are tried again.
     """
 
     longest: int = 16
@@ -50,11 +51,12 @@ def find_match(
 ) -> torch.Tensor:
     """The longest earlier occurrence of each request's last tokens, the most recent one of several.
 
-    history: [rows, columns] int32. requests: [bs] int64, rows of it. seq_lens: [bs] int64, n: the last token is at position n.
-    bound: at least the largest n + 1, on the host.
+    history: [rows, columns] int32. requests: [bs] int64, rows of it. seq_lens: [bs] int64, n: the last token
+    is at position n. bound: at least the largest n + 1, on the host.
 
-    Returns keys [bs, parts] int64, whose maximum of a row is (length of the match << 32) + the position of its last token, which
-    is below n; 0 where no match has `shortest` tokens. Occurrences may overlap the text's end.
+    Returns keys [bs, parts] int64, whose maximum of a row is (length of the match << 32) + the position of
+    its last token, which is below n; 0 where no match has `shortest` tokens. Occurrences may overlap the
+    text's end.
 
     One launch on CUDA, without host synchronisation. Reads 4 bytes per token of text.
     """
@@ -73,12 +75,13 @@ def choose_copies(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What followed each match, where the request's record speaks for it.
 
-    keys: `find_match`'s. Returns copied [bs, B] int64, token ids, -1 where nothing is copied, as in column 0, the anchor's; and
-    lengths [bs] int32: of the match copied from, negative where one was passed over, 0 where there is none.
+    keys: `find_match`'s. Returns copied [bs, B] int64, token ids, -1 where nothing is copied, as in column 0,
+    the anchor's; and lengths [bs] int32: of the match copied from, negative where one was passed over, 0
+    where there is none.
 
-    A continuation that reaches the end of the text goes on with its own beginning: after "a b c a b c" comes "a b c a b c". Looks
-    at nothing but text and records, so it is lossless for sampled requests too. One launch on CUDA, without host synchronisation.
-    """
+    A continuation that reaches the end of the text goes on with its own beginning: after "a b c a b c" comes
+    "a b c a b c". Looks at nothing but text and records, so it is lossless for sampled requests too. One
+    launch on CUDA, without host synchronisation."""
     run = choose_copies_triton if history.is_cuda else choose_copies_torch
     return run(history, records, requests, seq_lens, keys, block_size, rule)
 
@@ -94,10 +97,12 @@ def append_tokens(
     was_drafted: bool,
     rule: CopyRule = RULE,
 ) -> None:
-    """Write a verified block's output at positions n + 1 on, and what it says about copies and drafts into the records.
+    """Write a verified block's output at positions n + 1 on, and what it says about copies and drafts into
+    the records.
 
-    out_tokens: [bs, B] int64, of which accept_len [bs] int32 + 1 count; those beyond are written too and mean nothing. The
-    history has columns for them. lengths: `choose_copies`'. was_drafted: whether what was not copied came from the draft.
+    out_tokens: [bs, B] int64, of which accept_len [bs] int32 + 1 count; those beyond are written too and mean
+    nothing. The history has columns for them. lengths: `choose_copies`'. was_drafted: whether what was not
+    copied came from the draft.
 
     One launch on CUDA, without host synchronisation.
     """
@@ -105,7 +110,7 @@ def append_tokens(
     run(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule)
 
 
-# -- the twins ---------------------------------------------------------------------------------------------------------
+# -- the twins
 
 
 def find_match_torch(history, requests, seq_lens, bound, rule):
@@ -171,7 +176,7 @@ def _trust(length, rule):
     return torch.where(length >= rule.long, 1.0, trust)
 
 
-# -- the kernels -------------------------------------------------------------------------------------------------------
+# -- the kernels
 
 
 def find_match_triton(history, requests, seq_lens, bound, rule):

@@ -1,4 +1,5 @@
-"""What is pending of each request, and the rows of a P-EAGLE draft block made of it (`srt/speculative/drafters/peagle.py`)."""
+"""What is pending of each request, and the rows of a P-EAGLE draft block made of it
+(`srt/speculative/drafters/peagle.py`)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,9 +15,8 @@ PADDING_SLOT = 0  # of SGLang's KV pools; nobody reads it
 class Pending:
     """Verified rows that the draft has not run yet, in rows like those of the request table, B columns.
 
-    tokens: [rows, B] int64. fused: [rows, B, hidden], the target's fused state before each token. count: [rows] int64,
-    how many of the columns mean something.
-    """
+    tokens: [rows, B] int64. fused: [rows, B, hidden], the target's fused state before each token. count:
+    [rows] int64, how many of the columns mean something."""
 
     tokens: torch.Tensor
     fused: torch.Tensor
@@ -26,8 +26,8 @@ class Pending:
 class Rows(NamedTuple):
     """Of bs blocks of D = 2 (B - 1) rows.
 
-    tokens, positions: [bs, D] int64. cache_loc: [bs * D] int64, where each row's KV goes. start: [bs] int64, the first row.
-    """
+    tokens, positions: [bs, D] int64. cache_loc: [bs * D] int64, where each row's KV goes. start: [bs] int64,
+    the first row."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -47,14 +47,15 @@ def prepare_rows(
     first_drafting: torch.Tensor,
     last_start: int | None = None,
 ) -> Rows:
-    """Rows of committed text, pending rows, mask rows, idle rows, for a draft that reads through a table of its own.
+    """Rows of committed text, pending rows, mask rows, idle rows, for a draft that reads through a table of
+    its own.
 
-    requests: [bs] int64, rows of the tables. seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are verified.
-    last_start: None: a block begins at row n - B, or 0, which a host that knows n knows as well. Else with its first pending
-        row, but not after this one.
-    fused_mask: [hidden], the fused state of mask rows. source: [rows, max_len] int32, the target's request table.
-    table: the same for the draft, row i beside token i + 1: written for the rows of the block.
-    fused: [bs * D, hidden], first_drafting: [bs] int64: written, as a CUDA graph reads them where they are.
+    requests: [bs] int64, rows of the tables. seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are
+        verified. last_start: None: a block begins at row n - B, or 0, which a host that knows n knows as
+        well. Else with its first pending row, but not after this one.
+    fused_mask: [hidden], the fused state of mask rows. source: [rows, max_len] int32, the target's request
+    table. table: the same for the draft, row i beside token i + 1: written for the rows of the block. fused:
+    [bs * D, hidden], first_drafting: [bs] int64: written, as a CUDA graph reads them where they are.
 
     One launch on CUDA, without host synchronisation. Moves bs * D * (4 hidden + 32) bytes in bfloat16.
     """
@@ -237,11 +238,11 @@ def commit_rows(
     fused: torch.Tensor,
     pending: Pending,
 ) -> None:
-    """Make pending what was verified. Of blocks of w > 1 slots, all of it before having been run: columns 0 .. w - 1, of which
-    accept_len + 1 mean something. Of single slots: one more column.
+    """Make pending what was verified. Of blocks of w > 1 slots, all of it before having been run: columns 0
+    .. w - 1, of which accept_len + 1 mean something. Of single slots: one more column.
 
-    requests: [bs] int64, rows of `pending`. accept_len: [bs] int32. out_tokens: [bs, w] int64, the token after each slot.
-    fused: [bs * w, hidden], the target's fused state of each slot.
+    requests: [bs] int64, rows of `pending`. accept_len: [bs] int32. out_tokens: [bs, w] int64, the token
+    after each slot. fused: [bs * w, hidden], the target's fused state of each slot.
 
     One launch on CUDA, without host synchronisation. Moves bs * w * (4 hidden + 16) bytes in bfloat16.
     """

@@ -21,12 +21,13 @@ def penalize_block_triton(
     prompt_lens: torch.Tensor,
     stop_logits: torch.Tensor | None,
 ) -> None:
-    """Penalise logits [bs * B, vocab] in place, each row for what its request has said and the block up to it.
+    """Penalise logits [bs * B, vocab] in place, each row for what its request has said and the block up to
+    it.
 
-    block: [bs, B] int64, of which the first column is counted already. counts: [rows, vocab] int32; requests: [bs] int64, rows
-    of it. seq_lens: [bs] int64, tokens before the block. Then one entry per request, contiguous: frequency, presence,
-    repetition float32, min_new_tokens and prompt_lens int64. stop_logits: [bs, vocab] float32, added while a request is too
-    short to end; None where none is.
+    block: [bs, B] int64, of which the first column is counted already. counts: [rows, vocab] int32; requests:
+    [bs] int64, rows of it. seq_lens: [bs] int64, tokens before the block. Then one entry per request,
+    contiguous: frequency, presence, repetition float32, min_new_tokens and prompt_lens int64. stop_logits:
+    [bs, vocab] float32, added while a request is too short to end; None where none is.
 
     No host synchronisation. Moves bs * vocab * (2 B * itemsize + 4) bytes, and 4 more with stop_logits.
     """

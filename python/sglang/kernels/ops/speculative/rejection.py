@@ -1,8 +1,7 @@
 """How much of each block is kept, by rejection or by block verification, in one launch.
 
-The PyTorch twins are the walks in `srt/speculative/rejection.py`, where block verification takes a dozen launches per
-slot.
-"""
+The PyTorch twins are the walks in `srt/speculative/rejection.py`, where block verification takes a dozen
+launches per slot."""
 
 import torch
 import triton

@@ -1,4 +1,5 @@
-"""A DFlash2 selector's walk along a block, in one launch; its PyTorch twin is `srt/speculative/candidate_selector.py`."""
+"""A DFlash2 selector's walk along a block, in one launch; its PyTorch twin is
+`srt/speculative/candidate_selector.py`."""
 
 import torch
 import triton
@@ -17,10 +18,9 @@ def walk_triton(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(tokens [bs, S] int64, what they were drawn from [bs, S, K] float32; None where they are the best).
 
-    Arguments as for `candidate_selector.walk`; draw: temperature, top_k, top_p, min_p, each [bs], and uniforms [bs, S].
-    One program per request: a slot's scores stay in registers, so the next one waits for no launch. No host
-    synchronisation. Reads K + 1 rows of the codebooks per slot.
-    """
+    Arguments as for `candidate_selector.walk`; draw: temperature, top_k, top_p, min_p, each [bs], and
+    uniforms [bs, S]. One program per request: a slot's scores stay in registers, so the next one waits for no
+    launch. No host synchronisation. Reads K + 1 rows of the codebooks per slot."""
     bs, slots, candidates = ids.shape
     rank = gate.shape[2]
     tokens = ids.new_empty((bs, slots))
@@ -42,8 +42,8 @@ def walk_triton(
             K=tile,
             R=width,
             num_warps=max(1, min(8, tile * width // 1024)),
-            # The compiler may keep the scores in two layouts, each computed for itself. A multiply-add fused in one of them only makes a
-            # candidate more likely than itself (seen on an H100 with rank 1).
+            # The compiler may keep the scores in two layouts, each computed for itself. A multiply-add fused
+            # in one of them only makes a candidate more likely than itself (seen on an H100 with rank 1).
             enable_fp_fusion=False,
         )
     return tokens, probs

@@ -14,11 +14,13 @@ def prepare_window(
     page: int,
     columns: int,
 ) -> torch.Tensor:
-    """Write the slots of each request's last `size` committed positions, and of what follows them, from the front of its row.
+    """Write the slots of each request's last `size` committed positions, and of what follows them, from the
+    front of its row.
 
     seq_lens: [bs] int64, committed lengths n. requests: [bs] int64, rows of both tables.
-    source, table: [rows, max_len] int32. Row i of `table` gets source[i, start : start + columns], where start is the last
-        multiple of `page` up to max(0, n - size). Past the end of `source` its last entry is repeated, which nobody reads.
+    source, table: [rows, max_len] int32. Row i of `table` gets source[i, start : start + columns], where
+        start is the last multiple of `page` up to max(0, n - size). Past the end of `source` its last entry
+        is repeated, which nobody reads.
 
     Returns n - start, [bs] int64: how many of the columns are committed.
 

@@ -1,4 +1,5 @@
-"""SGLang's norm and rotation in fewer PyTorch operators: on a CPU, a small model's time is their number. The same numbers, bit by bit."""
+"""SGLang's norm and rotation in fewer PyTorch operators: on a CPU, a small model's time is their number. The
+same numbers, bit by bit."""
 
 import functools
 import inspect
@@ -7,7 +8,8 @@ import torch
 
 
 def rms_norm_in_one():
-    """`RMSNorm.forward_native` as PyTorch's own operator, which squares, averages and multiplies in one go."""
+    """`RMSNorm.forward_native` as PyTorch's own operator, which squares, averages and multiplies in one
+    go."""
     from sglang.srt.layers.layernorm import RMSNorm
 
     original = inspect.unwrap(RMSNorm.forward_native)

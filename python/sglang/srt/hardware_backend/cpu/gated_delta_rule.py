@@ -1,9 +1,9 @@
-"""GatedDeltaNet's recurrence and its convolution in PyTorch (arXiv 2412.06464), under the names and with the arguments
-SGLang's CPU engine calls its kernels with.
+"""GatedDeltaNet's recurrence and its convolution in PyTorch (arXiv 2412.06464), under the names and with the
+arguments SGLang's CPU engine calls its kernels with.
 
-All requests of a batch go through one call. State pools are [slots, ...]; a request's slot is its entry of `indices`.
-Slots are read in float32 and written in the pool's dtype. Recurrent states are [value heads, value dim, key dim].
-"""
+All requests of a batch go through one call. State pools are [slots, ...]; a request's slot is its entry of
+`indices`. Slots are read in float32 and written in the pool's dtype. Recurrent states are [value heads, value
+dim, key dim]."""
 
 import torch
 from torch.nn.functional import silu, softplus
@@ -13,12 +13,13 @@ CHUNK = 64
 
 
 def fused_gdn_gating_cpu(A_log, a, b, dt_bias):
-    """Log decay and learning rate of each token and head: a, b [tokens, heads] -> two float32 [1, tokens, heads]."""
+    """Log decay and learning rate of each token and head: a, b [tokens, heads] -> two float32 [1, tokens,
+    heads]."""
     decay = -A_log.float().exp() * softplus(a.float() + dt_bias.float())
     return decay[None], b.float().sigmoid()[None]
 
 
-# -- convolution ----------------------------------------------------------------------------------------------------
+# -- convolution
 
 
 def causal_conv1d_fn_cpu(
@@ -34,9 +35,8 @@ def causal_conv1d_fn_cpu(
 ):
     """Depthwise causal convolution of packed prompts, [channels, tokens] -> the same; advances `conv_states`.
 
-    conv_states: [slots, channels, width - 1], the inputs before a request's first token where `has_initial_state`.
-    query_start_loc: [bs + 1], where each request's tokens begin.
-    """
+    conv_states: [slots, channels, width - 1], the inputs before a request's first token where
+    `has_initial_state`. query_start_loc: [bs + 1], where each request's tokens begin."""
     inputs, slots = mixed_qkv_transposed, cache_indices.long()
     channels, total = inputs.shape
     past = conv_weights.shape[1] - 1
@@ -70,16 +70,18 @@ def causal_conv1d_update_cpu(
     retrieve_next_sibling=None,
     retrieve_parent_token=None,
 ):
-    """The next token of each request, [bs, channels], or the next block, [bs, channels, tokens]; returns the same shape.
+    """The next token of each request, [bs, channels], or the next block, [bs, channels, tokens]; returns the
+    same shape.
 
-    intermediate_conv_window: [rows, tokens, channels, width - 1]. Where given, the states after each token go there, in
-        rows `intermediate_state_indices`, and `conv_states` stays as it is.
+    intermediate_conv_window: [rows, tokens, channels, width - 1]. Where given, the states after each token go
+        there, in rows `intermediate_state_indices`, and `conv_states` stays as it is.
     """
     _refuse_trees(retrieve_parent_token)
     slots = conv_state_indices.long()
     inputs = mixed_qkv if mixed_qkv.dim() == 3 else mixed_qkv[..., None]
     steps, past = inputs.shape[2], conv_weights.shape[1] - 1
-    # What a state's dtype rounds is rounded inside a block too: a block computes what its tokens would one by one.
+    # What a state's dtype rounds is rounded inside a block too: a block computes what its tokens would one by
+    # one.
     extended = torch.cat([conv_states[slots], inputs.to(conv_states.dtype)], dim=2)
     history = extended.to(inputs.dtype)
     taps = [history[..., i : i + steps] for i in range(past)] + [inputs]
@@ -96,7 +98,8 @@ def causal_conv1d_update_cpu(
 
 
 def _weigh(taps, weights, bias, activation):
-    """Sum of weights[..., i] * taps[i] in float32, element by element: the order of additions is that of the taps."""
+    """Sum of weights[..., i] * taps[i] in float32, element by element: the order of additions is that of the
+    taps."""
     total = taps[0].float() * weights[..., 0].float()
     for i in range(1, len(taps)):
         total = total + taps[i].float() * weights[..., i].float()
@@ -105,7 +108,7 @@ def _weigh(taps, weights, bias, activation):
     return silu(total) if activation in ("silu", "swish") else total
 
 
-# -- recurrence -----------------------------------------------------------------------------------------------------
+# -- recurrence
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
@@ -131,10 +134,10 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 ):
     """Token by token: the next one of each request, or a block that is to be verified.
 
-    q, k: [1, bs * tokens, key heads, key dim]; v: [1, bs * tokens, value heads, value dim], which is also what returns.
-    disable_state_update: leave the pool as it is.
-    intermediate_states_buffer: [rows, tokens, value heads, value dim, key dim]. Where given, the states after each token
-        go there, in rows `intermediate_state_indices`.
+    q, k: [1, bs * tokens, key heads, key dim]; v: [1, bs * tokens, value heads, value dim], which is also
+    what returns. disable_state_update: leave the pool as it is.
+    intermediate_states_buffer: [rows, tokens, value heads, value dim, key dim]. Where given, the states after
+        each token go there, in rows `intermediate_state_indices`.
     """
     if is_kda:
         raise NotImplementedError("sgl_kernel.fused_sigmoid_gating_delta_rule_update_cpu: KDA's vector decay")
@@ -169,12 +172,11 @@ def chunk_gated_delta_rule_cpu(
 ):
     """Packed prompts, `CHUNK` tokens at a time; advances the pool `initial_state`.
 
-    q, k: [1, tokens, key heads, key dim]; v: [1, tokens, value heads, value dim]; g (log decay), beta: [1, tokens, value
-    heads]; cu_seqlens: [bs + 1].
+    q, k: [1, tokens, key heads, key dim]; v: [1, tokens, value heads, value dim]; g (log decay), beta: [1,
+    tokens, value heads]; cu_seqlens: [bs + 1].
 
-    Returns the outputs, shaped like v; None, as the pool holds the last states; and the states at the beginning of every
-    chunk, [1, chunks, value heads, value dim, key dim], request after request.
-    """
+    Returns the outputs, shaped like v; None, as the pool holds the last states; and the states at the
+    beginning of every chunk, [1, chunks, value heads, value dim, key dim], request after request."""
     if head_first:
         raise NotImplementedError("sgl_kernel.chunk_gated_delta_rule_cpu: head_first")
     slots, value_heads, dtype = initial_state_indices.long(), v.shape[2], v.dtype
@@ -182,7 +184,8 @@ def chunk_gated_delta_rule_cpu(
     chunks = (lengths + CHUNK - 1) // CHUNK
     first_chunk = chunks.cumsum(0) - chunks
     request = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
-    # A request's tokens begin a chunk of their own. What fills up its last chunk decays nothing and adds nothing.
+    # A request's tokens begin a chunk of their own. What fills up its last chunk decays nothing and adds
+    # nothing.
     rows = torch.arange(request.numel()) - cu_seqlens.long()[request] + first_chunk[request] * CHUNK
     # No request reaches the end of a shorter chunk then; the states between chunks are those of whole ones.
     size = int(min(CHUNK, lengths.max()))
@@ -213,7 +216,8 @@ def chunk_gated_delta_rule_cpu(
 
     outputs = torch.empty_like(v)
     at_chunks = v.new_empty(v.shape[0], value_heads, v.shape[-1], k.shape[-1])
-    # [.., key dim, value dim] here. Requests with the most chunks first: those still going are the first ones.
+    # [.., key dim, value dim] here. Requests with the most chunks first: those still going are the first
+    # ones.
     order = chunks.argsort(descending=True, stable=True)
     state = initial_state[slots[order]].float().transpose(-1, -2)
     for i in range(int(chunks.max())):

@@ -5,7 +5,8 @@ import inspect
 
 import torch
 
-# From so many rows on, oneDNN is the faster of the two libraries that PyTorch brings (benchmark/results/float32-linear.md).
+# From so many rows on, oneDNN is the faster of the two libraries that PyTorch brings
+# (benchmark/results/float32-linear.md).
 _ONEDNN_ROWS = 16
 # From so many rows on, a bfloat16 weight is worth converting on a CPU that cannot multiply bfloat16.
 _CONVERTED_ROWS = 2
@@ -15,9 +16,8 @@ def linear_for_this_cpu():
     """`UnquantizedLinearMethod.apply`, another way round in two cases:
 
     float32, many rows, AVX-512: oneDNN. PyTorch takes MKL, which does not use AVX-512 on AMD's processors.
-    bfloat16 on a CPU that cannot multiply it: in float32, the product rounded once, as on one that can. PyTorch's own loop
-    takes every row for itself there, so that a block of 8 would cost 8 decode steps.
-    """
+    bfloat16 on a CPU that cannot multiply it: in float32, the product rounded once, as on one that can.
+    PyTorch's own loop takes every row for itself there, so that a block of 8 would cost 8 decode steps."""
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     original = inspect.unwrap(UnquantizedLinearMethod.apply)

@@ -4,7 +4,8 @@ import torch
 from sglang_dflash.srt.hardware_backend.cpu import fused_layers, gated_delta_rule
 
 NAMESPACE = "sgl_kernel"
-# SGLang asks which operators there are and changes its path by the answer: only what a path needs, never more.
+# SGLang asks which operators there are and changes its path by the answer: only what a path needs, never
+# more.
 OPERATORS = (
     fused_layers.fused_qk_gemma_rmsnorm_cpu,
     fused_layers.fused_qk_gemma_rmsnorm_with_gate_cpu,
@@ -16,7 +17,8 @@ OPERATORS = (
 
 
 class MissingOperator(NotImplementedError, AttributeError):
-    """`hasattr` says no, as it does where SGLang probes; a call or an import says which operator there is none of."""
+    """`hasattr` says no, as it does where SGLang probes; a call or an import says which operator there is
+    none of."""
 
 
 class _Operators(torch._ops._OpNamespace):

@@ -15,7 +15,8 @@ def track_mamba_states_all_layers(
     batch_size,
     check_freed_slots=False,
 ):
-    """After a decode step: keep the states of the requests in `mamba_track_mask` [bs] for the prefix cache."""
+    """After a decode step: keep the states of the requests in `mamba_track_mask` [bs] for the prefix
+    cache."""
     source, target = cache_indices[:batch_size].long(), mamba_track_indices[:batch_size].long()
     tracked = mamba_track_mask[:batch_size] & (source >= 0) & (target >= 0)
     for pool in (conv_states_pool, ssm_states_pool):
@@ -45,8 +46,9 @@ def scatter_mamba_states_after_mtp_verify(
     mamba_steps_to_track,
     src_indices_raw=None,
 ):
-    """After acceptance: each request's states after its last kept token become its states, and those after a token on the
-    prefix cache's grid are kept for it. Verify wrote them to [layers, rows, tokens, ...], request i to row i."""
+    """After acceptance: each request's states after its last kept token become its states, and those after a
+    token on the prefix cache's grid are kept for it. Verify wrote them to [layers, rows, tokens, ...],
+    request i to row i."""
     pairs = [(mamba_caches.temporal, mamba_caches.intermediate_ssm)]
     pairs += zip(mamba_caches.conv, mamba_caches.intermediate_conv_window, strict=True)
     bs = last_correct_step_indices.numel()

@@ -32,7 +32,8 @@ def activate() -> None:
     if is_active():  # a child: the switch and the path came with it
         return
     os.environ[CPU_ENGINE_SWITCH] = "1"
-    # torch.compile wants a C++ compiler, which a plain machine may lack; SGLang compiles a few helpers for any device.
+    # torch.compile wants a C++ compiler, which a plain machine may lack; SGLang compiles a few helpers for
+    # any device.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     _bound_openmp_spin()
     sys.path.insert(0, STAND_IN_DIR)
@@ -42,12 +43,13 @@ def activate() -> None:
 
 
 def _bound_openmp_spin() -> None:
-    """Have the threads of the processes started from here wait for each other for some microseconds before they sleep.
+    """Have the threads of the processes started from here wait for each other for some microseconds before
+    they sleep.
 
-    libgomp's own choice is milliseconds, in which a thread that waits keeps the one it waits for from running where another
-    process is busy on the same cores; sleeping at once costs a wake-up per operator on an idle machine
-    (benchmark/openmp_wait.py, benchmark/results/openmp-wait.md). Who has set either variable has chosen.
-    """
+    libgomp's own choice is milliseconds, in which a thread that waits keeps the one it waits for from running
+    where another process is busy on the same cores; sleeping at once costs a wake-up per operator on an idle
+    machine (benchmark/openmp_wait.py, benchmark/results/openmp-wait.md). Who has set either variable has
+    chosen."""
     if not {"OMP_WAIT_POLICY", SPIN_VARIABLE} & os.environ.keys():
         os.environ[SPIN_VARIABLE] = SPIN_COUNT
 

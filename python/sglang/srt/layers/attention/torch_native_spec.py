@@ -1,13 +1,14 @@
-"""CPU attention for speculative decoding: every mode of SGLang's `torch_native` backend and TARGET_VERIFY, batched.
+"""CPU attention for speculative decoding: every mode of SGLang's `torch_native` backend and TARGET_VERIFY,
+batched.
 
-One path for all: a forward is cut into segments, each of requests with equally many queries and about as much KV (decode
-steps, verify chains or draft blocks of a batch make one or a few, a prompt is one of its own), and a segment is one attention
-call. What depends on lengths alone is computed once per forward and shared by all layers.
+One path for all: a forward is cut into segments, each of requests with equally many queries and about as much
+KV (decode steps, verify chains or draft blocks of a batch make one or a few, a prompt is one of its own), and
+a segment is one attention call. What depends on lengths alone is computed once per forward and shared by all
+layers.
 
-A layer's options are read off the layer: causal or not, sliding window, logit soft cap, latent keys that are values as well
-(MLA); attention sinks come with the call. Layers that keep only a window of KV have slots of their own: what is read is
-translated to them as what is written is.
-"""
+A layer's options are read off the layer: causal or not, sliding window, logit soft cap, latent keys that are
+values as well (MLA); attention sinks come with the call. Layers that keep only a window of KV have slots of
+their own: what is read is translated to them as what is written is."""
 
 from dataclasses import dataclass, field
 
@@ -69,8 +70,9 @@ class _Segment:
         return self.slots.numel() // self.bs
 
     def mask(self, sight: _Sight, group: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """To be added to scores, [bs, 1, group * width, longest]: 0 where a query sees a key and -inf where it does not;
-        None if every query sees all. (PyTorch would turn a boolean mask into this one again in every layer.)"""
+        """To be added to scores, [bs, 1, group * width, longest]: 0 where a query sees a key and -inf where
+        it does not; None if every query sees all. (PyTorch would turn a boolean mask into this one again in
+        every layer.)"""
         key = (sight, group)
         if key not in self._masks:
             seen = self._seen(sight)
@@ -98,14 +100,15 @@ class _Segment:
             counted_from = queries[:, :1] if sight.from_anchor else queries
             seen = seen & (keys >= counted_from - sight.window)
             if not sight.causal and not sight.from_anchor:
-                # As far ahead as back, as in SGLang's FA3. Counted from the anchor, the block itself is always in sight.
+                # As far ahead as back, as in SGLang's FA3. Counted from the anchor, the block itself is
+                # always in sight.
                 seen = seen & (keys <= queries + sight.window)
         return seen
 
 
 def cuts_by_length(lengths: list[int], cost: int) -> list[int]:
-    """Where to cut ascending lengths so that each part can be padded to its longest: best first, as long as a cut spares more
-    than `cost` keys."""
+    """Where to cut ascending lengths so that each part can be padded to its longest: best first, as long as a
+    cut spares more than `cost` keys."""
 
     def cut(start: int, end: int) -> list[int]:
         longest = lengths[end - 1]
@@ -119,8 +122,8 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
     """`torch_native`, able to run verify chains and draft blocks, and every layer option named above."""
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """What SGLang's DP attention, which asks for no graph, takes as the length of requests that pad a batch. Theirs is
-        row 0 of the request table."""
+        """What SGLang's DP attention, which asks for no graph, takes as the length of requests that pad a
+        batch. Theirs is row 0 of the request table."""
         return 1
 
     def init_forward_metadata(self, forward_batch) -> None:
@@ -173,9 +176,9 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         return _Segment(rows, width, slots, lengths, translated)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
-        """q: [tokens, q_heads * head_dim]; k, v: [tokens, kv_heads, head_dim or v_head_dim], or None where the layer reads
-        another one's; sinks: [q_heads], a logit of each head that takes part in the softmax and has no value.
-        Returns [tokens, q_heads * v_head_dim]."""
+        """q: [tokens, q_heads * head_dim]; k, v: [tokens, kv_heads, head_dim or v_head_dim], or None where
+        the layer reads another one's; sinks: [q_heads], a logit of each head that takes part in the softmax
+        and has no value. Returns [tokens, q_heads * v_head_dim]."""
         if layer.is_cross_attention or forward_batch.encoder_lens is not None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
@@ -216,7 +219,8 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
 
     @staticmethod
     def _attend(segment: _Segment, q, keys, values, layer, sinks) -> torch.Tensor:
-        """q: [bs, width, q_heads, dim]; keys, values: [bs, kv_heads, longest, dim]; returns [bs * width, q_heads, v_dim]."""
+        """q: [bs, width, q_heads, dim]; keys, values: [bs, kv_heads, longest, dim]; returns [bs * width,
+        q_heads, v_dim]."""
         sight = _Sight.of(layer)
         bs, width, heads, _ = q.shape
         kv_heads = keys.shape[1]
@@ -257,7 +261,8 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
 
 
 def create_cpu_attention(runner) -> TorchNativeAttnBackend:
-    """The `torch_native` backend of a model runner: ours with DFLASH, and for what SGLang's gets wrong or cannot do."""
+    """The `torch_native` backend of a model runner: ours with DFLASH, and for what SGLang's gets wrong or
+    cannot do."""
     if runner.spec_algorithm.is_dflash() or runner.use_mla_backend or _is_beyond_stock(runner):
         from sglang_dflash.srt.plugins.install import install_at_cpu_attention
 
@@ -267,8 +272,8 @@ def create_cpu_attention(runner) -> TorchNativeAttnBackend:
 
 
 def _is_beyond_stock(runner) -> bool:
-    """Whether a layer caps its logits or has sinks, or reads a pool of its own, which SGLang's reads at the wrong slots; or
-    batches are padded, as with DP attention."""
+    """Whether a layer caps its logits or has sinks, or reads a pool of its own, which SGLang's reads at the
+    wrong slots; or batches are padded, as with DP attention."""
     if isinstance(runner.token_to_kv_pool, SWAKVPool) or get_parallel().attn_dp_enabled:
         return True
     sinks = ("sinks", "attention_sink_bias")

@@ -1,8 +1,8 @@
-"""A drafter around another one: per request and cycle it proposes what followed the last tokens before, or the draft's block.
+"""A drafter around another one: per request and cycle it proposes what followed the last tokens before, or
+the draft's block.
 
-Which of the two depends on the request's text and on how copies fared in it, never on what the draft drew, so it is lossless for
-sampled requests: a copied token is proposed with certainty, whatever the draft method.
-"""
+Which of the two depends on the request's text and on how copies fared in it, never on what the draft drew, so
+it is lossless for sampled requests: a copied token is proposed with certainty, whatever the draft method."""
 
 import logging
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 class CopyAhead:
-    """drafter: asked where a request copies nothing, and told of everything. rows, context_len: of the request table. vocab_size:
-    what a block may contain.
+    """drafter: asked where a request copies nothing, and told of everything. rows, context_len: of the
+    request table. vocab_size: what a block may contain.
 
-    The texts are on the device, as under overlap scheduling the host learns tokens a step late: 4 bytes per row and position. A row
-    is written anew when a request takes it.
+    The texts are on the device, as under overlap scheduling the host learns tokens a step late: 4 bytes per
+    row and position. A row is written anew when a request takes it.
 
-    No draft forward where all running requests copy. On a CPU that is seen; elsewhere it is guessed from what the host knows
-    (`Outcomes.all_copy`). A drafter whose forward also writes its context (P-EAGLE's) runs every time.
-    """
+    No draft forward where all running requests copy. On a CPU that is seen; elsewhere it is guessed from what
+    the host knows (`Outcomes.all_copy`). A drafter whose forward also writes its context (P-EAGLE's) runs
+    every time."""
 
     def __init__(
         self,
@@ -75,9 +75,11 @@ class CopyAhead:
         # What the prefix cache had of a new request is not among the tokens of the prefill.
         cached = [
             0 if is_continued else length
-            for is_continued, length in zip(prompts.is_continued, prompts.prefix_lens)
+            for is_continued, length in zip(prompts.is_continued, prompts.prefix_lens, strict=True)
         ]
-        texts = [req.get_fill_ids()[:n] if n else () for req, n in zip(prompts.reqs[:new], cached)]
+        texts = [
+            req.get_fill_ids()[:n] if n else () for req, n in zip(prompts.reqs[:new], cached, strict=False)
+        ]
         self._write(prompts.req_pool_indices[:new], texts)
         self._records[prompts.req_pool_indices[:new]] = self._start
         rows = _repeated(prompts.req_pool_indices, prompts.extend_lens, prompts.tokens.numel())
@@ -87,7 +89,7 @@ class CopyAhead:
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
-        ends = [prefix + new for prefix, new in zip(prompts.prefix_lens, prompts.extend_lens)]
+        ends = [prefix + new for prefix, new in zip(prompts.prefix_lens, prompts.extend_lens, strict=True)]
         self._history[prompts.req_pool_indices, on_device(ends, torch.int64, next_tokens.device)] = (
             next_tokens.int()
         )
@@ -95,7 +97,7 @@ class CopyAhead:
 
     def join(self, arrival: Arrival) -> None:
         self.outcomes.began()
-        texts = [[*req.origin_input_ids, *said] for req, said in zip(arrival.reqs, arrival.said)]
+        texts = [[*req.origin_input_ids, *said] for req, said in zip(arrival.reqs, arrival.said, strict=True)]
         self._write(arrival.req_pool_indices, texts)
         self._records[arrival.req_pool_indices] = self._start
         self._drafter.join(arrival)

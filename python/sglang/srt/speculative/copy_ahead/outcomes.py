@@ -1,8 +1,8 @@
-"""What came of each cycle's proposals by their source, on the host: for the metrics, and to know when no draft is needed.
+"""What came of each cycle's proposals by their source, on the host: for the metrics, and to know when no
+draft is needed.
 
-Nothing here waits for the device: what a cycle proposed is copied to the host as it begins, and read when SGLang tells what was kept
-of it, which is later on the same stream.
-"""
+Nothing here waits for the device: what a cycle proposed is copied to the host as it begins, and read when
+SGLang tells what was kept of it, which is later on the same stream."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -11,16 +11,17 @@ from dataclasses import dataclass
 import torch
 
 DRAFT, COPY = "draft", "copy"
-# Cycles in a row of which every request kept a whole copied block, after which the next one is not drafted for. Under overlap
-# scheduling the last one or two are not known yet: a copy that ends in them costs its request about a cycle, and a draft forward is
-# about a sixth of one (benchmark/ROOFLINE.md). A copy that has gone on for so long is likely to go on for as long again.
+# Cycles in a row of which every request kept a whole copied block, after which the next one is not drafted
+# for. Under overlap scheduling the last one or two are not known yet: a copy that ends in them costs its
+# request about a cycle, and a draft forward is about a sixth of one (benchmark/ROOFLINE.md). A copy that has
+# gone on for so long is likely to go on for as long again.
 WHOLE_CYCLES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A cycle whose outcome is not known yet. lengths: [bs] int32 on the host, `choose_copies`', None where it proposed nothing;
-    valid once `copied` is over. generation: prefills before it."""
+    """A cycle whose outcome is not known yet. lengths: [bs] int32 on the host, `choose_copies`', None where
+    it proposed nothing; valid once `copied` is over. generation: prefills before it."""
 
     num_requests: int
     lengths: torch.Tensor | None
@@ -60,7 +61,8 @@ class Outcomes:
         self._under_way.append(_UnderWay(num_requests, lengths, copied, was_drafted, self._generation))
 
     def kept(self, accepted: Sequence[int], drafted: int) -> None:
-        """The oldest cycle not told of yet kept so many of the `drafted` proposed tokens of each of its requests."""
+        """The oldest cycle not told of yet kept so many of the `drafted` proposed tokens of each of its
+        requests."""
         entry = self._under_way.popleft()
         assert len(accepted) == entry.num_requests, "SGLang tells of every cycle once, in order"
         self._cycles += 1
@@ -72,9 +74,13 @@ class Outcomes:
         self._without_draft += not entry.was_drafted
         is_copied = [length > 0 for length in entry.lengths.tolist()]
         by_source = {
-            COPY: [kept for kept, copied in zip(accepted, is_copied) if copied],
+            COPY: [kept for kept, copied in zip(accepted, is_copied, strict=True) if copied],
             # Where nothing was drafted, what stands beside copies has no source.
-            DRAFT: [kept for kept, copied in zip(accepted, is_copied) if not copied and entry.was_drafted],
+            DRAFT: [
+                kept
+                for kept, copied in zip(accepted, is_copied, strict=True)
+                if not copied and entry.was_drafted
+            ],
         }
         for source, kept in by_source.items():
             self._blocks[source] += len(kept)

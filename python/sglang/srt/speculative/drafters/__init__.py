@@ -12,15 +12,15 @@ from sglang_dflash.srt.speculative.rejection import DraftProbs
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """tokens: [bs, B] int64, in target vocabulary. Column 0 is the bonus token of the previous cycle (the anchor).
-    probs: what columns 1.. were drawn from; None where they are the draft's argmax.
-    """
+    """tokens: [bs, B] int64, in target vocabulary. Column 0 is the bonus token of the previous cycle (the
+    anchor). probs: what columns 1.. were drawn from; None where they are the draft's argmax."""
 
     tokens: torch.Tensor
     probs: DraftProbs | None = None
 
     def narrowed(self, width: int) -> "DraftBlock":
-        """The first `width` slots. Lossless as long as `width` was settled without looking at the drafted tokens."""
+        """The first `width` slots. Lossless as long as `width` was settled without looking at the drafted
+        tokens."""
         if width == self.tokens.shape[1]:
             return self
         probs = self.probs
@@ -38,34 +38,36 @@ class Drafter(Protocol):
     block_width: int
     # Whether the draft reads through a request table of its own, which SGLang then makes.
     has_own_table: bool
-    # Whether a verified block's context is written without the draft's forward, so that a cycle may leave that out.
+    # Whether a verified block's context is written without the draft's forward, so that a cycle may leave
+    # that out.
     writes_context_apart: bool
 
     def attach_pools(self, target_runner) -> None:
         """Called once, when the pools of both runners exist."""
 
     def begin_prefill(self, prompts: Prompts) -> None:
-        """Called before the target's forward, after which the request table may be written for the next step."""
+        """Called before the target's forward, after which the request table may be written for the next
+        step."""
 
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
-        """Take in prompt tokens. aux_hidden: [n, num_aux * hidden]; cache_loc: [n] int64; next_tokens: [bs] int64, the
-        target's token after each request's last one."""
+        """Take in prompt tokens. aux_hidden: [n, num_aux * hidden]; cache_loc: [n] int64; next_tokens: [bs]
+        int64, the target's token after each request's last one."""
 
     def join(self, arrival: Arrival) -> None:
         """Take in requests that another server has prefilled; their KV is in both pools."""
 
     def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
-        """Draft a block per request: by argmax, or drawn under the requests' own sampling parameters where given. A cycle of
-        width 1 drafts nothing."""
+        """Draft a block per request: by argmax, or drawn under the requests' own sampling parameters where
+        given. A cycle of width 1 drafts nothing."""
 
     def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
-        """What `commit` does with the target's states that does not depend on what was accepted, for a verify graph to end
-        with. aux_hidden: [n, num_aux * hidden], positions, cache_loc: [n] int64, of whole blocks; those that pad a batch come
-        last, in SGLang's padding slot."""
+        """What `commit` does with the target's states that does not depend on what was accepted, for a verify
+        graph to end with. aux_hidden: [n, num_aux * hidden], positions, cache_loc: [n] int64, of whole
+        blocks; those that pad a batch come last, in SGLang's padding slot."""
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, verdict: Verdict) -> None:
-        """Take in what was verified: of B slots, which may be the first of those drafted, or the anchor alone. aux_hidden:
-        [bs * B, num_aux * hidden], row 0 of a block its anchor's. Valid in this step only: the next target forward may
-        overwrite it. None where the verify graph had it absorbed."""
+        """Take in what was verified: of B slots, which may be the first of those drafted, or the anchor
+        alone. aux_hidden: [bs * B, num_aux * hidden], row 0 of a block its anchor's. Valid in this step only:
+        the next target forward may overwrite it. None where the verify graph had it absorbed."""

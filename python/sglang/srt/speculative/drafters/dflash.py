@@ -1,4 +1,5 @@
-"""The DFlash drafter (arXiv 2602.06036): one non-causal forward per block, context written from the target's states."""
+"""The DFlash drafter (arXiv 2602.06036): one non-causal forward per block, context written from the target's
+states."""
 
 import torch
 from sglang_dflash.srt.models.block_draft import DraftOutput
@@ -105,8 +106,8 @@ class DFlashDrafter:
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
         rows = ContextRows(aux_hidden, cycle.positions.flatten(), cache_loc)
-        # What a rejected row leaves in its slot is never read: the next block starts at the first of them. Skipping
-        # them spares writes on a GPU; on a CPU picking the others out costs more than it spares.
+        # What a rejected row leaves in its slot is never read: the next block starts at the first of them.
+        # Skipping them spares writes on a GPU; on a CPU picking the others out costs more than it spares.
         if aux_hidden.is_cuda:
             self._write(rows, verdict.accept_len)
         elif cycle.width == 1 and self._rows_may_wait:

@@ -9,8 +9,8 @@ from sglang_dflash.srt.speculative.rejection import DraftProbs
 
 
 class DFlash2Drafter(DFlashDrafter):
-    """The best path is part of the model's forward, and of its CUDA graph; one that is drawn begins after it, from the same
-    candidates."""
+    """The best path is part of the model's forward, and of its CUDA graph; one that is drawn begins after it,
+    from the same candidates."""
 
     def _draw(self, cycle: Cycle, output: DFlash2Output, sampling_info) -> tuple[torch.Tensor, DraftProbs]:
         draw = Draw.of(sampling_info, self._sampling, self._verify_width - 1)

@@ -1,30 +1,30 @@
-"""The P-EAGLE drafter (arXiv 2602.01469): one causal forward runs the tokens just verified and drafts the next ones.
+"""The P-EAGLE drafter (arXiv 2602.01469): one causal forward runs the tokens just verified and drafts the
+next ones.
 
-Row i of a request is the token at position i + 1 with the target's fused hidden state of position i, and its KV lies in
-the slot of position i + 1, beside the target's: it depends on nothing later, so the prefix cache may share it. The draft
-reads through a request table of its own, the target's shifted by one.
+Row i of a request is the token at position i + 1 with the target's fused hidden state of position i, and its
+KV lies in the slot of position i + 1, beside the target's: it depends on nothing later, so the prefix cache
+may share it. The draft reads through a request table of its own, the target's shifted by one.
 
-Between two cycles at most B rows of a request are pending: verified, but not run through the draft yet. A block is D =
-2 (B - 1) rows, as many for every request, whatever was accepted:
+Between two cycles at most B rows of a request are pending: verified, but not run through the draft yet. A
+block is D = 2 (B - 1) rows, as many for every request, whatever was accepted:
 
     [pending rows] [B - 2 mask rows] [idle rows]
 
-Idle rows draft nothing, nobody sees them, and their keys go to SGLang's padding slot 0. Where such a block begins only the
-device knows. An attention backend that plans with exact host lengths (FlashInfer) gets another one instead, which ends at
-a row that the host knows:
+Idle rows draft nothing, nobody sees them, and their keys go to SGLang's padding slot 0. Where such a block
+begins only the device knows. An attention backend that plans with exact host lengths (FlashInfer) gets
+another one instead, which ends at a row that the host knows:
 
     [rows that are in the KV already] [pending rows] [B - 2 mask rows]
 
-There the first group is idle: its outputs are dropped, and its keys too. That needs a backend which reads the keys of the
-block from the KV pool, where those rows' real ones are, and not from what it was just given, as SGLang's Triton backend
-does. Mask rows write to the slots of the tokens they stand for, which the
-pending rows of the next cycle overwrite. That cycle may not come: if a request ends and no step follows in which it still
-takes part, its last block, at most B - 1 tokens, goes to the prefix cache with keys of mask rows. Who reads them drafts a
-little worse; nothing drafted is ever kept unverified.
+There the first group is idle: its outputs are dropped, and its keys too. That needs a backend which reads the
+keys of the block from the KV pool, where those rows' real ones are, and not from what it was just given, as
+SGLang's Triton backend does. Mask rows write to the slots of the tokens they stand for, which the pending
+rows of the next cycle overwrite. That cycle may not come: if a request ends and no step follows in which it
+still takes part, its last block, at most B - 1 tokens, goes to the prefix cache with keys of mask rows. Who
+reads them drafts a little worse; nothing drafted is ever kept unverified.
 
-A cycle that verifies the anchor alone does not draft, and adds one pending row. When there are B of some request, all are run,
-in a block whose drafts nobody looks at.
-"""
+A cycle that verifies the anchor alone does not draft, and adds one pending row. When there are B of some
+request, all are run, in a block whose drafts nobody looks at."""
 
 import torch
 from sglang_dflash.kernels.ops.speculative.peagle_rows import Pending, commit_rows, prepare_rows
@@ -69,14 +69,15 @@ class PEagleDrafter:
         self._absorbed = weight.new_zeros(
             rows * width, weight.numel()
         )  # fused states that a verify graph leaves
-        # No running request has more, as all of them take part in every cycle. Known without asking the device.
+        # No running request has more, as all of them take part in every cycle. Known without asking the
+        # device.
         self._most_pending = 1
         self._model.allocate_blocks(rows, self.block_width, self._drafted)
 
     @property
     def _last_start(self) -> int | None:
-        """The last row where a block may begin, so that its idle rows stay in the context; None where a block has to end
-        with its last mask row."""
+        """The last row where a block may begin, so that its idle rows stay in the context; None where a block
+        has to end with its last mask row."""
         if self._runner.attn_backend.needs_cpu_seq_lens:
             return None
         return self._runner.model_config.context_len - self.block_width
@@ -85,7 +86,10 @@ class PEagleDrafter:
         if not self._drafted:
             return
         requests = prompts.req_pool_indices
-        longest = max(prefix + new for prefix, new in zip(prompts.prefix_lens, prompts.extend_lens)) - 1
+        longest = (
+            max(prefix + new for prefix, new in zip(prompts.prefix_lens, prompts.extend_lens, strict=True))
+            - 1
+        )
         self._table[requests, :longest] = self._source[requests, 1 : longest + 1]
         if prompts.num_running:
             # The prefill adds one row to a running request; what is pending before it goes first.
@@ -103,8 +107,8 @@ class PEagleDrafter:
         starts = (ends - torch.tensor(prompts.extend_lens)).to(device, non_blocking=True)
         is_continued = torch.tensor(prompts.is_continued).to(device, non_blocking=True)
         fused = self._model.fuse(aux_hidden)
-        # A row takes the state of the position before its own. Nobody kept the one that precedes a cached prefix's end: the
-        # learned state stands in for it.
+        # A row takes the state of the position before its own. Nobody kept the one that precedes a cached
+        # prefix's end: the learned state stands in for it.
         before = fused.roll(1, dims=0)
         carried = self._pending.fused[requests, self._pending.count[requests] - 1]
         before[starts] = torch.where(is_continued[:, None], carried, self._model.fused_mask)
@@ -118,7 +122,8 @@ class PEagleDrafter:
             return
         requests, longest = arrival.req_pool_indices, max(arrival.lengths) - 1
         self._table[requests, :longest] = self._source[requests, 1 : longest + 1]
-        # The other server kept the state of the last token: the learned one stands in for it, as after a cached prefix.
+        # The other server kept the state of the last token: the learned one stands in for it, as after a
+        # cached prefix.
         self._pending.tokens[requests, 0] = arrival.bonus_tokens
         self._pending.fused[requests, 0] = self._model.fused_mask
         self._pending.count[requests] = 1
@@ -147,8 +152,8 @@ class PEagleDrafter:
         if cycle.width == 1 and self._most_pending == self._verify_width:
             self._run_blocks(requests, cycle.seq_lens, cycle.host_lens - 1, cycle.can_run_cuda_graph)
             self._pending.count[requests] = self._most_pending = 0
-        # Column k: the token after block position k, and the state of that position. Those beyond what was kept mean
-        # nothing, and the count says so.
+        # Column k: the token after block position k, and the state of that position. Those beyond what was
+        # kept mean nothing, and the count says so.
         fused = self._absorbed[:rows] if aux_hidden is None else self._model.fuse(aux_hidden)
         commit_rows(requests, verdict.accept_len, verdict.out_tokens, fused, self._pending)
         self._most_pending = self._most_pending + 1 if cycle.width == 1 else cycle.width
@@ -162,8 +167,8 @@ class PEagleDrafter:
     ) -> DraftOutput:
         """One forward over a block per request.
 
-        seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are verified. host_lens: the same or a bound, on the host.
-        """
+        seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are verified. host_lens: the same or a
+        bound, on the host."""
         bs, width, verify_width = requests.numel(), self.block_width, self._verify_width
         blocks = self._model.blocks(bs)
         tokens, positions, cache_loc, start = prepare_rows(
@@ -202,7 +207,8 @@ class PEagleDrafter:
         return self._runner.forward(forward_batch).logits_output
 
     def _run_prompts(self, prompts: Prompts, fused: torch.Tensor, cache_loc: torch.Tensor) -> None:
-        """One forward over the rows of a prefill: every token's, but for a text's first. fused: [n, hidden]."""
+        """One forward over the rows of a prefill: every token's, but for a text's first. fused: [n,
+        hidden]."""
         prefix, extend = torch.tensor(prompts.prefix_lens), torch.tensor(prompts.extend_lens)
         is_first = (prefix == 0).long()
         first_rows = extend.cumsum(0) - extend + is_first
@@ -241,7 +247,8 @@ class PEagleDrafter:
         self._runner.forward(forward_batch)
 
     def _bind(self, forward_batch: ForwardBatch, read_extent: int) -> None:
-        """Plan a forward over the draft's own table. Its rows are fewer, or other, than those of the target's forward."""
+        """Plan a forward over the draft's own table. Its rows are fewer, or other, than those of the target's
+        forward."""
         translator = self._runner.kv_index_translator
         plan = translator.plan(
             req_pool_indices=forward_batch.req_pool_indices,

@@ -7,7 +7,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ContextRows:
-    """What a draft's context is written from. aux_hidden: [n, num_aux * hidden]; positions, cache_loc: [n] int64."""
+    """What a draft's context is written from. aux_hidden: [n, num_aux * hidden]; positions, cache_loc: [n]
+    int64."""
 
     aux_hidden: torch.Tensor
     positions: torch.Tensor
@@ -15,11 +16,11 @@ class ContextRows:
 
 
 class WaitingRows:
-    """Rows of cycles that verified the anchor alone. Nobody reads them before the next block is drafted or another request is
-    prefilled, so they may wait until then, and are written together.
+    """Rows of cycles that verified the anchor alone. Nobody reads them before the next block is drafted or
+    another request is prefilled, so they may wait until then, and are written together.
 
-    Rows of one set of requests at a time: when it changes, a slot may pass to another owner, whose rows come later.
-    """
+    Rows of one set of requests at a time: when it changes, a slot may pass to another owner, whose rows come
+    later."""
 
     def __init__(self, most_cycles: int):
         self._most_cycles = most_cycles
@@ -43,4 +44,4 @@ class WaitingRows:
         if not rows:
             return None
         columns = ((r.aux_hidden, r.positions, r.cache_loc) for r in rows)
-        return ContextRows(*(torch.cat(column) for column in zip(*columns)))
+        return ContextRows(*(torch.cat(column) for column in zip(*columns, strict=True)))

@@ -1,8 +1,7 @@
 """How wide the next cycle is, for the worker: it asks before a cycle and tells what came of it.
 
-Nothing here waits for the device. What a cycle kept is told when SGLang has it on the host anyway, one or two cycles later,
-and what it took when its events are over; until then the choice rests on what is known.
-"""
+Nothing here waits for the device. What a cycle kept is told when SGLang has it on the host anyway, one or two
+cycles later, and what it took when its events are over; until then the choice rests on what is known."""
 
 import itertools
 import logging
@@ -48,8 +47,9 @@ class FixedWidth:
 
 
 class _Requests(NamedTuple):
-    """Those of a batch, which hardly ever change from one cycle to the next. rows: of the request table. draws: whether their drafts
-    are drawn. prefills: those before. slots: `rows`. births: which request each of them held. modes: of `MODES`. [n]"""
+    """Those of a batch, which hardly ever change from one cycle to the next. rows: of the request table.
+    draws: whether their drafts are drawn. prefills: those before. slots: `rows`. births: which request each
+    of them held. modes: of `MODES`. [n]"""
 
     rows: list[int]
     draws: bool
@@ -60,7 +60,8 @@ class _Requests(NamedTuple):
 
 
 class _UnderWay(NamedTuple):
-    """A cycle whose outcome is not known yet. num_tokens: committed ones of its requests, as far as the host knew."""
+    """A cycle whose outcome is not known yet. num_tokens: committed ones of its requests, as far as the host
+    knew."""
 
     width: int
     num_tokens: int
@@ -68,9 +69,9 @@ class _UnderWay(NamedTuple):
 
 
 class AdaptiveWidth:
-    """chooser: the policy, which is asked but not obeyed where a `schedule`, numbers of drafted tokens, says the width of each
-    cycle in turn. tp_group: rank 0 chooses for all of it. slots: rows of the request table. log_every: cycles from one log line
-    to the next."""
+    """chooser: the policy, which is asked but not obeyed where a `schedule`, numbers of drafted tokens, says
+    the width of each cycle in turn. tp_group: rank 0 chooses for all of it. slots: rows of the request table.
+    log_every: cycles from one log line to the next."""
 
     def __init__(
         self,
@@ -113,7 +114,8 @@ class AdaptiveWidth:
         self._chooser.began(slots, np.array([len(req.output_ids) for req in new], dtype=np.int64))
 
     def ask(self, batch: Any, draws: bool) -> int:
-        """How many slots the cycle that begins now verifies. draws: whether its drafts are drawn, where a request samples."""
+        """How many slots the cycle that begins now verifies. draws: whether its drafts are drawn, where a
+        request samples."""
         self._follow(self._clock.finished())
         requests = self._requests = self._those_of(batch.reqs, draws)
         num_tokens = sum(
@@ -153,7 +155,8 @@ class AdaptiveWidth:
         self._clock.stop(len(entry.requests.rows), entry.width, entry.num_tokens)
 
     def kept(self, accepted: Sequence[int]) -> int:
-        """The oldest cycle not told of yet kept so many drafted tokens of each of its requests. Returns how many it verified."""
+        """The oldest cycle not told of yet kept so many drafted tokens of each of its requests. Returns how
+        many it verified."""
         entry = self._under_way.popleft()
         requests, labels = entry.requests, np.asarray(accepted)
         slots, modes = requests.slots, requests.modes
@@ -186,18 +189,21 @@ class AdaptiveWidth:
         }
 
     def _expected_per_width(self) -> dict[str, dict[str, float]]:
-        """Why the width is what it is: of the last cycle that was chosen, what each candidate was expected to bring and take."""
+        """Why the width is what it is: of the last cycle that was chosen, what each candidate was expected to
+        bring and take."""
         if self._choice is None:
             return {}
-        of_each = zip(self._chooser.costs.widths.tolist(), self._choice.tokens, self._choice.seconds)
+        of_each = zip(
+            self._chooser.costs.widths.tolist(), self._choice.tokens, self._choice.seconds, strict=True
+        )
         return {
             str(width): {"tokens": round(float(tokens), 3), "cycle_ms": round(1e3 * float(seconds), 3)}
             for width, tokens, seconds in of_each
         }
 
     def _follow(self, laps: Sequence[Lap]) -> None:
-        """Laps are told some at a time, those of the same kind that follow on each other as one: a single one takes the host a fifth of
-        a millisecond."""
+        """Laps are told some at a time, those of the same kind that follow on each other as one: a single one
+        takes the host a fifth of a millisecond."""
         self._laps += laps
         if len(self._laps) >= _LAPS:
             for (num_requests, width), alike in itertools.groupby(
@@ -252,7 +258,8 @@ class AdaptiveWidth:
 
 
 def _mode(req: Any, draws: bool) -> int:
-    """Which of MODES. What a grammar or a penalty changes is learned apart: it says nothing about the other requests."""
+    """Which of MODES. What a grammar or a penalty changes is learned apart: it says nothing about the other
+    requests."""
     params = req.sampling_params
     if req.grammar is not None or params.logit_bias is not None or params.min_new_tokens > 0:
         return _CONSTRAINED

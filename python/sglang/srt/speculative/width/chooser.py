@@ -1,4 +1,5 @@
-"""The policy with its memory: asked how wide a cycle is, told what was kept and what it took. No engine, no tensors."""
+"""The policy with its memory: asked how wide a cycle is, told what was kept and what it took. No engine, no
+tensors."""
 
 import itertools
 from dataclasses import dataclass
@@ -16,15 +17,17 @@ from sglang_dflash.srt.speculative.width.policy import (
     settle,
 )
 
-# Cycles that one decision holds for, as with what it learns first it takes the host most of a millisecond: a quarter of those since
-# the width last moved, within these bounds, but only while no more than a quarter of the requests has changed.
+# Cycles that one decision holds for, as with what it learns first it takes the host most of a millisecond: a
+# quarter of those since the width last moved, within these bounds, but only while no more than a quarter of
+# the requests has changed.
 _HOLDS_AT_LEAST, _HOLDS_AT_MOST, _MAY_CHANGE = 4, 32, 1 / 4
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """num_requests: those decided for. width: slots to verify, the anchor counted. is_probe: verified to learn, not because it is best.
-    tokens, seconds: expected of a cycle of those requests at each candidate width. index: the chosen one's."""
+    """num_requests: those decided for. width: slots to verify, the anchor counted. is_probe: verified to
+    learn, not because it is best. tokens, seconds: expected of a cycle of those requests at each candidate
+    width. index: the chosen one's."""
 
     num_requests: int
     width: int
@@ -48,8 +51,8 @@ class WidthChooser:
 
     @property
     def estimate(self) -> SurvivalEstimate:
-        """What was kept is learned when somebody looks: many cycles in a row cost a fraction of one at a time between two forwards,
-        which leave nothing of it in the processor's caches."""
+        """What was kept is learned when somebody looks: many cycles in a row cost a fraction of one at a time
+        between two forwards, which leave nothing of it in the processor's caches."""
         self._learn()
         return self._estimate
 
@@ -63,8 +66,8 @@ class WidthChooser:
         self._not_learned.clear()
 
     def ask(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int | None = None) -> Choice:
-        """How wide the next cycle of these requests is. slots: [n] rows of the request table. modes: [n], of `MODES`. num_tokens:
-        committed ones of all of them; None: as many as costs were measured with."""
+        """How wide the next cycle of these requests is. slots: [n] rows of the request table. modes: [n], of
+        `MODES`. num_tokens: committed ones of all of them; None: as many as costs were measured with."""
         self._cycles += 1
         if self._settled is None or self._cycles >= self._holds_for() or not self._are_the_same(len(slots)):
             choice = self._decide(slots, modes, num_tokens, self._cycles)
@@ -73,7 +76,8 @@ class WidthChooser:
         return self._settled
 
     def _are_the_same(self, num_requests: int) -> bool:
-        """Whether most of these requests are those of the last decision, and most of those are still there."""
+        """Whether most of these requests are those of the last decision, and most of those are still
+        there."""
         left = abs(self._settled.num_requests + self._new - num_requests)
         return max(self._new, left) <= _MAY_CHANGE * num_requests
 

@@ -1,4 +1,5 @@
-"""What a cycle takes, without waiting for the device: wall time on a CPU, CUDA events read when they are over."""
+"""What a cycle takes, without waiting for the device: wall time on a CPU, CUDA events read when they are
+over."""
 
 import time
 from collections import deque
@@ -8,8 +9,9 @@ import torch
 
 
 class Lap(NamedTuple):
-    """A cycle that is over. num_tokens: committed ones of its requests, when it began. seconds: its own. gap: seconds between the
-    end of the one before and its start; None where something else happened in between. after: width of the one before."""
+    """A cycle that is over. num_tokens: committed ones of its requests, when it began. seconds: its own. gap:
+    seconds between the end of the one before and its start; None where something else happened in between.
+    after: width of the one before."""
 
     num_requests: int
     width: int
@@ -20,8 +22,8 @@ class Lap(NamedTuple):
 
 
 class CycleClock:
-    """`start` and `stop` around a cycle; `finished` gives the laps known by now, in order. `interrupt` where something else than a
-    cycle runs, or nothing does."""
+    """`start` and `stop` around a cycle; `finished` gives the laps known by now, in order. `interrupt` where
+    something else than a cycle runs, or nothing does."""
 
     def __init__(self, device: str):
         self._is_cuda = device != "cpu"

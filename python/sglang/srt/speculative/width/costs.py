@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from sglang_dflash.srt.speculative.width.policy import never_cheaper_when_wider
 
-# Standard deviations, all of logarithms of seconds: of how much slower everything is than at start-up, and of how wrong the
-# start-up was about contexts and about one width at one load, before any cycle; of what these change by from one cycle to the
-# next; of a cycle's time.
+# Standard deviations, all of logarithms of seconds: of how much slower everything is than at start-up, and of
+# how wrong the start-up was about contexts and about one width at one load, before any cycle; of what these
+# change by from one cycle to the next; of a cycle's time.
 _COMMON, _READS, _CELL = 0.3, 0.5, 0.1
 _COMMON_DRIFT, _CELL_DRIFT = 0.015, 0.002
 _NOISE = 0.13
@@ -20,17 +20,19 @@ _GAP_RATE = 0.05
 class CostTable:
     """T(n, w, t) = r * c(n, w) * (base(n, w) + q * reads(w) * (t - n * context)) + gap(n, w), seconds.
 
-    base: measured at start-up for some loads, with `context` committed tokens a request; between them linear in n, or, where
-    forwards are padded to captured sizes, that of the next larger one (`padded`). reads: what each committed token more costs
-    attention, measured too; t are the tokens of all requests. It hardly depends on the width, so with long contexts a wide verify
-    takes little longer than a narrow one, which no factor says. r: how much slower everything is now, q: reading, and c: this
-    load and width; their logarithms are the state of an extended Kalman filter (Kalman 1960) that observes
-    log(measured / expected) of each cycle. So a width that is seldom verified moves with the others, and little by one noisy
-    cycle of its own. gap: the time from a cycle to the one that follows on it; waits_for_verdicts: it depends on whether something
-    was verified, as the host then learns lengths from the device before it can plan (`known_lengths.py`).
+    base: measured at start-up for some loads, with `context` committed tokens a request; between them linear
+    in n, or, where forwards are padded to captured sizes, that of the next larger one (`padded`). reads: what
+    each committed token more costs attention, measured too; t are the tokens of all requests. It hardly
+    depends on the width, so with long contexts a wide verify takes little longer than a narrow one, which no
+    factor says. r: how much slower everything is now, q: reading, and c: this load and width; their
+    logarithms are the state of an extended Kalman filter (Kalman 1960) that observes log(measured / expected)
+    of each cycle. So a width that is seldom verified moves with the others, and little by one noisy cycle of
+    its own. gap: the time from a cycle to the one that follows on it; waits_for_verdicts: it depends on
+    whether something was verified, as the host then learns lengths from the device before it can plan
+    (`known_lengths.py`).
 
-    loads: requests the rows were measured at, ascending. widths: [W], ascending. seconds: [len(loads), W]. reads: [W].
-    """
+    loads: requests the rows were measured at, ascending. widths: [W], ascending. seconds: [len(loads), W].
+    reads: [W]."""
 
     def __init__(
         self,
@@ -56,8 +58,8 @@ class CostTable:
         self._gaps = np.full((len(self.loads), 2), np.nan)
 
     def _between(self, num_requests: int) -> tuple[int, int, float]:
-        """The rows a load lies between, and how far it is from the first. Beyond the last: in proportion, as rows then cost
-        arithmetic."""
+        """The rows a load lies between, and how far it is from the first. Beyond the last: in proportion, as
+        rows then cost arithmetic."""
         above = int(np.searchsorted(self.loads, num_requests))
         if above == len(self.loads):
             return above - 1, above - 1, 0.0
@@ -79,7 +81,8 @@ class CostTable:
         return self._state[2:].reshape(self._base.shape)
 
     def cycle_seconds(self, num_requests: int, num_tokens: int | None = None) -> np.ndarray:
-        """Of each width, without the gap. num_tokens: committed ones of all these requests; None: as many as at start-up. [W]"""
+        """Of each width, without the gap. num_tokens: committed ones of all these requests; None: as many as
+        at start-up. [W]"""
         low, high, share = self._between(num_requests)
         base = self._base[[low, high]] * max(1.0, num_requests / self.loads[-1])
         # Of shorter contexts than at start-up, what is not attention stays.
@@ -110,8 +113,8 @@ class CostTable:
         return self.cycle_seconds(num_requests, num_tokens) + self.gap(num_requests)
 
     def doubt(self, num_requests: int, width_index: int) -> np.ndarray:
-        """How wrong log(seconds of each width / seconds of this one) may be, its standard deviation. What slows all widths alike
-        is not in it. [W]"""
+        """How wrong log(seconds of each width / seconds of this one) may be, its standard deviation. What
+        slows all widths alike is not in it. [W]"""
         rows = self._rows_of(num_requests)
         covariance = self._covariance[2:, 2:].reshape(2 * self._base.shape)
         among = np.einsum("r,rwsv,s->wv", rows, covariance, rows)
@@ -126,7 +129,8 @@ class CostTable:
         cycles: int = 1,
         num_tokens: int | None = None,
     ) -> float:
-        """A cycle took so long, without the gap, on average over some. Returns the logarithm of measured / expected."""
+        """A cycle took so long, without the gap, on average over some. Returns the logarithm of measured /
+        expected."""
         expected = self.cycle_seconds(num_requests, num_tokens)[width_index]
         reading = math.exp(self._state[0]) * self._reading(num_requests, num_tokens)[width_index] / expected
         surprise = math.log(max(seconds, 1e-9) / expected)
@@ -137,8 +141,8 @@ class CostTable:
     def _observe(
         self, num_requests: int, width_index: int, reading: float, surprise: float, cycles: int
     ) -> None:
-        """A step of the filter. What was observed is log r + log c, of a load in between as much of either row as it is near, and
-        of log q the share that reading had in the time."""
+        """A step of the filter. What was observed is log r + log c, of a load in between as much of either
+        row as it is near, and of log q the share that reading had in the time."""
         covariance, diagonal = self._covariance, np.einsum("ii->i", self._covariance)
         diagonal[0] += cycles * _COMMON_DRIFT**2
         diagonal[1] += cycles * _CELL_DRIFT**2 if diagonal[1] < _READS**2 else 0.0
@@ -152,7 +156,8 @@ class CostTable:
         covariance -= np.outer(gain, direction)
 
     def follow_gap(self, num_requests: int, width: int, seconds: Sequence[float]) -> None:
-        """Times from the end of a cycle of this width to the start of the next, which was a decode step of the same requests."""
+        """Times from the end of a cycle of this width to the start of the next, which was a decode step of
+        the same requests."""
         at = self._nearest(num_requests), self._kinds[int(np.searchsorted(self.widths, width))]
         gap = float(self._gaps[at])
         for new in seconds:

@@ -1,25 +1,30 @@
-"""How likely a drafted token is kept: learned from what verify forwards kept. Numpy; no request's tokens are looked at.
+"""How likely a drafted token is kept: learned from what verify forwards kept. Numpy; no request's tokens are
+looked at.
 
-A verified block labels its drafted tokens: 1 where kept, 0 at the first that was not, none behind it. a_ik is the probability that
-token k of request i is kept if those before it are: an average per position and age, and how the request differs from it. What the
-draft itself thinks of its tokens says more (benchmark/results/confidence.md), but too late: the width is chosen before there is a draft,
-which the narrowest does without, and on CUDA before the host could read it.
+A verified block labels its drafted tokens: 1 where kept, 0 at the first that was not, none behind it. a_ik is
+the probability that token k of request i is kept if those before it are: an average per position and age, and
+how the request differs from it. What the draft itself thinks of its tokens says more
+(benchmark/results/confidence.md), but too late: the width is chosen before there is a draft, which the
+narrowest does without, and on CUDA before the host could read it.
 
 m: how the token was chosen and is judged (MODES): a draw is kept in other cases than an argmax.
 """
 
 import numpy as np
 
-# The target's argmax; its draws against a drafted argmax; rejection of drawn drafts; logits that a grammar or a penalty changes.
+# The target's argmax; its draws against a drafted argmax; rejection of drawn drafts; logits that a grammar or
+# a penalty changes.
 MODES = ("greedy", "sampled", "drawn", "constrained")
 
 # Of one position, before anything was seen: high, as what is never verified is never learned.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
-# Standard deviations of doubt that an average gets on top: of two mistakes, verifying too much is the one that teaches (Auer et
-# al. 2002). Without it a single request whose first drafts fail by chance stays without speculation for long; with a whole one
-# a request whose drafts are hardly worth it gets full blocks too often.
+# Standard deviations of doubt that an average gets on top: of two mistakes, verifying too much is the one
+# that teaches (Auer et al. 2002). Without it a single request whose first drafts fail by chance stays without
+# speculation for long; with a whole one a request whose drafts are hardly worth it gets full blocks too
+# often.
 _OPTIMISM, _DOUBT_WEIGHT = 0.5, 8.0
-# Tokens that a request has put out, from where on it is of that age; how much better than the one before an age is hoped to be, in logits.
+# Tokens that a request has put out, from where on it is of that age; how much better than the one before an
+# age is hoped to be, in logits.
 _AGES, _BETTER_WITH_AGE = np.array([0, 16, 64]), 0.5
 _NUM_GROUPS = len(MODES) * len(_AGES)
 # A request's own deviation, in logits: prior precision, memory in cycles (1 / (1 - 0.94)), bound.
@@ -35,8 +40,8 @@ def _logit(p: np.ndarray) -> np.ndarray:
 
 
 class Own:
-    """How each request differs from the average, in logits: one damped Newton step from none, g = S1 / (S2 + 10), where S1 sums
-    label - a and S2 a (1 - a) over the request's latest labels."""
+    """How each request differs from the average, in logits: one damped Newton step from none, g = S1 / (S2 +
+    10), where S1 sums label - a and S2 a (1 - a) over the request's latest labels."""
 
     def __init__(self, slots: int):
         self._surprise = np.zeros(slots)
@@ -58,14 +63,15 @@ class Own:
 
 
 class SurvivalEstimate:
-    """a_ik = sigmoid(logit(b_mgk) + g_i): b an average over about the last `memory` labels of its position plus half a
-    standard deviation sqrt(b (1 - b) / labels), g_i `Own`.
+    """a_ik = sigmoid(logit(b_mgk) + g_i): b an average over about the last `memory` labels of its position
+    plus half a standard deviation sqrt(b (1 - b) / labels), g_i `Own`.
 
-    g: which of `_AGES` request i has reached. The first tokens of an answer are kept less often than later ones, so many requests
-    that began together say little of how they go on. Of an age not seen yet it is hoped that it does better than the one before.
+    g: which of `_AGES` request i has reached. The first tokens of an answer are kept less often than later
+    ones, so many requests that began together say little of how they go on. Of an age not seen yet it is
+    hoped that it does better than the one before.
 
-    A position that was not verified for long keeps its average but forgets how sure it was of it, so that a few probes are
-    believed: its weight halves every `forgets_after` cycles down to `least_weight`.
+    A position that was not verified for long keeps its average but forgets how sure it was of it, so that a
+    few probes are believed: its weight halves every `forgets_after` cycles down to `least_weight`.
 
     slots: rows of the request table, which tell requests apart. depth: K, drafted tokens of a block.
     """
@@ -96,16 +102,17 @@ class SurvivalEstimate:
         return modes * len(_AGES) + (put_out[..., None] >= _AGES[1:]).sum(axis=-1)
 
     def is_guessed(self, modes: np.ndarray) -> np.ndarray:
-        """Of which requests nothing is known to speak of, [n] bool: their mode has fewer labels than requests here (and than
-        are never forgotten), so that one block of theirs says more than all that was seen, which may be the server's own warm-up."""
+        """Of which requests nothing is known to speak of, [n] bool: their mode has fewer labels than requests
+        here (and than are never forgotten), so that one block of theirs says more than all that was seen,
+        which may be the server's own warm-up."""
         requests = np.bincount(modes, minlength=len(MODES))
         return (self._seen[..., 0].sum(axis=1) < np.minimum(requests, self._least_weight))[modes]
 
     def averages(self, mode: int) -> dict[int, np.ndarray]:
-        """b_mgk without the doubt, [K], by the tokens from which on a request is of that age. What was hardly ever verified is taken for
-        as good as the position before it."""
+        """b_mgk without the doubt, [K], by the tokens from which on a request is of that age. What was hardly
+        ever verified is taken for as good as the position before it."""
         self._update()
-        return dict(zip(_AGES.tolist(), self._averages[mode]))
+        return dict(zip(_AGES.tolist(), self._averages[mode], strict=True))
 
     def _update(self) -> None:
         averages = np.empty_like(self._kept)  # b_mgk
@@ -139,12 +146,14 @@ class SurvivalEstimate:
         return probs
 
     def reset(self, slots: np.ndarray, put_out: np.ndarray | int = 0) -> None:
-        """These rows hold new requests, which have put out so many tokens (more than none where one was retracted)."""
+        """These rows hold new requests, which have put out so many tokens (more than none where one was
+        retracted)."""
         self._own.reset(slots)
         self._put_out[slots] = put_out
 
     def learn(self, slots: np.ndarray, modes: np.ndarray, drafted: int, accepted: np.ndarray) -> None:
-        """Cycles have each verified `drafted` tokens of each of these requests and kept `accepted`, oldest first: [cycles, n]."""
+        """Cycles have each verified `drafted` tokens of each of these requests and kept `accepted`, oldest
+        first: [cycles, n]."""
         cycles, put_out = len(accepted), self._put_out[slots] + (accepted + 1).cumsum(axis=0)
         self._put_out[slots] = put_out[-1]
         if drafted == 0 or not len(slots):
@@ -152,7 +161,8 @@ class SurvivalEstimate:
         groups = self._groups(put_out - accepted - 1, modes)
         last = np.minimum(accepted, drafted - 1)  # labelled position
         self._own.learn(slots, accepted - self._expected[groups, last], self._information[groups, last])
-        # [t, m, g, k]: requests that kept k tokens or more. Those have a label at position k; those of [.., k + 1] kept it.
+        # [t, m, g, k]: requests that kept k tokens or more. Those have a label at position k; those of [.., k
+        # + 1] kept it.
         cells = (np.arange(cycles)[:, None] * _NUM_GROUPS + groups) * (drafted + 1) + accepted
         outcomes = np.bincount(cells.ravel(), minlength=cycles * _NUM_GROUPS * (drafted + 1))
         at_least = outcomes.reshape(cycles, *self._seen.shape[:2], drafted + 1)[..., ::-1].cumsum(axis=-1)[

@@ -1,8 +1,9 @@
 """How wide the next verify is: the rules, as pure functions of numbers.
 
-A block is an anchor and the drafted tokens behind it. The draft always fills its trained block; a cycle of width w verifies
-the anchor and the first w - 1 drafted tokens, keeps those up to the first rejected one and adds one of the target's own.
-Width 1 verifies nothing: a plain decode step. All requests of a batch get the same width.
+A block is an anchor and the drafted tokens behind it. The draft always fills its trained block; a cycle of
+width w verifies the anchor and the first w - 1 drafted tokens, keeps those up to the first rejected one and
+adds one of the target's own. Width 1 verifies nothing: a plain decode step. All requests of a batch get the
+same width.
 
 n: requests that decode. K: drafted tokens of a block. W: candidate widths, ascending, each in 1 .. K + 1.
 """
@@ -31,22 +32,23 @@ class Constants:
 def survival(accept_probs: np.ndarray) -> np.ndarray:
     """Probability that drafted tokens 1 .. k are all kept: s_k = a_1 a_2 .. a_k.
 
-    accept_probs: [n, K], a_ik, the probability that token k of request i is kept if those before it are. Conditional, so that
-    what the kept tokens say about the later ones is in it already (Leviathan et al. 2022, section 3.1, without their
-    assumption that a is the same at every position).
-    """
+    accept_probs: [n, K], a_ik, the probability that token k of request i is kept if those before it are.
+    Conditional, so that what the kept tokens say about the later ones is in it already (Leviathan et al.
+    2022, section 3.1, without their assumption that a is the same at every position)."""
     return np.cumprod(accept_probs, axis=1)
 
 
 def expected_tokens(accept_probs: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Tokens that one cycle commits over the batch, at each width: sum over requests of 1 + s_1 + .. + s_(w-1). [W]"""
+    """Tokens that one cycle commits over the batch, at each width: sum over requests of 1 + s_1 + .. +
+    s_(w-1). [W]"""
     per_slot = np.concatenate(([float(len(accept_probs))], survival(accept_probs).sum(axis=0)))
     return per_slot.cumsum()[np.asarray(widths) - 1]
 
 
 def never_cheaper_when_wider(seconds: np.ndarray) -> np.ndarray:
-    """The nondecreasing row nearest to measured times, least squares: neighbours in the wrong order are averaged (pool adjacent
-    violators, Barlow et al. 1972). Verifying more rows cannot take less time, so a dip is noise. [W] -> [W]"""
+    """The nondecreasing row nearest to measured times, least squares: neighbours in the wrong order are
+    averaged (pool adjacent violators, Barlow et al. 1972). Verifying more rows cannot take less time, so a
+    dip is noise. [W] -> [W]"""
     pools: list[tuple[float, int]] = []
     for value in seconds:
         size = 1
@@ -58,9 +60,10 @@ def never_cheaper_when_wider(seconds: np.ndarray) -> np.ndarray:
 
 
 def best_width(tokens: np.ndarray, seconds: np.ndarray, free_rows: float = Constants.free_rows) -> int:
-    """Index of the width with the most tokens per second, over all widths: costs are a staircase, on which the first descent
-    is not the way to the top (TensorRT-LLM #17056). Of equals the widest. Where even the widest costs hardly more than the
-    narrowest, it is the widest: estimates of acceptance cannot be worth more there than what they cost when wrong.
+    """Index of the width with the most tokens per second, over all widths: costs are a staircase, on which
+    the first descent is not the way to the top (TensorRT-LLM #17056). Of equals the widest. Where even the
+    widest costs hardly more than the narrowest, it is the widest: estimates of acceptance cannot be worth
+    more there than what they cost when wrong.
 
     tokens, seconds: [W], by ascending width.
     """
@@ -72,8 +75,8 @@ def best_width(tokens: np.ndarray, seconds: np.ndarray, free_rows: float = Const
 
 @dataclass(frozen=True)
 class Standing:
-    """What is kept from one decision to the next. width: an index into the candidates. evidence: [W], for moving to each other
-    one. cycles: since the width was last settled. load: requests then."""
+    """What is kept from one decision to the next. width: an index into the candidates. evidence: [W], for
+    moving to each other one. cycles: since the width was last settled. load: requests then."""
 
     width: int
     evidence: tuple[float, ...]
@@ -95,12 +98,12 @@ def settle(
 ) -> Standing:
     """One decision: stay, or move to another width. cycles: since the last one; it counts for all of them.
 
-    For every other width j the evidence S_j = max(0, S_j + log(speed_j / speed_now) - indifference), once a cycle, grows while it
-    is the faster one (the cumulative sum test of Page 1954). The width moves once some S_j reaches `patience`, and then to the
-    best width, but within `dwell` cycles of the last move only on four times the evidence. So 15 % move it at once, 3 % after
-    five cycles, 1 % after twenty-four; less than `indifference` never does, nor does noise without a mean. A load that has
-    doubled or halved is another question: the best width is taken straight away.
-    """
+    For every other width j the evidence S_j = max(0, S_j + log(speed_j / speed_now) - indifference), once a
+    cycle, grows while it is the faster one (the cumulative sum test of Page 1954). The width moves once some
+    S_j reaches `patience`, and then to the best width, but within `dwell` cycles of the last move only on
+    four times the evidence. So 15 % move it at once, 3 % after five cycles, 1 % after twenty-four; less than
+    `indifference` never does, nor does noise without a mean. A load that has doubled or halved is another
+    question: the best width is taken straight away."""
     best = best_width(tokens, seconds, constants.free_rows)
     if num_requests >= 2 * standing.load or 2 * num_requests <= standing.load:
         return Standing.at(best, len(seconds), num_requests)
@@ -119,26 +122,28 @@ def settle(
 
 @dataclass(frozen=True)
 class Exploration:
-    """credit: seconds that probing may still cost; below zero, what it has cost in advance. turn: whose turn it is among the candidates."""
+    """credit: seconds that probing may still cost; below zero, what it has cost in advance. turn: whose turn
+    it is among the candidates."""
 
     credit: float = 0.0
     turn: int = 0
 
 
 def probe_loss(standing: int, probed: int, tokens: np.ndarray, seconds: np.ndarray) -> float:
-    """Seconds lost by verifying another width for one cycle, as far as is known: its time, less the time in which the present width
-    commits as many tokens."""
+    """Seconds lost by verifying another width for one cycle, as far as is known: its time, less the time in
+    which the present width commits as many tokens."""
     return float(max(0.0, seconds[probed] - tokens[probed] * seconds[standing] / tokens[standing]))
 
 
-# A cost ratio of which the logarithm is known to this standard deviation is worth no probe out of turn; others are paid for so many
-# cycles in advance.
+# A cost ratio of which the logarithm is known to this standard deviation is worth no probe out of turn;
+# others are paid for so many cycles in advance.
 _WELL_KNOWN, _ADVANCE = 0.04, 200
 
 
 def contender(standing: int, tokens: np.ndarray, seconds: np.ndarray, doubt: np.ndarray) -> int | None:
-    """The width that may well be faster than the present one, None if there is none: of those whose costs are not well known, the one
-    that lacks the fewest standard deviations of them, fewer than two (the confidence bound of Auer et al. 2002).
+    """The width that may well be faster than the present one, None if there is none: of those whose costs are
+    not well known, the one that lacks the fewest standard deviations of them, fewer than two (the confidence
+    bound of Auer et al. 2002).
 
     tokens, seconds, doubt: [W]; doubt as of `CostTable.doubt`.
     """
@@ -159,21 +164,20 @@ def explore(
     constants: Constants = Constants(),
     cycles: int = 1,
 ) -> tuple[Exploration, int | None]:
-    """Whether this cycle verifies another width than the present one, to learn what that costs and brings: its index, or None.
-    doubt: [W], `CostTable.doubt`. cycles: since it was last asked.
+    """Whether this cycle verifies another width than the present one, to learn what that costs and brings:
+    its index, or None. doubt: [W], `CostTable.doubt`. cycles: since it was last asked.
 
-    Every cycle adds `probe_share` of its time to a credit, and every probe takes its price from it. So probing never costs more than
-    that share, but for what is paid in advance.
+    Every cycle adds `probe_share` of its time to a credit, and every probe takes its price from it. So
+    probing never costs more than that share, but for what is paid in advance.
 
-    A `contender` is probed at once, as far as the advance goes: start-up measures for seconds only, and where other processes use the
-    machine it is wrong by a tenth, which can hold a server at the second best width for hundreds of cycles. The price is no less than
-    what is expected to be lost: the positive part of a normal distribution has a mean of at most its own, where that is positive, and
-    0.4 standard deviations.
+    A `contender` is probed at once, as far as the advance goes: start-up measures for seconds only, and where
+    other processes use the machine it is wrong by a tenth, which can hold a server at the second best width
+    for hundreds of cycles. The price is no less than what is expected to be lost: the positive part of a
+    normal distribution has a mean of at most its own, where that is positive, and 0.4 standard deviations.
 
-    Else all other candidates take turns, at a quarter of a cycle or more: a draft may be worth its time at one of the wider ones only,
-    and of a narrower one the time may be wrong. Whose turn it is waits until the credit is there; the credit never exceeds the dearest
-    probe by more than a cycle.
-    """
+    Else all other candidates take turns, at a quarter of a cycle or more: a draft may be worth its time at
+    one of the wider ones only, and of a narrower one the time may be wrong. Whose turn it is waits until the
+    credit is there; the credit never exceeds the dearest probe by more than a cycle."""
     others = [*range(standing + 1, len(seconds)), *range(standing)]
     if not others:
         return exploration, None

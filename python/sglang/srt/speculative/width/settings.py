@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from sglang_dflash.srt.speculative.width.policy import Constants
@@ -18,9 +19,9 @@ _KEYS = ("candidate_steps", "schedule", *_CONSTANTS)
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """candidate_steps: drafted tokens that a cycle may verify, ascending, SGLang's word for them; 0 is plain decoding. None: 0,
-    1, 3, 7, .. up to all of them. schedule: numbers of drafted tokens to verify in turn, cycle by cycle, instead of choosing:
-    for tests and measurements. constants: the policy's, by name."""
+    """candidate_steps: drafted tokens that a cycle may verify, ascending, SGLang's word for them; 0 is plain
+    decoding. None: 0, 1, 3, 7, .. up to all of them. schedule: numbers of drafted tokens to verify in turn,
+    cycle by cycle, instead of choosing: for tests and measurements. constants: the policy's, by name."""
 
     candidate_steps: tuple[int, ...] | None = None
     schedule: tuple[int, ...] = ()
@@ -65,14 +66,15 @@ class AdaptiveSettings:
         candidates, schedule = given.get("candidate_steps"), given.get("schedule", [])
         if candidates is not None:
             _check_steps("candidate_steps", candidates)
-            if not candidates or any(a >= b for a, b in zip(candidates, candidates[1:])):
+            if not candidates or any(a >= b for a, b in pairwise(candidates)):
                 raise ValueError(f"candidate_steps must ascend and not be empty, got {candidates}.")
             candidates = tuple(candidates)
         _check_steps("schedule", schedule)
         return cls(candidates, tuple(schedule), Constants(**constants))
 
     def widths(self, block_size: int) -> tuple[int, ...]:
-        """Slots to verify, the anchor counted, ascending. Raises ValueError for candidates that the block does not hold."""
+        """Slots to verify, the anchor counted, ascending. Raises ValueError for candidates that the block
+        does not hold."""
         drafted = block_size - 1
         if self.schedule:
             steps: Sequence[int] = sorted(set(self.schedule))

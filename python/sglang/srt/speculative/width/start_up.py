@@ -1,4 +1,5 @@
-"""`--speculative-adaptive` at the end of start-up: backends and graphs per width, and what each width costs."""
+"""`--speculative-adaptive` at the end of start-up: backends and graphs per width, and what each width
+costs."""
 
 import logging
 import time
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 _CONTEXT = 128  # committed tokens of a request that costs are measured with
 _REPEATS = 5
 _BUDGET_S = 8.0  # after which each load is measured once, and the larger ones are left out; one rank cannot decide that alone
-# What a committed token more costs is measured with few requests of long contexts, so many tokens in all that it shows.
+# What a committed token more costs is measured with few requests of long contexts, so many tokens in all that
+# it shows.
 _FEW_REQUESTS = 8
 _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}
 
@@ -74,7 +76,8 @@ def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> Ada
 
 
 def _loads(runner) -> list[int]:
-    """Numbers of running requests to measure: captured ones where there are any, about a factor of two apart."""
+    """Numbers of running requests to measure: captured ones where there are any, about a factor of two
+    apart."""
     most = runner.max_running_requests
     known = [n for n in captured_sizes(runner) if n <= most] or [
         n for n in (1, 4, 16, 64, 256) if n < most
@@ -95,8 +98,8 @@ def _longest(runner, block_size: int, wanted: int) -> int:
 
 @contextmanager
 def _slots_of_their_own(runner, requests: int, length: int) -> Iterator[None]:
-    """Has the first rows of the request table name slots of the pool that nobody has yet, as many as there are: requests that all read
-    one slot are cheaper than they will be."""
+    """Has the first rows of the request table name slots of the pool that nobody has yet, as many as there
+    are: requests that all read one slot are cheaper than they will be."""
     table, page = runner.req_to_token_pool.req_to_token, runner.page_size or 1
     whole_pool = runner.max_total_num_tokens // page * page
     length = min(-(-length // page) * page, table.shape[1], whole_pool)
@@ -111,8 +114,9 @@ def _slots_of_their_own(runner, requests: int, length: int) -> Iterator[None]:
 def _measure(
     worker, states: WidthStates, loads: list[int], context: int, widths: tuple[int, ...], budget: float
 ) -> np.ndarray:
-    """Seconds of a cycle with so many committed tokens of each request, the least of some, [loads, widths]. Loads take turns, so that a
-    second in which the machine does something else spoils one sample of each and not all of one."""
+    """Seconds of a cycle with so many committed tokens of each request, the least of some, [loads, widths].
+    Loads take turns, so that a second in which the machine does something else spoils one sample of each and
+    not all of one."""
     deadline = time.perf_counter() + budget
     samples: list[list[list[float]]] = []  # of each load, [repeats][widths]
     for n in loads:
@@ -120,7 +124,7 @@ def _measure(
         samples.append([_turn(worker, states, n, context, widths)])
         if time.perf_counter() >= deadline:
             break
-    for n, of_load in [*zip(loads, samples)] * (_REPEATS - 1):
+    for n, of_load in [*zip(loads, samples, strict=False)] * (_REPEATS - 1):
         if time.perf_counter() >= deadline:
             break
         of_load.append(_turn(worker, states, n, context, widths))
@@ -130,11 +134,12 @@ def _measure(
 def _measure_reads(
     worker, states: WidthStates, n: int, context: int, widths: tuple[int, ...], budget: float
 ) -> np.ndarray:
-    """Seconds that a cycle takes longer for each committed token more of its n requests than `context`, [widths]. Zeros where there
-    can be hardly more.
+    """Seconds that a cycle takes longer for each committed token more of its n requests than `context`,
+    [widths]. Zeros where there can be hardly more.
 
-    Attention reads a context once, however many rows ask; a cycle that drafts reads the draft's too. So what is measured is what a
-    byte costs, at all widths together: what memory costs one width at one moment says little where others use it."""
+    Attention reads a context once, however many rows ask; a cycle that drafts reads the draft's too. So what
+    is measured is what a byte costs, at all widths together: what memory costs one width at one moment says
+    little where others use it."""
     runner, block_size = worker.target_worker.model_runner, worker.verify_width
     longer = _longest(runner, block_size, _MANY_TOKENS[worker.device] // n)
     if longer < 2 * context:
@@ -157,12 +162,14 @@ def _measure_reads(
 
 @torch.no_grad()
 def _turn(worker, states: WidthStates, n: int, context: int, widths: tuple[int, ...]) -> list[float]:
-    """Seconds of a cycle at each width, from the widest on: what a narrow cycle leaves to the next costs that one least."""
+    """Seconds of a cycle at each width, from the widest on: what a narrow cycle leaves to the next costs that
+    one least."""
     return [_timed(worker, states, n, context, width) for width in reversed(widths)][::-1]
 
 
 def _timed(worker, states: WidthStates, n: int, context: int, width: int) -> float:
-    """Of the second of two cycles: the first may have to run what the one before left, and finds memory laid out for another width."""
+    """Of the second of two cycles: the first may have to run what the one before left, and finds memory laid
+    out for another width."""
     states.apply(width, n)
     _run_cycle(worker, n, context, width)
     _wait(worker.device)

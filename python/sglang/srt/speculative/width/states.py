@@ -1,9 +1,10 @@
-"""The target's attention backend and CUDA graphs for each verify width, in SGLang's own machinery for adaptive speculation.
+"""The target's attention backend and CUDA graphs for each verify width, in SGLang's own machinery for
+adaptive speculation.
 
-Backends and graphs are planned for one width. SGLang's `AdaptiveController` builds a set of them per candidate and swaps it whole;
-its "steps" are drafted tokens, so width - 1. The draft's never change: it always fills its block. On a CPU there are no
-graphs, and our backend takes a block of any width, so all candidates share it.
-"""
+Backends and graphs are planned for one width. SGLang's `AdaptiveController` builds a set of them per
+candidate and swaps it whole; its "steps" are drafted tokens, so width - 1. The draft's never change: it
+always fills its block. On a CPU there are no graphs, and our backend takes a block of any width, so all
+candidates share it."""
 
 import logging
 
@@ -19,7 +20,8 @@ def captured_sizes(runner) -> list[int]:
 
 
 class WidthStates:
-    """Both sides of SGLang's `AdaptiveController`: the worker whose state is swapped, and the policy that it asks.
+    """Both sides of SGLang's `AdaptiveController`: the worker whose state is swapped, and the policy that it
+    asks.
 
     widths: [W], ascending; the widest is what the runner was made with, if it is the whole block.
     """
@@ -51,7 +53,7 @@ class WidthStates:
         self._wanted = width - 1
         self._controller.activate_step_by_batch(num_requests)
 
-    # -- as SGLang's policy: it is told what to say --------------------------------------------------------------------
+    # -- as SGLang's policy: it is told what to say
 
     @property
     def candidate_steps(self) -> list[int]:
@@ -69,7 +71,7 @@ class WidthStates:
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> int | None:
         return None
 
-    # -- as SGLang's worker ----------------------------------------------------------------------------------------------
+    # -- as SGLang's worker
 
     def build_adaptive_runtime_state(
         self,

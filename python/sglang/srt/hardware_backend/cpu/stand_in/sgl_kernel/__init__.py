@@ -2,8 +2,8 @@
 
 Pure-Python submodules are lent from the installed package; the few functions SGLang's CPU path calls are
 written here in PyTorch. Any other name resolves to a function that says what is missing when it is called:
-SGLang imports many kernels it never launches on a CPU. What it asks for under `torch.ops.sgl_kernel` is in ../../operators.py.
-"""
+SGLang imports many kernels it never launches on a CPU. What it asks for under `torch.ops.sgl_kernel` is in
+../../operators.py."""
 
 import os as _os
 import sys as _sys
@@ -45,7 +45,8 @@ def assign_extend_cache_locs_cpu(
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
-    """Move accepted KV between slots. Only token trees need it; SGLang calls it once per pool with no rows."""
+    """Move accepted KV between slots. Only token trees need it; SGLang calls it once per pool with no
+    rows."""
     if tgt_loc.numel() and not _torch.equal(tgt_loc, src_loc):
         raise NotImplementedError(
             "sgl_kernel.copy_all_layer_kv_cache_cpu: moving KV between slots is not available in the CPU stand-in"
@@ -56,7 +57,8 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
 def _murmur_hash32_cpu(
     seed: _torch.Tensor, positions: _torch.Tensor, col_indices: _torch.Tensor
 ) -> _torch.Tensor:
-    """MurmurHash3 (x86, 32 bit) of (seed, position, column): seeds draws under --enable-deterministic-inference.
+    """MurmurHash3 (x86, 32 bit) of (seed, position, column): seeds draws under
+    --enable-deterministic-inference.
 
     seed [n] uint64, positions [n], col_indices [m] -> [n, m] uint32.
     """
