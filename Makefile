@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve test test-fast bench clean
+.PHONY: serve test test-fast test-core lint bench clean
 
 serve: $(READY)
 	$(BIN)/python -m sglang.launch_server --model-path $(TARGET) --speculative-algorithm DFLASH --speculative-draft-model-path $(DRAFT) $(ARGS)
@@ -23,6 +23,15 @@ test: $(READY)
 test-fast: $(READY)
 	@$(MAKE) --no-print-directory test ARGS='-m "not server" $(ARGS)'
 
+# Formatter, linter, docstrings, imports, types. mypy wants the package under its installed name.
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python .ci/check_docstrings.py python
+	$(BIN)/lint-imports
+	@mkdir -p build/types && ln -sfn ../../python/sglang build/types/sglang_dflash
+	$(BIN)/mypy -p sglang_dflash
+
 bench: $(READY)
 	$(BIN)/python benchmark/bench.py $(ARGS)
 
@@ -30,7 +39,7 @@ $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "sglang-dflash needs Python 3.11 or newer; give one with make PYTHON=..."; exit 1; }
 	@test -d $(VENV) || echo "Setting up $(VENV): SGLang and its dependencies, about 9 GB, a few minutes."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test,bench]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test,bench,lint]'
 	@touch $@
 
 clean:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from serving import TARGET, WHOLE_BLOCKS, Server, Start, importing, serve, start_cold, stop
 from sglang_dflash.srt.hardware_backend.cpu import runtime
-from warm_start import Nursery
+from support.warm_start import Nursery
 
 # One PyTorch thread, as two servers share the machine. The scheduler counts its KV slots after every step,
 # and a leak or a double free ends the server instead of a log line.
@@ -120,7 +120,7 @@ def run_to_end(
 
 def patched(name: str) -> dict[str, str]:
     """The environment of a server with a change of server_patches/ made to it."""
-    folder = Path(__file__).parent / "server_patches"
+    folder = Path(__file__).parent / "support" / "server_patches"
     return {"SERVER_PATCH": name, **importing(folder)}
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_dflash.srt.speculative.acceptance import Verdict, accept_matching_prefix
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict, accept_matching_prefix
 
 
 def accept_by_loop(block: list[int], target_tokens: list[int]) -> tuple[int, int]:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from sglang_dflash.kernels.ops.speculative import copy_ahead
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.acceptance import Verdict
-from sglang_dflash.srt.speculative.copy_ahead.drafter import CopyAhead, over
-from sglang_dflash.srt.speculative.copy_ahead.outcomes import WHOLE_CYCLES, Outcomes
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
+from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
 from sglang_dflash.srt.speculative.dflash_info import Prompts, packed_ranges
-from sglang_dflash.srt.speculative.drafters import DraftBlock
-from sglang_dflash.srt.speculative.rejection import DraftProbs
-from triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
+from sglang_dflash.srt.speculative.drafters.base import DraftBlock
+from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead, over
+from sglang_dflash.srt.speculative.drafters.copy_stats import WHOLE_CYCLES, Outcomes
+from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 from conftest import FLOAT32, FLOAT32_TIE
-from copy_watch import Watch
-from scheduled import Job, run
 from serving import TARGET, dflash_arguments, heldout_prompts
 from sglang_dflash.srt.hardware_backend.cpu import runtime
+from support.copy_watch import Watch
+from support.scheduled import Job, run
 from tokenizers import Tokenizer
 
 pytestmark = [

@@ -17,9 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dflash2_cases import dflash2_config, random_dflash2_weights
-from draft_cases import BASE, random_weights
-from engine import build
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
@@ -32,6 +29,9 @@ from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
+from support.dflash2_cases import dflash2_config, random_dflash2_weights
+from support.draft_cases import BASE, random_weights
+from support.engine import build
 
 EXAMPLES = int(os.environ.get("CORRUPTED_CHECKPOINTS", "300"))
 MODELS = {

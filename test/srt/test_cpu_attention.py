@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from engine import Pools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -15,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_dflash.srt.layers.attention import torch_native_spec
 from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend, cuts_by_length
+from support.engine import Pools
 
 TOLERANCE = 1e-5
 HEAD_DIM = 16

@@ -13,8 +13,8 @@ from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin
 from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
 from sglang.test.kits.spec_server_kits import SpecCorrectnessKit, SpecLogprobKit
-from streaming import stream
-from target_answers import requests_from_prompts
+from support.streaming import stream
+from support.target_answers import requests_from_prompts
 from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from dflash2_cases import VARIANTS, DFlash2Case, dflash2_config, random_dflash2_weights
-from engine import build, read_config
 from serving import DFLASH2_DRAFT, ROOT
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
-from sglang_dflash.srt.speculative.candidate_selector import Candidates, Draw
+from sglang_dflash.srt.speculative.drafters.selector import Candidates, Draw
+from support.dflash2_cases import VARIANTS, DFlash2Case, dflash2_config, random_dflash2_weights
+from support.engine import build, read_config
 
 LOGITS_TOLERANCE = 1e-4
 BUNDLED = "bundled"
@@ -132,8 +132,10 @@ def test_sglangs_own_model_says_the_same(name, tmp_path):
         "temperatures": torch.tensor([0.7, 1.0, 1.3]),
     }
     torch.save(given, tmp_path / "given.pt")
-    script = Path(__file__).with_name("stock_dflash2.py")
-    paths = os.pathsep.join([str(script.parent), str(ROOT / "benchmark"), os.environ.get("PYTHONPATH", "")])
+    script = Path(__file__).parent / "support" / "stock_dflash2.py"
+    paths = os.pathsep.join(
+        [str(script.parents[1]), str(ROOT / "benchmark"), os.environ.get("PYTHONPATH", "")]
+    )
     environment = {**os.environ, "PYTHONPATH": paths, "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, str(script), str(tmp_path / "given.pt"), str(tmp_path / "said.pt")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -7,8 +7,8 @@ import pytest
 from sglang_dflash.srt.arg_groups.adaptive_width import settle_adaptive
 from sglang_dflash.srt.arg_groups.dflash_args import check_copy_ahead
 from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
-from sglang_dflash.srt.speculative import copy_ahead
-from sglang_dflash.srt.speculative.draft_sampling import (
+from sglang_dflash.srt.speculative.drafters import copy_switch
+from sglang_dflash.srt.speculative.drafters.sampling import (
     SAMPLED_SLOTS_VARIABLE,
     TEMPERATURE_SCALE_VARIABLE,
     DraftSampling,
@@ -21,7 +21,7 @@ def parser(monkeypatch) -> argparse.ArgumentParser:
     for variable in (
         TEMPERATURE_SCALE_VARIABLE,
         SAMPLED_SLOTS_VARIABLE,
-        copy_ahead.VARIABLE,
+        copy_switch.VARIABLE,
         VARIABLE,
         NEVER_VARIABLE,
     ):
@@ -72,12 +72,12 @@ def test_impossible_settings(parser, monkeypatch, variable, value):
 
 def test_copies_are_off_unless_asked_for(parser, monkeypatch):
     parser.parse_args([])
-    assert not copy_ahead.is_asked_for()
+    assert not copy_switch.is_asked_for()
     parser.parse_args(["--speculative-copy-ahead"])
-    assert copy_ahead.is_asked_for()
-    monkeypatch.setenv(copy_ahead.VARIABLE, "yes")
+    assert copy_switch.is_asked_for()
+    monkeypatch.setenv(copy_switch.VARIABLE, "yes")
     with pytest.raises(ValueError, match="1 or 0, got 'yes'"):
-        copy_ahead.is_asked_for()
+        copy_switch.is_asked_for()
 
 
 def test_copies_that_could_not_be_are_refused(parser, monkeypatch):
@@ -98,7 +98,7 @@ def test_a_config_file_turns_copies_on(parser, monkeypatch, tmp_path):
     path.write_text("speculative-copy-ahead: true\n")
     parser.add_argument("--config")
     parser.parse_args(ConfigArgumentMerger(parser).merge_config_with_args(["--config", str(path)]))
-    assert copy_ahead.is_asked_for()
+    assert copy_switch.is_asked_for()
 
 
 ON_A_CPU = SimpleNamespace(device="cpu", disaggregation_mode="null", attn_dp_size=1)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import pytest
 from conftest import ENVIRONMENT, FLOAT32, WIDTHS_CHANGE, assert_same, patched, warm_start
 from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, serve
-from streaming import stream
+from support.streaming import stream
 from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy, some_prompts
 
 pytestmark = [

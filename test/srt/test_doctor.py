@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from drafts import make_draft
 from safetensors.torch import save_file
 from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
 from sglang_dflash import doctor
@@ -19,6 +18,7 @@ from sglang_dflash.srt.doctor.checkpoint import Checkpoint
 from sglang_dflash.srt.doctor.page import page
 from sglang_dflash.srt.doctor.prompts import PROMPTS
 from sglang_dflash.srt.doctor.readings import blocks
+from support.drafts import make_draft
 
 BUNDLED = (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)
 

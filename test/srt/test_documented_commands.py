@@ -11,17 +11,6 @@ import sys
 
 import pytest
 from conftest import FLOAT32, run_to_end
-from documented import (
-    PAGES,
-    URL,
-    Command,
-    blocks,
-    commands,
-    defined_flags,
-    is_server,
-    server_arguments,
-    spans,
-)
 from serving import (
     DEFAULT_WIDTHS,
     DFLASH2_DRAFT,
@@ -34,6 +23,17 @@ from serving import (
 )
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+from support.documented import (
+    PAGES,
+    URL,
+    Command,
+    blocks,
+    commands,
+    defined_flags,
+    is_server,
+    server_arguments,
+    spans,
+)
 
 COMMANDS = commands()
 # Commands that nothing runs here: they need a network, or the training library's own environment.

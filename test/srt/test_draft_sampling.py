@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from enumeration import LAST, Case, bisect, deviation, is_valid, random_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_dflash.srt.speculative.acceptance import accept_matching_prefix
-from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, choose_tokens, likeliest
-from sglang_dflash.srt.speculative.rejection import (
+from sglang_dflash.srt.speculative.acceptance.greedy import accept_matching_prefix
+from sglang_dflash.srt.speculative.acceptance.rejection import (
     DraftProbs,
     accept_by_block_verification,
     accept_by_rejection,
 )
+from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, choose_tokens, likeliest
+from support.enumeration import LAST, Case, bisect, deviation, is_valid, random_case
 
 NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1
 WHOLE = DraftSampling(candidates=1000)

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ENVIRONMENT, FLOAT32, assert_same
-from drafts import make_draft
 from safetensors.torch import load_file, save_file
 from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts, serve
-from streaming import stream
+from support.drafts import make_draft
+from support.streaming import stream
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 

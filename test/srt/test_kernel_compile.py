@@ -14,7 +14,7 @@ from sglang_dflash.kernels.ops.speculative import (
     penalties,
     window,
 )
-from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, peagle_rows, window
 from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers
-from sglang_dflash.srt.speculative.acceptance import accept_matching_prefix
-from triton_interpreter import DEVICE, INTERPRETED, against_twin, needs_gpu, run_comparisons
+from sglang_dflash.srt.speculative.acceptance.greedy import accept_matching_prefix
+from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, needs_gpu, run_comparisons
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -478,7 +478,7 @@ def test_saturation_equals_its_twin(dtype):
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, *FP8])
 def test_the_twin_stores_what_the_model_and_sglang_do(kv_dtype, pool_dtype):
     """What `DFlashDraftModel.write_context_kv` does after its GEMM, with SGLang's own pool: bit for bit."""
-    import engine
+    from support import engine
 
     engine.start()
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine import start
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang_dflash.srt.speculative.cycle.known_lengths import resolving_known_lengths
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, Prompts
-from sglang_dflash.srt.speculative.known_lengths import resolving_known_lengths
+from support.engine import start
 
 ON_DEVICE = torch.tensor([5, 6, 7, 8])
 

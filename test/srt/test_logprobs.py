@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import FLOAT32, assert_same
 from serving import TARGET, Server, dflash_arguments, heldout_prompts
-from streaming import stream
+from support.streaming import stream
 from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server

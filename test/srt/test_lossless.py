@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from conftest import FLOAT32, WIDTHS_CHANGE, assert_same, near_tie, patched, undecided_from
-from drafts import always_wrong, random_draft
 from serving import (
     DFLASH2_DRAFT,
     DRAFT,
@@ -22,8 +21,9 @@ from serving import (
     Server,
     dflash_arguments,
 )
-from streaming import stream
-from target_answers import requests_from_prompts, target_answers
+from support.drafts import always_wrong, random_draft
+from support.streaming import stream
+from support.target_answers import requests_from_prompts, target_answers
 
 pytestmark = pytest.mark.server
 

@@ -4,11 +4,11 @@ draft as by id."""
 import pytest
 import torch
 from conftest import PLAIN_FLOAT32
-from drafts import REMOVE, make_draft, read_config
 from safetensors.torch import load_file
-from scheduled import Job, run
 from serving import DRAFT, TARGET, dflash_arguments, heldout_prompts
 from sglang_dflash.srt.hardware_backend.cpu import runtime
+from support.drafts import REMOVE, make_draft, read_config
+from support.scheduled import Job, run
 from transformers import AutoTokenizer
 
 pytestmark = [

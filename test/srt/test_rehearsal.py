@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import assert_same
-from rehearsal.compare import (
+from serving import DRAFT, PEAGLE_DRAFT
+from support.rehearsal.compare import (
     NO_CACHE,
     UPDATE,
     Expected,
@@ -18,9 +19,8 @@ from rehearsal.compare import (
     assert_launches,
     greedy_requests,
 )
-from rehearsal.play import Rehearsal, on_cpu, rehearse
-from rehearsal.stage import Scene
-from serving import DRAFT, PEAGLE_DRAFT
+from support.rehearsal.play import Rehearsal, on_cpu, rehearse
+from support.rehearsal.stage import Scene
 
 pytestmark = [pytest.mark.server, on_cpu]
 

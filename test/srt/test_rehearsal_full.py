@@ -11,16 +11,6 @@ import pytest
 import test_sampled_sequences as sequences
 import torch
 from conftest import assert_same, patched
-from rehearsal.compare import (
-    NO_CACHE,
-    Expected,
-    acceptance,
-    assert_as_expected,
-    assert_launches,
-    greedy_requests,
-)
-from rehearsal.play import ARGUMENTS, on_cpu, rehearse
-from rehearsal.stage import Scene
 from serving import (
     DFLASH2_DRAFT,
     DRAFT,
@@ -31,6 +21,16 @@ from serving import (
     dflash_arguments,
     heldout_prompts,
 )
+from support.rehearsal.compare import (
+    NO_CACHE,
+    Expected,
+    acceptance,
+    assert_as_expected,
+    assert_launches,
+    greedy_requests,
+)
+from support.rehearsal.play import ARGUMENTS, on_cpu, rehearse
+from support.rehearsal.stage import Scene
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.server, pytest.mark.rehearsal_full, on_cpu]

@@ -3,10 +3,10 @@ attention."""
 
 import pytest
 import torch
-from rehearsal import launch_table
-from rehearsal.attention import attend, merge
-from rehearsal.graphs import CaptureError, GraphBackend, StaleRead, kernel
 from serving import ROOT
+from support.rehearsal import launch_table
+from support.rehearsal.attention import attend, merge
+from support.rehearsal.graphs import CaptureError, GraphBackend, StaleRead, kernel
 
 
 class OneGraph(GraphBackend):
@@ -21,7 +21,7 @@ class OneGraph(GraphBackend):
 
 @pytest.fixture
 def graph(monkeypatch) -> OneGraph:
-    monkeypatch.setattr("rehearsal.report.note", lambda *_, **__: None)
+    monkeypatch.setattr("support.rehearsal.report.note", lambda *_, **__: None)
     return OneGraph()
 
 

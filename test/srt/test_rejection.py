@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from enumeration import Case, as_shuffled_list, deviation, output_law, random_case, sequence_law
-from sglang_dflash.srt.speculative.acceptance import Verdict
-from sglang_dflash.srt.speculative.rejection import (
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
+from sglang_dflash.srt.speculative.acceptance.rejection import (
     DraftProbs,
     accept_by_block_verification,
     accept_by_rejection,
     draw_by_inverse_cdf,
 )
+from support.enumeration import Case, as_shuffled_list, deviation, output_law, random_case, sequence_law
 
 RULES = [accept_by_rejection, accept_by_block_verification]
 SIZES = [(3, 2), (4, 3), (3, 4)]  # vocabulary, block size

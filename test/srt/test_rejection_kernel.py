@@ -5,15 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_dflash.kernels.ops.speculative import rejection as kernels
-from sglang_dflash.srt.speculative.rejection import (
+from sglang_dflash.srt.speculative.acceptance.rejection import (
     DraftProbs,
     draw_final_tokens,
     walk_by_block_verification,
     walk_by_rejection,
 )
+from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
 from test_kernel_compile import ARCHITECTURES, Launch
 from test_verdicts import batches
-from triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")

@@ -12,7 +12,7 @@ import urllib.error
 import pytest
 from conftest import FLOAT32, assert_same, first_difference
 from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
-from streaming import stream
+from support.streaming import stream
 
 pytestmark = pytest.mark.server
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched
-from families import write_dflash2_draft, write_draft, write_peagle_draft, write_target
 from scipy.stats import chi2
 from serving import TARGET, dflash_arguments
+from support.families import write_dflash2_draft, write_draft, write_peagle_draft, write_target
 
 pytestmark = pytest.mark.server
 

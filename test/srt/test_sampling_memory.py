@@ -5,10 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang_dflash.srt.speculative import prewarm
-from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
-from sglang_dflash.srt.speculative.rejection import accept_by_block_verification, accept_by_rejection
-from sglang_dflash.srt.speculative.target_sampling import target_probs
+from sglang_dflash.srt.speculative.acceptance.rejection import (
+    accept_by_block_verification,
+    accept_by_rejection,
+)
+from sglang_dflash.srt.speculative.acceptance.target_sampling import target_probs
+from sglang_dflash.srt.speculative.drafters import prewarm
+from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -98,7 +101,7 @@ def test_slices_change_nothing(dtype, monkeypatch):
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(3 * 4, 50, generator=rng).to(dtype)
     whole, _ = target_probs(logits.clone(), sampling_info("cpu", 3), 4)
-    monkeypatch.setattr("sglang_dflash.srt.speculative.target_sampling._ELEMENTS_AT_ONCE", 100)
+    monkeypatch.setattr("sglang_dflash.srt.speculative.acceptance.target_sampling._ELEMENTS_AT_ONCE", 100)
     sliced, _ = target_probs(logits.clone(), sampling_info("cpu", 3), 4)
     assert torch.equal(whole, sliced) and whole.shape == (3, 4, 50)
     torch.testing.assert_close(whole.sum(dim=-1), torch.ones(3, 4))

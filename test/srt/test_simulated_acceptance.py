@@ -4,8 +4,8 @@ out."""
 import pytest
 import torch
 from sglang.srt.environ import envs
-from sglang_dflash.srt.speculative.acceptance import Verdict
-from sglang_dflash.srt.speculative.simulated_acceptance import FIXED_TOKEN_ID, SimulatedAcceptance
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
+from sglang_dflash.srt.speculative.acceptance.simulated import FIXED_TOKEN_ID, SimulatedAcceptance
 
 BLOCK = torch.tensor([[7, 11, 12, 13], [8, 21, 22, 23]])
 TARGET_TOKENS = torch.tensor([[31, 32, 33, 34], [41, 42, 43, 44]])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_dflash.srt.configs.draft_config import DraftConfigError
-from sglang_dflash.srt.speculative.speculators_format import (
+from sglang_dflash.srt.configs.speculators_format import (
     normalize,
     served_types,
     speculators_ids_to_layer_outputs,

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import FLOAT32
-from engine import Pools, build
 from safetensors.torch import load_file
 from serving import PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
-from streaming import stream
+from support.engine import Pools, build
+from support.streaming import stream
 from transformers import AutoModelForCausalLM
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny-speculators"

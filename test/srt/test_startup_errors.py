@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ENVIRONMENT, Ended, run_to_end, warm_start
-from drafts import REMOVE, make_draft, read_config
 from serving import DRAFT, PEAGLE_DRAFT, TARGET, ServerDied, dflash_arguments, serve
+from support.drafts import REMOVE, make_draft, read_config
 
 pytestmark = pytest.mark.server
 

@@ -11,9 +11,9 @@ import urllib.error
 
 import pytest
 from conftest import FLOAT32, FLOAT32_TIE, PLAIN_FLOAT32, assert_same, plain_target
-from scheduled import Answer, Job, run
 from serving import PEAGLE_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
-from streaming import stream
+from support.scheduled import Answer, Job, run
+from support.streaming import stream
 from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server

@@ -8,9 +8,12 @@ must be outputs of the layers it names."""
 
 import pytest
 import torch
-from captures import Captures
 from conftest import PLAIN_FLOAT32, first_difference
-from families import (
+from serving import dflash_arguments
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+from support.captures import Captures
+from support.families import (
     FAMILIES,
     IMAGE_TOKEN,
     LAYER_IDS,
@@ -20,10 +23,7 @@ from families import (
     write_peagle_draft,
     write_target,
 )
-from scheduled import Job, Oracle, run
-from serving import dflash_arguments
-from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
-from sglang_dflash.srt.hardware_backend.cpu import runtime
+from support.scheduled import Job, Oracle, run
 
 pytestmark = [
     pytest.mark.server,

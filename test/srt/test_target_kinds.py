@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
-from families import FAMILIES
-from sglang_dflash.srt.speculative import target_kinds
 from sglang_dflash.srt.speculative.dflash_utils import validate_dflash_request
-from sglang_dflash.srt.speculative.target_kinds import (
+from sglang_dflash.srt.speculative.targets import kinds as target_kinds
+from sglang_dflash.srt.speculative.targets.kinds import (
     ALLOW_UNTESTED_VARIABLE,
     MEASURED,
     configure_capture,
     target_kind,
 )
+from support.families import FAMILIES
 
 
 class Model:

@@ -8,7 +8,6 @@ that."""
 
 import pytest
 import torch
-from engine import Pools, build, read_config
 from serving import DRAFT, TARGET
 from sglang.srt.model_executor.model_runner_components.attention_backend_setup import (
     configure_aux_hidden_state_capture,
@@ -17,6 +16,7 @@ from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang_dflash.srt.configs.draft_config import parse_draft_config
+from support.engine import Pools, build, read_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers import LlamaForCausalLM as HuggingFaceLlama
 

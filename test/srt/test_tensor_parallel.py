@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import run_to_end
-from dflash2_cases import DFlash2Case
-from draft_cases import BASE, Case
-from engine import Pools, start
-from sglang_dflash.srt.speculative.drafters import DraftBlock
-from sglang_dflash.srt.speculative.rejection import DraftProbs, accept_by_rejection
+from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs, accept_by_rejection
+from sglang_dflash.srt.speculative.drafters.base import DraftBlock
+from support.dflash2_cases import DFlash2Case
+from support.draft_cases import BASE, Case
+from support.engine import Pools, start
 from test_target_sampling import VOCABULARY, sampling_info
 
 WORLD = 2

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from enumeration import LAST, as_list, as_shuffled_list, is_valid
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_dflash.srt.speculative.acceptance import Verdict, accept_matching_prefix
-from sglang_dflash.srt.speculative.rejection import (
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict, accept_matching_prefix
+from sglang_dflash.srt.speculative.acceptance.rejection import (
     DraftProbs,
     accept_by_block_verification,
     accept_by_rejection,
     draw_by_inverse_cdf,
 )
+from support.enumeration import LAST, as_list, as_shuffled_list, is_valid
 
 RULES = [accept_by_rejection, accept_by_block_verification]
 

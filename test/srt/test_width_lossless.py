@@ -11,8 +11,8 @@ import itertools
 import pytest
 import torch
 from scipy.stats import chi2
-from sglang_dflash.srt.speculative.acceptance import accept_matching_prefix
-from sglang_dflash.srt.speculative.rejection import (
+from sglang_dflash.srt.speculative.acceptance.greedy import accept_matching_prefix
+from sglang_dflash.srt.speculative.acceptance.rejection import (
     DraftProbs,
     accept_by_block_verification,
     accept_by_rejection,

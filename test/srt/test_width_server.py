@@ -12,7 +12,7 @@ import pytest
 import test_logprobs
 from conftest import FLOAT32, WIDTHS_CHANGE, assert_same
 from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments, heldout_prompts
-from streaming import stream
+from support.streaming import stream
 from test_structured_output import EBNF, SCHEMA, greedy
 
 pytestmark = pytest.mark.server

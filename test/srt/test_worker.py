@@ -7,12 +7,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from engine import start
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang_dflash.kernels.ops.speculative.accept import settle
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
-from sglang_dflash.srt.speculative import constraints, dflash_utils, dflash_worker
-from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
+from sglang_dflash.srt.speculative.acceptance import constraints
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
+from sglang_dflash.srt.speculative.cycle.verify_tail import VerifyTail
 from sglang_dflash.srt.speculative.dflash_info import packed_ranges
 from sglang_dflash.srt.speculative.dflash_utils import (
     PhaseClock,
@@ -20,9 +21,9 @@ from sglang_dflash.srt.speculative.dflash_utils import (
     has_room_for_draft_graphs,
 )
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
-from sglang_dflash.srt.speculative.drafters import DraftBlock
-from sglang_dflash.srt.speculative.verify_tail import VerifyTail
+from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
+from support.engine import start
 
 
 def worker(**fields) -> DFlashWorker:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
 from sglang_dflash.srt.configs.config_file import find_config, read_object
-from sglang_dflash.srt.speculative.speculators_format import (
+from sglang_dflash.srt.configs.speculators_format import (
     is_speculators_config,
     normalize,
     speculators_type,

@@ -17,9 +17,9 @@ from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draf
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
 from sglang_dflash.srt.hardware_backend.cpu.transfer import prepare_transfer
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
-from sglang_dflash.srt.speculative import copy_ahead
-from sglang_dflash.srt.speculative.draft_sampling import DraftSampling
-from sglang_dflash.srt.speculative.target_kinds import target_kind
+from sglang_dflash.srt.speculative.drafters import copy_switch
+from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
+from sglang_dflash.srt.speculative.targets.kinds import target_kind
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ def _refuse_unsupported(args: Any) -> None:
 
 def check_copy_ahead(block_size: int) -> None:
     """Raises ValueError where copies are asked for and mean nothing."""
-    if not copy_ahead.is_asked_for():
+    if not copy_switch.is_asked_for():
         return
     if block_size == 1:
         raise ValueError(

@@ -6,8 +6,8 @@ process inherits and which are how `sgl.Engine(...)` sets them."""
 import argparse
 import os
 
-from sglang_dflash.srt.speculative.copy_ahead import VARIABLE as COPY_AHEAD_VARIABLE
-from sglang_dflash.srt.speculative.draft_sampling import SAMPLED_SLOTS_VARIABLE, TEMPERATURE_SCALE_VARIABLE
+from sglang_dflash.srt.speculative.drafters.copy_switch import VARIABLE as COPY_AHEAD_VARIABLE
+from sglang_dflash.srt.speculative.drafters.sampling import SAMPLED_SLOTS_VARIABLE, TEMPERATURE_SCALE_VARIABLE
 from sglang_dflash.srt.speculative.width.settings import NEVER_VARIABLE
 
 SAMPLE_METHODS = ("greedy", "probabilistic")

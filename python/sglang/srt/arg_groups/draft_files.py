@@ -13,7 +13,7 @@ from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfi
 from sglang_dflash.srt.configs.draft_tensors import d2t_problems, is_ignored, tensor_problems
 from sglang_dflash.srt.configs.layer_fields import is_int
 from sglang_dflash.srt.configs.peagle_config import check_architectures
-from sglang_dflash.srt.speculative.speculators_format import is_speculators_config, normalize
+from sglang_dflash.srt.configs.speculators_format import is_speculators_config, normalize
 
 # safetensors' names of element types.
 _FLOATS = ("F64", "F32", "F16", "BF16")

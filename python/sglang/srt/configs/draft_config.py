@@ -2,7 +2,7 @@
 
 Format: z-lab/dflash. A flat Qwen3 config plus `block_size`, `num_target_layers` and
 `dflash_config: {mask_token_id, target_layer_ids}`. Checkpoints of the speculators library are brought to it
-by `speculative/speculators_format.py`, with a few more entries in `dflash_config`."""
+by `configs/speculators_format.py`, with a few more entries in `dflash_config`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

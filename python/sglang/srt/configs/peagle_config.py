@@ -1,7 +1,7 @@
 """What a P-EAGLE checkpoint's config says beyond what it shares with a DFlash one.
 
 Format: speculators, `speculators_model_type: "peagle"`, brought to a flat config by
-`speculative/speculators_format.py`."""
+`configs/speculators_format.py`."""
 
 from dataclasses import dataclass, fields
 from typing import Any

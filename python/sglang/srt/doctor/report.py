@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
+from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.doctor.static_checks import Pair
-from sglang_dflash.srt.speculative.speculators_format import is_speculators_config
 
 if TYPE_CHECKING:  # measure.py needs torch and transformers' models, the static checks do not
     from sglang_dflash.srt.doctor.measure import Measurement, Outcome

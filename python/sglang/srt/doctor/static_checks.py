@@ -16,15 +16,15 @@ from sglang_dflash.srt.configs.draft_config import (
 )
 from sglang_dflash.srt.configs.draft_tensors import is_ignored, tensor_problems
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
-from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
-from sglang_dflash.srt.doctor.findings import Finding, fault, note
-from sglang_dflash.srt.models.mask_token import find_mask_token
-from sglang_dflash.srt.speculative.speculators_format import (
+from sglang_dflash.srt.configs.speculators_format import (
     is_speculators_config,
     normalize,
     served_types,
     speculators_type,
 )
+from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
+from sglang_dflash.srt.doctor.findings import Finding, fault, note
+from sglang_dflash.srt.models.mask_token import find_mask_token
 
 FETCH_AGAIN = "Fetch the draft again, or take one whose tensors and config.json belong together"
 OTHER_TARGET = "Serve the target that the draft was trained for, or a draft that was trained for this one"

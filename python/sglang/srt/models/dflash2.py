@@ -14,8 +14,8 @@ from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig, parse_d
 from sglang_dflash.srt.layers.vocab_argmax import largest_logits
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer, DFlashDraftModel
-from sglang_dflash.srt.speculative.candidate_selector import Candidates, Draw, walk
-from sglang_dflash.srt.speculative.rejection import DraftProbs
+from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
+from sglang_dflash.srt.speculative.drafters.selector import Candidates, Draw, walk
 from torch import nn
 
 from sglang.srt.layers.linear import ReplicatedLinear

@@ -252,7 +252,7 @@ AT_WORKER = (
         signature="(model, eagle_use_aux_hidden_state, eagle_aux_hidden_state_layer_ids, dflash_use_aux_hidden_state, "
         "dflash_target_layer_ids, is_dspark)",
         why="some targets can only be told in EAGLE-3's way which layers to capture",
-        build=_ours("srt.speculative.target_kinds.configure_capture"),
+        build=_ours("srt.speculative.targets.kinds.configure_capture"),
     ),
     Change(
         target="sglang.srt.managers.scheduler.validate_dflash_request",
@@ -294,7 +294,7 @@ AT_WORKER = (
         kind="replace",
         signature="(self, batch, stream_ordered)",
         why="after a prefill or a plain decode step the host knows lengths itself, and need not wait for the device",
-        build=_made_by("srt.speculative.known_lengths.resolving_known_lengths"),
+        build=_made_by("srt.speculative.cycle.known_lengths.resolving_known_lengths"),
     ),
 )
 
@@ -304,7 +304,7 @@ AT_DISAGGREGATION = (
         kind="replace",
         signature="(batch, last_tokens_tensor, future_map)",
         why="a decode server's requests come without a prefill of ours: our draft input, and a note for the worker",
-        build=_ours("srt.speculative.disaggregation.build_disagg_draft_input"),
+        build=_ours("srt.speculative.scale_out.disaggregation.build_disagg_draft_input"),
     ),
 )
 

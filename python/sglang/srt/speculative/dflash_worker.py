@@ -16,27 +16,30 @@ from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.mask_token import read_mask_embedding
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative import copy_ahead
-from sglang_dflash.srt.speculative.acceptance import Verdict
-from sglang_dflash.srt.speculative.constraints import constrain
-from sglang_dflash.srt.speculative.copy_ahead.drafter import CopyAhead
-from sglang_dflash.srt.speculative.copy_ahead.outcomes import Outcomes
+from sglang_dflash.srt.speculative.acceptance.constraints import constrain
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
+from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
+from sglang_dflash.srt.speculative.acceptance.rejection import (
+    accept_by_block_verification,
+    accept_by_rejection,
+)
+from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
+from sglang_dflash.srt.speculative.acceptance.target_sampling import draw_target_tokens, target_probs
+from sglang_dflash.srt.speculative.cycle.verify_tail import VerifyTail
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput, Prompts
 from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_kv_budget, check_target_model
-from sglang_dflash.srt.speculative.disaggregation import arrivals
-from sglang_dflash.srt.speculative.dp_attention import DraftRanks, keep_in_step, run_idle
-from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.drafters import copy_switch
+from sglang_dflash.srt.speculative.drafters.base import DraftBlock
+from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead
+from sglang_dflash.srt.speculative.drafters.copy_stats import Outcomes
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.dflash2 import DFlash2Drafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
-from sglang_dflash.srt.speculative.penalties import Penalties
-from sglang_dflash.srt.speculative.prewarm import prewarm_probabilistic_step
-from sglang_dflash.srt.speculative.rejection import accept_by_block_verification, accept_by_rejection
-from sglang_dflash.srt.speculative.simulated_acceptance import SimulatedAcceptance
-from sglang_dflash.srt.speculative.target_sampling import draw_target_tokens, target_probs
-from sglang_dflash.srt.speculative.target_states import states_of
-from sglang_dflash.srt.speculative.verify_tail import VerifyTail
-from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
+from sglang_dflash.srt.speculative.drafters.prewarm import prewarm_probabilistic_step
+from sglang_dflash.srt.speculative.scale_out.disaggregation import arrivals
+from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, keep_in_step, run_idle
+from sglang_dflash.srt.speculative.targets.states import states_of
+from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_updates
 from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 from sglang_dflash.srt.speculative.width.start_up import start_adaptive
@@ -160,7 +163,7 @@ class DFlashWorker(BaseSpecWorker):
         settings = AdaptiveSettings.from_environment()
         if settings is not None:
             self._width = start_adaptive(self, settings, get_parallel().tp_group, self._metrics)
-        if copy_ahead.is_asked_for():
+        if copy_switch.is_asked_for():
             # After what adaptive width measures, which has no texts.
             self._drafter = CopyAhead.of(
                 self._drafter, self._target_worker.model_runner, self.verify_width, self._metrics

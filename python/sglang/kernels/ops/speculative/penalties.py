@@ -1,6 +1,6 @@
 """Penalties at every position of a block, and the count of what was said, each in one launch.
 
-The PyTorch twins are in `srt/speculative/penalties.py`, where penalties take a dozen launches per position.
+The PyTorch twins are in `srt/speculative/acceptance/penalties.py`, where penalties take a dozen launches per position.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """How much of each block is kept, by rejection or by block verification, in one launch.
 
-The PyTorch twins are the walks in `srt/speculative/rejection.py`, where block verification takes a dozen
+The PyTorch twins are the walks in `srt/speculative/acceptance/rejection.py`, where block verification takes a dozen
 launches per slot."""
 
 import torch

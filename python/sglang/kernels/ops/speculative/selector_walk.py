@@ -1,5 +1,5 @@
 """A DFlash2 selector's walk along a block, in one launch; its PyTorch twin is
-`srt/speculative/candidate_selector.py`."""
+`srt/speculative/drafters/selector.py`."""
 
 import torch
 import triton

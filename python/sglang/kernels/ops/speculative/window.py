@@ -1,4 +1,4 @@
-"""The request table of a draft that sees a window (`srt/speculative/draft_window.py`), in one launch."""
+"""The request table of a draft that sees a window (`srt/speculative/drafters/window.py`), in one launch."""
 
 import torch
 import triton

@@ -3,14 +3,14 @@ states."""
 
 import torch
 from sglang_dflash.srt.models.block_draft import DraftOutput
-from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
+from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput, Prompts
-from sglang_dflash.srt.speculative.disaggregation import Arrival
-from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
-from sglang_dflash.srt.speculative.draft_window import FullView, WindowView
-from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.drafters.base import DraftBlock
+from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.drafters.waiting_rows import ContextRows, WaitingRows
-from sglang_dflash.srt.speculative.rejection import DraftProbs
+from sglang_dflash.srt.speculative.drafters.window import FullView, WindowView
+from sglang_dflash.srt.speculative.scale_out.disaggregation import Arrival
 
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_disagg, get_spec

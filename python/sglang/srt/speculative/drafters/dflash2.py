@@ -2,10 +2,10 @@
 
 import torch
 from sglang_dflash.srt.models.dflash2 import DFlash2Output
-from sglang_dflash.srt.speculative.candidate_selector import Draw
+from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
 from sglang_dflash.srt.speculative.dflash_info import Cycle
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
-from sglang_dflash.srt.speculative.rejection import DraftProbs
+from sglang_dflash.srt.speculative.drafters.selector import Draw
 
 
 class DFlash2Drafter(DFlashDrafter):

@@ -30,11 +30,11 @@ import torch
 from sglang_dflash.kernels.ops.speculative.peagle_rows import Pending, commit_rows, prepare_rows
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
-from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts, packed_ranges
-from sglang_dflash.srt.speculative.disaggregation import Arrival
-from sglang_dflash.srt.speculative.draft_sampling import DraftSampling, draw_drafts
-from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.drafters.base import DraftBlock
+from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
+from sglang_dflash.srt.speculative.scale_out.disaggregation import Arrival
 
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from sglang_dflash.kernels.ops.speculative.accept import accept_greedy
-from sglang_dflash.srt.speculative.acceptance import Verdict
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput
-from sglang_dflash.srt.speculative.drafters import DraftBlock
+from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth
 from sglang_dflash.srt.speculative.width.chooser import WidthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock

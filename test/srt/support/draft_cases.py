@@ -1,0 +1,227 @@
+"""Drafts of odd shapes with random weights, each built twice: by our class on SGLang's layers, and by the
+reference."""
+
+import json
+
+import torch
+from safetensors.torch import load_file
+from serving import DRAFT
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
+from support.engine import Pools, build, read_config, start
+from support.reference_dflash import ReferenceDFlash
+
+BASE = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 5,
+    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3]},
+    "num_target_layers": 6,
+    "num_hidden_layers": 2,
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+SLIDING = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+VARIANTS = {
+    "plain": {},
+    "one layer": {"num_hidden_layers": 1},
+    "no grouping": {"num_key_value_heads": 4},
+    "one kv head": {"num_key_value_heads": 1, "num_attention_heads": 6, "head_dim": 8},
+    "wide heads": {"head_dim": 40},
+    "attention bias": {"attention_bias": True},
+    "yarn": {"rope_scaling": YARN},
+    "other theta": {"rope_theta": 1e6},
+    "loose eps": {"rms_norm_eps": 1e-2},
+    "five target layers": {"dflash_config": {"mask_token_id": 0, "target_layer_ids": [0, 1, 2, 3, 4]}},
+    "one target layer": {"dflash_config": {"mask_token_id": 60, "target_layer_ids": [2]}},
+    "layer ids left out": {"dflash_config": {"mask_token_id": 7}},
+    "sliding, causal": {**SLIDING, "layer_types": ["sliding_attention"] * 2},
+    "sliding, not causal": {**SLIDING, "layer_types": ["sliding_attention"] * 2, "is_causal": False},
+    "sliding and full": {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]},
+    "sliding and full, not causal": {
+        **SLIDING,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "is_causal": False,
+    },
+    "narrow window": {**SLIDING, "sliding_window": 2, "layer_types": ["full_attention", "sliding_attention"]},
+    "block of 16": {"block_size": 16},
+    "sample from anchor": {
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3], "sample_from_anchor": True}
+    },
+    "sliding, counted from the anchor": {
+        **SLIDING,
+        "layer_types": ["sliding_attention"] * 2,
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3], "window_from_anchor": True},
+    },
+}
+
+
+def random_weights(config: dict, num_aux: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, scaled so that every part of the model matters: norms away from 1, biases away
+    from 0."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows, columns):
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+    def around_one(size):
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    sizes = {"q": config["num_attention_heads"] * head_dim}
+    sizes["k"] = sizes["v"] = config["num_key_value_heads"] * head_dim
+    weights = {
+        "fc.weight": matrix(hidden, num_aux * hidden),
+        "hidden_norm.weight": around_one(hidden),
+        "norm.weight": around_one(hidden),
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = f"layers.{i}"
+        for part, size in sizes.items():
+            weights[f"{layer}.self_attn.{part}_proj.weight"] = matrix(size, hidden) * 2
+            if config["attention_bias"]:
+                weights[f"{layer}.self_attn.{part}_proj.bias"] = torch.randn(size, generator=generator)
+        weights[f"{layer}.self_attn.o_proj.weight"] = matrix(hidden, sizes["q"])
+        if config["attention_bias"]:
+            weights[f"{layer}.self_attn.o_proj.bias"] = torch.randn(hidden, generator=generator)
+        for part in ("q", "k"):
+            weights[f"{layer}.self_attn.{part}_norm.weight"] = around_one(head_dim)
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}.{part}.weight"] = around_one(hidden)
+        for part in ("gate", "up"):
+            weights[f"{layer}.mlp.{part}_proj.weight"] = matrix(config["intermediate_size"], hidden)
+        weights[f"{layer}.mlp.down_proj.weight"] = matrix(hidden, config["intermediate_size"])
+    return weights
+
+
+def lm_head(weight: torch.Tensor) -> ParallelLMHead:
+    """The target's head as SGLang holds it: padded with zeros to a multiple of 64 rows, this rank's share of
+    them."""
+    start()
+    head = ParallelLMHead(*weight.shape)
+    head.weight_loader(head.weight, weight)
+    return head
+
+
+class FakePlan:
+    """SGLang's plan of a step's slots, where every pool uses the same ids."""
+
+    def __init__(self, slots: torch.Tensor):
+        self.slots = slots
+
+    def reads_from(self, translator, *, seq_lens, seq_lens_cpu, read_extent) -> "FakePlan":
+        return self
+
+    def bind(self, batch, translator, *, cols: slice | None = None) -> None:
+        bs = batch.req_pool_indices.numel()
+        batch.out_cache_loc = self._part(bs, cols)
+        self.bs = bs
+
+    def write_ids(self, translator, *, cols: slice | None = None) -> torch.Tensor:
+        return self.slots if cols is None else self._part(self.bs, cols)
+
+    def _part(self, bs: int, cols: slice | None) -> torch.Tensor:
+        return self.slots if cols is None else self.slots.view(bs, -1)[:, cols].reshape(-1)
+
+
+class Case:
+    """One draft, built twice, with a random target embedding and head."""
+
+    model_class, reference_class, checkpoint = DFlashDraftModel, ReferenceDFlash, DRAFT
+
+    def __init__(self, config: dict, weights: dict[str, torch.Tensor], num_aux: int, tmp_path):
+        self.config = config
+        self.num_aux, self.weights = num_aux, weights
+        self.reference = self.reference_class(config, weights)
+        self.model = build(self.model_class, read_config(config, tmp_path), iter(weights.items()))
+        generator = torch.Generator().manual_seed(1)
+        self.embedding = torch.nn.Embedding(config["vocab_size"], config["hidden_size"])
+        self.embedding.weight.data = torch.randn(
+            config["vocab_size"], config["hidden_size"], generator=generator
+        )
+        self.head = torch.randn(config["vocab_size"], config["hidden_size"], generator=generator)
+        self.head *= config["hidden_size"] ** -0.5
+        self.model.borrow_from_target(self.embedding, lm_head(self.head))
+
+    @classmethod
+    def variant(cls, name: str, tmp_path, **nested) -> "Case":
+        """nested: further entries of `dflash_config`."""
+        config = BASE | VARIANTS[name]
+        config["dflash_config"] = config["dflash_config"] | nested
+        ids = config["dflash_config"].get("target_layer_ids")
+        num_aux = (config["num_hidden_layers"] if ids is None else len(ids)) * nested.get("hc_mult", 1)
+        return cls(config, random_weights(config, num_aux), num_aux, tmp_path)
+
+    @classmethod
+    def bundled(cls, tmp_path) -> "Case":
+        config = json.loads((cls.checkpoint / "config.json").read_text())
+        weights = {
+            name: tensor.float() for name, tensor in load_file(cls.checkpoint / "model.safetensors").items()
+        }
+        return cls(config, weights, len(config["dflash_config"]["target_layer_ids"]), tmp_path)
+
+    def pools(self, requests: int, capacity: int, **options) -> Pools:
+        return Pools(
+            requests,
+            capacity,
+            layers=self.config["num_hidden_layers"],
+            kv_heads=self.config["num_key_value_heads"],
+            head_dim=self.config["head_dim"],
+            **options,
+        )
+
+    def context_kv(self, aux_hidden: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values the model writes for positions `start`..: two tensors [n, layers, kv_heads,
+        head_dim]."""
+        n = len(aux_hidden)
+        pools = self.pools(1, n)
+        where = pools.slots(0, 0, n)
+        self.model.write_context_kv(aux_hidden, torch.arange(start, start + n), where, pools.token_to_kv_pool)
+        pool = pools.token_to_kv_pool
+        return tuple(torch.stack([b[where] for b in side], dim=1) for side in (pool.k_buffer, pool.v_buffer))
+
+    def aux_hidden(self, length: int, seed: int) -> torch.Tensor:
+        """Captured states of a context, with the uneven scale real ones have."""
+        generator = torch.Generator().manual_seed(seed)
+        states = torch.randn(length, self.num_aux, self.config["hidden_size"], generator=generator)
+        return (states * torch.linspace(0.5, 3, self.num_aux)[:, None]).flatten(1)
+
+    def block_tokens(self, anchors: list[int]) -> torch.Tensor:
+        """[bs, B]: each anchor followed by mask tokens."""
+        tokens = torch.full(
+            (len(anchors), self.config["block_size"]), self.config["dflash_config"]["mask_token_id"]
+        )
+        tokens[:, 0] = torch.tensor(anchors)
+        return tokens
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.double() @ self.head.double().T
+
+    def compare_blocks(self, lengths: list[int], **pool_options) -> float:
+        """Largest difference of block logits over a batch of requests with these context lengths."""
+        tokens = self.block_tokens([(5 * i + 2) % self.config["vocab_size"] for i in range(len(lengths))])
+        pools = self.pools(len(lengths), max(lengths) + tokens.shape[1], **pool_options)
+        contexts = [self.aux_hidden(length, seed) for seed, length in enumerate(lengths)]
+        for request, (length, aux_hidden) in enumerate(zip(lengths, contexts, strict=True)):
+            where = pools.slots(request, 0, length)
+            self.model.write_context_kv(aux_hidden, torch.arange(length), where, pools.token_to_kv_pool)
+        ours = pools.forward(self.model, pools.blocks(tokens, lengths)).hidden_states.view(*tokens.shape, -1)
+        worst = 0.0
+        for request, aux_hidden in enumerate(contexts):
+            embeddings = self.embedding.weight.data[tokens[request]]
+            expected = self.reference.block_hidden(embeddings, self.reference.context_kv(aux_hidden))
+            difference = (self.logits(ours[request]) - self.logits(expected)).abs().max()
+            assert not difference.isnan(), "the draft read a slot that nobody had written"
+            worst = max(worst, difference.item())
+        return worst

@@ -1,0 +1,397 @@
+"""A tiny random checkpoint of each family of targets, written by Hugging Face's own classes, with its answers
+and states."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from serving import PEAGLE_DRAFT
+from support.dflash2_cases import OPTIONS as DFLASH2_OPTIONS
+from support.dflash2_cases import random_dflash2_weights
+from support.draft_cases import BASE, random_weights
+from support.drafts import read_config
+
+VOCAB, HIDDEN, LAYERS = 1100, 64, 6
+# Neither first nor last, nor next to each other: what a draft reads, and what is held against Hugging Face's.
+LAYER_IDS = (1, 2, 4)
+
+_SHARED = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+# SGLang rounds a width up to 32 on a CPU, and not all of its loaders pad.
+_MOE = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+_MLA = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_GEMMA4_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_QWEN3_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "out_hidden_size": HIDDEN,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
+IMAGE_TOKEN = 2
+_QWEN3_VL = {
+    "vision_config": _QWEN3_VISION,
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": 3,
+    "vision_start_token_id": 4,
+    "vision_end_token_id": 5,
+}
+_HYBRID = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * (LAYERS // 3),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+# Read by SGLang, and no longer fields of transformers'.
+_HYBRID_FIELDS = {
+    "full_attention_interval": 3,
+    "partial_rotary_factor": 0.5,
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+}
+_IN_TEXT_CONFIG = {"text_config": _HYBRID_FIELDS}
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [2, 3, 3],
+    "mrope_interleaved": True,
+}
+_WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """config: of transformers' class `architecture`, beside what all share; written: what else SGLang wants
+    to find in config.json; adjust: of the weights; outer: the config around it where the text model is part
+    of a larger one."""
+
+    architecture: str
+    config_class: str
+    config: dict
+    written: dict = field(default_factory=dict)
+    adjust: Callable | None = None
+    rewrite: Callable[[dict], dict] | None = None  # of the checkpoint's tensors, to what published ones hold
+    outer: str | None = None
+    outer_fields: dict = field(default_factory=dict)
+    # Of captured states, relative to the largest: two implementations in float32, a few layers deep.
+    tolerance: float = 1e-4
+
+    def build_config(self, **changes):
+        config = getattr(transformers, self.config_class)(**{**_SHARED, **self.config, **changes})
+        if self.outer is not None:
+            config = getattr(transformers, self.outer)(
+                text_config=config.to_dict(),
+                tie_word_embeddings=config.tie_word_embeddings,
+                **self.outer_fields,
+            )
+        return config
+
+
+def _loud_sinks(model) -> None:
+    """Sinks that matter. SGLang keeps them in bfloat16, whatever the model's dtype."""
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data = layer.self_attn.sinks.data.normal_(std=2.0).bfloat16().float()
+
+
+def _quiet_embedding(model) -> None:
+    """Tied and scaled up by the square root of the width, it would drown the layers: every answer would be
+    its prompt's last token."""
+    model.get_input_embeddings().weight.data.mul_(0.1)
+
+
+def _experts_as_published(tensors: dict) -> dict:
+    """Inputs first, as they were saved before transformers 5."""
+    return {name: t.transpose(1, 2) if ".experts." in name else t for name, t in tensors.items()}
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_GEMMA4 = {
+    **_WINDOWS,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": VOCAB,
+    "pad_token_id": 0,
+}
+# In published configs, and no longer fields of transformers'.
+_ROUTING = {"moe_layer_freq": 1}
+_DEEPSEEK = {**_MOE, **_MLA, **_ROUTED, "rope_parameters": _YARN}
+
+FAMILIES = {
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", {}),
+    "qwen3-moe": Family(
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_MOE, "num_experts": 4}, {"num_experts": 4}
+    ),
+    "glm4-moe": Family("Glm4MoeForCausalLM", "Glm4MoeConfig", {**_MOE, **_ROUTED}),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**_MOE, **_WINDOWS, "num_local_experts": 4, "intermediate_size": 64},
+        adjust=_loud_sinks,
+    ),
+    # As the small published ones: embeddings per layer, the last layers reading keys and values of earlier
+    # ones.
+    "gemma4": Family(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4TextConfig",
+        {**_GEMMA4, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+        adjust=_quiet_embedding,
+        outer="Gemma4Config",
+        outer_fields={"vision_config": _GEMMA4_VISION},
+    ),
+    # SGLang reads heads of two widths in the class above only.
+    "gemma4-text": Family(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**_GEMMA4, "global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        {"swa_num_key_value_heads": 2, "swa_head_dim": 16},
+        adjust=_quiet_embedding,
+    ),
+    "deepseek-v2": Family(
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        {**_DEEPSEEK, "q_lora_rank": None},
+        _ROUTING | {"topk_method": "greedy", "scoring_func": "softmax"},
+    ),
+    "qwen3-vl": Family(
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLTextConfig",
+        {"rope_parameters": _MROPE},
+        outer="Qwen3VLConfig",
+        outer_fields=_QWEN3_VL,
+    ),
+    "qwen3-vl-moe": Family(
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeTextConfig",
+        {**_MOE, "num_experts": 4, "rope_parameters": _MROPE},
+        rewrite=_experts_as_published,
+        outer="Qwen3VLMoeConfig",
+        outer_fields=_QWEN3_VL,
+    ),
+    # SGLang keeps the convolution's state in bfloat16, whatever the model's dtype, unless the environment
+    # says otherwise.
+    "qwen3.5": Family(
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5TextConfig",
+        _HYBRID,
+        _IN_TEXT_CONFIG,
+        outer="Qwen3_5Config",
+        outer_fields=_QWEN3_VL,
+    ),
+    "qwen3.5-text": Family("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HYBRID, _HYBRID_FIELDS),
+    "qwen3.5-moe": Family(
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeTextConfig",
+        {**_HYBRID, **_MOE, "num_experts": 4, "shared_expert_intermediate_size": 32},
+        _IN_TEXT_CONFIG,
+        outer="Qwen3_5MoeConfig",
+        outer_fields=_QWEN3_VL,
+    ),
+    "mistral": Family("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
+    "ministral3": Family("Ministral3ForCausalLM", "Ministral3Config", {}),
+    "phi3": Family("Phi3ForCausalLM", "Phi3Config", {}),
+    "deepseek-v3": Family(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {**_DEEPSEEK, "q_lora_rank": 24},
+        _ROUTING | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+}
+
+
+@dataclass
+class Target:
+    """A family's checkpoint and the model it was written from."""
+
+    family: Family
+    path: Path
+    model: torch.nn.Module
+
+    @torch.no_grad()
+    def answer(self, prompt: Sequence[int], length: int, **pictures) -> tuple[list[int], list[float]]:
+        """The greedy continuation, and by how much, in logits, each token is ahead of the next best."""
+        ids, leads = list(prompt), []
+        for _ in range(length):
+            if pictures:
+                pictures["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE_TOKEN).int()
+            best = self.model(torch.tensor([ids]), **pictures).logits[0, -1].topk(2)
+            ids.append(int(best.indices[0]))
+            leads.append(float(best.values[0] - best.values[1]))
+        return ids[len(prompt) :], leads
+
+    @torch.no_grad()
+    def hidden_states(self, ids: Sequence[int]) -> torch.Tensor:
+        """[num_layers + 1, len(ids), hidden]: the embedding, then every layer's output (the last one
+        normed)."""
+        return torch.cat(self.model(torch.tensor([list(ids)]), output_hidden_states=True).hidden_states)
+
+
+def write_target(name: str, folder: Path, **changes) -> Target:
+    """changes: to the config of its text model."""
+    family = FAMILIES[name]
+    config = family.build_config(**changes)
+    config._attn_implementation = "eager"
+    torch.manual_seed(3)
+    model = getattr(transformers, family.architecture)(config).float().eval()
+    generator = torch.Generator().manual_seed(5)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and "norm" in parameter_name:  # so that a norm left out or applied twice shows
+            parameter.data.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
+    if family.adjust is not None:
+        family.adjust(model)
+    model.save_pretrained(folder)
+    if family.rewrite is not None:
+        weights = folder / "model.safetensors"
+        save_file(
+            {name: t.contiguous() for name, t in family.rewrite(load_file(weights)).items()},
+            weights,
+            {"format": "pt"},
+        )
+    path = folder / "config.json"
+    path.write_text(json.dumps(_merged(json.loads(path.read_text()), family.written)))
+    return Target(family, folder, model)
+
+
+def _merged(config: dict, changes: dict) -> dict:
+    """config with changes, the inner dicts' too."""
+    inner = {key: _merged(config[key], value) for key, value in changes.items() if isinstance(value, dict)}
+    return config | changes | inner
+
+
+def _draft_config(vocab: int) -> dict:
+    return {
+        **BASE,
+        "vocab_size": vocab,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_target_layers": LAYERS,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": min(7, vocab - 1), "target_layer_ids": list(LAYER_IDS)},
+    }
+
+
+def write_draft(folder: Path, vocab: int = VOCAB) -> Path:
+    """A random DFlash draft for any of the targets."""
+    config = _draft_config(vocab)
+    return _write(folder, config, random_weights(config, len(LAYER_IDS)))
+
+
+def write_dflash2_draft(folder: Path, vocab: int = VOCAB) -> Path:
+    """A random DFlash2 draft for any of the targets."""
+    config = _draft_config(vocab) | {"architectures": ["DFlash2DraftModel"]}
+    config["dflash_config"] |= DFLASH2_OPTIONS
+    return _write(folder, config, random_dflash2_weights(config, len(LAYER_IDS)))
+
+
+def _write(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def write_peagle_draft(folder: Path, vocab: int = VOCAB, tokens: int = 500) -> Path:
+    """A random P-EAGLE draft of one layer, with a window and a reduced vocabulary, for any of the targets."""
+    heads, head_dim, inner, num_aux = 4, 16, 96, len(LAYER_IDS)
+    config = read_config(PEAGLE_DRAFT)
+    config |= {
+        "draft_vocab_size": tokens,
+        "mask_token_id": min(7, vocab - 1),
+        "eagle_aux_hidden_state_layer_ids": [
+            layer + 1 for layer in LAYER_IDS
+        ],  # the library counts from the embedding
+    }
+    config["transformer_layer_config"] |= {
+        "hidden_size": HIDDEN,
+        "vocab_size": vocab,
+        "head_dim": head_dim,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "layer_types": ["sliding_attention"],
+        "sliding_window": 12,
+        "max_position_embeddings": 256,
+    }
+    wide, layer = heads * head_dim, "layers.0"
+    shapes = {
+        "embed_tokens.weight": (vocab, HIDDEN),
+        "lm_head.weight": (tokens, HIDDEN),
+        "mask_hidden": (1, 1, num_aux * HIDDEN),
+        "fc.weight": (HIDDEN, num_aux * HIDDEN),
+        "norm.weight": (HIDDEN,),
+        **{f"{layer}.self_attn.{part}_proj.weight": (wide, 2 * HIDDEN) for part in "qkv"},
+        f"{layer}.self_attn.o_proj.weight": (HIDDEN, wide),
+        **{f"{layer}.self_attn.{part}_norm.weight": (head_dim,) for part in "qk"},
+        **{f"{layer}.mlp.{part}_proj.weight": (inner, HIDDEN) for part in ("gate", "up")},
+        f"{layer}.mlp.down_proj.weight": (HIDDEN, inner),
+        **{
+            f"{layer}.{part}.weight": (HIDDEN,)
+            for part in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+        },
+    }
+    generator = torch.Generator().manual_seed(9)
+    weights = {
+        name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()
+    }
+    weights |= {name: torch.ones(shape) for name, shape in shapes.items() if len(shape) == 1}
+    weights["d2t"] = torch.arange(tokens)  # token i of the draft is token 2 i of the target
+    return _write(folder, config, weights)

@@ -1,0 +1,89 @@
+"""A DFlash2 draft in plain PyTorch, for the tests: `ReferenceDFlash` with the convolutions and the selector,
+in float64.
+
+Written from the formulas of vllm-project/vllm#52816 and sgl-project/sglang#35371: token by token, channel by
+channel."""
+
+import torch
+from support.reference_dflash import ReferenceDFlash
+from torch.nn.functional import silu
+
+
+class ReferenceDFlash2(ReferenceDFlash):
+    def __init__(self, config: dict, weights: dict[str, torch.Tensor]):
+        super().__init__(config, weights)
+        self.options = config["dflash_config"]
+
+    def block_hidden(self, embeddings, context):
+        anchor = context[0][0].shape[0]
+        positions = anchor + torch.arange(embeddings.shape[0])
+        hidden = embeddings.double()
+        for layer in range(self.num_layers):
+            name = f"layers.{layer}"
+
+            def attention(x):
+                query = self._linear(f"{name}.self_attn.q_proj", x).view(-1, self.num_heads, self.head_dim)
+                query = self._rotate(self._norm(f"{name}.self_attn.q_norm", query), positions)
+                sides = zip(context[layer], self._keys_values(layer, x, positions))
+                keys, values = (torch.cat(parts) for parts in sides)
+                return self._linear(
+                    f"{name}.self_attn.o_proj", self._attend(layer, query, keys, values, anchor)
+                )
+
+            def mlp(x):
+                gated = silu(self._linear(f"{name}.mlp.gate_proj", x)) * self._linear(
+                    f"{name}.mlp.up_proj", x
+                )
+                return self._linear(f"{name}.mlp.down_proj", gated)
+
+            normed = self._norm(f"{name}.input_layernorm", hidden)
+            hidden = hidden + self._wrapped(f"{name}.attention_conv", normed, attention)
+            normed = self._norm(f"{name}.post_attention_layernorm", hidden)
+            hidden = hidden + self._wrapped(f"{name}.mlp_conv", normed, mlp)
+        return self._norm("norm", hidden)
+
+    def _wrapped(self, name: str, x: torch.Tensor, sublayer) -> torch.Tensor:
+        taps = self.options.get("conv_kernel_size")
+        if not taps:
+            return sublayer(x)
+        groups = x.shape[1] // self.options["conv_group_size"]
+        deltas = self._linear(f"{name}.kernel_projection", x).view(-1, 2, taps, groups)
+        return self._convolve(name, 1, sublayer(self._convolve(name, 0, x, deltas)), deltas)
+
+    def _convolve(self, name: str, side: int, x: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+        base, size = self.weights[f"{name}.base_kernel"][side], self.options["conv_group_size"]
+        out = torch.zeros_like(x)
+        for row in range(x.shape[0]):
+            for tap in range(min(base.shape[0], row + 1)):
+                for channel in range(x.shape[1]):
+                    weight = base[tap, channel] + deltas[row, side, tap, channel // size]
+                    out[row, channel] += weight * x[row - tap, channel]
+        return out
+
+    def candidates(self, hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [slots, K] and unary scores of the slots' candidates; hidden [slots, hidden], head [vocab,
+        hidden]."""
+        logits = hidden.double() @ head.double().T * self.options.get("output_multiplier", 1.0)
+        cap = self.options.get("final_logit_softcapping")
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        best = logits.topk(self.options["selector_top_k"], dim=-1)
+        return best.indices, best.values
+
+    def scores(
+        self, hidden: torch.Tensor, previous: int, ids: torch.Tensor, unary: torch.Tensor
+    ) -> torch.Tensor:
+        """Of one slot's candidates after the token `previous`: [K]. hidden: [hidden]."""
+        gate = self.weights["candidate_selector.hidden_projection.weight"] @ hidden.double()
+        left = self.weights["candidate_selector.predecessor_codebook"][previous] * gate
+        right = self.weights["candidate_selector.successor_codebook"]
+        return torch.stack([unary[c] + (left * right[token]).sum() for c, token in enumerate(ids.tolist())])
+
+    def greedy_path(self, hidden: torch.Tensor, head: torch.Tensor, anchor: int) -> list[int]:
+        """hidden: [slots, hidden] of the slots that draft."""
+        ids, unary = self.candidates(hidden, head)
+        path = [anchor]
+        for slot in range(len(hidden)):
+            scores = self.scores(hidden[slot], path[-1], ids[slot], unary[slot])
+            path.append(int(ids[slot, scores.argmax()]))
+        return path[1:]

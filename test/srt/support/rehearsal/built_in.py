@@ -1,0 +1,76 @@
+"""SGLang's own DFLASH worker in a rehearsed server, to count by the same rules what its steps launch.
+
+Of ours such a server has the CPU runtime and the rules for the arguments. The worker, the draft's model and
+everything that a step calls are SGLang's, on the branches that they take on CUDA."""
+
+import dataclasses
+import functools
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from support.rehearsal import launches
+
+
+def take_the_stage(ledger: ModuleType, attention: Any, buckets: tuple[int, ...]) -> None:
+    """None of our worker's changes are made but `attention`, and the worker is the one that SGLang
+    chooses."""
+
+    def build():
+        from sglang_dflash.srt.plugins.install import install_at_worker
+
+        def create(original, self, server_args):
+            install_at_worker()
+            return _on_stage(original(self, server_args), buckets)
+
+        return create
+
+    def changed(change):
+        return (
+            dataclasses.replace(change, build=build) if change.target.endswith(".create_worker") else change
+        )
+
+    ledger.AT_LOAD = tuple(map(changed, ledger.AT_LOAD))
+    ledger.AT_WORKER = (attention,)
+
+
+def _on_stage(worker: type, buckets: tuple[int, ...]) -> type:
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    module = sys.modules[worker.__module__]
+    module.is_hip = lambda: True  # all that it asks this for is whether its Triton kernels run
+    module.build_draft_tp_worker = functools.partial(
+        module.build_draft_tp_worker, attention_backend_override="torch_native"
+    )
+    decode = SimpleNamespace(backend="rehearsed", bs=buckets)
+    module.get_exec = lambda: SimpleNamespace(
+        graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode))
+    )
+    torch.Tensor.record_stream = lambda *_: None
+    # One kernel each on CUDA, and several operations on a CPU.
+    _count_once(RMSNorm, "forward", "rms_norm")
+    _count_once(MHATokenToKVPool, "set_kv_buffer_prefix_valid", "set_kv_buffer_prefix_valid")
+
+    class Worker(worker):
+        def forward_batch_generation(self, batch, *args, **kwargs):
+            is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
+            step = super().forward_batch_generation if is_prefill else self._decode
+            return step(batch, *args, **kwargs)
+
+        def _decode(self, batch, *args, **kwargs):
+            return super().forward_batch_generation(batch, *args, **kwargs)
+
+    launches.watch_decode_steps(Worker)
+    return Worker
+
+
+def _count_once(owner: type, method: str, name: str) -> None:
+    body = getattr(owner, method)
+
+    def once(*args, **kwargs):
+        with launches.one_operation(name):
+            return body(*args, **kwargs)
+
+    setattr(owner, method, once)

@@ -1,0 +1,83 @@
+"""What a rehearsed server's answers and reports are held against."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from conftest import assert_same
+from serving import dflash_arguments, heldout_prompts
+from support.rehearsal.play import ARGUMENTS, Rehearsal
+
+# What a request drafts may depend on what the prefix cache held when it came; without one, on nothing.
+NO_CACHE = "--disable-radix-cache"
+CONCURRENCY = 3  # with graphs for 1, 2 and 4 requests: most batches are padded
+LISTS = Path(__file__).parent / "launch_lists"
+UPDATE = "REHEARSAL_UPDATE"  # set it to write the lists instead of comparing with them
+
+
+def greedy_requests(count: int = 5, tokens: int = 32, **sampling) -> list[dict]:
+    prompts = [prompt["text"] for prompt in heldout_prompts() if 8 <= prompt["num_tokens"] <= 120][:count]
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling}
+    return [{"text": prompt, "sampling_params": sampling} for prompt in prompts]
+
+
+def acceptance(answers: Sequence[dict]) -> list[list[int]]:
+    """Of every request, how many of its blocks kept 0, 1, 2, ... drafted tokens."""
+    return [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in answers]
+
+
+class Expected:
+    """Answers of the CPU's own path, `torch_native` in float32."""
+
+    def __init__(self, servers):
+        self._servers = servers
+        self._known: dict[str, list[dict]] = {}
+
+    def answers(self, draft: Path, requests: Sequence[dict], *arguments: object) -> list[dict]:
+        key = json.dumps([str(draft), requests, list(map(str, arguments))])
+        if key not in self._known:
+            server = self._servers.get(*ARGUMENTS, *dflash_arguments(draft), NO_CACHE, *arguments)
+            self._known[key] = server.generate_many(requests, CONCURRENCY)
+        return self._known[key]
+
+
+def assert_as_expected(
+    played: Rehearsal,
+    draft: Path,
+    requests: Sequence[dict],
+    expected: Expected,
+    reference,
+    *arguments: object,
+) -> list[dict]:
+    """The target's answers, the expected acceptance, no host length unlike the device's, and a graph for
+    every forward."""
+    answers = played.server.generate_many(requests, CONCURRENCY)
+    assert_same(requests, answers, reference.answers(requests))
+    assert played.problems() == []
+    assert acceptance(answers) == acceptance(expected.answers(draft, requests, *arguments))
+    assert played.steps_without_graphs() == []
+    assert max(step["bs"] for step in played.notes("step")) > 1
+    return answers
+
+
+def assert_launches(played: Rehearsal, name: str) -> None:
+    """Every greedy step asked for exactly the operations of `launch_lists/NAME.txt`, from the lines given
+    there."""
+    path = LISTS / f"{name}.txt"
+    found = [
+        sorted(f"{count} {operation}" for operation, count in counts.items())
+        for counts in played.operations()
+    ]
+    if UPDATE in os.environ:
+        [lines] = found
+        path.write_text("\n".join(lines) + "\n")
+    wanted = path.read_text().splitlines()
+    assert found, "no decode step was seen"
+    for lines in found:
+        more, less = sorted(set(lines) - set(wanted)), sorted(set(wanted) - set(lines))
+        assert not more and not less, (
+            f"{path.name}\nnow, not in the list:\n  "
+            + "\n  ".join(more)
+            + ("\nin the list, not now:\n  " + "\n  ".join(less))
+        )

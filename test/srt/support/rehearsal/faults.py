@@ -1,0 +1,91 @@
+"""Deliberate faults, each of which a rehearsal has to notice: tests of the tests.
+
+A captured graph keeps what it was captured with, so a fault in there is there from the start (`AT_START`);
+the others come and go while the server runs, as the file says that REHEARSAL_FAULT names (`PLANTED`)."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+
+VARIABLE = "REHEARSAL_FAULT"
+
+
+def _is_planted(name: str) -> bool:
+    return Path(os.environ[VARIABLE]).read_text() == name
+
+
+def _wrong_host_length() -> None:
+    """The host believes every request one token shorter."""
+    from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+
+    begin = DFlashWorker._begin_cycle
+
+    def shorter(self, batch, width):
+        cycle = begin(self, batch, width)
+        if _is_planted("wrong host length"):
+            return dataclasses.replace(cycle, host_lens=cycle.host_lens - 1)
+        return cycle
+
+    DFlashWorker._begin_cycle = shorter
+
+
+def _stale_states() -> None:
+    """The draft's context is made of the aux hidden states of some earlier step."""
+    from sglang_dflash.srt.speculative.cycle.verify_tail import VerifyTail
+
+    left, first = VerifyTail.left_to_commit, {}
+
+    def stale(self, target_out):
+        states = target_out.logits_output.hidden_states
+        if _is_planted("stale states"):
+            return first.setdefault(states.shape, states.clone())  # over what the graph has written
+        return left(self, target_out)
+
+    VerifyTail.left_to_commit = stale
+
+
+def _host_read() -> None:
+    """A decode step waits for the device."""
+    from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+
+    accept = DFlashWorker._accept
+
+    def reading(self, batch, cycle, *args, **kwargs):
+        if _is_planted("host read"):
+            cycle.seq_lens.tolist()
+        return accept(self, batch, cycle, *args, **kwargs)
+
+    DFlashWorker._accept = reading
+
+
+def _causal_draft() -> None:
+    """A block's rows see only those before them. Every output is right, and drafts are a little worse."""
+    from sglang.srt.layers.radix_attention import AttentionType
+    from sglang_dflash.srt.models import dflash
+
+    def causal(*args, **kwargs):
+        return attention(*args, **kwargs | {"attn_type": AttentionType.DECODER})
+
+    attention, dflash.RadixAttention = dflash.RadixAttention, causal
+
+
+def _forgotten_buffer() -> None:
+    """The draft's graph reads a tensor that every step makes anew."""
+    from sglang_dflash.srt.models.dflash import DFlashDraftModel
+    from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
+
+    propose, embed = DFlashDrafter.propose, DFlashDraftModel.embed
+    DFlashDraftModel.of_this_step = torch.ones(1)
+
+    def propose_anew(self, *args, **kwargs):
+        DFlashDraftModel.of_this_step = torch.ones(1)
+        return propose(self, *args, **kwargs)
+
+    DFlashDrafter.propose = propose_anew
+    DFlashDraftModel.embed = lambda self, input_ids: embed(self, input_ids) * self.of_this_step
+
+
+PLANTED = {"wrong host length": _wrong_host_length, "stale states": _stale_states, "host read": _host_read}
+AT_START = {"causal draft": _causal_draft, "forgotten buffer": _forgotten_buffer}

@@ -1,0 +1,129 @@
+"""FlashInfer's kernels, below its own Python wrappers.
+
+`plan` leaves a schedule in the wrapper's workspace, where a captured kernel finds it. Like the kernel, a run
+believes the schedule's host lengths for how far it reads, and the device's arrays for everything else; where
+the two differ, a GPU would read too little or too much and say nothing: here it is reported."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from support.rehearsal import launches, report
+from support.rehearsal.attention import attend
+from support.rehearsal.graphs import kernel
+
+
+@dataclass
+class Schedule:
+    qo_indptr: list[int]
+    lengths: list[int]
+    heads: tuple[int, int]
+    in_graph: bool
+
+
+_schedules: dict[int, Schedule] = {}  # by the address of the workspace
+
+
+class PrefillModule:
+    """What `get_batch_prefill_module` compiles."""
+
+    workspace_size = None
+
+    def __init__(
+        self, backend, q_dtype, kv_dtype, o_dtype, id_dtype, d_qk, d_vo, pos_mode, use_window, use_softcap, *_
+    ):
+        assert backend == "fa2", backend
+        self._use_window, self._use_softcap = use_window, use_softcap
+        self.paged_run = kernel("flashinfer_paged_run", self._run)
+
+    def plan(
+        self, float_workspace, int_workspace, pinned, qo_host, kv_host, lengths, rows, bs, q_heads, kv_heads, page, in_graph,
+        d_qk, d_vo, causal, window_left, *_,
+    ):  # fmt: skip
+        for given in (qo_host, kv_host, lengths):
+            assert given.device.type == "cpu" and given.dtype == torch.int32, given.dtype
+        with launches.one_operation("flashinfer:plan"):
+            _schedules[int_workspace.data_ptr()] = Schedule(
+                qo_host.tolist(), lengths.tolist()[:bs], (q_heads, kv_heads), in_graph
+            )
+        return [bs, rows]
+
+    def _run(
+        self, float_workspace, int_workspace, plan_info, q, k_cache, v_cache, qo, kv, indices, last_page, out, lse, mask_mode,
+        layout, window_left, pdl, mask, mask_indptr, alibi, prefix_len, token_pos, max_item, softcap, scale, *_,
+    ):  # fmt: skip
+        schedule = _schedules[int_workspace.data_ptr()]
+        assert mask_mode in (0, 1), mask_mode
+        heads = q.shape[1], k_cache.shape[-2]
+        if schedule.heads != heads:
+            report.problem(f"FlashInfer was planned for {schedule.heads} heads and is run with {heads}")
+        pools = [cache.reshape(-1, *cache.shape[-2:]) for cache in (k_cache, v_cache)]
+        qo, kv = qo.tolist(), kv.tolist()
+        if schedule.qo_indptr != qo[: len(schedule.lengths) + 1]:
+            report.problem(f"FlashInfer: qo_indptr on the host {schedule.qo_indptr}, on the device {qo}")
+        out.zero_()
+        for lane, host_length in enumerate(schedule.lengths):
+            rows, length = slice(qo[lane], qo[lane + 1]), kv[lane + 1] - kv[lane]
+            slots = indices[kv[lane] : kv[lane + 1]].long()
+            causal = mask_mode == 1
+            window = window_left if self._use_window else -1
+            is_padding = schedule.in_graph and host_length == 1  # SGLang's lanes that pad a graph
+            if (
+                not is_padding and host_length != length and (length, host_length) != (0, 1)
+            ):  # FlashInfer's empty prefix
+                report.problem(
+                    f"FlashInfer, lane {lane}: {host_length} keys on the host, {length} on the device"
+                )
+                slots, causal, window = slots[:host_length], False, -1
+            keys, values = (pool[slots] for pool in pools)
+            attended, sums = attend(
+                q[rows],
+                keys,
+                values,
+                causal=causal,
+                scale=scale,
+                back=window,
+                softcap=softcap if self._use_softcap else 0.0,
+            )
+            out[rows] = attended.to(out.dtype)
+            if lse is not None:
+                lse[rows] = sums
+
+
+class Ragged:
+    """BatchPrefillWithRaggedKVCacheWrapper: a prefill's new tokens among themselves."""
+
+    def __init__(self, workspace, layout="NHD", backend="auto", **_):
+        pass
+
+    def begin_forward(self, qo, kv, num_qo_heads, num_kv_heads, head_dim, q_data_type=None, **_):
+        self._qo, self._kv = qo.tolist(), kv.tolist()
+
+    def forward(self, *args, **kwargs):
+        return self.forward_return_lse(*args, **kwargs)[0]
+
+    def forward_return_lse(
+        self, q, k, v, causal=False, sm_scale=None, logits_soft_cap=None, window_left=-1, **_
+    ):
+        out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -math.inf)
+        for i in range(len(self._qo) - 1):
+            rows, new = slice(self._qo[i], self._qo[i + 1]), slice(self._kv[i], self._kv[i + 1])
+            if rows.start < rows.stop:
+                attended, sums = attend(
+                    q[rows],
+                    k[new],
+                    v[new],
+                    causal=causal,
+                    scale=sm_scale,
+                    back=window_left,
+                    softcap=logits_soft_cap or 0.0,
+                )
+                out[rows], lse[rows] = attended.to(out.dtype), sums
+        return out, lse
+
+
+class Decode:
+    """BatchDecodeWithPagedKVCacheWrapper, which a server that always verifies blocks makes and never runs."""
+
+    def __init__(self, *args, **kwargs):
+        pass

@@ -1,0 +1,204 @@
+"""A CUDA graph for CPU tensors.
+
+Capture records every operation with the memory it reads and writes; replay runs them again. As in a real
+graph, addresses, Python numbers and control flow are frozen. Memory from before the capture is kept by
+address alone: where its owner let go of it, the replay fails instead of reading what lies there now. Memory
+from within the capture is the graph's own, and is overwritten with NaN before each replay: nothing can be
+read of the replay before.
+
+A kernel (`kernel`) is one operation, which finds out at each replay what its arguments hold.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from support.rehearsal import report
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+# What reads a value on the host, or makes a shape of one.
+HOST_READS = (
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+    "_unique2",
+    "unique_dim",
+)
+_recording: "Recorder | None" = None
+
+
+def _has_mask(args: Any) -> bool:
+    """Whether something is indexed by a boolean mask, of which only its values say how many elements it
+    picks."""
+    return any(
+        isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bool, torch.uint8)
+        for leaf in tree_leaves(args[1:2])
+    )
+
+
+class CaptureError(RuntimeError):
+    """Not possible while a stream is capturing."""
+
+
+class StaleRead(RuntimeError):
+    """A graph reads memory that has been given back since its capture."""
+
+
+class Recorder(TorchDispatchMode):
+    """nodes: what to run, in order. own: storages made during the capture, by address."""
+
+    def __init__(self):
+        super().__init__()
+        self.nodes: list[tuple[str, Callable[[], None]]] = []
+        self.own: dict[int, torch.UntypedStorage] = {}
+        self.foreign: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.paused = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        name = func._schema.name.split("::")[1]
+        if name in HOST_READS or name.startswith("index") and _has_mask(args):
+            raise CaptureError(f"operation not permitted when stream is capturing: {func}")
+        frozen_args, frozen_kwargs = self._freeze(name, (args, kwargs))
+        out = func(*args, **kwargs)
+        if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+            self.nodes.append((name, lambda: func(*frozen_args, **frozen_kwargs)))
+            return out
+        results = func._schema.returns
+        if results and all(r.alias_info is not None for r in results):
+            return out  # a view
+        made = self._adopt(out)
+        if name.startswith(("empty", "new_empty")):
+            return out
+
+        def again():
+            new = [
+                leaf
+                for leaf in tree_leaves(func(*frozen_args, **frozen_kwargs))
+                if isinstance(leaf, torch.Tensor)
+            ]
+            for old, value in zip(made, new, strict=True):
+                old.copy_(value)
+
+        self.nodes.append((name, again))
+        return out
+
+    def run_kernel(self, name: str, body: Callable, args: tuple, kwargs: dict) -> Any:
+        frozen_args, frozen_kwargs = self._freeze(name, (args, kwargs))
+        self.paused = True
+        try:
+            out = body(*args, **kwargs)
+        finally:
+            self.paused = False
+        # Results in memory that was an argument need no copy.
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        fresh = [t.untyped_storage().data_ptr() not in self.foreign | self.own for t in made]
+        self._adopt([t for t, is_fresh in zip(made, fresh, strict=True) if is_fresh])
+
+        def again():
+            new = [t for t in tree_leaves(body(*frozen_args, **frozen_kwargs)) if isinstance(t, torch.Tensor)]
+            for old, value, is_fresh in zip(made, new, fresh, strict=True):
+                if is_fresh:
+                    old.copy_(value)
+
+        self.nodes.append((name, again))
+        return out
+
+    def _adopt(self, out: Any) -> list[torch.Tensor]:
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            self.own[storage.data_ptr()] = storage
+        return made
+
+    def _freeze(self, name: str, arguments: Any) -> Any:
+        """The arguments as a kernel launch has them: addresses of what is not the graph's own."""
+
+        def freeze(value):
+            if not isinstance(value, torch.Tensor) or not value.numel():
+                return value
+            storage = value.untyped_storage()
+            if storage.data_ptr() in self.own:
+                return value
+            self.foreign.setdefault(storage.data_ptr(), (StorageWeakRef(storage), name))
+            raw = torch._C._construct_storage_from_data_pointer(
+                storage.data_ptr(), value.device, storage.nbytes()
+            )
+            return torch.empty(0, dtype=value.dtype).set_(
+                raw, value.storage_offset(), value.size(), value.stride()
+            )
+
+        return tree_map(freeze, arguments)
+
+
+def kernel(name: str, body: Callable) -> Callable:
+    """`body` as one operation of a graph that is being captured; else just `body`."""
+
+    def launch(*args, **kwargs):
+        if _recording is None or _recording.paused:
+            return body(*args, **kwargs)
+        return _recording.run_kernel(name, body, args, kwargs)
+
+    return launch
+
+
+class GraphBackend:
+    """Stands for SGLang's FullCudaGraphBackend."""
+
+    replays = {"target": 0, "draft": 0}
+
+    def __init__(self, runner):
+        self._role = "draft" if runner.model_runner.is_draft_worker else "target"
+        self._graphs: dict[Any, Recorder] = {}
+        self._outputs: dict[Any, Any] = {}
+
+    @contextlib.contextmanager
+    def capture_session(self, stream):
+        yield
+
+    @contextlib.contextmanager
+    def replay_session(self):
+        yield
+
+    def capture_one(self, shape_key, forward_fn, capture_inputs=None, post_warmup_hook=None) -> None:
+        global _recording
+        forward_fn()
+        if post_warmup_hook is not None:
+            post_warmup_hook()
+        recorder = _recording = Recorder()
+        try:
+            with recorder:
+                self._outputs[shape_key] = forward_fn()
+        finally:
+            _recording = None
+        self._graphs[shape_key] = recorder
+        report.note("capture", role=self._role, shape=str(shape_key), nodes=len(recorder.nodes))
+
+    def can_run(self, forward_batch, shape_key) -> bool:
+        return shape_key in self._graphs
+
+    def replay(self, shape_key, static_forward_batch, **kwargs) -> Any:
+        graph = self._graphs[shape_key]
+        for owner, reader in graph.foreign.values():
+            if owner.expired():
+                raise StaleRead(
+                    f"{self._role} {shape_key}: {reader} reads memory that nobody has kept since the capture"
+                )
+        for storage in graph.own.values():
+            storage.fill_(0xFF)
+        for _, run in graph.nodes:
+            run()
+        self.replays[self._role] += 1
+        return self._outputs[shape_key]
+
+    def cleanup(self) -> None:
+        self._graphs.clear()
+        self._outputs.clear()

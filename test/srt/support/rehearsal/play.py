@@ -1,0 +1,92 @@
+"""Start a rehearsed server, ask it, and read what it reports."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ENVIRONMENT, patched
+from serving import TARGET, Server, dflash_arguments, serve
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+from support.rehearsal import faults, report, stage
+from support.warm_start import Nursery
+
+# Triton decides while it is imported whether it interprets.
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+on_cpu = pytest.mark.skipif(not runtime.needs_stand_in(), reason="rehearses what this machine can run")
+# A small pool: Triton's interpreter and the attention stand-ins take their time with it.
+ARGUMENTS = (
+    "--dtype", "float32", "--random-seed", "7", "--max-total-tokens", "2048", "--context-length", "512",
+    "--max-running-requests", "4", "--sampling-backend", "pytorch", "--sleep-on-idle",
+)  # fmt: skip
+START_TIMEOUT_S = 900
+PADDING = "reset_padding"  # the function of SGLang that clears the rows which pad a batch
+
+
+@dataclass
+class Rehearsal:
+    server: Server
+    folder: Path
+
+    def notes(self, kind: str) -> list[dict[str, Any]]:
+        """What the server reported of this kind, since the last `forget`."""
+        notes = map(json.loads, (self.folder / "report").read_text().splitlines())
+        return [note for note in notes if note["kind"] == kind]
+
+    def forget(self) -> None:
+        (self.folder / "report").write_text("")
+
+    def plant(self, fault: str) -> None:
+        """From the next step on: one of `faults.PLANTED`, or "" for none."""
+        (self.folder / "fault").write_text(fault)
+
+    def problems(self) -> list[str]:
+        return [note["text"] for note in self.notes("problem")]
+
+    def steps_without_graphs(self) -> list[dict[str, Any]]:
+        """Decode steps that did not replay exactly one graph of the target and one of the draft."""
+        return [step for step in self.notes("step") if step["replays"] != {"target": 1, "draft": 1}]
+
+    def operations(self) -> list[dict[str, int]]:
+        """Every set of operations that a step had, each with how often; without those that pad a batch to its
+        graph's."""
+        found = []
+        for note in self.notes("operations"):
+            counts = {name: count for name, count in note["counts"].items() if PADDING not in name}
+            if counts not in found:
+                found.append(counts)
+        return found
+
+
+@functools.cache
+def nursery() -> Nursery:
+    return Nursery.start({**ENVIRONMENT, **INTERPRETED})
+
+
+@contextlib.contextmanager
+def rehearse(
+    scene: stage.Scene, draft: Path, *arguments: object, environment: dict[str, str] | None = None
+) -> Iterator[Rehearsal]:
+    """A server whose attention and graphs are CUDA's, on CPU tensors."""
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as name:
+        folder = Path(name)
+        env = {
+            **ENVIRONMENT,
+            **INTERPRETED,
+            **patched("rehearsal"),
+            stage.VARIABLE: json.dumps(dataclasses.asdict(scene)),
+            report.VARIABLE: str(folder / "report"),
+            faults.VARIABLE: str(folder / "fault"),
+            **(environment or {}),
+        }
+        command = "--model-path", TARGET, *ARGUMENTS, *dflash_arguments(draft), *arguments
+        start = nursery().run_main
+        (folder / "report").touch(), (folder / "fault").touch()
+        with serve(*command, env=env, timeout=START_TIMEOUT_S, start=start) as server:
+            yield Rehearsal(server, folder)

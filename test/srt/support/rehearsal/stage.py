@@ -1,0 +1,197 @@
+"""Inside a rehearsed server's scheduler: SGLang's CUDA attention and graphs in the place of its CPU ones.
+
+The arguments go on saying `torch_native`, which is what lets a server run on a CPU: under that name stands
+the backend of the rehearsal, put there by the ledger's own entry (`plugins/ledger.py`)."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import types
+from dataclasses import dataclass
+
+import torch
+from support.rehearsal import built_in, faults, flashinfer_kernels, graphs, launches, report
+from support.rehearsal.attention import merge
+from support.rehearsal.fa3_kernels import flash_attn_with_kvcache
+
+VARIABLE = "REHEARSAL"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What to rehearse.
+
+    backend: flashinfer, fa3 or triton, for target and draft.
+    buckets: batch sizes to capture graphs for.
+    fault: one of `faults.AT_START`.
+    interprets_context_kv: the one kernel with a program per token and layer is left to its twin unless asked
+        for: a third of a second for each step.
+    is_built_in: SGLang's own worker instead of ours.
+    """
+
+    backend: str
+    buckets: tuple[int, ...] = (1, 2, 4)
+    fault: str | None = None
+    interprets_context_kv: bool = False
+    is_built_in: bool = False
+
+    @classmethod
+    def from_environment(cls) -> "Scene":
+        return cls(**json.loads(os.environ[VARIABLE]))
+
+
+class TorchOnCPU:
+    """The torch module to a module that says device="cuda": tensors lie in plain host memory."""
+
+    _MAKERS = ("empty", "zeros", "ones", "full", "arange", "tensor", "empty_like", "zeros_like")
+
+    def __getattr__(self, name):
+        value = getattr(torch, name)
+        if name not in self._MAKERS:
+            return value
+
+        def make(*args, **kwargs):
+            kwargs.pop("pin_memory", None)
+            if "cuda" in str(kwargs.get("device", "")):
+                kwargs["device"] = "cpu"
+            return value(*args, **kwargs)
+
+        return make
+
+
+def set_the_stage(ledger) -> None:
+    """The ledger's CPU attention is the rehearsal's; everything else is put in place when the worker is about
+    to be built."""
+    scene = Scene.from_environment()
+
+    def build():
+        _interpret_triton()
+        backend = {"flashinfer": _flashinfer, "fa3": _fa3, "triton": _triton}[scene.backend]()
+        _capture_graphs(scene.buckets)
+        if not scene.is_built_in:
+            _prepare_our_worker(scene)
+
+        def create(runner):
+            report.note(
+                "backend", role="draft" if runner.is_draft_worker else "target", name=backend.__name__
+            )
+            return backend(runner)
+
+        return create
+
+    [ours] = [change for change in ledger.AT_LOAD if change.key == "torch_native"]
+    attention = dataclasses.replace(ours, build=build)
+    if scene.is_built_in:
+        built_in.take_the_stage(ledger, attention, scene.buckets)
+    else:
+        ledger.AT_WORKER = (*ledger.AT_WORKER, attention)
+
+
+def _prepare_our_worker(scene: Scene) -> None:
+    if not scene.interprets_context_kv:
+        from sglang_dflash.kernels.ops.speculative import context_kv
+
+        context_kv.write_context_kv_triton = _operation(
+            "triton:_write_context_kv_kernel", context_kv.write_context_kv_torch
+        )
+    for install in faults.PLANTED.values():
+        install()
+    if scene.fault is not None:
+        faults.AT_START[scene.fault]()
+    from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+
+    launches.watch_decode_steps(DFlashWorker)
+
+
+def _operation(name: str, body):
+    """`body` as one operation, in a graph and outside."""
+    node = graphs.kernel(name, body)
+
+    def launch(*args, **kwargs):
+        with launches.one_operation(name):
+            return node(*args, **kwargs)
+
+    return launch
+
+
+def _interpret_triton() -> None:
+    """A launch in Triton's interpreter is one operation of a graph."""
+    from triton.runtime.interpreter import GridExecutor
+
+    call = GridExecutor.__call__
+
+    def launch(self, *args, **kwargs):
+        return _operation(f"triton:{self.fn.__name__}", lambda *a, **k: call(self, *a, **k))(*args, **kwargs)
+
+    GridExecutor.__call__ = launch
+    # The arguments are where they were: copying them back would copy whole KV pools onto themselves.
+    GridExecutor._restore_args_dev = lambda *_: None
+
+
+def _flashinfer():
+    import flashinfer.prefill
+    import sglang.srt.layers.attention.flashinfer_backend as module
+
+    flashinfer.prefill.get_batch_prefill_module = flashinfer_kernels.PrefillModule
+    flashinfer.prefill.torch = module.torch = TorchOnCPU()
+    module.BatchPrefillWithPagedKVCacheWrapper = flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper
+    module.BatchPrefillWithRaggedKVCacheWrapper = flashinfer_kernels.Ragged
+    module.BatchDecodeWithPagedKVCacheWrapper = flashinfer_kernels.Decode
+    module.fast_decode_plan = None
+    module.merge_state = module._safe_merge_state = merge
+    return module.FlashInferAttnBackend
+
+
+def _fa3():
+    library = types.ModuleType("sgl_kernel.flash_attn")
+    library.flash_attn_with_kvcache = graphs.kernel("flash_attn_with_kvcache", flash_attn_with_kvcache)
+    library.flash_attn_varlen_func = library.get_scheduler_metadata = None
+    sys.modules[library.__name__] = library
+    import sglang.srt.layers.attention.flashattention_backend as module
+
+    module.flash_attn_with_kvcache = library.flash_attn_with_kvcache
+    module.get_device_capability = lambda *_: (9, 0)
+    from sglang_dflash.srt.speculative.drafters import window as draft_window
+
+    draft_window.PAGED_BACKENDS = ("torch_native",)  # what the arguments call it here
+    return module.FlashAttentionBackend
+
+
+def _triton():
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    return TritonAttnBackend
+
+
+def _capture_graphs(buckets: tuple[int, ...]) -> None:
+    import msgspec
+    import sglang.srt.model_executor.model_runner as model_runner_module
+    import sglang.srt.model_executor.runner.decode_cuda_graph_runner as graph_runner
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+    from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
+
+    ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
+    graph_runner.resolve_decode_backend = graphs.GraphBackend
+    graph_runner.get_batch_sizes_to_capture = lambda *_, **__: (list(buckets), [])
+    graph_runner.get_or_create_global_graph_capture_stream = lambda: None
+    graph_runner.graph_capture = lambda stream: contextlib.nullcontext(types.SimpleNamespace(stream=None))
+    graph_runner.DecodeCudaGraphRunner._record_in_graph_metadata_prep_done = lambda self: None
+    original = model_runner_module.capture_cuda_graphs
+
+    def capture(*, model_runner, capture_decode_cuda_graph=True, **rest):
+        captured = original(model_runner=model_runner, capture_decode_cuda_graph=False, **rest)
+        if not capture_decode_cuda_graph:
+            return captured
+        rows = max(buckets) * model_runner.decode_num_tokens_per_req()
+        # None of SGLang's own, which asks the arguments whether there will be graphs.
+        model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(
+            model_runner
+        ) or GraphSharedOutput(device=torch.device("cpu"), max_rows=rows)
+        runner = graph_runner.DecodeCudaGraphRunner(model_runner)
+        decode = GraphCapture(runner=runner, memory_phase="decode", memory_usage_gb=0, capture_time=0)
+        return msgspec.structs.replace(captured, decode=decode)
+
+    model_runner_module.capture_cuda_graphs = capture

@@ -1,0 +1,268 @@
+"""SGLang's whole scheduler in one process, without server and tokenizer.
+
+A server test says when requests are sent; here a script says in which scheduler step each one joins and after
+how many tokens it is cut off, so batches change in the same steps every time."""
+
+import os
+import pickle
+import random
+import sys
+import tempfile
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Run as a module of this name, so that what is pickled there is known here.
+_PROGRAM = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); "
+    "from support import scheduled; scheduled.main()"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request. step: the scheduler step it joins in. abort_after: cut off once it has so many tokens."""
+
+    input_ids: tuple[int, ...]
+    max_new_tokens: int = 32
+    step: int = 0
+    abort_after: int | None = None
+    sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    ignore_eos: bool = True
+    logprobs: bool = False
+    mm_inputs: Any = None  # SGLang's MultimodalProcessorOutput
+
+
+@dataclass(frozen=True)
+class Answer:
+    """logprobs: of the output ids, and gaps: how far the best token at each position is ahead of the second,
+    in log probability; where asked for. accepted: drafts kept in each verified block, in order."""
+
+    output_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[float, ...]
+    gaps: tuple[float, ...]
+    accepted: tuple[int, ...]
+    cached_tokens: int
+    retractions: int
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """In place of the draft's tokens: the known answers, each slot spoiled with this probability.
+
+    Long accepts happen then whatever the weights are. answers: one per job, output ids, at least as long as
+    is asked for; None leaves a job to its draft."""
+
+    answers: Sequence[Sequence[int] | None]
+    error_rate: float = 0.15
+    seed: int = 5
+
+
+def run(
+    arguments: Sequence[object],
+    groups: Sequence[Sequence[Job]],
+    oracle: Oracle | None = None,
+    environment: dict[str, str] | None = None,
+    prepare: Callable[[Any], None] | None = None,
+) -> list[list[Answer]]:
+    """Serve groups of jobs one after another on one scheduler, under SGLang's command-line `arguments`, so
+    that the prefix cache of one group is there for the next. One answer per job; a RuntimeError ends with
+    what the process printed.
+
+    prepare: called in the process with its scheduler, before anything runs; pickled. A request's id is its
+    job's number."""
+    from conftest import run_to_end  # of the tests' process alone
+
+    with tempfile.TemporaryDirectory() as folder:
+        task, answers = Path(folder) / "task", Path(folder) / "answers"
+        task.write_bytes(pickle.dumps(([str(a) for a in arguments], groups, oracle, prepare)))
+        ended = run_to_end("-c", _PROGRAM, task, answers, environment=environment)
+        if not answers.exists():
+            raise RuntimeError(f"exit code {ended.code}; its output ends:\n{ended.output[-4000:]}")
+        return pickle.loads(answers.read_bytes())
+
+
+def serve(
+    arguments: list[str], groups: Sequence[Sequence[Job]], oracle: Oracle | None, prepare=None
+) -> list[list[Answer]]:
+    """`run`, in this process, of which it takes possession."""
+    from sglang.srt.managers import schedule_policy
+    from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+
+    if "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION" in os.environ:  # SGLang read it when it was imported
+        schedule_policy.CLIP_MAX_NEW_TOKENS = int(os.environ["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"])
+    load_plugins()
+    server_args = prepare_server_args([*arguments, "--log-level", "warning", "--skip-server-warmup"])
+    server_args.resolve_once()
+    server_args.check_server_args()
+    ports = PortArgs.init_new(server_args)
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    configure_scheduler_process(server_args, 0)
+    scheduler = Scheduler(server_args, ports)
+    scheduler.ipc_channels.send_to_detokenizer.send_output = lambda *_: None
+    scheduler.output_streamer.send_to_detokenizer.send_output = lambda *_: None
+    driver = _Driver(scheduler, groups)
+    if scheduler.draft_worker is not None:
+        _observe(scheduler.draft_worker, driver, oracle)
+    if prepare is not None:
+        prepare(scheduler)
+    scheduler.run_event_loop()
+    return driver.answers()
+
+
+class _Driver:
+    """Takes the place of the scheduler's input: called once per step."""
+
+    def __init__(self, scheduler, groups):
+        self.scheduler = scheduler
+        self.groups = list(groups)
+        self.sizes = [len(group) for group in groups]
+        self.jobs = [job for group in groups for job in group]
+        self.requests: dict[str, Any] = {}
+        self.accepted: dict[str, list[int]] = {}
+        self.step = 0
+        self.first = 0
+        self.waiting: list[int] = []
+        add = scheduler._add_request_to_queue
+
+        def remember(request, *args, **kwargs):
+            self.requests[request.rid] = request
+            return add(request, *args, **kwargs)
+
+        scheduler._add_request_to_queue = remember
+        scheduler.ingest_requests = self.ingest
+        self._begin_group()
+
+    def _begin_group(self):
+        count = len(self.groups.pop(0))
+        self.waiting = list(range(self.first, self.first + count))
+        self.first += count
+        self.step = 0
+
+    def ingest(self, stop_at_pause=False):
+        from sglang.srt.managers.io_struct import AbortReq
+
+        due = [i for i in self.waiting if self.jobs[i].step <= self.step]
+        self.waiting = [i for i in self.waiting if i not in due]
+        self.step += 1
+        for i in due:
+            self.scheduler.process_input_requests([self._tokenized(i)])
+        for rid, request in self.requests.items():
+            limit = self.jobs[int(rid)].abort_after
+            if limit is not None and len(request.output_ids) >= limit and not request.finished():
+                if request.to_finish is None:
+                    self.scheduler.process_input_requests([AbortReq(rid=rid)])
+        if not self.waiting and all(request.finished() for request in self.requests.values()):
+            if not self.scheduler.is_fully_idle():
+                return []
+            if self.groups:
+                self._begin_group()
+            else:
+                self.scheduler.gracefully_exit = True
+        return []
+
+    def _tokenized(self, i):
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        job = self.jobs[i]
+        sampling = SamplingParams(
+            max_new_tokens=job.max_new_tokens, ignore_eos=job.ignore_eos, **job.sampling
+        )
+        sampling.normalize(None)
+        return TokenizedGenerateReqInput(
+            rid=str(i),
+            input_text=None,
+            input_ids=array("q", job.input_ids),
+            input_embeds=None,
+            mm_inputs=job.mm_inputs,
+            token_type_ids=None,
+            sampling_params=sampling,
+            return_logprob=job.logprobs,
+            logprob_start_len=-1,
+            top_logprobs_num=2 if job.logprobs else 0,
+            token_ids_logprob=None,
+            stream=False,
+        )
+
+    def answers(self):
+        """Per group, in the order of the jobs."""
+        found, at = [], 0
+        for size in self.sizes:
+            found.append([self._answer(self.requests[str(i)]) for i in range(at, at + size)])
+            at += size
+        return found
+
+    def _answer(self, request):
+        output_ids = tuple(request.output_ids[: request.finished_len])
+        accepted, said = [], 1
+        # A finished request may have been in one more step.
+        for kept in self.accepted.get(request.rid, []):
+            if said < len(output_ids):
+                accepted.append(kept)
+            said += kept + 1
+        logprobs, top = [], []
+        if request.return_logprob:
+            logprobs, top = request.logprob.output_token_logprobs_val, request.logprob.output_top_logprobs_val
+        return Answer(
+            output_ids=output_ids,
+            finish_reason=type(request.finished_reason).__name__,
+            logprobs=tuple(logprobs[: len(output_ids)]),
+            gaps=tuple(values[0] - values[1] for values in top[: len(output_ids)]),
+            accepted=tuple(accepted),
+            cached_tokens=request.cached_tokens,
+            retractions=request.retraction_count,
+        )
+
+
+def _observe(worker, driver, oracle):
+    """Note what each cycle accepts, and draft by the oracle."""
+    decode, propose, commit = worker._decode, worker._drafter.propose, worker._drafter.commit
+    requests = []
+
+    def decode_and_remember(batch, *args):
+        requests[:] = batch.reqs
+        return decode(batch, *args)
+
+    def commit_and_note(cycle, aux_hidden, verdict):
+        for request, kept in zip(requests, verdict.accept_len.tolist(), strict=True):
+            driver.accepted.setdefault(request.rid, []).append(kept)
+        return commit(cycle, aux_hidden, verdict)
+
+    worker._decode, worker._drafter.commit = decode_and_remember, commit_and_note
+    if oracle is None:
+        return
+    generator = random.Random(oracle.seed)
+    vocabulary = worker._target_worker.model_runner.model_config.vocab_size
+
+    def known_tokens(cycle, sampling_info):
+        block = propose(cycle, sampling_info)
+        for row, request in enumerate(requests):
+            index = int(request.rid)
+            if oracle.answers[index] is None:
+                continue
+            text = [*driver.jobs[index].input_ids, *oracle.answers[index]]
+            anchor = int(cycle.seq_lens[row])
+            for slot in range(1, block.tokens.shape[1]):
+                is_known = anchor + slot < len(text) and generator.random() >= oracle.error_rate
+                block.tokens[row, slot] = text[anchor + slot] if is_known else generator.randrange(vocabulary)
+        return block
+
+    worker._drafter.propose = known_tokens
+
+
+def main() -> None:
+    """In the scheduler's process: its two arguments are files, with what to serve and for the answers."""
+    task, answers = map(Path, sys.argv[1:])
+    found = serve(*pickle.loads(task.read_bytes()))
+    partial = answers.with_suffix(".part")
+    partial.write_bytes(pickle.dumps(found))
+    partial.rename(answers)
+    sys.stdout.flush()
+    os._exit(0)  # SGLang's threads and exit hooks are not ours to wait for

@@ -1,0 +1,174 @@
+"""Changes to a server under test. Python imports this file at start-up wherever its folder is on PYTHONPATH,
+and SERVER_PATCH names those to make, with spaces between. A module that does not exist yet then is watched
+for."""
+
+import functools
+import itertools
+import os
+import sys
+from pathlib import Path
+
+
+def strict_sync(module) -> None:
+    """CUDA raises on a synchronisation inside a decode step."""
+    import torch
+
+    decode = module.DFlashWorker._decode
+
+    def strict_decode(self, *args, **kwargs):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return decode(self, *args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    module.DFlashWorker._decode = strict_decode
+
+
+def misdeclared_draft(module) -> None:
+    """Drafted tokens are said to come from a flatter distribution than they do."""
+    choose = module.choose_tokens
+
+    def misdeclare(*args, **kwargs):
+        tokens, draft = choose(*args, **kwargs)
+        flatter = draft.probs.sqrt()
+        return tokens, module.DraftProbs(draft.ids, flatter / flatter.sum(dim=-1, keepdim=True))
+
+    module.choose_tokens = misdeclare
+
+
+def eager_copies(module) -> None:
+    """A request copies whenever its last token has been said before, however copies fare."""
+    from dataclasses import replace
+
+    module.RULE = replace(module.RULE, shortest=1, copies_follow=0.0, drafts_follow=0.0, drafts_start=0.0)
+
+
+def broken_logits(module) -> None:
+    """A request's custom_params say what the target's logits are at each position of its blocks."""
+    constrain = module.constrain
+
+    def break_and_constrain(batch, block, logits, *more):
+        for of_request, req in zip(logits.view(*block.shape, -1), batch.reqs, strict=True):
+            if req.sampling_params.custom_params:
+                of_request[:, 7] = float(req.sampling_params.custom_params["logit"])
+        constrain(batch, block, logits, *more)
+
+    module.constrain = break_and_constrain
+
+
+def allow_deterministic_on_cpu(module) -> None:
+    """SGLang refuses --enable-deterministic-inference with CPU attention, as a row's rounding may depend on
+    its batch. In float32 that hardly ever decides a draw."""
+    module.add_deterministic_attention_backend_choices(["torch_native"])
+
+
+def no_batch_invariant_kernels(module) -> None:
+    """There are none for a CPU."""
+    module.ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
+
+
+def overcommit(module) -> None:
+    """Told that answers are short, the scheduler lets in more requests than the pool can carry to their end.
+    (SGLang's SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, which it reads while it is imported.)"""
+    module.CLIP_MAX_NEW_TOKENS = 8
+
+
+# Cycles from one planted fault to the next.
+PLANTED_EVERY = 25
+
+
+def leaked_slot(module) -> None:
+    """A KV slot that nobody frees."""
+    decode, cycles = module.DFlashWorker._decode, itertools.count(1)
+
+    def leak_and_decode(self, batch, *args):
+        if next(cycles) == PLANTED_EVERY:
+            batch.token_to_kv_pool_allocator.alloc(self._target_worker.model_runner.page_size)
+        return decode(self, batch, *args)
+
+    module.DFlashWorker._decode = leak_and_decode
+
+
+def dropped_accept(module) -> None:
+    """The last drafted token that was kept is left out, and the bonus token takes its place."""
+    accept, cycles = module.DFlashWorker._accept, itertools.count(1)
+
+    def accept_and_drop(self, *args):
+        verdict, accepted = accept(self, *args)
+        if next(cycles) % PLANTED_EVERY:
+            return verdict, accepted
+        said, less = accepted.said.clone(), (accepted.accept_len > 0).int()
+        for row in less.nonzero()[:, 0].tolist():
+            last = int(accepted.accept_len[row])
+            said[row, last - 1] = said[row, last]
+        verdict = module.Verdict(verdict.accept_len - less, said, verdict.bonus)
+        shorter = {
+            name: getattr(accepted, name) - less for name in ("accept_len", "commit_lens", "new_seq_lens")
+        }
+        return verdict, accepted._replace(said=said, **shorter)
+
+    module.DFlashWorker._accept = accept_and_drop
+
+
+def swapped_request(module) -> None:
+    """Two requests of a batch are told each other's tokens."""
+    accept, cycles = module.DFlashWorker._accept, itertools.count(1)
+
+    def accept_and_swap(self, *args):
+        verdict, accepted = accept(self, *args)
+        if next(cycles) % PLANTED_EVERY == 0 and len(accepted.said) > 1:
+            said = accepted.said.clone()
+            said[:2] = accepted.said[:2].flip(0)
+            accepted = accepted._replace(said=said)
+        return verdict, accepted
+
+    module.DFlashWorker._accept = accept_and_swap
+
+
+def set_the_stage(module) -> None:
+    """SGLang's CUDA attention and graphs, rehearsed on CPU tensors."""
+    from support.rehearsal import stage
+
+    stage.set_the_stage(module)
+
+
+# name -> module -> what to do to it
+PATCHES = {
+    "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
+    "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
+    "eager_copies": {"sglang_dflash.srt.speculative.drafters.copy_ahead": eager_copies},
+    "leaked_slot": {"sglang_dflash.srt.speculative.dflash_worker": leaked_slot},
+    "dropped_accept": {"sglang_dflash.srt.speculative.dflash_worker": dropped_accept},
+    "swapped_request": {"sglang_dflash.srt.speculative.dflash_worker": swapped_request},
+    "misdeclared_draft": {"sglang_dflash.srt.speculative.drafters.sampling": misdeclared_draft},
+    "overcommit": {"sglang.srt.managers.schedule_policy": overcommit},
+    "rehearsal": {"sglang_dflash.srt.plugins.ledger": set_the_stage},
+    "deterministic_on_cpu": {
+        "sglang.srt.arg_groups.choices": allow_deterministic_on_cpu,
+        "sglang.srt.model_executor.model_runner": no_batch_invariant_kernels,
+    },
+}
+
+
+def make(patch, module) -> None:
+    patch(module)
+    print(f"server patch: {patch.__name__}", flush=True)
+
+
+if "SERVER_PATCH" in os.environ:
+    asked = os.environ["SERVER_PATCH"].split()
+    if "rehearsal" in asked:
+        sys.path.append(str(Path(__file__).parents[2]))
+        from support.rehearsal import cuda_branches
+
+        cuda_branches.install()
+    patches = {module: patch for name in asked for module, patch in PATCHES[name].items()}
+    for name in patches.keys() & sys.modules.keys():  # in a fork of a process that has it (warm_start.py)
+        make(patches[name], sys.modules[name])
+    sys.path.append(str(Path(__file__).parents[4] / "benchmark"))
+    from after_import import after_import
+
+    after_import(
+        {name: functools.partial(make, patch) for name, patch in patches.items() if name not in sys.modules}
+    )

@@ -1,0 +1,69 @@
+"""Greedy requests of every held-out prompt, and what the bundled target alone says to them:
+golden/target-answers.jsonl.
+
+The answers are stock SGLang's without speculation, in float32. After a change to the target or the requests
+they are made anew:
+
+    PYTHONPATH=benchmark python test/srt/support/target_answers.py
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from serving import TARGET, heldout_prompts
+from tokenizers import Tokenizer
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "target-answers.jsonl"
+
+
+def requests_from_prompts() -> list[dict]:
+    """Every held-out prompt, greedy: as text or as ids, 24 to 64 new tokens, half of them past the
+    end-of-text."""
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    requests = []
+    for number, prompt in enumerate(heldout_prompts()):
+        text = prompt["text"]
+        sampling = {"temperature": 0, "max_new_tokens": 24 + number * 7 % 41, "ignore_eos": number % 2 == 0}
+        start = {"input_ids": tokenizer.encode(text).ids} if number % 3 == 0 else {"text": text}
+        requests.append({**start, "sampling_params": sampling})
+    return requests
+
+
+def target_answers() -> list[dict]:
+    """One answer per request of `requests_from_prompts`, with the fields that tests compare. Of the target's
+    two best log probabilities at each position only their distance is kept, the best one standing for 0."""
+    lines = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
+    made_for, answers = lines[0], lines[1:]
+    assert made_for == _made_for(), (
+        f"{GOLDEN} is another target's or of other requests: run {Path(__file__).name}"
+    )
+    for answer in answers:
+        gaps = answer["meta_info"].pop("gaps")
+        answer["meta_info"]["output_top_logprobs"] = [[(0.0, None), (-gap, None)] for gap in gaps]
+    return answers
+
+
+def _made_for() -> dict[str, str]:
+    """What the answers hang on, by SHA-256."""
+    contents = {
+        name: (TARGET / name).read_bytes() for name in ("config.json", "model.safetensors", "tokenizer.json")
+    }
+    contents["requests"] = json.dumps(requests_from_prompts()).encode()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def main() -> None:
+    from conftest import PLAIN_FLOAT32, near_tie, plain_target
+
+    lines = [_made_for()]
+    with plain_target(*PLAIN_FLOAT32) as target:
+        for answer in target.answers(requests_from_prompts()):
+            gaps = [float(f"{near_tie(answer, i):.3g}") for i in range(len(answer["output_ids"]))]
+            meta = {"finish_reason": answer["meta_info"]["finish_reason"], "gaps": gaps}
+            lines.append({"text": answer["text"], "output_ids": answer["output_ids"], "meta_info": meta})
+    GOLDEN.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
