@@ -190,7 +190,9 @@ def measure(pair: Pair, observed: Observed, with_copies: bool = False) -> Measur
         observations=sum(len(d.tokens) for d in configured),
         device=str(observed.target.device),
         decode=observed.tokenizer.decode,
-        copies=[cycles(*of_text) for of_text in zip(texts, configured, strict=True)] if with_copies else None,
+        copies=[cycles(*of_text) for of_text in zip(texts, configured, strict=False)]
+        if with_copies
+        else None,
     )
 
 
