@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
-from sglang_dflash.srt.configs.config_file import find_config, read_object
+from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.speculators_format import (
     is_speculators_config,
     normalize,
@@ -88,18 +88,6 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
         draft,
     )
     declare_resolution(server_args, SOURCE, speculative_algorithm="DFLASH")
-
-
-def read_config(path: str | None, revision: str | None) -> dict[str, Any] | None:
-    """A checkpoint's config.json, from a directory or the hub; None if it has none that can be read, which
-    others report."""
-    found = None if path is None else find_config(path, revision)
-    if found is None:
-        return None
-    try:
-        return read_object(found)
-    except ValueError:
-        return None
 
 
 def locate_verifier(name_or_path: str, checkpoint: str) -> str:

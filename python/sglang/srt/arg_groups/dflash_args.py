@@ -10,8 +10,9 @@ import os
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.adaptive_width import settle_adaptive, simulates_acceptance, take_adaptive
-from sglang_dflash.srt.arg_groups.draft_attention import DRAFT_ATTENTION_BACKENDS, choose_draft_attention
+from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
+from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKENDS
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks

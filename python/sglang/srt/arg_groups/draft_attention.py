@@ -3,18 +3,16 @@
 import logging
 from typing import Any
 
+from sglang_dflash.srt.configs.attention_backends import (
+    COUNT_WINDOW_FROM_ANCHOR,
+    COUNT_WINDOW_FROM_QUERY,
+    DRAFT_ATTENTION_BACKENDS,
+    PAGED_BACKENDS,
+)
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 
 logger = logging.getLogger(__name__)
-
-# In the order of preference where the target's own will not do.
-DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
-# They read whole pages.
-PAGED_BACKENDS = ("fa3", "fa4")
-# In a verify forward FlashInfer cuts a sliding layer's keys once per block, the others once per query.
-_COUNT_FROM_ANCHOR = ("flashinfer",)
-_COUNT_FROM_QUERY = ("triton", "fa3", "fa4")
 
 
 def choose_draft_attention(
@@ -58,10 +56,10 @@ def _unsuited_backends(args: Any, draft: DFlashDraftConfig, target_text_config: 
     if draft.has_sliding_layers and (context is None or context > draft.sliding_window):
         if draft.window_from_anchor:
             reason = "it counts sliding windows from the query, this draft from the anchor"
-            found |= dict.fromkeys(_COUNT_FROM_QUERY, reason)
+            found |= dict.fromkeys(COUNT_WINDOW_FROM_QUERY, reason)
         else:
             reason = "it counts sliding windows from the start of a block, this draft from the query"
-            found |= dict.fromkeys(_COUNT_FROM_ANCHOR, reason)
+            found |= dict.fromkeys(COUNT_WINDOW_FROM_ANCHOR, reason)
     if isinstance(draft, PEagleDraftConfig) and (args.page_size or 1) > 1:
         reason = f"it reads whole pages (--page-size {args.page_size}), and P-EAGLE's table is the target's shifted by one slot"
         found |= dict.fromkeys(PAGED_BACKENDS, reason)

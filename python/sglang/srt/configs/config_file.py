@@ -8,7 +8,10 @@ NAME = "config.json"
 
 
 def find_config(checkpoint: str, revision: str | None = None) -> str | None:
-    """Where it lies; None where there is none, and of what is neither a directory nor a hub id."""
+    """Return the path of a checkpoint's config.json, or None if it has none.
+
+    A checkpoint that is neither a directory nor a hub id has none.
+    """
     from transformers.utils import cached_file
 
     if os.path.isfile(checkpoint) or "://" in checkpoint:
@@ -23,14 +26,26 @@ def find_config(checkpoint: str, revision: str | None = None) -> str | None:
 
 
 def read_object(path: str) -> dict[str, Any]:
-    """Raises ValueError, in one line, for a file that cannot be read or holds no JSON object."""
+    """Read a JSON object. Raises ValueError, in one line, if the file cannot be read or holds none."""
+    name = os.path.basename(path)
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
     except OSError as error:
-        raise ValueError(f"{os.path.basename(path)} cannot be read: {error.strerror or error}") from error
+        raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{os.path.basename(path)} is not JSON: {error}") from error
+        raise ValueError(f"{name} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{os.path.basename(path)} must hold an object, this is a {type(value).__name__}")
+        raise ValueError(f"{name} must hold an object, this is a {type(value).__name__}")
     return value
+
+
+def read_config(checkpoint: str | None, revision: str | None) -> dict[str, Any] | None:
+    """Read a checkpoint's config.json; None if there is none that can be read, which others report."""
+    path = None if checkpoint is None else find_config(checkpoint, revision)
+    if path is None:
+        return None
+    try:
+        return read_object(path)
+    except ValueError:
+        return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from sglang_dflash.kernels.ops.speculative.window import prepare_window
-from sglang_dflash.srt.arg_groups.draft_attention import PAGED_BACKENDS
+from sglang_dflash.srt.configs.attention_backends import PAGED_BACKENDS
 from sglang_dflash.srt.speculative.dflash_info import Cycle
 
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan

@@ -6,7 +6,7 @@ ends the server."""
 
 from typing import Any
 
-from sglang_dflash.srt.arg_groups.checkpoint_detection import read_config
+from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 
 
