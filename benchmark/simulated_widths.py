@@ -67,10 +67,12 @@ def simulate(pair: Pair, gpu: roofline.Gpu, batch: int, draft: str, seed: int = 
     spent = made = 0.0
     chosen: Counter[int] = Counter()
     for _ in range(CYCLES):
-        choice = chooser.ask(slots, modes)
+        choice = chooser.choose(slots, modes)
         kept = rng.random((batch, choice.width - 1)) < accept_probs[:, : choice.width - 1]
-        chooser.kept(slots, modes, choice.width, kept.cumprod(axis=1).sum(axis=1))
-        chooser.took(batch, choice.width, seconds[choice.index] * np.exp(0.03 * rng.standard_normal()))
+        chooser.on_accept_lens(slots, modes, choice.width, kept.cumprod(axis=1).sum(axis=1))
+        chooser.on_cycle_time(
+            batch, choice.width, seconds[choice.index] * np.exp(0.03 * rng.standard_normal())
+        )
         spent += seconds[choice.index]
         made += tokens[choice.index]
         chosen[choice.width] += 1

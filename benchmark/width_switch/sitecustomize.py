@@ -48,7 +48,7 @@ decided: Counter[str] = Counter()
 
 def verify_in_turns(module) -> None:
     chooser = module.WidthChooser
-    ask, kept = chooser.ask, chooser.kept
+    ask, kept = chooser.choose, chooser.on_accept_lens
     numbers: deque[int] = deque()
 
     def asked(self, slots, modes, num_tokens):
@@ -69,13 +69,14 @@ def verify_in_turns(module) -> None:
         elif number == max(turns.numbers):
             kept_of_widest.update(accepted.tolist())
 
-    chooser.ask, chooser.kept = asked, is_kept
+    chooser.choose, chooser.on_accept_lens = asked, is_kept
 
 
 def teach_own_times(module) -> None:
     """And time what a server of one width would not do."""
     adaptive = module.AdaptiveWidth
-    ask, tell, kept, follow = adaptive.ask, adaptive.tell, adaptive.kept, adaptive._follow
+    ask, tell = adaptive.choose_width, adaptive.on_launched
+    kept, follow = adaptive.on_accept_lens, adaptive._follow
     untold: deque[int] = deque()
     unfollowed: deque[int] = deque()
 
@@ -86,8 +87,8 @@ def teach_own_times(module) -> None:
             decided["seconds"] += time.perf_counter() - since
         return result
 
-    def asked(self, batch, draws):
-        width = timed(turns.number, ask, self, batch, draws)
+    def asked(self, batch, draws_drafts):
+        width = timed(turns.number, ask, self, batch, draws_drafts)
         untold.append(turns.number)
         unfollowed.append(turns.number)
         return width
@@ -101,7 +102,8 @@ def teach_own_times(module) -> None:
     def followed(self, laps):
         follow(self, [lap for lap in laps if unfollowed.popleft() == OWN])
 
-    adaptive.ask, adaptive.tell, adaptive.kept, adaptive._follow = asked, told, is_kept, followed
+    adaptive.choose_width, adaptive.on_launched = asked, told
+    adaptive.on_accept_lens, adaptive._follow = is_kept, followed
 
 
 def time_steps(module) -> None:

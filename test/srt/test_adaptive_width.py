@@ -121,13 +121,13 @@ def adaptive(schedule=(), group=None, costs=(1.0, 1.2, 1.3, 1.6), **more) -> Ada
 
 def test_what_a_cycle_kept_is_told_one_cycle_late():
     width, batch = adaptive(), SimpleNamespace(reqs=[request(slot) for slot in range(4)])
-    width.began(batch, num_running=0)
+    width.on_prefill(batch, num_running=0)
     asked = []
     for cycle in range(60):
-        asked.append(width.ask(batch, draws=False))
-        width.tell()
+        asked.append(width.choose_width(batch, draws_drafts=False))
+        width.on_launched()
         if cycle:
-            assert width.kept([0, 0, 0, 0]) == asked[cycle - 1] - 1
+            assert width.on_accept_lens([0, 0, 0, 0]) == asked[cycle - 1] - 1
     assert asked[0] == 8 and asked[-20:].count(1) > 15, (
         "a draft of which nothing is kept ends as plain decoding"
     )
@@ -139,10 +139,10 @@ def test_what_a_cycle_kept_is_told_one_cycle_late():
 
 def test_what_cycles_took_is_told_some_at_a_time_and_by_kind(monkeypatch):
     width, batch, told = adaptive(schedule=(7, 7, 1)), SimpleNamespace(reqs=[request(0), request(1)]), []
-    monkeypatch.setattr(width._chooser, "took", lambda *lap: told.append(lap) or 0.0)
+    monkeypatch.setattr(width._chooser, "on_cycle_time", lambda *lap: told.append(lap) or 0.0)
     for _ in range(17):
-        width.ask(batch, draws=False)
-        width.tell()
+        width.choose_width(batch, draws_drafts=False)
+        width.on_launched()
     assert [(num_requests, verified, cycles) for num_requests, verified, _, cycles, _ in told[:5]] == [
         (2, 8, 2),
         (2, 2, 1),
@@ -160,14 +160,14 @@ def test_what_cycles_took_is_told_some_at_a_time_and_by_kind(monkeypatch):
 def test_a_new_request_in_an_old_ones_row_is_not_blamed():
     width = adaptive(schedule=(7,))
     old, new = SimpleNamespace(reqs=[request(3)]), SimpleNamespace(reqs=[request(3)])
-    width.began(old, 0)
+    width.on_prefill(old, 0)
     for _ in range(30):
-        width.ask(old, False)
-        width.tell()
+        width.choose_width(old, False)
+        width.on_launched()
     for _ in range(29):
-        width.kept([0])
-    width.began(new, 0)  # under overlap scheduling, before the old one's last cycle is known
-    width.kept([0])
+        width.on_accept_lens([0])
+    width.on_prefill(new, 0)  # under overlap scheduling, before the old one's last cycle is known
+    width.on_accept_lens([0])
     own = width._chooser.estimate.accept_probs(np.array([3, 5]), np.array([0, 0]))
     assert (own[0] == own[1]).all()
 
@@ -176,10 +176,10 @@ def test_requests_that_have_not_changed_are_not_looked_at_again():
     width = adaptive(schedule=(7,))
     first, second = request(0), request(1)
     for reqs in ([first, second], [first, second], [second], [second, first]):
-        width.ask(SimpleNamespace(reqs=reqs), False)
-    width.began(SimpleNamespace(reqs=[request(1)]), 0)
-    width.ask(SimpleNamespace(reqs=[second, first]), False)
-    width.ask(SimpleNamespace(reqs=[second, first]), True)
+        width.choose_width(SimpleNamespace(reqs=reqs), False)
+    width.on_prefill(SimpleNamespace(reqs=[request(1)]), 0)
+    width.choose_width(SimpleNamespace(reqs=[second, first]), False)
+    width.choose_width(SimpleNamespace(reqs=[second, first]), True)
     asked = [entry.requests for entry in width._under_way]
     assert asked[0] is asked[1] and len(set(map(id, asked))) == 5
     assert [entry.rows for entry in asked[1:]] == [[0, 1], [1], [1, 0], [1, 0], [1, 0]]
@@ -190,13 +190,13 @@ def test_tokens_in_the_log_are_of_the_requests_decided_for(caplog):
     """A decision holds while a fourth joins three."""
     caplog.set_level("INFO")
     width, reqs = adaptive(log_every=1), [request(slot) for slot in range(4)]
-    width.began(SimpleNamespace(reqs=reqs[:3]), 0)
+    width.on_prefill(SimpleNamespace(reqs=reqs[:3]), 0)
     for _ in range(36):
-        width.ask(SimpleNamespace(reqs=reqs[:3]), False)
-        width.tell()
-        width.kept([7] * 3)
-    width.began(SimpleNamespace(reqs=reqs[3:]), 0)
-    width.ask(SimpleNamespace(reqs=reqs), False)
+        width.choose_width(SimpleNamespace(reqs=reqs[:3]), False)
+        width.on_launched()
+        width.on_accept_lens([7] * 3)
+    width.on_prefill(SimpleNamespace(reqs=reqs[3:]), 0)
+    width.choose_width(SimpleNamespace(reqs=reqs), False)
     before, after = caplog.messages[-2:]
     assert "8 for 3 requests: 7." in before and "8 for 4 requests: 7." in after
 
@@ -204,18 +204,18 @@ def test_tokens_in_the_log_are_of_the_requests_decided_for(caplog):
 def test_running_requests_of_a_mixed_batch_are_not_new():
     width = adaptive(schedule=(7,))
     running = SimpleNamespace(reqs=[request(1)])
-    width.began(running, 0)
-    width.ask(running, False)
-    width.tell()
-    width.began(SimpleNamespace(reqs=[request(2), request(1)]), num_running=1)
-    width.kept([0])
+    width.on_prefill(running, 0)
+    width.choose_width(running, False)
+    width.on_launched()
+    width.on_prefill(SimpleNamespace(reqs=[request(2), request(1)]), num_running=1)
+    width.on_accept_lens([0])
     running, new = (width._chooser.estimate.accept_probs(np.array([slot]), np.array([0])) for slot in (1, 2))
     assert (running < new).all()
 
 
 def test_a_request_that_was_retracted_before_its_first_cycle():
     width = adaptive()
-    width.began(SimpleNamespace(reqs=[request(None), request(5)]), num_running=0)
+    width.on_prefill(SimpleNamespace(reqs=[request(None), request(5)]), num_running=0)
     assert width._births[5] == 1 and width._births.sum() == 1
 
 
@@ -230,7 +230,7 @@ def test_modes():
         request(5, logit_bias={"3": 1.0}),
     ]
     for draws, sampled in ((False, "sampled"), (True, "drawn")):
-        width.ask(SimpleNamespace(reqs=reqs), draws)
+        width.choose_width(SimpleNamespace(reqs=reqs), draws)
         wanted = ["greedy", sampled, *["constrained"] * 4]
         assert [MODES[mode] for mode in width._under_way[-1].requests.modes] == wanted
 
@@ -247,7 +247,7 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     )
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
     width = adaptive(group=group)
-    assert width.ask(SimpleNamespace(reqs=[request(0)]), False) == 4
+    assert width.choose_width(SimpleNamespace(reqs=[request(0)]), False) == 4
     assert told == [(6, "host")] and width._states.applied == [(4, 1)]
 
 
@@ -267,5 +267,5 @@ def test_a_clock_on_the_host():
 
 def test_a_fixed_width_says_the_same_every_time():
     width, batch = FixedWidth(8), SimpleNamespace(reqs=[request(0)])
-    width.began(batch, 0)
-    assert width.ask(batch, True) == 8 and width.kept([3]) == 7 and width.report() == {}
+    width.on_prefill(batch, 0)
+    assert width.choose_width(batch, True) == 8 and width.on_accept_lens([3]) == 7 and width.report() == {}

@@ -189,7 +189,7 @@ def test_a_few_tokens_do_not_decide_for_many_requests(accept_probs, kept):
     cost = smooth_cost()
     server = Simulation(cost)
     for _ in range(2):
-        server.chooser.kept(np.array([0]), np.array([0]), 8, np.array([kept]))
+        server.chooser.on_accept_lens(np.array([0]), np.array([0]), 8, np.array([kept]))
     assert server.run(100, accept_probs, range(48)).speed >= 0.95 * best_speed(cost, accept_probs, 48)
 
 
@@ -247,17 +247,17 @@ def test_a_change_of_load_is_followed_at_once():
 
 def test_a_few_other_requests_are_no_new_question():
     def ask(count):
-        return chooser.ask(np.arange(count), np.zeros(count, dtype=int))
+        return chooser.choose(np.arange(count), np.zeros(count, dtype=int))
 
     chooser = Simulation(smooth_cost()).run(50, GOOD, range(16)).chooser
-    chooser.began(np.arange(16))
+    chooser.on_prefill(np.arange(16))
     ask(16)
     settled = ask(16)
-    chooser.began(np.arange(4))
+    chooser.on_prefill(np.arange(4))
     assert ask(16) is settled, "four of sixteen are new"
     assert ask(11) is not settled, "nine have left"
     settled = ask(11)
-    chooser.began(np.arange(3))
+    chooser.on_prefill(np.arange(3))
     assert ask(11) is not settled, "three of eleven are new"
 
 

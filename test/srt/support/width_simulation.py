@@ -73,7 +73,7 @@ class Simulation:
         self.chosen, self.probes, self.seconds, self.tokens = [], [], 0.0, 0.0
         for cycle in range(cycles):
             num_tokens = len(slots) * self.context
-            choice = self.chooser.ask(slots, modes, num_tokens)
+            choice = self.chooser.choose(slots, modes, num_tokens)
             probs = np.where(
                 self.put_out[slots, None] < self.grown_up, self.young * accept_probs, accept_probs
             )
@@ -81,8 +81,8 @@ class Simulation:
             accepted = kept[:, : choice.width - 1].cumprod(axis=1).sum(axis=1)
             takes = self.cost(len(slots), choice.width) + self.reads * num_tokens
             seconds = takes * np.exp(self.noise * self.rng.standard_normal())
-            self.chooser.kept(slots, modes, choice.width, accepted)
-            self.chooser.took(len(slots), choice.width, seconds, num_tokens=num_tokens)
+            self.chooser.on_accept_lens(slots, modes, choice.width, accepted)
+            self.chooser.on_cycle_time(len(slots), choice.width, seconds, num_tokens=num_tokens)
             self.chosen.append(choice.width)
             if choice.is_probe:
                 self.probes.append(cycle)
@@ -96,7 +96,7 @@ class Simulation:
         ended = slots[self.put_out[slots] >= 128]
         if self.grown_up and len(ended):
             self.put_out[ended] = 0
-            self.chooser.began(ended)
+            self.chooser.on_prefill(ended)
 
     @property
     def speed(self) -> float:

@@ -216,7 +216,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Called by the scheduler once a step's accept lengths are on the host."""
-        drafted = self._width.kept(num_correct_drafts_per_req)
+        drafted = self._width.on_accept_lens(num_correct_drafts_per_req)
         self._metrics.count_verified(num_correct_drafts_per_req, drafted)
         if self._copies is not None:
             self._copies.kept(num_correct_drafts_per_req, drafted)
@@ -241,7 +241,7 @@ class DFlashWorker(BaseSpecWorker):
         """Target prefill, capturing every token's aux hidden states; the draft's KV of those tokens is
         written before this returns, because the scheduler may then hand the slots to the prefix cache."""
         prompts = Prompts.of(batch)
-        self._width.began(batch, prompts.num_running)
+        self._width.on_prefill(batch, prompts.num_running)
         self._drafter.begin_prefill(prompts)
         is_penalized = Penalties.are_asked_for(batch.sampling_info)
         if is_penalized:
@@ -274,7 +274,7 @@ class DFlashWorker(BaseSpecWorker):
     def _take_arrivals(self) -> None:
         """Requests that another server has prefilled, before their first cycle."""
         for arrival in arrivals.take():
-            self._width.began(arrival, 0)
+            self._width.on_prefill(arrival, 0)
             self._drafter.join(arrival)
             self._penalties.join(arrival)
 
@@ -284,7 +284,7 @@ class DFlashWorker(BaseSpecWorker):
         self._take_arrivals()
         draws_drafts = self._draws_drafts(batch)
         # Settled before anything is drafted: what is verified may not depend on what was drawn.
-        width = self.speculative_num_draft_tokens = self._width.ask(batch, draws_drafts)
+        width = self.speculative_num_draft_tokens = self._width.choose_width(batch, draws_drafts)
         clock.lap("prepare")
         cycle, block = self.draft_block(batch, width, batch.sampling_info if draws_drafts else None)
         # Its copy to the host has to be on its way before verify is: grammars then run beside it on the host.
@@ -314,7 +314,7 @@ class DFlashWorker(BaseSpecWorker):
         logits_output.hidden_states = None
         clock.lap("commit")
         clock.end_cycle(cycle.bs)
-        self._width.tell()
+        self._width.on_launched()
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=accepted.said.flatten(),

@@ -30,16 +30,16 @@ class FixedWidth:
     def __init__(self, width: int):
         self._width = width
 
-    def began(self, batch: Any, num_running: int) -> None:
+    def on_prefill(self, batch: Any, num_running: int) -> None:
         pass
 
-    def ask(self, batch: Any, draws: bool) -> int:
+    def choose_width(self, batch: Any, draws_drafts: bool) -> int:
         return self._width
 
-    def tell(self) -> None:
+    def on_launched(self) -> None:
         pass
 
-    def kept(self, accepted: Sequence[int]) -> int:
+    def on_accept_lens(self, accepted: Sequence[int]) -> int:
         return self._width - 1
 
     def report(self) -> dict:
@@ -102,7 +102,7 @@ class AdaptiveWidth:
         self._measured = self._expected = 0.0
         self._laps: list[Lap] = []  # not told yet
 
-    def began(self, batch: Any, num_running: int) -> None:
+    def on_prefill(self, batch: Any, num_running: int) -> None:
         """A prefill, of which the last `num_running` requests are not new."""
         self._clock.interrupt()
         new = batch.reqs[: len(batch.reqs) - num_running]
@@ -111,13 +111,13 @@ class AdaptiveWidth:
         slots = np.array([req.kv.req_pool_idx for req in new], dtype=np.int64)
         self._births[slots] += 1
         self._prefills += 1
-        self._chooser.began(slots, np.array([len(req.output_ids) for req in new], dtype=np.int64))
+        self._chooser.on_prefill(slots, np.array([len(req.output_ids) for req in new], dtype=np.int64))
 
-    def ask(self, batch: Any, draws: bool) -> int:
-        """How many slots the cycle that begins now verifies. draws: whether its drafts are drawn, where a
+    def choose_width(self, batch: Any, draws_drafts: bool) -> int:
+        """How many slots the cycle that begins now verifies. draws_drafts: whether its drafts are drawn, where a
         request samples."""
         self._follow(self._clock.finished())
-        requests = self._requests = self._those_of(batch.reqs, draws)
+        requests = self._requests = self._those_of(batch.reqs, draws_drafts)
         num_tokens = sum(
             [req.kv.kv_committed_len for req in batch.reqs]
         )  # as of a cycle or two ago; the batch may not say
@@ -149,12 +149,12 @@ class AdaptiveWidth:
             np.array([_mode(req, draws) for req in reqs]),
         )
 
-    def tell(self) -> None:
+    def on_launched(self) -> None:
         """The cycle asked for last has been launched."""
         entry = self._under_way[-1]
         self._clock.stop(len(entry.requests.rows), entry.width, entry.num_tokens)
 
-    def kept(self, accepted: Sequence[int]) -> int:
+    def on_accept_lens(self, accepted: Sequence[int]) -> int:
         """The oldest cycle not told of yet kept so many drafted tokens of each of its requests. Returns how
         many it verified."""
         entry = self._under_way.popleft()
@@ -164,7 +164,7 @@ class AdaptiveWidth:
         if requests.prefills != self._prefills:
             same = self._births[slots] == requests.births
             slots, modes, labels = slots[same], modes[same], labels[same]
-        self._chooser.kept(slots, modes, entry.width, labels)
+        self._chooser.on_accept_lens(slots, modes, entry.width, labels)
         return entry.width - 1
 
     def report(self) -> dict:
@@ -215,7 +215,7 @@ class AdaptiveWidth:
     def _tell_laps(self, num_requests: int, width: int, laps: list[Lap]) -> None:
         count, seconds = len(laps), sum(lap.seconds for lap in laps)
         num_tokens = sum(lap.num_tokens for lap in laps) // count
-        surprise = self._chooser.took(num_requests, width, seconds / count, count, num_tokens)
+        surprise = self._chooser.on_cycle_time(num_requests, width, seconds / count, count, num_tokens)
         for after, gaps in itertools.groupby(
             (lap for lap in laps if lap.gap is not None), lambda lap: lap.after
         ):
@@ -236,7 +236,7 @@ class AdaptiveWidth:
         return width
 
     def _choose(self, requests: _Requests, num_tokens: int) -> int:
-        self._choice = self._chooser.ask(requests.slots, requests.modes, num_tokens)
+        self._choice = self._chooser.choose(requests.slots, requests.modes, num_tokens)
         if self._schedule:
             return self._schedule[self._cycles % len(self._schedule)] + 1
         self._probes += self._choice.is_probe

@@ -65,7 +65,7 @@ class WidthChooser:
             self._estimate.learn(slots, modes, drafted, np.array([accepted for *_, accepted in cycles]))
         self._not_learned.clear()
 
-    def ask(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int | None = None) -> Choice:
+    def choose(self, slots: np.ndarray, modes: np.ndarray, num_tokens: int | None = None) -> Choice:
         """How wide the next cycle of these requests is. slots: [n] rows of the request table. modes: [n], of
         `MODES`. num_tokens: committed ones of all of them; None: as many as costs were measured with."""
         self._cycles += 1
@@ -111,18 +111,18 @@ class WidthChooser:
             return choice
         return Choice(num_requests, int(widths[probed]), probed, True, tokens, seconds)
 
-    def began(self, slots: np.ndarray, put_out: np.ndarray | int = 0) -> None:
+    def on_prefill(self, slots: np.ndarray, put_out: np.ndarray | int = 0) -> None:
         """These rows of the request table hold new requests. put_out: tokens they have answered already."""
         self._new += len(slots)
         self.estimate.reset(slots, put_out)
 
-    def kept(self, slots: np.ndarray, modes: np.ndarray, width: int, accepted: np.ndarray) -> None:
+    def on_accept_lens(self, slots: np.ndarray, modes: np.ndarray, width: int, accepted: np.ndarray) -> None:
         """A cycle of this width kept so many drafted tokens of each of these requests, [n]."""
         self._not_learned.append((slots, modes, width - 1, accepted))
         if len(self._not_learned) == _HOLDS_AT_MOST:  # of a rank that is not asked
             self._learn()
 
-    def took(
+    def on_cycle_time(
         self, num_requests: int, width: int, seconds: float, cycles: int = 1, num_tokens: int | None = None
     ) -> float:
         """`CostTable.follow`."""
