@@ -41,7 +41,9 @@ def main(folders: list[str]) -> int:
     for title, offenders in (("first line too long", too_long), ("opens with a noun clause", clauses)):
         for where in offenders if is_wrong else ():
             print(f"{title}: {where}")
-    print(f"{total} docstrings, {len(clauses)} open with a noun clause, {len(too_long)} first lines too long.")
+    print(
+        f"{total} docstrings, {len(clauses)} open with a noun clause, {len(too_long)} first lines too long."
+    )
     return int(is_wrong)
 
 

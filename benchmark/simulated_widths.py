@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import roofline
 from gpu.shapes import QWEN3_8B, Pair
+
 from sglang_dflash.srt.speculative.width.chooser import WidthChooser
 from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate

@@ -2,6 +2,7 @@
 against `speculative/width/estimates.py`, which does not ask the draft."""
 
 import numpy as np
+
 from sglang_dflash.srt.speculative.width.estimates import MODES, Own, sigmoid
 
 

@@ -20,6 +20,7 @@ from calibration import ConfidenceCalibration
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, dflash_arguments, importing, serve, text_prompts  # noqa: E402
+
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate  # noqa: E402
 from sglang_dflash.srt.speculative.width.policy import expected_tokens  # noqa: E402
 

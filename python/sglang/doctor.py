@@ -99,6 +99,7 @@ def _examine(args: argparse.Namespace) -> int:
 
 def _measure(args, pair, prompts):
     import torch
+
     from sglang_dflash.srt.doctor import measure
     from sglang_dflash.srt.doctor.prompts import PROMPTS
 

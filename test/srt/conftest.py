@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 from serving import TARGET, WHOLE_BLOCKS, Server, Start, importing, serve, start_cold, stop
-from sglang_dflash.srt.hardware_backend.cpu import runtime
 from support.warm_start import Nursery
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 # One PyTorch thread, as two servers share the machine. The scheduler counts its KV slots after every step,
 # and a leak or a double free ends the server instead of a log line.

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict, accept_matching_prefix
 
 

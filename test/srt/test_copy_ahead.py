@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
+
 from sglang_dflash.kernels.ops.speculative import copy_ahead
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
@@ -17,7 +19,6 @@ from sglang_dflash.srt.speculative.dflash_info import Prompts, packed_ranges
 from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead, over
 from sglang_dflash.srt.speculative.drafters.copy_stats import WHOLE_CYCLES, Outcomes
-from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from conftest import FLOAT32, FLOAT32_TIE
 from serving import TARGET, dflash_arguments, heldout_prompts
-from sglang_dflash.srt.hardware_backend.cpu import runtime
 from support.copy_watch import Watch
 from support.scheduled import Job, run
 from tokenizers import Tokenizer
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 pytestmark = [
     pytest.mark.server,

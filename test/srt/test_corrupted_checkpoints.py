@@ -23,15 +23,16 @@ from safetensors.torch import load, save
 from serving import PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT
 from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
 from sglang.srt.utils.hf_transformers_utils import get_config
+from support.dflash2_cases import dflash2_config, random_dflash2_weights
+from support.draft_cases import BASE, random_weights
+from support.engine import build
+
 from sglang_dflash.srt.arg_groups.dflash_args import load_and_check_configs
 from sglang_dflash.srt.arg_groups.draft_files import INDEX, check_draft_config
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
-from support.dflash2_cases import dflash2_config, random_dflash2_weights
-from support.draft_cases import BASE, random_weights
-from support.engine import build
 
 EXAMPLES = int(os.environ.get("CORRUPTED_CHECKPOINTS", "300"))
 MODELS = {

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from support.engine import Pools
+
 from sglang_dflash.srt.layers.attention import torch_native_spec
 from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend, cuts_by_length
-from support.engine import Pools
 
 TOLERANCE = 1e-5
 HEAD_DIM = 16

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 import torch
+
 from sglang_dflash.srt.hardware_backend.cpu.fewer_operators import rms_norm_in_one, rotation_in_one
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 NOTICE = "no CUDA driver on this machine"

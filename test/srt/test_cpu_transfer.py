@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from sglang_dflash.srt.hardware_backend.cpu.transfer import (
     back_up_all_layers,
     prepare_transfer,

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from serving import DFLASH2_DRAFT, ROOT
-from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
-from sglang_dflash.srt.speculative.drafters.selector import Candidates, Draw
 from support.dflash2_cases import VARIANTS, DFlash2Case, dflash2_config, random_dflash2_weights
 from support.engine import build, read_config
+
+from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
+from sglang_dflash.srt.speculative.drafters.selector import Candidates, Draw
 
 LOGITS_TOLERANCE = 1e-4
 BUNDLED = "bundled"

@@ -4,6 +4,7 @@ import argparse
 from types import SimpleNamespace
 
 import pytest
+
 from sglang_dflash.srt.arg_groups.adaptive_width import settle_adaptive
 from sglang_dflash.srt.arg_groups.dflash_args import check_copy_ahead
 from sglang_dflash.srt.arg_groups.dflash_flags import add_flags

@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
+from support.drafts import make_draft
+
 from sglang_dflash import doctor
 from sglang_dflash.srt.doctor import copies, measure, page_style, static_checks
 from sglang_dflash.srt.doctor.checkpoint import Checkpoint
 from sglang_dflash.srt.doctor.page import page
 from sglang_dflash.srt.doctor.prompts import PROMPTS
 from sglang_dflash.srt.doctor.readings import blocks
-from support.drafts import make_draft
 
 BUNDLED = (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)
 

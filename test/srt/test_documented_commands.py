@@ -21,8 +21,6 @@ from serving import (
     TARGET,
     dflash_arguments,
 )
-from sglang_dflash.srt.hardware_backend.cpu import runtime
-from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 from support.documented import (
     PAGES,
     URL,
@@ -34,6 +32,9 @@ from support.documented import (
     server_arguments,
     spans,
 )
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 COMMANDS = commands()
 # Commands that nothing runs here: they need a network, or the training library's own environment.

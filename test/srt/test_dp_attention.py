@@ -16,10 +16,11 @@ from unittest.mock import MagicMock
 import pytest
 from conftest import FLOAT32, Reference, assert_same
 from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments
+from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
+
 from sglang_dflash.srt.arg_groups.dflash_args import check_dp_attention
 from sglang_dflash.srt.speculative.scale_out import dp_attention
 from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, PlacedDrafter, keep_in_step
-from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
 
 DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head")
 DRAWN = ("--speculative-draft-sample-method", "probabilistic")

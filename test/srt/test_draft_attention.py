@@ -4,6 +4,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+
 from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 

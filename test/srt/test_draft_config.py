@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import DRAFT, TARGET
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
 from sglang_dflash.srt.configs.dflash2_config import parse_dflash2_config
 from sglang_dflash.srt.configs.draft_config import (
     DFlashDraftConfig,

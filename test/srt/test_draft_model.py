@@ -6,11 +6,12 @@ more."""
 
 import pytest
 import torch
-from sglang_dflash.srt.models.dflash import DFlashDraftModel
-from sglang_dflash.srt.models.mask_token import MaskEmbedding
 from support.draft_cases import VARIANTS, YARN, Case, random_weights
 from support.engine import build, read_config
 from support.reference_dflash import ReferenceDFlash, rope_frequencies
+
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
+from sglang_dflash.srt.models.mask_token import MaskEmbedding
 
 LOGITS_TOLERANCE = 1e-4
 KV_TOLERANCE = 1e-5

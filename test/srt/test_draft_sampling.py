@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.enumeration import LAST, Case, bisect, deviation, is_valid, random_case
+
 from sglang_dflash.srt.speculative.acceptance.greedy import accept_matching_prefix
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     DraftProbs,
@@ -11,7 +13,6 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_rejection,
 )
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, choose_tokens, likeliest
-from support.enumeration import LAST, Case, bisect, deviation, is_valid, random_case
 
 NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1
 WHOLE = DraftSampling(candidates=1000)

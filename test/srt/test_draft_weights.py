@@ -3,9 +3,10 @@ as uninitialised memory."""
 
 import pytest
 import torch
-from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from support.draft_cases import BASE, random_weights
 from support.engine import build, read_config
+
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
 
 PARTS = (
     "fc",

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.draft_cases import Case, FakePlan, lm_head
+
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
-from support.draft_cases import Case, FakePlan, lm_head
 
 
 def test_greedy_tokens_never_come_from_the_heads_padding():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import FLOAT32
 from serving import DEFAULT_WIDTHS, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, Server, dflash_arguments
+
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 EXAMPLES = ROOT / "examples"

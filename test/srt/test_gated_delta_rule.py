@@ -3,11 +3,12 @@ scattered slots."""
 
 import pytest
 import torch
+from torch.nn.functional import softplus
+from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
+
 from sglang_dflash.srt.hardware_backend.cpu import fused_layers, recurrent_states
 from sglang_dflash.srt.hardware_backend.cpu import gated_delta_rule as ours
 from sglang_dflash.srt.hardware_backend.cpu.operators import MissingOperator, _Operators, install
-from torch.nn.functional import softplus
-from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CHANNELS, WIDTH = 2, 4, 16, 8, 12, 4
 NUM_SLOTS = 9

@@ -25,6 +25,7 @@ from gpu.plans import (
 )
 from gpu.shapes import LLAMA_3_1_8B, PAIRS, QWEN3_8B
 from serving import ROOT
+
 from sglang_dflash.srt.speculative import dflash_worker
 
 SETTING = {"machine": "a GPU", "versions": {"sglang": "0"}, "options": {"attention_backend": "flashinfer"}}

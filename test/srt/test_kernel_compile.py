@@ -5,6 +5,10 @@ import re
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile, make_backend
+from triton.runtime.jit import create_function_from_signature
+
 from sglang_dflash.kernels.ops.speculative import (
     accept,
     block,
@@ -15,9 +19,6 @@ from sglang_dflash.kernels.ops.speculative import (
     window,
 )
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile, make_backend
-from triton.runtime.jit import create_function_from_signature
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

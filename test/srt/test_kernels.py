@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, needs_gpu, run_comparisons
+
 from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, peagle_rows, window
 from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers
 from sglang_dflash.srt.speculative.acceptance.greedy import accept_matching_prefix
-from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, needs_gpu, run_comparisons
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -257,6 +258,7 @@ def test_commit_rows_equals_its_twin(seed, bs, block_size, appends, hidden):
 def test_sglangs_norm_and_rotation_equals_its_twin(heads):
     """Of a draft layer in bfloat16: what the model does on a CPU, but for the last bit."""
     from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
+
     from sglang_dflash.srt.models.dflash import _rms_norm, _rotate
 
     rng, (q_heads, kv_heads), dim, rows = torch.Generator().manual_seed(0), heads, 64, 7
@@ -482,6 +484,7 @@ def test_the_twin_stores_what_the_model_and_sglang_do(kv_dtype, pool_dtype):
 
     engine.start()
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
     from sglang_dflash.srt.models.dflash import _rms_norm, _rotate
 
     context = Context(3, 13, 3, 2, 80, kv_dtype, pool_dtype, torch.float32, "cpu")

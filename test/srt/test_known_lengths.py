@@ -6,9 +6,10 @@ import pytest
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from support.engine import start
+
 from sglang_dflash.srt.speculative.cycle.known_lengths import resolving_known_lengths
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, Prompts
-from support.engine import start
 
 ON_DEVICE = torch.tensor([5, 6, 7, 8])
 

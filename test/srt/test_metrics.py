@@ -12,6 +12,7 @@ from plot_acceptance import Counts, read_counts
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import DRAFT, ROOT, Server, dflash_arguments, heldout_prompts
+
 from sglang_dflash.srt.observability.dflash_metrics import FALLBACKS, DFlashMetrics
 
 BLOCK_SIZE = json.loads((DRAFT / "config.json").read_text())["block_size"]

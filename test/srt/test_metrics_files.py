@@ -6,6 +6,7 @@ import os
 import pytest
 from prometheus_client import mmap_dict
 from prometheus_client.mmap_dict import MmapedDict
+
 from sglang_dflash.srt.observability import metrics_files
 
 KEYS = [f"a rather long name of a value, number {number}" for number in range(4000)]

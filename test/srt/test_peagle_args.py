@@ -3,11 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+from test_speculators_format import GOOD_PEAGLE, changed
+
 from sglang_dflash.srt.arg_groups.dflash_args import _check_peagle, _choose_block_size
 from sglang_dflash.srt.configs.draft_config import DraftConfigError, check_draft_fits_target
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.configs.speculators_format import normalize
-from test_speculators_format import GOOD_PEAGLE, changed
 
 TARGET = SimpleNamespace(hidden_size=256, vocab_size=2048, num_hidden_layers=12)
 

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 from serving import PEAGLE_DRAFT, TARGET
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
-from sglang_dflash.srt.models.peagle import PEagleDraftModel, PEagleRows
 from support.engine import Pools, build
 from transformers import AutoModelForCausalLM
+
+from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.models.peagle import PEagleDraftModel, PEagleRows
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny-peagle"
 TOLERANCE = 1e-4

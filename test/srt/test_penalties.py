@@ -10,11 +10,12 @@ from conftest import FLOAT32, FLOAT32_TIE, PLAIN_FLOAT32, WIDTHS_CHANGE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import PEAGLE_DRAFT, TARGET, dflash_arguments, heldout_prompts
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, DynamicCache
+
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
 from sglang_dflash.srt.speculative.scale_out.disaggregation import Arrival
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, DynamicCache
 
 VOCAB = 12
 EOS, STOP = 3, 5

@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
+
 from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
 from sglang_dflash.srt.speculative.acceptance.penalties import count_tokens_torch, penalize_block_torch
-from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
 
 ROWS, VOCABULARY = 7, 1030  # two tiles, the second nearly empty
 

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from conftest import FLOAT32, Reference, assert_same
 from scipy.stats import kstest
 from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
-from sglang_dflash.srt.hardware_backend.cpu import ranks
 from support.drafts import make_draft, read_config
 from test_sampled_requests import FALSE_ALARM, joint_filter, places, score
 from tokenizers import Tokenizer
+
+from sglang_dflash.srt.hardware_backend.cpu import ranks
 
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["get", "put", "head"]}}, "required": ["name"]}
 GRAMMARS = ({"regex": r"(def|class) [a-z_]{3,12}\(\):"}, {"json_schema": json.dumps(SCHEMA)})

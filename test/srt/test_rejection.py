@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from support.enumeration import Case, as_shuffled_list, deviation, output_law, random_case, sequence_law
+
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     DraftProbs,
@@ -10,7 +12,6 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_rejection,
     draw_by_inverse_cdf,
 )
-from support.enumeration import Case, as_shuffled_list, deviation, output_law, random_case, sequence_law
 
 RULES = [accept_by_rejection, accept_by_block_verification]
 SIZES = [(3, 2), (4, 3), (3, 4)]  # vocabulary, block size

@@ -4,6 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
+from test_kernel_compile import ARCHITECTURES, Launch
+from test_verdicts import batches
+
 from sglang_dflash.kernels.ops.speculative import rejection as kernels
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     DraftProbs,
@@ -11,9 +15,6 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
     walk_by_block_verification,
     walk_by_rejection,
 )
-from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
-from test_kernel_compile import ARCHITECTURES, Launch
-from test_verdicts import batches
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_dflash.srt.speculative.request_fields import INT64, MAX_ANSWERS, check_request, take_out_of_range
 
 

@@ -5,6 +5,7 @@ import roofline
 import torch
 from gpu.shapes import LLAMA_3_1_8B, QWEN3_8B
 from serving import ROOT
+
 from sglang_dflash.kernels.ops.speculative.accept import accept_greedy_torch
 from sglang_dflash.kernels.ops.speculative.block import prepare_block_torch
 

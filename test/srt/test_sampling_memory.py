@@ -5,6 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_block_verification,
     accept_by_rejection,
@@ -12,9 +16,6 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
 from sglang_dflash.srt.speculative.acceptance.target_sampling import target_probs
 from sglang_dflash.srt.speculative.drafters import prewarm
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 BS, WIDTH, VOCABULARY, HIDDEN = 48, 16, 151_936, 4096
 GIGABYTE = 1 << 30

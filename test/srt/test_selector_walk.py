@@ -5,10 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_dflash.kernels.ops.speculative import selector_walk as kernels
-from sglang_dflash.srt.speculative.drafters.selector import Candidates, Draw, slot_probs, walk, walk_torch
 from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
 from test_kernel_compile import ARCHITECTURES, Launch
+
+from sglang_dflash.kernels.ops.speculative import selector_walk as kernels
+from sglang_dflash.srt.speculative.drafters.selector import Candidates, Draw, slot_probs, walk, walk_torch
 
 NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1
 

@@ -4,6 +4,7 @@ out."""
 import pytest
 import torch
 from sglang.srt.environ import envs
+
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.acceptance.simulated import FIXED_TOKEN_ID, SimulatedAcceptance
 

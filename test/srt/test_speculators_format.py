@@ -6,6 +6,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_dflash.srt.configs.draft_config import DraftConfigError
 from sglang_dflash.srt.configs.speculators_format import (
     normalize,

@@ -15,11 +15,12 @@ import torch
 from conftest import FLOAT32
 from safetensors.torch import load_file
 from serving import PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
-from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
-from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from support.engine import Pools, build
 from support.streaming import stream
 from transformers import AutoModelForCausalLM
+
+from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny-speculators"
 TOLERANCE = 1e-4

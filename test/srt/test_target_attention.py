@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+
 from sglang_dflash.srt.arg_groups.dflash_args import _check_target_attention, _chose_attention
 
 

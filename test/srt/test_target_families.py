@@ -11,7 +11,6 @@ import torch
 from conftest import PLAIN_FLOAT32, first_difference
 from serving import dflash_arguments
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
-from sglang_dflash.srt.hardware_backend.cpu import runtime
 from support.captures import Captures
 from support.families import (
     FAMILIES,
@@ -24,6 +23,8 @@ from support.families import (
     write_target,
 )
 from support.scheduled import Job, Oracle, run
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 pytestmark = [
     pytest.mark.server,

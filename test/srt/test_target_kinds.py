@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
+from support.families import FAMILIES
+
 from sglang_dflash.srt.speculative.dflash_utils import validate_dflash_request
 from sglang_dflash.srt.speculative.targets import kinds as target_kinds
 from sglang_dflash.srt.speculative.targets.kinds import (
@@ -12,7 +14,6 @@ from sglang_dflash.srt.speculative.targets.kinds import (
     configure_capture,
     target_kind,
 )
-from support.families import FAMILIES
 
 
 class Model:

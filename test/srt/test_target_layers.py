@@ -15,10 +15,11 @@ from sglang.srt.model_executor.model_runner_components.attention_backend_setup i
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.utils.hf_transformers_utils import get_config
-from sglang_dflash.srt.configs.draft_config import parse_draft_config
 from support.engine import Pools, build, read_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers import LlamaForCausalLM as HuggingFaceLlama
+
+from sglang_dflash.srt.configs.draft_config import parse_draft_config
 
 TOLERANCE = 1e-4
 SHIFTED = 100 * TOLERANCE

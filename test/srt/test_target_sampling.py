@@ -11,12 +11,13 @@ import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from support.engine import start
+
 from sglang_dflash.srt.speculative.acceptance.target_sampling import (
     draw_target_tokens,
     repeat_rows,
     target_probs,
 )
-from support.engine import start
 
 DRAWS, EPSILON = 40_000, 0.02
 VOCABULARY = 10

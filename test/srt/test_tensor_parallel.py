@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import run_to_end
-from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs, accept_by_rejection
-from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 from support.dflash2_cases import DFlash2Case
 from support.draft_cases import BASE, Case
 from support.engine import Pools, start
 from test_target_sampling import VOCABULARY, sampling_info
+
+from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs, accept_by_rejection
+from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 
 WORLD = 2
 LENGTHS = [11, 4]
@@ -82,6 +83,7 @@ def test_ranks_take_what_rank_0_chose(top_k):
     """Tokens and verdicts of a rank that would have chosen otherwise."""
     start()
     from sglang.srt.layers.sampler import Sampler
+
     from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 
     torch.manual_seed(0)

@@ -5,6 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.enumeration import LAST, as_list, as_shuffled_list, is_valid
+
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict, accept_matching_prefix
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     DraftProbs,
@@ -12,7 +14,6 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_rejection,
     draw_by_inverse_cdf,
 )
-from support.enumeration import LAST, as_list, as_shuffled_list, is_valid
 
 RULES = [accept_by_rejection, accept_by_block_verification]
 

@@ -11,6 +11,7 @@ import itertools
 import pytest
 import torch
 from scipy.stats import chi2
+
 from sglang_dflash.srt.speculative.acceptance.greedy import accept_matching_prefix
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     DraftProbs,

@@ -8,6 +8,8 @@ import pytest
 from confidence.calibration import ConfidenceCalibration, labels
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.width_simulation import WIDTHS, Simulation, best_speed, mean_tokens, smooth_cost, staircase_cost
+
 from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.policy import (
@@ -22,7 +24,6 @@ from sglang_dflash.srt.speculative.width.policy import (
     probe_loss,
     settle,
 )
-from support.width_simulation import WIDTHS, Simulation, best_speed, mean_tokens, smooth_cost, staircase_cost
 
 GOOD = np.array([0.85, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5])
 WEAK = np.array([0.35, 0.25, 0.2, 0.2, 0.2, 0.2, 0.2])

@@ -8,6 +8,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+from support.engine import start
+
 from sglang_dflash.kernels.ops.speculative.accept import settle
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
@@ -23,7 +25,6 @@ from sglang_dflash.srt.speculative.dflash_utils import (
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
-from support.engine import start
 
 
 def worker(**fields) -> DFlashWorker:

@@ -2,9 +2,10 @@
 
 import torch
 from serving import DFLASH2_DRAFT
-from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from support.draft_cases import BASE, SLIDING, Case, random_weights
 from support.reference_dflash2 import ReferenceDFlash2
+
+from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 
 OPTIONS = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 VARIANTS = {

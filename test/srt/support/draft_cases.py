@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file
 from serving import DRAFT
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
-from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from support.engine import Pools, build, read_config, start
 from support.reference_dflash import ReferenceDFlash
+
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
 
 BASE = {
     "architectures": ["DFlashDraftModel"],

@@ -5,13 +5,13 @@ which rejects a config without a top-level `model_type`."""
 
 from collections.abc import Callable
 
+from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
+from transformers import PretrainedConfig, Qwen3Config
+
 from sglang_dflash.srt.configs.draft_config import DraftConfigError
 from sglang_dflash.srt.configs.layer_fields import layer_problems
 from sglang_dflash.srt.configs.peagle_config import is_draft
 from sglang_dflash.srt.configs.speculators_format import normalize, served_types, speculators_type
-from transformers import PretrainedConfig, Qwen3Config
-
-from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
 
 
 class DraftConfigParser(HfModelConfigParser):

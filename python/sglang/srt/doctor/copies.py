@@ -2,6 +2,7 @@
 texts."""
 
 import torch
+
 from sglang_dflash.kernels.ops.speculative.copy_ahead import (
     RULE,
     CopyRule,

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 
 @dataclass(frozen=True)

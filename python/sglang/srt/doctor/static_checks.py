@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
 from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES
 from sglang_dflash.srt.configs.draft_config import (
     DFlashDraftConfig,

@@ -7,7 +7,6 @@ nobody else can read its weight."""
 
 import torch
 import torch.nn.functional as F
-
 from sglang.srt.runtime_context import get_parallel
 
 

@@ -5,17 +5,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.layers.vocab_argmax import full_logits
-from sglang_dflash.srt.models.dflash_weights import load_checkpoint
-from sglang_dflash.srt.models.mask_token import MASK_EMBEDDING_FILE, MaskEmbedding, find_mask_token
-from torch import nn
-
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
+from torch import nn
+
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.layers.vocab_argmax import full_logits
+from sglang_dflash.srt.models.dflash_weights import load_checkpoint
+from sglang_dflash.srt.models.mask_token import MASK_EMBEDDING_FILE, MaskEmbedding, find_mask_token
 
 
 @dataclass

@@ -9,12 +9,6 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
-from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers, write_context_kv
-from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig, parse_draft_config
-from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
-from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
-from torch import nn
-
 from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -26,6 +20,12 @@ from sglang.srt.models.utils import apply_qk_norm
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
 from sglang.srt.utils.hf_transformers.common import get_rope_config
+from torch import nn
+
+from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers, write_context_kv
+from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig, parse_draft_config
+from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
+from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 
 _TARGET_ROPE_FIELDS = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 

@@ -9,6 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.utils import add_prefix
+from torch import nn
+
 from sglang_dflash.kernels.ops.speculative.block_conv import block_conv
 from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig, parse_dflash2_config
 from sglang_dflash.srt.layers.vocab_argmax import largest_logits
@@ -16,10 +20,6 @@ from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer, DFlashDraftModel
 from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
 from sglang_dflash.srt.speculative.drafters.selector import Candidates, Draw, walk
-from torch import nn
-
-from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.utils import add_prefix
 
 
 @dataclass

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
-from sglang_dflash.srt.configs.draft_tensors import d2t_problems, is_ignored, tensor_problems
-
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
+
+from sglang_dflash.srt.configs.draft_tensors import d2t_problems, is_ignored, tensor_problems
 
 # Checkpoint tensors that SGLang keeps in one: name in the checkpoint -> (name in the model, which part of
 # it).

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"

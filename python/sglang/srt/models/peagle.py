@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.utils import add_prefix
+from torch import nn
+
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, parse_peagle_config
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
-from torch import nn
-
-from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.utils import add_prefix
 
 
 @dataclass

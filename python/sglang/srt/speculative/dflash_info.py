@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from sglang_dflash.kernels.ops.speculative.block import pack_blocks, prepare_block
-
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
 from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind, KVLocPlan
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+from sglang_dflash.kernels.ops.speculative.block import pack_blocks, prepare_block
 
 
 @dataclass

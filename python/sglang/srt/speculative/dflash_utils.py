@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_dflash.srt.speculative.request_fields import take_out_of_range
-from sglang_dflash.srt.speculative.targets.kinds import served_kind
-
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+
+from sglang_dflash.srt.speculative.request_fields import take_out_of_range
+from sglang_dflash.srt.speculative.targets.kinds import served_kind
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,16 @@ length is n + a + 1, and draft KV for n..n+a comes from the aux hidden states of
 import logging
 
 import torch
+from sglang.srt.layers.dp_attention import get_dp_tp_group
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
+from sglang.srt.speculative.spec_utils import GrammarTree
+
 from sglang_dflash.kernels.ops.speculative.accept import Acceptance, accept_greedy, settle
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
@@ -43,16 +53,6 @@ from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_up
 from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 from sglang_dflash.srt.speculative.width.start_up import start_adaptive
-
-from sglang.srt.layers.dp_attention import get_dp_tp_group
-from sglang.srt.layers.logprob_processor import compute_spec_logprobs
-from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_parallel, get_spec
-from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import GrammarTree
 
 logger = logging.getLogger(__name__)
 

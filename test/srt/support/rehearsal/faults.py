@@ -63,6 +63,7 @@ def _host_read() -> None:
 def _causal_draft() -> None:
     """A block's rows see only those before them. Every output is right, and drafts are a little worse."""
     from sglang.srt.layers.radix_attention import AttentionType
+
     from sglang_dflash.srt.models import dflash
 
     def causal(*args, **kwargs):

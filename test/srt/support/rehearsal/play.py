@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from conftest import ENVIRONMENT, patched
 from serving import TARGET, Server, dflash_arguments, serve
-from sglang_dflash.srt.hardware_backend.cpu import runtime
 from support.rehearsal import faults, report, stage
 from support.warm_start import Nursery
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 # Triton decides while it is imported whether it interprets.
 INTERPRETED = {"TRITON_INTERPRET": "1"}

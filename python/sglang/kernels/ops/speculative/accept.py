@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict, accept_matching_prefix
 
 

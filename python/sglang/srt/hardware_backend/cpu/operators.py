@@ -1,6 +1,7 @@
 """The operators of `torch.ops.sgl_kernel` that the CPU stand-in has, and what it says about the others."""
 
 import torch
+
 from sglang_dflash.srt.hardware_backend.cpu import fused_layers, gated_delta_rule
 
 NAMESPACE = "sgl_kernel"

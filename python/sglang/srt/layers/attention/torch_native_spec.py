@@ -13,13 +13,12 @@ their own: what is read is translated to them as what is written is."""
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
+from torch.nn.functional import scaled_dot_product_attention
 
 # Queries a request up to which repeating a mask is cheaper than repeating KV.
 _BLOCK = 64

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
-
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+
+from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
 
 
 def constrain(

@@ -14,6 +14,7 @@ for V = 152k.
 from dataclasses import dataclass
 
 import torch
+
 from sglang_dflash.kernels.ops.speculative.rejection import walk_blocks_triton
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 

@@ -7,10 +7,10 @@ For measuring speed at an assumed accept length, with random weights. The output
 import logging
 
 import torch
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-
 from sglang.srt.environ import envs
 from sglang.srt.speculative.spec_utils import sample_simulated_acc_len
+
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 import dataclasses
 
 import torch
-
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 

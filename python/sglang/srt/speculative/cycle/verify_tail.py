@@ -5,7 +5,6 @@ import weakref
 from typing import Any
 
 import torch
-
 from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 
 logger = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
 from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts

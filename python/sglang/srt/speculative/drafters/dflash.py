@@ -2,6 +2,10 @@
 states."""
 
 import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_disagg, get_spec
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
@@ -11,10 +15,6 @@ from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_
 from sglang_dflash.srt.speculative.drafters.waiting_rows import ContextRows, WaitingRows
 from sglang_dflash.srt.speculative.drafters.window import FullView, WindowView
 from sglang_dflash.srt.speculative.scale_out.disaggregation import Arrival
-
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_disagg, get_spec
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 # Cycles without drafts whose context is written at once on a CPU.
 _WAITING_CYCLES = 8

@@ -1,6 +1,7 @@
 """The DFlash2 drafter: a DFlash one whose tokens come from the candidate selector's walk."""
 
 import torch
+
 from sglang_dflash.srt.models.dflash2 import DFlash2Output
 from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
 from sglang_dflash.srt.speculative.dflash_info import Cycle

@@ -27,6 +27,9 @@ A cycle that verifies the anchor alone does not draft, and adds one pending row.
 request, all are run, in a block whose drafts nobody looks at."""
 
 import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
 from sglang_dflash.kernels.ops.speculative.peagle_rows import Pending, commit_rows, prepare_rows
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
@@ -35,9 +38,6 @@ from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts, packed_ran
 from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.scale_out.disaggregation import Arrival
-
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 
 class PEagleDrafter:

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs, draw_final_tokens
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows, target_probs

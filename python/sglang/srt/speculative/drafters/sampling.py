@@ -4,10 +4,10 @@ import os
 from dataclasses import dataclass
 
 import torch
+from sglang.srt.utils.async_probe import maybe_warn_nan
+
 from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows
-
-from sglang.srt.utils.async_probe import maybe_warn_nan
 
 TEMPERATURE_SCALE_VARIABLE = "SGLANG_DFLASH_DRAFT_TEMPERATURE_SCALE"
 SAMPLED_SLOTS_VARIABLE = "SGLANG_DFLASH_DRAFT_SAMPLED_SLOTS"

@@ -13,6 +13,7 @@ Pure functions; every random number is passed in. Shapes: bs requests, S drafted
 from dataclasses import dataclass
 
 import torch
+
 from sglang_dflash.kernels.ops.speculative.selector_walk import walk_triton
 from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling

@@ -8,11 +8,11 @@ with the target. Whatever lies before the window is not read; keys keep the posi
 from dataclasses import dataclass
 
 import torch
+from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+
 from sglang_dflash.kernels.ops.speculative.window import prepare_window
 from sglang_dflash.srt.configs.attention_backends import PAGED_BACKENDS
 from sglang_dflash.srt.speculative.dflash_info import Cycle
-
-from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
-
 from sglang.srt.managers.overlap_utils import RelayPayload
+
+from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput, Prompts
-from sglang_dflash.srt.speculative.dflash_utils import has_room_for_draft_graphs
-from sglang_dflash.srt.speculative.drafters.base import DraftBlock, Drafter
-from sglang_dflash.srt.speculative.scale_out.disaggregation import Arrival
-
 from sglang.srt.configs.draft_parallel import DraftParallelLayout, DraftParallelSpec, DraftTPExecution
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.speculative.draft_parallel import resolve_draft_parallel_layout
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
+
+from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
+from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput, Prompts
+from sglang_dflash.srt.speculative.dflash_utils import has_room_for_draft_graphs
+from sglang_dflash.srt.speculative.drafters.base import DraftBlock, Drafter
+from sglang_dflash.srt.speculative.scale_out.disaggregation import Arrival
 
 
 class DraftRanks:

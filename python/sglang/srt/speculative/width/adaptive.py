@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
 from sglang_dflash.srt.speculative.width.chooser import Choice, WidthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock, Lap
 from sglang_dflash.srt.speculative.width.estimates import MODES

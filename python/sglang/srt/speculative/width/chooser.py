@@ -5,6 +5,7 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
+
 from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.policy import (

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+
 from sglang_dflash.srt.speculative.width.policy import never_cheaper_when_wider
 
 # Standard deviations, all of logarithms of seconds: of how much slower everything is than at start-up, and of

@@ -9,6 +9,7 @@ import os as _os
 import sys as _sys
 
 import torch as _torch
+
 from sglang_dflash.srt.hardware_backend.cpu import operators as _operators
 
 _here = _os.path.dirname(_os.path.abspath(__file__))
