@@ -9,17 +9,15 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, FLOAT32, assert_same
+from conftest import FLOAT32, assert_same
 from safetensors.torch import load_file, save_file
-from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts, serve
+from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from support.drafts import make_draft
 from support.streaming import stream
 
@@ -189,59 +187,3 @@ def test_a_draft_that_says_nan(servers, requests, reference, tmp_path):
 
     server = servers.get(*FLOAT32, *dflash_arguments(make_draft(tmp_path / "nan", spoil)))
     assert check(server, requests, reference) < 1.2
-
-
-MOUNT_AND_RUN = 'mount -t tmpfs -o size="$1" tmpfs "$0" && shift && exec "$@"'
-
-
-@contextlib.contextmanager
-def serve_on_small_disk(folder: Path, size: str):
-    """A server whose metrics and request log are on a disk of that size. Skips the test where nothing may be
-    mounted."""
-    probe = subprocess.run(
-        ["unshare", "-m", "bash", "-c", MOUNT_AND_RUN, folder, size, "true"], capture_output=True
-    )
-    if probe.returncode:
-        pytest.skip(f"no file system of a size of its own: {probe.stderr.decode()}")
-    launcher = (
-        "-m",
-        "bash",
-        "-c",
-        MOUNT_AND_RUN,
-        str(folder),
-        size,
-        sys.executable,
-        "-m",
-        "sglang.launch_server",
-    )
-    arguments = (
-        "--model-path",
-        TARGET,
-        *FLOAT32,
-        *dflash_arguments(),
-        "--enable-metrics",
-        "--log-requests",
-        "--log-requests-target",
-        folder,
-    )
-    environment = {**ENVIRONMENT, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
-    with serve(*arguments, env=environment, python="unshare", launcher=launcher) as server:
-        yield server
-
-
-@pytest.mark.parametrize("size", ["64k", "4m"], ids=["full at the start", "filled later"])
-def test_metrics_on_a_full_disk(size, requests, reference, tmp_path):
-    """The server goes on, and says once in each process that counts may be missing. Of the request log lines
-    are lost."""
-    with serve_on_small_disk(tmp_path, size) as server:
-        check(server, requests[:2], reference)
-        with contextlib.suppress(OSError):  # no space left
-            with open(f"/proc/{server.process.pid}/root{tmp_path}/filling", "wb", buffering=0) as filling:
-                while filling.write(bytes(4096)):
-                    pass
-        for number in range(300):  # each has values of its own on /metrics, for which the files grow
-            with contextlib.suppress(urllib.error.HTTPError):
-                server.get(f"/v1/models/{number}")
-        check(server, requests, reference)
-        assert "sglang:" in server.get("/metrics")
-        assert (1 if size == "64k" else 0) <= server.log().count("Metrics: no room") <= 3

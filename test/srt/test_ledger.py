@@ -13,8 +13,6 @@ from sglang_dflash.srt.plugins import entry_points, install, ledger
 CHANGES = (
     *ledger.AT_LOAD,
     *ledger.AT_FRONT_END,
-    *ledger.AT_METRICS_SET_UP,
-    *ledger.AT_METRICS,
     *ledger.AT_WORKER,
     *ledger.AT_DISAGGREGATION,
     *ledger.AT_CPU_DISAGGREGATION,
@@ -25,7 +23,7 @@ NEW_KEYS = {("models", "PEagleDraftModel"), ("_handlers", "torch_native")}
 
 
 def name_of(change: ledger.Change) -> str:
-    return change.target.rpartition(".")[2] + (f"[{change.key}]" if change.key else "")
+    return change.name + (f"[{change.key}]" if change.key else "")
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=name_of)
@@ -38,22 +36,21 @@ def test_an_entry(change):
     value = change.build()
     if change.kind == "entry":
         assert change.signature is None and change.key
-        assert change.key in target or (change.target.rpartition(".")[2], change.key) in NEW_KEYS
+        assert change.key in target or (change.name, change.key) in NEW_KEYS
         assert callable(value)
         return
     assert change.key is None
     if change.signature is None:  # a method of PyTorch's, of which Python knows no signature
         assert callable(target) and callable(value)
         return
-    wanted = [name for name in change.signature.strip("()").split(", ") if name]
     extra = {"around": ["original"], "resolution": [], "replace": [], "class": []}[change.kind]
     taken = list(inspect.signature(value).parameters)
     if change.kind == "class":
-        assert inspect.isclass(value) and set(wanted) <= set(taken)
+        assert inspect.isclass(value) and set(change.parameters) <= set(taken)
     elif change.kind == "resolution":
-        assert taken == [*wanted, "previous"]
+        assert taken == [*change.parameters, "previous"]
     else:
-        assert taken == [*extra, *wanted]
+        assert taken == [*extra, *change.parameters]
 
 
 def test_kinds_and_times():
@@ -123,7 +120,7 @@ def test_nothing_is_applied_when_one_check_fails(monkeypatch):
         monkeypatch.setattr(install, way, registered.append)
     monkeypatch.setattr("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook", registered.append)
     broken = dataclasses.replace(EXAMPLE, signature="(nothing)")
-    monkeypatch.setattr(install, "AT_LOAD", (*ledger.AT_LOAD, broken))
+    monkeypatch.setattr(ledger, "AT_LOAD", (*ledger.AT_LOAD, broken))
     with pytest.raises(SystemExit):
         install.install_at_load()
     assert not registered
@@ -137,12 +134,10 @@ def test_worker_changes_are_checked_before_the_first_is_applied(monkeypatch):
     monkeypatch.setattr(
         install, "resolve", lambda path: (None, registry) if path == "fake.registry" else resolve(path)
     )
-    monkeypatch.setattr(install, "AT_WORKER", (first, broken))
     with pytest.raises(SystemExit):
-        install.install_at_worker()
+        install.install((first, broken))
     assert registry == {"key": "stock"}
-    monkeypatch.setattr(install, "AT_WORKER", (first,))
-    install.install_at_worker()
+    install.install((first,))
     assert registry == {"key": "ours"}
 
 
@@ -175,9 +170,9 @@ IMPORTED_BEFORE = """
 import sys
 import sglang.srt.managers.scheduler
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
-from sglang_dflash.srt.plugins import install
+from sglang_dflash.srt.plugins import install, ledger
 from sglang.srt.plugins import load_plugins
-targets = {c.target: install.resolve(c.target)[1] for c in install._relevant(install.AT_LOAD) if c.kind == "replace"}
+targets = {c.target: install.resolve(c.target)[1] for c in install._relevant(ledger.AT_LOAD) if c.kind == "replace"}
 load_plugins()
 for target, old in targets.items():
     assert install.resolve(target)[1] is not old, target

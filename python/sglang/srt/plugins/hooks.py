@@ -1,19 +1,18 @@
-"""Hooks that adapt one of SGLang's functions to ours. Each function here returns a hook; imports wait until
-it is called.
+"""Hooks that adapt one of SGLang's functions to ours.
 
-Where a function of ours takes SGLang's place as it is, the ledger names it and nothing stands here.
+Each function here returns a hook, and imports only when it is called. If a function of ours replaces SGLang's
+unchanged, the ledger names it directly.
 """
 
 
 def handle_server_args():
     from sglang_dflash.srt.arg_groups.dflash_args import resolve_dflash_args
+    from sglang_dflash.srt.plugins import install, ledger
 
     def handle(original, self, server_args):
         if not self.is_dflash():
             return original(self, server_args)
-        from sglang_dflash.srt.plugins.install import install_at_front_end
-
-        install_at_front_end(has_metrics=server_args.enable_metrics)
+        install.install(ledger.AT_FRONT_END)
         return resolve_dflash_args(server_args)
 
     return handle
@@ -30,12 +29,13 @@ def add_cli_args():
 
 
 def create_worker():
+    from sglang_dflash.srt.plugins import install, ledger
+
     def create(original, self, server_args):
         if not self.is_dflash():
             return original(self, server_args)
-        from sglang_dflash.srt.plugins.install import install_at_worker
-
-        install_at_worker(is_disaggregated=server_args.disaggregation_mode != "null")
+        is_disaggregated = server_args.disaggregation_mode != "null"
+        install.install(ledger.AT_WORKER + (ledger.AT_DISAGGREGATION if is_disaggregated else ()))
         from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 
         return DFlashWorker
@@ -44,13 +44,17 @@ def create_worker():
 
 
 def cpu_attention():
+    from sglang_dflash.srt.plugins import install, ledger
+
     def create(runner):
-        from sglang_dflash.srt.layers.attention.torch_native_spec import create_cpu_attention
-        from sglang_dflash.srt.plugins.install import install_at_cpu_disaggregation
+        from sglang_dflash.srt.layers.attention import torch_native_spec
 
         if runner.server_args.disaggregation_mode != "null":
-            install_at_cpu_disaggregation()
-        return create_cpu_attention(runner)
+            install.install(ledger.AT_CPU_DISAGGREGATION)
+        if not torch_native_spec.is_needed(runner):
+            return torch_native_spec.TorchNativeAttnBackend(runner)
+        install.install(ledger.AT_CPU_ATTENTION)
+        return torch_native_spec.TorchNativeSpecAttnBackend(runner)
 
     return create
 

@@ -1,16 +1,17 @@
-"""Every change we make to SGLang: where, how, why.
+"""Every change we make to SGLang: target, kind of change and reason.
 
-`AT_LOAD` is in force in every process once SGLang has loaded its plugins. `AT_WORKER` is applied by the
-`create_worker` hook, so only in a scheduler process that really runs DFLASH: any other server keeps stock
-code. `AT_DISAGGREGATION` comes with it where the server does prefill or decode alone, and `AT_FRONT_END` is
-applied in the process that takes requests in, once it has read that it serves DFLASH. `AT_CPU_DISAGGREGATION`
-is applied in every scheduler on a CPU that does prefill or decode alone, as the peer of one that runs DFLASH
-need not. `AT_METRICS_SET_UP` is applied there too, with `--enable-metrics`, and `AT_METRICS` by it and in
-every process it starts. `AT_CPU_ATTENTION` is applied where our CPU attention is built: with DFLASH, and for
-targets that stock SGLang cannot run on a CPU at all. Tests walk the tables; `install.py` checks and applies
-them."""
+| table | applied | in |
+|---|---|---|
+| `AT_LOAD` | when SGLang loads its plugins | every process |
+| `AT_FRONT_END` | when the arguments turn out to request DFLASH | the process that receives requests |
+| `AT_WORKER` | by the `create_worker` hook | scheduler processes that run DFLASH; others keep stock code |
+| `AT_DISAGGREGATION` | with `AT_WORKER` | schedulers that serve prefill or decode alone |
+| `AT_CPU_DISAGGREGATION` | when the attention backend is built | the same, on a CPU, with DFLASH or without |
+| `AT_CPU_ATTENTION` | when our CPU attention is built | with DFLASH, and for targets that stock SGLang cannot run |
 
-import functools
+Tests walk the tables; `install.py` checks and applies them.
+"""
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +25,17 @@ from sglang_dflash.srt.plugins.resolve import resolve
 class Change:
     """One change to SGLang.
 
-    target: dotted path of a callable, or of a registry for kind "entry".
-    kind: "around" (wrap a method), "resolution" (SGLang's resolution hooks), "replace" (rebind a name),
-        "class" (rebind a class), "entry" (write `key` of a dict).
-    signature: the parameters; of a class those that SGLang passes; None for a registry, and where Python
-    knows none. build: returns the hook or the new value; called when the change is applied, so that heavy
-    imports wait."""
+    Attributes:
+        target: Dotted path of a callable, or of a registry for kind "entry".
+        kind: "around" (wrap a method), "resolution" (SGLang's resolution hooks), "replace" (rebind a name),
+            "class" (rebind a class), "entry" (write `key` of a dict).
+        signature: The target's parameters; of a class only those that SGLang passes. None for a registry, and if
+            Python knows no signature.
+        why: Reason for the change.
+        build: Returns the hook or the new value. Called when the change is applied, so heavy imports wait.
+        key: The entry's key, for kind "entry".
+        cpu_only: Whether the change is made on a CPU only.
+    """
 
     target: str
     kind: str
@@ -39,14 +45,24 @@ class Change:
     key: str | None = None
     cpu_only: bool = False
 
+    @property
+    def name(self) -> str:
+        """The last part of the target."""
+        return self.target.rpartition(".")[2]
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names in the signature."""
+        return [name for name in (self.signature or "").strip("()").split(", ") if name]
+
 
 def _ours(path: str) -> Callable[[], Any]:
-    """Builds what stands under this name in our package."""
-    return functools.partial(lambda name: resolve(name)[1], f"sglang_dflash.{path}")
+    """Return a builder of the object at this path in our package."""
+    return lambda: resolve(f"sglang_dflash.{path}")[1]
 
 
 def _made_by(path: str) -> Callable[[], Any]:
-    """Builds what this function of ours returns."""
+    """Return a builder that calls our function at this path."""
     return lambda: _ours(path)()()
 
 
@@ -200,33 +216,6 @@ AT_FRONT_END = (
         signature="(self)",
         why="SGLang checks neither types nor ranges of sampling parameters here, and some end the scheduler",
         build=_made_by("srt.speculative.request_fields.checking_requests"),
-    ),
-)
-
-AT_METRICS_SET_UP = (
-    Change(
-        target="sglang.srt.entrypoints.engine.set_prometheus_multiproc_dir",
-        kind="replace",
-        signature="()",
-        why="prometheus_client may not be imported before it, and AT_METRICS is to come before the first metric",
-        build=_made_by("srt.observability.metrics_files.reserving_at_set_up"),
-    ),
-)
-
-AT_METRICS = (
-    Change(
-        target="prometheus_client.mmap_dict.MmapedDict.__init__",
-        kind="replace",
-        signature="(self, filename, read_mode)",
-        why="a sparse file on a full disk ends the process that writes to its mapping",
-        build=_made_by("srt.observability.metrics_files.reserving_init"),
-    ),
-    Change(
-        target="prometheus_client.mmap_dict.MmapedDict._init_value",
-        kind="replace",
-        signature="(self, key)",
-        why="so does the part that such a file grows by",
-        build=_made_by("srt.observability.metrics_files.reserving_values"),
     ),
 )
 

@@ -18,10 +18,10 @@ def take_the_stage(ledger: ModuleType, attention: Any, buckets: tuple[int, ...])
     chooses."""
 
     def build():
-        from sglang_dflash.srt.plugins.install import install_at_worker
+        from sglang_dflash.srt.plugins.install import install
 
         def create(original, self, server_args):
-            install_at_worker()
+            install(ledger.AT_WORKER)
             return _on_stage(original(self, server_args), buckets)
 
         return create

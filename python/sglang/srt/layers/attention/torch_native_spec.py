@@ -259,15 +259,9 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         return attended.reshape(bs * width, heads, -1)
 
 
-def create_cpu_attention(runner) -> TorchNativeAttnBackend:
-    """The `torch_native` backend of a model runner: ours with DFLASH, and for what SGLang's gets wrong or
-    cannot do."""
-    if runner.spec_algorithm.is_dflash() or runner.use_mla_backend or _is_beyond_stock(runner):
-        from sglang_dflash.srt.plugins.install import install_at_cpu_attention
-
-        install_at_cpu_attention()
-        return TorchNativeSpecAttnBackend(runner)
-    return TorchNativeAttnBackend(runner)
+def is_needed(runner) -> bool:
+    """Return whether a model runner needs our backend: with DFLASH, and if SGLang's cannot serve its model."""
+    return runner.spec_algorithm.is_dflash() or runner.use_mla_backend or _is_beyond_stock(runner)
 
 
 def _is_beyond_stock(runner) -> bool:
