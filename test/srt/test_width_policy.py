@@ -5,7 +5,6 @@ import itertools
 
 import numpy as np
 import pytest
-from confidence.calibration import ConfidenceCalibration, labels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.width_simulation import WIDTHS, Simulation, best_speed, mean_tokens, smooth_cost, staircase_cost
@@ -315,6 +314,22 @@ def test_probing_costs_what_it_may_and_no_more():
 # -- estimates and costs
 
 
+def labels(accepted: np.ndarray, drafted: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """Label a block of `depth` drafted tokens from the accept lengths of a verify of `drafted` tokens.
+
+    Args:
+        accepted: accepted drafted tokens per request. [n]
+        drafted: drafted tokens that were verified.
+        depth: drafted tokens of the whole block, K.
+
+    Returns:
+        is_labelled, is_accepted: both [n, K] bool.
+    """
+    position = np.arange(depth)
+    is_accepted = position < accepted[:, None]
+    return (position <= accepted[:, None]) & (position < drafted), is_accepted
+
+
 def test_labels():
     is_labelled, is_kept = labels(np.array([0, 2, 3]), drafted=3, depth=5)
     assert is_labelled.tolist() == [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
@@ -382,24 +397,6 @@ def test_an_estimate_finds_the_truth_and_what_is_not_seen_is_kept():
     for _ in range(10):
         estimate.learn(slots[:4], modes[:4], 7, np.zeros((1, 4), dtype=int))
     assert estimate.averages(0)[64][0] < 0.3, "a few probes are believed after a long time without"
-
-
-def test_confidence_is_calibrated():
-    """Drafts that know when they are wrong, but are three times too sure of it."""
-    rng = np.random.default_rng(0)
-    calibration = ConfidenceCalibration(16, 3)
-    slots, modes = np.arange(16), np.zeros(16, dtype=int)
-    truth = 1.5 * rng.standard_normal((3000, 16, 3))
-    confidence = 3 * truth
-    kept = rng.random(truth.shape) < 1 / (1 + np.exp(-truth))
-    accepted = kept.cumprod(axis=2).sum(axis=2)
-    for cycle in range(3000):
-        calibration.learn(slots, modes, 3, accepted[cycle], confidence[cycle])
-    assert calibration.weight[0] == pytest.approx(1 / 3, rel=0.1)
-    assert np.abs(calibration.bias[0]).max() < 0.25
-    calibration.reset(slots)
-    probs = calibration.accept_probs(slots, modes, confidence[0])
-    assert probs == pytest.approx(1 / (1 + np.exp(-truth[0])), abs=0.1)
 
 
 def test_costs_between_and_beyond_what_was_measured():
