@@ -12,9 +12,9 @@ from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_co
 
 from sglang_dflash.kernels.ops.speculative import copy_ahead
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
 from sglang_dflash.srt.speculative.dflash_info import Prompts, packed_ranges
 from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead, over

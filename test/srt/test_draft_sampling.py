@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.enumeration import LAST, Case, bisect, deviation, is_valid, random_case
 
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.greedy import accept_matching_prefix
 from sglang_dflash.srt.speculative.acceptance.rejection import (
-    DraftProbs,
     accept_by_block_verification,
     accept_by_rejection,
 )

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from serving import PEAGLE_DRAFT, TARGET
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from support.engine import Pools, build
 from transformers import AutoModelForCausalLM
 
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.models.peagle import PEagleDraftModel, PEagleRows
+from sglang_dflash.srt.speculative.drafters.peagle import PEagleVerifyInput
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny-peagle"
 TOLERANCE = 1e-4
@@ -67,12 +67,9 @@ def step_logits(draft: PEagleDraftModel, tokens: list[int], aux_hidden: torch.Te
         head_dim=attention.head_dim,
     )
     batch = pools.blocks(rows, [0])
-    batch.spec_info = PEagleRows(
-        draft_token_num=rows.shape[1],
-        capture_hidden_mode=CaptureHiddenMode.NULL,
-        fused=torch.cat((draft.fuse(aux_hidden[:real]), draft.fused_mask.expand(drafted - 1, -1))),
-        first_drafting=torch.tensor([real - 1]),
-        num_drafting=drafted,
+    fused = torch.cat((draft.fuse(aux_hidden[:real]), draft.fused_mask.expand(drafted - 1, -1)))
+    batch.spec_info = PEagleVerifyInput.of_rows(
+        rows.shape[1], PEagleRows(fused, first_drafting=torch.tensor([real - 1]), num_drafting=drafted)
     )
     return torch.nn.functional.linear(pools.forward(draft, batch).hidden_states, draft.head.weight)
 
@@ -138,9 +135,10 @@ def test_a_captured_graph_finds_its_rows(draft):
     )
     tokens = torch.randint(100, (2, 6), generator=generator)
     fused, outputs = blocks.fused.clone(), []
-    for spec_info in (blocks, None):
+    for rows in (blocks, None):
         batch = pools.blocks(tokens, [0, 0])
-        batch.spec_info = spec_info or batch.spec_info
+        if rows is not None:
+            batch.spec_info = PEagleVerifyInput.of_rows(6, rows)
         draft.blocks(2).fused.copy_(fused)
         outputs.append(pools.forward(draft, batch))
     assert torch.equal(outputs[0].hidden_states, outputs[1].hidden_states)

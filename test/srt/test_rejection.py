@@ -5,12 +5,11 @@ import pytest
 import torch
 from support.enumeration import Case, as_shuffled_list, deviation, output_law, random_case, sequence_law
 
+from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.acceptance.rejection import (
-    DraftProbs,
     accept_by_block_verification,
     accept_by_rejection,
-    draw_by_inverse_cdf,
 )
 
 RULES = [accept_by_rejection, accept_by_block_verification]

@@ -9,8 +9,8 @@ from test_kernel_compile import ARCHITECTURES, Launch
 from test_verdicts import batches
 
 from sglang_dflash.kernels.ops.speculative import rejection as kernels
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.rejection import (
-    DraftProbs,
     draw_final_tokens,
     walk_by_block_verification,
     walk_by_rejection,

@@ -9,7 +9,7 @@ from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_co
 from test_kernel_compile import ARCHITECTURES, Launch
 
 from sglang_dflash.kernels.ops.speculative import selector_walk as kernels
-from sglang_dflash.srt.speculative.drafters.selector import Candidates, Draw, slot_probs, walk, walk_torch
+from sglang_dflash.srt.layers.candidate_selector import Candidates, Draw, slot_probs, walk, walk_torch
 
 NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1
 

@@ -17,7 +17,8 @@ from support.draft_cases import BASE, Case
 from support.engine import Pools, start
 from test_target_sampling import VOCABULARY, sampling_info
 
-from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs, accept_by_rejection
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
+from sglang_dflash.srt.speculative.acceptance.rejection import accept_by_rejection
 from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 
 WORLD = 2

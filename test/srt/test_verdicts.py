@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.enumeration import LAST, as_list, as_shuffled_list, is_valid
 
+from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict, accept_matching_prefix
 from sglang_dflash.srt.speculative.acceptance.rejection import (
-    DraftProbs,
     accept_by_block_verification,
     accept_by_rejection,
-    draw_by_inverse_cdf,
 )
 
 RULES = [accept_by_rejection, accept_by_block_verification]

@@ -12,12 +12,11 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.acceptance.greedy import accept_matching_prefix
 from sglang_dflash.srt.speculative.acceptance.rejection import (
-    DraftProbs,
     accept_by_block_verification,
     accept_by_rejection,
-    draw_by_inverse_cdf,
 )
 
 FALSE_ALARM = 1e-6

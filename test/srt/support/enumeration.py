@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
 
 LAST = 1 - 2**-24  # the largest float32 below 1
 HALVINGS = 40

@@ -15,11 +15,11 @@ from torch import nn
 
 from sglang_dflash.kernels.ops.speculative.block_conv import block_conv
 from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig, parse_dflash2_config
+from sglang_dflash.srt.layers.candidate_selector import Candidates, Draw, walk
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.layers.vocab_argmax import largest_logits
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer, DFlashDraftModel
-from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
-from sglang_dflash.srt.speculative.drafters.selector import Candidates, Draw, walk
 
 
 @dataclass

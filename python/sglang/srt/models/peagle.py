@@ -7,11 +7,10 @@ rows: the token at position p of the text is row p - 1, and the first token of a
 no hidden state, has none."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.utils import add_prefix
 from torch import nn
 
@@ -19,28 +18,27 @@ from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, parse_pea
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer
-from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 
 
-@dataclass
-class PEagleRows(DFlashVerifyInput):
-    """What a forward's rows carry beside their tokens.
+@dataclass(frozen=True, slots=True)
+class PEagleRows:
+    """Inputs of a forward's rows beside their tokens.
 
     fused: [n, hidden], the fused hidden state of each row.
-    first_drafting: [bs] int64, the first row of each block that drafts. None where no row does, as in a
-    prefill. num_drafting: rows that draft, from there on."""
+    first_drafting: [bs] int64, the first row of each block that drafts. None in a prefill, which drafts
+        nothing.
+    num_drafting: rows of each block that draft, from `first_drafting` on.
+    """
 
-    fused: torch.Tensor | None = None
+    fused: torch.Tensor
     first_drafting: torch.Tensor | None = None
     num_drafting: int = 0
 
-    def drafting_rows(self, num_rows: int) -> torch.Tensor:
-        """Indices of the rows that draft among all rows of the batch, [bs * num_drafting]."""
-        bs = self.first_drafting.numel()
-        first = self.first_drafting + torch.arange(
-            0, num_rows, num_rows // bs, device=self.first_drafting.device
-        )
-        return (first[:, None] + torch.arange(self.num_drafting, device=first.device)).flatten()
+    def drafting_rows(self, first_drafting: torch.Tensor) -> torch.Tensor:
+        """Return the indices of the rows that draft among all rows of the batch, [bs * num_drafting]."""
+        num_rows, device = self.fused.shape[0], first_drafting.device
+        first = first_drafting + torch.arange(0, num_rows, num_rows // first_drafting.numel(), device=device)
+        return (first[:, None] + torch.arange(self.num_drafting, device=device)).flatten()
 
 
 class PEagleFirstLayer(DFlashDecoderLayer):
@@ -102,25 +100,22 @@ class PEagleDraftModel(BlockDraftModel):
         self._blocks: PEagleRows | None = None
 
     def allocate_blocks(self, requests: int, width: int, num_drafting: int) -> None:
-        """Room for what the rows of up to so many blocks carry. It stays where it is, as a CUDA graph needs
-        it to."""
+        """Allocate the row inputs of up to `requests` blocks of `width` rows, at addresses that CUDA graphs
+        keep."""
         weight = self.norm.weight
+        self._block_rows = width
         self._blocks = PEagleRows(
-            draft_token_num=width,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
             fused=weight.new_zeros(requests * width, weight.numel()),
             first_drafting=torch.zeros(requests, dtype=torch.int64, device=weight.device),
             num_drafting=num_drafting,
         )
 
     def blocks(self, requests: int) -> PEagleRows:
-        """The first so many of them."""
-        blocks = self._blocks
-        return replace(
-            blocks,
-            fused=blocks.fused[: requests * blocks.draft_token_num],
-            first_drafting=blocks.first_drafting[:requests],
-        )
+        """Return the allocated inputs of the first `requests` blocks."""
+        rows = self._blocks
+        assert rows is not None and rows.first_drafting is not None, "allocate_blocks comes first"
+        fused = rows.fused[: requests * self._block_rows]
+        return PEagleRows(fused, rows.first_drafting[:requests], rows.num_drafting)
 
     @torch.no_grad()
     def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
@@ -145,18 +140,20 @@ class PEagleDraftModel(BlockDraftModel):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
         """Run rows through the draft, writing their KV; head and argmax for the rows that draft.
 
-        input_ids, positions: [n] int64. `forward_batch.spec_info` is a PEagleRows, or, when SGLang captures a
-        CUDA graph, one of its own that stands for the blocks. The hidden states returned are those of the
-        drafting rows, [bs * num_drafting, hidden], after the final norm."""
-        rows = forward_batch.spec_info
-        if not isinstance(rows, PEagleRows):
-            rows = self.blocks(input_ids.numel() // self._blocks.draft_token_num)
+        input_ids, positions: [n] int64. `forward_batch.spec_info.draft_rows` holds the PEagleRows. When SGLang
+        captures a CUDA graph, its own spec_info has none, and the allocated blocks are read.
+
+        Returns the hidden states of the drafting rows, [bs * num_drafting, hidden], after the final norm.
+        """
+        rows = getattr(forward_batch.spec_info, "draft_rows", None)
+        if rows is None:
+            rows = self.blocks(input_ids.numel() // self._block_rows)
         hidden_states, residual = self.layers[0](positions, self.embed(input_ids), rows.fused, forward_batch)
         for layer in self.layers[1:]:
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
         if rows.first_drafting is None:
             return DraftOutput(next_token_logits=None, hidden_states=hidden_states)
-        drafting = rows.drafting_rows(hidden_states.shape[0])
+        drafting = rows.drafting_rows(rows.first_drafting)
         hidden_states, _ = self.norm(hidden_states[drafting], residual[drafting])
         drafted = greedy_tokens(hidden_states, self.head)
         return DraftOutput(

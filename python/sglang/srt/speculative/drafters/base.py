@@ -5,8 +5,8 @@ from typing import Protocol
 
 import torch
 
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
 from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts
 from sglang_dflash.srt.speculative.scale_out.disaggregation import Arrival
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE, append_tokens, choose_copies, find_match
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
 from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts, on_device, packed_ranges
 from sglang_dflash.srt.speculative.drafters.base import DraftBlock, Drafter
 from sglang_dflash.srt.speculative.drafters.copy_stats import Outcomes

@@ -6,9 +6,9 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import get_disagg, get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput, Prompts
 from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts

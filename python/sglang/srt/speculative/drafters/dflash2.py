@@ -2,11 +2,11 @@
 
 import torch
 
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.dflash2 import DFlash2Output
-from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs
 from sglang_dflash.srt.speculative.dflash_info import Cycle
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
-from sglang_dflash.srt.speculative.drafters.selector import Draw
+from sglang_dflash.srt.speculative.drafters.sampling import selector_draw
 
 
 class DFlash2Drafter(DFlashDrafter):
@@ -14,5 +14,5 @@ class DFlash2Drafter(DFlashDrafter):
     from the same candidates."""
 
     def _draw(self, cycle: Cycle, output: DFlash2Output, sampling_info) -> tuple[torch.Tensor, DraftProbs]:
-        draw = Draw.of(sampling_info, self._sampling, self._verify_width - 1)
+        draw = selector_draw(sampling_info, self._sampling, self._verify_width - 1)
         return self._model.candidate_selector.walk(output.candidates(cycle.bs), cycle.tokens[:, 0], draw)

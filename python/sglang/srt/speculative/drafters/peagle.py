@@ -26,6 +26,8 @@ reads them drafts a little worse; nothing drafted is ever kept unverified.
 A cycle that verifies the anchor alone does not draft, and adds one pending row. When there are B of some
 request, all are run, in a block whose drafts nobody looks at."""
 
+from dataclasses import dataclass
+
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -34,10 +36,22 @@ from sglang_dflash.kernels.ops.speculative.peagle_rows import Pending, commit_ro
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts, packed_ranges
+from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput, Prompts, packed_ranges
 from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.scale_out.disaggregation import Arrival
+
+
+@dataclass
+class PEagleVerifyInput(DFlashVerifyInput):
+    """The spec_info of a draft forward: SGLang plans with the block size, the model reads `draft_rows`."""
+
+    draft_rows: PEagleRows | None = None
+
+    @classmethod
+    def of_rows(cls, block_rows: int, rows: PEagleRows) -> "PEagleVerifyInput":
+        """Build the spec_info of blocks of `block_rows` rows."""
+        return cls(block_rows, CaptureHiddenMode.NULL, draft_rows=rows)
 
 
 class PEagleDrafter:
@@ -198,7 +212,7 @@ class PEagleDrafter:
             seq_lens_cpu=host_lens,
             positions=positions.flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=blocks,
+            spec_info=PEagleVerifyInput.of_rows(width, blocks),
             capture_hidden_mode=CaptureHiddenMode.NULL,
             global_num_token_non_padded_cpu=bs * width,
             can_run_decode_cuda_graph=can_run_cuda_graph,
@@ -237,9 +251,7 @@ class PEagleDrafter:
             extend_prefix_lens_cpu=prefix.tolist(),
             extend_seq_lens_cpu=extend.tolist(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=PEagleRows(
-                draft_token_num=1, capture_hidden_mode=CaptureHiddenMode.NULL, fused=fused[rows]
-            ),
+            spec_info=PEagleVerifyInput.of_rows(1, PEagleRows(fused[rows])),
             capture_hidden_mode=CaptureHiddenMode.NULL,
             global_num_token_non_padded_cpu=rows.numel(),
         )

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import torch
 
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
-from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs, draw_final_tokens
+from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows, target_probs
-from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
-from sglang_dflash.srt.speculative.drafters.selector import Draw
+from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts, selector_draw
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def prewarm_probabilistic_step(
     sampling = DraftSampling.from_environment()
     if isinstance(model, DFlash2DraftModel):
         anchors = torch.zeros(bs, dtype=torch.int64, device=device)
-        draw = Draw.of(info, sampling, width - 1)
+        draw = selector_draw(info, sampling, width - 1)
         drafted, draft = model.candidate_selector.walk(model.candidates(hidden), anchors, draw)
     else:
         drafted, draft = draw_drafts(model, hidden, info, sampling)

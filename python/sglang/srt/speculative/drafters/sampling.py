@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.utils.async_probe import maybe_warn_nan
 
-from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs, draw_by_inverse_cdf
+from sglang_dflash.srt.layers.candidate_selector import Draw
+from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows
 
 TEMPERATURE_SCALE_VARIABLE = "SGLANG_DFLASH_DRAFT_TEMPERATURE_SCALE"
@@ -99,6 +100,11 @@ def choose_tokens(
         ids = ids + d2t[ids]
     chosen = draw_by_inverse_cdf(probs.flatten(0, 1), uniforms.flatten()).view(uniforms.shape)
     return ids.gather(2, chosen[..., None]).squeeze(2), DraftProbs(ids, probs)
+
+
+def selector_draw(sampling_info, sampling: DraftSampling, num_slots: int) -> Draw:
+    """Build the draw of a candidate selector's walk over `num_slots` slots."""
+    return Draw.for_requests(sampling_info, num_slots, sampling.temperature_scale, sampling.sampled_slots)
 
 
 def draw_drafts(

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_dflash.kernels.ops.speculative.selector_walk import walk_triton
-from sglang_dflash.srt.speculative.acceptance.rejection import DraftProbs, draw_by_inverse_cdf
-from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
+from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +45,18 @@ class Draw:
     slots: int
 
     @classmethod
-    def of(cls, sampling_info, sampling: DraftSampling, num_slots: int) -> "Draw":
-        """Under each request's own parameters, with fresh uniforms."""
-        temperature = sampling_info.temperatures.squeeze(1) * sampling.temperature_scale
+    def for_requests(
+        cls, sampling_info, num_slots: int, temperature_scale: float = 1.0, sampled_slots: int | None = None
+    ) -> "Draw":
+        """Build a draw under each request's own parameters, with fresh uniforms."""
+        temperature = sampling_info.temperatures.squeeze(1) * temperature_scale
         return cls(
             temperature=temperature,
             top_k=sampling_info.top_ks,
             top_p=sampling_info.top_ps,
             min_p=sampling_info.min_ps,
             uniforms=torch.rand(temperature.shape[0], num_slots, device=temperature.device),
-            slots=num_slots if sampling.sampled_slots is None else sampling.sampled_slots,
+            slots=num_slots if sampled_slots is None else sampled_slots,
         )
 
 
