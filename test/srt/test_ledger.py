@@ -1,4 +1,7 @@
-"""Every change we make to SGLang, entry by entry, and what happens when SGLang is not as we expect it."""
+"""The ledger of our changes to SGLang.
+
+Each entry must fit the installed SGLang, and any mismatch must end the process.
+"""
 
 import dataclasses
 import inspect
@@ -18,7 +21,7 @@ CHANGES = (
     *ledger.AT_CPU_DISAGGREGATION,
     *ledger.AT_CPU_ATTENTION,
 )
-# SGLang has no P-EAGLE model, and no MLA on torch_native; any other new key would need a reason of its own.
+# SGLang has no P-EAGLE model and no MLA on torch_native. Any other new key needs a reason of its own.
 NEW_KEYS = {("models", "PEagleDraftModel"), ("_handlers", "torch_native")}
 
 
@@ -28,8 +31,7 @@ def name_of(change: ledger.Change) -> str:
 
 @pytest.mark.parametrize("change", CHANGES, ids=name_of)
 def test_an_entry(change):
-    """The target exists and looks as expected in the installed SGLang, the entry says why, and its hook
-    fits."""
+    """Check that the entry's target exists, that it gives a reason, and that its hook fits."""
     install.check(change)
     _, target = install.resolve(change.target)
     assert len(change.why.split()) >= 4
@@ -40,30 +42,32 @@ def test_an_entry(change):
         assert callable(value)
         return
     assert change.key is None
-    if change.signature is None:  # a method of PyTorch's, of which Python knows no signature
+    if change.signature is None:  # a method of PyTorch, whose signature Python cannot inspect
         assert callable(target) and callable(value)
         return
     extra = {"around": ["original"], "resolution": [], "replace": [], "class": []}[change.kind]
-    taken = list(inspect.signature(value).parameters)
+    parameters = list(inspect.signature(value).parameters)
     if change.kind == "class":
-        assert inspect.isclass(value) and set(change.parameters) <= set(taken)
+        assert inspect.isclass(value) and set(change.parameters) <= set(parameters)
     elif change.kind == "resolution":
-        assert taken == [*change.parameters, "previous"]
+        assert parameters == [*change.parameters, "previous"]
     else:
-        assert taken == [*extra, *change.parameters]
+        assert parameters == [*extra, *change.parameters]
 
 
 def test_kinds_and_times():
-    """Names are rebound, and models replaced, only where DFLASH runs; hooks come with the plugin, and so do
-    the config parser, which leaves all but our checkpoints to SGLang's, and the CPU's attention, which leaves
-    it all but what it cannot run (test_target_families.py). What only Triton can do otherwise is replaced on
-    a CPU from the start."""
-    kept_out = [change for change in ledger.AT_LOAD if change.kind == "replace"]
-    assert all(change.cpu_only for change in kept_out)
+    """Check which kinds of change are made when the plugin loads, and which when a worker starts.
+
+    Hooks come with the plugin. So do the config parser, which leaves all other checkpoints to SGLang's parser,
+    and the CPU attention, which runs only what SGLang's cannot (test_target_families.py). Functions that need
+    Triton are replaced at load on a CPU only. All other replacements wait until a DFLASH worker starts.
+    """
+    replaced = [change for change in ledger.AT_LOAD if change.kind == "replace"]
+    assert all(change.cpu_only for change in replaced)
     rest = [
         change
         for change in ledger.AT_LOAD
-        if change not in kept_out and change.key not in ("hf", "torch_native")
+        if change not in replaced and change.key not in ("hf", "torch_native")
     ]
     assert {change.kind for change in rest} <= {"around", "resolution"}
     assert {change.kind for change in ledger.AT_WORKER} <= {"entry", "replace", "class"}
@@ -106,7 +110,7 @@ def test_something_else_than_a_registry_ends_the_process():
 
 
 def test_an_import_error_inside_sglang_is_not_taken_for_a_missing_target(tmp_path, monkeypatch):
-    """A module that is there but cannot be imported must say what it lacks."""
+    """A module that exists but cannot be imported must name the missing import."""
     (tmp_path / "broken_host.py").write_text("import module_that_is_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit, match="module_that_is_not_installed"):
@@ -114,10 +118,10 @@ def test_an_import_error_inside_sglang_is_not_taken_for_a_missing_target(tmp_pat
 
 
 def test_nothing_is_applied_when_one_check_fails(monkeypatch):
-    """All targets are checked before the first is touched."""
+    """All targets are checked before the first is changed."""
     registered = []
-    for way in ("_wrap", "_rebind", "_rebind_importers"):
-        monkeypatch.setattr(install, way, registered.append)
+    for function in ("_wrap", "_rebind", "_rebind_importers"):
+        monkeypatch.setattr(install, function, registered.append)
     monkeypatch.setattr("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook", registered.append)
     broken = dataclasses.replace(EXAMPLE, signature="(nothing)")
     monkeypatch.setattr(ledger, "AT_LOAD", (*ledger.AT_LOAD, broken))
@@ -172,7 +176,8 @@ import sglang.srt.managers.scheduler
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang_dflash.srt.plugins import install, ledger
 from sglang.srt.plugins import load_plugins
-targets = {c.target: install.resolve(c.target)[1] for c in install._relevant(ledger.AT_LOAD) if c.kind == "replace"}
+changes = [change for change in install._relevant(ledger.AT_LOAD) if change.kind == "replace"]
+targets = {change.target: install.resolve(change.target)[1] for change in changes}
 load_plugins()
 for target, old in targets.items():
     assert install.resolve(target)[1] is not old, target
@@ -189,7 +194,7 @@ def test_names_imported_before_the_plugin_are_replaced_too():
     assert done.code == 0 and "imported before: " in done.output, done.output
     if install._relevant(ledger.AT_CPU_ATTENTION):  # a CPU
         assert "scatter_mamba_states_after_mtp_verify" in done.output, (
-            "nothing was imported before: this shows nothing"
+            "nothing was imported before the plugin, so the test proves nothing"
         )
 
 
@@ -205,7 +210,8 @@ FAILURES = {
         "9.9",
     ),
     "another signature": (
-        "from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as S; S.create_worker = lambda self, a, b: 0",
+        "from sglang.srt.speculative.spec_info import SpeculativeAlgorithm; "
+        "SpeculativeAlgorithm.create_worker = lambda self, a, b: 0",
         "create_worker",
     ),
 }
@@ -213,9 +219,9 @@ FAILURES = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_sglang_does_not_go_on_with_half_a_plugin(failure):
-    """SGLang logs a plugin's exception and goes on; SystemExit gets through its `except Exception`."""
-    spoil, word = FAILURES[failure]
-    program = f"{PRELUDE}{spoil}; load_plugins(); print('went on')"
+    """SGLang logs a plugin's exception and continues, but its `except Exception` lets SystemExit pass."""
+    sabotage, word = FAILURES[failure]
+    program = f"{PRELUDE}{sabotage}; load_plugins(); print('went on')"
     done = run_to_end("-c", program)
     if word is None:
         assert done.code == 0 and "went on" in done.output, done.output

@@ -1,5 +1,7 @@
-"""Log probabilities, native and OpenAI, streamed or not, are those of the same target without speculation
-(float32)."""
+"""Log probabilities equal those of the same target without speculation, in float32.
+
+Both APIs are tested, native and OpenAI, streamed and not streamed.
+"""
 
 import json
 import math
@@ -14,7 +16,7 @@ from tokenizers import Tokenizer
 pytestmark = pytest.mark.server
 
 VOCAB = json.loads((TARGET / "config.json").read_text())["vocab_size"]
-# Log probabilities of one target computed in two batch shapes, float32.
+# Two batch shapes of one target may differ by this much in float32.
 TOLERANCE = 1e-4
 FIELDS = tuple(
     f"{side}_{kind}_logprobs" for side in ("output", "input") for kind in ("token", "top", "token_ids")
@@ -28,12 +30,12 @@ def server(servers) -> Server:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
-    """Twelve held-out prompts of all lengths but the longest."""
+    """Twelve held-out prompts of 10 to 400 tokens."""
     return [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 400][::18][:12]
 
 
 def greedy(prompt: str | list[int], max_new_tokens: int, **sampling) -> dict:
-    """Every kind of log probability of an answer."""
+    """Build a greedy request for every kind of log probability."""
     return {
         "text" if isinstance(prompt, str) else "input_ids": prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **sampling},
@@ -53,7 +55,7 @@ def check_same(server: Server, reference, requests: list[dict]) -> list[dict]:
 
 
 def check_logprobs(request: dict, got: dict, want: dict) -> None:
-    """Same positions, same tokens, values within the tolerance, for output and prompt."""
+    """Compare positions, tokens and values, for output and prompt."""
     for field in FIELDS:
         mine, theirs = got["meta_info"][field], want["meta_info"][field]
         if field == "output_token_logprobs":
@@ -62,7 +64,7 @@ def check_logprobs(request: dict, got: dict, want: dict) -> None:
 
 
 def compare(field: str, got, want, request: dict) -> None:
-    """Entries are None where nothing was asked for, or where there is nothing before the first token."""
+    """Compare one field; entries are None if nothing was requested, or at the first token of a prompt."""
     assert (got is None) == (want is None), f"{field}: {got} but the target has {want}"
     assert len(got or []) == len(want or []), (
         f"{field}: {len(got)} positions, the target has {len(want)}: {request}"
@@ -74,8 +76,7 @@ def compare(field: str, got, want, request: dict) -> None:
         by_token = {token: value for value, token, *_ in theirs}
         assert len(mine) == len(theirs), where
         for value, token, *_ in mine:
-            # At the edge of a top list two tied tokens may change places: compare by token where both list
-            # it.
+            # Two tied tokens may swap at the end of a top list, so compare tokens that both sides list.
             if token in by_token and value is not None:
                 assert abs(value - by_token[token]) <= TOLERANCE, where
         values = [[entry[0] for entry in side if entry[0] is not None] for side in (mine, theirs)]
@@ -83,8 +84,7 @@ def compare(field: str, got, want, request: dict) -> None:
 
 
 def test_every_kind_of_request_in_one_batch(server, reference, prompts):
-    """Different numbers of top tokens and named ids, some none, side by side with requests that ask for
-    nothing."""
+    """Mix requests with different numbers of top tokens and named ids, and requests without log probabilities."""
     requests = [
         {
             **greedy(prompt, 20 + number, ignore_eos=True),
@@ -95,10 +95,10 @@ def test_every_kind_of_request_in_one_batch(server, reference, prompts):
         }
         for number, prompt in enumerate(prompts)
     ]
-    asking = [request for request in requests if request["return_logprob"]]
+    with_logprobs = [request for request in requests if request["return_logprob"]]
     answers = [a for r, a in zip(requests, server.generate_many(requests, 6)) if r["return_logprob"]]
-    expected = reference.server.generate_many(asking, 6)
-    for request, got, want in zip(asking, answers, expected, strict=True):
+    expected = reference.server.generate_many(with_logprobs, 6)
+    for request, got, want in zip(with_logprobs, answers, expected, strict=True):
         assert got["output_ids"] == want["output_ids"]
         for field in FIELDS:
             compare(field, got["meta_info"].get(field), want["meta_info"].get(field), request)
@@ -106,8 +106,8 @@ def test_every_kind_of_request_in_one_batch(server, reference, prompts):
 
 
 @pytest.mark.parametrize("start", [-1, 0, 1, 7])
-def test_prompt_logprobs_start_where_asked_for(start, server, reference, prompts):
-    """Twice, as the second time the prompt is in the prefix cache."""
+def test_prompt_logprobs_start_where_requested(start, server, reference, prompts):
+    """Send each request twice: the second time its prompt is in the prefix cache."""
     requests = [{**greedy(prompt, 12), "logprob_start_len": start} for prompt in prompts[:4]]
     for _ in range(2):
         for answer in check_same(server, reference, requests):
@@ -136,7 +136,7 @@ def test_logprobs_are_those_after_the_bias(server, reference, prompts):
 
 
 def test_logprobs_are_those_after_the_temperature(server, reference, prompts):
-    """SGLang divides by the request's own temperature; greedy ones in the same batch are left alone."""
+    """SGLang divides logits by each request's temperature and leaves greedy requests unscaled."""
     temperatures = (0.0, 0.5, 1.7, 1.0, 0.7, 0.0, 2.5, 1.3)
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     prompts_ids = [tokenizer.encode(prompt).ids for prompt in prompts[: len(temperatures)]]
@@ -165,7 +165,7 @@ def test_logprobs_are_those_after_the_temperature(server, reference, prompts):
             assert listed[0][1] == token and len(listed) == 1 + 3 + 3
             for value, listed_token, *_ in listed:
                 want = float(expected[place, listed_token])
-                where = f"token {listed_token} at {place} of {request}: {value}, not {want}"
+                where = f"token {listed_token} at {place} of {request}: {value}, expected {want}"
                 assert abs(value - want) <= TOLERANCE, where
 
 
@@ -196,7 +196,7 @@ def chat(prompt: str) -> dict:
 
 
 def rows_of_completion(logprobs: dict) -> list[tuple[str, float, dict[str, float]]]:
-    """(token, its log probability, the best tokens') per position."""
+    """List (token, its log probability, log probabilities of the top tokens) per position."""
     tops = [top or {} for top in logprobs["top_logprobs"]]
     return list(zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True))
 
@@ -214,7 +214,7 @@ def check_rows(got: list, want: list, positions: int) -> None:
         assert token == their_token, f"{token!r} at {place}, the target has {their_token!r}"
         assert (value is None) == (their_value is None)
         assert math.isclose(value or 0, their_value or 0, rel_tol=0, abs_tol=TOLERANCE), (
-            f"{value}, not {their_value}"
+            f"{value}, expected {their_value}"
         )
         assert tops == pytest.approx(their_tops, abs=TOLERANCE)
 
@@ -245,8 +245,7 @@ def test_openai_completions_echo_the_prompts_logprobs(server, reference, prompts
 
 
 def test_a_chunked_prompt(servers, reference):
-    """Prompt log probabilities of several prefill chunks; the first output token's come from the last of
-    them."""
+    """Prompt log probabilities span several prefill chunks; the last chunk gives the first output token's."""
     server = servers.get(*FLOAT32, *dflash_arguments(), "--chunked-prefill-size", 64)
     texts = [p["text"] for p in heldout_prompts() if 150 <= p["num_tokens"] <= 400][:5]
     requests = [{**greedy(text, 20), "logprob_start_len": 30 * number} for number, text in enumerate(texts)]

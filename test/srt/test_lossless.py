@@ -1,10 +1,10 @@
-"""Whatever the draft proposes and however the server is set up, greedy output is the target's own, token by
-token.
+"""Greedy output equals the target's own, token by token, for any draft and server setting.
 
-Float32 leaves the order of additions as the only difference between speculation and plain decoding, about
-1e-6 in a logit, so not one mismatch is tolerated there, up to the place, rare and counted, where the
-reference itself has its best two tokens closer than that. A new draft or server setting joins by a row in
-CONFIGURATIONS."""
+In float32 only the order of additions differs between speculation and plain decoding, by about 1e-6 in a
+logit. So no mismatch is tolerated before a near tie: the first position whose best two tokens are closer than
+that in the reference. Near ties are rare, and counted. To test another draft or server setting, add a row to
+CONFIGURATIONS.
+"""
 
 import threading
 from collections.abc import Callable
@@ -28,17 +28,26 @@ from support.target_answers import requests_from_prompts, target_answers
 pytestmark = pytest.mark.server
 
 COPY_AHEAD = ("--speculative-copy-ahead",)
-# Of cycles, in float32: the draft's own near-ties may fall either way; wrong draft KV costs far more.
+# Allowed share of different cycles in float32: near ties of the draft may fall either way. Wrong draft KV
+# costs far more.
 NEARLY_SAME = 0.01
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """draft: makes the draft in a folder; None is the trained one.
-    every, offset: which of the prompts it answers; together the rows cover all of them more than once.
-    accept_length: what tokens per cycle must lie between, where the draft leaves no doubt about it.
-    comparable: no mixed batches, retraction or other block size, so the cycles are those of any other such
-    row."""
+    """A server setting under test.
+
+    Attributes:
+        name: The name of the test case.
+        arguments: Server flags.
+        every: Step through the list of prompts. Together the rows cover every prompt more than once.
+        offset: First prompt.
+        concurrency: Requests in flight.
+        draft: Makes the draft in a folder; None is the trained draft.
+        accept_length: Bounds on tokens per cycle, bonus included.
+        comparable: No mixed batches, retraction or other block size, so that the cycles of a request equal
+            those of the default server.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -140,7 +149,7 @@ def requests() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def answers_alone() -> list[dict]:
-    """What the target alone says to `requests`."""
+    """Answers of the target alone to `requests`."""
     return target_answers()
 
 
@@ -157,14 +166,14 @@ def speculative_arguments(configuration: Configuration, tmp_path_factory) -> lis
     return [*FLOAT32, *dflash_arguments(draft), *configuration.arguments]
 
 
-def test_the_kept_answers_are_the_targets(requests, answers_alone, reference):
-    """Every ninth, from a live server without speculation."""
+def test_the_stored_answers_are_the_targets(requests, answers_alone, reference):
+    """Compare every ninth stored answer with a live server without speculation."""
     live = reference.answers(requests[::9])
     assert_same(requests[::9], live, answers_alone[::9])
-    for answer, kept in zip(live, answers_alone[::9]):
-        places = range(undecided_from(kept) or len(kept["output_ids"]))
+    for answer, stored in zip(live, answers_alone[::9]):
+        places = range(undecided_from(stored) or len(stored["output_ids"]))
         assert [near_tie(answer, i) for i in places] == pytest.approx(
-            [near_tie(kept, i) for i in places], 0.01, 1e-4
+            [near_tie(stored, i) for i in places], 0.01, 1e-4
         )
 
 
@@ -172,7 +181,7 @@ def test_the_kept_answers_are_the_targets(requests, answers_alone, reference):
 def test_float32_output_is_the_targets(
     configuration, requests, answers_alone, servers, verify_counts, tmp_path_factory
 ):
-    """Twice: the second pass reads the first one's KV from the prefix cache, target's and draft's."""
+    """Send requests twice: the second pass reads target and draft KV from the prefix cache."""
     numbers = range(configuration.offset, len(requests), configuration.every)
     chosen, expected = [requests[i] for i in numbers], [answers_alone[i] for i in numbers]
     server = servers.get(*speculative_arguments(configuration, tmp_path_factory))
@@ -184,7 +193,7 @@ def test_float32_output_is_the_targets(
     assert_same(chosen[::3], warm, expected[::3])
     for request, answer in zip(chosen[::3], warm):
         meta = answer["meta_info"]
-        # The last prompt token is always computed, and only whole pages are shared.
+        # SGLang always computes the last prompt token, and shares whole pages only.
         page = 16 if "--page-size" in configuration.arguments else 1
         reusable = (meta["prompt_tokens"] - 1) // page * page
         assert meta["cached_tokens"] >= reusable, f"no prefix-cache hit: {meta} for {request}"
@@ -195,7 +204,7 @@ def test_float32_output_is_the_targets(
 
 
 def test_float32_retracted_requests_resume_as_the_target_would(requests, reference, servers):
-    """A pool for a third of what the requests need: some lose their KV halfway and are computed again."""
+    """A pool of a third of the needed size retracts requests, which are computed again."""
     chosen = [
         {**request, "sampling_params": {"temperature": 0, "max_new_tokens": 160, "ignore_eos": True}}
         for request in requests[100:180:5]
@@ -208,7 +217,7 @@ def test_float32_retracted_requests_resume_as_the_target_would(requests, referen
     assert_same(chosen, answers, expected)
     retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
     assert retractions > 0, (
-        f"a pool of {needed // 3} tokens for {needed} retracted nothing: the test tests nothing"
+        f"a pool of {needed // 3} tokens for {needed} retracted nothing, so the test proves nothing"
     )
     assert_pool_is_whole(server)
 
@@ -234,7 +243,7 @@ def test_float32_all_prompts_at_concurrency_1_4_16(requests, answers_alone, serv
         request for request, answer in zip(requests, answers_alone) if undecided_from(answer) is not None
     ]
     assert len(undecided) <= 0.02 * len(requests), (
-        f"{len(undecided)} targets' answers hang on float32 rounding"
+        f"{len(undecided)} answers of the target depend on float32 rounding"
     )
     _check_accept_length(in_order, (1.0, 8.0))
 
@@ -248,11 +257,11 @@ def test_float32_all_prompts_at_concurrency_1_4_16(requests, answers_alone, serv
 
 
 def test_float32_continuations_read_the_kv_that_decoding_wrote(requests, reference, servers):
-    """A prompt with its answer is sent again, longer: the cache then hands out target and draft KV of
-    verified tokens.
+    """Continue a prompt and its answer on the KV of verified tokens, from the prefix cache.
 
-    Computed afresh, the same prompt must take the same cycles: the draft's KV is as good from decoding as
-    from prefill."""
+    Computed without the cache, the same prompt must take the same number of cycles. This shows that draft KV
+    written while decoding is as good as draft KV written by prefill.
+    """
     server = servers.get(*FLOAT32, *dflash_arguments())
     first = [request for request in requests if "input_ids" in request][:72:3]
     sampling = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
@@ -262,21 +271,21 @@ def test_float32_continuations_read_the_kv_that_decoding_wrote(requests, referen
     ]
     warm = server.generate_many(continued, 8)
     for request, answer in zip(continued, warm):
-        # All but the answer's last token, which never was an input, and the three new ones.
+        # All but the answer's last token, which was never an input, and the three new tokens.
         assert answer["meta_info"]["cached_tokens"] >= len(request["input_ids"]) - 5, f"not cached: {request}"
     server.flush_cache()
     cold = server.generate_many(continued, 8)
     expected = reference.answers(continued)
     assert_same(continued, warm, expected)
     assert_same(continued, cold, expected)
-    of_warm, of_cold = (sum(map(_cycles, answers)) for answers in (warm, cold))
-    assert abs(of_warm - of_cold) <= NEARLY_SAME * of_cold, (
-        f"{of_warm} cycles on cached KV, {of_cold} on fresh KV"
+    warm_cycles, cold_cycles = (sum(map(_cycles, answers)) for answers in (warm, cold))
+    assert abs(warm_cycles - cold_cycles) <= NEARLY_SAME * cold_cycles, (
+        f"{warm_cycles} cycles on cached KV, {cold_cycles} on fresh KV"
     )
 
 
 def test_float32_aborts_leave_the_others_alone(requests, answers_alone, reference, servers):
-    """Half of the requests are cut off in mid-generation, by /abort_request or by a closed connection."""
+    """Requests aborted in mid-generation, by /abort_request or a closed connection, leave others unchanged."""
     server = servers.get(*FLOAT32, *dflash_arguments())
     bystanders = requests[60:84:2]
     expected = answers_alone[60:84:2]
@@ -313,8 +322,7 @@ def test_float32_aborts_leave_the_others_alone(requests, answers_alone, referenc
 
 
 def assert_pool_is_whole(server: Server) -> None:
-    """Nothing is running and no KV slot is lost: the scheduler counts them when idle, and dies of a leak
-    (conftest)."""
+    """Check that nothing runs and no KV slot is lost; the scheduler counts slots when idle and exits on a leak."""
     server.flush_cache()
     load = server.get("/v1/loads")["loads"][0]
     assert load["num_running_reqs"] == load["num_waiting_reqs"] == load["num_used_tokens"] == 0, load
@@ -322,8 +330,10 @@ def assert_pool_is_whole(server: Server) -> None:
 
 
 def _check_accept_length(answers: list[dict], bounds: tuple[float, float]) -> None:
-    """Tokens per cycle, bonus included, of the cycles alone: a mixed batch gives a running request a token
-    without one."""
+    """Check the tokens per cycle, bonus included.
+
+    Tokens are counted from the histogram, because a mixed batch gives a running request one without a cycle.
+    """
     histograms = [answer["meta_info"].get("spec_correct_drafts_histogram") or [] for answer in answers]
     cycles = sum(map(sum, histograms))
     tokens = sum((kept + 1) * count for histogram in histograms for kept, count in enumerate(histogram))
@@ -337,5 +347,5 @@ def _record_cycles(counts: dict[int, dict[str, int]], name: str, answers: dict[i
 
 
 def _cycles(answer: dict) -> int:
-    """`spec_verify_ct` is missing where nothing was drafted, as with a block of 1; the histogram is not."""
+    """Count cycles by the histogram, because `spec_verify_ct` is missing if nothing was drafted (block of 1)."""
     return sum(answer["meta_info"].get("spec_correct_drafts_histogram") or [])

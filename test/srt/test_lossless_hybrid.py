@@ -1,9 +1,9 @@
-"""Greedy output of a target with GatedDeltaNet layers is its own, token by token, however requests come and
-go.
+"""Greedy output of a target with GatedDeltaNet layers is its own, token by token.
 
-What others get wrong here is whose state is whose. So batches change in every step, drafts are long-accepted
-known answers with random errors in them (`Oracle`), and the target's states are made to last: as trained, or
-with random weights, a state forgets within tokens, and one that is a token old would hardly be noticed."""
+The likeliest mistake is to give a request another request's recurrent state. So batches change in every step,
+and drafts are known answers with random errors (`Oracle`), which gives long accepts. The target's decays are
+set close to one: a trained or random state forgets within a few tokens, and a stale one would hardly show.
+"""
 
 import json
 import random
@@ -24,18 +24,25 @@ from support.scheduled import Answer, Job, Oracle, run
 
 pytestmark = pytest.mark.server
 
-# SGLang keeps the convolution's inputs in bf16 whatever --dtype says.
+# SGLang keeps the convolution's inputs in bf16 for every --dtype.
 ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 FLOAT32 = ("--dtype", "float32", "--random-seed", "7")
 POOL = ("--max-total-tokens", "32768")
-# The finest grid SGLang allows: states are kept for the prefix cache while decoding, too.
+# The finest grid SGLang allows. Decoding then stores states for the prefix cache, too.
 GRID = ("--mamba-track-interval", "64")
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """draft: "dflash" or "peagle". cached: whether a prompt that was sent before is to be found in the prefix
-    cache."""
+    """A server setting under test.
+
+    Attributes:
+        name: The name of the test case.
+        arguments: Server flags.
+        draft: "dflash" or "peagle".
+        accept_length: Bounds on tokens per cycle, bonus included.
+        cached: The prefix cache must hold a prompt that was sent before.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -49,7 +56,7 @@ CONFIGURATIONS = (
     Configuration(
         "chunked-mixed-batches", (*POOL, *GRID, "--chunked-prefill-size", "128", "--enable-mixed-chunk")
     ),
-    # Without overlap scheduling SGLang keeps one state per request, and caches that of a finished one.
+    # Without overlap scheduling SGLang keeps one state per request, and caches it when the request finishes.
     Configuration("no-overlap", (*POOL, "--disable-overlap-schedule")),
     Configuration("block-1", (*POOL, *GRID, "--speculative-num-draft-tokens", "1"), accept_length=(1.0, 1.0)),
     Configuration(
@@ -66,7 +73,7 @@ CONFIGURATIONS = (
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> Path:
-    """The bundled target with decays near one: a state holds what it saw hundreds of tokens ago."""
+    """The bundled target with decays near one: a state remembers hundreds of tokens."""
     folder = tmp_path_factory.mktemp("hybrid") / "long-memory"
     shutil.copytree(TARGET, folder)
     weights = load_file(folder / "model.safetensors")
@@ -90,7 +97,7 @@ def drafts(target, tmp_path_factory) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Known:
-    """A prompt and what the target alone says to it."""
+    """A prompt and the target's own answer to it, as token ids."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -98,8 +105,10 @@ class Known:
 
 @pytest.fixture(scope="module")
 def known(target) -> list[Known]:
-    """Prompts around the chunk length of 64, a third of them with a beginning in common, and the plain
-    target's answers as far as float32 decides them."""
+    """Prompts with the plain target's answers, each up to its first near tie in float32.
+
+    Lengths lie around the chunk length of 64. A third of the prompts share a prefix.
+    """
     generator = random.Random(1)
     vocabulary = read_config(TARGET)["vocab_size"]
 
@@ -125,7 +134,7 @@ def known(target) -> list[Known]:
 
 
 def cut_short(known: list[Known], share: float) -> list[tuple[Job, Known]]:
-    """The first part of each answer, to be continued."""
+    """Build jobs that end after this share of each answer."""
     return [
         (Job(k.prompt, max(1, int(len(k.answer) * share)), step=number * 2 // 3), k)
         for number, k in enumerate(known)
@@ -133,8 +142,10 @@ def cut_short(known: list[Known], share: float) -> list[tuple[Job, Known]]:
 
 
 def continued(first: list[tuple[Job, Known]]) -> list[tuple[Job, Known]]:
-    """Each prompt with the first part of its answer, sent as a prompt: the prefix cache has states that
-    verify left."""
+    """Build jobs that send a prompt with the first part of its answer.
+
+    The prefix cache then holds recurrent states that verify forwards wrote.
+    """
     found = []
     for job, k in first:
         count = job.max_new_tokens
@@ -145,8 +156,7 @@ def continued(first: list[tuple[Job, Known]]) -> list[tuple[Job, Known]]:
 
 
 def coming_and_going(known: list[Known], count: int) -> list[tuple[Job, Known]]:
-    """Short and long requests that join and end in nearly every step; every sixth is cut off in the
-    middle."""
+    """Build jobs that join and end in nearly every step; every sixth is aborted halfway."""
     generator = random.Random(2)
     found = []
     for number in range(count):
@@ -188,8 +198,7 @@ def test_float32_output_is_the_targets(configuration, target, drafts, known):
     arguments = ["--model-path", target, *FLOAT32, *dflash_arguments(drafts[configuration.draft])]
     environment = ENVIRONMENT
     if configuration.name == "retraction":
-        # Told that answers are short, the scheduler lets in more requests than the pool can carry to their
-        # end.
+        # Under an estimate of short answers the scheduler admits more requests than the pool can finish.
         environment = {**ENVIRONMENT, "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
     groups = [[job for job, _ in jobs] for jobs in cases.values()]
     answers = run([*arguments, *configuration.arguments], groups, oracle, environment)
@@ -206,14 +215,16 @@ def test_float32_output_is_the_targets(configuration, target, drafts, known):
         assert cached > 0.6 * prompts, f"{cached} of {prompts} prompt tokens came from the prefix cache"
     if configuration.name == "retraction":
         assert sum(answer.retractions for answer in everything) > 0, (
-            "nothing was retracted: the test tests nothing"
+            "nothing was retracted, so the test proves nothing"
         )
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_sampled_tokens_have_the_targets_probabilities(method, target, known):
-    """A wrong state would show in the log probability of every token after it. Greedy batch mates stay
-    greedy."""
+    """Compare log probabilities, in which a wrong state shows at every later token.
+
+    Greedy requests share the batch and stay greedy.
+    """
     from transformers import AutoModelForCausalLM
 
     jobs = []
@@ -237,7 +248,7 @@ def test_sampled_tokens_have_the_targets_probabilities(method, target, known):
 
 
 def test_every_block_accepts_what_a_plain_loop_accepts():
-    """The bundled pair as trained, float32: the same number of drafts kept in every single block."""
+    """The trained pair accepts as many tokens in every block as a plain loop in float32."""
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
@@ -256,14 +267,21 @@ def test_every_block_accepts_what_a_plain_loop_accepts():
             out = model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
         assert out.logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(answer.output_ids)
         expected = plain_loop(model, draft, out.hidden_states, text, len(prompt))
-        # The last block may have gone on past the answer's end, where the loop knows of nothing to compare
-        # with.
+        # The last block may reach past the answer's end, where the loop has no token to compare.
         assert list(answer.accepted[:-1]) == expected[:-1] and answer.accepted[-1] >= expected[-1]
 
 
 def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], committed: int) -> list[int]:
-    """Drafts kept in each block. text: the prompt and the target's greedy answer to it; its first `committed`
-    tokens have KV. hidden_states: the target's over all of text, of the embedding and every layer."""
+    """Count the accepted drafted tokens of each block.
+
+    Args:
+        model: The target, as Hugging Face's model.
+        draft: The reference draft.
+        hidden_states: The target's states over `text`, one [1, n, hidden] tensor for the embedding and each
+            layer.
+        text: The prompt and the target's greedy answer to it.
+        committed: Leading tokens of `text` that have KV.
+    """
     settings = draft.config["dflash_config"]
     width = draft.config["block_size"]
     aux = torch.cat([hidden_states[layer + 1][0] for layer in settings["target_layer_ids"]], dim=-1)
@@ -290,13 +308,13 @@ def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], co
         (("--speculative-num-draft-tokens", "33", *GRID), "--mamba-track-interval 66"),
     ],
 )
-def test_what_would_spoil_the_prefix_cache_is_refused(arguments, words):
+def test_flags_that_would_corrupt_the_prefix_cache_are_refused(arguments, words):
     with pytest.raises(RuntimeError, match=words):
         run(["--model-path", TARGET, *dflash_arguments(DRAFT), *arguments], [[]])
 
 
 def test_starts_without_a_flag(known):
-    """bf16, as shipped, with a draft and without; the second time from the prefix cache."""
+    """Serve in bf16, as shipped, with and without a draft; the second pass uses the prefix cache."""
     jobs = [Job(k.prompt, min(24, len(k.answer)), step=number) for number, k in enumerate(known[:8])]
     for arguments in ([], dflash_arguments(DRAFT)):
         cold, warm = run(["--model-path", TARGET, *arguments], [jobs, jobs])

@@ -1,5 +1,4 @@
-"""A draft whose mask token is given by name, with its embedding in a file, on the bundled pair: the same
-draft as by id."""
+"""A mask token given by name, with its embedding in a file, gives the same draft as one given by id."""
 
 import pytest
 import torch
@@ -27,9 +26,8 @@ def test_by_name_and_from_a_file(tmp_path):
     torch.save(
         {"embedding": row, "mask_token_id": mask, "per_position": False}, by_name / "mask_embedding.pt"
     )
-    jobs = [
-        Job(tuple(tokenizer(one["text"])["input_ids"]), max_new_tokens=24) for one in heldout_prompts()[:4]
-    ]
+    prompts = [tuple(tokenizer(prompt["text"])["input_ids"]) for prompt in heldout_prompts()[:4]]
+    jobs = [Job(prompt, max_new_tokens=24) for prompt in prompts]
     found = []
     for draft in (DRAFT, by_name):
         flags = [*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "4096"]
@@ -37,4 +35,4 @@ def test_by_name_and_from_a_file(tmp_path):
         found.append([(answer.output_ids, answer.accepted) for answer in answers])
     assert found[0] == found[1]
     kept = [count for _, accepted in found[0] for count in accepted]
-    assert sum(kept) > len(kept), "the trained draft is hardly kept: the comparison says nothing"
+    assert sum(kept) > len(kept), "hardly any drafted token was accepted, so the comparison proves nothing"

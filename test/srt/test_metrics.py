@@ -1,4 +1,4 @@
-"""The counters on /metrics, held against the acceptance histograms of the very requests that made them."""
+"""Counters on /metrics, compared with the acceptance histograms of the requests that they count."""
 
 import json
 import random
@@ -104,14 +104,13 @@ def page(server: Server) -> str:
 
 
 def counts_of_idle(server: Server) -> Counts:
-    """Flushing waits until nothing runs, not even the step of a request that was answered."""
+    """Read the counters of an idle server: a flush waits for steps that outlive their requests."""
     server.flush_cache()
     return read_counts(page(server))
 
 
 def answer_all_kinds(server: Server) -> list[dict]:
-    """The `meta_info` of requests that end by length, in mid-block by a stop token, and at their very first
-    token."""
+    """Return the `meta_info` of requests that end by length, by a stop token in mid-block, and at once."""
     texts = [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 300][::20][:12]
     requests = []
     for number, text in enumerate(texts):
@@ -149,7 +148,7 @@ def overlap_server(servers) -> Server:
 
 @pytest.fixture(scope="module")
 def server(servers) -> Server:
-    """Without overlap scheduling no block is verified for a request that has ended."""
+    """Server without overlap scheduling: it verifies no block for a request that has ended."""
     labels = ["--extra-metric-labels", '{"zone": "a"}']
     return servers.get(
         *FLOAT32, *dflash_arguments(), "--enable-metrics", "--disable-overlap-schedule", *labels

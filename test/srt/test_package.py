@@ -1,4 +1,4 @@
-"""The package as it is installed: all of our modules in the wheel, and entry points SGLang finds."""
+"""The installed package: the wheel holds every module, and SGLang finds the entry points."""
 
 import ast
 import importlib.metadata
@@ -22,7 +22,7 @@ def pyproject() -> dict:
 
 
 def modules() -> set[str]:
-    """Every Python file, by its path in the installed package."""
+    """List every Python file by its path in the installed package."""
     return {f"sglang_dflash/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*.py")}
 
 
@@ -33,13 +33,13 @@ def test_every_folder_with_code_is_listed(pyproject):
 
 
 def test_every_package_has_an_init():
-    """setuptools installs a folder without one; editable and zip imports of it differ."""
+    """Without `__init__.py`, editable and zip imports of an installed folder differ."""
     for module in modules():
         assert f"{Path(module).parent.as_posix()}/__init__.py" in modules(), module
 
 
 def test_both_entry_points_share_a_name(pyproject):
-    """SGLANG_PLUGINS filters both groups by name: a different one would switch off half of us."""
+    """SGLANG_PLUGINS filters both groups by name, so two names could switch off half of the plugin."""
     declared = pyproject["project"]["entry-points"]
     assert set(declared) == set(GROUPS)
     assert {name for group in declared.values() for name in group} == {"dflash"}
@@ -62,7 +62,7 @@ def test_pins(pyproject):
 
 
 def imported_modules(source: str) -> set[str]:
-    """Every module a file imports, wherever in it; `from a import b` counts as a and a.b."""
+    """List every module that a file imports, at any level; `from a import b` counts as a and a.b."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -73,7 +73,7 @@ def imported_modules(source: str) -> set[str]:
 
 
 def test_nothing_of_the_built_in_dflash_is_imported():
-    """Our worker is our own: no file of ours imports SGLang's DFlash or DSpark modules."""
+    """No file of the package imports SGLang's DFlash or DSpark modules."""
     built_in = ("sglang.srt.speculative.dflash", "sglang.srt.speculative.dspark", "sglang.srt.models.dflash")
     assert any(
         name.startswith(built_in)
@@ -86,10 +86,10 @@ def test_nothing_of_the_built_in_dflash_is_imported():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """Built from a copy, so that the build leaves nothing in the working tree."""
+    """Wheel built from a copy, so that the build leaves nothing in the working tree."""
     setuptools = tuple(int(part) for part in importlib.metadata.version("setuptools").split(".")[:1])
     if setuptools < (77,):
-        pytest.skip("pyproject.toml asks for setuptools >= 77, and this build may not download it")
+        pytest.skip("pyproject.toml requires setuptools >= 77, and this build may not download it")
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():

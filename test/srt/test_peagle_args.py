@@ -1,4 +1,4 @@
-"""P-EAGLE's share of the server arguments: how many tokens to draft, and on which attention."""
+"""Server arguments of P-EAGLE: number of drafted tokens, and attention."""
 
 from types import SimpleNamespace
 
@@ -45,11 +45,11 @@ def test_a_draft_window_is_refused():
 
 
 @pytest.mark.parametrize(
-    "ids, said",
+    "ids, message",
     [([2, 12], "the last layer"), ([2, 13], "leave the target's 12 layers"), ([6, 2], "ascending")],
 )
-def test_layer_ids_unfit_for_the_target(ids, said):
-    with pytest.raises(DraftConfigError, match=said):
+def test_layer_ids_unfit_for_the_target(ids, message):
+    with pytest.raises(DraftConfigError, match=message):
         check_draft_fits_target(
             parse(changed("eagle_aux_hidden_state_layer_ids", ids, base=GOOD_PEAGLE)), TARGET, "ck"
         )

@@ -1,8 +1,8 @@
-"""The P-EAGLE drafter: prefill, propose and commit around the draft model, against a reference without a
-cache.
+"""The P-EAGLE drafter (prefill, propose, commit) against a reference without a cache.
 
-Drafted tokens are argmaxes, compared exactly; seeds are fixed, and no two logits of these drafts lie as close
-as rounding. What nobody wrote holds NaN, so a row read too early spoils the result."""
+Drafted tokens are argmaxes and are compared exactly: seeds are fixed, and no two logits of these drafts are
+within rounding. Unwritten KV slots hold NaN, so a row that is read too early makes the result NaN.
+"""
 
 import json
 from types import SimpleNamespace
@@ -44,8 +44,7 @@ CONFIG = GOOD_PEAGLE | {
 
 
 class BlockKeysFromTheForward(TorchNativeSpecAttnBackend):
-    """As SGLang's Triton backend: the keys and values of a block are those it was just given, not those in
-    the pool."""
+    """Attention that takes a block's keys and values from the forward's inputs, as SGLang's Triton backend."""
 
     needs_cpu_seq_lens = False
 
@@ -72,7 +71,7 @@ class BlockKeysFromTheForward(TorchNativeSpecAttnBackend):
 
 
 class KeysFromThePool(TorchNativeSpecAttnBackend):
-    """As FA3, which plans without the host's lengths."""
+    """Attention that plans without lengths on the host, as FA3."""
 
     needs_cpu_seq_lens = False
 
@@ -83,7 +82,7 @@ class Translator:
 
 
 class Simulation:
-    """Requests whose texts and states are fixed in advance, and a drafter that is led through them."""
+    """A drafter driven through requests with fixed texts and hidden states."""
 
     def __init__(
         self,
@@ -152,7 +151,7 @@ class Simulation:
     def prefill(
         self, ends: dict[int, int], continued: tuple[int, ...] = (), running: tuple[int, ...] = ()
     ) -> None:
-        """Take these requests' texts in up to these lengths. What is committed already is their prefix."""
+        """Prefill the requests up to the given lengths; their committed tokens are the cached prefix."""
         chosen = list(ends) + list(running)
         prefix = [self.lengths[r] for r in chosen]
         ends = ends | {r: self.lengths[r] + 1 for r in running}
@@ -198,8 +197,12 @@ class Simulation:
         return self.reference.step(text, states, self.width - 1, self.unknown[request])
 
     def cycle(self, kept: dict[int, int], width: int | None = None) -> None:
-        """A decode step of these requests that verifies `width` slots, by default all: what is drafted must
-        be the reference's; then so many tokens are kept."""
+        """Run one decode step and check the drafted tokens against the reference.
+
+        Args:
+            kept: Accepted drafted tokens per request.
+            width: Slots that the step verifies, by default all.
+        """
         chosen, width = list(kept), self.width if width is None else width
         cycle = self.begin_cycle(chosen, 1 if width == 1 else self.width)
         block = self.drafter.propose(cycle).tokens
@@ -211,7 +214,7 @@ class Simulation:
                 expected += (drafted + self.d2t[drafted]).tolist()
             assert block[row].tolist() == expected, f"request {r} after {n} tokens"
         cycle = cycle.narrowed(width)
-        # What is not kept got states and tokens that never were.
+        # Rejected slots get arbitrary states and tokens.
         verified = torch.randn(
             len(chosen), width, self.states.shape[-1], generator=torch.Generator().manual_seed(9)
         )
@@ -229,8 +232,7 @@ class Simulation:
 @pytest.mark.parametrize("verify_width", [1, 2, 5, 8])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_cycles_after_a_prefill(verify_width, page_size, tmp_path):
-    """Texts shorter than a block, of one token, and longer than the window; nothing, some and all of a block
-    kept."""
+    """Vary text lengths (one token, shorter than a block, longer than the window) and accepted lengths."""
     simulation = Simulation(verify_width, 4, tmp_path, page_size)
     simulation.prefill({0: 17, 1: 1, 2: 2, 3: 6})
     most = verify_width - 1
@@ -246,8 +248,11 @@ def test_cycles_after_a_prefill(verify_width, page_size, tmp_path):
 
 @pytest.mark.parametrize("verify_width", [2, 5])
 def test_widths_change_from_cycle_to_cycle(verify_width, tmp_path):
-    """And a pause in which nothing is drafted, longer than what may be pending, with another request's
-    prefill in the midst of it: what is drafted afterwards is what would have been drafted without."""
+    """Verify widths change, and a pause without drafting leaves later drafts unchanged.
+
+    The pause is longer than the number of rows that may be pending, and another request's prefill falls into
+    it.
+    """
     simulation = Simulation(verify_width, 3, tmp_path)
     simulation.prefill({0: 12, 1: 3})
     simulation.cycle({0: 1, 1: 0}, width=2)
@@ -265,7 +270,7 @@ def test_widths_change_from_cycle_to_cycle(verify_width, tmp_path):
 
 @pytest.mark.parametrize("backend", [BlockKeysFromTheForward, KeysFromThePool])
 def test_backends_that_do_not_know_the_hosts_lengths(backend, tmp_path):
-    """Wherever a backend takes the keys of the block from, every row sees its own request's."""
+    """Every row attends to its own request, whether block keys come from the inputs or from the pool."""
     simulation = Simulation(6, 4, tmp_path, backend=backend)
     simulation.prefill({0: 17, 1: 1, 2: 2, 3: 6})
     for kept in ((0, 0, 0, 0), (5, 2, 0, 5), (0, 5, 1, 3), (5, 0, 5, 0), (4, 1, 2, 2)):
@@ -273,7 +278,7 @@ def test_backends_that_do_not_know_the_hosts_lengths(backend, tmp_path):
 
 
 def test_the_end_of_the_context(tmp_path):
-    """No row of a block lies beyond it, though a request's last tokens are drafted as well as any."""
+    """No row of a block lies beyond the context, and a request's last tokens are drafted as usual."""
     simulation = Simulation(6, 2, tmp_path, backend=KeysFromThePool)
     simulation.prefill({0: CAPACITY - 17, 1: 3})
     for kept in ((0, 5), (5, 0), (0, 1), (3, 2)):
@@ -283,7 +288,7 @@ def test_the_end_of_the_context(tmp_path):
 
 @pytest.mark.parametrize("backend", [TorchNativeSpecAttnBackend, BlockKeysFromTheForward])
 def test_batches_change(backend, tmp_path):
-    """A request's pending rows wait while others go on."""
+    """Pending rows of a request wait while other requests decode."""
     simulation = Simulation(5, 3, tmp_path, backend=backend)
     simulation.prefill({2: 9, 0: 12})
     simulation.cycle({0: 3, 2: 4})
@@ -303,8 +308,7 @@ def test_a_chunked_prefill_is_exact(tmp_path):
 
 
 def test_a_cached_prefix(tmp_path):
-    """The state before the prefix's end is not known: one row takes the learned one instead, everything else
-    is exact."""
+    """The state before the prefix's end is unknown: one row uses the learned state, all others are exact."""
     simulation = Simulation(5, 2, tmp_path)
     simulation.prefill({0: 10, 1: 1})
     simulation.prefill({0: 15, 1: 3})  # as a new request that finds its first tokens in the cache
@@ -314,7 +318,7 @@ def test_a_cached_prefix(tmp_path):
 
 
 def test_a_mixed_batch(tmp_path):
-    """Running requests take part in a prefill with one token each; what was pending of them is not lost."""
+    """Running requests join a prefill with one token each and keep their pending rows."""
     simulation = Simulation(5, 3, tmp_path)
     simulation.prefill({0: 12, 1: 3})
     simulation.cycle({0: 4, 1: 2})
@@ -325,8 +329,7 @@ def test_a_mixed_batch(tmp_path):
 
 
 def test_draft_probabilities_belong_to_their_request(tmp_path):
-    """In target vocabulary, under each request's own temperature, with blocks that begin at different
-    rows."""
+    """Probabilities are over target ids, under each request's temperature, with blocks of different starts."""
     simulation = Simulation(5, 3, tmp_path)
     simulation.prefill({0: 12, 1: 3, 2: 30})
     simulation.cycle({0: 4, 1: 0, 2: 2})
@@ -343,9 +346,8 @@ def test_draft_probabilities_belong_to_their_request(tmp_path):
             assert got[block.tokens[row, slot + 1]] > 0
 
 
-def test_a_graph_can_be_captured_where_nothing_is_drafted(tmp_path):
-    """--speculative-num-draft-tokens 1: SGLang runs a row per request through the draft, and nobody asks what
-    it says."""
+def test_a_graph_can_be_captured_if_nothing_is_drafted(tmp_path):
+    """With --speculative-num-draft-tokens 1 SGLang runs a row per request and nobody reads its output."""
     simulation = Simulation(1, 2, tmp_path)
     batch = simulation.pools.blocks(torch.zeros(2, 1, dtype=torch.int64), [3, 5])
     out = simulation.pools.forward(simulation.model, batch)

@@ -1,9 +1,10 @@
 """Our P-EAGLE draft on SGLang's layers against the `speculators` library's own model.
 
 Golden data: golden/tiny-peagle/, made by benchmark/tiny/speculators_golden.py with the library's classes in
-float32: the logits of one step after some prompts, and of small random drafts with the options the bundled
-one does not use. They agree to 1e-4 of the largest logit. Each mistake worth fearing moves them by orders
-more."""
+float32. It holds logits of one step after some prompts, and of small random drafts with options that the
+bundled draft does not use. Logits agree to 1e-4 of the largest. Likely mistakes move them by more than a
+hundred times that.
+"""
 
 import json
 from pathlib import Path
@@ -32,8 +33,8 @@ def parse_config(config: dict, folder: Path):
 
 def load(checkpoint: Path, folder: Path, **changes) -> PEagleDraftModel:
     config = json.loads((checkpoint / "config.json").read_text()) | changes
-    # The random drafts were made for no target, and one reads the embedding's output, which SGLang cannot
-    # capture. Which layers the states come from does not matter here.
+    # The random drafts have no target, and one reads the embedding's output, which SGLang cannot capture. The
+    # source layers do not matter here.
     config["speculators_config"]["verifier"]["name_or_path"] = "none"
     config["eagle_aux_hidden_state_layer_ids"] = [
         max(i, 1) for i in config["eagle_aux_hidden_state_layer_ids"]
@@ -54,8 +55,13 @@ def draft(tmp_path_factory):
 
 
 def step_logits(draft: PEagleDraftModel, tokens: list[int], aux_hidden: torch.Tensor) -> torch.Tensor:
-    """Draft logits [K, draft vocab] after `tokens`, all rows in one block. aux_hidden: [n, A * H], before the
-    last token."""
+    """Return draft logits [K, draft vocab] after `tokens`, with all rows in one block.
+
+    Args:
+        draft: The draft model.
+        tokens: The text so far, n + 1 token ids.
+        aux_hidden: Captured target states [n, A * H], of all tokens but the last.
+    """
     settings, attention = draft.draft, draft.layers[0].self_attn
     real, drafted = len(tokens) - 1, settings.speculative_tokens
     rows = torch.tensor([tokens[1:] + [settings.mask_token_id] * (drafted - 1)])
@@ -75,7 +81,7 @@ def step_logits(draft: PEagleDraftModel, tokens: list[int], aux_hidden: torch.Te
 
 
 def target_states(target, tokens: list[int], ids: list[int]) -> torch.Tensor:
-    """Captured states of all tokens, [n, A * H]; ids as the library counts, Hugging Face's hidden_states."""
+    """Return captured states [n, A * H] of all tokens; ids index Hugging Face's `hidden_states`."""
     with torch.no_grad():
         states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     return torch.cat([states[i][0] for i in ids], dim=-1)
@@ -114,7 +120,7 @@ def test_the_other_norm_before_residual_would_show(target, tmp_path):
 
 @pytest.mark.parametrize("variant", sorted(p.name for p in (GOLDEN / "variants").iterdir()))
 def test_options_the_bundled_draft_does_not_use(variant, tmp_path):
-    """Llama's layers, several layers, a window of 5, biases, norms around fc, one vocabulary."""
+    """Cover Llama layers, several layers, a window of 5, biases, norms around fc, and one vocabulary."""
     draft = load(GOLDEN / "variants" / variant, tmp_path)
     data = np.load(GOLDEN / "variants" / variant / "logits.npz")
     logits = step_logits(draft, data["tokens"].tolist(), torch.from_numpy(data["aux"]).float())
@@ -122,8 +128,7 @@ def test_options_the_bundled_draft_does_not_use(variant, tmp_path):
 
 
 def test_a_captured_graph_finds_its_rows(draft):
-    """SGLang captures with a spec_info of its own: the rows then come from where the drafter puts them before
-    a replay."""
+    """Rows come from the drafter's static buffers if SGLang captures with a spec_info of its own."""
     generator = torch.Generator().manual_seed(0)
     draft.allocate_blocks(requests=3, width=6, num_drafting=3)
     blocks = draft.blocks(2)
@@ -162,7 +167,7 @@ def test_a_mask_hidden_of_another_size_is_named(tmp_path):
 
 
 def test_new_weights_reach_the_fused_mask(draft, tmp_path):
-    """It is computed once; a weight update must renew it."""
+    """A weight update must recompute the fused mask, which is computed only once otherwise."""
     other = load(PEAGLE_DRAFT, tmp_path)
     before = other.fused_mask.clone()
     weights = {name: t for name, t in load_file(PEAGLE_DRAFT / "model.safetensors").items()}

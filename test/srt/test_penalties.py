@@ -1,5 +1,4 @@
-"""Penalties count the tokens before each position, those of the block included; answers are the target's
-own."""
+"""Penalties count all tokens before each position, the drafted ones included, and keep answers lossless."""
 
 import math
 from types import SimpleNamespace
@@ -23,10 +22,10 @@ POOL = 6
 NEUTRAL = dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_new_tokens=0)
 
 
-def request(prompt_len: int, said=(), eos_token_ids=frozenset({EOS}), **penalties) -> SimpleNamespace:
+def request(prompt_len: int, output_ids=(), eos_token_ids=frozenset({EOS}), **penalties) -> SimpleNamespace:
     return SimpleNamespace(
         origin_input_ids=[1] * prompt_len,
-        output_ids=list(said),
+        output_ids=list(output_ids),
         eos_token_ids=set(eos_token_ids),
         tokenizer=None,
         sampling_params=SimpleNamespace(**{**NEUTRAL, "stop_token_ids": {STOP}, **penalties}),
@@ -34,7 +33,7 @@ def request(prompt_len: int, said=(), eos_token_ids=frozenset({EOS}), **penaltie
 
 
 def batch_of(reqs, slots, lengths) -> SimpleNamespace:
-    """lengths: tokens with KV after a prefill, or before a block."""
+    """Build a batch; `lengths` counts tokens with KV after a prefill, or before a block."""
     return SimpleNamespace(
         reqs=reqs,
         req_pool_indices=torch.tensor(slots),
@@ -43,13 +42,13 @@ def batch_of(reqs, slots, lengths) -> SimpleNamespace:
     )
 
 
-def penalized(logits: torch.Tensor, req: SimpleNamespace, said: list[int]) -> torch.Tensor:
-    """One position, token by token: logits [vocab], after `said`."""
+def penalized(logits: torch.Tensor, req: SimpleNamespace, output: list[int]) -> torch.Tensor:
+    """Penalize logits [vocab] of the position after `output`, token by token."""
     params, out = req.sampling_params, logits.clone()
-    if len(said) < params.min_new_tokens:
+    if len(output) < params.min_new_tokens:
         out[list(req.eos_token_ids | params.stop_token_ids)] = -math.inf
-    for token in set(said):
-        count = said.count(token)
+    for token in set(output):
+        count = output.count(token)
         out[token] -= params.frequency_penalty * count + params.presence_penalty
         out[token] *= params.repetition_penalty if out[token] < 0 else 1 / params.repetition_penalty
     return out
@@ -70,15 +69,17 @@ def requests(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_schedule_counts_what_was_said(data):
-    """Requests start, run blocks in any company and order, end and leave their slot to others; each
-    position's logits are those of the tokens said before it and the drafted ones in between."""
+def test_any_schedule_counts_emitted_tokens(data):
+    """Each position's logits are penalized by the emitted and drafted tokens before it.
+
+    Requests start, run blocks in any batch and order, end, and leave their slot to others.
+    """
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     penalties, running, width = Penalties(POOL, VOCAB, torch.device("cpu")), {}, data.draw(st.integers(1, 5))
 
-    def logits_of(said: list[list[int]], reqs, penalize) -> None:
-        logits = torch.randn(len(said), VOCAB)
-        expected = torch.stack([penalized(*row) for row in zip(logits, reqs, said, strict=True)])
+    def check_logits(outputs: list[list[int]], reqs, penalize) -> None:
+        logits = torch.randn(len(outputs), VOCAB)
+        expected = torch.stack([penalized(*row) for row in zip(logits, reqs, outputs, strict=True)])
         torch.testing.assert_close(penalize(logits.clone()), expected)
 
     for _ in range(data.draw(st.integers(1, 6))):
@@ -88,10 +89,10 @@ def test_any_schedule_counts_what_was_said(data):
         slots = data.draw(st.lists(st.sampled_from(free), unique=True, max_size=3)) if free else []
         new = {slot: (req := data.draw(requests()), list(req.output_ids)) for slot in slots}
         if new:
-            # A mixed batch: running ones take part with the token they said last.
+            # A mixed batch: running requests join with their last token.
             joining = data.draw(st.lists(st.sampled_from(sorted(running) or [-1]), unique=True, max_size=2))
             both = {**new, **{slot: running[slot] for slot in joining if slot in running}}
-            reqs, said = zip(*both.values(), strict=True)
+            reqs, outputs = zip(*both.values(), strict=True)
             lengths = [len(req.origin_input_ids) + len(tokens) for req, tokens in both.values()]
             batch = batch_of(reqs, list(both), lengths)
             penalties.begin_prefill(batch, num_running=len(both) - len(new))
@@ -102,34 +103,34 @@ def test_any_schedule_counts_what_was_said(data):
                     logits < 0, logits * info.acc_scaling_penalties, logits / info.acc_scaling_penalties
                 )
 
-            logits_of(said, reqs, as_sglang)
+            check_logits(outputs, reqs, as_sglang)
             next_tokens = torch.randint(VOCAB, (len(both),))
             penalties.count_prefill(batch, next_tokens)
-            for tokens, token in zip(said, next_tokens.tolist(), strict=True):
+            for tokens, token in zip(outputs, next_tokens.tolist(), strict=True):
                 tokens.append(token)
             running.update(new)
         if not running:
             continue
         chosen = data.draw(st.permutations(sorted(running)))[: data.draw(st.integers(1, POOL))]
-        reqs, said = zip(*(running[slot] for slot in chosen), strict=True)
+        reqs, outputs = zip(*(running[slot] for slot in chosen), strict=True)
         lengths = [
-            len(req.origin_input_ids) + len(tokens) - 1 for req, tokens in zip(reqs, said, strict=True)
+            len(req.origin_input_ids) + len(tokens) - 1 for req, tokens in zip(reqs, outputs, strict=True)
         ]
         batch = batch_of(reqs, chosen, lengths)
         block = torch.randint(VOCAB, (len(chosen), width))
         before = [
-            tokens + block[i, 1 : k + 1].tolist() for i, tokens in enumerate(said) for k in range(width)
+            tokens + block[i, 1 : k + 1].tolist() for i, tokens in enumerate(outputs) for k in range(width)
         ]
 
         def in_block(logits, batch=batch, block=block):
             penalties.penalize_block(batch, block, logits)
             return logits
 
-        logits_of(before, [req for req in reqs for _ in range(width)], in_block)
+        check_logits(before, [req for req in reqs for _ in range(width)], in_block)
         kept = torch.randint(width, (len(chosen),), dtype=torch.int32)
         out = torch.randint(VOCAB, (len(chosen), width))
         penalties.count_block(batch, Verdict(kept, out, out.gather(1, kept.long()[:, None]).squeeze(1)))
-        for tokens, row, accept_len in zip(said, out.tolist(), kept.tolist(), strict=True):
+        for tokens, row, accept_len in zip(outputs, out.tolist(), kept.tolist(), strict=True):
             tokens.extend(row[: accept_len + 1])
 
 
@@ -146,18 +147,17 @@ def test_a_tokenizers_own_end_counts_too():
 
 
 def test_requests_that_another_server_prefilled():
-    """A decode server has no prefill of theirs: what they have said comes with them, as after a
-    retraction."""
+    """A decode server gets a request with its earlier output and no prefill, as after a retraction."""
     penalties, device = Penalties(POOL, VOCAB, torch.device("cpu")), torch.device("cpu")
     old = request(2, [3, 3, 4], frequency_penalty=0.5)
-    penalties.begin_prefill(batch_of([old], [2], [5]), num_running=0)  # the row's former owner
+    penalties.begin_prefill(batch_of([old], [2], [5]), num_running=0)  # the row's previous request
     reqs = [request(2, frequency_penalty=0.5), request(3, min_new_tokens=2)]
-    said = [[5, 6, 5], [7]]
+    outputs = [[5, 6, 5], [7]]
     slots = torch.tensor([2, 1], device=device)
-    penalties.join(Arrival(reqs, slots, [4, 3], torch.tensor([5, 7]), said))
+    penalties.join(Arrival(reqs, slots, [4, 3], torch.tensor([5, 7]), outputs))
     batch = batch_of(reqs, [2, 1], [4, 3])
     logits = torch.randn(2, VOCAB)
-    expected = torch.stack([penalized(*row) for row in zip(logits, reqs, said, strict=True)])
+    expected = torch.stack([penalized(*row) for row in zip(logits, reqs, outputs, strict=True)])
     penalties.penalize_block(batch, torch.tensor([[5], [7]]), logits)
     torch.testing.assert_close(logits, expected)
 
@@ -180,7 +180,7 @@ PENALTIES = (
 
 
 @pytest.fixture(scope="module")
-def asked() -> list[dict]:
+def penalized_requests() -> list[dict]:
     texts = [prompt["text"] for prompt in heldout_prompts() if 10 <= prompt["num_tokens"] <= 300][:24]
     length = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
     return [
@@ -191,61 +191,63 @@ def asked() -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def expected(asked) -> list[list[int]]:
-    """By Hugging Face, token by token. SGLang is no reference here: under overlap its counts are a token
-    behind, as it takes them from the host, and without overlap two of these answers still differ from the
-    plain loop's."""
+def expected(penalized_requests) -> list[list[int]]:
+    """Answers of Hugging Face's model, computed token by token.
+
+    SGLang cannot be the reference. Under overlap its counts come from the host and lag by one token. Without
+    overlap two of these answers still differ from the plain loop.
+    """
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    return plain_loop(model, tokenizer, asked)
+    return plain_loop(model, tokenizer, penalized_requests)
 
 
 @torch.no_grad()
-def plain_loop(model, tokenizer, asked: list[dict]) -> list[list[int]]:
-    """What each request says, up to where float32 cannot tell the best two tokens apart. All of them side by
-    side."""
-    prompts = [tokenizer.encode(one["text"]).ids for one in asked]
+def plain_loop(model, tokenizer, requests: list[dict]) -> list[list[int]]:
+    """Answer all requests in one batch; each answer ends at its first near tie in float32."""
+    prompts = [tokenizer.encode(request["text"]).ids for request in requests]
     longest = max(map(len, prompts))
-    fed = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
+    inputs = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
-    sayings = [Saying(one["sampling_params"], model.config.eos_token_id) for one in asked]
-    while not all(saying.is_over for saying in sayings):
-        logits = model(fed, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]
-        fed = torch.tensor([[saying.go_on(row)] for saying, row in zip(sayings, logits, strict=True)])
-        mask = torch.cat((mask, torch.ones_like(fed)), dim=1)
+    answers = [GrowingAnswer(request["sampling_params"], model.config.eos_token_id) for request in requests]
+    while not all(answer.is_over for answer in answers):
+        outputs = model(inputs, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        logits = outputs.logits[:, -1]
+        inputs = torch.tensor([[answer.extend(row)] for answer, row in zip(answers, logits, strict=True)])
+        mask = torch.cat((mask, torch.ones_like(inputs)), dim=1)
         positions = positions[:, -1:] + 1
-    return [saying.said for saying in sayings]
+    return [answer.tokens for answer in answers]
 
 
-class Saying:
-    """One request's answer as it grows."""
+class GrowingAnswer:
+    """One request's answer, extended token by token."""
 
     def __init__(self, sampling_params: dict, eos_token_id: int):
         self._params = params = SimpleNamespace(
             **NEUTRAL | {"logit_bias": {}, "stop_token_ids": []} | sampling_params
         )
         self._ends = set() if params.ignore_eos else {eos_token_id, *params.stop_token_ids}
-        neutral = {name: getattr(params, name) for name in NEUTRAL}
-        self._rule = request(1, eos_token_ids=self._ends, stop_token_ids=set(), **neutral)
-        self.said: list[int] = []
+        penalties = {name: getattr(params, name) for name in NEUTRAL}
+        self._request = request(1, eos_token_ids=self._ends, stop_token_ids=set(), **penalties)
+        self.tokens: list[int] = []
         self.is_over = False
 
-    def go_on(self, logits: torch.Tensor) -> int:
-        """The next token after these logits; when it is over, any."""
+    def extend(self, logits: torch.Tensor) -> int:
+        """Append and return the next token; once the answer is over, return a placeholder."""
         if self.is_over:
             return 0
-        logits = penalized(logits, self._rule, self.said)
+        logits = penalized(logits, self._request, self.tokens)
         for token, bias in self._params.logit_bias.items():
             logits[int(token)] += bias
-        best, second = logits.topk(2).values.tolist()
-        if best - second < FLOAT32_TIE:
+        largest, second = logits.topk(2).values.tolist()
+        if largest - second < FLOAT32_TIE:
             self.is_over = True
             return 0
-        self.said.append(int(logits.argmax()))
-        self.is_over = len(self.said) == self._params.max_new_tokens or self.said[-1] in self._ends
-        return self.said[-1]
+        self.tokens.append(int(logits.argmax()))
+        self.is_over = len(self.tokens) == self._params.max_new_tokens or self.tokens[-1] in self._ends
+        return self.tokens[-1]
 
 
 SERVERS = {
@@ -258,37 +260,38 @@ SERVERS = {
 
 @pytest.mark.server
 @pytest.mark.parametrize("flags", SERVERS)
-def test_penalized_answers_are_the_targets(flags, servers, asked, expected):
+def test_penalized_answers_are_the_targets(flags, servers, penalized_requests, expected):
     server = servers.get(*FLOAT32, *SERVERS[flags])
-    answers = server.generate_many(asked, 12)
-    for one, answer, want in zip(asked, answers, expected, strict=True):
-        assert answer["output_ids"][: len(want)] == want, one
+    answers = server.generate_many(penalized_requests, 12)
+    for sent, answer, want in zip(penalized_requests, answers, expected, strict=True):
+        assert answer["output_ids"][: len(want)] == want, sent
     assert sum(map(len, expected)) > 0.95 * sum(len(answer["output_ids"]) for answer in answers)
     lengths = [answer["meta_info"]["spec_accept_length"] for answer in answers]
-    assert sum(lengths) / len(lengths) > 1.2, "hardly anything drafted was kept: this shows little"
+    assert sum(lengths) / len(lengths) > 1.2, "hardly any drafted token was accepted: this proves little"
 
 
 @pytest.mark.server
-def test_penalties_change_these_answers(reference, asked, expected):
-    """Or the test above shows nothing."""
-    plain = [
-        {**one, "sampling_params": {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}}
-        for one in asked
-    ]
+def test_penalties_change_these_answers(reference, penalized_requests, expected):
+    """Control for the test above: most of its answers depend on the penalties."""
+    greedy = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
+    plain = [{**request, "sampling_params": greedy} for request in penalized_requests]
     pairs = zip(expected, reference.answers(plain), strict=True)
-    changed = [penalized != answer["output_ids"] for penalized, answer in pairs]
+    changed = [want != answer["output_ids"] for want, answer in pairs]
     assert sum(changed) > 0.6 * len(changed)
 
 
 @pytest.mark.server
-def test_penalties_after_a_retraction(servers, asked):
-    """What was said before a request lost its place still counts. SGLang itself forgets it, so this is held
-    against the same server with room for all."""
+def test_penalties_after_a_retraction(servers, penalized_requests):
+    """Tokens from before a retraction still count.
+
+    SGLang itself forgets them, so answers are compared with the same server and a pool for all requests.
+    """
     roomy = servers.get(*FLOAT32, *dflash_arguments())
     long = [
-        {**one, "sampling_params": {**one["sampling_params"], "max_new_tokens": 160}} for one in asked[:16]
+        {**request, "sampling_params": {**request["sampling_params"], "max_new_tokens": 160}}
+        for request in penalized_requests[:16]
+        if "min_new_tokens" not in request["sampling_params"]
     ]
-    long = [one for one in long if "min_new_tokens" not in one["sampling_params"]]
     expected = roomy.generate_many(long, len(long))
     tight = servers.get(*PLAIN_FLOAT32, *dflash_arguments(), "--max-total-tokens", "2048")
     answers = tight.generate_many(long, len(long))

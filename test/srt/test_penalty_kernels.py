@@ -1,5 +1,4 @@
-"""The kernels of penalties against their PyTorch twins: on a GPU where there is one, else in the
-interpreter."""
+"""Penalty kernels against their PyTorch twins, on a GPU or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ def random_counts(rng: torch.Generator) -> torch.Tensor:
 )
 def test_penalize_block_equals_its_twin(seed, bs, width, has_stops, dtype):
     rng = torch.Generator().manual_seed(seed)
-    vocabulary = torch.tensor([0, 5, 1023, 1024, VOCABULARY - 1])  # often the same, and at the ends of tiles
+    vocabulary = torch.tensor([0, 5, 1023, 1024, VOCABULARY - 1])  # often equal, and at the ends of tiles
     block = vocabulary[torch.randint(5, (bs, width), generator=rng)]
     logits = 4 * torch.randn(bs * width, VOCABULARY + 2, generator=rng).to(dtype)
     logits[logits > 8] = -torch.inf
@@ -54,7 +53,7 @@ def test_penalize_block_equals_its_twin(seed, bs, width, has_stops, dtype):
         prompt_lens[:, None],
     )
     arguments = *(argument.to(DEVICE) for argument in arguments), stops.to(DEVICE) if has_stops else None
-    # Rows need not lie next to each other.
+    # Rows need not be contiguous.
     got, want = (logits.to(DEVICE, copy=True)[:, :VOCABULARY] for _ in range(2))
     penalize_block_triton(got, *arguments), penalize_block_torch(want, *arguments)
     torch.testing.assert_close(got, want, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)

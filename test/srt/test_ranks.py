@@ -1,8 +1,8 @@
-"""Servers of more than one process: tensor parallelism and data parallelism, over loopback, on the CPU
-runtime's defaults.
+"""Servers of several processes: tensor and data parallelism over loopback, on the CPU runtime's defaults.
 
-Two ranks add up in another order than one, so the target's near ties are left out as everywhere; what is
-drafted, and so the number of cycles, may differ by as little."""
+Two ranks add in another order than one. So tokens after a near tie of the target are not compared, as in all
+tests, and the number of cycles may differ slightly.
+"""
 
 import json
 import re
@@ -24,7 +24,7 @@ from sglang_dflash.srt.hardware_backend.cpu import ranks
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["get", "put", "head"]}}, "required": ["name"]}
 GRAMMARS = ({"regex": r"(def|class) [a-z_]{3,12}\(\):"}, {"json_schema": json.dumps(SCHEMA)})
 PENALTIES = {"frequency_penalty": 0.6, "repetition_penalty": 1.2}
-# A cycle more or less where two drafts tie.
+# Allowed share of different cycles: near ties of the draft may fall either way.
 NEARLY_SAME = 0.01
 
 
@@ -65,8 +65,7 @@ def serve_both(server: Server, requests: list[dict], penalized: list[dict]) -> t
 
 
 def wider_draft(folder: Path) -> Path:
-    """The bundled draft with 32 rows of zeros more in its MLPs, which change nothing: SGLang widens it for
-    two ranks."""
+    """Pad the MLPs of the bundled draft with 32 rows of zeros, so that SGLang must pad for two ranks."""
     inner = read_config(DRAFT)["intermediate_size"]
 
     def widen(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -81,17 +80,17 @@ def wider_draft(folder: Path) -> Path:
 
 @pytest.mark.server
 @pytest.mark.parametrize("kind", ["DFlash", pytest.param("P-EAGLE", marks=pytest.mark.long)])
-def test_two_ranks_say_what_one_says(kind, servers, reference, prompts, tmp_path):
+def test_two_ranks_answer_as_one(kind, servers, reference, prompts, tmp_path):
     requests = requests_of(prompts)
     penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
     arguments = dflash_arguments(PEAGLE_DRAFT if kind == "P-EAGLE" else DRAFT)
-    drawn = ["--speculative-draft-sample-method", "probabilistic"]
-    [alone, alone_penalized] = serve_both(servers.get(*FLOAT32, *arguments, *drawn), requests, penalized)
+    sampled = ["--speculative-draft-sample-method", "probabilistic"]
+    [alone, alone_penalized] = serve_both(servers.get(*FLOAT32, *arguments, *sampled), requests, penalized)
     assert_same(requests, alone, reference.answers(requests))
 
     if kind == "DFlash":
         arguments = dflash_arguments(wider_draft(tmp_path / "wider"))
-    server = servers.get(*FLOAT32, *arguments, *drawn, "--tp-size", "2")
+    server = servers.get(*FLOAT32, *arguments, *sampled, "--tp-size", "2")
     both, both_penalized = serve_both(server, requests, penalized)
     assert_same(requests, both, reference.answers(requests))
     assert abs(cycles(both) - cycles(alone)) <= NEARLY_SAME * cycles(alone)
@@ -118,7 +117,7 @@ def check_samples(server: Server, reference: Reference, prompts: list[list[int]]
 @pytest.mark.server
 @pytest.mark.long
 def test_two_replicas(servers, reference, prompts):
-    """`--dp-size 2`: two schedulers with a draft each behind one server."""
+    """With `--dp-size 2` one server has two schedulers with a draft each."""
     server = servers.get(*FLOAT32, *dflash_arguments(), "--dp-size", "2")
     requests = requests_of(prompts)
     answers = server.generate_many(requests, 8)
@@ -126,10 +125,10 @@ def test_two_replicas(servers, reference, prompts):
     assert cycles(answers) < sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers), (
         "no draft was kept"
     )
-    assert set(re.findall(r"DP(\d)[^\n]*Decode batch", server.log())) == {"0", "1"}, "one replica did it all"
+    assert set(re.findall(r"DP(\d)[^\n]*Decode batch", server.log())) == {"0", "1"}, "only one replica worked"
 
 
-# -- what the CPU runtime sets by itself
+# -- settings that the CPU runtime makes itself
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ def args_of(**changes) -> SimpleNamespace:
 
 @pytest.fixture
 def environment(monkeypatch):
-    """pytest writes into the real one."""
+    """Replacement for `os.environ`, into which pytest writes."""
     found: dict[str, str] = {}
     monkeypatch.setattr(
         ranks, "os", SimpleNamespace(environ=found, sched_getaffinity=lambda pid: {0, 1, 2, 3, 4, 5})
@@ -173,7 +172,7 @@ def test_ranks_get_their_share(environment):
     assert len(environment[ranks.THREADS_BIND].split("|")) == 1 + 2 * 4  # the last device is number 7
 
 
-def test_what_the_user_set_stays(environment):
+def test_user_settings_are_not_changed(environment):
     environment |= {ranks.THREADS_BIND: "4|5", ranks.NUM_THREADS: "3"}
     ranks.prepare_ranks(args_of(tp_size=2))
     assert environment == {ranks.THREADS_BIND: "4|5", ranks.NUM_THREADS: "3"}

@@ -1,8 +1,8 @@
-"""The engine's CUDA path and ours on CPU tensors, against the CPU's own path: see `rehearsal/` and
-docs/rehearsal.md.
+"""The CUDA paths of SGLang and the plugin on CPU tensors, against the CPU path.
 
-Acceptance is compared request by request and exactly: what goes wrong in a draft shows there and nowhere
-else, as the output is the target's whatever is drafted. More configurations are in test_rehearsal_full.py.
+See `support/rehearsal/` and docs/rehearsal.md. Acceptance is compared exactly, request by request: a faulty
+draft changes acceptance only, because the output is always the target's. test_rehearsal_full.py has more
+configurations.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def expected(servers) -> Expected:
 
 @pytest.fixture(scope="module")
 def flashinfer(expected) -> Iterator[Rehearsal]:
-    # Before it starts: one server less at a time.
+    # First, so that fewer servers run at a time.
     expected.answers(DRAFT, greedy_requests())
     with rehearse(Scene("flashinfer"), DRAFT, NO_CACHE) as played:
         yield played
@@ -45,15 +45,15 @@ def test_dflash_on_flashinfer(flashinfer, expected, reference):
 
 @pytest.fixture
 def plant(flashinfer) -> Iterator:
-    """Plant a fault, ask two requests, and return the answers."""
+    """Plant a fault, send two requests, and return the answers."""
     requests = greedy_requests()[:2]
 
-    def plant_and_ask(fault: str) -> list[dict]:
+    def plant_and_send(fault: str) -> list[dict]:
         flashinfer.forget()
         flashinfer.plant(fault)
         return flashinfer.server.generate_many(requests, 2)
 
-    yield plant_and_ask
+    yield plant_and_send
     flashinfer.plant("")
 
 
@@ -63,7 +63,7 @@ def test_a_wrong_host_length_is_noticed(flashinfer, plant):
 
 
 def test_stale_states_are_noticed(plant, expected, reference):
-    """In the acceptance alone: the output is still the target's."""
+    """Stale states change the acceptance only: the output is still the target's."""
     requests = greedy_requests()
     answers = plant("stale states")
     assert_same(requests[:2], answers, reference.answers(requests[:2]))
@@ -72,14 +72,14 @@ def test_stale_states_are_noticed(plant, expected, reference):
 
 
 def test_a_new_host_read_is_noticed(flashinfer, plant, monkeypatch):
-    monkeypatch.delenv(UPDATE, raising=False)  # the planted one does not belong in the list
+    monkeypatch.delenv(UPDATE, raising=False)  # the planted read does not belong in the list
     plant("host read")
     with pytest.raises(AssertionError, match="tolist <- dflash_worker.py _decode"):
         assert_launches(flashinfer, "flashinfer-dflash")
 
 
 def test_peagle_on_fa3(expected, reference):
-    """Without host lengths: blocks that begin with the pending rows, on a page table of the draft's own."""
+    """Without host lengths, blocks begin with the pending rows, on the draft's own page table."""
     requests = greedy_requests()
     expected.answers(PEAGLE_DRAFT, requests)
     with rehearse(Scene("fa3"), PEAGLE_DRAFT, NO_CACHE) as played:

@@ -1,6 +1,6 @@
-"""The rest of what is rehearsed: `make test ARGS="-m rehearsal_full"`, half an hour on two cores.
+"""All other rehearsals: `make test ARGS="-m rehearsal_full"` runs half an hour on two cores.
 
-As test_rehearsal.py: the target's output, and the acceptance of the CPU's own path, request by request.
+As in test_rehearsal.py, the output must be the target's, and the acceptance that of the CPU path.
 """
 
 import json
@@ -46,7 +46,7 @@ def expected(servers) -> Expected:
 
 @pytest.fixture(scope="session")
 def sliding_drafts(tmp_path_factory) -> dict[str, Path]:
-    """The bundled drafts with a window that is shorter than the texts, in every layer."""
+    """Copies of the bundled drafts with a short sliding window in every layer."""
     copies = {}
     for name, draft in DRAFTS.items():
         folder = tmp_path_factory.mktemp(name) / draft.name
@@ -74,7 +74,7 @@ def test_backend_and_draft(backend, draft, expected, reference):
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
 def test_the_built_in_worker(backend, expected, reference):
-    """SGLang's own, for what its steps launch: a peer counted as we are."""
+    """Count the launches of SGLang's built-in worker the same way, for comparison."""
     requests = greedy_requests()
     expected.answers(DRAFT, requests)
     with rehearse(Scene(backend, is_built_in=True), DRAFT, NO_CACHE) as played:
@@ -84,7 +84,7 @@ def test_the_built_in_worker(backend, expected, reference):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_triton(draft, expected, reference):
-    """SGLang's own attention kernels, in the interpreter: few short requests."""
+    """Run SGLang's attention kernels in Triton's interpreter, on a few short requests."""
     requests = greedy_requests(3, 16)
     expected.answers(DRAFTS[draft], requests)
     with rehearse(Scene("triton", buckets=(4,)), DRAFTS[draft], NO_CACHE) as played:
@@ -95,7 +95,7 @@ def test_triton(draft, expected, reference):
     ("backend", "draft"), [("flashinfer", "speculators"), ("fa3", "dflash"), ("fa3", "peagle")]
 )
 def test_sliding_layers(backend, draft, sliding_drafts, expected, reference):
-    """On the backends that `choose_draft_attention` gives such drafts."""
+    """Rehearse sliding layers on the backends that `choose_draft_attention` selects for them."""
     requests = greedy_requests()
     expected.answers(sliding_drafts[draft], requests)
     with rehearse(Scene(backend), sliding_drafts[draft], NO_CACHE) as played:
@@ -125,8 +125,10 @@ def test_setting(name, expected, reference):
     ("backend", "draft"), [("flashinfer", "dflash"), ("fa3", "dflash"), ("fa3", "peagle")]
 )
 def test_widths_that_change(backend, draft, servers, reference, tmp_path):
-    """A backend and graphs for each width, swapped from cycle to cycle. One request at a time, as the
-    schedule goes on from one to the next."""
+    """Swap backend and graphs per width from cycle to cycle.
+
+    Requests are sent one at a time, because the schedule of widths continues from one to the next.
+    """
     widths = tmp_path / "widths.json"
     widths.write_text(json.dumps({"schedule": [7, 3, 0, 0, 1, 7, 0]}))
     adaptive = "--speculative-adaptive", "--speculative-adaptive-config", widths
@@ -148,7 +150,7 @@ def test_widths_that_change(backend, draft, servers, reference, tmp_path):
 
 
 def test_our_context_kernel(expected, reference):
-    """Which the other servers leave to its twin."""
+    """Interpret our context kernel; the other servers run its PyTorch twin."""
     requests = greedy_requests(3, 16)
     expected.answers(DRAFT, requests)
     with rehearse(Scene("flashinfer", interprets_context_kv=True), DRAFT, NO_CACHE) as played:
@@ -166,8 +168,8 @@ def test_nothing_drafted(draft, reference):
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
 def test_kinds_of_requests(backend, expected, reference):
-    """Grammars, penalties and log probabilities, next to each other in a batch."""
-    # A grammar's last token is the end of the text: stock SGLang, told to ignore that, says one more.
+    """Mix grammars, penalties and log probabilities in one batch."""
+    # A grammar's last token is the end of the text. With ignore_eos stock SGLang would emit one more token.
     grammar = {"regex": "[a-z ]{8,24}", "ignore_eos": False}
     kinds = ({}, grammar, {"frequency_penalty": 0.6, "repetition_penalty": 1.2}, {"min_new_tokens": 8})
     requests = [greedy_requests(n + 1, 24, **kind)[n] for n, kind in enumerate(kinds)]
@@ -183,8 +185,10 @@ def test_kinds_of_requests(backend, expected, reference):
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
-    """Blocks then begin where timing says: the output alone is compared. The pool holds two of four requests,
-    and the scheduler, told that answers are short, lets in more."""
+    """Compare the output only, because block starts depend on timing.
+
+    The pool holds two of four requests. The scheduler admits more, under an estimate of short answers.
+    """
     long = [prompt["text"] for prompt in heldout_prompts() if 60 <= prompt["num_tokens"] <= 90][:4]
     sampling = {"temperature": 0, "max_new_tokens": 72, "ignore_eos": True}
     requests = [{"text": text, "sampling_params": sampling} for text in (*long, long[0] + " # again")]
@@ -200,7 +204,7 @@ def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_probabilistic_drafting(draft, monkeypatch):
-    """Sequences have the target's probabilities: test_sampled_sequences.py, with fewer of them."""
+    """Sequences have the target's probabilities, as in test_sampled_sequences.py with fewer samples."""
     monkeypatch.setattr(sequences, "SAMPLES", 512)
     prompt = sequences.PROMPTS[0]
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
@@ -212,7 +216,7 @@ def test_probabilistic_drafting(draft, monkeypatch):
 
 
 def test_a_causal_draft_is_noticed(expected, reference):
-    """In the acceptance alone, and by a little."""
+    """A causal draft changes the acceptance only, and slightly."""
     requests = greedy_requests()
     wanted = expected.answers(DRAFT, requests)
     with rehearse(Scene("fa3", fault="causal draft"), DRAFT, NO_CACHE) as played:
@@ -223,8 +227,7 @@ def test_a_causal_draft_is_noticed(expected, reference):
 
 
 def test_a_forgotten_static_buffer_is_noticed():
-    """The draft's graph reads what a step made for itself: the server ends with the first replay, its warm-up
-    request."""
+    """A graph that reads a step's temporary tensor ends the server at its first replay, the warm-up request."""
     with pytest.raises(ServerDied, match="reads memory that nobody has kept since the capture"):
         with rehearse(Scene("fa3", fault="forgotten buffer"), DRAFT):
             pass

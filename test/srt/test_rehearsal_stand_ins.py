@@ -1,5 +1,4 @@
-"""What a rehearsal puts in the place of a GPU: the graph that notices what a CUDA graph would not, and the
-attention."""
+"""Stand-ins for a GPU in a rehearsal: graphs that detect stale reads, and attention."""
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from support.rehearsal.graphs import CaptureError, GraphBackend, StaleRead, kern
 
 
 class OneGraph(GraphBackend):
-    """Of one shape, of a target."""
+    """A graph backend with one graph, of a target."""
 
     replays = {"target": 0, "draft": 0}
 
@@ -47,7 +46,7 @@ def test_a_replay_writes_in_place(graph):
 
 
 def test_a_kernel_is_one_operation(graph):
-    """Its body may read values, which is not part of the graph: it runs at each replay."""
+    """A kernel's body may read values, because it runs at each replay and is not part of the graph."""
     static = torch.tensor([2])
     repeat = kernel("repeat", lambda n: torch.full((4,), n.item()))
     graph.capture_one("shape", lambda: repeat(static) + 1)
@@ -56,7 +55,7 @@ def test_a_kernel_is_one_operation(graph):
 
 
 def test_memory_that_nobody_keeps_is_not_read(graph):
-    """A tensor made before the capture and not kept: a real graph would read whatever lies there by now."""
+    """A tensor that is freed after the capture must not be read: a real graph would read reused memory."""
     made_for_this_step = torch.ones(3)
     graph.capture_one("shape", lambda: made_for_this_step * 2)
     assert graph.replay("shape", None).tolist() == [2, 2, 2]
@@ -88,8 +87,7 @@ def test_a_host_read_cannot_be_captured(read, graph):
 
 
 def test_attention_counts_positions_from_the_end():
-    """Against PyTorch's own: two queries at positions 3 and 4 of five, one head of two serving both query
-    heads."""
+    """Compare with PyTorch's attention: queries at positions 3 and 4 of five, two heads on one KV head."""
     rng = torch.Generator().manual_seed(0)
     q, keys, values = (torch.randn(n, h, 8, generator=rng) for n, h in ((2, 2), (5, 1), (5, 1)))
     for causal, back, ahead, seen in (
@@ -128,11 +126,14 @@ def test_a_greedy_step_launches_little(path):
 
 def test_launches_are_told_apart():
     kinds = {
-        "replay:draft <- decode_cuda_graph_runner.py execute: output = self.backend.replay(self._replay_graph_key, forward_batch)": "graph",
+        "replay:draft <- decode_cuda_graph_runner.py execute: "
+        "output = self.backend.replay(self._replay_graph_key, forward_batch)": "graph",
         "copy_ <- cuda_graph_buffer_registry.py fill_from: dst.copy_(src)": "input",
-        "copy_ <- decode_cuda_graph_runner.py load_batch: buffers.input_embeds[:raw_num_token].copy_(forward_batch.input_embeds)": "input",
+        "copy_ <- decode_cuda_graph_runner.py load_batch: "
+        "buffers.input_embeds[:raw_num_token].copy_(forward_batch.input_embeds)": "input",
         "sum <- dflash_worker.py _verify: batch.seq_lens_sum = int(cycle.host_lens.sum())": "host",
-        "flashinfer:plan <- flashinfer_backend.py fast_prefill_plan: self._plan_info = self._cached_module.plan(*args)": "metadata",
+        "flashinfer:plan <- flashinfer_backend.py fast_prefill_plan: "
+        "self._plan_info = self._cached_module.plan(*args)": "metadata",
         "triton:_pack_blocks_kernel <- block.py pack_blocks_triton: _pack_blocks_kernel[(1,)](": "metadata",
         "triton:_accept_kernel <- accept.py _launch: _accept_kernel[(bs,)](": "launch",
     }

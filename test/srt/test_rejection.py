@@ -1,4 +1,4 @@
-"""Rejection and block verification are exact, and keep as much as the papers say; by enumeration."""
+"""Rejection and block verification are exact and accept as much as their papers state, by enumeration."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ KINDS = ["chain", "marginals", "one-hot", "half", "near"]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocabulary, width", SIZES)
 def test_the_output_is_the_targets(vocabulary, width, kind, rule):
-    """In float64 there is hardly any rounding to hide behind; float32 is what a server has."""
+    """Check float64, where rounding hides no error, and float32, which servers use."""
     for seed in range(3):
         case = random_case(seed, vocabulary, width, kind)
         assert deviation(rule, case) < 1e-9
@@ -31,13 +31,13 @@ def test_the_output_is_the_targets(vocabulary, width, kind, rule):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["one-hot", "half", "marginals"])
 def test_any_draft_may_be_called_one_hot(kind, rule):
-    """Tokens that were drawn, declared as certain."""
+    """Sampled drafts that are declared as certain still give the target's distribution."""
 
-    def never_told(block, target_probs, draft, *uniforms):
+    def declared_one_hot(block, target_probs, draft, *uniforms):
         return rule(block, target_probs, DraftProbs.one_hot(block[:, 1:]), *uniforms)
 
     case = random_case(7, 3, 3, kind)
-    assert deviation(never_told, case) < 1e-9
+    assert deviation(declared_one_hot, case) < 1e-9
 
 
 # -- the enumeration can fail
@@ -60,7 +60,7 @@ def test_probabilities_of_a_neighbouring_slot_are_caught(rule):
 
 
 def filtered(probs: torch.Tensor, top_k: int, top_p: float, chained: bool) -> torch.Tensor:
-    """top_k and top_p of every row; chained: top_p sees what top_k left, renormalised."""
+    """Apply top_k and top_p to every row; if `chained`, top_p applies to renormalised top_k output."""
     ordered, ids = probs.sort(dim=1, descending=True)
     seen = ordered.clone()
     if chained:
@@ -73,8 +73,11 @@ def filtered(probs: torch.Tensor, top_k: int, top_p: float, chained: bool) -> to
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_chained_filter_is_caught(rule):
-    """A request with top_k = 3, top_p = 0.8. Its third token survives the joint filter (0.7 of the mass comes
-    before it), not the chained one (0.7 / 0.85 = 0.82). Half of the contexts filter alike."""
+    """A chained filter deviates for top_k = 3 and top_p = 0.8.
+
+    The third token survives the joint filter (0.7 of the mass comes before it), but not the chained one
+    (0.7 / 0.85 = 0.82). In half of the contexts both filters agree.
+    """
     rng = np.random.default_rng(0)
     shapes = torch.tensor([[0.4, 0.3, 0.15, 0.15], [0.6, 0.3, 0.06, 0.04]], dtype=torch.float64)
     raw = [torch.stack([shapes[rng.integers(2)][rng.permutation(4)] for _ in range(4**k)]) for k in range(3)]
@@ -86,19 +89,19 @@ def test_a_chained_filter_is_caught(rule):
 
 
 def rejection_with_the_targets_draw(block, target_probs, draft, accept_uniforms, final_uniforms):
-    """After a rejection a draw from p, not from what q left of it."""
+    """Draw from p after a rejection, not from the residual of p and q."""
     kept = accept_by_rejection(block, target_probs, draft, accept_uniforms, final_uniforms).accept_len
     bonus = draw_by_inverse_cdf(target_probs[torch.arange(len(block)), kept.long()], final_uniforms)
     return Verdict(kept, block, bonus)
 
 
 def block_verification_without_weights(block, target_probs, draft, accept_uniforms, final_uniforms):
-    """What is left of the target's probabilities is that of rejection."""
+    """Use the residual of rejection in block verification."""
     verdict = accept_by_block_verification(block, target_probs, draft, accept_uniforms, final_uniforms)
     kept, rows = verdict.accept_len, torch.arange(len(block))
     mass = target_probs[rows, kept.long()]
-    taken = torch.nn.functional.pad(draft.probs, (0, 0, 0, 1))[rows, kept.long()]  # column c is token c
-    return Verdict(kept, block, draw_by_inverse_cdf((mass - taken).clamp(min=0), final_uniforms))
+    drafted = torch.nn.functional.pad(draft.probs, (0, 0, 0, 1))[rows, kept.long()]  # column c is token c
+    return Verdict(kept, block, draw_by_inverse_cdf((mass - drafted).clamp(min=0), final_uniforms))
 
 
 @pytest.mark.parametrize("wrong_rule", [rejection_with_the_targets_draw, block_verification_without_weights])
@@ -106,14 +109,14 @@ def test_a_wrong_rule_is_caught(wrong_rule):
     assert max(deviation(wrong_rule, random_case(seed, 4, 3, "chain")) for seed in range(3)) > 1e-2
 
 
-# -- how much is kept
+# -- expected accept lengths
 
 
 def expected_lengths(case: Case) -> tuple[float, float]:
-    """What the papers say the two rules keep on average.
+    """Compute the expected accept lengths of both rules by the formulas of their papers.
 
-    The first k tokens are kept with probability prod min(1, p / q) by rejection, and w_k by block
-    verification, the most that any rule can reach (Sun et al. 2024).
+    Rejection accepts the first k tokens with probability prod min(1, p / q). Block verification accepts them
+    with probability w_k, the most that any rule can reach (Sun et al. 2024).
     """
     means, weights = [0.0, 0.0], [torch.ones(1, dtype=torch.float64)] * 2
     for k, draft in enumerate(case.draft):
@@ -128,7 +131,7 @@ def expected_lengths(case: Case) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_expected_lengths(kind):
-    """Block verification is never shorter, longer for some drawn drafts, and of no use for one-hot drafts."""
+    """Block verification is never shorter, longer for some sampled drafts, and equal for one-hot drafts."""
     gains = []
     for seed in range(6):
         case = random_case(seed, 3, 4, kind)
@@ -143,7 +146,7 @@ def test_expected_lengths(kind):
 
 
 def test_the_example_of_the_paper():
-    """The one Sun et al. 2024 begin with: two tokens, drafted with 2/3 and 1/3, wanted with 1/3 and 2/3."""
+    """Reproduce the first example of Sun et al. 2024: drafted with (2/3, 1/3), target (1/3, 2/3)."""
     table = torch.tensor([[1 / 3, 2 / 3]], dtype=torch.float64)
     case = Case([table.expand(2**k, 2) for k in range(3)], [1 - table.expand(2**k, 2) for k in range(2)])
     assert [output_law(rule, case)[1] for rule in RULES] == pytest.approx([10 / 9, 11 / 9], abs=1e-9)

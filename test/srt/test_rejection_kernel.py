@@ -1,4 +1,4 @@
-"""The Triton kernel against the rules it stands for: on a GPU where there is one, else in the interpreter."""
+"""The rejection kernel against its PyTorch twins, on a GPU or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_the_walk_equals_its_twin(arguments, block_verification):
 @pytest.mark.parametrize("block_verification", [False, True])
 @pytest.mark.parametrize("candidates", [1, 128, 1500])
 def test_the_walk_over_long_lists_equals_its_twin(candidates, block_verification):
-    """More than a tile of candidates out of a larger vocabulary; a draft that is often right."""
+    """Compare more than a tile of candidates from a larger vocabulary, with a draft that is often right."""
     torch.manual_seed(candidates)
     bs, width, vocabulary = 16, 8, 2000
     logits = 3 * torch.randn(bs, width, vocabulary)
@@ -68,8 +68,8 @@ def test_the_walk_over_long_lists_equals_its_twin(candidates, block_verification
     assert_same_verdict(arguments, block_verification)
 
 
-def test_nobody_there():
-    """No launch, so this needs no GPU."""
+def test_an_empty_batch():
+    """An empty batch launches no kernel, so this needs no GPU."""
     accept_len, weight = kernels.walk_blocks_triton(
         torch.zeros(0, 3, dtype=torch.int64),
         torch.zeros(0, 3, 4),
@@ -86,7 +86,7 @@ def test_nobody_there():
 @pytest.mark.parametrize("block_verification", [False, True])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_kernel_compiles(arch, block_verification, monkeypatch):
-    """For GPUs that need not be here."""
+    """Compile for GPUs that this machine need not have."""
     launch = Launch(kernels._walk_blocks_kernel)
     monkeypatch.setattr(kernels, "_walk_blocks_kernel", launch)
     ids = torch.zeros(4, 15, 128, dtype=torch.int64)

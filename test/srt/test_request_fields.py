@@ -1,4 +1,4 @@
-"""What a request's fields may be, without a server: what is refused, and that nothing else is."""
+"""Validation of request fields, without a server: bad values are refused, and no others."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def request(sampling=None, **fields) -> SimpleNamespace:
         {"sampling_seed": INT64 - 1, "max_new_tokens": 10**9, "stream_interval": 4, "min_p": 0},
     ],
 )
-def test_what_users_send_is_let_through(sampling):
+def test_valid_fields_are_accepted(sampling):
     check_request(request(sampling))
     for start in (-1, 0, 7, [0, -1]):
         check_request(request(sampling, logprob_start_len=start))
@@ -51,7 +51,7 @@ def test_names_of_requests_as_sglang_takes_them(fields):
 
 
 @pytest.mark.parametrize(
-    "fields, named",
+    "fields, message",
     [
         ({"sampling": {"n": 0}}, "n is 0"),
         ({"sampling": {"n": MAX_ANSWERS + 1}}, f"n is {MAX_ANSWERS + 1}"),
@@ -72,13 +72,13 @@ def test_names_of_requests_as_sglang_takes_them(fields):
         ({"positional_embed_overrides": [[1, 2]]}, "positional_embed_overrides"),
     ],
 )
-def test_what_cannot_be_is_named(fields, named):
-    with pytest.raises(ValueError, match=named):
+def test_invalid_fields_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
         check_request(request(**fields))
 
 
 def test_every_parameter_that_sglang_has_is_known():
-    """With the default that SGLang gives it."""
+    """SGLang's default of every public sampling parameter is accepted."""
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     defaults = SamplingParams()
@@ -109,8 +109,8 @@ ANYTHING = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_whatever_is_let_through_can_be_sent_on(data):
-    """To the scheduler, which decodes it strictly and ends at what it cannot."""
+def test_accepted_fields_can_be_sent_to_the_scheduler(data):
+    """The scheduler decodes a message strictly and exits if it cannot, so every accepted field must decode."""
     import msgspec
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -120,7 +120,7 @@ def test_whatever_is_let_through_can_be_sent_on(data):
         check_request(request(sampling))
         made = SamplingParams(**sampling)
         made.verify(2048)
-    except (ValueError, TypeError):  # an answer with HTTP 400
+    except (ValueError, TypeError):  # refused with HTTP 400
         return
     msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=SamplingParams)
 
@@ -144,7 +144,7 @@ def scheduled(**fields) -> SimpleNamespace:
         {"token_ids_logprob": [0, 99]},
     ],
 )
-def test_what_the_vocabulary_holds(fields):
+def test_fields_within_the_vocabulary(fields):
     assert take_out_of_range(scheduled(**fields)) == []
 
 
@@ -160,7 +160,7 @@ def test_what_the_vocabulary_holds(fields):
         {"token_ids_logprob": [-1]},
     ],
 )
-def test_what_it_does_not_hold_is_named_and_taken_out(fields):
+def test_fields_outside_the_vocabulary_are_named_and_removed(fields):
     req = scheduled(**fields)
     [message] = take_out_of_range(req)
     assert message.startswith(next(iter(fields)))

@@ -1,7 +1,8 @@
-"""What a request may ask for, and that the answer is the target's: ends in mid-block, streams, refusals.
+"""Request options: ends in mid-block, streams and refusals, with the target's own answers.
 
-Sampled requests, log probabilities and grammars have files of their own. All of it float32, against the same
-target without speculation."""
+All tests run in float32 against the same target without speculation. Sampled requests, log probabilities and
+grammars have their own files.
+"""
 
 import collections
 import concurrent.futures
@@ -27,7 +28,7 @@ def server(servers) -> Server:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
-    """Twelve held-out prompts of all lengths but the longest."""
+    """Twelve held-out prompts of 10 to 400 tokens."""
     return [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 400][::18][:12]
 
 
@@ -45,12 +46,12 @@ def check_same(server: Server, reference, requests: list[dict]) -> list[dict]:
 
 
 def test_stop_strings_end_an_answer_where_the_target_would(server, reference, prompts):
-    """Three characters of the target's own answer, from a place that moves through the block."""
+    """Stop at three characters of the target's own answer, from a start that moves through the block."""
     plain = reference.answers([greedy(prompt, ignore_eos=True) for prompt in prompts])
     requests = []
     for number, (prompt, answer) in enumerate(zip(prompts, plain)):
         start = min(8 + 5 * number, len(answer["text"]) - 4)
-        stop = ["never said", answer["text"][start : start + 3]]
+        stop = ["never emitted", answer["text"][start : start + 3]]
         requests.append(greedy(prompt, ignore_eos=True, stop=stop, no_stop_trim=number % 2 == 0))
     answers = check_same(server, reference, requests)
     stopped = [a for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
@@ -69,7 +70,7 @@ def test_stop_tokens_end_an_answer_at_every_slot_of_a_block(server, reference, p
 
 @pytest.mark.parametrize("token", [-1, 1_000_000_000, 2**40])
 def test_a_token_id_outside_the_vocabulary_is_refused(token, server, reference, prompts):
-    """In stock SGLang it ends the server; here its request alone, with others running."""
+    """Only the faulty request ends, with others running; in stock SGLang the server ends."""
     good = [greedy(prompt) for prompt in prompts[:4]]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         others = pool.submit(server.generate_many, good, 4)
@@ -102,7 +103,7 @@ FIELDS = (
     ("rid", {}, {"rid": ["one"]}),
     ("no tokens", {}, {"text": ""}),
     ("no tokens", {}, {"text": None, "input_ids": [[]]}),
-    # SGLang's own check of types comes first, and does not say which field it is.
+    # SGLang's own type check comes first, and does not name the field.
     ("", {"min_new_tokens": 2.5}, {}),
     ("", {"stop_token_ids": [2**70]}, {}),
     ("", {"json_schema": {"type": "object"}}, {}),
@@ -110,8 +111,10 @@ FIELDS = (
 
 
 def test_a_field_out_of_range_is_refused_by_name(server, reference, prompts):
-    """Most of these end stock SGLang's server, or its request with an error of the server's. All in one test,
-    with others running: what is to be seen is that they go on."""
+    """Refuse each field while other requests run on.
+
+    In stock SGLang most of these values end the server, or the request with a server error.
+    """
     good = [greedy(prompt) for prompt in prompts[:6]]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         others = pool.submit(server.generate_many, good * 4, 6)
@@ -149,8 +152,7 @@ def test_an_openai_field_out_of_range_is_refused(fields, server, reference, prom
 
 
 def test_end_of_text_in_mid_block(server, reference, prompts):
-    """A bias makes the end-of-text likely somewhere in the answer; `ignore_eos` then runs past the same
-    token."""
+    """A logit bias makes end-of-text likely; with `ignore_eos` the answer runs past the same token."""
     requests = [
         greedy(prompt, logit_bias={"0": bias}, ignore_eos=ignore)
         for prompt in prompts
@@ -159,7 +161,7 @@ def test_end_of_text_in_mid_block(server, reference, prompts):
     ]
     answers = check_same(server, reference, requests)
     ended = [a for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
-    assert ended, "no answer ended by itself: the test tests nothing"
+    assert ended, "no answer ended with end-of-text, so the test proves nothing"
     positions = {len(answer["output_ids"]) % BLOCK_SIZE for answer in ended}
     assert len(positions) > 1, f"every answer ended at the same slot of a block: {positions}"
 
@@ -186,7 +188,7 @@ def test_several_answers_to_one_prompt(server, reference, prompts):
 
 
 def test_streamed_tokens_are_never_taken_back(server, reference, prompts):
-    """A stop string held back in mid-block, too: no chunk may show more than the final text."""
+    """No chunk shows more than the final text, also with a stop string in mid-block."""
     stop = reference.answer(greedy(prompts[5], ignore_eos=True))["text"][20:23]
     for request in (greedy(prompts[4]), greedy(prompts[5], ignore_eos=True, stop=[stop])):
         chunks = list(stream(server, request))
@@ -197,7 +199,7 @@ def test_streamed_tokens_are_never_taken_back(server, reference, prompts):
 
 
 def test_logged_accept_length_is_the_histograms(server, prompts):
-    """The scheduler's log line, here one per step, of a request that runs alone."""
+    """Compare the scheduler's log, here one line per step, with the histogram of a request that runs alone."""
     server.flush_cache()
     before = len(server.log())
     answer = server.generate(**greedy(prompts[6], 60, ignore_eos=True))
@@ -206,10 +208,9 @@ def test_logged_accept_length_is_the_histograms(server, prompts):
     )
     histogram = answer["meta_info"]["spec_correct_drafts_histogram"]
     counted = collections.Counter({float(kept + 1): count for kept, count in enumerate(histogram) if count})
-    # The scheduler runs one step ahead: the log may lack the request's last step, or have the one after its
-    # end.
+    # The scheduler runs one step ahead: the log may lack the last step, or have one after the request's end.
     assert (counted - logged).total() <= 1, f"cycles of these lengths were not logged: {counted - logged}"
-    assert (logged - counted).total() <= 1, f"logged, but no cycle of the request: {logged - counted}"
+    assert (logged - counted).total() <= 1, f"logged cycles that the request did not have: {logged - counted}"
 
 
 def test_logit_bias(server, reference, prompts):
@@ -221,13 +222,13 @@ def test_logit_bias(server, reference, prompts):
     biased = check_same(server, reference, requests)
     changed = [first_difference(b["output_ids"], p["output_ids"]) for b, p in zip(biased, plain)]
     assert any(position is not None for position in changed), (
-        "the bias changed nothing: the test tests nothing"
+        "the bias changed nothing, so the test proves nothing"
     )
 
 
 @pytest.mark.parametrize("room", [BLOCK_SIZE - 1, BLOCK_SIZE, 3 * BLOCK_SIZE])
 def test_a_request_runs_up_to_the_context_limit(room, server, reference):
-    """The last blocks reach past the context; the tokens stay the target's."""
+    """The last blocks reach past the context, and tokens stay the target's."""
     ids = [5 + (7 * i) % 1000 for i in range(CONTEXT_LENGTH - room)]
     request = {
         "input_ids": ids,
@@ -235,7 +236,7 @@ def test_a_request_runs_up_to_the_context_limit(room, server, reference):
     }
     [answer] = check_same(server, reference, [request])
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
-    # SGLang cuts what is asked for, and keeps two positions back.
+    # SGLang reduces the requested number and reserves two positions.
     assert answer["meta_info"]["completion_tokens"] == room - 2
 
 
@@ -269,13 +270,13 @@ def test_a_refusal_leaves_running_requests_alone(server, reference, prompts):
     bad = [{**greedy(prompt, 40), "return_hidden_states": True} for prompt in prompts[:8]]
     mixed = [request for pair in zip(fine, bad) for request in pair]
 
-    def ask(request):
+    def answer_or_status(request):
         try:
             return server.generate(**request)
         except urllib.error.HTTPError as error:
             return error.code
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(ask, mixed))
+        answers = list(pool.map(answer_or_status, mixed))
     assert answers[1::2] == [400] * len(bad)
     assert_same(fine, answers[::2], reference.answers(fine))

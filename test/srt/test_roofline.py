@@ -1,4 +1,4 @@
-"""The lower bound of a cycle: ROOFLINE.md shows what is computed, and what is computed is right."""
+"""The roofline of a cycle: its formulas are right, and ROOFLINE.md shows their results."""
 
 import pytest
 import roofline
@@ -26,7 +26,7 @@ def test_roofline_page_shows_what_the_program_computes():
 
 
 def test_roofline_counts_the_published_parameters():
-    """8.19 billion in Qwen3-8B and 8.03 in Llama-3.1-8B, as their cards say, the embedding included."""
+    """Model cards state 8.19 billion for Qwen3-8B and 8.03 for Llama-3.1-8B, embedding included."""
     for pair, billions in ((QWEN3_8B, 8.19), (LLAMA_3_1_8B, 8.03)):
         parameters = roofline.layer_parameters(pair.target) + 2 * roofline.head_parameters(pair.target)
         assert parameters / 1e9 == pytest.approx(billions, abs=0.005)
@@ -45,7 +45,7 @@ def test_roofline_at_batch_1_is_the_weights_and_at_48_the_arithmetic():
 
 
 def test_roofline_counts_the_small_kernels_tensors():
-    """The formulas against the tensors the kernels' PyTorch twins read and return."""
+    """Compare the formulas with the tensors that the kernels' PyTorch twins read and return."""
 
     def total(tensors):
         return sum(tensor.nbytes for tensor in tensors)
@@ -58,9 +58,9 @@ def test_roofline_counts_the_small_kernels_tensors():
     assert roofline.prepare_block_bytes(QWEN3_8B, bs) == read + total(outputs)
 
     tokens = torch.zeros(bs, block_size, dtype=torch.int64)
-    best = torch.zeros(bs, block_size)
-    # A token outside the vocabulary is written where logits were broken; else the output tokens themselves,
-    # on a CPU.
-    *outputs, said = accept_greedy_torch(tokens, tokens, best, per_request[0], 7)
-    read = total([tokens[:, 1:], tokens, best, per_request[0]])
-    assert roofline.accept_greedy_bytes(QWEN3_8B, bs) == read + total([*outputs, said])
+    max_logits = torch.zeros(bs, block_size)
+    # The reported tokens are a copy with a token outside the vocabulary for broken logits, or on a CPU the
+    # output tokens themselves.
+    *outputs, reported = accept_greedy_torch(tokens, tokens, max_logits, per_request[0], 7)
+    read = total([tokens[:, 1:], tokens, max_logits, per_request[0]])
+    assert roofline.accept_greedy_bytes(QWEN3_8B, bs) == read + total([*outputs, reported])

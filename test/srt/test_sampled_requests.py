@@ -1,9 +1,10 @@
-"""Sampled output follows the target's sampler: its temperature, its joint top-k / top-p filter, its min-p.
+"""Sampled output follows the target's sampler: temperature, joint top-k / top-p filter, and min-p.
 
-Every sampled token is held against the target's own distribution at that place: the target alone, asked to
-score the sampled sequence, gives the probabilities; the token's place in their running sum is uniform on [0,
-1) exactly when tokens are drawn as they should be. A Kolmogorov-Smirnov test over all of them rejects a right
-sampler once in 1 / FALSE_ALARM runs. `test_the_statistic_...` shows that it does reject wrong ones."""
+The target alone scores each sampled sequence, which gives the target's distribution at every token. A token's
+place in the cumulative distribution is uniform on [0, 1) if and only if the sampler is right. A
+Kolmogorov-Smirnov test over all places rejects a right sampler once in 1 / FALSE_ALARM runs.
+`test_the_statistic_rejects_other_samplers` shows that it rejects wrong samplers.
+"""
 
 import json
 import math
@@ -87,11 +88,11 @@ class Draw:
     probs: list[float]
 
 
-# Every way to draft under which the output must stay the target's.
+# Ways to draft; under each the output must follow the target's sampler.
 DRAFTING = {
     "greedy": dflash_arguments(),
     "probabilistic": [*dflash_arguments(), "--speculative-draft-sample-method", "probabilistic"],
-    # A reduced vocabulary, a sharper draft, and the deeper slots not drawn at all.
+    # A reduced vocabulary, a sharper draft, and greedy drafts in the deeper slots.
     "probabilistic, speculators": [
         *dflash_arguments(SPECULATORS_DRAFT),
         "--speculative-use-rejection-sampling",
@@ -115,7 +116,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def draws(server, reference, prompts) -> Callable[[Case], list[Draw]]:
-    """Sample every prompt once per case, in batches shared with greedy requests, and score what came out."""
+    """Sample every prompt once per case, in batches with greedy requests, and score the output."""
     made: dict[str, list[Draw]] = {}
 
     def get(case: Case) -> list[Draw]:
@@ -138,8 +139,8 @@ def sample_and_score(server, reference, prompts, sampling: dict) -> list[Draw]:
         for request in ([one, greedy[i // 4]] if i % 4 == 0 else [one])
     ]
     answers = server.generate_many(both, 16)
-    of_greedy = [answer for request, answer in zip(both, answers) if request in greedy]
-    assert_same(greedy, of_greedy, reference.answers(greedy))
+    greedy_answers = [answer for request, answer in zip(both, answers) if request in greedy]
+    assert_same(greedy, greedy_answers, reference.answers(greedy))
     outputs = [answer["output_ids"] for request, answer in zip(both, answers) if request not in greedy]
     return score(reference, prompts, outputs)
 
@@ -191,9 +192,9 @@ def test_sampled_tokens_follow_the_targets_sampler(case, draws):
     made = draws(case)
     found, outside = places(made, case.kept, case.temperature)
     assert not outside, (
-        f"{len(outside)} of {len(made)} tokens the filter excludes were drawn, such as {outside[:2]}"
+        f"{len(outside)} of {len(made)} sampled tokens are excluded by the filter, such as {outside[:2]}"
     )
-    assert len(found) > 0.8 * len(made), "most places were left out"
+    assert len(found) > 0.8 * len(made), "too many tokens were left out of the test"
     result = kstest(found, "uniform")
     assert result.pvalue > FALSE_ALARM, (
         f"{case.name}: not the sampler's distribution, {result} over {len(found)} draws"
@@ -201,17 +202,14 @@ def test_sampled_tokens_follow_the_targets_sampler(case, draws):
 
 
 def test_the_statistic_rejects_other_samplers(draws, reference, prompts):
-    """Negative controls: chained filters, no min-p, another temperature, and greedy output passed off as
-    sampled."""
+    """Reject chained filters, another min-p, another temperature, and greedy output passed off as sampled."""
     joint, min_p, tempered = CASES
     _, outside = places(draws(joint), chained_filter(4, 0.82), 1.0)
     assert outside, (
-        "chained filters would have allowed every token drawn: the first case cannot tell them apart"
+        "chained filters would allow every sampled token, so the first case cannot tell them apart"
     )
     found, outside = places(draws(min_p), min_p_filter(0.3, 1.3), 1.3)
-    assert outside, (
-        "a filter four times as strict would have allowed every token: the second case tests nothing"
-    )
+    assert outside, "a filter four times as strict would allow every token, so the second case proves nothing"
     found, _ = places(draws(tempered), tempered.kept, 1.2)
     assert kstest(found, "uniform").pvalue < FALSE_ALARM, "temperature 0.7 passes for 1.2"
     length = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
@@ -222,8 +220,7 @@ def test_the_statistic_rejects_other_samplers(draws, reference, prompts):
 
 
 def test_logprobs_of_sampled_tokens(server, reference, prompts):
-    """The tokens drawn, not the target's best ones, get their log probability; greedy requests share the
-    batch."""
+    """Log probabilities are those of the sampled tokens, with greedy requests in the batch."""
     length = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     requests = [
         {

@@ -1,12 +1,13 @@
-"""Whole sampled sequences have the target's probabilities, to the chi-square test.
+"""Whole sampled sequences have the target's probabilities, by a chi-square test.
 
-Two tokens are allowed at every position, so there are few enough sequences of LENGTH tokens to know the
-probability of each. A server under test then samples more than 50,000 tokens, and what it says is counted.
-Where test_sampled_requests.py holds each token against the tokens before it, this holds them together.
+Two tokens are allowed at every position, so the probability of each sequence of LENGTH tokens can be computed.
+The server then samples more than 50,000 tokens, and its sequences are counted. test_sampled_requests.py tests
+each token given its prefix; this test covers their joint distribution.
 
-Target and drafts are random and have eight tokens in all, so that random drafts are often right; the
-probabilities come from Hugging Face's model. A right server fails once in 1 / FALSE_ALARM runs. One that lies
-about its draft's probabilities must fail."""
+Target and drafts are random and have a vocabulary of eight tokens, so that random drafts are often right. The
+probabilities come from Hugging Face's model. A right server fails once in 1 / FALSE_ALARM runs. A server that
+misstates its draft's probabilities must fail.
+"""
 
 import itertools
 import shutil
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.server
 
 FALSE_ALARM = 1e-6
 VOCABULARY = 8
-LENGTH = 8  # the first token is the prefill's, the others come out of verified blocks
+LENGTH = 8  # prefill gives the first token, verified blocks the others
 SAMPLES = 3200  # of each prompt
 SAMPLES_PER_REQUEST = 32
 PROMPTS = ((4, 2, 6, 1, 3), (0, 5, 5, 2, 7, 1, 1, 4, 3))
@@ -41,7 +42,7 @@ SERVER = (
 )
 PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
 
-# name -> which draft, and the server's other flags
+# name -> draft, and the server's other flags
 DRAFTING = {
     "one-hot": ("dflash", ()),
     "probabilistic": ("dflash", PROBABILISTIC),
@@ -57,7 +58,7 @@ Probs = dict[tuple[int, ...], float]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
-    """A folder with a target and its drafts."""
+    """Folder with a target and its drafts."""
     folder = tmp_path_factory.mktemp("eight-tokens")
     write_target("qwen2", folder / "target", vocab_size=VOCABULARY)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -70,7 +71,7 @@ def checkpoints(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoints) -> dict[tuple[int, ...], Probs]:
-    """prompt -> every sequence of LENGTH tokens -> its probability."""
+    """Map each prompt to the probability of every sequence of LENGTH tokens."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "target", dtype=torch.float32).eval()

@@ -1,5 +1,4 @@
-"""What probabilistic drafting needs beside the models, at the size of a large server: counted on tensors
-without data."""
+"""Memory of probabilistic drafting at the size of a large server, counted on meta tensors."""
 
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ GIGABYTE = 1 << 30
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made inside held at one time. Not what an operation needs while it runs."""
+    """Peak size in bytes of tensors created in this context, without an operation's own workspace."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +60,7 @@ def sampling_info(device: str, bs: int = BS) -> SimpleNamespace:
 
 @pytest.fixture
 def draft() -> SimpleNamespace:
-    """A draft that is only its vocabulary."""
+    """Draft that consists of its vocabulary only."""
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros(hidden.shape[0], VOCABULARY, dtype=hidden.dtype, device=hidden.device)
@@ -71,7 +70,7 @@ def draft() -> SimpleNamespace:
 
 @pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block_verification])
 def test_a_step_takes_less_than_a_gigabyte(rule, draft):
-    """Beside the verify logits, 0.43 GB of them, which are there however a step drafts."""
+    """Peak memory excludes the verify logits (0.43 GB), which every step has."""
     logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")
     info = sampling_info("meta")
     with Peak() as peak:
@@ -84,8 +83,8 @@ def test_a_step_takes_less_than_a_gigabyte(rule, draft):
     assert GIGABYTE / 20 < peak.bytes < GIGABYTE, f"{peak.bytes / GIGABYTE:.2f} GB"
 
 
-def test_start_up_takes_what_a_step_will(draft):
-    """No step needs a larger tensor than one that start-up had."""
+def test_start_up_allocates_as_much_as_a_step(draft):
+    """A step needs no more memory than start-up allocated."""
     with Peak() as at_start_up:
         prewarm.prewarm_probabilistic_step(
             draft, HIDDEN, BS, WIDTH, VOCABULARY, torch.bfloat16, torch.device("meta")
@@ -98,7 +97,7 @@ def test_start_up_takes_what_a_step_will(draft):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slices_change_nothing(dtype, monkeypatch):
-    """One slice of all rows, or many."""
+    """Compare one slice of all rows with many slices."""
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(3 * 4, 50, generator=rng).to(dtype)
     whole, _ = target_probs(logits.clone(), sampling_info("cpu", 3), 4)

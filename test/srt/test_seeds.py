@@ -1,5 +1,4 @@
-"""A request with a sampling seed says the same whoever it shares its batch with, and what the target alone
-says."""
+"""A request with a sampling seed gets the target's own tokens in any batch."""
 
 import itertools
 import urllib.error
@@ -32,7 +31,7 @@ def requests() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def expected(requests) -> list[list[int]]:
-    """What the target says without speculation, one request at a time."""
+    """Answers of the target without speculation, one request at a time."""
     with plain_target(*PLAIN_FLOAT32, *DETERMINISTIC, *EXACT_PENALTIES, environment=ENVIRONMENT) as target:
         return [answer["output_ids"] for answer in target.server.generate_many(requests, 1)]
 
@@ -60,7 +59,7 @@ def test_a_seed_gives_the_targets_own_tokens(method, concurrency, servers, reque
     ]
     assert not differing, f"{len(differing)} of {len(requests)} differ, the first ones: {differing[:3]}"
     lengths = [answer["meta_info"]["spec_accept_length"] for answer in answers]
-    assert sum(lengths) / len(lengths) > 1.2, "hardly anything drafted was kept: this shows little"
+    assert sum(lengths) / len(lengths) > 1.2, "hardly any drafted token was accepted: this proves little"
     with pytest.raises(urllib.error.HTTPError) as refusal:
         server.generate(text="x", sampling_params={"temperature": 1.0, "min_p": 0.1})
     assert refusal.value.code == 400 and "min_p" in refusal.value.read().decode()
@@ -71,7 +70,7 @@ def test_a_seed_gives_the_targets_own_tokens(method, concurrency, servers, reque
         )
 
 
-def test_seeds_do_not_see_the_verify_width(servers, requests, expected):
+def test_seeded_output_does_not_depend_on_the_verify_width(servers, requests, expected):
     server = servers.get(
         *FLOAT32, *DETERMINISTIC, *WIDTHS_CHANGE, *dflash_arguments(), environment=ENVIRONMENT
     )
@@ -79,14 +78,13 @@ def test_seeds_do_not_see_the_verify_width(servers, requests, expected):
     assert [answer["output_ids"] for answer in answers] == expected
 
 
-def test_nothing_to_filter_and_others_that_do(servers, requests):
-    """SGLang's sampler draws in another way as soon as one request of a batch filters; ours then do not
-    notice."""
+def test_unfiltered_requests_ignore_batch_mates_with_filters(servers, requests):
+    """SGLang's sampler draws differently if any request of a batch filters; our output stays the same."""
     plain = [
-        {**one, "sampling_params": {"temperature": 1.0, "sampling_seed": seed, "max_new_tokens": 24}}
-        for seed, one in enumerate(requests[:: len(SEEDS) * len(PARAMETERS)])
+        {**request, "sampling_params": {"temperature": 1.0, "sampling_seed": seed, "max_new_tokens": 24}}
+        for seed, request in enumerate(requests[:: len(SEEDS) * len(PARAMETERS)])
     ]
     server = seeded(servers, "probabilistic")
     alone = server.generate_many(plain, 1)
-    mixed = server.generate_many([one for pair in zip(plain, requests[3:]) for one in pair], 8)[::2]
+    mixed = server.generate_many([request for pair in zip(plain, requests[3:]) for request in pair], 8)[::2]
     assert [answer["output_ids"] for answer in mixed] == [answer["output_ids"] for answer in alone]

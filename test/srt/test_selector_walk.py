@@ -1,5 +1,7 @@
-"""The selector's walks: as drawn, as filtered, lossless; and the Triton kernel against its twin, on a GPU
-where there is one, else in the interpreter."""
+"""The selector's walks: sampling, filters, and declared probabilities.
+
+The Triton kernel is compared with its PyTorch twin, on a GPU or in Triton's interpreter.
+"""
 
 import pytest
 import torch
@@ -11,13 +13,13 @@ from test_kernel_compile import ARCHITECTURES, Launch
 from sglang_dflash.kernels.ops.speculative import selector_walk as kernels
 from sglang_dflash.srt.layers.candidate_selector import Candidates, Draw, slot_probs, walk, walk_torch
 
-NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1
+NO_LIMIT = 1 << 30  # SGLang's value for top_k = -1
 
 
 def random_walk(
     seed: int, bs: int, slots: int, candidates: int, rank: int, vocab: int = 50, spread: float = 2.0
 ):
-    """(Candidates, anchors, both codebooks)."""
+    """Return (Candidates, anchors [bs], left and right codebooks [vocab, rank])."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -46,7 +48,7 @@ def drawing(
 
 
 def scores_of(case, request: int, slot: int, previous: int) -> torch.Tensor:
-    """One slot's scores, term by term: [K] float64."""
+    """Compute one slot's scores [K], float64, term by term."""
     found, _, left, right = case
     query = left[previous].double() * found.gate[request, slot].double()
     terms = [
@@ -56,7 +58,7 @@ def scores_of(case, request: int, slot: int, previous: int) -> torch.Tensor:
     return torch.stack(terms)
 
 
-def test_the_best_path_is_walked_from_the_anchor_on():
+def test_the_best_path_starts_at_the_anchor():
     case = random_walk(0, bs=4, slots=5, candidates=6, rank=7)
     tokens, probs = walk(*case)
     assert probs is None
@@ -84,7 +86,7 @@ def test_the_best_path_is_walked_from_the_anchor_on():
     ],
 )
 def test_the_filters(temperature, top_k, top_p, min_p):
-    """One joint filter, token by token: the cut probabilities are those before any of it."""
+    """Compare with one joint filter, whose thresholds apply to the unfiltered probabilities."""
     scores = 2 * torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
     found = slot_probs(scores, drawing(8, 1, temperature, top_k, top_p, min_p), is_drawn=True)
     for row, got in zip(scores, found):
@@ -97,13 +99,16 @@ def test_the_filters(temperature, top_k, top_p, min_p):
         torch.testing.assert_close(got.double(), kept / kept.sum(), rtol=0, atol=1e-6)
 
 
-def test_what_is_drawn_is_drawn_from_what_is_declared():
-    """Frequencies of whole paths against the product of the declared conditionals; chi-square, 1 in 10^6."""
+def test_paths_are_drawn_from_the_declared_probabilities():
+    """Compare path frequencies with declared conditionals; the chi-square test fails once in 10^6 runs."""
     from scipy.stats import chi2
 
     found, anchors, left, right = random_walk(7, bs=1, slots=3, candidates=3, rank=4)
     draws = 40_000
-    repeat = lambda tensor: tensor.expand(draws, *tensor.shape[1:])
+
+    def repeat(tensor):
+        return tensor.expand(draws, *tensor.shape[1:])
+
     many = Candidates(*(repeat(t) for t in (found.ids, found.unary, found.gate)))
     draw = drawing(draws, 3, temperature=0.9)
     tokens, probs = walk(many, repeat(anchors), left, right, draw)
@@ -115,7 +120,7 @@ def test_what_is_drawn_is_drawn_from_what_is_declared():
     expected = torch.tensor(list(likelihood.values())) * draws
     counted = torch.tensor([float((places == torch.tensor(path)).all(dim=1).sum()) for path in likelihood])
     rest = draws - expected.sum()
-    assert rest < draws * 0.01  # paths that never came are rare ones
+    assert rest < draws * 0.01  # paths that were never drawn are rare
     statistic = float(((counted - expected) ** 2 / expected).sum())
     assert statistic < chi2.ppf(1 - 1e-6, len(likelihood))
 
@@ -191,7 +196,7 @@ def test_the_walk_equals_its_twin(
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_walk_of_published_size_equals_its_twin(draws, dtype):
-    """16 candidates, rank 256, blocks of 8; also codebooks in bfloat16, as checkpoints have them."""
+    """Walk 16 candidates at rank 256 in blocks of 8, also with bfloat16 codebooks as in checkpoints."""
     found, anchors, *codebooks = random_walk(11, bs=4, slots=7, candidates=16, rank=256, vocab=500)
     found = Candidates(found.ids, found.unary, found.gate.to(dtype))
     case = found, anchors, *(book.to(dtype) for book in codebooks)
@@ -206,8 +211,8 @@ def test_broken_scores_equals_its_twin():
     assert_same_walk(case, drawing(2, 3))
 
 
-def test_nobody_there():
-    """No launch, so this needs no GPU."""
+def test_an_empty_batch():
+    """An empty batch launches no kernel, so this needs no GPU."""
     found, anchors, *codebooks = random_walk(0, 1, 3, 4, 5)
     tokens, probs = kernels.walk_triton(
         found.ids[:0], found.unary[:0], found.gate[:0], anchors[:0], *codebooks, None, 0
@@ -219,7 +224,7 @@ def test_nobody_there():
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_kernel_compiles(arch, draws, monkeypatch):
-    """For GPUs that need not be here."""
+    """Compile for GPUs that this machine need not have."""
     launch = Launch(kernels._walk_kernel)
     monkeypatch.setattr(kernels, "_walk_kernel", launch)
     found, anchors, *codebooks = random_walk(0, bs=4, slots=7, candidates=16, rank=256)
@@ -229,4 +234,4 @@ def test_the_kernel_compiles(arch, draws, monkeypatch):
     kernels.walk_triton(found.ids, found.unary, gate, anchors, *codebooks, options, 7)
     ptx = launch.compile(arch).asm["ptx"]
     assert f".target sm_{arch}" in ptx
-    assert "fma" not in ptx  # scores must come out alike in every layout that they are computed in
+    assert "fma" not in ptx  # scores must be equal in every layout in which they are computed

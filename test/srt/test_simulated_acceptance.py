@@ -1,5 +1,4 @@
-"""SGLang's `SGLANG_SIMULATE_ACC_LEN` in our worker: the lengths and tokens its other workers would put
-out."""
+"""SGLang's `SGLANG_SIMULATE_ACC_LEN`: accept lengths and tokens match SGLang's other workers."""
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def test_lengths_average_out_within_the_block(wanted, lengths):
     assert sum(found) / 200 == pytest.approx(min(wanted, 4.0), abs=0.22)
 
 
-def test_off_unless_asked_for():
+def test_off_by_default():
     assert SimulatedAcceptance.from_environment() is None
     with envs.SGLANG_SIMULATE_ACC_LEN.override(2.0):
         assert SimulatedAcceptance.from_environment() is not None

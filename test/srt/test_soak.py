@@ -1,4 +1,4 @@
-"""Three hundred random requests of benchmark/soak.py, and that its checks see what they are there for."""
+"""Three hundred random requests of benchmark/soak.py, and planted faults that its checks must find."""
 
 import random
 import re
@@ -11,8 +11,8 @@ from soak import Configuration, Resources, run_round
 from soak_requests import Known, Wrong, _hold_against, known_requests
 
 SEED = "suite"
-# Of what the seed draws: a tight pool, a draft window, widths that change; and drawn drafts without a prefix
-# cache. Both with mixed batches under overlap scheduling.
+# The seed draws a tight pool, a draft window and changing widths for the first round, and sampled drafts
+# without a prefix cache for the second. Both have mixed batches under overlap scheduling.
 ROUNDS = (12, 13)
 
 
@@ -74,7 +74,7 @@ def test_a_planted_fault_in_an_answer_is_seen(changes):
         _hold_against(known, ANSWER | changes)
 
 
-def test_what_float32_does_not_decide_is_not_held_against():
+def test_tokens_after_a_near_tie_are_not_compared():
     known = Known({}, [5], "abc", {"type": "length"}, is_whole=False)
     _hold_against(known, ANSWER | {"text": "axy"})
     with pytest.raises(Wrong):
@@ -89,7 +89,7 @@ def test_leaks_are_seen():
 
 
 class PlantedServer(SimpleNamespace):
-    """What `_after` asks of a server."""
+    """The part of a server that `_after` uses."""
 
     def flush_cache(self):
         pass

@@ -1,4 +1,4 @@
-"""Speculators config.json files: what is read from a good one, and what is said about a bad one."""
+"""Speculators config.json files: conversion of good ones, and error messages about bad ones."""
 
 import copy
 import json
@@ -143,7 +143,7 @@ def test_missing_field_is_named(path):
 
 
 @pytest.mark.parametrize(
-    "path, value, said",
+    "path, value, message",
     [
         ("aux_hidden_state_layer_ids", [], "non-empty list"),
         ("aux_hidden_state_layer_ids", ["2"], "non-empty list of integers"),
@@ -160,14 +160,14 @@ def test_missing_field_is_named(path):
         ("speculators_model_type", ["dflash"], "not served here"),
     ],
 )
-def test_bad_value_is_named(path, value, said):
+def test_bad_value_is_named(path, value, message):
     with pytest.raises(DraftConfigError) as error:
         normalize(changed(path, value), "ck")
-    assert said in str(error.value) and "'ck'" in str(error.value)
+    assert message in str(error.value) and "'ck'" in str(error.value)
 
 
 def test_good_peagle_config_becomes_a_flat_one():
-    """Ids shifted as DFlash's are; K drafted tokens in a verified block of K + 1."""
+    """Ids are shifted as for DFlash, and K drafted tokens make a block of K + 1."""
     flat = normalize(GOOD_PEAGLE, "ck")
     assert flat["architectures"] == ["PEagleDraftModel"] and flat["block_size"] == 8
     assert flat["dflash_config"] == {
@@ -183,8 +183,7 @@ def test_good_peagle_config_becomes_a_flat_one():
 
 
 def test_peagle_defaults_are_the_librarys():
-    """Not EAGLE-3's: there `norm_before_residual` defaults to true, and a wrong one silently costs
-    acceptance."""
+    """Unlike in EAGLE-3, `norm_before_residual` defaults to false; a wrong default silently costs acceptance."""
     bare = {key: value for key, value in GOOD_PEAGLE.items() if "norm" not in key}
     settings = normalize(bare, "ck")["dflash_config"]
     assert [settings[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm")] == [False] * 3
@@ -207,7 +206,7 @@ def test_names_of_peagle_drafts(architecture):
 
 
 @pytest.mark.parametrize(
-    "path, value, said",
+    "path, value, message",
     [
         ("eagle_aux_hidden_state_layer_ids", None, "eagle_aux_hidden_state_layer_ids is missing"),
         ("eagle_aux_hidden_state_layer_ids", [0, 6], "id 0 is the embedding"),
@@ -225,10 +224,10 @@ def test_names_of_peagle_drafts(architecture):
         ("target_hidden_size", 512, "target_hidden_size is 512"),
     ],
 )
-def test_bad_peagle_value_is_named(path, value, said):
+def test_bad_peagle_value_is_named(path, value, message):
     with pytest.raises(DraftConfigError) as error:
         normalize(changed(path, value, base=GOOD_PEAGLE), "ck")
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_peagle_norms_that_exclude_each_other():
@@ -268,7 +267,7 @@ PATHS = [path for path in REQUIRED] + [
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PATHS), JSON), min_size=1, max_size=3))
 def test_any_json_is_converted_or_refused_by_name(changes):
-    """Never a traceback from deep inside: a config is converted, or refused with the fields at fault."""
+    """Any config is converted, or refused with the names of its faulty fields."""
     config = copy.deepcopy(GOOD)
     for path, value in changes:
         *parents, last = path.split(".")

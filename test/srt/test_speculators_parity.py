@@ -1,8 +1,10 @@
-"""Our draft against the `speculators` library's own model, on the bundled checkpoint it trained.
+"""Our draft against the `speculators` library's own model, on a bundled checkpoint that it trained.
 
 Golden data: golden/tiny-speculators/, made by benchmark/tiny/speculators_golden.py with the library's classes
-in float32. Block logits agree to 1e-4 of the largest logit. Layer ids off by one either way move them by
-orders more, where mean acceptance on a small model hardly notices. Accept lengths agree step by step."""
+in float32. Block logits agree to 1e-4 of the largest logit. Layer ids off by one move them by more than a
+hundred times that, although mean acceptance on a small model hardly changes. Accept lengths agree step by
+step.
+"""
 
 import itertools
 import json
@@ -42,14 +44,14 @@ def draft():
 
 @pytest.fixture(scope="module")
 def golden() -> list[tuple[list[int], torch.Tensor]]:
-    """(prompt, block logits [B, draft vocab]) pairs."""
+    """Pairs of (prompt, block logits [B, draft vocab])."""
     data = np.load(GOLDEN / "block_logits.npz")
     count = sum(name.startswith("prompt_") for name in data)
     return [(data[f"prompt_{i}"].tolist(), torch.from_numpy(data[f"logits_{i}"])) for i in range(count)]
 
 
 def block_logits(draft, target, tokens: list[int], shift: int = 0) -> torch.Tensor:
-    """Draft logits [B, draft vocab] of the block anchored at the last token; `shift` moves every layer id."""
+    """Return logits [B, draft vocab] of the block at the last token, with layer ids moved by `shift`."""
     settings = draft.draft
     with torch.no_grad():
         states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
@@ -64,7 +66,7 @@ def block_logits(draft, target, tokens: list[int], shift: int = 0) -> torch.Tens
         kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
     )
-    draft.borrow_from_target(target.get_input_embeddings(), None)  # it brings a head of its own
+    draft.borrow_from_target(target.get_input_embeddings(), None)  # the draft has its own head
     draft.write_context_kv(aux, torch.arange(anchor), pools.slots(0, 0, anchor), pools.token_to_kv_pool)
     block = torch.full((1, settings.block_size), settings.mask_token_id)
     block[0, 0] = tokens[-1]
@@ -87,7 +89,7 @@ def test_layer_ids_off_by_one_would_show(draft, target, golden, shift):
 
 
 def test_draft_vocabulary_is_mapped_to_the_targets(draft):
-    """d2t holds offsets; its targets are the set bits of t2d, in order."""
+    """Offsets in d2t lead to the set bits of t2d, in order."""
     tensors = load_file(SPECULATORS_DRAFT / "model.safetensors")
     mapped = draft.to_target_ids(torch.arange(draft.draft.draft_vocab_size))
     assert torch.equal(mapped, tensors["t2d"].nonzero().flatten())
@@ -98,9 +100,11 @@ def test_draft_vocabulary_is_mapped_to_the_targets(draft):
     "checkpoint, golden_folder", [(SPECULATORS_DRAFT, GOLDEN), (PEAGLE_DRAFT, GOLDEN.parent / "tiny-peagle")]
 )
 def test_accept_lengths_are_the_librarys_step_by_step(servers, checkpoint, golden_folder):
-    """One request at a time, streamed: a chunk per step, so the tokens in it are that step's accept length. A
-    busy machine may put two steps into one chunk, so how many steps there were, and how long, is read from
-    the end as well."""
+    """Read accept lengths from the stream of one request at a time, which has one chunk per step.
+
+    A busy machine may put two steps into one chunk. So the number of steps and the histogram of their lengths
+    are checked at the end as well.
+    """
     server = servers.get(*FLOAT32, "--model-path", str(checkpoint))
     runs = json.loads((golden_folder / "accepted.json").read_text())
     assert len(runs) >= 10
@@ -115,6 +119,6 @@ def test_accept_lengths_are_the_librarys_step_by_step(servers, checkpoint, golde
         assert set(counts[:-1]) <= set(wanted), f"margin {run['smallest_margin']}: {counts} {wanted} {run}"
         assert len(counts) > len(wanted) / 2
         assert chunks[-1]["spec_verify_ct"] == len(run["accepted"])
-        of_whole_blocks = Counter(dict(enumerate(chunks[-1]["spec_correct_drafts_histogram"])))
-        of_whole_blocks.subtract(run["accepted"][:-1])
-        assert sorted(of_whole_blocks.values())[-1:] == [1] and sum(of_whole_blocks.values()) == 1, run
+        last_block = Counter(dict(enumerate(chunks[-1]["spec_correct_drafts_histogram"])))
+        last_block.subtract(run["accepted"][:-1])
+        assert sorted(last_block.values())[-1:] == [1] and sum(last_block.values()) == 1, run

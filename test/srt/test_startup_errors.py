@@ -1,7 +1,8 @@
-"""Bad starts: each ends by itself, not with exit code 0, and says what is wrong in words a user can act on.
+"""Bad starts: each ends by itself, with a non-zero exit code and a message that names the mistake.
 
-SGLang refuses most of them while it reads its arguments. Those run the real entry point, each in a fork of a
-process that has SGLang imported; a few also as the command that a user types. The rest need a scheduler."""
+SGLang refuses most of them while it reads its arguments. These run the real entry point, each in a fork of a
+process that has imported SGLang, and a few also as a user's command. The others need a scheduler.
+"""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ MODEL = ["--model-path", str(TARGET)]
 LAYERS = read_config(TARGET)["num_hidden_layers"]
 VOCAB = read_config(TARGET)["vocab_size"]
 
-# name -> (changes to the draft's config, what the message must contain)
+# name -> (changes to the draft's config, words in the message)
 BAD_DRAFTS: dict[str, tuple[dict, tuple[str, ...]]] = {
     "no mask token": ({"dflash_config": {"mask_token_id": REMOVE}}, ("mask_token_id", "missing")),
     "no block size": ({"block_size": REMOVE}, ("block_size", "missing")),
@@ -64,7 +65,7 @@ TOO_WIDE = str(Path(__file__).parent / "golden" / "adaptive-too-wide.json")
 
 DP_ATTENTION = ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"]
 
-# name -> (flags beside a good pair, what the message must contain)
+# name -> (flags beside a good pair, words in the message)
 BAD_FLAGS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "pipeline parallelism": (["--pp-size", "2"], ("pipeline parallelism", "--pp-size")),
     "DP attention alone": (DP_ATTENTION, ("DP attention", "needs --enable-dp-lm-head")),
@@ -105,7 +106,7 @@ BAD_FLAGS: dict[str, tuple[list[str], tuple[str, ...]]] = {
 
 
 def other_starts(tmp: Path) -> dict[str, tuple[list[str], tuple[str, ...]]]:
-    """name -> (all flags, what the message must contain)"""
+    """Map each name to (all flags, words in the message)."""
     broken = make_draft(tmp / "broken")
     (broken / "config.json").write_text("{not json")
     missing = str(tmp / "no" / "draft" / "here")
@@ -129,7 +130,7 @@ def other_starts(tmp: Path) -> dict[str, tuple[list[str], tuple[str, ...]]]:
             [*MODEL, *dflash_arguments(missing)],
             ("--speculative-draft-model-path", missing),
         ),
-        # Relative, as in the README's command, and so in the form of a name on the Hugging Face hub.
+        # Relative, as in the README's command: it looks like a name on the Hugging Face hub.
         "relative draft path missing": (
             [*MODEL, *dflash_arguments("models/no-such-draft")],
             ("--speculative-draft-model-path", "models/no-such-draft"),
@@ -147,7 +148,7 @@ def other_starts(tmp: Path) -> dict[str, tuple[list[str], tuple[str, ...]]]:
             ("the last layer", str(last_layer)),
         ),
         "draft config is no JSON": ([*MODEL, *dflash_arguments(broken)], (str(broken),)),
-        # No weights there: both end before any would be loaded.
+        # Without weights: both end before weights would be loaded.
         "a target whose capture is wrong": (
             ["--model-path", str(gemma3), *dflash_arguments()],
             ("Gemma3ForCausalLM", "without the residual"),
@@ -167,14 +168,14 @@ class Refused:
 
     @property
     def message(self) -> str:
-        """The exception's own, at the end: what SGLang echoes of the flags does not count."""
+        """Message of the exception at the end, without the flags that SGLang echoes before it."""
         output = self.ended.output
         return output[output.rfind("Error") :] if "Error" in output else output[-1500:]
 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory) -> dict[str, tuple[list[str], tuple[str, ...]]]:
-    """name -> (arguments, what the message must contain), of every start refused while arguments are read."""
+    """Map the name of each start that is refused while arguments are read to (arguments, words)."""
     tmp = tmp_path_factory.mktemp("starts")
     commands = {
         f"draft: {name}": ([*MODEL, *dflash_arguments(make_draft(tmp / f"draft-{i}", **changes))], words)
@@ -216,7 +217,7 @@ def test_a_bad_start_ends_with_a_message(name, commands):
 
 @pytest.mark.parametrize("name", ["draft: two faults", "relative draft path missing"])
 def test_a_command_line_ends_as_its_fork_does(name, commands):
-    """What holds the forks above against what a user sees."""
+    """Compare a fork, as used above, with the command that a user types."""
     arguments, words = commands[name]
     cold, warm = (Refused(launch(arguments, is_cold), words) for is_cold in (True, False))
     assert cold.ended.code == warm.ended.code != 0
@@ -235,7 +236,7 @@ def _extra(name: str):
     return lambda tensors: {**tensors, name: torch.zeros(4, 4)}
 
 
-# name -> (changes to the draft's tensors, changes to its config, what the message must contain)
+# name -> (changes to the draft's tensors, changes to its config, text in the message)
 BAD_WEIGHTS = {
     "a tensor missing": (
         _without("layers.1.self_attn.o_proj.weight"),
@@ -259,7 +260,7 @@ BAD_WEIGHTS = {
 
 @pytest.fixture(scope="module")
 def weight_errors(tmp_path_factory, servers) -> dict[str, str | None]:
-    """name -> how the start failed, or None where it did not. Two at a time."""
+    """Map each name to the error of its start, or None if the server started; two starts run at a time."""
     servers.close()
     tmp = tmp_path_factory.mktemp("weights")
 

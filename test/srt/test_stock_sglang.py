@@ -1,4 +1,4 @@
-"""What must not change: SGLang without DFLASH. And what must not depend on how SGLang is started."""
+"""SGLang without DFLASH is unchanged, and with DFLASH it is the same by every way to start."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import torch
 import sglang.srt.runtime_context as context
-context.get_parallel = lambda: SimpleNamespace(attn_dp_enabled=False)  # no server has said it yet
+context.get_parallel = lambda: SimpleNamespace(attn_dp_enabled=False)  # no server has set it yet
 from sglang.srt.plugins import load_plugins
 load_plugins()
 import sglang.srt.managers.scheduler as scheduler
@@ -30,7 +30,7 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 def torch_native(algorithm):
-    # What a model runner gets under this name, for a model that SGLang's own can run.
+    # The backend that a model runner gets for a model that SGLang's own can run.
     runner = SimpleNamespace(
         device="cpu",
         req_to_token_pool=None,
@@ -79,7 +79,7 @@ print("ANSWER", any(name.split(".")[0] == "sglang_dflash" for name in sys.module
 
 
 def run(*command: str, **environment: str) -> str:
-    """Run Python; returns what it printed after ANSWER."""
+    """Run Python and return the text that it prints after ANSWER."""
     done = subprocess.run(
         [sys.executable, *command],
         capture_output=True,
@@ -118,7 +118,7 @@ def test_other_algorithms_keep_their_workers(looked):
 
 
 def test_dflash_gets_ours(looked):
-    """The control: the same look does see our changes where they belong."""
+    """Control: the same program finds our changes once DFLASH is requested."""
     assert looked["workers"]["DFLASH"].startswith("sglang_dflash.")
     after = looked["seen"]["DFLASH"]
     assert after["draft model"].startswith("sglang_dflash.")
@@ -128,7 +128,7 @@ def test_dflash_gets_ours(looked):
 
 
 def test_another_name_in_sglang_plugins_turns_us_off():
-    """SGLang's own switch. On a machine with a GPU the built-in DFLASH then serves, for comparison."""
+    """SGLANG_PLUGINS is SGLang's own switch; on a GPU it gives the built-in DFLASH, for comparison."""
     loaded, _, what = run("-c", UNNAMED, SGLANG_PLUGINS="something_else").partition(" ")
     assert loaded == "False", f"the plugin was loaded although SGLANG_PLUGINS names another: {what}"
     assert "sglang_dflash" not in what
@@ -136,8 +136,7 @@ def test_another_name_in_sglang_plugins_turns_us_off():
 
 @pytest.mark.server
 def test_the_plain_server_agrees_with_transformers(reference):
-    """The reference of every lossless test, and with it our stand-ins for CUDA functions, held against
-    Hugging Face."""
+    """Compare the reference of every lossless test with Hugging Face, including our CUDA stand-ins."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
@@ -159,8 +158,7 @@ def test_the_plain_server_agrees_with_transformers(reference):
 
 @pytest.mark.server
 def test_sglang_serve_runs_our_worker(reference, servers):
-    """The other command line. Here with SGLang's switches for what DFLASH refuses: it must refuse all the
-    same."""
+    """`sglang serve` refuses unsupported fields even if SGLang's switches for them are on."""
     servers.close()
     launcher = (str(Path(sys.executable).with_name("sglang")), "serve")
     flags = ("--enable-return-hidden-states", "--enable-custom-logit-processor")
@@ -186,8 +184,7 @@ def test_sglang_serve_runs_our_worker(reference, servers):
 
 @pytest.mark.server
 def test_the_engine_example_runs_our_worker(reference, servers, tmp_path):
-    """SGLang's third way to start: `sglang.Engine` in a script, here the one in examples/. Nothing is said
-    about widths, as users do."""
+    """Start SGLang through `sglang.Engine`, by the script in examples/, with the default widths."""
     servers.close()
     requests = _requests()
     file = tmp_path / "requests.jsonl"
@@ -220,7 +217,7 @@ def _requests() -> list[dict]:
 
 
 def _keep_logits() -> str:
-    """A custom logit processor that, given no token ids, changes nothing, as a client sends it."""
+    """Serialize a custom logit processor that, without token ids, changes nothing."""
     from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
     return DisallowedTokensLogitsProcessor.to_str()

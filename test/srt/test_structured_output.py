@@ -1,7 +1,7 @@
-"""Grammars: the answer is valid, and where it is greedy it is the target's own under the same grammar.
+"""Grammars: answers are valid, and greedy answers are the target's own under the same grammar.
 
-A block's positions are masked along the drafted chain and the rejected ones rolled back, so what can go wrong
-shows where a grammar branches, ends in mid-block, or shares a batch with other requests. All of it float32.
+A block's positions are masked along the drafted chain, and rejected ones are rolled back. So errors would show
+if a grammar branches, ends in mid-block, or shares a batch with other requests. All tests run in float32.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ EBNF = """root ::= "def " name "(" (name (", " name)*)? "):\\n    return " expre
 name ::= [a-z] [a-z0-9_]?
 expression ::= name | name " + " expression | "(" expression ")"
 """
-# The same language, as far as the brackets go: those are counted below.
+# The same language without nested brackets, which are counted below.
 EBNF_SHAPE = r"def [a-z][a-z0-9_]?\(([a-z][a-z0-9_]?(, [a-z][a-z0-9_]?)*)?\):\n    return [a-z0-9_ +()]+"
 TRIGGERED = {
     "type": "structural_tag",
@@ -86,7 +86,7 @@ def test_regex(pattern, server, reference, prompts):
 
 def test_json_schema(server, reference, prompts):
     requests = [greedy(prompt, 120, json_schema=json.dumps(SCHEMA)) for prompt in prompts[:6]]
-    # Plain requests in the same batch must not feel the grammar.
+    # The grammar must not affect plain requests in the same batch.
     requests += [greedy(prompt, 40) for prompt in prompts[6:9]]
     for answer in check_same(server, reference, requests)[:6]:
         check_schema(answer["text"])
@@ -101,18 +101,18 @@ def test_ebnf(server, reference, prompts):
 
 
 def test_a_tag_that_begins_in_mid_answer(server, reference, prompts):
-    """Free text until a trigger, then a schema: the mask is on for a part of the answer, and of a block."""
+    """A trigger in free text starts a schema, so the mask covers part of an answer and of a block."""
     requests = [
         greedy(prompt, 60, structural_tag=json.dumps(TRIGGERED), ignore_eos=True) for prompt in prompts
     ]
     tagged = [a["text"] for a in check_same(server, reference, requests) if "def" in a["text"][:-8]]
-    assert tagged, "no answer came to the tag: the test tests nothing"
+    assert tagged, "no answer reached the tag, so the test proves nothing"
     for text in tagged:
         assert len(re.findall("def[0-9]{2}!", text)) == len(re.findall("def(?=.{4})", text, re.DOTALL)), text
 
 
 def test_a_grammar_may_end_anywhere_in_a_block(server, reference, prompts):
-    """Answers of one to nineteen digits; what was drafted beyond the end is dropped."""
+    """Answers have one to nineteen digits, and tokens drafted beyond the end are dropped."""
     requests = [greedy(prompts[3], 60, regex=f"[0-9]{{{digits}}}") for digits in range(1, 20)]
     for digits, answer in enumerate(check_same(server, reference, requests), start=1):
         assert re.fullmatch(f"[0-9]{{{digits}}}", answer["text"])
@@ -127,7 +127,7 @@ def test_different_grammars_in_one_batch(server, reference, prompts):
 
 @pytest.fixture(scope="module")
 def joining(prompts) -> list[Job]:
-    """One more in every step, of every kind of constraint and none."""
+    """Jobs that join one per step, with every kind of constraint and with none."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     texts = [tokenizer.encode(prompt).ids for prompt in prompts]
     kinds = (
@@ -151,9 +151,9 @@ def joining(prompts) -> list[Job]:
 
 
 def run_compiled(arguments: tuple, jobs: list[Job]) -> list[Answer]:
-    """Compiled grammars are kept: with all of them compiled, a request joins in the step it is to join in."""
-    sampling = {json.dumps(job.sampling): job.sampling for job in jobs}.values()
-    first = [Job((5, 6, 7), 2, sampling=one) for one in sampling]
+    """Serve jobs after a group that compiles their grammars, so that each job joins in its own step."""
+    grammars = {json.dumps(job.sampling): job.sampling for job in jobs}.values()
+    first = [Job((5, 6, 7), 2, sampling=sampling) for sampling in grammars]
     _, answers = run(
         ["--model-path", TARGET, "--dtype", "float32", "--max-total-tokens", "16384", *arguments],
         [first, jobs],
@@ -163,15 +163,17 @@ def run_compiled(arguments: tuple, jobs: list[Job]) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def joining_alone(joining) -> list[Answer]:
-    """What the target says without a draft."""
+    """Answers of the target without a draft."""
     return run_compiled((), [dataclasses.replace(job, logprobs=True) for job in joining])
 
 
 @pytest.mark.parametrize("draft", ["dflash", "peagle"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 def test_running_requests_of_a_mixed_batch(overlap, draft, joining, joining_alone):
-    """A request with a grammar takes part in the prefill of others: what it says there is under the grammar
-    after all it has said, the last block included, which the scheduler may not have looked at yet."""
+    """A running request stays under its grammar while it joins the prefill of others.
+
+    Its grammar state includes the last block, which the scheduler may not have processed yet.
+    """
     if draft == "peagle" and not overlap:
         pytest.skip("one draft is enough where nothing is in flight")
     mixed = (
@@ -242,8 +244,7 @@ def test_a_broken_grammar_is_refused(sampling, server, reference, prompts):
 
 
 def test_the_llguidance_backend(llguidance, prompts):
-    """Its own matcher and rollback, held against the target under the same backend: another one may allow
-    other tokens for the same text."""
+    """Compare llguidance with the target under llguidance; another backend may allow other tokens."""
     pattern = r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}"
     requests = [greedy(prompt, 60, regex=pattern) for prompt in prompts[:6]]
     requests += [greedy(prompt, 40) for prompt in prompts[6:8]]

@@ -1,4 +1,4 @@
-"""What is said of the target's attention backend where it was not the user's choice."""
+"""Messages about the target's attention backend, chosen by the user or by SGLang."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from sglang_dflash.srt.arg_groups.dflash_args import _check_target_attention, _c
 
 @pytest.mark.parametrize("is_chosen", [True, False])
 def test_a_target_that_cannot_verify(is_chosen):
-    """The message says whose choice it was."""
+    """The message states if SGLang chose the backend."""
     with pytest.raises(ValueError, match="'flashmla'.*--attention-backend") as caught:
         _check_target_attention(SimpleNamespace(device="cuda"), "flashmla", is_chosen)
     assert ("SGLang's choice" in str(caught.value)) == (not is_chosen)
@@ -19,7 +19,7 @@ def test_a_target_that_cannot_verify(is_chosen):
 @pytest.mark.parametrize(
     "field", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"]
 )
-def test_whose_choice_it_was(field):
+def test_an_attention_flag_is_the_users_choice(field):
     fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     nothing = dict.fromkeys(fields)
     assert not _chose_attention(SimpleNamespace(**nothing))

@@ -1,10 +1,10 @@
-"""The targets people run, each a tiny random checkpoint of Hugging Face's own classes, in float32, on
-SGLang's scheduler.
+"""Common target families as tiny random checkpoints, in float32, on SGLang's scheduler.
 
-Each gets the same prompts twice, in one batch: drafted by a random draft, of which next to nothing is kept,
-and by an oracle that knows the answer and errs in one token of six, so that long accepts happen. Both must
-give Hugging Face's greedy ids, and the hidden states the draft was given, of prompts and of verified blocks,
-must be outputs of the layers it names."""
+Each target gets the same prompts twice in one batch. A random draft, of which next to nothing is accepted,
+drafts the first copy. An oracle that knows the answer and errs in one token of six drafts the second, which
+gives long accepts. Both answers must be Hugging Face's greedy ids. The hidden states that the draft gets must
+be outputs of the layers it names, for prompts and for verified blocks.
+"""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def check_captures(target: Target, ids: list[int], captured: dict[int, torch.Ten
 def test_a_family(name, draft, tmp_path):
     target = write_target(name, tmp_path / name)
     expected = [target.answer(prompt, ANSWER) for prompt in prompts()]
-    extra = prompts((38,), seed=2)[0]  # asked once: what comes from the prefix cache is not captured again
+    extra = prompts((38,), seed=2)[0]  # sent once, because cached tokens are not captured again
     wanted = [*expected, *expected, target.answer(extra, ANSWER)]
     jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in (*prompts(), *prompts(), extra)]
     oracle = Oracle([None] * len(LENGTHS) + [ids + [0] * 8 for ids, _ in wanted[len(LENGTHS) :]])
@@ -89,13 +89,13 @@ def test_a_family(name, draft, tmp_path):
     [answers] = run(arguments, [jobs], oracle, ENVIRONMENT, captures)
     check_answers(answers, wanted)
     kept = [count for answer in answers[len(LENGTHS) :] for count in answer.accepted]
-    assert sum(kept) > 2 * len(kept), "the oracle's drafts were not kept"
+    assert sum(kept) > 2 * len(kept), "the oracle's drafts were not accepted"
     check_captures(target, extra + wanted[-1][0], captures.read(len(LAYER_IDS)))
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
 def test_a_family_with_a_peagle_draft(name, tmp_path):
-    """Its draft has a request table of its own, over slots that a target with windows translates."""
+    """A P-EAGLE draft has its own request table, over slots that a target with windows translates."""
     target = write_target(name, tmp_path / name)
     wanted = [target.answer(prompt, ANSWER) for prompt in prompts()] * 2
     jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in prompts() * 2]
@@ -108,8 +108,13 @@ def test_a_family_with_a_peagle_draft(name, tmp_path):
 
 
 def image(prompt: list[int], model, seed: int):
-    """A random picture of 4 x 6 patches, 2 x 3 tokens, after the prompt's first two tokens: (ids, what
-    Hugging Face's model takes beside them, what SGLang's scheduler does)."""
+    """Insert a random picture after the prompt's first two tokens.
+
+    The picture has 4 x 6 patches and 2 x 3 tokens.
+
+    Returns:
+        The token ids, the other inputs of Hugging Face's model, and those of SGLang's scheduler.
+    """
     config, grid = model.config.vision_config, torch.tensor([[1, 4, 6]])
     width = 3 * config.temporal_patch_size * config.patch_size**2
     pixels = torch.randn(24, width, generator=torch.Generator().manual_seed(seed))
@@ -135,8 +140,10 @@ def image(prompt: list[int], model, seed: int):
 
 
 def test_images(draft, tmp_path):
-    """Two pictures and a text in one batch. After a picture the text's positions are behind the slots': a
-    block verified at the wrong ones is not the target's answer."""
+    """Serve two pictures and a text in one batch.
+
+    After a picture, text positions lag behind slots, so a block verified at slot numbers would be wrong.
+    """
     target = write_target("qwen3-vl", tmp_path / "target")
     jobs, wanted = [], []
     for seed, prompt in enumerate(prompts((9, 30))):
@@ -154,8 +161,7 @@ def test_images(draft, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gemma4", "deepseek-v3"])
 def test_a_family_without_a_draft(name, tmp_path):
-    """What SGLang cannot run on a CPU by itself: chunked prefill, prefix cache, and decode through our
-    attention."""
+    """Run targets that SGLang alone cannot run on a CPU: chunked prefill, prefix cache and decode."""
     target = write_target(name, tmp_path / name)
     wanted = [target.answer(prompt, ANSWER) for prompt in prompts()]
     jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in prompts()]

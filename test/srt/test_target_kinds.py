@@ -1,4 +1,4 @@
-"""Which targets are served, and how SGLang is told what to capture of them."""
+"""Served targets, and how SGLang is configured to capture their hidden states."""
 
 from types import SimpleNamespace
 
@@ -17,16 +17,16 @@ from sglang_dflash.srt.speculative.targets.kinds import (
 
 
 class Model:
-    """A target that notes what it is told."""
+    """A target that records the layers it is set to capture, per method."""
 
     def __init__(self):
-        self.told = {}
+        self.captured = {}
 
     def set_dflash_layers_to_capture(self, ids):
-        self.told["dflash"] = ids
+        self.captured["dflash"] = ids
 
     def set_eagle3_layers_to_capture(self, ids):
-        self.told["eagle3"] = ids
+        self.captured["eagle3"] = ids
 
 
 def configure(model, **changes):
@@ -40,9 +40,8 @@ def configure(model, **changes):
     configure_capture(model=model, **{**arguments, **changes})
 
 
-def test_every_measured_target_has_a_family_test():
-    """What is called measured is measured here: by a family's test, or, for the bundled target's class and
-    Llama's, by test_target_layers.py."""
+def test_every_verified_target_has_a_family_test():
+    """A family test covers each verified target; test_target_layers.py covers Qwen3 and Llama."""
     assert set(MEASURED) == {family.architecture for family in FAMILIES.values()} | {
         "Qwen3ForCausalLM",
         "LlamaForCausalLM",
@@ -50,26 +49,26 @@ def test_every_measured_target_has_a_family_test():
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_sglang_has_what_a_measured_target_is_told_by(name):
+def test_sglang_has_the_capture_method_of_a_verified_target(name):
     from sglang.srt.models.registry import ModelRegistry
 
     assert hasattr(ModelRegistry.models[name], MEASURED[name].capture)
 
 
-@pytest.mark.parametrize("name, told", [("Qwen3ForCausalLM", "dflash"), ("Qwen2ForCausalLM", "eagle3")])
-def test_a_target_is_told_in_its_own_way(name, told):
+@pytest.mark.parametrize("name, method", [("Qwen3ForCausalLM", "dflash"), ("Qwen2ForCausalLM", "eagle3")])
+def test_each_target_uses_its_own_capture_method(name, method):
     model = type(name, (Model,), {})()
     configure(model)
-    assert model.told == {told: [1, 4]}
+    assert model.captured == {method: [1, 4]}
 
 
-def test_of_the_draft_nothing_is_captured():
+def test_nothing_of_the_draft_is_captured():
     model = type("DFlashDraftModel", (Model,), {})()
     configure(model, dflash_use_aux_hidden_state=False, dflash_target_layer_ids=None)
-    assert not model.told
+    assert not model.captured
 
 
-def test_wrong_states_are_refused_whatever_is_allowed(monkeypatch):
+def test_wrong_states_are_refused_even_if_untested_targets_are_allowed(monkeypatch):
     monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
     with pytest.raises(ValueError, match="Gemma3ForCausalLM.*without the residual"):
         target_kind(["Gemma3ForCausalLM"])
@@ -77,7 +76,7 @@ def test_wrong_states_are_refused_whatever_is_allowed(monkeypatch):
 
 @pytest.fixture
 def registry(monkeypatch):
-    """SGLang's models, three of them unknown to us."""
+    """SGLang's model registry, replaced by three models that are not in our list."""
     models = {
         "BothForCausalLM": Model,
         "Eagle3OnlyForCausalLM": type("Eagle3Only", (), {"set_eagle3_layers_to_capture": None}),
@@ -92,15 +91,15 @@ def test_an_untested_target_is_refused_with_the_way_around(registry):
         target_kind(["BothForCausalLM"])
 
 
-@pytest.mark.parametrize("name, told", [("BothForCausalLM", "dflash"), ("Eagle3OnlyForCausalLM", "eagle3")])
-def test_an_untested_target_runs_with_a_warning(name, told, registry, monkeypatch, caplog):
+@pytest.mark.parametrize("name, method", [("BothForCausalLM", "dflash"), ("Eagle3OnlyForCausalLM", "eagle3")])
+def test_an_untested_target_runs_with_a_warning(name, method, registry, monkeypatch, caplog):
     monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
     kind = target_kind([name])
     assert name in caplog.text
-    assert not kind.is_measured and kind.capture == f"set_{told}_layers_to_capture"
+    assert not kind.is_measured and kind.capture == f"set_{method}_layers_to_capture"
 
 
-def test_what_allows_it_is_1_or_0(registry, monkeypatch):
+def test_the_variable_must_be_1_or_0(registry, monkeypatch):
     monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "yes")
     with pytest.raises(ValueError, match=f"{ALLOW_UNTESTED_VARIABLE} is 1 or 0"):
         target_kind(["BothForCausalLM"])
@@ -111,7 +110,9 @@ def test_what_allows_it_is_1_or_0(registry, monkeypatch):
     "names, words",
     [(["NeitherForCausalLM"], "captures none"), (["NoSuchModel"], "no such model"), (None, "None")],
 )
-def test_what_cannot_work_is_refused_whatever_is_allowed(names, words, allowed, registry, monkeypatch):
+def test_impossible_targets_are_refused_even_if_untested_ones_are_allowed(
+    names, words, allowed, registry, monkeypatch
+):
     monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, allowed)
     with pytest.raises(ValueError, match=words):
         target_kind(names)
@@ -128,7 +129,7 @@ def test_images_are_refused_by_name(name, is_served, monkeypatch):
         sampling_params=SimpleNamespace(min_p=0.0, stop_token_ids=None, top_k=1),
         logprob=SimpleNamespace(top_logprobs_num=0, token_ids_logprob=None),
         multimodal_inputs=object(),
-        origin_input_ids=[5, 10**9],  # SGLang's ids of an image's tokens are no words
+        origin_input_ids=[5, 10**9],  # SGLang gives an image's tokens ids outside the vocabulary
         vocab_size=100,
     )
     message = validate_dflash_request(request, True)

@@ -1,10 +1,10 @@
-"""Which hidden states a draft reads: entry i of `target_layer_ids` is the output of target layer i, 0-based,
-which is Hugging Face's `hidden_states[i + 1]`. Shown by numbers, because a shift by one raises nothing: it
-only costs acceptance.
+"""Hidden states that a draft reads: id i in `target_layer_ids` is the output of target layer i, 0-based.
 
-SGLang's target and Hugging Face's run the same weights in float32. Agreement: 1e-4 of the layer's largest
-value (two implementations; deep layers collect rounding). A neighbouring layer is off by more than 100 times
-that."""
+This is Hugging Face's `hidden_states[i + 1]`. The values are compared, because a shift by one raises no error
+and only costs acceptance. SGLang's target and Hugging Face's run the same weights in float32. They agree to
+1e-4 of the layer's largest value: rounding of two implementations adds up in deep layers. A neighbouring layer
+is off by more than 100 times that.
+"""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ PROMPTS = ([11, 500, 42, 42, 7, 1000, 3], [9], [5, 6, 7, 8, 300, 301, 302, 303, 
 
 
 def capture(sglang_model, hf_config, layer_ids, prompts) -> list[torch.Tensor]:
-    """Aux hidden states [len(prompt), num_aux, hidden] of each prompt, by the engine's own switch."""
+    """Capture aux hidden states [len(prompt), num_aux, hidden] of each prompt through SGLang's own switch."""
     configure_aux_hidden_state_capture(
         model=sglang_model,
         eagle_use_aux_hidden_state=False,
@@ -49,15 +49,14 @@ def capture(sglang_model, hf_config, layer_ids, prompts) -> list[torch.Tensor]:
 
 
 def hidden_states(hugging_face_model, prompt) -> torch.Tensor:
-    """[num_layers + 1, len(prompt), hidden]: the embedding, then every layer's output (the last one
-    normed)."""
+    """Return [num_layers + 1, len(prompt), hidden]: the embedding, then each layer's output (last normed)."""
     with torch.no_grad():
         output = hugging_face_model(torch.tensor([prompt]), output_hidden_states=True)
     return torch.cat(output.hidden_states)
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the largest expected value."""
+    """Return the largest difference, relative to the largest expected value."""
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
@@ -68,11 +67,11 @@ def check_every_layer(sglang_model, hugging_face_model, hf_config, prompts, laye
         for column, layer_id in enumerate(layer_ids):
             assert distance(found[:, column], expected[layer_id + 1]) <= TOLERANCE, f"layer {layer_id}"
             assert distance(found[:, column], expected[layer_id]) > SHIFTED, (
-                f"layer {layer_id}: its input as good"
+                f"layer {layer_id}: its input matches as well"
             )
             if layer_id + 2 < len(expected):
                 assert distance(found[:, column], expected[layer_id + 2]) > SHIFTED, (
-                    f"layer {layer_id}: the next as good"
+                    f"layer {layer_id}: the next layer matches as well"
                 )
 
 
@@ -122,8 +121,7 @@ def test_a_random_llama(layer_ids, tmp_path):
 
 
 def test_the_last_layer_cannot_be_captured(bundled):
-    """The engine behaviour that makes our config parser refuse the last layer: it is dropped without a
-    word."""
+    """SGLang silently drops the last layer, so our config parser refuses it."""
     sglang_model, _, hf_config = bundled
     with pytest.raises(AssertionError):
         capture(sglang_model, hf_config, [0, hf_config.num_hidden_layers - 1], PROMPTS)

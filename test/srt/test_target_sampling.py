@@ -1,8 +1,7 @@
-"""The target's draws over a verified block: SGLang's own sampler, under each request's own parameters, on its
-own rows.
+"""Target draws over a verified block: SGLang's sampler with each request's parameters on its own rows.
 
-Frequencies are compared by Hoeffding's bound: the chance that one of them strays by more than EPSILON from
-its probability over DRAWS draws is below 2 * exp(-2 * DRAWS * EPSILON**2) = 3e-14. Seeds are fixed besides.
+Frequencies are compared by Hoeffding's bound. The chance that one differs by more than EPSILON from its
+probability over DRAWS draws is below 2 * exp(-2 * DRAWS * EPSILON**2) = 3e-14. Seeds are fixed as well.
 """
 
 import dataclasses
@@ -23,8 +22,8 @@ DRAWS, EPSILON = 40_000, 0.02
 VOCABULARY = 10
 TOP_K_ALL = 1 << 30  # what SGLang makes of top_k = -1
 
-# Of the issue: the fourth token survives top_k = 4 and top_p = 0.82 together (0.80 of the mass comes before
-# it), but not top_p applied to what top_k left, renormalised (0.80 / 0.85 = 0.94).
+# The fourth token survives the joint filter of top_k = 4 and top_p = 0.82, because 0.80 of the mass comes
+# before it. It does not survive top_p on renormalised top_k output (0.80 / 0.85 = 0.94).
 EXAMPLE = [0.35, 0.25, 0.20, 0.05, 0.04, 0.04, 0.03, 0.02, 0.01, 0.01]
 JOINT = [0.412, 0.294, 0.235, 0.059]
 CHAINED = [0.4375, 0.3125, 0.25]
@@ -65,7 +64,7 @@ def sampling_info(*requests: dict, seeds: list[int] | None = None) -> SamplingBa
 
 
 def frequencies(sampler, request: dict, probabilities: list[float], width: int = 8) -> torch.Tensor:
-    """How often each token is drawn, over DRAWS draws spread over the slots of blocks."""
+    """Return the frequency [VOCABULARY] of each token in DRAWS draws over the slots of blocks."""
     torch.manual_seed(0)
     bs = DRAWS // width
     logits = torch.tensor(probabilities).log().repeat(bs * width, 1)
@@ -75,8 +74,7 @@ def frequencies(sampler, request: dict, probabilities: list[float], width: int =
     assert drawn.shape == (bs, width) and drawn.dtype == torch.int64
     per_slot = [torch.bincount(slot, minlength=VOCABULARY) / bs for slot in drawn.T]
     total = torch.stack(per_slot).mean(dim=0)
-    # No slot is special: sqrt(width) times the tolerance, at which the same bound holds for a slot's own
-    # draws.
+    # All slots agree: the same bound holds for one slot's draws at sqrt(width) times the tolerance.
     assert max((slot - total).abs().max() for slot in per_slot) < 2 * EPSILON * width**0.5
     return total
 
@@ -84,7 +82,7 @@ def frequencies(sampler, request: dict, probabilities: list[float], width: int =
 def assert_close(found: torch.Tensor, expected: list[float]) -> None:
     padded = torch.tensor(expected + [0.0] * (VOCABULARY - len(expected)))
     assert (found - padded).abs().max() < EPSILON, (found.tolist(), expected)
-    assert not found[padded == 0].any(), "a filtered token was drawn"
+    assert not found[padded == 0].any(), "an excluded token was drawn"
 
 
 def test_top_k_and_top_p_filter_jointly(sampler):
@@ -95,12 +93,12 @@ def test_top_k_and_top_p_filter_jointly(sampler):
 
 
 def test_min_p_is_respected(sampler):
-    """0.2 * 0.35 = 0.07 keeps the first three."""
+    """A min_p of 0.2 keeps the first three tokens (0.2 * 0.35 = 0.07)."""
     assert_close(frequencies(sampler, {"min_p": 0.2}, EXAMPLE), CHAINED)
 
 
 def test_all_three_filters_together(sampler):
-    """min_p = 0.1 of 0.35 leaves what top_k and top_p left; 0.15 of it drops the fourth token."""
+    """With top_k and top_p, a min_p of 0.1 removes nothing more, and 0.15 removes the fourth token."""
     assert_close(frequencies(sampler, {"top_k": 4, "top_p": 0.82, "min_p": 0.1}, EXAMPLE), JOINT)
     assert_close(frequencies(sampler, {"top_k": 4, "top_p": 0.82, "min_p": 0.15}, EXAMPLE), CHAINED)
 
@@ -114,7 +112,7 @@ def test_temperature(sampler):
 
 @pytest.mark.parametrize("neighbour", [{}, {"top_k": 1}, {"min_p": 0.5}, {"temperature": 5.0, "top_p": 0.1}])
 def test_a_neighbour_changes_nothing(neighbour, sampler):
-    """Half of the batch are requests with other parameters and other logits."""
+    """Half of the batch has other parameters and other logits."""
     torch.manual_seed(0)
     width, pairs = 4, DRAWS // 4
     mine, other = torch.tensor(EXAMPLE).log(), torch.tensor(EXAMPLE[::-1]).log()
@@ -127,7 +125,7 @@ def test_a_neighbour_changes_nothing(neighbour, sampler):
 
 @pytest.mark.parametrize("width", [1, 2, 16])
 def test_greedy_requests_take_the_argmax(width, sampler):
-    """Alone, and next to sampled ones."""
+    """Test greedy requests alone and next to sampled ones."""
     torch.manual_seed(1)
     logits = torch.randn(6 * width, VOCABULARY)
     best = logits.argmax(dim=-1).view(6, width)
@@ -143,7 +141,7 @@ def test_greedy_requests_take_the_argmax(width, sampler):
 
 
 def test_every_slot_draws_from_its_own_row(sampler):
-    """Row i * B + k allows only tokens no other row allows."""
+    """Row i * B + k allows only tokens that no other row allows."""
     bs, width = 3, 4
     logits = torch.full((bs * width, 2 * bs * width), -torch.inf)
     for row in range(bs * width):
@@ -156,8 +154,10 @@ def test_every_slot_draws_from_its_own_row(sampler):
 
 
 def test_parameters_belong_to_the_request_of_the_row(sampler):
-    """Equal logits everywhere; request i may only draw its top_k[i] likeliest tokens, and over many draws
-    each of them turns up (the chance to miss one is below 1e-15)."""
+    """Request i draws exactly its top_k[i] likeliest tokens, with equal logits in all rows.
+
+    The chance that one of them is never drawn is below 1e-15.
+    """
     width, top_ks = 50, [1, 2, 3, 5]
     logits = torch.linspace(1.0, 0.9, VOCABULARY).repeat(len(top_ks) * width, 1)
     torch.manual_seed(0)
@@ -174,8 +174,7 @@ def test_parameters_belong_to_the_request_of_the_row(sampler):
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 0.82}])
 def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
-    """With seeds, slot k of a block draws what SGLang's sampler draws when it decodes that position by
-    itself."""
+    """With seeds, slot k of a block draws the token that SGLang's sampler draws at that position."""
     seeds, lengths, width = [11, 11, 987654321], [5, 40, 5], 6
     logits = torch.randn(3, width, VOCABULARY, generator=torch.Generator().manual_seed(3))
     positions = torch.tensor(lengths)[:, None] + torch.arange(width)
@@ -216,8 +215,8 @@ REQUESTS = [
 ]
 
 
-def test_target_probs_are_what_the_sampler_draws_from():
-    """Held against the sampler's own filtered weights, request by request, in one batch of all of them."""
+def test_target_probs_are_the_samplers():
+    """Compare with the sampler's own filtered weights, for all kinds of requests in one batch."""
     from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 
     width, bs = 3, len(REQUESTS)
@@ -226,7 +225,7 @@ def test_target_probs_are_what_the_sampler_draws_from():
     info = sampling_info(*REQUESTS)
     found, _ = target_probs(logits, info, width)
     assert found.shape == (bs, width, VOCABULARY) and found.dtype == torch.float32
-    assert found.data_ptr() == logits.data_ptr()  # in their place
+    assert found.data_ptr() == logits.data_ptr()  # in place
     rows = {
         name: repeat_rows(getattr(info, name), width)
         for name in ("temperatures", "top_ks", "top_ps", "min_ps")
@@ -250,7 +249,7 @@ def test_target_probs_are_what_the_sampler_draws_from():
 
 
 def test_target_probs_with_small_top_k_need_no_sort(monkeypatch):
-    """What the host knows of top_k spares the sort and changes nothing."""
+    """A host bound on top_k saves the sort and changes no probability."""
     requests = [{"top_k": 1}, {"top_k": 4, "top_p": 0.82}, {"top_k": 3, "min_p": 0.2, "temperature": 0.7}]
     logits = torch.randn(len(requests) * 3, VOCABULARY, generator=torch.Generator().manual_seed(8)) * 2
     unknown = dataclasses.replace(sampling_info(*requests), max_top_k=None)

@@ -1,7 +1,6 @@
-"""The draft split over two tensor-parallel ranks, which are two processes on the CPU.
+"""The draft model split over two tensor-parallel ranks: two CPU processes, without a server.
 
-The model without a server (test_ranks.py has those): context written, a block run, its tokens chosen by the
-vocabulary-parallel argmax.
+Each writes context KV, runs a block and takes the vocabulary-parallel argmax. test_ranks.py has servers.
 """
 
 import sys
@@ -23,14 +22,14 @@ from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 
 WORLD = 2
 LENGTHS = [11, 4]
-# Query and KV heads, MLP and head divide by two; one KV head is replicated instead.
+# Query heads, KV heads, MLP and LM head divide by two; a single KV head is replicated.
 NAMES = ("plain", "one kv head", "sliding, causal")
 # The last has more candidates than a rank has rows of the head.
 DFLASH2_NAMES = ("as published", "all candidates")
 
 
 def draft_block(name: str, folder, world_size: int) -> torch.Tensor:
-    """Drafted tokens [requests, B - 1] of this rank's shard of a draft."""
+    """Draft tokens [requests, B - 1] with this rank's shard."""
     case = (DFlash2Case if name in DFLASH2_NAMES else Case).variant(name, folder)
     attention = case.model.layers[0].self_attn
     pools = Pools(
@@ -54,7 +53,7 @@ def run_rank(rank: int, folder: str) -> None:
     folder = Path(folder)
     from sglang.srt.distributed.device_communicators import pynccl
 
-    # Made for every group of more than one rank, and needs CUDA.
+    # SGLang creates one for every group of more than one rank, and it needs CUDA.
     pynccl.PyNcclCommunicator = lambda **_: SimpleNamespace(disabled=True)
     store = torch.distributed.FileStore(str(folder / "store"), WORLD)
     start(rank, WORLD, store)
@@ -66,9 +65,10 @@ def run_rank(rank: int, folder: str) -> None:
 
 def test_ranks_draft_the_same_tokens_as_one(tmp_path):
     assert BASE["num_attention_heads"] % WORLD == 0
-    program = f"import sys; sys.path = {sys.path}; from test_tensor_parallel import run_rank; run_rank({{}}, {str(tmp_path)!r})"
+    path = f"import sys; sys.path = {sys.path}; from test_tensor_parallel import run_rank"
+    programs = [f"{path}; run_rank({rank}, {str(tmp_path)!r})" for rank in range(WORLD)]
     with ThreadPoolExecutor(WORLD) as pool:
-        ranks = pool.map(lambda rank: run_to_end("-c", program.format(rank)), range(WORLD))
+        ranks = pool.map(lambda program: run_to_end("-c", program), programs)
         for rank in ranks:
             assert rank.code == 0, rank.output
     for name in NAMES + DFLASH2_NAMES:
@@ -118,8 +118,8 @@ def test_a_server_on_two_gpus(tmp_path):
     ]
     common = ("--model-path", TARGET, "--dtype", "float32", "--attention-backend", "triton", "--tp", "2")
     with serve(*common) as server:
-        asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
-        expected = server.generate_many(asked, 8)
+        scored = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
+        expected = server.generate_many(scored, 8)
     with serve(*common, *dflash_arguments()) as server:
         answers = server.generate_many(requests, 8)
     assert not differences(requests, answers, expected)

@@ -1,4 +1,4 @@
-"""Single verdicts of rejection and block verification: what must hold for any numbers, and for bad ones."""
+"""Single results of rejection and block verification: properties for any numbers, and for bad ones."""
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def test_a_verdict_makes_sense(arguments, rule):
 
 @settings(max_examples=100, deadline=None)
 @given(batches(), st.sampled_from(RULES))
-def test_greedy_requests_have_no_luck(arguments, rule):
+def test_greedy_requests_ignore_the_uniforms(arguments, rule):
     block, target_probs, draft, *uniforms = arguments
     best = target_probs.argmax(dim=2)
     verdict = rule(block, certain(best, target_probs.shape[2]), draft, *uniforms)
@@ -103,7 +103,7 @@ def test_a_perfect_draft_is_kept(arguments, rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_nothing_drafted_and_nobody_there(rule):
+def test_no_drafted_tokens_and_an_empty_batch(rule):
     target_probs = torch.tensor([[[0.0, 1.0]], [[0.25, 0.75]]])
     alone = rule(
         torch.zeros(2, 1, dtype=torch.int64),
@@ -124,7 +124,7 @@ def test_nothing_drafted_and_nobody_there(rule):
 
 
 def test_a_rounding_error_leaves_the_targets_own_distribution():
-    """q is p times 1.000001: a token is rejected once in a million times, and p - q is nowhere positive."""
+    """The draft's q is 1.000001 p: p - q is never positive, and one token in a million is rejected."""
     target_probs = torch.tensor([0.0, 0.25, 0.0, 0.75]).repeat(101, 2, 1)
     draft = as_list(target_probs[:, :1] * 1.000001)
     block = torch.tensor([[0, 3]]).repeat(101, 1)
@@ -186,7 +186,7 @@ def test_a_request_with_bad_numbers_hurts_nobody(defect, rule):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_inverse_cdf(dtype):
-    """Every column has an interval as wide as its mass, in order; columns without mass have none."""
+    """Every column gets an interval as wide as its mass, in order; columns without mass get none."""
     mass = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.05, 0.0], dtype=dtype)
     levels = torch.cat([(torch.arange(1500) + 0.5) / 1500, torch.tensor([0.0, LAST, 1.0])])
     drawn = draw_by_inverse_cdf(mass.repeat(len(levels), 1), levels)

@@ -1,4 +1,4 @@
-"""The worker's own decisions, with everything around it made up."""
+"""Decisions of the worker, with all its collaborators mocked."""
 
 import contextlib
 import logging
@@ -36,8 +36,10 @@ def worker(**fields) -> DFlashWorker:
 
 
 def test_grammars_run_beside_verify(monkeypatch):
-    """The drafted chain's copy to the host starts before verify is launched: behind it in the stream it would
-    arrive when verify is done, and grammars would run while the GPU waits for them."""
+    """The copy of the drafted chain to the host starts before verify is launched.
+
+    Behind verify in the stream it would arrive only after verify, and the GPU would wait for the grammars.
+    """
     events = []
     verdict = Verdict(
         torch.zeros(1, dtype=torch.int32),
@@ -68,7 +70,7 @@ def test_grammars_run_beside_verify(monkeypatch):
 
 
 class Sync:
-    """Of a rank that is not the first."""
+    """Synchronization of a rank other than the first."""
 
     def __init__(self, rank_0: Verdict | None, free_gb: float = 0.0):
         self.rank_0, self.free_gb, self.broadcasts = rank_0, free_gb, 0
@@ -85,8 +87,8 @@ class Sync:
 
 
 @pytest.mark.parametrize("one_naming", [True, False])
-def test_the_verify_graph_absorbs_what_a_commit_would(one_naming):
-    """Where the graph of this very width ends so, nothing is left to commit; elsewhere all of it."""
+def test_the_verify_graph_absorbs_the_commit(one_naming):
+    """Nothing is left to commit if the verify graph of this width has written the draft's KV."""
     drafter, states = MagicMock(), torch.zeros(8, 4)
     runners = [MagicMock(capture_tail_hooks=[]) for _ in range(2)]
     for runner, write in zip(runners, (None, None if one_naming else object())):
@@ -97,7 +99,7 @@ def test_the_verify_graph_absorbs_what_a_commit_would(one_naming):
     by_graph, eager = (
         SimpleNamespace(logits_output=output, can_run_cuda_graph=graph) for graph in (True, False)
     )
-    assert tail.left_to_commit(by_graph) is states  # no graph of ours
+    assert tail.left_to_commit(by_graph) is states  # a graph without our tail
     batch = SimpleNamespace(positions=object(), out_cache_loc=object())
     for hook in target.capture_tail_hooks:
         hook(target.decode_cuda_graph_runner, output, batch, 6)
@@ -124,7 +126,7 @@ def test_ranks_agree_on_a_verdict_in_one_broadcast():
     assert worker(_tp_sync=Sync(None))._agree(mine) is mine
 
 
-def test_a_draft_gets_graphs_where_there_is_room(monkeypatch, caplog):
+def test_a_draft_gets_graphs_if_there_is_room(monkeypatch, caplog):
     monkeypatch.setattr(dflash_utils, "get_parallel", MagicMock)
     assert has_room_for_draft_graphs(Sync(None), "cpu", 0)
     assert has_room_for_draft_graphs(Sync(None, free_gb=1.5), "cuda", 0)
@@ -134,7 +136,7 @@ def test_a_draft_gets_graphs_where_there_is_room(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("verify_width", [1, 4])
-def test_nothing_is_captured_where_nothing_is_drafted(verify_width, monkeypatch):
+def test_nothing_is_captured_if_nothing_is_drafted(verify_width, monkeypatch):
     ranks = SimpleNamespace(as_draft=contextlib.nullcontext, may_capture=lambda *_: True)
     monkeypatch.setattr(DFlashWorker, "_draft_width", lambda self: contextlib.nullcontext())
     made = worker(verify_width=verify_width, _tp_sync=Sync(None), _draft_worker=MagicMock(), _ranks=ranks)
@@ -143,8 +145,7 @@ def test_nothing_is_captured_where_nothing_is_drafted(verify_width, monkeypatch)
 
 
 def test_a_drafts_graphs_hold_no_logits(monkeypatch):
-    """SGLang's would be [requests * rows of a block, vocab] float32: 0.4 GB for P-EAGLE at bs 48, B 8 and V =
-    152k."""
+    """SGLang's buffer [requests * rows of a block, vocab] float32 is 0.4 GB at bs 48, B 8, V = 152k."""
     monkeypatch.setattr(GraphSharedOutput, "create_for_model_runner", lambda runner: "SGLang's")
     create = graph_output_for_runner()
     assert create(SimpleNamespace(is_draft_worker=False)) == "SGLang's"
@@ -178,8 +179,7 @@ def test_packed_ranges():
 
 
 def test_only_small_copies_leave_the_host(monkeypatch):
-    """A copy from ordinary host memory is asynchronous up to 64 KB; the longest prefill chunks have 16,384
-    tokens."""
+    """A copy from pageable host memory is asynchronous up to 64 KB; prefill chunks have up to 16,384 tokens."""
     copied = []
     to = torch.Tensor.to
     monkeypatch.setattr(
