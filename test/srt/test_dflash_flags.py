@@ -5,28 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.srt.arg_groups.adaptive_width import settle_adaptive
+from sglang_dflash.srt.arg_groups.adaptive_width import resolve_adaptive
 from sglang_dflash.srt.arg_groups.dflash_args import check_copy_ahead
 from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
-from sglang_dflash.srt.speculative.drafters import copy_switch
-from sglang_dflash.srt.speculative.drafters.sampling import (
-    SAMPLED_SLOTS_VARIABLE,
-    TEMPERATURE_SCALE_VARIABLE,
-    DraftSampling,
-)
-from sglang_dflash.srt.speculative.width.settings import NEVER_VARIABLE, VARIABLE, AdaptiveSettings
+from sglang_dflash.srt.environ import DFlashOptions, Option
+from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 
 @pytest.fixture
 def parser(monkeypatch) -> argparse.ArgumentParser:
-    for variable in (
-        TEMPERATURE_SCALE_VARIABLE,
-        SAMPLED_SLOTS_VARIABLE,
-        copy_switch.VARIABLE,
-        VARIABLE,
-        NEVER_VARIABLE,
-    ):
-        monkeypatch.setenv(variable, "")  # restored afterwards, whatever a test sets
+    for option in vars(DFlashOptions).values():
+        if isinstance(option, Option):
+            monkeypatch.setenv(option.variable, "")  # restored afterwards, whatever a test sets
     parser = argparse.ArgumentParser()
     parser.add_argument("--speculative-use-rejection-sampling", action="store_true")
     parser.add_argument("--speculative-adaptive", action="store_true")
@@ -63,22 +54,22 @@ def test_settings_reach_every_process(parser):
 
 
 @pytest.mark.parametrize(
-    "variable, value", [(TEMPERATURE_SCALE_VARIABLE, "0"), (SAMPLED_SLOTS_VARIABLE, "-1")]
+    "option, value", [(DFlashOptions.DRAFT_TEMPERATURE_SCALE, "0"), (DFlashOptions.DRAFT_SAMPLED_SLOTS, "-1")]
 )
-def test_impossible_settings(parser, monkeypatch, variable, value):
-    monkeypatch.setenv(variable, value)
+def test_impossible_settings(parser, monkeypatch, option, value):
+    monkeypatch.setenv(option.variable, value)
     with pytest.raises(ValueError, match="must"):
         DraftSampling.from_environment()
 
 
 def test_copies_are_off_unless_asked_for(parser, monkeypatch):
     parser.parse_args([])
-    assert not copy_switch.is_asked_for()
+    assert not DFlashOptions.COPY_AHEAD.get()
     parser.parse_args(["--speculative-copy-ahead"])
-    assert copy_switch.is_asked_for()
-    monkeypatch.setenv(copy_switch.VARIABLE, "yes")
-    with pytest.raises(ValueError, match="1 or 0, got 'yes'"):
-        copy_switch.is_asked_for()
+    assert DFlashOptions.COPY_AHEAD.get()
+    monkeypatch.setenv(DFlashOptions.COPY_AHEAD.variable, "yes")
+    with pytest.raises(ValueError, match="must be 1 or 0, got 'yes'"):
+        DFlashOptions.COPY_AHEAD.get()
 
 
 def test_copies_that_could_not_be_are_refused(parser, monkeypatch):
@@ -99,7 +90,7 @@ def test_a_config_file_turns_copies_on(parser, monkeypatch, tmp_path):
     path.write_text("speculative-copy-ahead: true\n")
     parser.add_argument("--config")
     parser.parse_args(ConfigArgumentMerger(parser).merge_config_with_args(["--config", str(path)]))
-    assert copy_switch.is_asked_for()
+    assert DFlashOptions.COPY_AHEAD.get()
 
 
 ON_A_CPU = SimpleNamespace(device="cpu", disaggregation_mode="null", attn_dp_size=1)
@@ -118,7 +109,7 @@ ON_A_CPU = SimpleNamespace(device="cpu", disaggregation_mode="null", attn_dp_siz
 def test_adaptive_width_is_the_default_unless_ruled_out(parser, said, is_wanted, is_never):
     assert parser.parse_args(said).speculative_adaptive is is_wanted
     if not is_wanted:
-        assert (settle_adaptive(ON_A_CPU, block_size=8, is_recurrent=False) is None) is is_never
+        assert (resolve_adaptive(ON_A_CPU, block_size=8, is_recurrent=False) is None) is is_never
         assert (AdaptiveSettings.from_environment() is None) is is_never
 
 
@@ -136,7 +127,7 @@ def test_where_it_is_not_the_default_the_log_says_why(
 ):
     caplog.set_level("INFO")
     args = SimpleNamespace(**vars(ON_A_CPU) | arguments)
-    assert settle_adaptive(args, block_size, is_recurrent) is None
+    assert resolve_adaptive(args, block_size, is_recurrent) is None
     assert reason in caplog.text
     assert AdaptiveSettings.from_environment() is None
 
@@ -154,10 +145,10 @@ def test_where_it_is_impossible_it_is_refused_and_not_the_default(
 ):
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", simulated)
     args = SimpleNamespace(**vars(ON_A_CPU) | {"attn_dp_size": attn_dp_size})
-    assert settle_adaptive(args, 8, is_recurrent) is None
+    assert resolve_adaptive(args, 8, is_recurrent) is None
     AdaptiveSettings().to_environment()
     with pytest.raises(ValueError, match=f"--speculative-adaptive is not supported .*{reason}"):
-        settle_adaptive(args, 8, is_recurrent)
+        resolve_adaptive(args, 8, is_recurrent)
 
 
 def test_sglang_knows_them():

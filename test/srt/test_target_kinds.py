@@ -9,11 +9,12 @@ from support.families import FAMILIES
 from sglang_dflash.srt.speculative.dflash_utils import validate_dflash_request
 from sglang_dflash.srt.speculative.targets import kinds as target_kinds
 from sglang_dflash.srt.speculative.targets.kinds import (
-    ALLOW_UNTESTED_VARIABLE,
-    MEASURED,
+    VERIFIED_TARGETS,
     configure_capture,
     target_kind,
 )
+
+ALLOW_UNTESTED_VARIABLE = "SGLANG_DFLASH_ALLOW_UNTESTED_TARGET"
 
 
 class Model:
@@ -42,17 +43,17 @@ def configure(model, **changes):
 
 def test_every_verified_target_has_a_family_test():
     """A family test covers each verified target; test_target_layers.py covers Qwen3 and Llama."""
-    assert set(MEASURED) == {family.architecture for family in FAMILIES.values()} | {
+    assert set(VERIFIED_TARGETS) == {family.architecture for family in FAMILIES.values()} | {
         "Qwen3ForCausalLM",
         "LlamaForCausalLM",
     }
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", VERIFIED_TARGETS)
 def test_sglang_has_the_capture_method_of_a_verified_target(name):
     from sglang.srt.models.registry import ModelRegistry
 
-    assert hasattr(ModelRegistry.models[name], MEASURED[name].capture)
+    assert hasattr(ModelRegistry.models[name], VERIFIED_TARGETS[name].capture)
 
 
 @pytest.mark.parametrize("name, method", [("Qwen3ForCausalLM", "dflash"), ("Qwen2ForCausalLM", "eagle3")])
@@ -96,12 +97,12 @@ def test_an_untested_target_runs_with_a_warning(name, method, registry, monkeypa
     monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
     kind = target_kind([name])
     assert name in caplog.text
-    assert not kind.is_measured and kind.capture == f"set_{method}_layers_to_capture"
+    assert not kind.is_verified and kind.capture == f"set_{method}_layers_to_capture"
 
 
 def test_the_variable_must_be_1_or_0(registry, monkeypatch):
     monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "yes")
-    with pytest.raises(ValueError, match=f"{ALLOW_UNTESTED_VARIABLE} is 1 or 0"):
+    with pytest.raises(ValueError, match=f"{ALLOW_UNTESTED_VARIABLE} must be 1 or 0"):
         target_kind(["BothForCausalLM"])
 
 
@@ -122,7 +123,7 @@ def test_impossible_targets_are_refused_even_if_untested_ones_are_allowed(
     "name, is_served", [("Qwen3VLForConditionalGeneration", True), ("Gemma4ForConditionalGeneration", False)]
 )
 def test_images_are_refused_by_name(name, is_served, monkeypatch):
-    monkeypatch.setattr(target_kinds, "_served", MEASURED[name])
+    monkeypatch.setattr(target_kinds, "_served", VERIFIED_TARGETS[name])
     request = SimpleNamespace(
         custom_logit_processor=None,
         return_hidden_states=False,

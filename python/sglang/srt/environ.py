@@ -1,11 +1,83 @@
-"""Environment variables that are on or off."""
+"""Options of our own, each kept in an environment variable.
 
+Every child process inherits them. Command-line flags write them; users of `sglang.Engine` set the variables.
+"""
+
+import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
 
 
-def is_on(variable: str) -> bool:
-    """Off where it is empty or not set. Raises ValueError for what is neither 1 nor 0."""
-    value = os.environ.get(variable) or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"{variable} is 1 or 0, got {value!r}.")
-    return value == "1"
+@dataclass(frozen=True, slots=True)
+class Option(Generic[T]):
+    """One option.
+
+    default: the value if the variable is empty or not set. parse: reads the variable's text, and raises
+    ValueError or KeyError if it is not what `wanted` says.
+    """
+
+    variable: str
+    default: T
+    parse: Callable[[str], T]
+    wanted: str = "text"
+
+    def get(self) -> T:
+        """Return the value. Raises ValueError naming the variable if it cannot be used."""
+        text = os.environ.get(self.variable)
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{self.variable} must be {self.wanted}, got {text!r}.") from error
+
+    def set(self, value: object) -> None:
+        os.environ[self.variable] = str(value)
+
+    def clear(self) -> None:
+        os.environ.pop(self.variable, None)
+
+
+def _switch(name: str) -> Option[bool]:
+    return Option(name, False, {"0": False, "1": True}.__getitem__, "1 or 0")
+
+
+def _positive_number(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError
+    return value
+
+
+class DFlashOptions:
+    """Every option. A value is validated when it is read."""
+
+    # Serve a target whose captured hidden states have not been compared with a reference.
+    ALLOW_UNTESTED_TARGET = _switch("SGLANG_DFLASH_ALLOW_UNTESTED_TARGET")
+    # --speculative-copy-ahead: propose what followed a request's last tokens earlier in its own text.
+    COPY_AHEAD = _switch("SGLANG_DFLASH_COPY_AHEAD")
+    # --speculative-draft-temperature-scale: the draft's temperature as a multiple of the request's.
+    DRAFT_TEMPERATURE_SCALE = Option(
+        "SGLANG_DFLASH_DRAFT_TEMPERATURE_SCALE", 1.0, _positive_number, "a positive number"
+    )
+    # --speculative-draft-sampled-slots: slots of a block that are sampled, from the first one on; None: all.
+    DRAFT_SAMPLED_SLOTS: Option[int | None] = Option(
+        "SGLANG_DFLASH_DRAFT_SAMPLED_SLOTS", None, _count, "an integer that is not negative"
+    )
+    # --no-speculative-adaptive: verify whole blocks, on a CPU too.
+    NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
+    # Settings of adaptive width, from the main process to the schedulers; None: verify whole blocks.
+    ADAPTIVE: Option[Any] = Option("SGLANG_DFLASH_ADAPTIVE", None, json.loads, "JSON")
+    # A file for the wall time of each phase of a cycle, for the benchmark; None: not measured.
+    PHASE_TIMES: Option[str | None] = Option("SGLANG_DFLASH_PHASE_TIMES", None, str)

@@ -1,27 +1,28 @@
-"""`--speculative-adaptive` and `--no-speculative-adaptive`: what was asked for, and what is done where
-nothing was."""
+"""`--speculative-adaptive` and `--no-speculative-adaptive`, and the default if neither is given."""
 
 import logging
 import os
 from typing import Any
 
-from sglang_dflash.srt.environ import is_on
-from sglang_dflash.srt.speculative.width.settings import NEVER_VARIABLE, VARIABLE, AdaptiveSettings
+from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
 
 
-def take_adaptive(server_args: Any, source: str) -> None:
-    """Move what was asked for into the environment, where `AdaptiveSettings.from_environment` finds it.
-    Raises ValueError for a config file that cannot be used."""
+def read_adaptive_flags(server_args: Any, source: str) -> None:
+    """Write the requested settings to the environment, where `AdaptiveSettings.from_environment` finds them.
+
+    Raises ValueError for a config file that cannot be used.
+    """
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     args = resolving_view(server_args)
-    os.environ.pop(VARIABLE, None)
+    DFlashOptions.ADAPTIVE.clear()
     config = args.speculative_adaptive_config
-    if config is not None and not args.speculative_adaptive and is_on(NEVER_VARIABLE):
-        raise ValueError("--speculative-adaptive-config says nothing with --no-speculative-adaptive.")
+    if config is not None and not args.speculative_adaptive and DFlashOptions.NO_ADAPTIVE.get():
+        raise ValueError("--speculative-adaptive-config has no effect with --no-speculative-adaptive.")
     if config is None and not args.speculative_adaptive:
         return
     AdaptiveSettings.read(config).to_environment()
@@ -30,16 +31,18 @@ def take_adaptive(server_args: Any, source: str) -> None:
     declare_resolution(server_args, source, speculative_adaptive=False)
 
 
-def settle_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveSettings | None:
-    """What the server will do; None: verify whole blocks. Where nobody said: adaptive on a CPU, unless
-    something stands against it. Raises ValueError where it was asked for and cannot be, or for candidates
-    that the block does not hold."""
+def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveSettings | None:
+    """Return the settings that the server will run with, or None to verify whole blocks.
+
+    By default, adaptive width is on for a CPU unless it is impossible. Raises ValueError if it was requested
+    and is impossible, or if the block cannot hold a requested width.
+    """
     settings = AdaptiveSettings.from_environment()
     impossible = _first(
         (is_recurrent, "not supported yet for targets with recurrent states (Mamba, GatedDeltaNet)"),
         (
             args.attn_dp_size > 1,
-            "not supported with DP attention, where each rank would choose a width of its own",
+            "not supported with DP attention, where each rank would choose its own width",
         ),
         (
             simulates_acceptance(),
@@ -48,7 +51,7 @@ def settle_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveS
     )
     if settings is not None and impossible:
         raise ValueError(f"--speculative-adaptive is {impossible}.")
-    if settings is None and not is_on(NEVER_VARIABLE):
+    if settings is None and not DFlashOptions.NO_ADAPTIVE.get():
         reason = impossible or _first(
             (
                 args.device != "cpu",
@@ -64,7 +67,8 @@ def settle_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveS
         settings.to_environment()
     if settings is not None:
         logger.info(
-            "DFLASH: each cycle verifies as many slots of a block as are worth it, of %s (--no-speculative-adaptive: all).",
+            "DFLASH: each cycle verifies as many slots of a block as pay off, one of %s "
+            "(--no-speculative-adaptive: always all).",
             list(settings.widths(block_size)),
         )
     return settings

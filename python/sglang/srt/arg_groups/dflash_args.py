@@ -9,7 +9,11 @@ import math
 import os
 from typing import Any
 
-from sglang_dflash.srt.arg_groups.adaptive_width import settle_adaptive, simulates_acceptance, take_adaptive
+from sglang_dflash.srt.arg_groups.adaptive_width import (
+    read_adaptive_flags,
+    resolve_adaptive,
+    simulates_acceptance,
+)
 from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
 from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKENDS
@@ -126,7 +130,7 @@ def check_draft_path(server_args: Any, previous: Any) -> None:
 
     args = resolving_view(server_args)
     if (args.speculative_algorithm or "").upper() == "DFLASH":
-        take_adaptive(server_args, SOURCE)
+        read_adaptive_flags(server_args, SOURCE)
         path = args.speculative_draft_model_path
         if path is None:
             raise ValueError("DFLASH needs a draft: give --speculative-draft-model-path.")
@@ -159,7 +163,7 @@ def resolve_dflash_args(server_args: Any) -> None:
     block_size = _choose_block_size(args, draft)
     check_copy_ahead(block_size)
     is_recurrent = mambaish_config(model_config_of(server_args)) is not None
-    settle_adaptive(args, block_size, is_recurrent)
+    resolve_adaptive(args, block_size, is_recurrent)
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
     draft_backend = CPU_ATTENTION_BACKEND
     if args.device != "cpu":

@@ -1,41 +1,41 @@
 """Flags of our own on SGLang's command line, and in its `--config` files.
 
-What SGLang has a field for is written there; the rest goes into environment variables, which every child
-process inherits and which are how `sgl.Engine(...)` sets them."""
+If SGLang has a field for a flag, it is written there; otherwise the flag writes a `DFlashOptions` option.
+"""
 
 import argparse
-import os
+from typing import Any
 
-from sglang_dflash.srt.speculative.drafters.copy_switch import VARIABLE as COPY_AHEAD_VARIABLE
-from sglang_dflash.srt.speculative.drafters.sampling import SAMPLED_SLOTS_VARIABLE, TEMPERATURE_SCALE_VARIABLE
-from sglang_dflash.srt.speculative.width.settings import NEVER_VARIABLE
+from sglang_dflash.srt.environ import DFlashOptions
 
 SAMPLE_METHODS = ("greedy", "probabilistic")
 
 
 class _SetSampleMethod(argparse.Action):
-    """Probabilistic drafting is what SGLang's --speculative-use-rejection-sampling asks for."""
-
-    def __call__(self, parser, namespace, value, option_string=None):
-        namespace.speculative_use_rejection_sampling = value == "probabilistic"
-
-
-class _SetVariable(argparse.Action):
-    """Keep a value in the environment variable the argument is named after."""
-
-    def __call__(self, parser, namespace, value, option_string=None):
-        os.environ[self.dest] = str(value)
-
-
-class _TurnOn(argparse._StoreTrueAction):  # what SGLang's config files know of flags without a value
-    """1 in the environment variable the argument is named after."""
+    """Probabilistic drafting is SGLang's --speculative-use-rejection-sampling."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        os.environ[self.dest] = "1"
+        namespace.speculative_use_rejection_sampling = values == "probabilistic"
+
+
+class _SetOption(argparse.Action):
+    """Set the option that the argument's `dest` names."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        getattr(DFlashOptions, self.dest).set(values)
+
+
+class _TurnOn(
+    argparse._StoreTrueAction
+):  # the class by which SGLang's config files know a flag without value
+    """Set the option that the argument's `dest` names to 1."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        getattr(DFlashOptions, self.dest).set(1)
 
 
 class _TurnOffAdaptive(_TurnOn):
-    """The opposite of SGLang's --speculative-adaptive; of the two, the one that comes last counts."""
+    """The opposite of SGLang's --speculative-adaptive; the last of the two flags counts."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         super().__call__(parser, namespace, values, option_string)
@@ -43,44 +43,44 @@ class _TurnOffAdaptive(_TurnOn):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add our flags to SGLang's parser."""
     group = parser.add_argument_group("sglang-dflash")
-    group.add_argument(
+
+    def add(flag: str, help: str, **options: Any) -> None:
+        group.add_argument(flag, default=argparse.SUPPRESS, help=help, **options)
+
+    add(
         "--speculative-draft-sample-method",
+        "How drafted tokens of sampled requests are chosen: the draft's argmax (default), or a draw from its "
+        "distribution, verified with its true probabilities. At temperature 0 it is always the argmax.",
         action=_SetSampleMethod,
         choices=SAMPLE_METHODS,
-        default=argparse.SUPPRESS,
-        help="How drafted tokens of sampled requests are chosen: the draft's argmax (default), or a draw from its "
-        "distribution, verified with its true probabilities. Requests at temperature 0 always draft the argmax.",
     )
-    group.add_argument(
+    add(
         "--speculative-draft-temperature-scale",
-        action=_SetVariable,
-        dest=TEMPERATURE_SCALE_VARIABLE,
+        "Probabilistic drafting: the draft's temperature, as a multiple of the request's. Always lossless.",
+        action=_SetOption,
+        dest="DRAFT_TEMPERATURE_SCALE",
         type=float,
-        default=argparse.SUPPRESS,
-        help="Probabilistic drafting: the draft's temperature as a multiple of the request's. Lossless at any value.",
     )
-    group.add_argument(
+    add(
         "--speculative-draft-sampled-slots",
-        action=_SetVariable,
-        dest=SAMPLED_SLOTS_VARIABLE,
+        "Probabilistic drafting: draw only this many tokens of a block, and take the argmax after them.",
+        action=_SetOption,
+        dest="DRAFT_SAMPLED_SLOTS",
         type=int,
-        default=argparse.SUPPRESS,
-        help="Probabilistic drafting: draw only this many tokens of a block and take the argmax behind them.",
     )
-    group.add_argument(
+    add(
         "--speculative-copy-ahead",
+        "If a request's last tokens occur earlier in its prompt or output, propose what followed them there "
+        "instead of the draft's block. Cycles in which all requests copy skip the draft. Lossless.",
         action=_TurnOn,
-        dest=COPY_AHEAD_VARIABLE,
-        default=argparse.SUPPRESS,
-        help="Where a request's last tokens have stood in its prompt or output before, propose what came next there in the "
-        "place of the draft's block, and leave the draft out of cycles in which all requests do. Lossless.",
+        dest="COPY_AHEAD",
     )
-    group.add_argument(
+    add(
         "--no-speculative-adaptive",
+        "Always verify whole blocks. By default each cycle on a CPU verifies as many drafted tokens as pay "
+        "off; on a GPU that needs --speculative-adaptive.",
         action=_TurnOffAdaptive,
-        dest=NEVER_VARIABLE,
-        default=argparse.SUPPRESS,
-        help="Verify whole blocks always. On a CPU each cycle otherwise verifies as many drafted tokens as are worth it; on a GPU "
-        "only with --speculative-adaptive.",
+        dest="NO_ADAPTIVE",
     )

@@ -4,10 +4,8 @@ of the draft's.
 Not called n-gram, as elsewhere: SGLang has an algorithm of that name, with flags of its own, which drafts
 from a store shared by all requests and has no draft model."""
 
-from sglang_dflash.srt.environ import is_on
-
-VARIABLE = "SGLANG_DFLASH_COPY_AHEAD"
+from sglang_dflash.srt.environ import DFlashOptions
 
 
 def is_asked_for() -> bool:
-    return is_on(VARIABLE)
+    return DFlashOptions.COPY_AHEAD.get()

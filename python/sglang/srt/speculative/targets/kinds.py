@@ -1,20 +1,18 @@
-"""What a kind of target needs of DFLASH: chosen once at start-up, by the architecture its config names.
+"""Kinds of targets, by the architecture that a target's config names.
 
-A draft reads outputs of named target layers. Which of SGLang's layers those are is a convention of each
-model's code, and a wrong one raises nothing: drafts are just never kept. So a target is served where its
-capture was held against Hugging Face's `hidden_states[k + 1]` (test/srt/test_target_families.py), and refused
-elsewhere."""
+A draft reads the outputs of named target layers. Which of SGLang's layers those are is a convention of each
+model's code, and a wrong one raises nothing: drafted tokens are just never accepted. So a target is served if
+its capture was compared with Hugging Face's `hidden_states[k + 1]` (test/srt/test_target_families.py).
+"""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dflash.srt.environ import is_on
+from sglang_dflash.srt.environ import DFlashOptions
 
 logger = logging.getLogger(__name__)
-
-ALLOW_UNTESTED_VARIABLE = "SGLANG_DFLASH_ALLOW_UNTESTED_TARGET"
 
 _DFLASH_CAPTURE = "set_dflash_layers_to_capture"
 _EAGLE3_CAPTURE = "set_eagle3_layers_to_capture"
@@ -24,19 +22,18 @@ _EAGLE3_CAPTURE = "set_eagle3_layers_to_capture"
 class TargetKind:
     """One implementation of a target in SGLang.
 
-    capture: the model's method that is told which layers to capture, given 0-based ids of layer outputs.
-    is_measured: whether what it then captures has been held against a reference.
-    takes_images: whether requests with images, videos or audio are served; they are refused elsewhere.
+    capture: the model's method that takes the layers to capture, as 0-based ids of layer outputs.
+    is_verified: whether the captured states have been compared with a reference.
+    takes_images: whether requests with images, videos or audio are served rather than refused.
     """
 
     architecture: str
     capture: str = _DFLASH_CAPTURE
-    is_measured: bool = True
+    is_verified: bool = True
     takes_images: bool = False
 
     def capture_layers(self, model: Any, layer_ids: Sequence[int]) -> None:
-        """Have `model` return the outputs of these layers beside its logits. Raises ValueError if it
-        cannot."""
+        """Make `model` return these layers' outputs beside its logits. Raises ValueError if it cannot."""
         method = getattr(model, self.capture, None)
         if method is None:
             raise ValueError(
@@ -45,7 +42,7 @@ class TargetKind:
         method(list(layer_ids))
 
 
-MEASURED = {
+VERIFIED_TARGETS = {
     kind.architecture: kind
     for kind in (
         TargetKind("DeepseekV2ForCausalLM"),
@@ -70,7 +67,7 @@ MEASURED = {
     )
 }
 
-# Measured, and not the layers' outputs: nothing makes a draft work on these.
+# Compared, and not the layers' outputs: nothing makes a draft work on these.
 _CAPTURES_WRONG_STATES = {
     "Gemma3ForCausalLM": "its hidden states without the residual",
     "Gemma3ForConditionalGeneration": "its hidden states without the residual",
@@ -78,51 +75,57 @@ _CAPTURES_WRONG_STATES = {
 
 
 def target_kind(architectures: Sequence[str] | None) -> TargetKind:
-    """The kind of a target whose config names these architectures. Raises ValueError for one that cannot be
-    served, and, unless SGLANG_DFLASH_ALLOW_UNTESTED_TARGET is 1, for one whose captured states nobody has
-    checked."""
-    name = next(iter(architectures or ()), None)
-    if name in MEASURED:
-        return MEASURED[name]
+    """Return the kind of a target whose config names these architectures.
+
+    Raises ValueError for a target that cannot be served, and for one that was not compared with a reference
+    unless SGLANG_DFLASH_ALLOW_UNTESTED_TARGET is 1.
+    """
+    name = str(next(iter(architectures or ()), None))
+    if name in VERIFIED_TARGETS:
+        return VERIFIED_TARGETS[name]
     if name in _CAPTURES_WRONG_STATES:
         raise ValueError(
-            f"DFLASH cannot serve {name}: a draft reads outputs of target layers, and of this target SGLang captures "
+            f"DFLASH cannot serve {name}: a draft reads outputs of target layers, but SGLang captures "
             f"{_CAPTURES_WRONG_STATES[name]}."
         )
-    capture = _capture_method(name)
-    if not is_on(ALLOW_UNTESTED_VARIABLE):
+    capture = _find_capture_method(name)
+    allow = DFlashOptions.ALLOW_UNTESTED_TARGET
+    if not allow.get():
         raise ValueError(
-            f"DFLASH has not been tested on {name}: whether the hidden states SGLang captures of it are the layer outputs a "
-            f"draft reads is not known. Output would be right either way, drafts perhaps never kept. {ALLOW_UNTESTED_VARIABLE}=1 "
-            f"serves it; tested are {', '.join(sorted(MEASURED))}."
+            f"DFLASH has not been tested on {name}: the hidden states that SGLang captures may not be the "
+            "layer outputs a draft reads. Output would be right, but drafted tokens might never be accepted. "
+            f"{allow.variable}=1 serves it. Tested are {', '.join(sorted(VERIFIED_TARGETS))}."
         )
     logger.warning(
-        "DFLASH has not been tested on %s: if few drafts are kept, SGLang captures other hidden states of it than the draft reads.",
+        "DFLASH has not been tested on %s: if few drafted tokens are accepted, SGLang captures other hidden "
+        "states than the draft reads.",
         name,
     )
-    return TargetKind(name, capture=capture, is_measured=False)
+    return TargetKind(name, capture=capture, is_verified=False)
 
 
-def _capture_method(name: str | None) -> str:
-    """How SGLang's class of this name is told what to capture. Raises ValueError for one that cannot, or is
-    not there."""
-    from sglang.srt.models.registry import (
-        ModelRegistry,
-    )  # imports every model there is, so only where nothing else helps
+def _find_capture_method(name: str) -> str:
+    """Return the method by which SGLang's class of this name is told what to capture.
+
+    Raises ValueError if there is no such class or method.
+    """
+    from sglang.srt.models.registry import ModelRegistry  # imports every model, so not at the top
 
     model_class = ModelRegistry.models.get(name)
     if model_class is None:
         raise ValueError(
             f"DFLASH cannot serve {name}: SGLang has no such model, or could not import it on this machine."
         )
-    found = next(
-        (method for method in (_DFLASH_CAPTURE, _EAGLE3_CAPTURE) if hasattr(model_class, method)), None
+    for method in (_DFLASH_CAPTURE, _EAGLE3_CAPTURE):
+        if hasattr(model_class, method):
+            return method
+    raise ValueError(
+        f"DFLASH cannot serve {name}: a draft reads hidden states of its target, and SGLang captures none."
     )
-    if found is None:
-        raise ValueError(
-            f"DFLASH cannot serve {name}: a draft reads hidden states of its target, and SGLang captures none of it."
-        )
-    return found
+
+
+# A scheduler process serves one target.
+_served: TargetKind | None = None
 
 
 def configure_capture(
@@ -134,19 +137,18 @@ def configure_capture(
     dflash_target_layer_ids: Sequence[int] | None,
     is_dspark: bool,
 ) -> None:
-    """In the place of SGLang's `configure_aux_hidden_state_capture`, which calls one method on every target.
-    Runs on the draft's model too, of which nothing is captured."""
+    """Replace SGLang's `configure_aux_hidden_state_capture`, which calls one method on every target.
+
+    It runs on the draft's model too, from which nothing is captured.
+    """
     global _served
     if dflash_use_aux_hidden_state:
+        assert dflash_target_layer_ids is not None
         _served = target_kind([type(model).__name__])
         _served.capture_layers(model, dflash_target_layer_ids)
 
 
-# A scheduler process serves one target.
-_served: TargetKind | None = None
-
-
 def served_kind() -> TargetKind:
-    """The kind of this process's target, which its capture was configured for."""
+    """Return the kind of this process's target, for which its capture was configured."""
     assert _served is not None, "no target has been set up in this process"
     return _served
