@@ -1,4 +1,4 @@
-"""How well the draft does: of one request, from its answer; of all requests so far, from /metrics.
+"""Show how well the draft does: for one request from its answer, for all requests from /metrics.
 
 python examples/acceptance.py [URL]          # the server runs with --enable-metrics
 """
@@ -20,12 +20,11 @@ def from_answer(url: str) -> None:
     answer = requests.post(f"{url}/generate", json=request, timeout=600)
     answer.raise_for_status()
     meta = answer.json()["meta_info"]
-    print(
-        f"this request: accept length {meta['spec_accept_length']:.2f} (tokens per verified block, bonus token included)"
-    )
-    # Entry n: blocks of which n drafted tokens were kept. A block that kept n had positions 1 .. n accepted.
-    kept = meta["spec_correct_drafts_histogram"]
-    shares = [sum(kept[position:]) / sum(kept) for position in range(1, len(kept))]
+    # Tokens per verified block, bonus token included.
+    print(f"this request: accept length {meta['spec_accept_length']:.2f}")
+    # Entry n counts the blocks with n accepted drafted tokens, which are those at positions 1 .. n.
+    blocks = meta["spec_correct_drafts_histogram"]
+    shares = [sum(blocks[position:]) / sum(blocks) for position in range(1, len(blocks))]
     print("  accepted at position 1, 2, ...:", " ".join(f"{share:.2f}" for share in shares))
 
 
@@ -34,13 +33,13 @@ def from_metrics(url: str) -> None:
     page.raise_for_status()
     totals, at_position = Counter(), Counter()
     for family in text_string_to_metric_families(page.text):
-        for sample in family.samples:  # one per scheduler: sums over all of them
+        for sample in family.samples:  # one per scheduler, added up here
             totals[sample.name] += sample.value
             if sample.name == "sglang:spec_accepted_tokens_per_position_total":
                 at_position[int(sample.labels["position"])] += sample.value
     blocks = totals["sglang:spec_drafts_total"]
     if not blocks:
-        raise SystemExit("no drafted blocks on /metrics: is it a DFLASH server, with --enable-metrics?")
+        raise SystemExit("no drafted blocks on /metrics: is this a DFLASH server with --enable-metrics?")
     accept_length = 1 + totals["sglang:spec_accepted_tokens_total"] / blocks
     print(f"all requests: accept length {accept_length:.2f} over {blocks:.0f} blocks")
     shares = [at_position[position] / blocks for position in sorted(at_position)]

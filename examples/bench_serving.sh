@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SGLang's own load generator against a DFLASH server:   bash examples/bench_serving.sh [URL [FILE]]
-# FILE gets the figures as one line of JSON, after what it holds.
+# The figures are appended to FILE as one line of JSON.
 #
-# `random-ids` needs no data set (`random` downloads one). Its prompts are random tokens, so throughput is that of the
-# machine but the accept length printed at the end is not that of your traffic: for that give your own conversations,
+# `random-ids` needs no data set (`random` downloads one). Its prompts are random tokens, so the throughput is valid for this
+# machine, but the accept length at the end is not that of your traffic. For that give your own conversations,
 # --dataset-name custom --dataset-path FILE (one JSON object per line, {"conversations": [{"content": ...}, {"content": ...}]}).
-# SGLang averages the accept length from one of its log lines to the next: a run of fewer than 40 decode steps prints none.
+# SGLang averages the accept length between two of its log lines, so a run of fewer than 40 decode steps prints none.
 # Newer SGLang calls the same module sglang.benchmark.serving.
 set -euo pipefail
 url=${1:-http://127.0.0.1:30000}

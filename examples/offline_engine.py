@@ -1,9 +1,12 @@
-"""Offline batch: SGLang's Engine with a DFLASH draft, no server. The keywords are the server's flags.
+"""Run an offline batch: SGLang's Engine with a DFLASH draft, without a server.
+
+The keywords of the engine are the server's flags.
 
     python examples/offline_engine.py --model-path TARGET --draft DRAFT [--requests FILE] [--dtype float32]
 
-FILE has one request per line in the form of POST /generate: {"text": ..., "sampling_params": {...}}. Prints
-one answer per line, as JSON."""
+FILE has one request per line in the form of POST /generate: {"text": ..., "sampling_params": {...}}.
+The answers are printed as JSON, one per line.
+"""
 
 import argparse
 import json

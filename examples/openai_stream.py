@@ -1,5 +1,6 @@
-"""Stream a chat through the OpenAI client. Nothing in it is about DFLASH: speculation shows only in the
-chunks, of which each holds as many tokens as one verified block gave.
+"""Stream a chat through the OpenAI client.
+
+Nothing in it is specific to DFLASH. Speculation shows only in the chunks: each holds the tokens of one block.
 
     python examples/openai_stream.py [URL]
 """
@@ -12,7 +13,7 @@ from openai import OpenAI
 def main(url: str) -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     stream = client.chat.completions.create(
-        model="default",  # one model is served; any name will do
+        model="default",  # one model is served, under any name
         messages=[{"role": "user", "content": "Write a function: Return the last item of a list."}],
         max_tokens=128,
         temperature=0,
@@ -21,7 +22,7 @@ def main(url: str) -> None:
     )
     chunks, usage = 0, None
     for chunk in stream:
-        for choice in chunk.choices:  # the last chunk has the usage and no choice
+        for choice in chunk.choices:  # the last chunk has the usage and no choices
             text = choice.delta.content or ""
             chunks += bool(text)
             print(text, end="", flush=True)

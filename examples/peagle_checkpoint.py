@@ -1,11 +1,13 @@
-"""A P-EAGLE draft on greedy and on sampled requests. Like any checkpoint of the `speculators` library it
-names its target:
+"""Measure a P-EAGLE draft on greedy and on sampled requests.
 
-    python -m sglang.launch_server --model-path models/tiny-qwen3-code-peagle --speculative-draft-sample-method probabilistic
+Like any checkpoint of the `speculators` library, the draft names its target:
+
+    python -m sglang.launch_server --model-path models/tiny-qwen3-code-peagle
     python examples/peagle_checkpoint.py [URL]
 
-Sampled requests keep fewer drafted tokens; drawing the drafts ("probabilistic") wins some back. Run it
-against a server with and without that flag to see how much on your own pair."""
+Fewer drafted tokens of sampled requests are accepted. `--speculative-draft-sample-method probabilistic`
+recovers some of them. Compare a server with that flag and one without it on your own pair.
+"""
 
 import sys
 
@@ -15,7 +17,7 @@ PROMPTS = ["import os\nimport ", "class Stack:\n    def ", "def mean(values):\n"
 
 
 def accept_length(url: str, temperature: float) -> float:
-    """Tokens per verified block, bonus token included, over all prompts."""
+    """Return the tokens per verified block, bonus token included, over all prompts."""
     sampling = {"temperature": temperature, "max_new_tokens": 64, "ignore_eos": True}
     answers = requests.post(
         f"{url}/generate", json={"text": PROMPTS, "sampling_params": sampling}, timeout=600
@@ -27,10 +29,8 @@ def accept_length(url: str, temperature: float) -> float:
 
 def main(url: str) -> None:
     info = requests.get(f"{url}/server_info", timeout=60).json()
-    drawn = info["speculative_use_rejection_sampling"]
-    print(
-        f"draft {info['speculative_draft_model_path']}, drafts of sampled requests are {'drawn' if drawn else 'the argmax'}"
-    )
+    method = "probabilistic" if info["speculative_use_rejection_sampling"] else "greedy"
+    print(f"draft {info['speculative_draft_model_path']}, sample method {method}")
     for temperature in (0.0, 0.7, 1.0):
         print(f"temperature {temperature}: accept length {accept_length(url, temperature):.2f}")
 

@@ -1,9 +1,9 @@
-"""A checkpoint of the `speculators` library names its target, so it is all the server is given:
+"""Show the target, the draft and the acceptance of a `speculators` checkpoint.
+
+The checkpoint names its target, so the server needs nothing else:
 
     python -m sglang.launch_server --model-path models/tiny-qwen3-code-dflash-speculators
     python examples/speculators_checkpoint.py [URL]
-
-Says what the server made of it, and how the draft does.
 """
 
 import sys
@@ -13,11 +13,11 @@ import requests
 
 def main(url: str) -> None:
     info = requests.get(f"{url}/server_info", timeout=60).json()
-    width = info["speculative_num_draft_tokens"]
+    block_size = info["speculative_num_draft_tokens"]
     print(f"target  {info['model_path']}")
     print(f"draft   {info['speculative_draft_model_path']}")
-    # Two counts of one thing: SGLang's includes the anchor, the library's does not.
-    print(f"SGLang's num_draft_tokens {width}, the library's speculative_tokens {width - 1}")
+    # SGLang's count includes the anchor, the library's does not.
+    print(f"SGLang's num_draft_tokens {block_size}, the library's speculative_tokens {block_size - 1}")
 
     request = {
         "text": ["import os\nimport ", "class Stack:\n    def ", "def mean(values):\n"],
