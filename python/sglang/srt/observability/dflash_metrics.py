@@ -1,4 +1,4 @@
-"""What becomes of drafted tokens, as Prometheus counters beside SGLang's own (`--enable-metrics`)."""
+"""Prometheus counters of drafted tokens, beside SGLang's own (`--enable-metrics`)."""
 
 import logging
 from collections.abc import Sequence
@@ -9,45 +9,50 @@ from sglang.srt.runtime_context import get_disagg, get_observability, get_parall
 
 logger = logging.getLogger(__name__)
 
-# Why a block was not drafted or verified the way the server was asked to: the `reason` label, and what to
-# log.
+# Reasons for which a block is not drafted or verified as the server was told to: the `reason` label, and the
+# text of the log line.
 FALLBACKS = {
-    "sampling_seed": "a request has a sampling seed, so its batch drafts by argmax, not by drawing",
+    "sampling_seed": "a request has a sampling seed, so its batch drafts by argmax instead of sampling",
 }
 
 
 class DFlashMetrics:
-    """Counts from numbers that SGLang has on the host anyway; nothing here waits for the device.
+    """Counters of drafted and verified blocks, from numbers that SGLang has on the host.
 
-    A block is one request's share of a cycle. Under overlap scheduling a request's end is known one cycle
-    late; the block it had under way then is counted here, as in SGLang's accept-length gauge and log line,
-    but is not in the request's `meta_info`.
-
-    drafted_per_block: drafted tokens of a whole block, the anchor not counted.
-    labels: of every counter; None counts nothing. registry: a prometheus_client registry; None is the default
-    one."""
+    Nothing here waits for the device. A block is one request's share of a cycle. Under overlap scheduling a
+    request's end is known one cycle late. The block that is in flight then is counted here, as in SGLang's
+    accept-length gauge and log line, but not in the request's `meta_info`.
+    """
 
     def __init__(self, drafted_per_block: int, labels: dict[str, Any] | None, registry: Any = None):
+        """Create the counters.
+
+        Args:
+            drafted_per_block: Drafted tokens of a whole block, without the anchor.
+            labels: Labels of every counter; None counts nothing.
+            registry: A prometheus_client registry; None for the default one.
+        """
         self._logged: set[str] = set()
         self._enabled = labels is not None
-        if not self._enabled:
+        if labels is None:
             return
-        # Decides at its import whether processes share their values, by a variable that SGLang sets at
-        # start-up.
+        # When imported, prometheus_client reads a variable that SGLang sets at start-up: whether processes
+        # share values.
         from prometheus_client import REGISTRY, Counter, Histogram
 
-        def counter(name: str, documentation: str, *own_label: str) -> Counter:
-            return Counter(name, documentation, [*labels, *own_label], registry=registry or REGISTRY)
+        registry = registry or REGISTRY
 
-        self._drafts = counter("sglang:spec_drafts_total", "Drafted blocks verified.").labels(**labels)
-        self._drafted = counter(
-            "sglang:spec_drafted_tokens_total", "Drafted tokens verified; anchors not counted."
-        ).labels(**labels)
-        self._accepted = counter(
-            "sglang:spec_accepted_tokens_total", "Drafted tokens accepted; bonus tokens not counted."
-        ).labels(**labels)
+        def counter(name: str, documentation: str, label: str = "") -> Counter:
+            names = [*labels, label] if label else [*labels]
+            created = Counter(f"sglang:spec_{name}_total", documentation, names, registry=registry)
+            return created if label else created.labels(**labels)
+
+        self._labels = labels
+        self._drafts = counter("drafts", "Drafted blocks verified.")
+        self._drafted = counter("drafted_tokens", "Drafted tokens verified; anchors not counted.")
+        self._accepted = counter("accepted_tokens", "Drafted tokens accepted; bonus tokens not counted.")
         by_position = counter(
-            "sglang:spec_accepted_tokens_per_position_total",
+            "accepted_tokens_per_position",
             "Blocks whose drafted token at this position, counted from 1, was accepted.",
             "position",
         )
@@ -57,39 +62,27 @@ class DFlashMetrics:
             "Slots verified by a cycle, the anchor counted.",
             list(labels),
             buckets=range(1, drafted_per_block + 2),
-            registry=registry or REGISTRY,
+            registry=registry,
         ).labels(**labels)
-        self._by_source = {
-            "blocks": counter(
-                "sglang:spec_source_blocks_total", "Blocks verified, by what proposed their tokens.", "source"
-            ),
-            "proposed": counter(
-                "sglang:spec_source_proposed_tokens_total", "Proposed tokens verified, by source.", "source"
-            ),
-            "accepted": counter(
-                "sglang:spec_source_accepted_tokens_total", "Proposed tokens accepted, by source.", "source"
-            ),
-        }
-        self._labels = labels
+        self._blocks = counter("source_blocks", "Blocks verified, by what proposed their tokens.", "source")
+        self._proposed = counter("source_proposed_tokens", "Proposed tokens verified, by source.", "source")
+        self._kept = counter("source_accepted_tokens", "Proposed tokens accepted, by source.", "source")
         self._undrafted = counter(
-            "sglang:spec_cycles_without_draft_total",
-            "Cycles without a draft forward, as all requests copied.",
-        ).labels(**labels)
-        fallbacks = counter(
-            "sglang:spec_fallbacks_total", "Blocks that took another path than asked for.", "reason"
+            "cycles_without_draft", "Cycles without a draft forward, as all requests copied."
         )
+        fallbacks = counter("fallbacks", "Blocks that took another path than requested.", "reason")
         self._fallbacks = {reason: fallbacks.labels(**labels, reason=reason) for reason in FALLBACKS}
 
     @classmethod
     def from_server(cls, drafted_per_block: int) -> "DFlashMetrics":
-        """As the server's arguments say, on the ranks whose scheduler reports metrics."""
+        """Create what the server's arguments request, on the ranks that report metrics."""
         observability, parallel = get_observability(), get_parallel()
         reports = (parallel.attn_tp_rank, parallel.attn_cp_rank) == (0, 0)
         if not (
             observability.enable_metrics and (reports or observability.enable_metrics_for_all_schedulers)
         ):
             return cls(drafted_per_block, None)
-        # Those of the scheduler's own metrics; a test compares them.
+        # The labels of the scheduler's own metrics; a test compares them.
         labels = {
             "model_name": get_serving().served_model_name,
             "engine_type": DisaggregationMode.to_engine_type(get_disagg().disaggregation_mode),
@@ -104,8 +97,7 @@ class DFlashMetrics:
         return cls(drafted_per_block, {**labels, **(observability.extra_metric_labels or {})})
 
     def count_verified(self, accept_lens: Sequence[int], drafted: int) -> None:
-        """A verified batch: accepted drafted tokens of each block, bonus token not counted, and how many of
-        each block were verified."""
+        """Count a verified batch: `drafted` tokens per block, `accept_lens` of them accepted."""
         if not self._enabled:
             return
         self._drafts.inc(len(accept_lens))
@@ -115,24 +107,24 @@ class DFlashMetrics:
             at_position.inc(sum(accept_len > before for accept_len in accept_lens))
 
     def count_width(self, width: int) -> None:
-        """A cycle that verifies so many slots, where the width is chosen."""
+        """Count a cycle that verifies `width` slots, if the width is chosen per cycle."""
         if self._enabled:
             self._width.observe(width)
 
     def count_source(self, source: str, blocks: int, proposed: int, accepted: int) -> None:
-        """Of a cycle's blocks those from one source, `draft` or `copy`, where there are two."""
+        """Count a cycle's blocks from one source, `draft` or `copy`, if there are two."""
         if not self._enabled:
             return
-        for name, count in (("blocks", blocks), ("proposed", proposed), ("accepted", accepted)):
-            self._by_source[name].labels(**self._labels, source=source).inc(count)
+        counts = ((self._blocks, blocks), (self._proposed, proposed), (self._kept, accepted))
+        for counter, count in counts:
+            counter.labels(**self._labels, source=source).inc(count)
 
     def count_undrafted(self, cycles: int) -> None:
         if self._enabled:
             self._undrafted.inc(cycles)
 
     def count_fallback(self, reason: str, blocks: int = 1) -> None:
-        """Count blocks that fell back, and log each reason once. Raises KeyError for a reason not in
-        FALLBACKS."""
+        """Count blocks that fell back, and log each reason of FALLBACKS once."""
         if reason not in self._logged:
             logger.warning("DFLASH falls back (%s): %s. Logged once.", reason, FALLBACKS[reason])
             self._logged.add(reason)

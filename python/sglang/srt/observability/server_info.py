@@ -1,12 +1,15 @@
-"""What `/server_info` says beside SGLang's own fields."""
+"""Fields of `/server_info` beside SGLang's own."""
 
 import functools
 import inspect
 
 
-def reporting_width():
-    """`SchedulerInternalStateController._add_speculative` that adds `speculative_width` where the width is
-    chosen, and `speculative_copy_ahead` where copies are proposed."""
+def adding_worker_reports():
+    """Return SGLang's `_add_speculative`, extended by the worker's reports.
+
+    `speculative_width` is added if the width is chosen per cycle, `speculative_copy_ahead` if copies are
+    proposed.
+    """
     from sglang.srt.managers.scheduler_components.internal_state import SchedulerInternalStateController
 
     original = inspect.unwrap(SchedulerInternalStateController._add_speculative)
@@ -14,11 +17,11 @@ def reporting_width():
     @functools.wraps(original)
     def add_speculative(self, state):
         original(self, state)
-        report = self.scheduler.draft_worker.width_report
-        if report:
-            state["speculative_width"] = report
-        report = self.scheduler.draft_worker.copy_report
-        if report:
-            state["speculative_copy_ahead"] = report
+        worker = self.scheduler.draft_worker
+        reports = {
+            "speculative_width": worker.width_report,
+            "speculative_copy_ahead": worker.copy_report,
+        }
+        state.update({name: report for name, report in reports.items() if report})
 
     return add_speculative

@@ -1,4 +1,7 @@
-"""The two functions SGLang calls. Both entry points are named `dflash`, so SGLANG_PLUGINS switches both."""
+"""The two functions that SGLang calls.
+
+Both entry points are named `dflash`, so SGLANG_PLUGINS switches both.
+"""
 
 import importlib.metadata
 
@@ -7,19 +10,22 @@ from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 
 def prepare_platform() -> None:
-    """Group `sglang.srt.platforms`: runs while `import sglang` is under way, before any kernel is imported.
+    """Activate the CPU runtime if needed: runs inside `import sglang`, before any kernel.
 
-    Returns None, which leaves the choice of platform to SGLang.
+    Called as group `sglang.srt.platforms`. None leaves the choice of platform to SGLang.
     """
     if runtime.needs_stand_in():
         runtime.activate()
 
 
 def install() -> None:
-    """Group `sglang.srt.plugins`: runs in the main process and again in every child.
+    """Install the plugin: runs in the main process and again in every child.
 
-    Raises SystemExit when this is not the SGLang we were written for. SGLang logs any other exception of a
-    plugin and goes on, which would serve with half of our changes in place.
+    Called as group `sglang.srt.plugins`. SGLang logs other exceptions of a plugin and goes on, which would
+    serve with half of our changes in place.
+
+    Raises:
+        SystemExit: The installed SGLang is not the supported release, or a change cannot be made.
     """
     installed = importlib.metadata.version("sglang")
     if installed != SGLANG_VERSION:

@@ -1,7 +1,7 @@
 """Checks and applies the ledger's changes to SGLang.
 
-Each target is looked up and its signature compared before any is touched. A mismatch ends the process, because
-a half-hooked server would answer with the wrong implementation.
+Each target is looked up and its signature compared before any is touched. A mismatch ends the process,
+because a half-hooked server would answer with the wrong implementation.
 
 SGLang's own HookRegistry is not used. For every hook it walks all attributes of all loaded modules, in each
 process of a server, which takes ten times as long as the rest of our installation.

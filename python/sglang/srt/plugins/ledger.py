@@ -7,7 +7,7 @@
 | `AT_WORKER` | by the `create_worker` hook | scheduler processes that run DFLASH; others keep stock code |
 | `AT_DISAGGREGATION` | with `AT_WORKER` | schedulers that serve prefill or decode alone |
 | `AT_CPU_DISAGGREGATION` | when the attention backend is built | the same, on a CPU, with DFLASH or without |
-| `AT_CPU_ATTENTION` | when our CPU attention is built | with DFLASH, and for targets that stock SGLang cannot run |
+| `AT_CPU_ATTENTION` | when our CPU attention is built | with DFLASH, or if SGLang's cannot run a target |
 
 Tests walk the tables; `install.py` checks and applies them.
 """
@@ -29,8 +29,8 @@ class Change:
         target: Dotted path of a callable, or of a registry for kind "entry".
         kind: "around" (wrap a method), "resolution" (SGLang's resolution hooks), "replace" (rebind a name),
             "class" (rebind a class), "entry" (write `key` of a dict).
-        signature: The target's parameters; of a class only those that SGLang passes. None for a registry, and if
-            Python knows no signature.
+        signature: The target's parameters; of a class only those that SGLang passes. None for a registry, and
+            if Python knows no signature.
         why: Reason for the change.
         build: Returns the hook or the new value. Called when the change is applied, so heavy imports wait.
         key: The entry's key, for kind "entry".
@@ -73,7 +73,8 @@ AT_LOAD = (
         target="sglang.srt.arg_groups.parallel_hook.handle_deprecated_dp_attention",
         kind="resolution",
         signature="(server_args)",
-        why="--model-path may name a speculators checkpoint, and PEAGLE is DFLASH to SGLang; the first step, before any reader",
+        why="--model-path may name a speculators checkpoint, and PEAGLE is DFLASH to SGLang; this step comes "
+        "before any reader",
         build=_ours("srt.arg_groups.checkpoint_detection.detect_speculators_model"),
     ),
     Change(
@@ -81,14 +82,14 @@ AT_LOAD = (
         kind="entry",
         key="hf",
         signature=None,
-        why="read speculators drafts, whose config transformers rejects, wherever SGLang reads a draft's config",
+        why="read speculators drafts, whose config transformers rejects, wherever SGLang reads one",
         build=_ours("srt.configs.draft_config_parser.DraftConfigParser"),
     ),
     Change(
         target="sglang.srt.arg_groups.platform_hook.handle_cpu_backends",
         kind="resolution",
         signature="(server_args)",
-        why="on a CPU, SGLang defaults to intel_amx, whose kernels the stand-in lacks, and to all memory for KV",
+        why="SGLang's CPU defaults are intel_amx, whose kernels the stand-in lacks, and all memory for KV",
         build=_ours("srt.arg_groups.dflash_args.default_cpu_args"),
         cpu_only=True,
     ),
@@ -96,7 +97,7 @@ AT_LOAD = (
         target="sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
         kind="resolution",
         signature="(server_args)",
-        why="SGLang refuses gpt-oss and Gemma 4 on torch_native, which here is our attention and has what they need",
+        why="SGLang refuses gpt-oss and Gemma 4 on torch_native; our attention of that name serves them",
         build=_ours("srt.arg_groups.dflash_args.pass_backend_lists_on_cpu"),
         cpu_only=True,
     ),
@@ -105,9 +106,9 @@ AT_LOAD = (
         kind="entry",
         key="torch_native",
         signature=None,
-        why="torch_native knows no TARGET_VERIFY, non-causal block, sinks, soft cap or MLA, no batches padded for DP attention, "
-        "and reads windowed layers at the wrong slots; ours is built where that matters, SGLang's elsewhere. The name stays, "
-        "the engine keys on it",
+        why="torch_native lacks TARGET_VERIFY, non-causal blocks, sinks, soft caps, MLA and padded batches, "
+        "and reads windowed layers at the wrong slots. Ours is built if needed, else SGLang's. The engine "
+        "keys on the name, so it stays",
         build=hooks.cpu_attention,
         cpu_only=True,
     ),
@@ -115,7 +116,7 @@ AT_LOAD = (
         target="sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
         kind="resolution",
         signature="(server_args)",
-        why="name a missing draft before SGLang tries to read its config",
+        why="report a missing draft by name before SGLang tries to read its config",
         build=_ours("srt.arg_groups.dflash_args.check_draft_path"),
     ),
     Change(
@@ -144,7 +145,7 @@ AT_LOAD = (
         target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
         kind="replace",
         signature="()",
-        why="the CPU runtime keeps snapshots of recurrent states for the prefix cache, which SGLang leaves to GPUs",
+        why="the CPU runtime keeps snapshots of recurrent states for the prefix cache, SGLang only on GPUs",
         build=hooks.cpu_snapshot_support,
         cpu_only=True,
     ),
@@ -153,15 +154,15 @@ AT_LOAD = (
             target=f"sglang.kernels.ops.mamba.mamba_state_scatter_triton.{name}",
             kind="replace",
             signature=signature,
-            why="copies recurrent states between slots in Triton, which a CPU cannot run",
+            why="SGLang copies recurrent states between slots in Triton, which a CPU cannot run",
             build=_ours(f"srt.hardware_backend.cpu.recurrent_states.{name}"),
             cpu_only=True,
         )
         for name, signature in (
             (
                 "track_mamba_states_all_layers",
-                "(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, batch_size, "
-                "check_freed_slots)",
+                "(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, "
+                "batch_size, check_freed_slots)",
             ),
             (
                 "track_mamba_states_if_needed",
@@ -179,7 +180,7 @@ AT_LOAD = (
         target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
         kind="replace",
         signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
-        why="GatedDeltaNet's output norm is a Triton kernel except on CPUs with AMX",
+        why="the output norm of GatedDeltaNet is a Triton kernel except on CPUs with AMX",
         build=_ours("srt.hardware_backend.cpu.fused_layers.layernorm_fn"),
         cpu_only=True,
     ),
@@ -195,7 +196,7 @@ AT_LOAD = (
         target="torch.Tensor.pin_memory",
         kind="replace",
         signature=None,
-        why="SGLang pins a tensor in every decode step that keeps states; without an accelerator PyTorch refuses to",
+        why="SGLang pins a tensor in every decode step with states; PyTorch refuses without an accelerator",
         build=hooks.cpu_pin_memory,
         cpu_only=True,
     ),
@@ -203,7 +204,7 @@ AT_LOAD = (
         target="sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
         kind="replace",
         signature="()",
-        why="two ranks on a CPU get an NCCL communicator where PyTorch brought the library, and end for want of a device",
+        why="if PyTorch brings NCCL, two ranks on a CPU get a communicator that needs a device",
         build=_ours("srt.hardware_backend.cpu.ranks.find_nccl_library"),
         cpu_only=True,
     ),
@@ -214,7 +215,7 @@ AT_FRONT_END = (
         target="sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
         kind="replace",
         signature="(self)",
-        why="SGLang checks neither types nor ranges of sampling parameters here, and some end the scheduler",
+        why="SGLang does not check types and ranges of sampling parameters; some end the scheduler",
         build=_made_by("srt.speculative.request_fields.checking_requests"),
     ),
 )
@@ -238,51 +239,52 @@ AT_WORKER = (
     Change(
         target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",
         kind="replace",
-        signature="(model, eagle_use_aux_hidden_state, eagle_aux_hidden_state_layer_ids, dflash_use_aux_hidden_state, "
-        "dflash_target_layer_ids, is_dspark)",
-        why="some targets can only be told in EAGLE-3's way which layers to capture",
+        signature="(model, eagle_use_aux_hidden_state, eagle_aux_hidden_state_layer_ids, "
+        "dflash_use_aux_hidden_state, dflash_target_layer_ids, is_dspark)",
+        why="some targets accept the layers to capture only through EAGLE-3's interface",
         build=_ours("srt.speculative.targets.kinds.configure_capture"),
     ),
     Change(
         target="sglang.srt.managers.scheduler.validate_dflash_request",
         kind="replace",
         signature="(req, enable_overlap)",
-        why="answer a request DFLASH cannot serve exactly with HTTP 400",
+        why="answer a request that DFLASH cannot serve exactly with HTTP 400",
         build=_ours("srt.speculative.dflash_utils.validate_dflash_request"),
     ),
     Change(
         target="sglang.srt.speculative.dflash_info.DFlashVerifyInput",
         kind="class",
-        signature="(draft_token, positions, draft_token_num, custom_mask, capture_hidden_mode, ragged_verify_layout)",
-        why="SGLang builds one to capture CUDA graphs with; replays must meet the kind we run",
+        signature="(draft_token, positions, draft_token_num, custom_mask, capture_hidden_mode, "
+        "ragged_verify_layout)",
+        why="SGLang builds one to capture CUDA graphs with; replays need the class that we run",
         build=_ours("srt.speculative.dflash_info.DFlashVerifyInput"),
     ),
     Change(
         target="sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy",
         kind="replace",
         signature="(attn_backend)",
-        why="no CUDA graph is captured with a mask, as no block is run with one",
+        why="no block is run with a mask, so no CUDA graph is captured with one",
         build=_ours("srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy"),
     ),
     Change(
         target="sglang.srt.model_executor.graph_shared_output.GraphSharedOutput.create_for_model_runner",
         kind="replace",
         signature="(model_runner)",
-        why="a draft's graphs put no logits into the shared buffer; for P-EAGLE's wider blocks SGLang would make a larger one",
+        why="a draft's graphs put no logits into the shared buffer, which P-EAGLE's blocks would enlarge",
         build=_made_by("srt.speculative.dflash_utils.graph_output_for_runner"),
     ),
     Change(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
         kind="replace",
         signature="(self, state)",
-        why="/server_info says which verify width is in force and why",
-        build=_made_by("srt.observability.server_info.reporting_width"),
+        why="report the verify width in force, and its reason, in /server_info",
+        build=_made_by("srt.observability.server_info.adding_worker_reports"),
     ),
     Change(
         target="sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu",
         kind="replace",
         signature="(self, batch, stream_ordered)",
-        why="after a prefill or a plain decode step the host knows lengths itself, and need not wait for the device",
+        why="after a prefill or a plain decode step the host knows all lengths without the device",
         build=_made_by("srt.speculative.cycle.known_lengths.resolving_known_lengths"),
     ),
 )
@@ -292,7 +294,7 @@ AT_DISAGGREGATION = (
         target="sglang.srt.speculative.dflash_disaggregation.build_dflash_disagg_draft_input",
         kind="replace",
         signature="(batch, last_tokens_tensor, future_map)",
-        why="a decode server's requests come without a prefill of ours: our draft input, and a note for the worker",
+        why="requests of a decode server come without our prefill: build the draft input, notify the worker",
         build=_ours("srt.speculative.scale_out.disaggregation.build_disagg_draft_input"),
     ),
 )
@@ -302,7 +304,7 @@ AT_CPU_DISAGGREGATION = (
         target="sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
         kind="replace",
         signature="(kinds, expected_len)",
-        why="SGLang calls all KV pools GPU memory, which nixl refuses on a machine without one",
+        why="SGLang declares all KV pools as GPU memory, which nixl refuses on a machine without a GPU",
         build=_ours("srt.hardware_backend.cpu.transfer.normalize_kv_mem_kinds"),
         cpu_only=True,
     ),
@@ -310,7 +312,7 @@ AT_CPU_DISAGGREGATION = (
         target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_xfer",
         kind="replace",
         signature="(self, peer_info)",
-        why="a prefill server without a draft refuses to send into the host memory of a decode server with one",
+        why="a prefill server without a draft refuses to send to the host memory of a decode server with one",
         build=_made_by("srt.hardware_backend.cpu.transfer.preparing_targets_layers"),
         cpu_only=True,
     ),
@@ -318,7 +320,7 @@ AT_CPU_DISAGGREGATION = (
         target="sglang.srt.mem_cache.pool_host.common._cuda_host_register",
         kind="replace",
         signature="(buffer, registration_granularity_bytes)",
-        why="SGLang page-locks host buffers through the CUDA driver, which a CPU has not",
+        why="SGLang page-locks host buffers through the CUDA driver, which is missing on a CPU",
         build=_ours("srt.hardware_backend.cpu.transfer.host_register"),
         cpu_only=True,
     ),
@@ -327,7 +329,7 @@ AT_CPU_DISAGGREGATION = (
             target=f"sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.{name}",
             kind="replace",
             signature=signature,
-            why="a decode server keeps the KV of a retracted request in host memory, and copies it with CUDA kernels",
+            why="a decode server copies the KV of a retracted request to host memory with CUDA kernels",
             build=_ours(f"srt.hardware_backend.cpu.transfer.{ours}"),
             cpu_only=True,
         )
@@ -352,7 +354,7 @@ AT_CPU_ATTENTION = (
         kind="entry",
         key="torch_native",
         signature=None,
-        why="SGLang has no method for MLA on torch_native and takes Triton's, which reads latents as keys of every head",
+        why="SGLang has no method for MLA on torch_native; the one it takes, Triton's, reads latents as keys",
         build=hooks.absorbed_mla,
         cpu_only=True,
     ),
@@ -360,7 +362,8 @@ AT_CPU_ATTENTION = (
         target="sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
         kind="replace",
         signature="(self, layer, x, bias)",
-        why="PyTorch picks MKL for float32 where oneDNN takes half the time, and a loop over rows for bfloat16 without AVX-512",
+        why="PyTorch takes MKL for float32, twice as slow as oneDNN, and loops over bfloat16 rows without "
+        "AVX-512",
         build=_made_by("srt.hardware_backend.cpu.linear.linear_for_this_cpu"),
         cpu_only=True,
     ),
@@ -368,7 +371,7 @@ AT_CPU_ATTENTION = (
         target="sglang.srt.layers.layernorm.RMSNorm.forward_native",
         kind="replace",
         signature="(self, x, residual, post_residual_addition, quant_linear)",
-        why="six operators where PyTorch has one that computes the same",
+        why="SGLang's norm takes six operators, PyTorch has one that computes the same",
         build=_made_by("srt.hardware_backend.cpu.fewer_operators.rms_norm_in_one"),
         cpu_only=True,
     ),
@@ -376,7 +379,7 @@ AT_CPU_ATTENTION = (
         target="sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
         kind="replace",
         signature="(self, positions, query, key, offsets, fused_set_kv_buffer_arg)",
-        why="queries and keys are rotated one after the other, in twice the operators",
+        why="SGLang rotates queries and keys one after the other, in twice the operators",
         build=_made_by("srt.hardware_backend.cpu.fewer_operators.rotation_in_one"),
         cpu_only=True,
     ),

@@ -1,11 +1,11 @@
-"""What a dotted path names."""
+"""Look-up of objects by dotted path."""
 
 import importlib
 from typing import Any
 
 
 def resolve(path: str) -> tuple[Any, Any]:
-    """The object a dotted path names, and what holds it."""
+    """Return the holder of the object at a dotted path, and the object."""
     parts = path.split(".")
     for split in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:split])
