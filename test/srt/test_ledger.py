@@ -31,7 +31,7 @@ def name_of(change: ledger.Change) -> str:
 
 @pytest.mark.parametrize("change", CHANGES, ids=name_of)
 def test_an_entry(change):
-    """Check that the entry's target exists, that it gives a reason, and that its hook fits."""
+    """Check the entry's target, its reason and the signature of its hook."""
     install.check(change)
     _, target = install.resolve(change.target)
     assert len(change.why.split()) >= 4
@@ -56,11 +56,11 @@ def test_an_entry(change):
 
 
 def test_kinds_and_times():
-    """Check which kinds of change are made when the plugin loads, and which when a worker starts.
+    """Check the kinds of change at load and at the start of a worker.
 
-    Hooks come with the plugin. So do the config parser, which leaves all other checkpoints to SGLang's parser,
-    and the CPU attention, which runs only what SGLang's cannot (test_target_families.py). Functions that need
-    Triton are replaced at load on a CPU only. All other replacements wait until a DFLASH worker starts.
+    The plugin loads hooks, the config parser and the CPU attention. The parser leaves all other checkpoints
+    to SGLang's. The CPU attention runs only models that SGLang's cannot (test_target_families.py). Functions
+    that need Triton are replaced at load on a CPU only. Other replacements wait until a DFLASH worker starts.
     """
     replaced = [change for change in ledger.AT_LOAD if change.kind == "replace"]
     assert all(change.cpu_only for change in replaced)
@@ -219,7 +219,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_sglang_does_not_go_on_with_half_a_plugin(failure):
-    """SGLang logs a plugin's exception and continues, but its `except Exception` lets SystemExit pass."""
+    """SGLang logs a plugin's exception and continues; SystemExit ends it."""
     sabotage, word = FAILURES[failure]
     program = f"{PRELUDE}{sabotage}; load_plugins(); print('went on')"
     done = run_to_end("-c", program)

@@ -1,6 +1,6 @@
-"""Log probabilities equal those of the same target without speculation, in float32.
+"""Log probabilities equal those of the same target without speculation.
 
-Both APIs are tested, native and OpenAI, streamed and not streamed.
+Both APIs are tested in float32, native and OpenAI, streamed and not streamed.
 """
 
 import json
@@ -64,7 +64,10 @@ def check_logprobs(request: dict, got: dict, want: dict) -> None:
 
 
 def compare(field: str, got, want, request: dict) -> None:
-    """Compare one field; entries are None if nothing was requested, or at the first token of a prompt."""
+    """Compare one field of two answers.
+
+    Entries are None if nothing was requested, or at the first token of a prompt.
+    """
     assert (got is None) == (want is None), f"{field}: {got} but the target has {want}"
     assert len(got or []) == len(want or []), (
         f"{field}: {len(got)} positions, the target has {len(want)}: {request}"
@@ -84,7 +87,7 @@ def compare(field: str, got, want, request: dict) -> None:
 
 
 def test_every_kind_of_request_in_one_batch(server, reference, prompts):
-    """Mix requests with different numbers of top tokens and named ids, and requests without log probabilities."""
+    """Mix requests with different numbers of top tokens and ids, and with none."""
     requests = [
         {
             **greedy(prompt, 20 + number, ignore_eos=True),
@@ -136,7 +139,7 @@ def test_logprobs_are_those_after_the_bias(server, reference, prompts):
 
 
 def test_logprobs_are_those_after_the_temperature(server, reference, prompts):
-    """SGLang divides logits by each request's temperature and leaves greedy requests unscaled."""
+    """SGLang scales logits by each request's temperature, except greedy ones."""
     temperatures = (0.0, 0.5, 1.7, 1.0, 0.7, 0.0, 2.5, 1.3)
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     prompts_ids = [tokenizer.encode(prompt).ids for prompt in prompts[: len(temperatures)]]
@@ -196,7 +199,7 @@ def chat(prompt: str) -> dict:
 
 
 def rows_of_completion(logprobs: dict) -> list[tuple[str, float, dict[str, float]]]:
-    """List (token, its log probability, log probabilities of the top tokens) per position."""
+    """List (token, its log probability, the top tokens' ones) per position."""
     tops = [top or {} for top in logprobs["top_logprobs"]]
     return list(zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True))
 
@@ -245,7 +248,7 @@ def test_openai_completions_echo_the_prompts_logprobs(server, reference, prompts
 
 
 def test_a_chunked_prompt(servers, reference):
-    """Prompt log probabilities span several prefill chunks; the last chunk gives the first output token's."""
+    """Prompt log probabilities span chunks; the last gives the first output token's."""
     server = servers.get(*FLOAT32, *dflash_arguments(), "--chunked-prefill-size", 64)
     texts = [p["text"] for p in heldout_prompts() if 150 <= p["num_tokens"] <= 400][:5]
     requests = [{**greedy(text, 20), "logprob_start_len": 30 * number} for number, text in enumerate(texts)]

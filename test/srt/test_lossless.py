@@ -1,4 +1,4 @@
-"""Greedy output equals the target's own, token by token, for any draft and server setting.
+"""Greedy output equals the target's own for any draft and server setting.
 
 In float32 only the order of additions differs between speculation and plain decoding, by about 1e-6 in a
 logit. So no mismatch is tolerated before a near tie: the first position whose best two tokens are closer than
@@ -181,7 +181,7 @@ def test_the_stored_answers_are_the_targets(requests, answers_alone, reference):
 def test_float32_output_is_the_targets(
     configuration, requests, answers_alone, servers, verify_counts, tmp_path_factory
 ):
-    """Send requests twice: the second pass reads target and draft KV from the prefix cache."""
+    """Send requests twice: the second pass reads KV from the prefix cache."""
     numbers = range(configuration.offset, len(requests), configuration.every)
     chosen, expected = [requests[i] for i in numbers], [answers_alone[i] for i in numbers]
     server = servers.get(*speculative_arguments(configuration, tmp_path_factory))
@@ -204,7 +204,7 @@ def test_float32_output_is_the_targets(
 
 
 def test_float32_retracted_requests_resume_as_the_target_would(requests, reference, servers):
-    """A pool of a third of the needed size retracts requests, which are computed again."""
+    """A pool of a third of the needed size retracts requests."""
     chosen = [
         {**request, "sampling_params": {"temperature": 0, "max_new_tokens": 160, "ignore_eos": True}}
         for request in requests[100:180:5]
@@ -257,7 +257,7 @@ def test_float32_all_prompts_at_concurrency_1_4_16(requests, answers_alone, serv
 
 
 def test_float32_continuations_read_the_kv_that_decoding_wrote(requests, reference, servers):
-    """Continue a prompt and its answer on the KV of verified tokens, from the prefix cache.
+    """Continue a prompt and its answer on cached KV of verified tokens.
 
     Computed without the cache, the same prompt must take the same number of cycles. This shows that draft KV
     written while decoding is as good as draft KV written by prefill.
@@ -285,7 +285,7 @@ def test_float32_continuations_read_the_kv_that_decoding_wrote(requests, referen
 
 
 def test_float32_aborts_leave_the_others_alone(requests, answers_alone, reference, servers):
-    """Requests aborted in mid-generation, by /abort_request or a closed connection, leave others unchanged."""
+    """Abort half of the requests by /abort_request or by a closed connection."""
     server = servers.get(*FLOAT32, *dflash_arguments())
     bystanders = requests[60:84:2]
     expected = answers_alone[60:84:2]
@@ -322,7 +322,10 @@ def test_float32_aborts_leave_the_others_alone(requests, answers_alone, referenc
 
 
 def assert_pool_is_whole(server: Server) -> None:
-    """Check that nothing runs and no KV slot is lost; the scheduler counts slots when idle and exits on a leak."""
+    """Check that nothing runs and no KV slot is lost.
+
+    The scheduler counts slots when it is idle and exits on a leak (conftest.py).
+    """
     server.flush_cache()
     load = server.get("/v1/loads")["loads"][0]
     assert load["num_running_reqs"] == load["num_waiting_reqs"] == load["num_used_tokens"] == 0, load
@@ -347,5 +350,5 @@ def _record_cycles(counts: dict[int, dict[str, int]], name: str, answers: dict[i
 
 
 def _cycles(answer: dict) -> int:
-    """Count cycles by the histogram, because `spec_verify_ct` is missing if nothing was drafted (block of 1)."""
+    """Count cycles by the histogram, because a block of 1 has no `spec_verify_ct`."""
     return sum(answer["meta_info"].get("spec_correct_drafts_histogram") or [])

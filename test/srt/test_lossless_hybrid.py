@@ -105,7 +105,7 @@ class Known:
 
 @pytest.fixture(scope="module")
 def known(target) -> list[Known]:
-    """Prompts with the plain target's answers, each up to its first near tie in float32.
+    """Prompts with the plain target's answers, each up to its first near tie.
 
     Lengths lie around the chunk length of 64. A third of the prompts share a prefix.
     """
@@ -156,7 +156,7 @@ def continued(first: list[tuple[Job, Known]]) -> list[tuple[Job, Known]]:
 
 
 def coming_and_going(known: list[Known], count: int) -> list[tuple[Job, Known]]:
-    """Build jobs that join and end in nearly every step; every sixth is aborted halfway."""
+    """Build jobs that join and end in nearly every step; abort every sixth."""
     generator = random.Random(2)
     found = []
     for number in range(count):
@@ -248,7 +248,7 @@ def test_sampled_tokens_have_the_targets_probabilities(method, target, known):
 
 
 def test_every_block_accepts_what_a_plain_loop_accepts():
-    """The trained pair accepts as many tokens in every block as a plain loop in float32."""
+    """The trained pair accepts as many tokens in every block as a plain loop."""
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
@@ -314,7 +314,7 @@ def test_flags_that_would_corrupt_the_prefix_cache_are_refused(arguments, words)
 
 
 def test_starts_without_a_flag(known):
-    """Serve in bf16, as shipped, with and without a draft; the second pass uses the prefix cache."""
+    """Serve in bf16, as shipped, with and without a draft, twice each."""
     jobs = [Job(k.prompt, min(24, len(k.answer)), step=number) for number, k in enumerate(known[:8])]
     for arguments in ([], dflash_arguments(DRAFT)):
         cold, warm = run(["--model-path", TARGET, *arguments], [jobs, jobs])

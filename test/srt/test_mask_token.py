@@ -1,4 +1,4 @@
-"""A mask token given by name, with its embedding in a file, gives the same draft as one given by id."""
+"""A mask token by name, with its embedding in a file, drafts as one by id."""
 
 import pytest
 import torch

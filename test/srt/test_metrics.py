@@ -1,4 +1,4 @@
-"""Counters on /metrics, compared with the acceptance histograms of the requests that they count."""
+"""Counters on /metrics, compared with the requests' acceptance histograms."""
 
 import json
 import random
@@ -104,13 +104,13 @@ def page(server: Server) -> str:
 
 
 def counts_of_idle(server: Server) -> Counts:
-    """Read the counters of an idle server: a flush waits for steps that outlive their requests."""
+    """Read the counters after a flush, which waits until no step runs."""
     server.flush_cache()
     return read_counts(page(server))
 
 
 def answer_all_kinds(server: Server) -> list[dict]:
-    """Return the `meta_info` of requests that end by length, by a stop token in mid-block, and at once."""
+    """Return the `meta_info` of requests that end by length or by a stop token."""
     texts = [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 300][::20][:12]
     requests = []
     for number, text in enumerate(texts):
@@ -148,7 +148,7 @@ def overlap_server(servers) -> Server:
 
 @pytest.fixture(scope="module")
 def server(servers) -> Server:
-    """Server without overlap scheduling: it verifies no block for a request that has ended."""
+    """Server that verifies no block for an ended request: it has no overlap."""
     labels = ["--extra-metric-labels", '{"zone": "a"}']
     return servers.get(
         *FLOAT32, *dflash_arguments(), "--enable-metrics", "--disable-overlap-schedule", *labels

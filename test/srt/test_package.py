@@ -1,4 +1,4 @@
-"""The installed package: the wheel holds every module, and SGLang finds the entry points."""
+"""The installed package: modules in the wheel, and entry points."""
 
 import ast
 import importlib.metadata
@@ -39,7 +39,7 @@ def test_every_package_has_an_init():
 
 
 def test_both_entry_points_share_a_name(pyproject):
-    """SGLANG_PLUGINS filters both groups by name, so two names could switch off half of the plugin."""
+    """SGLANG_PLUGINS filters by name: two names could switch off half the plugin."""
     declared = pyproject["project"]["entry-points"]
     assert set(declared) == set(GROUPS)
     assert {name for group in declared.values() for name in group} == {"dflash"}
@@ -62,7 +62,7 @@ def test_pins(pyproject):
 
 
 def imported_modules(source: str) -> set[str]:
-    """List every module that a file imports, at any level; `from a import b` counts as a and a.b."""
+    """List all modules that a file imports; `from a import b` counts as a and a.b."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -1,7 +1,8 @@
-"""The P-EAGLE drafter (prefill, propose, commit) against a reference without a cache.
+"""The P-EAGLE drafter against a reference without a cache.
 
-Drafted tokens are argmaxes and are compared exactly: seeds are fixed, and no two logits of these drafts are
-within rounding. Unwritten KV slots hold NaN, so a row that is read too early makes the result NaN.
+Prefill, propose and commit are called around the draft model. Drafted tokens are argmaxes and are compared
+exactly: seeds are fixed, and no two logits of these drafts are within rounding. Unwritten KV slots hold NaN,
+so a row that is read too early makes the result NaN.
 """
 
 import json
@@ -44,7 +45,7 @@ CONFIG = GOOD_PEAGLE | {
 
 
 class BlockKeysFromTheForward(TorchNativeSpecAttnBackend):
-    """Attention that takes a block's keys and values from the forward's inputs, as SGLang's Triton backend."""
+    """Attention that reads block keys from the forward, as SGLang's Triton backend."""
 
     needs_cpu_seq_lens = False
 
@@ -151,7 +152,7 @@ class Simulation:
     def prefill(
         self, ends: dict[int, int], continued: tuple[int, ...] = (), running: tuple[int, ...] = ()
     ) -> None:
-        """Prefill the requests up to the given lengths; their committed tokens are the cached prefix."""
+        """Prefill requests up to these lengths, with their committed tokens as prefix."""
         chosen = list(ends) + list(running)
         prefix = [self.lengths[r] for r in chosen]
         ends = ends | {r: self.lengths[r] + 1 for r in running}
@@ -232,7 +233,10 @@ class Simulation:
 @pytest.mark.parametrize("verify_width", [1, 2, 5, 8])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_cycles_after_a_prefill(verify_width, page_size, tmp_path):
-    """Vary text lengths (one token, shorter than a block, longer than the window) and accepted lengths."""
+    """Vary text lengths and accepted lengths.
+
+    Texts have one token, fewer than a block, or more than the window. None, some or all tokens are accepted.
+    """
     simulation = Simulation(verify_width, 4, tmp_path, page_size)
     simulation.prefill({0: 17, 1: 1, 2: 2, 3: 6})
     most = verify_width - 1
@@ -248,7 +252,7 @@ def test_cycles_after_a_prefill(verify_width, page_size, tmp_path):
 
 @pytest.mark.parametrize("verify_width", [2, 5])
 def test_widths_change_from_cycle_to_cycle(verify_width, tmp_path):
-    """Verify widths change, and a pause without drafting leaves later drafts unchanged.
+    """A pause without drafting leaves later drafts unchanged.
 
     The pause is longer than the number of rows that may be pending, and another request's prefill falls into
     it.
@@ -270,7 +274,7 @@ def test_widths_change_from_cycle_to_cycle(verify_width, tmp_path):
 
 @pytest.mark.parametrize("backend", [BlockKeysFromTheForward, KeysFromThePool])
 def test_backends_that_do_not_know_the_hosts_lengths(backend, tmp_path):
-    """Every row attends to its own request, whether block keys come from the inputs or from the pool."""
+    """Every row attends to its own request, wherever block keys come from."""
     simulation = Simulation(6, 4, tmp_path, backend=backend)
     simulation.prefill({0: 17, 1: 1, 2: 2, 3: 6})
     for kept in ((0, 0, 0, 0), (5, 2, 0, 5), (0, 5, 1, 3), (5, 0, 5, 0), (4, 1, 2, 2)):
@@ -278,7 +282,7 @@ def test_backends_that_do_not_know_the_hosts_lengths(backend, tmp_path):
 
 
 def test_the_end_of_the_context(tmp_path):
-    """No row of a block lies beyond the context, and a request's last tokens are drafted as usual."""
+    """No row lies beyond the context, and the last tokens are drafted as usual."""
     simulation = Simulation(6, 2, tmp_path, backend=KeysFromThePool)
     simulation.prefill({0: CAPACITY - 17, 1: 3})
     for kept in ((0, 5), (5, 0), (0, 1), (3, 2)):
@@ -308,7 +312,7 @@ def test_a_chunked_prefill_is_exact(tmp_path):
 
 
 def test_a_cached_prefix(tmp_path):
-    """The state before the prefix's end is unknown: one row uses the learned state, all others are exact."""
+    """One row uses the learned state: the state at the prefix's end is unknown."""
     simulation = Simulation(5, 2, tmp_path)
     simulation.prefill({0: 10, 1: 1})
     simulation.prefill({0: 15, 1: 3})  # as a new request that finds its first tokens in the cache
@@ -318,7 +322,7 @@ def test_a_cached_prefix(tmp_path):
 
 
 def test_a_mixed_batch(tmp_path):
-    """Running requests join a prefill with one token each and keep their pending rows."""
+    """Running requests join a prefill and keep their pending rows."""
     simulation = Simulation(5, 3, tmp_path)
     simulation.prefill({0: 12, 1: 3})
     simulation.cycle({0: 4, 1: 2})
@@ -329,7 +333,10 @@ def test_a_mixed_batch(tmp_path):
 
 
 def test_draft_probabilities_belong_to_their_request(tmp_path):
-    """Probabilities are over target ids, under each request's temperature, with blocks of different starts."""
+    """Probabilities are over target ids, under each request's temperature.
+
+    The blocks of the requests begin at different rows.
+    """
     simulation = Simulation(5, 3, tmp_path)
     simulation.prefill({0: 12, 1: 3, 2: 30})
     simulation.cycle({0: 4, 1: 0, 2: 2})
@@ -347,7 +354,7 @@ def test_draft_probabilities_belong_to_their_request(tmp_path):
 
 
 def test_a_graph_can_be_captured_if_nothing_is_drafted(tmp_path):
-    """With --speculative-num-draft-tokens 1 SGLang runs a row per request and nobody reads its output."""
+    """With one draft token SGLang runs a row per request and ignores its output."""
     simulation = Simulation(1, 2, tmp_path)
     batch = simulation.pools.blocks(torch.zeros(2, 1, dtype=torch.int64), [3, 5])
     out = simulation.pools.forward(simulation.model, batch)

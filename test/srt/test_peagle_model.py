@@ -1,4 +1,4 @@
-"""Our P-EAGLE draft on SGLang's layers against the `speculators` library's own model.
+"""Our P-EAGLE draft against the `speculators` library's own model.
 
 Golden data: golden/tiny-peagle/, made by benchmark/tiny/speculators_golden.py with the library's classes in
 float32. It holds logits of one step after some prompts, and of small random drafts with options that the
@@ -55,7 +55,7 @@ def draft(tmp_path_factory):
 
 
 def step_logits(draft: PEagleDraftModel, tokens: list[int], aux_hidden: torch.Tensor) -> torch.Tensor:
-    """Return draft logits [K, draft vocab] after `tokens`, with all rows in one block.
+    """Return draft logits [K, draft vocab] after `tokens`, all rows in one block.
 
     Args:
         draft: The draft model.
@@ -81,7 +81,7 @@ def step_logits(draft: PEagleDraftModel, tokens: list[int], aux_hidden: torch.Te
 
 
 def target_states(target, tokens: list[int], ids: list[int]) -> torch.Tensor:
-    """Return captured states [n, A * H] of all tokens; ids index Hugging Face's `hidden_states`."""
+    """Return states [n, A * H] of all tokens; ids index HF's `hidden_states`."""
     with torch.no_grad():
         states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     return torch.cat([states[i][0] for i in ids], dim=-1)
@@ -120,7 +120,7 @@ def test_the_other_norm_before_residual_would_show(target, tmp_path):
 
 @pytest.mark.parametrize("variant", sorted(p.name for p in (GOLDEN / "variants").iterdir()))
 def test_options_the_bundled_draft_does_not_use(variant, tmp_path):
-    """Cover Llama layers, several layers, a window of 5, biases, norms around fc, and one vocabulary."""
+    """Cover Llama layers, depth, a window of 5, biases, fc norms, one vocabulary."""
     draft = load(GOLDEN / "variants" / variant, tmp_path)
     data = np.load(GOLDEN / "variants" / variant / "logits.npz")
     logits = step_logits(draft, data["tokens"].tolist(), torch.from_numpy(data["aux"]).float())
@@ -128,7 +128,7 @@ def test_options_the_bundled_draft_does_not_use(variant, tmp_path):
 
 
 def test_a_captured_graph_finds_its_rows(draft):
-    """Rows come from the drafter's static buffers if SGLang captures with a spec_info of its own."""
+    """Rows come from static buffers if SGLang captures with its own spec_info."""
     generator = torch.Generator().manual_seed(0)
     draft.allocate_blocks(requests=3, width=6, num_drafting=3)
     blocks = draft.blocks(2)
@@ -167,7 +167,7 @@ def test_a_mask_hidden_of_another_size_is_named(tmp_path):
 
 
 def test_new_weights_reach_the_fused_mask(draft, tmp_path):
-    """A weight update must recompute the fused mask, which is computed only once otherwise."""
+    """A weight update must recompute the fused mask."""
     other = load(PEAGLE_DRAFT, tmp_path)
     before = other.fused_mask.clone()
     weights = {name: t for name, t in load_file(PEAGLE_DRAFT / "model.safetensors").items()}

@@ -1,4 +1,4 @@
-"""Penalties count all tokens before each position, the drafted ones included, and keep answers lossless."""
+"""Penalties count emitted and drafted tokens, and answers stay the target's."""
 
 import math
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def request(prompt_len: int, output_ids=(), eos_token_ids=frozenset({EOS}), **pe
 
 
 def batch_of(reqs, slots, lengths) -> SimpleNamespace:
-    """Build a batch; `lengths` counts tokens with KV after a prefill, or before a block."""
+    """Build a batch; lengths count tokens with KV after prefill or before a block."""
     return SimpleNamespace(
         reqs=reqs,
         req_pool_indices=torch.tensor(slots),
@@ -70,7 +70,7 @@ def requests(draw):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_schedule_counts_emitted_tokens(data):
-    """Each position's logits are penalized by the emitted and drafted tokens before it.
+    """Each position is penalized by the emitted and drafted tokens before it.
 
     Requests start, run blocks in any batch and order, end, and leave their slot to others.
     """
@@ -147,7 +147,7 @@ def test_a_tokenizers_own_end_counts_too():
 
 
 def test_requests_that_another_server_prefilled():
-    """A decode server gets a request with its earlier output and no prefill, as after a retraction."""
+    """A decode server gets requests without prefill, with their earlier output."""
     penalties, device = Penalties(POOL, VOCAB, torch.device("cpu")), torch.device("cpu")
     old = request(2, [3, 3, 4], frequency_penalty=0.5)
     penalties.begin_prefill(batch_of([old], [2], [5]), num_running=0)  # the row's previous request
@@ -204,7 +204,7 @@ def expected(penalized_requests) -> list[list[int]]:
 
 @torch.no_grad()
 def plain_loop(model, tokenizer, requests: list[dict]) -> list[list[int]]:
-    """Answer all requests in one batch; each answer ends at its first near tie in float32."""
+    """Answer all requests in one batch, each up to its first near tie."""
     prompts = [tokenizer.encode(request["text"]).ids for request in requests]
     longest = max(map(len, prompts))
     inputs = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
@@ -235,7 +235,7 @@ class GrowingAnswer:
         self.is_over = False
 
     def extend(self, logits: torch.Tensor) -> int:
-        """Append and return the next token; once the answer is over, return a placeholder."""
+        """Append and return the next token, or a placeholder once it is over."""
         if self.is_over:
             return 0
         logits = penalized(logits, self._request, self.tokens)

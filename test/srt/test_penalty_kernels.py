@@ -1,4 +1,4 @@
-"""Penalty kernels against their PyTorch twins, on a GPU or in Triton's interpreter."""
+"""Penalty kernels against their PyTorch twins, on a GPU or interpreted."""
 
 import pytest
 import torch

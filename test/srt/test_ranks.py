@@ -1,7 +1,7 @@
-"""Servers of several processes: tensor and data parallelism over loopback, on the CPU runtime's defaults.
+"""Servers of several processes: tensor and data parallelism over loopback.
 
-Two ranks add in another order than one. So tokens after a near tie of the target are not compared, as in all
-tests, and the number of cycles may differ slightly.
+They run on the CPU runtime's defaults. Two ranks add in another order than one. So tokens after a near tie of
+the target are not compared, as in all tests, and the number of cycles may differ slightly.
 """
 
 import json
@@ -65,7 +65,7 @@ def serve_both(server: Server, requests: list[dict], penalized: list[dict]) -> t
 
 
 def wider_draft(folder: Path) -> Path:
-    """Pad the MLPs of the bundled draft with 32 rows of zeros, so that SGLang must pad for two ranks."""
+    """Widen the MLPs of the bundled draft by 32 zero rows; SGLang pads for two ranks."""
     inner = read_config(DRAFT)["intermediate_size"]
 
     def widen(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

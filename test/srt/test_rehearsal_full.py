@@ -1,6 +1,7 @@
-"""All other rehearsals: `make test ARGS="-m rehearsal_full"` runs half an hour on two cores.
+"""All other rehearsals: `make test ARGS="-m rehearsal_full"`.
 
-As in test_rehearsal.py, the output must be the target's, and the acceptance that of the CPU path.
+They take half an hour on two cores. As in test_rehearsal.py, the output must be the target's, and the
+acceptance that of the CPU path.
 """
 
 import json
@@ -84,7 +85,7 @@ def test_the_built_in_worker(backend, expected, reference):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_triton(draft, expected, reference):
-    """Run SGLang's attention kernels in Triton's interpreter, on a few short requests."""
+    """Run SGLang's attention kernels in Triton's interpreter, on short requests."""
     requests = greedy_requests(3, 16)
     expected.answers(DRAFTS[draft], requests)
     with rehearse(Scene("triton", buckets=(4,)), DRAFTS[draft], NO_CACHE) as played:
@@ -95,7 +96,7 @@ def test_triton(draft, expected, reference):
     ("backend", "draft"), [("flashinfer", "speculators"), ("fa3", "dflash"), ("fa3", "peagle")]
 )
 def test_sliding_layers(backend, draft, sliding_drafts, expected, reference):
-    """Rehearse sliding layers on the backends that `choose_draft_attention` selects for them."""
+    """Use the backends that `choose_draft_attention` selects for sliding layers."""
     requests = greedy_requests()
     expected.answers(sliding_drafts[draft], requests)
     with rehearse(Scene(backend), sliding_drafts[draft], NO_CACHE) as played:
@@ -204,7 +205,7 @@ def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_probabilistic_drafting(draft, monkeypatch):
-    """Sequences have the target's probabilities, as in test_sampled_sequences.py with fewer samples."""
+    """Repeat test_sampled_sequences.py with fewer samples."""
     monkeypatch.setattr(sequences, "SAMPLES", 512)
     prompt = sequences.PROMPTS[0]
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
@@ -227,7 +228,7 @@ def test_a_causal_draft_is_noticed(expected, reference):
 
 
 def test_a_forgotten_static_buffer_is_noticed():
-    """A graph that reads a step's temporary tensor ends the server at its first replay, the warm-up request."""
+    """A graph that reads a temporary tensor ends the server at the warm-up request."""
     with pytest.raises(ServerDied, match="reads memory that nobody has kept since the capture"):
         with rehearse(Scene("fa3", fault="forgotten buffer"), DRAFT):
             pass

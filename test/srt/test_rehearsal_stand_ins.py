@@ -1,4 +1,4 @@
-"""Stand-ins for a GPU in a rehearsal: graphs that detect stale reads, and attention."""
+"""Stand-ins for a GPU: graphs that detect stale reads, and attention."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_a_replay_writes_in_place(graph):
 
 
 def test_a_kernel_is_one_operation(graph):
-    """A kernel's body may read values, because it runs at each replay and is not part of the graph."""
+    """A kernel's body may read values, because it runs anew at each replay."""
     static = torch.tensor([2])
     repeat = kernel("repeat", lambda n: torch.full((4,), n.item()))
     graph.capture_one("shape", lambda: repeat(static) + 1)
@@ -55,7 +55,7 @@ def test_a_kernel_is_one_operation(graph):
 
 
 def test_memory_that_nobody_keeps_is_not_read(graph):
-    """A tensor that is freed after the capture must not be read: a real graph would read reused memory."""
+    """Reading a freed tensor is an error: a real graph would read reused memory."""
     made_for_this_step = torch.ones(3)
     graph.capture_one("shape", lambda: made_for_this_step * 2)
     assert graph.replay("shape", None).tolist() == [2, 2, 2]
@@ -87,7 +87,10 @@ def test_a_host_read_cannot_be_captured(read, graph):
 
 
 def test_attention_counts_positions_from_the_end():
-    """Compare with PyTorch's attention: queries at positions 3 and 4 of five, two heads on one KV head."""
+    """Compare with PyTorch's attention, for queries at positions 3 and 4 of five.
+
+    Two query heads share one KV head.
+    """
     rng = torch.Generator().manual_seed(0)
     q, keys, values = (torch.randn(n, h, 8, generator=rng) for n, h in ((2, 2), (5, 1), (5, 1)))
     for causal, back, ahead, seen in (

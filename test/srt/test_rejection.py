@@ -1,4 +1,4 @@
-"""Rejection and block verification are exact and accept as much as their papers state, by enumeration."""
+"""Rejection and block verification are exact, and as long as their papers state."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_the_output_is_the_targets(vocabulary, width, kind, rule):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["one-hot", "half", "marginals"])
 def test_any_draft_may_be_called_one_hot(kind, rule):
-    """Sampled drafts that are declared as certain still give the target's distribution."""
+    """Sampled drafts declared as certain still give the target's distribution."""
 
     def declared_one_hot(block, target_probs, draft, *uniforms):
         return rule(block, target_probs, DraftProbs.one_hot(block[:, 1:]), *uniforms)
@@ -60,7 +60,7 @@ def test_probabilities_of_a_neighbouring_slot_are_caught(rule):
 
 
 def filtered(probs: torch.Tensor, top_k: int, top_p: float, chained: bool) -> torch.Tensor:
-    """Apply top_k and top_p to every row; if `chained`, top_p applies to renormalised top_k output."""
+    """Filter every row; if `chained`, top_p applies to the renormalised top_k tokens."""
     ordered, ids = probs.sort(dim=1, descending=True)
     seen = ordered.clone()
     if chained:
@@ -113,7 +113,7 @@ def test_a_wrong_rule_is_caught(wrong_rule):
 
 
 def expected_lengths(case: Case) -> tuple[float, float]:
-    """Compute the expected accept lengths of both rules by the formulas of their papers.
+    """Compute both rules' expected accept lengths by their papers' formulas.
 
     Rejection accepts the first k tokens with probability prod min(1, p / q). Block verification accepts them
     with probability w_k, the most that any rule can reach (Sun et al. 2024).
@@ -131,7 +131,7 @@ def expected_lengths(case: Case) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_expected_lengths(kind):
-    """Block verification is never shorter, longer for some sampled drafts, and equal for one-hot drafts."""
+    """Block verification gains length on sampled drafts, and none on one-hot drafts."""
     gains = []
     for seed in range(6):
         case = random_case(seed, 3, 4, kind)
@@ -146,7 +146,7 @@ def test_expected_lengths(kind):
 
 
 def test_the_example_of_the_paper():
-    """Reproduce the first example of Sun et al. 2024: drafted with (2/3, 1/3), target (1/3, 2/3)."""
+    """Reproduce the first example of Sun et al. 2024: q = (2/3, 1/3), p = (1/3, 2/3)."""
     table = torch.tensor([[1 / 3, 2 / 3]], dtype=torch.float64)
     case = Case([table.expand(2**k, 2) for k in range(3)], [1 - table.expand(2**k, 2) for k in range(2)])
     assert [output_law(rule, case)[1] for rule in RULES] == pytest.approx([10 / 9, 11 / 9], abs=1e-9)

@@ -1,4 +1,4 @@
-"""The rejection kernel against its PyTorch twins, on a GPU or in Triton's interpreter."""
+"""The rejection kernel against its PyTorch twins, on a GPU or interpreted."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_the_walk_equals_its_twin(arguments, block_verification):
 @pytest.mark.parametrize("block_verification", [False, True])
 @pytest.mark.parametrize("candidates", [1, 128, 1500])
 def test_the_walk_over_long_lists_equals_its_twin(candidates, block_verification):
-    """Compare more than a tile of candidates from a larger vocabulary, with a draft that is often right."""
+    """Compare more than a tile of candidates, with a draft that is often right."""
     torch.manual_seed(candidates)
     bs, width, vocabulary = 16, 8, 2000
     logits = 3 * torch.randn(bs, width, vocabulary)

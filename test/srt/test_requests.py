@@ -1,7 +1,7 @@
-"""Request options: ends in mid-block, streams and refusals, with the target's own answers.
+"""Request options: ends in mid-block, streams and refusals.
 
-All tests run in float32 against the same target without speculation. Sampled requests, log probabilities and
-grammars have their own files.
+Answers must be the target's own. All tests run in float32 against the same target without speculation.
+Sampled requests, log probabilities and grammars have their own files.
 """
 
 import collections
@@ -46,7 +46,7 @@ def check_same(server: Server, reference, requests: list[dict]) -> list[dict]:
 
 
 def test_stop_strings_end_an_answer_where_the_target_would(server, reference, prompts):
-    """Stop at three characters of the target's own answer, from a start that moves through the block."""
+    """Stop at three characters of the target's answer, at places all over a block."""
     plain = reference.answers([greedy(prompt, ignore_eos=True) for prompt in prompts])
     requests = []
     for number, (prompt, answer) in enumerate(zip(prompts, plain)):
@@ -70,7 +70,7 @@ def test_stop_tokens_end_an_answer_at_every_slot_of_a_block(server, reference, p
 
 @pytest.mark.parametrize("token", [-1, 1_000_000_000, 2**40])
 def test_a_token_id_outside_the_vocabulary_is_refused(token, server, reference, prompts):
-    """Only the faulty request ends, with others running; in stock SGLang the server ends."""
+    """Only the faulty request ends; in stock SGLang the server ends."""
     good = [greedy(prompt) for prompt in prompts[:4]]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         others = pool.submit(server.generate_many, good, 4)
@@ -152,7 +152,7 @@ def test_an_openai_field_out_of_range_is_refused(fields, server, reference, prom
 
 
 def test_end_of_text_in_mid_block(server, reference, prompts):
-    """A logit bias makes end-of-text likely; with `ignore_eos` the answer runs past the same token."""
+    """A logit bias makes end-of-text likely; `ignore_eos` runs past the same token."""
     requests = [
         greedy(prompt, logit_bias={"0": bias}, ignore_eos=ignore)
         for prompt in prompts
@@ -199,7 +199,7 @@ def test_streamed_tokens_are_never_taken_back(server, reference, prompts):
 
 
 def test_logged_accept_length_is_the_histograms(server, prompts):
-    """Compare the scheduler's log, here one line per step, with the histogram of a request that runs alone."""
+    """Compare the log, here one line per step, with the histogram of a lone request."""
     server.flush_cache()
     before = len(server.log())
     answer = server.generate(**greedy(prompts[6], 60, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""The roofline of a cycle: its formulas are right, and ROOFLINE.md shows their results."""
+"""The roofline of a cycle: formulas, and their results in ROOFLINE.md."""
 
 import pytest
 import roofline
@@ -26,7 +26,7 @@ def test_roofline_page_shows_what_the_program_computes():
 
 
 def test_roofline_counts_the_published_parameters():
-    """Model cards state 8.19 billion for Qwen3-8B and 8.03 for Llama-3.1-8B, embedding included."""
+    """Model cards state 8.19 and 8.03 billion parameters, embedding included."""
     for pair, billions in ((QWEN3_8B, 8.19), (LLAMA_3_1_8B, 8.03)):
         parameters = roofline.layer_parameters(pair.target) + 2 * roofline.head_parameters(pair.target)
         assert parameters / 1e9 == pytest.approx(billions, abs=0.005)
@@ -45,7 +45,7 @@ def test_roofline_at_batch_1_is_the_weights_and_at_48_the_arithmetic():
 
 
 def test_roofline_counts_the_small_kernels_tensors():
-    """Compare the formulas with the tensors that the kernels' PyTorch twins read and return."""
+    """Compare the formulas with the tensors of the kernels' PyTorch twins."""
 
     def total(tensors):
         return sum(tensor.nbytes for tensor in tensors)

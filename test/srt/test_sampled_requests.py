@@ -1,4 +1,4 @@
-"""Sampled output follows the target's sampler: temperature, joint top-k / top-p filter, and min-p.
+"""Sampled output follows the target's sampler: temperature, top-k, top-p, min-p.
 
 The target alone scores each sampled sequence, which gives the target's distribution at every token. A token's
 place in the cumulative distribution is uniform on [0, 1) if and only if the sampler is right. A
@@ -116,7 +116,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def draws(server, reference, prompts) -> Callable[[Case], list[Draw]]:
-    """Sample every prompt once per case, in batches with greedy requests, and score the output."""
+    """Sample and score every prompt once per case, in batches with greedy requests."""
     made: dict[str, list[Draw]] = {}
 
     def get(case: Case) -> list[Draw]:
@@ -202,7 +202,7 @@ def test_sampled_tokens_follow_the_targets_sampler(case, draws):
 
 
 def test_the_statistic_rejects_other_samplers(draws, reference, prompts):
-    """Reject chained filters, another min-p, another temperature, and greedy output passed off as sampled."""
+    """Reject other filters, another temperature, and greedy output."""
     joint, min_p, tempered = CASES
     _, outside = places(draws(joint), chained_filter(4, 0.82), 1.0)
     assert outside, (
@@ -220,7 +220,7 @@ def test_the_statistic_rejects_other_samplers(draws, reference, prompts):
 
 
 def test_logprobs_of_sampled_tokens(server, reference, prompts):
-    """Log probabilities are those of the sampled tokens, with greedy requests in the batch."""
+    """Log probabilities are those of the sampled tokens, next to greedy requests."""
     length = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     requests = [
         {

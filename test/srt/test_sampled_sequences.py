@@ -1,8 +1,8 @@
 """Whole sampled sequences have the target's probabilities, by a chi-square test.
 
-Two tokens are allowed at every position, so the probability of each sequence of LENGTH tokens can be computed.
-The server then samples more than 50,000 tokens, and its sequences are counted. test_sampled_requests.py tests
-each token given its prefix; this test covers their joint distribution.
+Two tokens are allowed at every position, so the probability of each sequence of LENGTH tokens can be
+computed. The server then samples more than 50,000 tokens, and its sequences are counted.
+test_sampled_requests.py tests each token given its prefix; this test covers their joint distribution.
 
 Target and drafts are random and have a vocabulary of eight tokens, so that random drafts are often right. The
 probabilities come from Hugging Face's model. A right server fails once in 1 / FALSE_ALARM runs. A server that

@@ -1,4 +1,4 @@
-"""Memory of probabilistic drafting at the size of a large server, counted on meta tensors."""
+"""Memory of probabilistic drafting on a large server, counted on meta tensors."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ GIGABYTE = 1 << 30
 
 
 class Peak(TorchDispatchMode):
-    """Peak size in bytes of tensors created in this context, without an operation's own workspace."""
+    """Peak bytes of tensors created inside, without an operation's own workspace."""
 
     def __init__(self):
         super().__init__()

@@ -79,7 +79,7 @@ def test_seeded_output_does_not_depend_on_the_verify_width(servers, requests, ex
 
 
 def test_unfiltered_requests_ignore_batch_mates_with_filters(servers, requests):
-    """SGLang's sampler draws differently if any request of a batch filters; our output stays the same."""
+    """SGLang's sampler draws differently if any request of a batch filters."""
     plain = [
         {**request, "sampling_params": {"temperature": 1.0, "sampling_seed": seed, "max_new_tokens": 24}}
         for seed, request in enumerate(requests[:: len(SEEDS) * len(PARAMETERS)])

@@ -86,7 +86,7 @@ def test_the_best_path_starts_at_the_anchor():
     ],
 )
 def test_the_filters(temperature, top_k, top_p, min_p):
-    """Compare with one joint filter, whose thresholds apply to the unfiltered probabilities."""
+    """Compare with one joint filter on the unfiltered probabilities."""
     scores = 2 * torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
     found = slot_probs(scores, drawing(8, 1, temperature, top_k, top_p, min_p), is_drawn=True)
     for row, got in zip(scores, found):
@@ -100,7 +100,10 @@ def test_the_filters(temperature, top_k, top_p, min_p):
 
 
 def test_paths_are_drawn_from_the_declared_probabilities():
-    """Compare path frequencies with declared conditionals; the chi-square test fails once in 10^6 runs."""
+    """Compare path frequencies with the product of declared conditionals.
+
+    The chi-square test fails once in 10^6 runs.
+    """
     from scipy.stats import chi2
 
     found, anchors, left, right = random_walk(7, bs=1, slots=3, candidates=3, rank=4)
@@ -196,7 +199,7 @@ def test_the_walk_equals_its_twin(
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_walk_of_published_size_equals_its_twin(draws, dtype):
-    """Walk 16 candidates at rank 256 in blocks of 8, also with bfloat16 codebooks as in checkpoints."""
+    """Walk 16 candidates at rank 256 in blocks of 8, also with bfloat16 codebooks."""
     found, anchors, *codebooks = random_walk(11, bs=4, slots=7, candidates=16, rank=256, vocab=500)
     found = Candidates(found.ids, found.unary, found.gate.to(dtype))
     case = found, anchors, *(book.to(dtype) for book in codebooks)

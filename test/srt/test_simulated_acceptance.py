@@ -1,4 +1,4 @@
-"""SGLang's `SGLANG_SIMULATE_ACC_LEN`: accept lengths and tokens match SGLang's other workers."""
+"""`SGLANG_SIMULATE_ACC_LEN` gives the lengths and tokens of SGLang's workers."""
 
 import pytest
 import torch

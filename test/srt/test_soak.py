@@ -1,4 +1,4 @@
-"""Three hundred random requests of benchmark/soak.py, and planted faults that its checks must find."""
+"""Random requests of benchmark/soak.py, and planted faults that it must find."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""Speculators config.json files: conversion of good ones, and error messages about bad ones."""
+"""Speculators config.json files: conversion, and error messages."""
 
 import copy
 import json
@@ -183,7 +183,10 @@ def test_good_peagle_config_becomes_a_flat_one():
 
 
 def test_peagle_defaults_are_the_librarys():
-    """Unlike in EAGLE-3, `norm_before_residual` defaults to false; a wrong default silently costs acceptance."""
+    """Unlike in EAGLE-3, `norm_before_residual` defaults to false.
+
+    A wrong default silently costs acceptance.
+    """
     bare = {key: value for key, value in GOOD_PEAGLE.items() if "norm" not in key}
     settings = normalize(bare, "ck")["dflash_config"]
     assert [settings[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm")] == [False] * 3

@@ -1,4 +1,6 @@
-"""Our draft against the `speculators` library's own model, on a bundled checkpoint that it trained.
+"""Our draft against the `speculators` library's own model.
+
+The library trained the bundled checkpoint.
 
 Golden data: golden/tiny-speculators/, made by benchmark/tiny/speculators_golden.py with the library's classes
 in float32. Block logits agree to 1e-4 of the largest logit. Layer ids off by one move them by more than a
@@ -51,7 +53,10 @@ def golden() -> list[tuple[list[int], torch.Tensor]]:
 
 
 def block_logits(draft, target, tokens: list[int], shift: int = 0) -> torch.Tensor:
-    """Return logits [B, draft vocab] of the block at the last token, with layer ids moved by `shift`."""
+    """Return logits [B, draft vocab] of the block at the last token.
+
+    `shift` moves every layer id.
+    """
     settings = draft.draft
     with torch.no_grad():
         states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
@@ -100,10 +105,10 @@ def test_draft_vocabulary_is_mapped_to_the_targets(draft):
     "checkpoint, golden_folder", [(SPECULATORS_DRAFT, GOLDEN), (PEAGLE_DRAFT, GOLDEN.parent / "tiny-peagle")]
 )
 def test_accept_lengths_are_the_librarys_step_by_step(servers, checkpoint, golden_folder):
-    """Read accept lengths from the stream of one request at a time, which has one chunk per step.
+    """Read accept lengths from the stream of one request at a time.
 
-    A busy machine may put two steps into one chunk. So the number of steps and the histogram of their lengths
-    are checked at the end as well.
+    The stream has one chunk per step. A busy machine may put two steps into one chunk. So the number of steps
+    and the histogram of their lengths are checked at the end as well.
     """
     server = servers.get(*FLOAT32, "--model-path", str(checkpoint))
     runs = json.loads((golden_folder / "accepted.json").read_text())

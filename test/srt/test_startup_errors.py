@@ -1,4 +1,4 @@
-"""Bad starts: each ends by itself, with a non-zero exit code and a message that names the mistake.
+"""Bad starts: each ends with a non-zero exit code and names the mistake.
 
 SGLang refuses most of them while it reads its arguments. These run the real entry point, each in a fork of a
 process that has imported SGLang, and a few also as a user's command. The others need a scheduler.
@@ -168,14 +168,14 @@ class Refused:
 
     @property
     def message(self) -> str:
-        """Message of the exception at the end, without the flags that SGLang echoes before it."""
+        """Message of the last exception, without the flags that SGLang echoes."""
         output = self.ended.output
         return output[output.rfind("Error") :] if "Error" in output else output[-1500:]
 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory) -> dict[str, tuple[list[str], tuple[str, ...]]]:
-    """Map the name of each start that is refused while arguments are read to (arguments, words)."""
+    """Map names of starts that the argument parser refuses to (arguments, words)."""
     tmp = tmp_path_factory.mktemp("starts")
     commands = {
         f"draft: {name}": ([*MODEL, *dflash_arguments(make_draft(tmp / f"draft-{i}", **changes))], words)
@@ -260,7 +260,7 @@ BAD_WEIGHTS = {
 
 @pytest.fixture(scope="module")
 def weight_errors(tmp_path_factory, servers) -> dict[str, str | None]:
-    """Map each name to the error of its start, or None if the server started; two starts run at a time."""
+    """Map each name to the error of its start, or None if the server started."""
     servers.close()
     tmp = tmp_path_factory.mktemp("weights")
 

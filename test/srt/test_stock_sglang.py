@@ -1,4 +1,4 @@
-"""SGLang without DFLASH is unchanged, and with DFLASH it is the same by every way to start."""
+"""SGLang without DFLASH is unchanged, and every way to start it serves DFLASH."""
 
 import json
 import os
@@ -128,7 +128,7 @@ def test_dflash_gets_ours(looked):
 
 
 def test_another_name_in_sglang_plugins_turns_us_off():
-    """SGLANG_PLUGINS is SGLang's own switch; on a GPU it gives the built-in DFLASH, for comparison."""
+    """Use SGLang's own switch; on a GPU the built-in DFLASH then serves."""
     loaded, _, what = run("-c", UNNAMED, SGLANG_PLUGINS="something_else").partition(" ")
     assert loaded == "False", f"the plugin was loaded although SGLANG_PLUGINS names another: {what}"
     assert "sglang_dflash" not in what
@@ -136,7 +136,7 @@ def test_another_name_in_sglang_plugins_turns_us_off():
 
 @pytest.mark.server
 def test_the_plain_server_agrees_with_transformers(reference):
-    """Compare the reference of every lossless test with Hugging Face, including our CUDA stand-ins."""
+    """Compare the reference of all lossless tests, and our CUDA stand-ins, with HF."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
@@ -158,7 +158,7 @@ def test_the_plain_server_agrees_with_transformers(reference):
 
 @pytest.mark.server
 def test_sglang_serve_runs_our_worker(reference, servers):
-    """`sglang serve` refuses unsupported fields even if SGLang's switches for them are on."""
+    """Refuse unsupported fields although SGLang's switches for them are on."""
     servers.close()
     launcher = (str(Path(sys.executable).with_name("sglang")), "serve")
     flags = ("--enable-return-hidden-states", "--enable-custom-logit-processor")
@@ -184,7 +184,7 @@ def test_sglang_serve_runs_our_worker(reference, servers):
 
 @pytest.mark.server
 def test_the_engine_example_runs_our_worker(reference, servers, tmp_path):
-    """Start SGLang through `sglang.Engine`, by the script in examples/, with the default widths."""
+    """Start `sglang.Engine` by the script in examples/, with the default widths."""
     servers.close()
     requests = _requests()
     file = tmp_path / "requests.jsonl"

@@ -1,7 +1,7 @@
-"""Grammars: answers are valid, and greedy answers are the target's own under the same grammar.
+"""Grammars: answers are valid, and greedy answers are the target's own.
 
-A block's positions are masked along the drafted chain, and rejected ones are rolled back. So errors would show
-if a grammar branches, ends in mid-block, or shares a batch with other requests. All tests run in float32.
+A block's positions are masked along the drafted chain, and rejected ones are rolled back. So errors would
+show if a grammar branches, ends in mid-block, or shares a batch. All tests run in float32.
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ def test_ebnf(server, reference, prompts):
 
 
 def test_a_tag_that_begins_in_mid_answer(server, reference, prompts):
-    """A trigger in free text starts a schema, so the mask covers part of an answer and of a block."""
+    """A trigger in free text starts a schema, so the mask covers part of a block."""
     requests = [
         greedy(prompt, 60, structural_tag=json.dumps(TRIGGERED), ignore_eos=True) for prompt in prompts
     ]
@@ -112,7 +112,7 @@ def test_a_tag_that_begins_in_mid_answer(server, reference, prompts):
 
 
 def test_a_grammar_may_end_anywhere_in_a_block(server, reference, prompts):
-    """Answers have one to nineteen digits, and tokens drafted beyond the end are dropped."""
+    """Answers have one to nineteen digits; tokens drafted beyond are dropped."""
     requests = [greedy(prompts[3], 60, regex=f"[0-9]{{{digits}}}") for digits in range(1, 20)]
     for digits, answer in enumerate(check_same(server, reference, requests), start=1):
         assert re.fullmatch(f"[0-9]{{{digits}}}", answer["text"])
@@ -151,7 +151,7 @@ def joining(prompts) -> list[Job]:
 
 
 def run_compiled(arguments: tuple, jobs: list[Job]) -> list[Answer]:
-    """Serve jobs after a group that compiles their grammars, so that each job joins in its own step."""
+    """Compile all grammars first, so that each job joins in its own step."""
     grammars = {json.dumps(job.sampling): job.sampling for job in jobs}.values()
     first = [Job((5, 6, 7), 2, sampling=sampling) for sampling in grammars]
     _, answers = run(
@@ -244,7 +244,7 @@ def test_a_broken_grammar_is_refused(sampling, server, reference, prompts):
 
 
 def test_the_llguidance_backend(llguidance, prompts):
-    """Compare llguidance with the target under llguidance; another backend may allow other tokens."""
+    """Compare with the target under llguidance: backends may allow different tokens."""
     pattern = r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}"
     requests = [greedy(prompt, 60, regex=pattern) for prompt in prompts[:6]]
     requests += [greedy(prompt, 40) for prompt in prompts[6:8]]

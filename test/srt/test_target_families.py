@@ -1,9 +1,9 @@
-"""Common target families as tiny random checkpoints, in float32, on SGLang's scheduler.
+"""Common target families as tiny random checkpoints on SGLang's scheduler.
 
-Each target gets the same prompts twice in one batch. A random draft, of which next to nothing is accepted,
-drafts the first copy. An oracle that knows the answer and errs in one token of six drafts the second, which
-gives long accepts. Both answers must be Hugging Face's greedy ids. The hidden states that the draft gets must
-be outputs of the layers it names, for prompts and for verified blocks.
+All run in float32. Each target gets the same prompts twice in one batch. A random draft, of which next to
+nothing is accepted, drafts the first copy. An oracle that knows the answer and errs in one token of six
+drafts the second, which gives long accepts. Both answers must be Hugging Face's greedy ids. The hidden states
+that the draft gets must be outputs of the layers it names, for prompts and for verified blocks.
 """
 
 import pytest
@@ -95,7 +95,7 @@ def test_a_family(name, draft, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
 def test_a_family_with_a_peagle_draft(name, tmp_path):
-    """A P-EAGLE draft has its own request table, over slots that a target with windows translates."""
+    """The draft has its own request table, over slots that a windowed target maps."""
     target = write_target(name, tmp_path / name)
     wanted = [target.answer(prompt, ANSWER) for prompt in prompts()] * 2
     jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in prompts() * 2]
@@ -161,7 +161,7 @@ def test_images(draft, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gemma4", "deepseek-v3"])
 def test_a_family_without_a_draft(name, tmp_path):
-    """Run targets that SGLang alone cannot run on a CPU: chunked prefill, prefix cache and decode."""
+    """Run chunked prefill, prefix cache and decode, which need our CPU attention."""
     target = write_target(name, tmp_path / name)
     wanted = [target.answer(prompt, ANSWER) for prompt in prompts()]
     jobs = [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in prompts()]

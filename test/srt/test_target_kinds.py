@@ -42,7 +42,7 @@ def configure(model, **changes):
 
 
 def test_every_verified_target_has_a_family_test():
-    """A family test covers each verified target; test_target_layers.py covers Qwen3 and Llama."""
+    """A family test covers each target; test_target_layers.py has Qwen3 and Llama."""
     assert set(VERIFIED_TARGETS) == {family.architecture for family in FAMILIES.values()} | {
         "Qwen3ForCausalLM",
         "LlamaForCausalLM",

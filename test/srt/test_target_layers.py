@@ -1,9 +1,9 @@
-"""Hidden states that a draft reads: id i in `target_layer_ids` is the output of target layer i, 0-based.
+"""Hidden states that a draft reads: id i names the output of target layer i.
 
-This is Hugging Face's `hidden_states[i + 1]`. The values are compared, because a shift by one raises no error
-and only costs acceptance. SGLang's target and Hugging Face's run the same weights in float32. They agree to
-1e-4 of the layer's largest value: rounding of two implementations adds up in deep layers. A neighbouring layer
-is off by more than 100 times that.
+Ids in `target_layer_ids` are 0-based, so id i is Hugging Face's `hidden_states[i + 1]`. The values are
+compared, because a shift by one raises no error and only costs acceptance. SGLang's target and Hugging Face's
+run the same weights in float32. They agree to 1e-4 of the layer's largest value: rounding of two
+implementations adds up in deep layers. A neighbouring layer is off by more than 100 times that.
 """
 
 import pytest
@@ -27,7 +27,7 @@ PROMPTS = ([11, 500, 42, 42, 7, 1000, 3], [9], [5, 6, 7, 8, 300, 301, 302, 303, 
 
 
 def capture(sglang_model, hf_config, layer_ids, prompts) -> list[torch.Tensor]:
-    """Capture aux hidden states [len(prompt), num_aux, hidden] of each prompt through SGLang's own switch."""
+    """Capture each prompt's states [len(prompt), num_aux, hidden] as SGLang does."""
     configure_aux_hidden_state_capture(
         model=sglang_model,
         eagle_use_aux_hidden_state=False,
@@ -49,7 +49,10 @@ def capture(sglang_model, hf_config, layer_ids, prompts) -> list[torch.Tensor]:
 
 
 def hidden_states(hugging_face_model, prompt) -> torch.Tensor:
-    """Return [num_layers + 1, len(prompt), hidden]: the embedding, then each layer's output (last normed)."""
+    """Return [num_layers + 1, len(prompt), hidden]: embedding and layer outputs.
+
+    The last output is normed.
+    """
     with torch.no_grad():
         output = hugging_face_model(torch.tensor([prompt]), output_hidden_states=True)
     return torch.cat(output.hidden_states)

@@ -1,7 +1,8 @@
-"""Target draws over a verified block: SGLang's sampler with each request's parameters on its own rows.
+"""Target draws over a verified block, by SGLang's sampler.
 
-Frequencies are compared by Hoeffding's bound. The chance that one differs by more than EPSILON from its
-probability over DRAWS draws is below 2 * exp(-2 * DRAWS * EPSILON**2) = 3e-14. Seeds are fixed as well.
+Each request's parameters must apply to its own rows. Frequencies are compared by Hoeffding's bound. The
+chance that one differs by more than EPSILON from its probability over DRAWS draws is below 2 * exp(-2 * DRAWS
+* EPSILON**2) = 3e-14. Seeds are fixed as well.
 """
 
 import dataclasses
@@ -64,7 +65,7 @@ def sampling_info(*requests: dict, seeds: list[int] | None = None) -> SamplingBa
 
 
 def frequencies(sampler, request: dict, probabilities: list[float], width: int = 8) -> torch.Tensor:
-    """Return the frequency [VOCABULARY] of each token in DRAWS draws over the slots of blocks."""
+    """Return token frequencies [VOCABULARY] in DRAWS draws over the slots of blocks."""
     torch.manual_seed(0)
     bs = DRAWS // width
     logits = torch.tensor(probabilities).log().repeat(bs * width, 1)
@@ -98,7 +99,7 @@ def test_min_p_is_respected(sampler):
 
 
 def test_all_three_filters_together(sampler):
-    """With top_k and top_p, a min_p of 0.1 removes nothing more, and 0.15 removes the fourth token."""
+    """A min_p of 0.1 removes no token that top_k and top_p keep; 0.15 removes one."""
     assert_close(frequencies(sampler, {"top_k": 4, "top_p": 0.82, "min_p": 0.1}, EXAMPLE), JOINT)
     assert_close(frequencies(sampler, {"top_k": 4, "top_p": 0.82, "min_p": 0.15}, EXAMPLE), CHAINED)
 
@@ -154,9 +155,9 @@ def test_every_slot_draws_from_its_own_row(sampler):
 
 
 def test_parameters_belong_to_the_request_of_the_row(sampler):
-    """Request i draws exactly its top_k[i] likeliest tokens, with equal logits in all rows.
+    """Request i draws exactly its top_k[i] likeliest tokens.
 
-    The chance that one of them is never drawn is below 1e-15.
+    All rows have equal logits. The chance that one of them is never drawn is below 1e-15.
     """
     width, top_ks = 50, [1, 2, 3, 5]
     logits = torch.linspace(1.0, 0.9, VOCABULARY).repeat(len(top_ks) * width, 1)
@@ -174,7 +175,7 @@ def test_parameters_belong_to_the_request_of_the_row(sampler):
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 0.82}])
 def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
-    """With seeds, slot k of a block draws the token that SGLang's sampler draws at that position."""
+    """A seeded slot draws the token that SGLang's sampler draws at that position."""
     seeds, lengths, width = [11, 11, 987654321], [5, 40, 5], 6
     logits = torch.randn(3, width, VOCABULARY, generator=torch.Generator().manual_seed(3))
     positions = torch.tensor(lengths)[:, None] + torch.arange(width)
@@ -216,7 +217,7 @@ REQUESTS = [
 
 
 def test_target_probs_are_the_samplers():
-    """Compare with the sampler's own filtered weights, for all kinds of requests in one batch."""
+    """Compare with the sampler's filtered weights, for all kinds of requests at once."""
     from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 
     width, bs = 3, len(REQUESTS)

@@ -1,6 +1,7 @@
-"""The draft model split over two tensor-parallel ranks: two CPU processes, without a server.
+"""The draft model split over two tensor-parallel ranks, without a server.
 
-Each writes context KV, runs a block and takes the vocabulary-parallel argmax. test_ranks.py has servers.
+The ranks are CPU processes. Each writes context KV, runs a block and takes the vocabulary-parallel argmax.
+test_ranks.py has servers.
 """
 
 import sys

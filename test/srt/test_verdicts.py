@@ -1,4 +1,4 @@
-"""Single results of rejection and block verification: properties for any numbers, and for bad ones."""
+"""Rejection and block verification: properties for any numbers, and bad ones."""
 
 import numpy as np
 import pytest
@@ -124,7 +124,7 @@ def test_no_drafted_tokens_and_an_empty_batch(rule):
 
 
 def test_a_rounding_error_leaves_the_targets_own_distribution():
-    """The draft's q is 1.000001 p: p - q is never positive, and one token in a million is rejected."""
+    """With q = 1.000001 p one token in a million is rejected, and p - q is empty."""
     target_probs = torch.tensor([0.0, 0.25, 0.0, 0.75]).repeat(101, 2, 1)
     draft = as_list(target_probs[:, :1] * 1.000001)
     block = torch.tensor([[0, 3]]).repeat(101, 1)
@@ -186,7 +186,7 @@ def test_a_request_with_bad_numbers_hurts_nobody(defect, rule):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_inverse_cdf(dtype):
-    """Every column gets an interval as wide as its mass, in order; columns without mass get none."""
+    """Every column gets an interval as wide as its mass, in order."""
     mass = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.05, 0.0], dtype=dtype)
     levels = torch.cat([(torch.arange(1500) + 0.5) / 1500, torch.tensor([0.0, LAST, 1.0])])
     drawn = draw_by_inverse_cdf(mass.repeat(len(levels), 1), levels)

@@ -61,8 +61,8 @@ def test_grammars_run_beside_verify(monkeypatch):
     drafter.propose.return_value = DraftBlock(torch.zeros(1, 4, dtype=torch.int64))
     states = MagicMock()
     made = worker(
-        _clock=PhaseClock(None), _drafter=drafter, _rejection_rule=None, _width=FixedWidth(4), _target_states=states,
-        verify_tail=MagicMock(), _penalties=MagicMock(),
+        _clock=PhaseClock(None), _drafter=drafter, _rejection_rule=None, _width=FixedWidth(4),
+        _target_states=states, verify_tail=MagicMock(), _penalties=MagicMock(),
     )  # fmt: skip
     info = SimpleNamespace(logit_bias=None, is_all_greedy=True)
     made._decode(MagicMock(has_grammar=True, sampling_info=info, return_logprob=False), None, None)
@@ -88,7 +88,7 @@ class Sync:
 
 @pytest.mark.parametrize("one_naming", [True, False])
 def test_the_verify_graph_absorbs_the_commit(one_naming):
-    """Nothing is left to commit if the verify graph of this width has written the draft's KV."""
+    """Nothing is left to commit if the verify graph has written the draft's KV."""
     drafter, states = MagicMock(), torch.zeros(8, 4)
     runners = [MagicMock(capture_tail_hooks=[]) for _ in range(2)]
     for runner, write in zip(runners, (None, None if one_naming else object())):
@@ -145,7 +145,10 @@ def test_nothing_is_captured_if_nothing_is_drafted(verify_width, monkeypatch):
 
 
 def test_a_drafts_graphs_hold_no_logits(monkeypatch):
-    """SGLang's buffer [requests * rows of a block, vocab] float32 is 0.4 GB at bs 48, B 8, V = 152k."""
+    """SGLang's float32 buffer [requests * block rows, vocab] would take 0.4 GB.
+
+    This is P-EAGLE at bs 48, B 8 and V = 152k.
+    """
     monkeypatch.setattr(GraphSharedOutput, "create_for_model_runner", lambda runner: "SGLang's")
     create = graph_output_for_runner()
     assert create(SimpleNamespace(is_draft_worker=False)) == "SGLang's"
@@ -179,7 +182,10 @@ def test_packed_ranges():
 
 
 def test_only_small_copies_leave_the_host(monkeypatch):
-    """A copy from pageable host memory is asynchronous up to 64 KB; prefill chunks have up to 16,384 tokens."""
+    """A copy from pageable host memory is asynchronous up to 64 KB.
+
+    The longest prefill chunks have 16,384 tokens.
+    """
     copied = []
     to = torch.Tensor.to
     monkeypatch.setattr(
