@@ -28,6 +28,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python .ci/check_docstrings.py python
+	@! grep -rnE '(from|import) test_' test/srt --include='*.py' || { echo "Move what tests share to test/srt/support/."; exit 1; }
 	$(BIN)/lint-imports
 	@mkdir -p build/types && ln -sfn ../../python/sglang build/types/sglang_dflash
 	$(BIN)/mypy -p sglang_dflash

@@ -4,7 +4,7 @@ twin is held against reference_dflash2.py in test_dflash2_model.py."""
 import pytest
 import torch
 from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
-from test_kernel_compile import ARCHITECTURES, Launch
+from support.triton_launches import ARCHITECTURES, Launch
 
 from sglang_dflash.kernels.ops.speculative import block_conv as kernels
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.server_args import ServerArgs
-from test_speculators_format import GOOD, GOOD_PEAGLE
+from support.checkpoint_fields import GOOD, GOOD_PEAGLE
 
 from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model, locate_verifier
 from sglang_dflash.srt.configs.draft_config import DraftConfigError

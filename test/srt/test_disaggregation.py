@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import pytest
 from conftest import ENVIRONMENT, FLOAT32, WIDTHS_CHANGE, assert_same, patched, warm_start
 from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, serve
+from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy, some_prompts
 from support.streaming import stream
-from test_ranks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy, some_prompts
 
 pytestmark = [
     pytest.mark.server,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.draft_cases import Case, FakePlan, lm_head
+from support.sampling_parameters import sampling_parameters
 
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
 from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
@@ -66,14 +67,6 @@ def drafter_on(pools, case: Case, verify_width: int) -> DFlashDrafter:
         forward=lambda batch: SimpleNamespace(logits_output=pools.forward(case.model, batch)),
     )
     return DFlashDrafter(runner, target, verify_width)
-
-
-def sampling_parameters(**columns) -> SimpleNamespace:
-    return SimpleNamespace(
-        temperatures=torch.tensor(columns["temperature"])[:, None],
-        top_ks=torch.tensor(columns["top_k"], dtype=torch.int32),
-        top_ps=torch.tensor(columns["top_p"]),
-    )
 
 
 @pytest.mark.parametrize("name", ["plain", "sample from anchor"])

@@ -5,9 +5,7 @@ import re
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile, make_backend
-from triton.runtime.jit import create_function_from_signature
+from support.triton_launches import ARCHITECTURES, Launch
 
 from sglang_dflash.kernels.ops.speculative import (
     accept,
@@ -22,33 +20,6 @@ from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-
-ARCHITECTURES = (80, 90, 100)
-
-
-class Launch:
-    """Stands in for a kernel and keeps what it is launched with: what is compiled here is what will run."""
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        return self._record
-
-    def _record(self, *arguments, **keywords) -> None:
-        self.arguments, self.keywords = arguments, keywords
-
-    def compile(self, arch: int):
-        """As Triton does at the first launch."""
-        target = GPUTarget("cuda", arch, 32)
-        backend = make_backend(target)
-        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
-        bound, specialization, options = bind(*self.arguments, **self.keywords)
-        options, signature, constants, attributes = self.kernel._pack_args(
-            backend, dict(self.keywords), bound, specialization, options
-        )
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        return compile(source, target=target, options=options.__dict__)
 
 
 def launch_prepare_block():

@@ -3,24 +3,17 @@
 Both APIs are tested in float32, native and OpenAI, streamed and not streamed.
 """
 
-import json
 import math
 
 import pytest
 import torch
 from conftest import FLOAT32, assert_same
 from serving import TARGET, Server, dflash_arguments, heldout_prompts
+from support.logprob_checks import FIELDS, TOLERANCE, VOCAB, check_logprobs, check_same, compare, greedy
 from support.streaming import stream
 from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server
-
-VOCAB = json.loads((TARGET / "config.json").read_text())["vocab_size"]
-# Two batch shapes of one target may differ by this much in float32.
-TOLERANCE = 1e-4
-FIELDS = tuple(
-    f"{side}_{kind}_logprobs" for side in ("output", "input") for kind in ("token", "top", "token_ids")
-)
 
 
 @pytest.fixture(scope="module")
@@ -32,58 +25,6 @@ def server(servers) -> Server:
 def prompts() -> list[str]:
     """Twelve held-out prompts of 10 to 400 tokens."""
     return [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 400][::18][:12]
-
-
-def greedy(prompt: str | list[int], max_new_tokens: int, **sampling) -> dict:
-    """Build a greedy request for every kind of log probability."""
-    return {
-        "text" if isinstance(prompt, str) else "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **sampling},
-        "return_logprob": True,
-        "top_logprobs_num": 3,
-        "token_ids_logprob": [5, 6, 99],
-    }
-
-
-def check_same(server: Server, reference, requests: list[dict]) -> list[dict]:
-    answers = server.generate_many(requests, 6)
-    expected = reference.answers(requests)
-    assert_same(requests, answers, expected)
-    for request, got, want in zip(requests, answers, expected):
-        check_logprobs(request, got, want)
-    return answers
-
-
-def check_logprobs(request: dict, got: dict, want: dict) -> None:
-    """Compare positions, tokens and values, for output and prompt."""
-    for field in FIELDS:
-        mine, theirs = got["meta_info"][field], want["meta_info"][field]
-        if field == "output_token_logprobs":
-            assert [token for _, token, _ in mine] == got["output_ids"]
-        compare(field, mine, theirs, request)
-
-
-def compare(field: str, got, want, request: dict) -> None:
-    """Compare one field of two answers.
-
-    Entries are None if nothing was requested, or at the first token of a prompt.
-    """
-    assert (got is None) == (want is None), f"{field}: {got} but the target has {want}"
-    assert len(got or []) == len(want or []), (
-        f"{field}: {len(got)} positions, the target has {len(want)}: {request}"
-    )
-    for position, (mine, theirs) in enumerate(zip(got or [], want or [])):
-        single = field.endswith("token_logprobs")
-        mine, theirs = ([mine], [theirs]) if single else (mine or [], theirs or [])
-        where = f"{field} at {position} of {request}: {mine} but the target has {theirs}"
-        by_token = {token: value for value, token, *_ in theirs}
-        assert len(mine) == len(theirs), where
-        for value, token, *_ in mine:
-            # Two tied tokens may swap at the end of a top list, so compare tokens that both sides list.
-            if token in by_token and value is not None:
-                assert abs(value - by_token[token]) <= TOLERANCE, where
-        values = [[entry[0] for entry in side if entry[0] is not None] for side in (mine, theirs)]
-        assert values[0] == pytest.approx(values[1], abs=TOLERANCE), where
 
 
 def test_every_kind_of_request_in_one_batch(server, reference, prompts):

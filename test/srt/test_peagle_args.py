@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from test_speculators_format import GOOD_PEAGLE, changed
+from support.checkpoint_fields import GOOD_PEAGLE, changed
 
 from sglang_dflash.srt.arg_groups.dflash_args import _check_peagle, _choose_block_size
 from sglang_dflash.srt.configs.draft_config import DraftConfigError, check_draft_fits_target

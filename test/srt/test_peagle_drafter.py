@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from support.checkpoint_fields import GOOD_PEAGLE
 from support.draft_cases import BASE, SLIDING, FakePlan, lm_head, random_weights
 from support.engine import Pools, build
 from support.reference_peagle import ReferencePEagle
 from support.rehearsal.attention import attend
-from test_drafter import sampling_parameters
-from test_speculators_format import GOOD_PEAGLE
+from support.sampling_parameters import sampling_parameters
 
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend

@@ -4,7 +4,6 @@ They run on the CPU runtime's defaults. Two ranks add in another order than one.
 the target are not compared, as in all tests, and the number of cycles may differ slightly.
 """
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,38 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FLOAT32, Reference, assert_same
-from scipy.stats import kstest
-from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from conftest import FLOAT32, assert_same
+from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments
 from support.drafts import make_draft, read_config
-from test_sampled_requests import FALSE_ALARM, joint_filter, places, score
-from tokenizers import Tokenizer
+from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
 
 from sglang_dflash.srt.hardware_backend.cpu import ranks
-
-SCHEMA = {"type": "object", "properties": {"name": {"enum": ["get", "put", "head"]}}, "required": ["name"]}
-GRAMMARS = ({"regex": r"(def|class) [a-z_]{3,12}\(\):"}, {"json_schema": json.dumps(SCHEMA)})
-PENALTIES = {"frequency_penalty": 0.6, "repetition_penalty": 1.2}
-# Allowed share of different cycles: near ties of the draft may fall either way.
-NEARLY_SAME = 0.01
-
-
-def some_prompts() -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    texts = [prompt["text"] for prompt in heldout_prompts() if 5 <= prompt["num_tokens"] <= 300]
-    return [tokenizer.encode(text).ids for text in texts[::4][:36]]
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     return some_prompts()
-
-
-def greedy(ids: list[int], **sampling) -> dict:
-    return {
-        "input_ids": ids,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True, **sampling},
-    }
 
 
 def requests_of(prompts: list[list[int]]) -> list[dict]:
@@ -53,10 +31,6 @@ def requests_of(prompts: list[list[int]]) -> list[dict]:
         grammar = GRAMMARS[number // 6 % len(GRAMMARS)]
         requests[number] = greedy(prompts[number], ignore_eos=False, **grammar)
     return requests
-
-
-def cycles(answers: list[dict]) -> int:
-    return sum(sum(answer["meta_info"]["spec_correct_drafts_histogram"]) for answer in answers)
 
 
 def serve_both(server: Server, requests: list[dict], penalized: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -98,20 +72,6 @@ def test_two_ranks_answer_as_one(kind, servers, reference, prompts, tmp_path):
         answer["output_ids"] for answer in alone_penalized
     ]
     check_samples(server, reference, prompts)
-
-
-def check_samples(server: Server, reference: Reference, prompts: list[list[int]]) -> None:
-    """What two ranks draw, each with a generator of its own, follows the target's sampler, and they agree on
-    it."""
-    sampling = {"temperature": 1.0, "top_k": 4, "top_p": 0.82, "max_new_tokens": 32, "ignore_eos": True}
-    answers = server.generate_many([{"input_ids": ids, "sampling_params": sampling} for ids in prompts], 12)
-    draws = score(reference, prompts, [answer["output_ids"] for answer in answers])
-    found, outside = places(draws, joint_filter(4, 0.82), 1.0)
-    assert not outside and len(found) > 800
-    assert kstest(found, "uniform").pvalue > FALSE_ALARM
-    assert cycles(answers) < sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers), (
-        "no draft was kept"
-    )
 
 
 @pytest.mark.server

@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import test_sampled_sequences as sequences
 import torch
 from conftest import assert_same, patched
 from serving import (
@@ -22,6 +21,7 @@ from serving import (
     dflash_arguments,
     heldout_prompts,
 )
+from support import sequence_probs as sequences
 from support.rehearsal.compare import (
     NO_CACHE,
     Expected,
@@ -204,14 +204,13 @@ def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
 
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
-def test_probabilistic_drafting(draft, monkeypatch):
+def test_probabilistic_drafting(draft):
     """Repeat test_sampled_sequences.py with fewer samples."""
-    monkeypatch.setattr(sequences, "SAMPLES", 512)
     prompt = sequences.PROMPTS[0]
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     wanted = {prompt: sequences.sequence_probs(model, prompt)}
     with rehearse(Scene("flashinfer"), draft, *sequences.PROBABILISTIC) as played:
-        found = sequences.p_value(played.server, wanted)
+        found = sequences.p_value(played.server, wanted, samples=512)
         assert played.problems() == [] and played.steps_without_graphs() == []
     assert found > sequences.FALSE_ALARM, f"not the target's distribution, p = {found:.2g}"
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rejection_batches import batches
 from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
-from test_kernel_compile import ARCHITECTURES, Launch
-from test_verdicts import batches
+from support.triton_launches import ARCHITECTURES, Launch
 
 from sglang_dflash.kernels.ops.speculative import rejection as kernels
 from sglang_dflash.srt.layers.draft_probs import DraftProbs

@@ -6,9 +6,6 @@ Kolmogorov-Smirnov test over all places rejects a right sampler once in 1 / FALS
 `test_the_statistic_rejects_other_samplers` shows that it rejects wrong samplers.
 """
 
-import json
-import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,34 +13,12 @@ import pytest
 from conftest import FLOAT32, UNCOUNTED, assert_same
 from scipy.stats import kstest
 from serving import SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from support.sampling_checks import EDGE, FALSE_ALARM, VOCAB, Draw, Filter, joint_filter, places, score
 from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server
 
-VOCAB = json.loads((TARGET / "config.json").read_text())["vocab_size"]
-FALSE_ALARM = 1e-6
 NEW_TOKENS = 32
-TOP_LOGPROBS = 64
-# Two float32 computations of one probability: a token this near a filter's edge may fall on either side.
-EDGE = 1e-4
-
-# A filter takes the target's best probabilities, descending, at temperature 1, and gives how many tokens are
-# kept.
-Filter = Callable[[Sequence[float]], int]
-
-
-def joint_filter(top_k: int, top_p: float, edge: float = EDGE) -> Filter:
-    """SGLang's sampler: both filters look at the unfiltered probabilities."""
-
-    def count(probs: Sequence[float]) -> int:
-        before = 0.0
-        for rank, prob in enumerate(probs[:top_k]):
-            if before > top_p + edge:
-                return rank
-            before += prob
-        return min(top_k, len(probs))
-
-    return count
 
 
 def chained_filter(top_k: int, top_p: float) -> Filter:
@@ -76,16 +51,6 @@ CASES = (
     Case("min-p", {"temperature": 1.3, "min_p": 0.08}, min_p_filter(0.08, 1.3), temperature=1.3),
     Case("temperature and top-k", {"temperature": 0.7, "top_k": 8}, joint_filter(8, 1.0), temperature=0.7),
 )
-
-
-@dataclass
-class Draw:
-    """One sampled token, and the target's best tokens there with their probabilities at temperature 1,
-    descending."""
-
-    token: int
-    tokens: list[int]
-    probs: list[float]
 
 
 # Ways to draft; under each the output must follow the target's sampler.
@@ -143,48 +108,6 @@ def sample_and_score(server, reference, prompts, sampling: dict) -> list[Draw]:
     assert_same(greedy, greedy_answers, reference.answers(greedy))
     outputs = [answer["output_ids"] for request, answer in zip(both, answers) if request not in greedy]
     return score(reference, prompts, outputs)
-
-
-def score(reference, prompts: list[list[int]], outputs: list[list[int]]) -> list[Draw]:
-    """The target's distribution before every output token but the first, which no verify forward has
-    drawn."""
-    scoring = [
-        {
-            "input_ids": prompt + output,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-            "return_logprob": True,
-            "top_logprobs_num": TOP_LOGPROBS,
-            "logprob_start_len": len(prompt) - 1,
-        }
-        for prompt, output in zip(prompts, outputs, strict=True)
-    ]
-    draws = []
-    for output, answer in zip(outputs, reference.server.generate_many(scoring, 8)):
-        tops = answer["meta_info"]["input_top_logprobs"][-len(output) :]
-        chosen = answer["meta_info"]["input_token_logprobs"][-len(output) :]
-        # SGLang shows the last id of the vocabulary as 0 among a prompt's tokens.
-        assert [token for _, token, *_ in chosen] == [token if token < VOCAB - 1 else 0 for token in output]
-        for token, top in list(zip(output, tops))[1:]:
-            draws.append(Draw(token, [entry[1] for entry in top], [math.exp(entry[0]) for entry in top]))
-    return draws
-
-
-def places(draws: Sequence[Draw], kept: Filter, temperature: float) -> tuple[list[float], list[Draw]]:
-    """Each draw's place in the running sum of the filtered distribution, and the draws the filter does not
-    allow."""
-    dice = random.Random(3)
-    found, outside = [], []
-    for draw in draws:
-        count = kept(draw.probs)
-        if count == TOP_LOGPROBS:
-            continue  # the filter may keep more tokens than were listed
-        if draw.token not in draw.tokens[:count]:
-            outside.append(draw)
-            continue
-        weights = [prob ** (1 / temperature) for prob in draw.probs[:count]]
-        rank = draw.tokens.index(draw.token)
-        found.append((sum(weights[:rank]) + dice.random() * weights[rank]) / sum(weights))
-    return found, outside
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -9,27 +9,29 @@ probabilities come from Hugging Face's model. A right server fails once in 1 / F
 misstates its draft's probabilities must fail.
 """
 
-import itertools
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched
-from scipy.stats import chi2
 from serving import TARGET, dflash_arguments
 from support.families import write_dflash2_draft, write_draft, write_peagle_draft, write_target
+from support.sequence_probs import (
+    FALSE_ALARM,
+    LENGTH,
+    PROBABILISTIC,
+    PROMPTS,
+    SAMPLES,
+    VOCABULARY,
+    Probs,
+    p_value,
+    pooled,
+    sequence_probs,
+)
 
 pytestmark = pytest.mark.server
 
-FALSE_ALARM = 1e-6
-VOCABULARY = 8
-LENGTH = 8  # prefill gives the first token, verified blocks the others
-SAMPLES = 3200  # of each prompt
-SAMPLES_PER_REQUEST = 32
-PROMPTS = ((4, 2, 6, 1, 3), (0, 5, 5, 2, 7, 1, 1, 4, 3))
-SAMPLING = {"temperature": 1.0, "top_k": 2, "max_new_tokens": LENGTH, "ignore_eos": True}
 SERVER = (
     *PLAIN_FLOAT32,
     "--random-seed",
@@ -40,7 +42,6 @@ SERVER = (
     "256",
     "--skip-server-warmup",
 )
-PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
 
 # name -> draft, and the server's other flags
 DRAFTING = {
@@ -52,8 +53,6 @@ DRAFTING = {
     "probabilistic, P-EAGLE": ("peagle", PROBABILISTIC),
 }
 assert SAMPLES * len(PROMPTS) * LENGTH > 50_000
-
-Probs = dict[tuple[int, ...], float]
 
 
 @pytest.fixture(scope="module")
@@ -76,61 +75,6 @@ def expected(checkpoints) -> dict[tuple[int, ...], Probs]:
 
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "target", dtype=torch.float32).eval()
     return {prompt: sequence_probs(model, prompt) for prompt in PROMPTS}
-
-
-@torch.no_grad()
-def sequence_probs(model, prompt: tuple[int, ...]) -> Probs:
-    probs: Probs = {(): 1.0}
-    for _ in range(LENGTH):
-        logits = model(torch.tensor([prompt + prefix for prefix in probs])).logits[:, -1].double()
-        best = logits.topk(2)
-        shares = best.values.softmax(dim=-1).tolist()
-        probs = {
-            (*prefix, token): prob * share
-            for (prefix, prob), tokens, two in zip(probs.items(), best.indices.tolist(), shares, strict=True)
-            for token, share in zip(tokens, two)
-        }
-    assert len(probs) == 2**LENGTH and abs(sum(probs.values()) - 1) < 1e-9
-    return probs
-
-
-def sample(server, prompt: tuple[int, ...]) -> Counter:
-    requests = [{"input_ids": list(prompt), "sampling_params": {**SAMPLING, "n": SAMPLES_PER_REQUEST}}]
-    answers = server.generate_many(requests * (SAMPLES // SAMPLES_PER_REQUEST), concurrency=8)
-    answers = list(itertools.chain.from_iterable(answers))
-    kept = sum(answer["meta_info"]["spec_accept_length"] for answer in answers) / len(answers)
-    assert kept > 1.2, f"hardly anything drafted was kept ({kept:.2f} tokens a cycle): this shows little"
-    return Counter(tuple(answer["output_ids"]) for answer in answers)
-
-
-def p_value(server, expected: dict[tuple[int, ...], Probs]) -> float:
-    """How often a server that samples from the target says what is at least as far from what is expected."""
-    statistic = freedom = 0.0
-    for prompt, probs in expected.items():
-        counts = sample(server, prompt)
-        assert counts.total() == SAMPLES
-        impossible = counts.keys() - probs.keys()
-        assert not impossible, (
-            f"{prompt!r} went on with tokens that the sampler excludes: {list(impossible)[:3]}"
-        )
-        cells = pooled([(counts[sequence], prob * SAMPLES) for sequence, prob in probs.items()])
-        statistic += sum((count - mean) ** 2 / mean for count, mean in cells)
-        freedom += len(cells) - 1
-    assert freedom > 20, "nearly all of the target's probability lies on a few sequences: nothing to test"
-    return chi2.sf(statistic, freedom)
-
-
-def pooled(cells: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """(count, mean) of sequences, the rare ones added up until at least 8 are expected, for chi-square to
-    hold."""
-    done, count, mean = [], 0, 0.0
-    for more_count, more_mean in sorted(cells, key=lambda cell: cell[1]):
-        count, mean = count + more_count, mean + more_mean
-        if mean >= 8:
-            done.append((count, mean))
-            count, mean = 0, 0.0
-    done[-1] = (done[-1][0] + count, done[-1][1] + mean)
-    return done
 
 
 def test_rare_sequences_are_counted_together():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
-from test_kernel_compile import ARCHITECTURES, Launch
+from support.triton_launches import ARCHITECTURES, Launch
 
 from sglang_dflash.kernels.ops.speculative import selector_walk as kernels
 from sglang_dflash.srt.layers.candidate_selector import Candidates, Draw, slot_probs, walk, walk_torch

@@ -12,28 +12,13 @@ import urllib.error
 import pytest
 from conftest import FLOAT32, FLOAT32_TIE, PLAIN_FLOAT32, assert_same, plain_target
 from serving import PEAGLE_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from support.grammars import EBNF, EBNF_SHAPE, SCHEMA, greedy
 from support.scheduled import Answer, Job, run
 from support.streaming import stream
 from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": "^[a-z]{1,12}$"},
-        "kind": {"enum": ["function", "class"]},
-        "lines": {"type": "integer", "minimum": 0, "maximum": 999},
-    },
-    "required": ["name", "kind", "lines"],
-    "additionalProperties": False,
-}
-EBNF = """root ::= "def " name "(" (name (", " name)*)? "):\\n    return " expression
-name ::= [a-z] [a-z0-9_]?
-expression ::= name | name " + " expression | "(" expression ")"
-"""
-# The same language without nested brackets, which are counted below.
-EBNF_SHAPE = r"def [a-z][a-z0-9_]?\(([a-z][a-z0-9_]?(, [a-z][a-z0-9_]?)*)?\):\n    return [a-z0-9_ +()]+"
 TRIGGERED = {
     "type": "structural_tag",
     "structures": [{"begin": "def", "schema": {"type": "integer", "minimum": 10, "maximum": 99}, "end": "!"}],
@@ -54,13 +39,6 @@ def llguidance(servers) -> Server:
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
     return [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 400][::18][:12]
-
-
-def greedy(prompt: str, max_new_tokens: int, **sampling) -> dict:
-    return {
-        "text": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **sampling},
-    }
 
 
 def check_same(server: Server, reference, requests: list[dict]) -> list[dict]:

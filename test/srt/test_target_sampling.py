@@ -10,8 +10,8 @@ import dataclasses
 import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from support.engine import start
+from support.sampling_parameters import VOCABULARY, sampling_info
 
 from sglang_dflash.srt.speculative.acceptance.target_sampling import (
     draw_target_tokens,
@@ -20,8 +20,6 @@ from sglang_dflash.srt.speculative.acceptance.target_sampling import (
 )
 
 DRAWS, EPSILON = 40_000, 0.02
-VOCABULARY = 10
-TOP_K_ALL = 1 << 30  # what SGLang makes of top_k = -1
 
 # The fourth token survives the joint filter of top_k = 4 and top_p = 0.82, because 0.80 of the mass comes
 # before it. It does not survive top_p on renormalised top_k output (0.80 / 0.85 = 0.94).
@@ -36,32 +34,6 @@ def sampler():
     from sglang.srt.layers.sampler import Sampler
 
     return Sampler()
-
-
-def sampling_info(*requests: dict, seeds: list[int] | None = None) -> SamplingBatchInfo:
-    """One row per request, as SGLang builds it; a greedy request is {"top_k": 1}, because SGLang turns
-    temperature 0 into that."""
-
-    def column(name, default, dtype):
-        return torch.tensor([request.get(name, default) for request in requests], dtype=dtype)
-
-    top_ks = column("top_k", TOP_K_ALL, torch.int32)
-    top_ps, min_ps = column("top_p", 1.0, torch.float32), column("min_p", 0.0, torch.float32)
-    return SamplingBatchInfo(
-        temperatures=column("temperature", 1.0, torch.float32)[:, None],
-        top_ps=top_ps,
-        top_ks=top_ks,
-        min_ps=min_ps,
-        is_all_greedy=bool((top_ks == 1).all()),
-        is_any_greedy=bool((top_ks == 1).any()),
-        need_top_p_sampling=bool((top_ps != 1).any()),
-        need_top_k_sampling=bool((top_ks != TOP_K_ALL).any()),
-        need_min_p_sampling=bool((min_ps > 0).any()),
-        vocab_size=VOCABULARY,
-        sampling_seed=None if seeds is None else torch.tensor(seeds),
-        max_top_k=int(top_ks.max()) if bool((top_ks != TOP_K_ALL).all()) else None,
-        device="cpu",
-    )
 
 
 def frequencies(sampler, request: dict, probabilities: list[float], width: int = 8) -> torch.Tensor:

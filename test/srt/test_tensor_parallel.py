@@ -6,67 +6,24 @@ test_ranks.py has servers.
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import run_to_end
-from support.dflash2_cases import DFlash2Case
-from support.draft_cases import BASE, Case
-from support.engine import Pools, start
-from test_target_sampling import VOCABULARY, sampling_info
+from support.draft_cases import BASE
+from support.engine import start
+from support.sampling_parameters import VOCABULARY, sampling_info
+from support.tensor_parallel_ranks import DFLASH2_NAMES, NAMES, WORLD, draft_block
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.rejection import accept_by_rejection
 from sglang_dflash.srt.speculative.drafters.base import DraftBlock
 
-WORLD = 2
-LENGTHS = [11, 4]
-# Query heads, KV heads, MLP and LM head divide by two; a single KV head is replicated.
-NAMES = ("plain", "one kv head", "sliding, causal")
-# The last has more candidates than a rank has rows of the head.
-DFLASH2_NAMES = ("as published", "all candidates")
-
-
-def draft_block(name: str, folder, world_size: int) -> torch.Tensor:
-    """Draft tokens [requests, B - 1] with this rank's shard."""
-    case = (DFlash2Case if name in DFLASH2_NAMES else Case).variant(name, folder)
-    attention = case.model.layers[0].self_attn
-    pools = Pools(
-        len(LENGTHS),
-        40,
-        layers=len(case.model.layers),
-        kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-    )
-    assert attention.num_kv_heads == max(1, case.config["num_key_value_heads"] // world_size)
-    assert attention.num_heads == case.config["num_attention_heads"] // world_size
-    for request, n in enumerate(LENGTHS):
-        where = pools.slots(request, 0, n)
-        aux_hidden = case.aux_hidden(n, seed=request)
-        case.model.write_context_kv(aux_hidden, torch.arange(n), where, pools.token_to_kv_pool)
-    output = pools.forward(case.model, pools.blocks(case.block_tokens([3, 50]), LENGTHS))
-    return output.draft_tokens.view(len(LENGTHS), -1)
-
-
-def run_rank(rank: int, folder: str) -> None:
-    folder = Path(folder)
-    from sglang.srt.distributed.device_communicators import pynccl
-
-    # SGLang creates one for every group of more than one rank, and it needs CUDA.
-    pynccl.PyNcclCommunicator = lambda **_: SimpleNamespace(disabled=True)
-    store = torch.distributed.FileStore(str(folder / "store"), WORLD)
-    start(rank, WORLD, store)
-    for name in NAMES + DFLASH2_NAMES:
-        own = folder / f"{name}-{rank}"
-        own.mkdir()
-        torch.save(draft_block(name, own, WORLD), own / "tokens.pt")
-
 
 def test_ranks_draft_the_same_tokens_as_one(tmp_path):
     assert BASE["num_attention_heads"] % WORLD == 0
-    path = f"import sys; sys.path = {sys.path}; from test_tensor_parallel import run_rank"
+    path = f"import sys; sys.path = {sys.path}; from support.tensor_parallel_ranks import run_rank"
     programs = [f"{path}; run_rank({rank}, {str(tmp_path)!r})" for rank in range(WORLD)]
     with ThreadPoolExecutor(WORLD) as pool:
         ranks = pool.map(lambda program: run_to_end("-c", program), programs)

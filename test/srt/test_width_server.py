@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
-import test_logprobs
 from conftest import FLOAT32, WIDTHS_CHANGE, assert_same
 from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments, heldout_prompts
+from support import logprob_checks
+from support.grammars import EBNF, SCHEMA, greedy
 from support.streaming import stream
-from test_structured_output import EBNF, SCHEMA, greedy
 
 pytestmark = pytest.mark.server
 
@@ -39,7 +39,7 @@ def test_grammars(server, reference, prompts):
 
 
 def test_log_probabilities(server, reference, prompts):
-    test_logprobs.check_same(server, reference, [test_logprobs.greedy(prompt, 30) for prompt in prompts])
+    logprob_checks.check_same(server, reference, [logprob_checks.greedy(prompt, 30) for prompt in prompts])
 
 
 def test_what_a_person_sees(server, prompts):

@@ -1,0 +1,47 @@
+"""Prompts, requests and checks for servers of more than one process."""
+
+import json
+
+from conftest import Reference
+from scipy.stats import kstest
+from serving import TARGET, Server, heldout_prompts
+from support.sampling_checks import FALSE_ALARM, joint_filter, places, score
+from tokenizers import Tokenizer
+
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["get", "put", "head"]}}, "required": ["name"]}
+GRAMMARS = ({"regex": r"(def|class) [a-z_]{3,12}\(\):"}, {"json_schema": json.dumps(SCHEMA)})
+PENALTIES = {"frequency_penalty": 0.6, "repetition_penalty": 1.2}
+# Allows for a cycle more or less if two drafts tie.
+NEARLY_SAME = 0.01
+
+
+def some_prompts() -> list[list[int]]:
+    """Return the token ids of 36 held-out prompts."""
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    texts = [prompt["text"] for prompt in heldout_prompts() if 5 <= prompt["num_tokens"] <= 300]
+    return [tokenizer.encode(text).ids for text in texts[::4][:36]]
+
+
+def greedy(ids: list[int], **sampling) -> dict:
+    return {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True, **sampling},
+    }
+
+
+def cycles(answers: list[dict]) -> int:
+    """Count the decode cycles of all answers."""
+    return sum(sum(answer["meta_info"]["spec_correct_drafts_histogram"]) for answer in answers)
+
+
+def check_samples(server: Server, reference: Reference, prompts: list[list[int]]) -> None:
+    """Check that ranks with generators of their own agree on tokens that follow the target's sampler."""
+    sampling = {"temperature": 1.0, "top_k": 4, "top_p": 0.82, "max_new_tokens": 32, "ignore_eos": True}
+    answers = server.generate_many([{"input_ids": ids, "sampling_params": sampling} for ids in prompts], 12)
+    draws = score(reference, prompts, [answer["output_ids"] for answer in answers])
+    found, outside = places(draws, joint_filter(4, 0.82), 1.0)
+    assert not outside and len(found) > 800
+    assert kstest(found, "uniform").pvalue > FALSE_ALARM
+    assert cycles(answers) < sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers), (
+        "no drafted token was accepted"
+    )

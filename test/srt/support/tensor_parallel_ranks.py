@@ -1,0 +1,52 @@
+"""One rank of a tensor-parallel draft: the model without a server, in a process of its own."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from support.dflash2_cases import DFlash2Case
+from support.draft_cases import Case
+from support.engine import Pools, start
+
+WORLD = 2
+LENGTHS = [11, 4]
+# Query and KV heads, MLP and head divide by two; one KV head is replicated instead.
+NAMES = ("plain", "one kv head", "sliding, causal")
+# The last has more candidates than a rank has rows of the head.
+DFLASH2_NAMES = ("as published", "all candidates")
+
+
+def draft_block(name: str, folder, world_size: int) -> torch.Tensor:
+    """Return the tokens that this rank's shard of a draft drafts, [requests, B - 1]."""
+    case = (DFlash2Case if name in DFLASH2_NAMES else Case).variant(name, folder)
+    attention = case.model.layers[0].self_attn
+    pools = Pools(
+        len(LENGTHS),
+        40,
+        layers=len(case.model.layers),
+        kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+    )
+    assert attention.num_kv_heads == max(1, case.config["num_key_value_heads"] // world_size)
+    assert attention.num_heads == case.config["num_attention_heads"] // world_size
+    for request, n in enumerate(LENGTHS):
+        where = pools.slots(request, 0, n)
+        aux_hidden = case.aux_hidden(n, seed=request)
+        case.model.write_context_kv(aux_hidden, torch.arange(n), where, pools.token_to_kv_pool)
+    output = pools.forward(case.model, pools.blocks(case.block_tokens([3, 50]), LENGTHS))
+    return output.draft_tokens.view(len(LENGTHS), -1)
+
+
+def run_rank(rank: int, folder: str) -> None:
+    """Draft with every variant in a process group of WORLD ranks, and save the tokens under `folder`."""
+    folder = Path(folder)
+    from sglang.srt.distributed.device_communicators import pynccl
+
+    # SGLang creates it for every group of more than one rank; it needs CUDA.
+    pynccl.PyNcclCommunicator = lambda **_: SimpleNamespace(disabled=True)
+    store = torch.distributed.FileStore(str(folder / "store"), WORLD)
+    start(rank, WORLD, store)
+    for name in NAMES + DFLASH2_NAMES:
+        own = folder / f"{name}-{rank}"
+        own.mkdir()
+        torch.save(draft_block(name, own, WORLD), own / "tokens.pt")

@@ -1,0 +1,32 @@
+"""Triton kernel launches, recorded and compiled for GPUs that need not be present."""
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+ARCHITECTURES = (80, 90, 100)  # CUDA compute capabilities, times ten
+
+
+class Launch:
+    """A stand-in for a kernel that records its launch, so that the compiled variant is the launched one."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return self._record
+
+    def _record(self, *arguments, **keywords) -> None:
+        self.arguments, self.keywords = arguments, keywords
+
+    def compile(self, arch: int):
+        """Compile the recorded launch as Triton does at the first launch."""
+        target = GPUTarget("cuda", arch, 32)
+        backend = make_backend(target)
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        bound, specialization, options = bind(*self.arguments, **self.keywords)
+        options, signature, constants, attributes = self.kernel._pack_args(
+            backend, dict(self.keywords), bound, specialization, options
+        )
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        return compile(source, target=target, options=options.__dict__)
