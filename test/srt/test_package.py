@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
@@ -55,9 +56,10 @@ def test_installed_entry_points_load(group):
 def test_pins(pyproject):
     from sglang_dflash import SGLANG_VERSION
 
-    assert (
-        pyproject["project"]["dependencies"][0] == f"sglang=={SGLANG_VERSION}"
-    )  # the others: test_dependencies.py
+    """SGLang has a pin of ours; everything else comes with it, in the versions it pins."""
+    first, *others = pyproject["project"]["dependencies"]
+    assert first == f"sglang=={SGLANG_VERSION}"
+    assert not [line for line in others if "=" in line.partition(";")[0]]
     assert importlib.metadata.version("sglang") == SGLANG_VERSION
 
 
@@ -91,7 +93,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     if setuptools < (77,):
         pytest.skip("pyproject.toml requires setuptools >= 77, and this build may not download it")
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             (source / name).write_bytes((ROOT / name).read_bytes())
     for path in SOURCE.rglob("*"):
@@ -127,6 +129,14 @@ def test_the_wheel_carries_the_licence(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     assert "\nLicense-Expression: Apache-2.0\n" in wheel.read(name).decode()
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+
+
+def test_links_of_the_wheels_description_are_absolute(wheel):
+    """A package index shows the README outside the repository."""
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    links = re.findall(r"\]\(([^)\s]+)\)", wheel.read(name).decode())
+    assert len(links) > 20
+    assert not [link for link in links if not link.startswith(("https://", "#"))]
 
 
 def test_the_wheel_declares_the_entry_points(wheel):
