@@ -8,8 +8,8 @@ import sys
 
 import pytest
 from acceptance import EXPECTED, Acceptance, shortfall
-from conftest import ENVIRONMENT, UNCOUNTED, warm_start
 from serving import ROOT, serve
+from support.servers import ENVIRONMENT, UNCOUNTED, warm_start
 
 BUNDLED = [name for name in json.loads(EXPECTED.read_text()) if name.startswith("tiny-")]
 

@@ -1,8 +1,9 @@
 """A request whose target says NaN or infinity ends with that reason; the server and everybody else go on."""
 
 import pytest
-from conftest import FLOAT32, assert_same, patched
 from serving import PEAGLE_DRAFT, dflash_arguments, heldout_prompts
+from support.parity import assert_same
+from support.servers import FLOAT32, patched
 
 pytestmark = pytest.mark.server
 

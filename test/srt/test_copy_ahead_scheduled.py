@@ -5,10 +5,11 @@ import json
 
 import pytest
 import torch
-from conftest import FLOAT32, FLOAT32_TIE
 from serving import TARGET, dflash_arguments, heldout_prompts
 from support.copy_watch import Watch
+from support.parity import FLOAT32_TIE
 from support.scheduled import Job, run
+from support.servers import FLOAT32
 from tokenizers import Tokenizer
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime

@@ -8,11 +8,12 @@ import random
 import unittest
 
 import pytest
-from conftest import UNCOUNTED, first_difference, plain_target
 from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin
 from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
 from sglang.test.kits.spec_server_kits import SpecCorrectnessKit, SpecLogprobKit
+from support.parity import first_difference
+from support.servers import UNCOUNTED, plain_target
 from support.streaming import stream
 from support.target_answers import requests_from_prompts
 from tokenizers import Tokenizer

@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from conftest import ENVIRONMENT, FLOAT32, WIDTHS_CHANGE, assert_same, patched, warm_start
 from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, serve
+from support.parity import assert_same
 from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy, some_prompts
+from support.servers import ENVIRONMENT, FLOAT32, WIDTHS_CHANGE, patched, warm_start
 from support.streaming import stream
 
 pytestmark = [

@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import pytest
-from conftest import FLOAT32, run_to_end
 from prometheus_client import CollectorRegistry, generate_latest
 from serving import (
     DEFAULT_WIDTHS,
@@ -33,6 +32,7 @@ from support.documented import (
     server_arguments,
     spans,
 )
+from support.servers import FLOAT32, run_to_end
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics

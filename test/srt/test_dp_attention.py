@@ -14,9 +14,10 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from conftest import FLOAT32, Reference, assert_same
 from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments
+from support.parity import assert_same
 from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
+from support.servers import FLOAT32, Reference
 
 from sglang_dflash.srt.arg_groups.dflash_args import check_dp_attention
 from sglang_dflash.srt.speculative.scale_out import dp_attention

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FLOAT32
 from serving import DEFAULT_WIDTHS, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, Server, dflash_arguments
+from support.servers import FLOAT32
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FLOAT32, assert_same
 from safetensors.torch import load_file, save_file
 from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from support.drafts import make_draft
+from support.parity import assert_same
+from support.servers import FLOAT32
 from support.streaming import stream
 
 pytestmark = [pytest.mark.server, pytest.mark.long]

@@ -7,8 +7,8 @@ import ast
 
 import pytest
 import torch
-from conftest import patched
 from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, dflash_arguments, serve
+from support.servers import patched
 
 SOURCE = ROOT / "python" / "sglang"
 DECODE_PATH = (

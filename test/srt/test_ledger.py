@@ -8,7 +8,7 @@ import inspect
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
-from conftest import run_to_end
+from support.servers import run_to_end
 
 from sglang_dflash import SGLANG_VERSION
 from sglang_dflash.srt.plugins import entry_points, install, ledger

@@ -7,9 +7,10 @@ import math
 
 import pytest
 import torch
-from conftest import FLOAT32, assert_same
 from serving import TARGET, Server, dflash_arguments, heldout_prompts
 from support.logprob_checks import FIELDS, TOLERANCE, VOCAB, check_logprobs, check_same, compare, greedy
+from support.parity import assert_same
+from support.servers import FLOAT32
 from support.streaming import stream
 from tokenizers import Tokenizer
 

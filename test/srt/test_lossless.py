@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import FLOAT32, WIDTHS_CHANGE, assert_same, near_tie, patched, undecided_from
 from serving import (
     DFLASH2_DRAFT,
     DRAFT,
@@ -22,6 +21,8 @@ from serving import (
     dflash_arguments,
 )
 from support.drafts import always_wrong, random_draft
+from support.parity import assert_same, near_tie, undecided_from
+from support.servers import FLOAT32, WIDTHS_CHANGE, patched
 from support.streaming import stream
 from support.target_answers import requests_from_prompts, target_answers
 
@@ -324,7 +325,7 @@ def test_float32_aborts_leave_the_others_alone(requests, answers_alone, referenc
 def assert_pool_is_whole(server: Server) -> None:
     """Check that nothing runs and no KV slot is lost.
 
-    The scheduler counts slots when it is idle and exits on a leak (conftest.py).
+    The scheduler counts slots when it is idle and exits on a leak (support/servers.py).
     """
     server.flush_cache()
     load = server.get("/v1/loads")["loads"][0]

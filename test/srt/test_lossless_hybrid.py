@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FLOAT32_TIE
 from safetensors.torch import load_file, save_file
 from serving import HYBRID_DRAFT as DRAFT
 from serving import HYBRID_TARGET as TARGET
 from serving import dflash_arguments, heldout_prompts
 from support.drafts import random_peagle_draft, read_config
+from support.parity import FLOAT32_TIE
 from support.reference_dflash import ReferenceDFlash
 from support.scheduled import Answer, Job, Oracle, run
 

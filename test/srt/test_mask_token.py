@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from conftest import PLAIN_FLOAT32
 from safetensors.torch import load_file
 from serving import DRAFT, TARGET, dflash_arguments, heldout_prompts
 from support.drafts import REMOVE, make_draft, read_config
 from support.scheduled import Job, run
+from support.servers import PLAIN_FLOAT32
 from transformers import AutoTokenizer
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime

@@ -7,11 +7,11 @@ import sys
 
 import plot_acceptance
 import pytest
-from conftest import FLOAT32
 from plot_acceptance import Counts, read_counts
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import DRAFT, ROOT, Server, dflash_arguments, heldout_prompts
+from support.servers import FLOAT32
 
 from sglang_dflash.srt.observability.dflash_metrics import FALLBACKS, DFlashMetrics
 

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FLOAT32, FLOAT32_TIE, PLAIN_FLOAT32, WIDTHS_CHANGE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import PEAGLE_DRAFT, TARGET, dflash_arguments, heldout_prompts
+from support.parity import FLOAT32_TIE
+from support.servers import FLOAT32, PLAIN_FLOAT32, WIDTHS_CHANGE
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
 

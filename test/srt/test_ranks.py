@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FLOAT32, assert_same
 from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments
 from support.drafts import make_draft, read_config
+from support.parity import assert_same
 from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
+from support.servers import FLOAT32
 
 from sglang_dflash.srt.hardware_backend.cpu import ranks
 

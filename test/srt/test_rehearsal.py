@@ -8,8 +8,8 @@ configurations.
 from collections.abc import Iterator
 
 import pytest
-from conftest import assert_same
 from serving import DRAFT, PEAGLE_DRAFT
+from support.parity import assert_same
 from support.rehearsal.compare import (
     NO_CACHE,
     UPDATE,

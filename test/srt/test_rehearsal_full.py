@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_same, patched
 from serving import (
     DFLASH2_DRAFT,
     DRAFT,
@@ -22,6 +21,7 @@ from serving import (
     heldout_prompts,
 )
 from support import sequence_probs as sequences
+from support.parity import assert_same
 from support.rehearsal.compare import (
     NO_CACHE,
     Expected,
@@ -32,6 +32,7 @@ from support.rehearsal.compare import (
 )
 from support.rehearsal.play import ARGUMENTS, on_cpu, rehearse
 from support.rehearsal.stage import Scene
+from support.servers import patched
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.server, pytest.mark.rehearsal_full, on_cpu]

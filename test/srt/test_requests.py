@@ -11,8 +11,9 @@ import re
 import urllib.error
 
 import pytest
-from conftest import FLOAT32, assert_same, first_difference
 from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from support.parity import assert_same, first_difference
+from support.servers import FLOAT32
 from support.streaming import stream
 
 pytestmark = pytest.mark.server

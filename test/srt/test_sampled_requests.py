@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-from conftest import FLOAT32, UNCOUNTED, assert_same
 from scipy.stats import kstest
 from serving import SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from support.parity import assert_same
 from support.sampling_checks import EDGE, FALSE_ALARM, VOCAB, Draw, Filter, joint_filter, places, score
+from support.servers import FLOAT32, UNCOUNTED
 from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched
 from serving import TARGET, dflash_arguments
 from support.families import write_dflash2_draft, write_draft, write_peagle_draft, write_target
 from support.sequence_probs import (
@@ -29,6 +28,7 @@ from support.sequence_probs import (
     pooled,
     sequence_probs,
 )
+from support.servers import PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched
 
 pytestmark = pytest.mark.server
 

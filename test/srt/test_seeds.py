@@ -4,8 +4,9 @@ import itertools
 import urllib.error
 
 import pytest
-from conftest import FLOAT32, PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, first_difference, patched, plain_target
 from serving import Server, dflash_arguments, heldout_prompts
+from support.parity import first_difference
+from support.servers import FLOAT32, PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched, plain_target
 
 pytestmark = pytest.mark.server
 

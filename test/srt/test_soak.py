@@ -5,10 +5,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from conftest import FLOAT32, patched
 from serving import dflash_arguments
 from soak import Configuration, Resources, run_round
 from soak_requests import Known, Wrong, _hold_against, known_requests
+from support.servers import FLOAT32, patched
 
 SEED = "suite"
 # The seed draws a tight pool, a draft window and changing widths for the first round, and sampled drafts

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import FLOAT32
 from safetensors.torch import load_file
 from serving import PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
 from support.engine import Pools, build
+from support.servers import FLOAT32
 from support.streaming import stream
 from transformers import AutoModelForCausalLM
 

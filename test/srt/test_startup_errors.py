@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, Ended, run_to_end, warm_start
 from serving import DRAFT, PEAGLE_DRAFT, TARGET, ServerDied, dflash_arguments, serve
 from support.drafts import REMOVE, make_draft, read_config
+from support.servers import ENVIRONMENT, Ended, run_to_end, warm_start
 
 pytestmark = pytest.mark.server
 

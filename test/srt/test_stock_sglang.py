@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, assert_same, run_to_end
 from serving import DEFAULT_WIDTHS, DRAFT, TARGET, dflash_arguments, heldout_prompts, serve
+from support.parity import assert_same
+from support.servers import ENVIRONMENT, run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 

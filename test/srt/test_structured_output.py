@@ -10,10 +10,11 @@ import re
 import urllib.error
 
 import pytest
-from conftest import FLOAT32, FLOAT32_TIE, PLAIN_FLOAT32, assert_same, plain_target
 from serving import PEAGLE_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from support.grammars import EBNF, EBNF_SHAPE, SCHEMA, greedy
+from support.parity import FLOAT32_TIE, assert_same
 from support.scheduled import Answer, Job, run
+from support.servers import FLOAT32, PLAIN_FLOAT32, plain_target
 from support.streaming import stream
 from tokenizers import Tokenizer
 

@@ -8,7 +8,6 @@ that the draft gets must be outputs of the layers it names, for prompts and for 
 
 import pytest
 import torch
-from conftest import PLAIN_FLOAT32, first_difference
 from serving import dflash_arguments
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 from support.captures import Captures
@@ -22,7 +21,9 @@ from support.families import (
     write_peagle_draft,
     write_target,
 )
+from support.parity import first_difference
 from support.scheduled import Job, Oracle, run
+from support.servers import PLAIN_FLOAT32
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run_to_end
 from support.draft_cases import BASE
 from support.engine import start
 from support.sampling_parameters import VOCABULARY, sampling_info
+from support.servers import run_to_end
 from support.tensor_parallel_ranks import DFLASH2_NAMES, NAMES, WORLD, draft_block
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
@@ -67,8 +67,8 @@ def test_ranks_take_what_rank_0_chose(top_k):
 def test_a_server_on_two_gpus(tmp_path):
     if torch.cuda.device_count() < WORLD:
         pytest.skip("needs two GPUs")
-    from conftest import differences
     from serving import TARGET, dflash_arguments, heldout_prompts, serve
+    from support.parity import differences
 
     requests = [
         {"text": prompt["text"], "sampling_params": {"temperature": 0, "max_new_tokens": 32}}

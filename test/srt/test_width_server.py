@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from conftest import FLOAT32, WIDTHS_CHANGE, assert_same
 from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments, heldout_prompts
 from support import logprob_checks
 from support.grammars import EBNF, SCHEMA, greedy
+from support.parity import assert_same
+from support.servers import FLOAT32, WIDTHS_CHANGE
 from support.streaming import stream
 
 pytestmark = pytest.mark.server

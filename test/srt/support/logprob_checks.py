@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conftest import assert_same
 from serving import TARGET, Server
+from support.parity import assert_same
 
 VOCAB = json.loads((TARGET / "config.json").read_text())["vocab_size"]
 # For float32 log probabilities of one target, computed in two batch shapes.

@@ -74,7 +74,7 @@ def run(
 
     prepare: called in the process with its scheduler, before anything runs; pickled. A request's id is its
     job's number."""
-    from conftest import run_to_end  # of the tests' process alone
+    from support.servers import run_to_end  # of the tests' process alone
 
     with tempfile.TemporaryDirectory() as folder:
         task, answers = Path(folder) / "task", Path(folder) / "answers"

@@ -54,7 +54,8 @@ def _made_for() -> dict[str, str]:
 
 
 def main() -> None:
-    from conftest import PLAIN_FLOAT32, near_tie, plain_target
+    from support.parity import near_tie
+    from support.servers import PLAIN_FLOAT32, plain_target
 
     lines = [_made_for()]
     with plain_target(*PLAIN_FLOAT32) as target:

@@ -5,8 +5,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from conftest import assert_same
 from serving import dflash_arguments, heldout_prompts
+from support.parity import assert_same
 from support.rehearsal.play import ARGUMENTS, Rehearsal
 
 # What a request drafts may depend on what the prefix cache held when it came; without one, on nothing.

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENVIRONMENT, patched
 from serving import TARGET, Server, dflash_arguments, serve
 from support.rehearsal import faults, report, stage
+from support.servers import ENVIRONMENT, patched
 from support.warm_start import Nursery
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime

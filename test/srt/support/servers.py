@@ -1,0 +1,151 @@
+"""SGLang servers for the tests, and the plain target that every output is compared with.
+
+Servers are forked from a process that has SGLang imported (warm_start.py).
+"""
+
+import contextlib
+import functools
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving import TARGET, WHOLE_BLOCKS, Server, Start, importing, serve, start_cold, stop
+from support.warm_start import Nursery
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+
+# One PyTorch thread, as two servers share the machine. The scheduler counts its KV slots after every step,
+# and a leak or a double free ends the server.
+ENVIRONMENT = {
+    **WHOLE_BLOCKS,
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    # It would wait a second; the warm-up request has gone through by then.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+}
+# For servers with a long log or the default pool, and for stock SGLang: sorting such a pool twice takes as
+# long as a step.
+UNCOUNTED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "0"}
+# A small model under a JSON grammar otherwise writes white space for ever.
+PLAIN_FLOAT32 = ("--dtype", "float32", "--constrained-json-disable-any-whitespace", "--sleep-on-idle")
+# One test counts a log line per step; a small pool is counted quickly after every step.
+FLOAT32 = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "16384", "--decode-log-interval", "1")
+
+# The verify width changes from cycle to cycle, with a pause longer than P-EAGLE leaves states pending.
+WIDTHS_CHANGE = (
+    "--speculative-adaptive",
+    "--speculative-adaptive-config",
+    str(Path(__file__).parents[1] / "golden" / "widths-change.json"),
+)
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """Return the process that servers are forked from, started at the first call.
+
+    Only our plugin is loaded: another one, which SGLang brings, hooks a flag, and SGLang then walks all
+    loaded modules in every fork.
+    """
+    return Nursery.start({**ENVIRONMENT, "SGLANG_PLUGINS": "dflash"})
+
+
+def warm_start() -> Start | None:
+    """Return `serve`'s way to start a server from the nursery; None on a GPU, as CUDA survives no fork."""
+    if not runtime.needs_stand_in():
+        return None
+    return nursery().run_main
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Exit code and output of a process; the code is -9 if it had to be killed."""
+
+    code: int
+    output: str
+
+
+def run_to_end(
+    *argv: object, environment: dict[str, str] | None = None, is_cold: bool = False, timeout: float = 300
+) -> Ended:
+    """Run `python ARGV`, forked from the nursery unless `is_cold`."""
+    start = start_cold if is_cold else warm_start() or start_cold
+    with tempfile.NamedTemporaryFile("w+b") as log:
+        process = start([str(argument) for argument in argv], environment or {}, log)
+        deadline = time.monotonic() + timeout
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        stop(process)
+        log.seek(0)
+        return Ended(process.returncode, log.read().decode(errors="replace"))
+
+
+def patched(name: str) -> dict[str, str]:
+    """Return the environment of a server with a patch of server_patches/."""
+    folder = Path(__file__).parent / "server_patches"
+    return {"SERVER_PATCH": name, **importing(folder)}
+
+
+class Reference:
+    """The bundled target served by stock SGLang without speculation. It remembers its answers."""
+
+    def __init__(self, server: Server):
+        self.server = server
+        self._answers: dict[str, Any] = {}
+
+    def answers(self, requests: Sequence[dict], concurrency: int = 48) -> list[dict]:
+        """Return one answer per request, with the target's two best log probabilities at every position."""
+        keys = [json.dumps(request, sort_keys=True) for request in requests]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._answers]
+        new = [{"return_logprob": True, "top_logprobs_num": 2, **json.loads(key)} for key in missing]
+        self._answers.update(zip(missing, self.server.generate_many(new, concurrency)))
+        return [self._answers[key] for key in keys]
+
+    def answer(self, request: dict) -> dict:
+        return self.answers([request])[0]
+
+
+class Servers:
+    """Starts the requested server, or reuses the previous test's if its configuration is the same."""
+
+    def __init__(self):
+        self._stack = contextlib.ExitStack()
+        self._configuration: tuple | None = None
+        self._server: Server | None = None
+
+    def get(
+        self, *arguments: object, environment: dict[str, str] | None = None, is_cold: bool = False
+    ) -> Server:
+        """Return a running server.
+
+        Args:
+            *arguments: The server's command line, without --model-path.
+            environment: Variables on top of ENVIRONMENT.
+            is_cold: Start it in an interpreter of its own, if the test is about the server's processes.
+        """
+        wanted = tuple(map(str, arguments)), environment, is_cold
+        if self._configuration != wanted or self._server.process.poll() is not None:
+            self.close()
+            env = {**ENVIRONMENT, **(environment or {})}
+            self._server = self._stack.enter_context(
+                serve("--model-path", TARGET, *wanted[0], env=env, start=None if is_cold else warm_start())
+            )
+            self._configuration = wanted
+        return self._server
+
+    def close(self) -> None:
+        self._configuration = None
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def plain_target(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Reference]:
+    """Serve the target alone."""
+    env = {**ENVIRONMENT, **UNCOUNTED, **(environment or {})}
+    with serve("--model-path", TARGET, *arguments, env=env, start=warm_start()) as server:
+        yield Reference(server)
