@@ -360,13 +360,19 @@ verified, 0 is plain decoding that writes the draft's context. Drafts: `trained`
 has noise on every weight, `random` is noise, `sampled` is `trained` at temperature 1, `drawn` the same with probabilistic
 drafting. Every request goes through all widths.
 
-"Measured": of rounds, their median and its standard error; by chance harder texts or slower moments of the machine fall to one width
-than to another, and of four widths the best by chance is the measure. "Evened out": all widths commit what they keep of the same
-blocks, those verified whole, and take what they do in turn; adaptive cycles those of the widths they had, and what was timed of
-choosing and learning ("deciding"). "Cycle time": of adaptive cycles, over those of the same widths in turn; over all cells
-{statistics.mean(times):.3f} ± {error:.3f}. Without speculation was another process, before and after: "of none" has the noise of starts, which
-differ by where processes lie in memory. Prompts are not in these times: in theirs ours also writes the draft's context. Bold: below
-{BAR}.
+How to read the columns:
+
+- **Of the best fixed, measured**: the ratio per round, its median and standard error. It is noisy and biased: by chance one width gets
+  harder texts or a slower moment of the machine, and the comparison is with the best of four widths.
+- **Evened out**: the same ratio without that noise. Tokens: each width commits its accepted tokens of the same blocks, namely those
+  that were verified whole. Times: those of the same widths in turn. Adaptive cycles count with the widths that they had, plus the
+  measured time of choosing and learning ("deciding").
+- **Cycle time**: time of adaptive cycles over that of cycles of the same widths in turn. Over all cells: {statistics.mean(times):.3f} ± {error:.3f}.
+- **Of none**: compared with no speculation, which was another process, before and after. So it has the noise of starts: speed depends
+  on where a process lies in memory.
+- Prompts are not in these times. In the time of a prompt, ours also writes the draft's context.
+
+Bold: below {BAR}.
 
 {table(cells)}
 """

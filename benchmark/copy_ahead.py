@@ -255,13 +255,18 @@ def page(cells: list[Cell], args) -> str:
 
 {date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
 sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request, medians of {args.rounds} rounds.
-Last measured by `python benchmark/copy_ahead.py {shlex.join(sys.argv[1:])}`; other pairs are as an earlier run left them. When this was written
-{os.getloadavg()[2]:.1f} processes wanted to run at once (load average of 15 minutes): where that is more than the cores, tokens/s are worth
-as much as their spread says; accept lengths and shares do not depend on it.
+Last measured by `python benchmark/copy_ahead.py {shlex.join(sys.argv[1:])}`; other pairs are from an earlier run. The load
+average of 15 minutes was {os.getloadavg()[2]:.1f}. If it is above the number of cores, tokens/s are only as good as their spread; accept lengths and shares do not
+depend on it.
 
-Sets, and what "does not loop" means, are in the program's head. Copied: of the proposed tokens. Of the output: copied tokens that were
-kept. No draft: cycles without a draft forward. Loops: of the output's tokens those that complete a 5-gram it had before. Bars: 1.25 on
-`edit`, 0.98 on `plain`; bold: below.
+The program's docstring describes the sets and "does not loop".
+
+- **Copied**: share of the proposed tokens that were copies.
+- **Of the output**: share of the output that is accepted copies.
+- **No draft**: share of cycles without a draft forward.
+- **Loops**: share of the output's tokens that complete a 5-gram which the output already has.
+
+Bars for on / off: 1.25 on `edit`, 0.98 on `plain`. Bold: below.
 
 {table}
 """

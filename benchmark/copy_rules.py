@@ -83,8 +83,8 @@ accept lengths on the bundled pair, {args.new_tokens} tokens each; the sets are 
 
 {table}
 
-"As they fared": the share kept of copies, times the trust in a match of this length, against the share kept of drafts, per request
-(`CopyRule` in `kernels/ops/speculative/copy_ahead.py`).
+"As they fared": per request, copy if the accepted share of copies, times the trust in a match of this length, is at least the accepted share of
+drafts (`CopyRule` in `kernels/ops/speculative/copy_ahead.py`).
 """
 
 

@@ -149,15 +149,15 @@ By `python benchmark/simulated_widths.py`: {pair.name} at context {CONTEXT}, cos
 {1e3 * LAUNCHES:.1f} ms a cycle for launches (a guess), acceptance as given. Nothing was measured on a GPU. Accept length of a full block of
 {pair.block_size}: {lengths}.
 
-Speeds in multiples of no speculation (width 1, whose cycle also writes the draft's context). Adaptive: {CYCLES} cycles of the real policy,
+Speeds are multiples of no speculation (width 1, whose cycle also writes the draft's context). Adaptive: {CYCLES} cycles of the real policy,
 the first ones and all probes included.
 
 {table(cells)}
 
 ## What a width for each request could bring
 
-Requests of different acceptance in equal parts, by batch size: tokens/s of the best width for each request against the best one for all,
-both with acceptance known. An upper bound: it takes rows to cost the same however they are shared out.
+Requests of different acceptance in equal parts, by batch size: tokens/s with the best width for each request, compared with the best width
+for all, both with known acceptance. It is an upper bound, as it assumes that rows cost the same however requests share them.
 
 {ragged_table(pair, gpu)}
 """
