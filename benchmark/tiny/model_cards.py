@@ -48,7 +48,7 @@ Losses are nats per token.
 
 Mean share of distinct n-grams within one greedy continuation of {max_new} tokens on
 {prompts} held-out prompts (n = 1, 2, 3, 4): {distinct}. Repetition flatters a draft, so read
-acceptance figures beside these. {stopped} of the continuations stopped by themselves. It loops: in greedy
+acceptance figures beside these. {stopped} of the continuations stopped by themselves. The text loops: in greedy
 continuations of {max_new} tokens, {repeated:.0%} of the tokens complete a 5-gram that the continuation already
 has; the held-out code itself has {repeated_heldout:.0%}.
 
@@ -94,7 +94,7 @@ SPECULATORS_CARD = """# {name}
 
 A {kind} draft ({shape}, {layers}, draft vocabulary of {draft_vocab:,} of the target's
 {vocab:,} tokens) for `{target}`, trained and saved by the classes of the `speculators` package {version}.
-Sliding window {window:,}, as that package's command line gives every layer. Aux hidden states: inputs of the
+Every layer has a sliding window of {window:,}, the default of that package's command line. Aux hidden states: inputs of the
 target's layers {layer_ids}. Made on {date} with `benchmark/tiny/train_speculators_draft.py`.
 
 ## How it was made
@@ -107,7 +107,7 @@ the accepted one): {slots}.
 
 Greedy, float32, by the package's own model without any cache, {prompts} prompts of {shortest} to {longest}
 tokens, up to {max_new} new tokens. Accept length includes the bonus token, so it is tokens per target step.
-Every step is in `test/srt/golden/{golden}/accepted.json`. The target loops, which flatters every draft: see
+Every step is in `test/srt/golden/{golden}/accepted.json`. The target's text loops, which flatters every draft: see
 its model card.
 
 | Accept length | Steps | Accepted at position 1, 2, ... {tokens} |
@@ -127,16 +127,16 @@ in `benchmark/tiny`.
 ## How it was made
 
 {steps:,} steps of 256 blocks{runs} from the plain draft's weights, on {rows:,} stored rollouts of the target: code and chat,
-drawn at temperature 1, 0.7 and greedy, and corpus rows. The labels are the target's whole distributions.
-Three losses, slot k weighted exp(-(k - 1) / 4): cross entropy of the base logits (half), cross entropy of the
-selector's scores after the true token before, and what these leave uncovered of the target's distribution.
-At the end, on training rollouts and given the true token before: best score right per slot {accuracy};
-covered {coverage}.
+sampled at temperatures 1 and 0.7 and greedily, and corpus rows. The labels are the target's whole distributions.
+Three losses, slot k weighted exp(-(k - 1) / 4): cross entropy of the base logits (half weight), cross entropy
+of the selector's scores given the true previous token, and the part of the target's distribution that these
+scores do not cover. At the end, on training rollouts and given the true previous token: accuracy per slot {accuracy};
+share covered {coverage}.
 
 ## Expected accept length on held-out prompts
 
-By `dflash2_gain.py`, bfloat16, every sixth prompt, 128 new tokens, bonus token included. Through a server:
-`benchmark/results/dflash2.md`. The target loops in greedy text, which flatters every draft: see its model card.
+Computed by `dflash2_gain.py`, bfloat16, every sixth prompt, 128 new tokens, bonus token included. Through a server:
+`benchmark/results/dflash2.md`. The target's greedy text loops, which flatters every draft: see its model card.
 
 | Draft | {temperatures} |
 |---|{rule}
