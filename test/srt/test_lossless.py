@@ -155,8 +155,8 @@ def answers_alone() -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def verify_counts() -> dict[int, dict[str, int]]:
-    """Number of the request -> comparable configuration -> cycles it took."""
+def cycle_counts() -> dict[str, dict[int, int]]:
+    """Cycles per request number, for each comparable setting."""
     return {}
 
 
@@ -180,7 +180,7 @@ def test_the_stored_answers_are_the_targets(requests, answers_alone, reference):
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
 def test_float32_output_is_the_targets(
-    configuration, requests, answers_alone, servers, verify_counts, tmp_path_factory
+    configuration, requests, answers_alone, servers, cycle_counts, tmp_path_factory
 ):
     """Send requests twice: the second pass reads KV from the prefix cache."""
     numbers = range(configuration.offset, len(requests), configuration.every)
@@ -199,8 +199,8 @@ def test_float32_output_is_the_targets(
         reusable = (meta["prompt_tokens"] - 1) // page * page
         assert meta["cached_tokens"] >= reusable, f"no prefix-cache hit: {meta} for {request}"
     if configuration.comparable:
-        _record_cycles(verify_counts, configuration.name, dict(zip(numbers, cold)))
-        _record_cycles(verify_counts, configuration.name + ", cached", dict(zip(numbers[::3], warm)))
+        _compare_cycles(cycle_counts, configuration.name, dict(zip(numbers, cold)))
+        _compare_cycles(cycle_counts, configuration.name + ", cached", dict(zip(numbers[::3], warm)))
     assert_pool_is_whole(server)
 
 
@@ -223,23 +223,27 @@ def test_float32_retracted_requests_resume_as_the_target_would(requests, referen
     assert_pool_is_whole(server)
 
 
-def test_float32_all_prompts_at_concurrency_1_4_16(requests, answers_alone, servers, verify_counts):
-    """The trained draft as shipped, every prompt; and the number of cycles does not depend on the server's
-    settings.
+def test_float32_all_prompts_at_concurrency_1_4_16(requests, answers_alone, servers, cycle_counts):
+    """Send every prompt with the trained draft; server settings must not change the cycles.
 
-    Wrong draft KV cannot change the output, it only makes the draft guess worse. So equal cycles are the
-    evidence that the draft's KV is right after chunked prefill, with pages, and when it comes from the prefix
-    cache."""
+    Wrong draft KV cannot change the output, but it makes the draft guess worse. So equal cycles show that the
+    draft's KV is right after chunked prefill, with pages, and from the prefix cache. This test itself
+    compares the prefix cache. The last test to run compares the other settings.
+    """
     server = servers.get(*FLOAT32, *dflash_arguments())
     server.flush_cache()
-    answers = []
-    for group, concurrency in ((requests[::9], 1), (requests[1::9] + requests[2::9], 4)):
-        answers += zip(group, server.generate_many(group, concurrency))
-    rest = [request for i, request in enumerate(requests) if i % 9 > 2]
-    answers += zip(rest, server.generate_many(rest, 16))
-    by_request = {id(request): answer for request, answer in answers}
-    in_order = [by_request[id(request)] for request in requests]
+    numbers = range(len(requests))
+    alone, cached = (server.generate_many(requests[::9], concurrency) for concurrency in (1, 16))
+    assert all(a["meta_info"]["cached_tokens"] >= a["meta_info"]["prompt_tokens"] - 1 for a in cached)
+    by_number = dict(zip(numbers[::9], alone))
+    for group, concurrency in (
+        ([*numbers[1::9], *numbers[2::9]], 4),
+        ([i for i in numbers if i % 9 > 2], 16),
+    ):
+        by_number |= zip(group, server.generate_many([requests[i] for i in group], concurrency))
+    in_order = [by_number[i] for i in numbers]
     assert_same(requests, in_order, answers_alone)
+    assert_same(requests[::9], cached, answers_alone[::9])
     undecided = [
         request for request, answer in zip(requests, answers_alone) if undecided_from(answer) is not None
     ]
@@ -248,13 +252,8 @@ def test_float32_all_prompts_at_concurrency_1_4_16(requests, answers_alone, serv
     )
     _check_accept_length(in_order, (1.0, 8.0))
 
-    _record_cycles(verify_counts, "default", dict(enumerate(in_order)))
-    for name in {name for counts in verify_counts.values() for name in counts} - {"default"}:
-        shared = [counts for counts in verify_counts.values() if name in counts]
-        here, default = sum(c[name] for c in shared), sum(c["default"] for c in shared)
-        assert abs(here - default) <= NEARLY_SAME * default, (
-            f"{here} cycles with {name}, {default} by default"
-        )
+    _compare_cycles(cycle_counts, "default", by_number)
+    _compare_cycles(cycle_counts, "default, cached", dict(zip(numbers[::9], cached)))
 
 
 def test_float32_continuations_read_the_kv_that_decoding_wrote(requests, reference, servers):
@@ -345,9 +344,16 @@ def _check_accept_length(answers: list[dict], bounds: tuple[float, float]) -> No
     assert bounds[0] <= tokens / cycles <= bounds[1], f"{tokens} tokens in {cycles} cycles"
 
 
-def _record_cycles(counts: dict[int, dict[str, int]], name: str, answers: dict[int, dict]) -> None:
-    for number, answer in answers.items():
-        counts.setdefault(number, {})[name] = _cycles(answer)
+def _compare_cycles(counts: dict[str, dict[int, int]], name: str, answers: dict[int, dict]) -> None:
+    """Record the cycles of a setting and compare all recorded settings with the default, if it is known."""
+    counts[name] = {number: _cycles(answer) for number, answer in answers.items()}
+    default = counts.get("default", {})
+    for other, cycles in counts.items():
+        shared = cycles.keys() & default.keys()
+        here, expected = (sum(taken[number] for number in shared) for taken in (cycles, default))
+        assert abs(here - expected) <= NEARLY_SAME * expected, (
+            f"{here} cycles with {other}, {expected} by default"
+        )
 
 
 def _cycles(answer: dict) -> int:
