@@ -287,7 +287,7 @@ def measure(
                 cell.add(name, *(gained[what][number] for what in ("seconds", "tokens", "cycles")))
             cell.widths += Counter({str(int(width) - 1): count for width, count in gained["widths"].items()})
             cell.deciding += gained["decided"]["seconds"]
-            cell.kept += Counter({int(kept): count for kept, count in gained["kept_of_widest"].items()})
+            cell.kept += Counter({int(kept): count for kept, count in gained["accepted_of_widest"].items()})
             prefill += gained["seconds"]["prefill"]
             prefilled += gained["prefilled"]["n"]
     return 1e3 * prefill / max(prefilled, 1)

@@ -1,14 +1,15 @@
-"""The width as the worker knows it: settings, asking and telling, and ranks that agree. Without an engine."""
+"""The worker's side of adaptive width, without an engine: settings, choosing, learning, agreeing ranks."""
 
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth
 from sglang_dflash.srt.speculative.width.chooser import WidthChooser
-from sglang_dflash.srt.speculative.width.clock import CycleClock, Lap
+from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
 from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import MODES, SurvivalEstimate
 from sglang_dflash.srt.speculative.width.settings import VARIABLE, AdaptiveSettings
@@ -43,8 +44,8 @@ def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
     settings = AdaptiveSettings.read(str(path))
     settings.to_environment()
     assert AdaptiveSettings.from_environment() == settings
-    assert settings.constants.patience == 0.2
-    assert AdaptiveSettings.of({"candidate_steps": [0, 2, 5]}).widths(8) == (1, 3, 6)
+    assert settings.patience == 0.2
+    assert AdaptiveSettings(candidate_steps=(0, 2, 5)).widths(8) == (1, 3, 6)
     assert settings.widths(8) == (1, 3)
     AdaptiveSettings().to_environment()
     assert AdaptiveSettings.from_environment() == AdaptiveSettings()
@@ -53,19 +54,22 @@ def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", ("not JSON",)),
+        ("{", ("Invalid JSON",)),
         ("[0, 1]", ("JSON object", "candidate_steps")),
         ('{"1": {"candidate_steps": [0, 1]}}', ("batch sizes", "EAGLE")),
-        ('{"candidate_step": [0]}', ("candidate_step", "known are")),
+        ('{"candidate_step": [0]}', ("candidate_step: Unexpected", "with any of")),
         ('{"candidate_steps": [3, 1]}', ("ascend", "[3, 1]")),
-        ('{"candidate_steps": [1, 1]}', ("ascend",)),
+        ('{"candidate_steps": [1, 1]}', ("ascend", "[1, 1]")),
         ('{"candidate_steps": []}', ("not be empty",)),
-        ('{"candidate_steps": [-1, 1]}', ("none negative", "-1")),
-        ('{"candidate_steps": [0, true]}', ("list of numbers",)),
-        ('{"candidate_steps": 3}', ("list of numbers",)),
+        ('{"candidate_steps": [-1, 1]}', ("candidate_steps.0", "greater than or equal to 0", "-1")),
+        ('{"candidate_steps": [0, true]}', ("candidate_steps.1", "valid integer", "True")),
+        ('{"candidate_steps": 3}', ("candidate_steps", "valid array")),
+        ('{"schedule": [1, -2]}', ("schedule.1", "greater than or equal to 0", "-2")),
         ('{"patience": -1}', ("patience", "-1")),
         ('{"patience": "much"}', ("patience", "much")),
+        ('{"patience": true}', ("patience", "True")),
         ('{"patience": NaN}', ("patience",)),
+        ('{"patience": -1, "schedule": 3}', ("patience", "-1", "schedule", "valid array")),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(text, words, tmp_path):
@@ -78,10 +82,10 @@ def test_a_bad_file_is_named_with_what_is_wrong(text, words, tmp_path):
 
 def test_more_than_the_block_holds():
     with pytest.raises(ValueError, match="9 drafted tokens .* block of 8"):
-        AdaptiveSettings.of({"candidate_steps": [0, 9]}).widths(8)
+        AdaptiveSettings(candidate_steps=(0, 9)).widths(8)
 
 
-# -- asking and telling
+# -- choosing and learning
 
 
 class Clock(CycleClock):
@@ -92,75 +96,110 @@ class Clock(CycleClock):
         self.seconds = dict(zip(WIDTHS, costs, strict=True))
 
     def finished(self):
-        laps = [
-            Lap(lap.num_requests, lap.width, lap.num_tokens, self.seconds[lap.width], None)
-            for lap in super().finished()
+        return [
+            CycleTiming(
+                timing.num_requests, timing.width, timing.num_tokens, self.seconds[timing.width], None
+            )
+            for timing in super().finished()
         ]
-        return laps
 
 
-def request(slot: int, grammar=None, **params) -> SimpleNamespace:
+class Chooser(WidthChooser):
+    """Notes what it is told."""
+
+    def __init__(self, costs=(1.0, 1.2, 1.3, 1.6)):
+        table = CostTable(np.array([1, 64]), np.array(WIDTHS), np.array([costs, costs]))
+        super().__init__(table, SurvivalEstimate(32, 7))
+        self.new_rows, self.batches, self.learned, self.cycle_times = [], [], [], []
+
+    def on_prefill(self, rows, num_emitted=0):
+        self.new_rows.append(rows.tolist())
+        super().on_prefill(rows, num_emitted)
+
+    def choose(self, rows, modes, num_tokens=None):
+        self.batches.append((rows, modes))
+        return super().choose(rows, modes, num_tokens)
+
+    def on_accept_lens(self, rows, modes, width, accepted):
+        self.learned.append((rows.tolist(), accepted.tolist()))
+        super().on_accept_lens(rows, modes, width, accepted)
+
+    def on_cycle_time(self, *timing):
+        self.cycle_times.append(timing)
+        return super().on_cycle_time(*timing)
+
+
+class States:
+    def __init__(self):
+        self.applied = []
+
+    def apply(self, width, num_requests):
+        self.applied.append((width, num_requests))
+
+
+def request(row: int | None, grammar=None, **params) -> SimpleNamespace:
     defaults = dict(
         logit_bias=None, min_new_tokens=0, frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0
     )
     return SimpleNamespace(
-        kv=SimpleNamespace(req_pool_idx=slot, kv_committed_len=100),
+        kv=SimpleNamespace(req_pool_idx=row, kv_committed_len=100),
         output_ids=[],
         grammar=grammar,
         sampling_params=SimpleNamespace(**defaults | {"top_k": 1} | params),
     )
 
 
-def adaptive(schedule=(), group=None, costs=(1.0, 1.2, 1.3, 1.6), **more) -> AdaptiveWidth:
-    table = CostTable(np.array([1, 64]), np.array(WIDTHS), np.array([costs, costs]))
-    states = SimpleNamespace(applied=[])
-    states.apply = lambda width, n: states.applied.append((width, n))
+def batch_of(*reqs: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(reqs=list(reqs))
+
+
+def adaptive(schedule=(), chooser=None, states=None, group=None, **more) -> AdaptiveWidth:
     group = group or SimpleNamespace(world_size=1, rank_in_group=0)
-    chooser = WidthChooser(table, SurvivalEstimate(32, 7))
-    return AdaptiveWidth(chooser, states, Clock(costs), 32, group, schedule, **more)
+    clock = Clock((1.0, 1.2, 1.3, 1.6))
+    return AdaptiveWidth(chooser or Chooser(), states or States(), clock, 32, group, schedule, **more)
 
 
-def test_what_a_cycle_kept_is_told_one_cycle_late():
-    width, batch = adaptive(), SimpleNamespace(reqs=[request(slot) for slot in range(4)])
+def test_accept_lengths_arrive_one_cycle_late():
+    states = States()
+    width, batch = adaptive(states=states), batch_of(*(request(row) for row in range(4)))
     width.on_prefill(batch, num_running=0)
-    asked = []
+    chosen = []
     for cycle in range(60):
-        asked.append(width.choose_width(batch, draws_drafts=False))
+        chosen.append(width.choose_width(batch, draws_drafts=False))
         width.on_launched()
         if cycle:
-            assert width.on_accept_lens([0, 0, 0, 0]) == asked[cycle - 1] - 1
-    assert asked[0] == 8 and asked[-20:].count(1) > 15, (
-        "a draft of which nothing is kept ends as plain decoding"
-    )
-    assert width._states.applied == [(w, 4) for w in asked]
+            assert width.on_accept_lens([0, 0, 0, 0]) == chosen[cycle - 1] - 1
+    assert chosen[0] == 8 and chosen[-20:].count(1) > 15, "a useless draft ends as plain decoding"
+    assert states.applied == [(w, 4) for w in chosen]
     report = width.report()
-    assert report["width"] == asked[-1] and sum(report["cycles_per_width"].values()) == 60
+    assert report["width"] == chosen[-1] and sum(report["cycles_per_width"].values()) == 60
     json.dumps(report)
 
 
-def test_what_cycles_took_is_told_some_at_a_time_and_by_kind(monkeypatch):
-    width, batch, told = adaptive(schedule=(7, 7, 1)), SimpleNamespace(reqs=[request(0), request(1)]), []
-    monkeypatch.setattr(width._chooser, "on_cycle_time", lambda *lap: told.append(lap) or 0.0)
+def test_cycle_times_are_learned_some_at_a_time_and_by_kind():
+    chooser = Chooser()
+    width, batch = adaptive((7, 7, 1), chooser), batch_of(request(0), request(1))
     for _ in range(17):
         width.choose_width(batch, draws_drafts=False)
         width.on_launched()
-    assert [(num_requests, verified, cycles) for num_requests, verified, _, cycles, _ in told[:5]] == [
+    times = chooser.cycle_times
+    assert [(num_requests, verified, cycles) for num_requests, verified, _, cycles, _ in times[:5]] == [
         (2, 8, 2),
         (2, 2, 1),
         (2, 8, 2),
         (2, 2, 1),
         (2, 8, 2),
     ]
-    assert sum(cycles for _, _, _, cycles, _ in told) == 16
+    assert sum(cycles for _, _, _, cycles, _ in times) == 16
     assert all(
         (seconds, tokens) == (pytest.approx({8: 1.6, 2: 1.2}[verified]), 200)
-        for _, verified, seconds, _, tokens in told
+        for _, verified, seconds, _, tokens in times
     )
 
 
-def test_a_new_request_in_an_old_ones_row_is_not_blamed():
-    width = adaptive(schedule=(7,))
-    old, new = SimpleNamespace(reqs=[request(3)]), SimpleNamespace(reqs=[request(3)])
+def test_accept_lengths_of_a_rows_previous_request_are_dropped():
+    chooser = Chooser()
+    width, old, new = adaptive((7,), chooser), batch_of(request(3)), batch_of(request(3))
     width.on_prefill(old, 0)
     for _ in range(30):
         width.choose_width(old, False)
@@ -169,104 +208,108 @@ def test_a_new_request_in_an_old_ones_row_is_not_blamed():
         width.on_accept_lens([0])
     width.on_prefill(new, 0)  # under overlap scheduling, before the old one's last cycle is known
     width.on_accept_lens([0])
-    own = width._chooser.estimate.accept_probs(np.array([3, 5]), np.array([0, 0]))
-    assert (own[0] == own[1]).all()
+    probs = chooser.estimate.accept_probs(np.array([3, 5]), np.array([0, 0]))
+    assert (probs[0] == probs[1]).all()
 
 
-def test_requests_that_have_not_changed_are_not_looked_at_again():
-    width = adaptive(schedule=(7,))
-    first, second = request(0), request(1)
+def test_an_unchanged_batch_is_described_once():
+    chooser = Chooser()
+    width, first, second = adaptive((7,), chooser), request(0), request(1)
     for reqs in ([first, second], [first, second], [second], [second, first]):
-        width.choose_width(SimpleNamespace(reqs=reqs), False)
-    width.on_prefill(SimpleNamespace(reqs=[request(1)]), 0)
-    width.choose_width(SimpleNamespace(reqs=[second, first]), False)
-    width.choose_width(SimpleNamespace(reqs=[second, first]), True)
-    asked = [entry.requests for entry in width._under_way]
-    assert asked[0] is asked[1] and len(set(map(id, asked))) == 5
-    assert [entry.rows for entry in asked[1:]] == [[0, 1], [1], [1, 0], [1, 0], [1, 0]]
-    assert asked[3].births.tolist() == [0, 0] and asked[4].births.tolist() == [1, 0]
+        width.choose_width(batch_of(*reqs), False)
+    width.on_prefill(batch_of(request(1)), 0)
+    width.choose_width(batch_of(second, first), False)
+    width.choose_width(batch_of(second, first), True)
+    rows, modes = zip(*chooser.batches, strict=True)
+    assert rows[0] is rows[1] and modes[0] is modes[1]
+    assert len(set(map(id, rows))) == len(set(map(id, modes))) == 5
+    assert [batch.tolist() for batch in rows[1:]] == [[0, 1], [1], [1, 0], [1, 0], [1, 0]]
+    for accepted in ([1, 2], [1, 2], [3], [4, 5], [6, 7]):
+        width.on_accept_lens(accepted)
+    assert chooser.learned[2:] == [([], []), ([0], [5]), ([1, 0], [6, 7])], "row 1 has a new request"
 
 
 def test_tokens_in_the_log_are_of_the_requests_decided_for(caplog):
     """A decision holds while a fourth joins three."""
     caplog.set_level("INFO")
-    width, reqs = adaptive(log_every=1), [request(slot) for slot in range(4)]
-    width.on_prefill(SimpleNamespace(reqs=reqs[:3]), 0)
+    width, reqs = adaptive(log_every=1), [request(row) for row in range(4)]
+    width.on_prefill(batch_of(*reqs[:3]), 0)
     for _ in range(36):
-        width.choose_width(SimpleNamespace(reqs=reqs[:3]), False)
+        width.choose_width(batch_of(*reqs[:3]), False)
         width.on_launched()
         width.on_accept_lens([7] * 3)
-    width.on_prefill(SimpleNamespace(reqs=reqs[3:]), 0)
-    width.choose_width(SimpleNamespace(reqs=reqs), False)
+    width.on_prefill(batch_of(*reqs[3:]), 0)
+    width.choose_width(batch_of(*reqs), False)
     before, after = caplog.messages[-2:]
     assert "8 for 3 requests: 7." in before and "8 for 4 requests: 7." in after
 
 
 def test_running_requests_of_a_mixed_batch_are_not_new():
-    width = adaptive(schedule=(7,))
-    running = SimpleNamespace(reqs=[request(1)])
+    chooser = Chooser()
+    width, running = adaptive((7,), chooser), batch_of(request(1))
     width.on_prefill(running, 0)
     width.choose_width(running, False)
     width.on_launched()
-    width.on_prefill(SimpleNamespace(reqs=[request(2), request(1)]), num_running=1)
+    width.on_prefill(batch_of(request(2), request(1)), num_running=1)
     width.on_accept_lens([0])
-    running, new = (width._chooser.estimate.accept_probs(np.array([slot]), np.array([0])) for slot in (1, 2))
+    running, new = (chooser.estimate.accept_probs(np.array([row]), np.array([0])) for row in (1, 2))
     assert (running < new).all()
 
 
-def test_a_request_that_was_retracted_before_its_first_cycle():
-    width = adaptive()
-    width.on_prefill(SimpleNamespace(reqs=[request(None), request(5)]), num_running=0)
-    assert width._births[5] == 1 and width._births.sum() == 1
+def test_a_request_that_was_retracted_before_its_first_cycle_has_no_row():
+    chooser = Chooser()
+    adaptive(chooser=chooser).on_prefill(batch_of(request(None), request(5)), num_running=0)
+    assert chooser.new_rows == [[5]]
 
 
 def test_modes():
-    width = adaptive(schedule=(3,))
-    reqs = [
+    chooser = Chooser()
+    batch = batch_of(
         request(0),
         request(1, top_k=50),
         request(2, grammar=object()),
         request(3, repetition_penalty=1.1),
         request(4, min_new_tokens=3),
         request(5, logit_bias={"3": 1.0}),
-    ]
-    for draws, sampled in ((False, "sampled"), (True, "drawn")):
-        width.choose_width(SimpleNamespace(reqs=reqs), draws)
-        wanted = ["greedy", sampled, *["constrained"] * 4]
-        assert [MODES[mode] for mode in width._under_way[-1].requests.modes] == wanted
+    )
+    width = adaptive((3,), chooser)
+    for draws_drafts, sampled in ((False, "sampled"), (True, "drawn")):
+        width.choose_width(batch, draws_drafts)
+        _, modes = chooser.batches[-1]
+        assert [MODES[mode] for mode in modes] == ["greedy", sampled, *["constrained"] * 4]
 
 
 def test_ranks_take_what_rank_0_chose(monkeypatch):
-    """A rank that would have chosen otherwise, and does not even ask itself."""
-    import torch
-
-    told = []
+    """A rank other than 0 does not choose, and has no expectations to log."""
+    broadcasts = []
     monkeypatch.setattr(
         torch.distributed,
         "broadcast",
-        lambda values, src, group: told.append((src, group)) or values.fill_(4),
+        lambda values, src, group: broadcasts.append((src, group)) or values.fill_(4),
     )
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
-    width = adaptive(group=group)
-    assert width.choose_width(SimpleNamespace(reqs=[request(0)]), False) == 4
-    assert told == [(6, "host")] and width._states.applied == [(4, 1)]
+    states, chooser = States(), Chooser()
+    width = adaptive(chooser=chooser, states=states, group=group, log_every=1)
+    assert width.choose_width(batch_of(request(0)), False) == 4
+    assert broadcasts == [(6, "host")] and states.applied == [(4, 1)] and not chooser.batches
+    assert width.report()["expected"] == {}
 
 
 def test_a_clock_on_the_host():
     clock = CycleClock("cpu")
-    for lap in ((2, 4, 50), (3, 1, 70)):
+    for load in ((2, 4, 50), (3, 1, 70)):
         clock.start()
-        clock.stop(*lap)
+        clock.stop(*load)
     first, second = clock.finished()
     assert (first.num_requests, first.width, first.num_tokens, first.gap) == (2, 4, 50, None)
-    assert second.gap >= 0 and second.after == 4
+    assert second.gap >= 0 and second.previous_width == 4
     clock.interrupt()
     clock.start()
     clock.stop(1, 1, 20)
     assert clock.finished()[0].gap is None and clock.finished() == []
 
 
-def test_a_fixed_width_says_the_same_every_time():
-    width, batch = FixedWidth(8), SimpleNamespace(reqs=[request(0)])
+def test_a_fixed_width_is_always_the_same():
+    width, batch = FixedWidth(8), batch_of(request(0))
     width.on_prefill(batch, 0)
     assert width.choose_width(batch, True) == 8 and width.on_accept_lens([3]) == 7 and width.report() == {}

@@ -125,8 +125,8 @@ def test_every_block_has_a_language_we_check():
 
 
 def test_json_blocks_are_settings_of_the_verify_width():
-    given = [json.loads(block) for page in PAGES for language, block in blocks(page) if language == "json"]
-    assert given and all(AdaptiveSettings.of(settings).widths(8) == (1, 2, 4, 8) for settings in given)
+    given = [block for page in PAGES for language, block in blocks(page) if language == "json"]
+    assert given and all(AdaptiveSettings.parse(settings).widths(8) == (1, 2, 4, 8) for settings in given)
 
 
 def test_an_unknown_command_is_seen():

@@ -85,7 +85,7 @@ ALLOWED = {
     ): "numpy, for /server_info",
     ("srt/speculative/width/adaptive.py", "_expected_per_width", "float(tokens)"): "numpy, for /server_info",
     ("srt/speculative/width/adaptive.py", "_expected_per_width", "float(seconds)"): "numpy, for /server_info",
-    ("srt/speculative/width/adaptive.py", "_agree", "int(told)"): "lies on the host",
+    ("srt/speculative/width/adaptive.py", "_agree", "int(shared)"): "lies on the host",
     (
         "srt/speculative/width/adaptive.py",
         "report",

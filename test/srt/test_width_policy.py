@@ -1,5 +1,4 @@
-"""How wide the next verify is: the rules against all choices tried out, and the chooser on simulated
-servers."""
+"""Rules of the verify width compared with exhaustive search, and the chooser on simulated servers."""
 
 import itertools
 
@@ -14,20 +13,20 @@ from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.policy import (
     Constants,
     Exploration,
-    Standing,
-    best_width,
+    WidthState,
     contender,
     expected_tokens,
     explore,
+    fastest_width,
     never_cheaper_when_wider,
     probe_loss,
-    settle,
+    update_width,
 )
 
 GOOD = np.array([0.85, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5])
 WEAK = np.array([0.35, 0.25, 0.2, 0.2, 0.2, 0.2, 0.2])
 RANDOM = np.full(7, 0.002)
-# Of speed against the best fixed width, which knows everything from the first cycle on.
+# Least speed in multiples of the best fixed width, which knows everything from the first cycle on.
 BAR = 0.97
 
 seconds_rows = st.lists(st.floats(0.1, 100), min_size=1, max_size=8).map(np.array)
@@ -58,7 +57,7 @@ def test_the_best_width_is_the_best_of_all(seed, n, cost):
     seconds = np.array([cost(n, int(w)) for w in WIDTHS])
     tokens = expected_tokens(accept_probs, WIDTHS)
     speeds = [tokens[i] / seconds[i] for i in range(len(WIDTHS))]
-    chosen = best_width(tokens, seconds, free_rows=1.0)
+    chosen = fastest_width(tokens, seconds, free_rows=1.0)
     assert speeds[chosen] == pytest.approx(max(speeds))
 
 
@@ -66,13 +65,13 @@ def test_a_staircase_is_climbed_to_its_top_not_to_its_first_step():
     """Width 2 pays for a new tile and loses; width 8 fills the same tile and wins."""
     tokens, seconds = np.array([1.0, 1.5, 2.1, 2.6]), np.array([1.0, 1.6, 1.6, 1.6])
     assert tokens[1] / seconds[1] < tokens[0] / seconds[0] < tokens[3] / seconds[3]
-    assert best_width(tokens, seconds) == 3
+    assert fastest_width(tokens, seconds) == 3
 
 
 def test_free_rows_keep_the_widest():
     tokens, seconds = np.array([1.0, 1.0, 1.0]), np.array([1.0, 1.01, 1.02])
-    assert best_width(tokens, seconds) == 2
-    assert best_width(tokens, seconds, free_rows=1.0) == 0
+    assert fastest_width(tokens, seconds) == 2
+    assert fastest_width(tokens, seconds, free_rows=1.0) == 0
 
 
 @given(seconds_rows)
@@ -88,48 +87,49 @@ def test_monotone_costs_are_the_nearest_ones(row):
 
 @pytest.mark.parametrize(("gain", "decisions"), [(1.15, 1), (1.03, 5), (1.01, 25), (1.004, None)])
 def test_a_width_moves_the_sooner_the_more_it_gains(gain, decisions):
-    standing = Standing(0, (0.0, 0.0), cycles=100, load=4)
+    state = WidthState(0, np.zeros(2), cycles=100, num_requests=4)
     tokens, seconds = np.array([1.0, gain * 1.2]), np.array([1.0, 1.2])
+    moved_at = None
     for decision in range(1, 200):
-        standing = settle(standing, tokens, seconds, 4)
-        if standing.width == 1:
+        state = update_width(state, tokens, seconds, 4)
+        if state.index == 1:
+            moved_at = decision
             break
-    assert standing.width == (0 if decisions is None else 1)
-    if decisions is not None:
-        assert decision == decisions
+    assert moved_at == decisions
 
 
 def test_a_width_stays_a_while_unless_the_load_doubles_or_halves():
     better = np.array([1.0, 1.25]), np.array([1.0, 1.2])
-    fresh = Standing.at(0, 2, 8)
+    fresh = WidthState.fresh(0, 2, 8)
     for load in (5, 8, 15):
-        standing = fresh
+        state = fresh
         for _ in range(Constants.dwell - 1):
-            standing = settle(standing, *better, load)
-            assert standing.width == 0
-        assert settle(standing, *better, load).width == 1
-    assert settle(fresh, *better, 16).width == settle(fresh, *better, 4).width == 1
+            state = update_width(state, *better, load)
+            assert state.index == 0
+        assert update_width(state, *better, load).index == 1
+    assert update_width(fresh, *better, 16).index == update_width(fresh, *better, 4).index == 1
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3), st.sampled_from([0.001, 0.005, 0.02]))
 @settings(max_examples=15, deadline=None)
-def test_probing_never_costs_more_than_its_share(seed, standing, share):
+def test_probing_never_costs_more_than_its_share(seed, current, share):
     rng = np.random.default_rng(seed)
     tokens = 1 + np.cumsum(rng.random(4))
     seconds = np.cumsum(rng.random(4) + 0.05)
-    doubt = rng.choice([0.0, 0.05, 0.3]) * rng.random(4)
-    constants, state, lost, passed, probed = Constants(probe_share=share), Exploration(), 0.0, 0.0, set()
+    uncertainty = rng.choice([0.0, 0.05, 0.3]) * rng.random(4)
+    constants, state = Constants(probe_share=share), Exploration()
+    lost, passed, probed = 0.0, 0.0, set()
     for _ in range(3000):
-        state, index = explore(state, standing, tokens, seconds, doubt, constants)
-        passed += seconds[standing]
+        state, index = explore(state, current, tokens, seconds, uncertainty, constants)
+        passed += seconds[current]
         if index is not None:
-            lost += probe_loss(standing, index, tokens, seconds)
+            lost += probe_loss(current, index, tokens, seconds)
             probed.add(index)
-        assert lost <= share * (passed + 200 * seconds[standing]) + 1e-9
-    if share == 0.02 and doubt.max() < 0.03:
+        assert lost <= share * (passed + 200 * seconds[current]) + 1e-9
+    if share == 0.02 and uncertainty.max() < 0.03:
         assert (
-            probed >= set(range(standing + 1, 4))
-            or max(probe_loss(standing, i, tokens, seconds) for i in range(4)) > 20 * seconds[standing]
+            probed >= set(range(current + 1, 4))
+            or max(probe_loss(current, i, tokens, seconds) for i in range(4)) > 20 * seconds[current]
         )
 
 
@@ -146,19 +146,18 @@ def test_never_much_slower_than_the_best_fixed_width(n, accept_probs, cost):
     assert server.speed >= BAR * best_speed(cost, accept_probs, n)
 
 
-def test_wrong_costs_at_start_up_are_found_out():
-    """The table says that wide blocks cost twice what they do, or half."""
-    for factor in (0.5, 2.0):
-        cost = smooth_cost(0.3, 0.03)
-        server = Simulation(cost, noise=0.1, table=lambda n, w: cost(n, w) * (factor if w > 2 else 1.0))
-        server.run(2500, GOOD, range(8))
-        assert server.run(500, GOOD, range(8)).speed >= 0.95 * best_speed(cost, GOOD, 8)
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_wrong_costs_at_start_up_are_corrected(factor):
+    """The table says that wide blocks cost twice or half their true cost."""
+    cost = smooth_cost(0.3, 0.03)
+    server = Simulation(cost, noise=0.1, table=lambda n, w: cost(n, w) * (factor if w > 2 else 1.0))
+    server.run(2500, GOOD, range(8))
+    assert server.run(500, GOOD, range(8)).speed >= 0.95 * best_speed(cost, GOOD, 8)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_costs_a_little_wrong_at_start_up_are_found_out_soon(seed):
-    """By a tenth, which makes the second best width the best. What was measured on two busy cores, where that
-    happened."""
+def test_costs_a_little_wrong_at_start_up_are_corrected_soon(seed):
+    """By a tenth, which makes the second best width the best; measured on two busy cores."""
     cost = {1: 31.4, 2: 49.7, 4: 55.8, 8: 68.8}
     accept_probs = np.array([0.83, 0.66, 0.57, 0.53, 0.55, 0.54, 0.8])
     table = {**cost, 4: 1.1 * cost[4], 8: 0.94 * cost[8]}
@@ -168,7 +167,7 @@ def test_costs_a_little_wrong_at_start_up_are_found_out_soon(seed):
     assert server.speed >= BAR * best_speed(server.cost, accept_probs, 16)
 
 
-def test_a_contender_is_what_may_well_be_faster():
+def test_a_contender_may_well_be_faster():
     tokens, seconds = np.array([1.0, 1.8, 2.6, 3.0]), np.array([1.0, 1.5, 2.0, 2.2])
     speed = tokens / seconds
     assert contender(3, tokens, seconds, np.array([0.1, 0.1, 0.1, 0.0])) == 2
@@ -182,19 +181,19 @@ def test_a_contender_is_what_may_well_be_faster():
     )
 
 
-@pytest.mark.parametrize("kept", [0, 7], ids=["nothing kept", "everything kept"])
+@pytest.mark.parametrize("accepted", [0, 7], ids=["nothing accepted", "everything accepted"])
 @pytest.mark.parametrize("accept_probs", [GOOD, RANDOM], ids=["good", "random"])
-def test_a_few_tokens_do_not_decide_for_many_requests(accept_probs, kept):
+def test_a_few_tokens_do_not_decide_for_many_requests(accept_probs, accepted):
     """The server's own warm-up request, say."""
     cost = smooth_cost()
     server = Simulation(cost)
     for _ in range(2):
-        server.chooser.on_accept_lens(np.array([0]), np.array([0]), 8, np.array([kept]))
+        server.chooser.on_accept_lens(np.array([0]), np.array([0]), 8, np.array([accepted]))
     assert server.run(100, accept_probs, range(48)).speed >= 0.95 * best_speed(cost, accept_probs, 48)
 
 
-def test_answers_that_begin_together_say_little_of_how_they_go_on():
-    """First tokens that are kept less often make plain decoding the best of all widths; later ones do not."""
+def test_first_tokens_of_answers_say_little_about_later_ones():
+    """First tokens are accepted less often, which makes width 1 the fastest; later ones are not."""
 
     def cost(n, width):
         return {1: 1.0, 2: 1.9, 4: 2.3, 8: 3.0}[width]
@@ -209,8 +208,7 @@ def test_answers_that_begin_together_say_little_of_how_they_go_on():
     ("knows_reads", "is_enough"), [(True, True), (False, False)], ids=["known", "not known"]
 )
 def test_long_contexts_make_wide_blocks_cheap(knows_reads, is_enough):
-    """Reading them costs the same at every width. Taken for a slower machine, it would hold a server at plain
-    decoding."""
+    """Reading them costs the same at every width; taken for a slower machine, it would keep width 1."""
     cost = smooth_cost(0.3, 0.06)
     server = Simulation(cost, noise=0.1, reads=1e-4, knows_reads=knows_reads)
     server.run(100, GOOD, range(32))
@@ -245,24 +243,24 @@ def test_a_change_of_load_is_followed_at_once():
     assert set(server.run(20, WEAK, range(2)).settled[1:]).isdisjoint({1})
 
 
-def test_a_few_other_requests_are_no_new_question():
-    def ask(count):
+def test_a_decision_holds_while_few_requests_change():
+    def choose(count):
         return chooser.choose(np.arange(count), np.zeros(count, dtype=int))
 
     chooser = Simulation(smooth_cost()).run(50, GOOD, range(16)).chooser
     chooser.on_prefill(np.arange(16))
-    ask(16)
-    settled = ask(16)
+    choose(16)
+    held = choose(16)
     chooser.on_prefill(np.arange(4))
-    assert ask(16) is settled, "four of sixteen are new"
-    assert ask(11) is not settled, "nine have left"
-    settled = ask(11)
+    assert choose(16) is held, "four of sixteen are new"
+    assert choose(11) is not held, "nine have left"
+    held = choose(11)
     chooser.on_prefill(np.arange(3))
-    assert ask(11) is not settled, "three of eleven are new"
+    assert choose(11) is not held, "three of eleven are new"
 
 
 def test_two_kinds_of_requests():
-    """What a request is like is remembered: when the good ones end, the width changes with them."""
+    """Each request's acceptance is remembered: when the good ones end, the width changes."""
     cost = smooth_cost(0.3, 0.02)
     accept_probs = np.concatenate([np.tile(GOOD, (8, 1)), np.tile(RANDOM, (8, 1))])
     server = Simulation(cost).run(600, accept_probs, range(16))
@@ -291,7 +289,7 @@ def test_modes_are_learned_apart():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_thrashing_at_a_boundary(seed):
-    """Two widths equally fast, noisy times: a move every hundred cycles at most."""
+    """Two widths equally fast, noisy times: at most one move in a hundred cycles."""
     per_draft = (mean_tokens(GOOD, 4) / mean_tokens(GOOD, 2) - 1) / 2
 
     def cost(n, width):
@@ -303,7 +301,7 @@ def test_no_thrashing_at_a_boundary(seed):
     assert server.speed >= BAR * best_speed(cost, GOOD, 4)
 
 
-def test_probing_costs_what_it_may_and_no_more():
+def test_probing_keeps_to_its_budget():
     cost = smooth_cost(0.5, 0.05)
     server = Simulation(cost).run(200, RANDOM, range(16))
     server.run(2000, RANDOM, range(16))
@@ -331,71 +329,71 @@ def labels(accepted: np.ndarray, drafted: int, depth: int) -> tuple[np.ndarray, 
 
 
 def test_labels():
-    is_labelled, is_kept = labels(np.array([0, 2, 3]), drafted=3, depth=5)
+    is_labelled, is_accepted = labels(np.array([0, 2, 3]), drafted=3, depth=5)
     assert is_labelled.tolist() == [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
-    assert is_kept.tolist() == [[0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+    assert is_accepted.tolist() == [[0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
 
 
-def test_what_is_learned_is_the_labels():
-    """Against counting them one by one; two modes, three ages, blocks of different widths."""
+def test_averages_are_those_of_the_labels():
+    """Labels counted one by one; two modes, three ages, blocks of different widths."""
     rng = np.random.default_rng(3)
     estimate = SurvivalEstimate(8, 5, memory=1e12)
-    seen, kept = np.zeros((2, 3, 5)), np.zeros((2, 3, 5))
-    put_out = np.array([0, 0, 0, 10, 10, 40, 40, 70])
-    estimate.reset(np.arange(8), put_out)
+    labelled, right = np.zeros((2, 3, 5)), np.zeros((2, 3, 5))
+    num_emitted = np.array([0, 0, 0, 10, 10, 40, 40, 70])
+    estimate.reset(np.arange(8), num_emitted)
     for _ in range(20):
         modes, drafted = rng.integers(0, 2, 8), int(rng.integers(1, 6))
         accepted = rng.integers(0, drafted + 1, 8)
         estimate.learn(np.arange(8), modes, drafted, accepted[None])
-        for request, labelled, right in zip(range(8), *labels(accepted, drafted, 5), strict=True):
-            age = 0 if put_out[request] < 16 else 1 if put_out[request] < 64 else 2
-            seen[modes[request], age] += labelled
-            kept[modes[request], age] += labelled & right
-        put_out += accepted + 1
+        for request, is_labelled, is_right in zip(range(8), *labels(accepted, drafted, 5), strict=True):
+            age = 0 if num_emitted[request] < 16 else 1 if num_emitted[request] < 64 else 2
+            labelled[modes[request], age] += is_labelled
+            right[modes[request], age] += is_labelled & is_right
+        num_emitted += accepted + 1
     for mode in range(2):
         young, middle, old = estimate.averages(mode).values()
         before = 0.7
         for k in range(5):
-            before = (kept[mode, 0, k] + 2 * before) / (seen[mode, 0, k] + 2)
+            before = (right[mode, 0, k] + 2 * before) / (labelled[mode, 0, k] + 2)
             assert young[k] == pytest.approx(before)
         for age, younger, found in ((1, young, middle), (2, middle, old)):
-            hoped = 1 / (1 + np.exp(-np.log(younger / (1 - younger)) - 0.5))
-            assert found == pytest.approx((kept[mode, age] + 2 * hoped) / (seen[mode, age] + 2))
+            expected = 1 / (1 + np.exp(-np.log(younger / (1 - younger)) - 0.5))
+            assert found == pytest.approx((right[mode, age] + 2 * expected) / (labelled[mode, age] + 2))
 
 
 @pytest.mark.parametrize("drafted", [5, 0])
 def test_cycles_learned_together_are_learned_as_one_after_the_other(drafted):
     rng = np.random.default_rng(4)
-    slots, modes = np.arange(6), np.array([0, 0, 1, 1, 3, 0])
+    rows, modes = np.arange(6), np.array([0, 0, 1, 1, 3, 0])
     together, one_by_one = (SurvivalEstimate(6, 5, memory=20.0) for _ in range(2))
     for estimate in (together, one_by_one):
-        estimate.reset(slots, np.array([0, 15, 0, 60, 3, 0]))
-        estimate.learn(slots, modes, 3, np.array([[3, 1, 0, 2, 3, 3]]))
-        estimate.averages(0)  # what labels are held against is as of here
+        estimate.reset(rows, np.array([0, 15, 0, 60, 3, 0]))
+        estimate.learn(rows, modes, 3, np.array([[3, 1, 0, 2, 3, 3]]))
+        estimate.averages(0)  # labels are compared with the averages of here
     accepted = rng.integers(0, drafted + 1, (7, 6))
-    together.learn(slots, modes, drafted, accepted)
+    together.learn(rows, modes, drafted, accepted)
     for cycle in accepted:
-        one_by_one.learn(slots, modes, drafted, cycle[None])
-    assert together.accept_probs(slots, modes) == pytest.approx(one_by_one.accept_probs(slots, modes))
+        one_by_one.learn(rows, modes, drafted, cycle[None])
+    assert together.accept_probs(rows, modes) == pytest.approx(one_by_one.accept_probs(rows, modes))
     for mode in range(4):
         for age, average in together.averages(mode).items():
             assert average == pytest.approx(one_by_one.averages(mode)[age])
 
 
-def test_an_estimate_finds_the_truth_and_what_is_not_seen_is_kept():
+def test_an_estimate_finds_the_truth_and_keeps_what_is_not_observed():
     rng = np.random.default_rng(0)
     estimate = SurvivalEstimate(16, 7, memory=3000)
-    slots, modes = np.arange(16), np.zeros(16, dtype=int)
+    rows, modes = np.arange(16), np.zeros(16, dtype=int)
     for _ in range(600):
-        kept = rng.random((16, 7)) < GOOD
-        estimate.learn(slots, modes, 7, kept.cumprod(axis=1).sum(axis=1)[None])
+        is_accepted = rng.random((16, 7)) < GOOD
+        estimate.learn(rows, modes, 7, is_accepted.cumprod(axis=1).sum(axis=1)[None])
     assert estimate.averages(0)[64] == pytest.approx(GOOD, abs=0.06)
     before = estimate.averages(0)[64]
     for _ in range(5000):
         estimate.age()
     assert estimate.averages(0)[64] == pytest.approx(before, abs=0.06)
     for _ in range(10):
-        estimate.learn(slots[:4], modes[:4], 7, np.zeros((1, 4), dtype=int))
+        estimate.learn(rows[:4], modes[:4], 7, np.zeros((1, 4), dtype=int))
     assert estimate.averages(0)[64][0] < 0.3, "a few probes are believed after a long time without"
 
 
@@ -417,65 +415,67 @@ def test_a_longer_context_costs_every_width_the_same():
     assert table.seconds(4, 500).tolist() == pytest.approx([3.0, 5.0])
     assert table.seconds(6, 0).tolist() == pytest.approx([1.5, 3.0]), "no cycle is free"
     for _ in range(30):
-        assert abs(table.follow(2, 0, 2.0, num_tokens=300)) < 1e-6
+        assert abs(table.observe(2, 1, 2.0, num_tokens=300)) < 1e-6
     assert table.seconds(2).tolist() == pytest.approx([1.0, 2.0]), "a long context is no slower machine"
 
 
 def test_costs_follow_a_slower_machine_and_outlast_a_pause():
     table = CostTable(np.array([1, 8]), np.array([1, 4]), np.array([[1.0, 2.0], [3.0, 6.0]]))
     for _ in range(100):
-        table.follow(8, 1, 9.0)
+        table.observe(8, 4, 9.0)
     assert table.seconds(8)[1] == pytest.approx(9.0, rel=0.02)
     assert 3.2 < table.seconds(8)[0] < 4.6, "what slows one width mostly slows them all"
     before = table.seconds(8)[1]
-    table.follow(8, 1, 900.0)
+    table.observe(8, 4, 900.0)
     assert table.seconds(8)[1] < 1.12 * before
-    table.follow_gap(8, 4, [0.5])
-    table.follow_gap(8, 1, [100.0])
+    table.observe_gaps(8, 4, [0.5])
+    table.observe_gaps(8, 1, [100.0])
     assert table.gap(8)[0] < 0.6
     assert table.seconds(8).tolist() == pytest.approx(table.cycle_seconds(8) + table.gap(8))
 
 
-def test_the_gap_after_a_verified_block_is_its_own_where_the_host_waits_for_lengths():
-    table = CostTable(np.array([1, 8]), np.array([1, 2, 4]), np.ones((2, 3)), waits_for_verdicts=True)
+def test_gaps_after_verified_blocks_are_kept_apart_if_the_host_waits_for_lengths():
+    table = CostTable(np.array([1, 8]), np.array([1, 2, 4]), np.ones((2, 3)), waits_for_accept_lens=True)
     assert table.gap(1).tolist() == [0.0, 0.0, 0.0]
-    table.follow_gap(1, 4, [0.5])
-    assert table.gap(8).tolist() == [0.5, 0.5, 0.5], "nothing is known of plain cycles"
-    table.follow_gap(8, 1, [0.01])
+    table.observe_gaps(1, 4, [0.5])
+    assert table.gap(8).tolist() == [0.5, 0.5, 0.5], "nothing is known about plain cycles"
+    table.observe_gaps(8, 1, [0.01])
     assert table.gap(1).tolist() == [0.01, 0.5, 0.5]
-    table.follow_gap(1, 2, [0.1])
+    table.observe_gaps(1, 2, [0.1])
     assert table.gap(1)[0] == 0.01 and 0.1 < table.gap(1)[1] == table.gap(1)[2] < 0.5
 
 
-def test_a_slower_machine_is_no_widths_fault_and_a_slow_cycle_no_slow_width():
+def test_a_slower_machine_slows_all_widths_and_one_slow_cycle_hardly_any():
     table = CostTable(np.array([1, 8]), np.array([1, 4]), np.array([[1.0, 2.0], [3.0, 6.0]]))
     for _ in range(20):
-        table.follow(8, 1, 1.2 * 6.0)
+        table.observe(8, 4, 1.2 * 6.0)
     assert table.seconds(8).tolist() == pytest.approx([1.2 * 3.0, 1.2 * 6.0], rel=0.03)
     assert table.seconds(1).tolist() == pytest.approx([1.2, 2.4], rel=0.03)
-    table.follow(8, 0, 1.5 * 3.6)
+    table.observe(8, 1, 1.5 * 3.6)
     assert table.seconds(8)[0] < 1.25 * 3.6
 
 
-def test_many_cycles_told_at_once_weigh_as_much():
-    one, together = (
+def test_cycles_observed_together_weigh_as_much():
+    one_by_one, together = (
         CostTable(np.array([1, 8]), np.array([1, 4]), np.array([[1.0, 2.0], [3.0, 6.0]])) for _ in range(2)
     )
     for _ in range(4):
-        one.follow(8, 1, 7.0)
-    together.follow(8, 1, 7.0, cycles=4)
-    assert together.seconds(8).tolist() == pytest.approx(one.seconds(8).tolist(), rel=0.01)
+        one_by_one.observe(8, 4, 7.0)
+    together.observe(8, 4, 7.0, cycles=4)
+    assert together.seconds(8).tolist() == pytest.approx(one_by_one.seconds(8).tolist(), rel=0.01)
 
 
-def test_costs_are_doubted_until_they_were_seen():
+def test_costs_are_uncertain_until_they_were_observed():
     table = CostTable(np.array([1, 8]), np.array([1, 2, 4]), np.ones((2, 3)))
-    assert table.doubt(8, 1).tolist() == pytest.approx([0.1 * 2**0.5, 0.0, 0.1 * 2**0.5])
-    assert 0 < table.doubt(4, 1)[2] < table.doubt(8, 1)[2], "between two rows their errors partly cancel"
+    assert table.uncertainty(8, 1).tolist() == pytest.approx([0.1 * 2**0.5, 0.0, 0.1 * 2**0.5])
+    assert 0 < table.uncertainty(4, 1)[2] < table.uncertainty(8, 1)[2], (
+        "between two rows their errors partly cancel"
+    )
     for _ in range(40):
-        table.follow(8, 1, 1.0)
-        table.follow(8, 2, 1.0)
-    seen, unseen = table.doubt(8, 1)[[2, 0]]
+        table.observe(8, 2, 1.0)
+        table.observe(8, 4, 1.0)
+    seen, unseen = table.uncertainty(8, 1)[[2, 0]]
     assert seen < 0.04 < unseen
     for _ in range(40):
-        table.follow(8, 1, 1.0)
-    assert seen < table.doubt(8, 1)[2] < 0.06, "what is not looked at may have changed"
+        table.observe(8, 2, 1.0)
+    assert seen < table.uncertainty(8, 1)[2] < 0.06, "what is not observed may have changed"

@@ -1,1 +1,1 @@
-"""How many slots of a drafted block to verify: `--speculative-adaptive`."""
+"""Verify widths: how much of a block a cycle verifies (`--speculative-adaptive`)."""

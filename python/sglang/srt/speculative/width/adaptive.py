@@ -1,7 +1,8 @@
-"""How wide the next cycle is, for the worker: it asks before a cycle and tells what came of it.
+"""The worker's side of the verify width: chosen before a cycle, learned from after it.
 
-Nothing here waits for the device. What a cycle kept is told when SGLang has it on the host anyway, one or two
-cycles later, and what it took when its events are over; until then the choice rests on what is known."""
+Nothing here waits for the device. Accept lengths arrive when SGLang has them on the host anyway, one or two
+cycles later, and cycle times when their events are over. Until then a choice rests on what is known.
+"""
 
 import itertools
 import logging
@@ -14,19 +15,21 @@ import numpy as np
 import torch
 
 from sglang_dflash.srt.speculative.width.chooser import Choice, WidthChooser
-from sglang_dflash.srt.speculative.width.clock import CycleClock, Lap
+from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
 from sglang_dflash.srt.speculative.width.estimates import MODES
 from sglang_dflash.srt.speculative.width.states import WidthStates
 
 logger = logging.getLogger(__name__)
 
-_LAPS = 16
+# Timings learned from together, those of equal load and width in a row as one: a single one takes the host a
+# fifth of a millisecond.
+_TIMINGS = 16
 
 _GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
 
 
 class FixedWidth:
-    """Every cycle verifies the whole block."""
+    """Verifies the whole block in every cycle."""
 
     def __init__(self, width: int):
         self._width = width
@@ -47,220 +50,194 @@ class FixedWidth:
         return {}
 
 
-class _Requests(NamedTuple):
-    """Those of a batch, which hardly ever change from one cycle to the next. rows: of the request table.
-    draws: whether their drafts are drawn. prefills: those before. slots: `rows`. births: which request each
-    of them held. modes: of `MODES`. [n]"""
+class _Batch(NamedTuple):
+    """The requests of a cycle, which hardly ever change from one cycle to the next."""
 
-    rows: list[int]
-    draws: bool
-    prefills: int
-    slots: np.ndarray
-    births: np.ndarray
-    modes: np.ndarray
+    # Without a prefill, equal rows hold equal requests.
+    key: tuple[list[int], bool, int]  # rows, whether drafts are drawn, number of prefills so far
+    rows: np.ndarray  # of the request table. [n]
+    generations: np.ndarray  # which request each row held. [n]
+    modes: np.ndarray  # of `MODES`. [n]
 
 
-class _UnderWay(NamedTuple):
-    """A cycle whose outcome is not known yet. num_tokens: committed ones of its requests, as far as the host
-    knew."""
-
+class _PendingCycle(NamedTuple):
     width: int
-    num_tokens: int
-    requests: _Requests
+    num_tokens: int  # committed tokens of its requests, as far as the host knew
+    batch: _Batch
 
 
 class AdaptiveWidth:
-    """chooser: the policy, which is asked but not obeyed where a `schedule`, numbers of drafted tokens, says
-    the width of each cycle in turn. tp_group: rank 0 chooses for all of it. slots: rows of the request table.
-    log_every: cycles from one log line to the next."""
+    """Verifies as many drafted tokens in each cycle as pay off.
+
+    Args:
+        chooser: the policy. If there is a `schedule`, it still learns and decides, but is not obeyed.
+        states: the target's backend and graphs per width.
+        clock: times the cycles.
+        num_rows: of the request table.
+        tp_group: rank 0 chooses for all of it.
+        schedule: numbers of drafted tokens, verified cycle by cycle in turn.
+        log_every: cycles from one log line to the next.
+        metrics: counts widths, if given.
+    """
 
     def __init__(
         self,
         chooser: WidthChooser,
         states: WidthStates,
         clock: CycleClock,
-        slots: int,
+        num_rows: int,
         tp_group: Any,
         schedule: Sequence[int] = (),
         log_every: int = 40,
         metrics: Any = None,
     ):
-        self._chooser, self._states, self._clock = chooser, states, clock
-        self._tp_group, self._schedule, self._log_every, self._metrics = (
-            tp_group,
-            schedule,
-            log_every,
-            metrics,
-        )
-        self._births = np.zeros(slots, dtype=np.int64)
-        self._prefills = 0
-        self._requests: _Requests | None = None
-        self._under_way: deque[_UnderWay] = deque()
-        self._cycles = self._width = 0
-        self._per_width: Counter[int] = Counter()
-        self._choice: Choice | None = None
-        self._probes = 0
-        self._measured = self._expected = 0.0
-        self._laps: list[Lap] = []  # not told yet
+        self._chooser, self._states, self._clock, self._tp_group = chooser, states, clock, tp_group
+        self._schedule, self._log_every, self._metrics = schedule, log_every, metrics
+        self._row_generation = np.zeros(num_rows, dtype=np.int64)
+        self._num_prefills = self._num_cycles = self._num_probes = self._width = 0
+        self._batch: _Batch | None = None
+        self._choice: Choice | None = None  # rank 0's latest
+        self._pending: deque[_PendingCycle] = deque()
+        self._cycles_per_width: Counter[int] = Counter()
+        self._timings: list[CycleTiming] = []
+        self._measured = self._expected = 0.0  # seconds of all cycles that were timed
 
     def on_prefill(self, batch: Any, num_running: int) -> None:
-        """A prefill, of which the last `num_running` requests are not new."""
+        """Start new requests; the last `num_running` of the batch are not new."""
         self._clock.interrupt()
         new = batch.reqs[: len(batch.reqs) - num_running]
-        # One that another server prefilled may have been retracted since, and has no row.
+        # A request that another server prefilled may have been retracted since. It then has no row.
         new = [req for req in new if req.kv.req_pool_idx is not None]
-        slots = np.array([req.kv.req_pool_idx for req in new], dtype=np.int64)
-        self._births[slots] += 1
-        self._prefills += 1
-        self._chooser.on_prefill(slots, np.array([len(req.output_ids) for req in new], dtype=np.int64))
+        rows = np.array([req.kv.req_pool_idx for req in new], dtype=np.int64)
+        self._row_generation[rows] += 1
+        self._num_prefills += 1
+        self._chooser.on_prefill(rows, np.array([len(req.output_ids) for req in new], dtype=np.int64))
 
     def choose_width(self, batch: Any, draws_drafts: bool) -> int:
-        """How many slots the cycle that begins now verifies. draws_drafts: whether its drafts are drawn, where a
-        request samples."""
-        self._follow(self._clock.finished())
-        requests = self._requests = self._those_of(batch.reqs, draws_drafts)
-        num_tokens = sum(
-            [req.kv.kv_committed_len for req in batch.reqs]
-        )  # as of a cycle or two ago; the batch may not say
-        width = self._agree(requests, num_tokens)
-        self._under_way.append(_UnderWay(width, num_tokens, requests))
-        self._cycles += 1
-        self._width = width
-        self._per_width[width] += 1
+        """Return the slots that the next cycle verifies, the anchor included."""
+        self._learn_timings(self._clock.finished())
+        self._batch = requests = self._describe(batch.reqs, draws_drafts)
+        # As of a cycle or two ago; the batch's own lengths may not be on the host.
+        num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
+        self._width = width = self._agree(requests, num_tokens)
+        self._pending.append(_PendingCycle(width, num_tokens, requests))
+        self._num_cycles += 1
+        self._cycles_per_width[width] += 1
         if self._metrics is not None:
             self._metrics.count_width(width)
-        if self._cycles % self._log_every == 0:
-            self._log(width, len(requests.rows))
-        self._states.apply(width, len(requests.rows))
+        if self._num_cycles % self._log_every == 0:
+            self._log(width, len(batch.reqs))
+        self._states.apply(width, len(batch.reqs))
         self._clock.start()
         return width
 
-    def _those_of(self, reqs: Sequence[Any], draws: bool) -> _Requests:
-        """One that is new has had a prefill: without one, the same rows hold the same requests."""
-        rows, known = [req.kv.req_pool_idx for req in reqs], self._requests
-        if known is not None and known[:3] == (rows, draws, self._prefills):
-            return known
-        slots = np.array(rows, dtype=np.int64)
-        return _Requests(
-            rows,
-            draws,
-            self._prefills,
-            slots,
-            self._births[slots],
-            np.array([_mode(req, draws) for req in reqs]),
-        )
+    def _describe(self, reqs: Sequence[Any], draws_drafts: bool) -> _Batch:
+        key = [req.kv.req_pool_idx for req in reqs], draws_drafts, self._num_prefills
+        if self._batch is not None and self._batch.key == key:
+            return self._batch
+        rows = np.array(key[0], dtype=np.int64)
+        modes = np.array([_mode(req, draws_drafts) for req in reqs])
+        return _Batch(key, rows, self._row_generation[rows], modes)
 
     def on_launched(self) -> None:
-        """The cycle asked for last has been launched."""
-        entry = self._under_way[-1]
-        self._clock.stop(len(entry.requests.rows), entry.width, entry.num_tokens)
+        """Stop timing: the cycle chosen for last has been launched."""
+        cycle = self._pending[-1]
+        self._clock.stop(len(cycle.batch.rows), cycle.width, cycle.num_tokens)
 
     def on_accept_lens(self, accepted: Sequence[int]) -> int:
-        """The oldest cycle not told of yet kept so many drafted tokens of each of its requests. Returns how
-        many it verified."""
-        entry = self._under_way.popleft()
-        requests, labels = entry.requests, np.asarray(accepted)
-        slots, modes = requests.slots, requests.modes
-        assert len(labels) == len(slots), "SGLang tells of every cycle once, in order"
-        if requests.prefills != self._prefills:
-            same = self._births[slots] == requests.births
-            slots, modes, labels = slots[same], modes[same], labels[same]
-        self._chooser.on_accept_lens(slots, modes, entry.width, labels)
-        return entry.width - 1
+        """Learn the oldest pending cycle's accept lengths; return its drafted tokens."""
+        width, _, batch = self._pending.popleft()
+        rows, modes, accept_lens = batch.rows, batch.modes, np.asarray(accepted)
+        assert len(accept_lens) == len(rows), "SGLang reports every cycle once, in order"
+        if batch.key[2] != self._num_prefills:
+            same = self._row_generation[rows] == batch.generations
+            rows, modes, accept_lens = rows[same], modes[same], accept_lens[same]
+        self._chooser.on_accept_lens(rows, modes, width, accept_lens)
+        return width - 1
 
     def report(self) -> dict:
-        """For /server_info: plain numbers."""
+        """Return plain numbers for /server_info."""
         estimate = self._chooser.estimate
+        time_ratio = round(self._measured / self._expected, 3) if self._expected else None
         return {
             "width": self._width,
             "candidates": self._chooser.costs.widths.tolist(),
-            "cycles_per_width": {str(width): count for width, count in sorted(self._per_width.items())},
-            "probes": self._probes,
+            "cycles_per_width": {str(width): n for width, n in sorted(self._cycles_per_width.items())},
+            "probes": self._num_probes,
             "expected": self._expected_per_width(),
-            "measured_over_expected_time": round(self._measured / self._expected, 3)
-            if self._expected
-            else None,
+            "measured_over_expected_time": time_ratio,
             "accept_probs": {
                 name: {
                     f"from_token_{age}": probs.round(3).tolist()
-                    for age, probs in estimate.averages(m).items()
+                    for age, probs in estimate.averages(mode).items()
                 }
-                for m, name in enumerate(MODES)
+                for mode, name in enumerate(MODES)
             },
         }
 
     def _expected_per_width(self) -> dict[str, dict[str, float]]:
-        """Why the width is what it is: of the last cycle that was chosen, what each candidate was expected to
-        bring and take."""
+        """Return what the latest choice expected of each candidate."""
         if self._choice is None:
             return {}
-        of_each = zip(
+        expected = zip(
             self._chooser.costs.widths.tolist(), self._choice.tokens, self._choice.seconds, strict=True
         )
         return {
             str(width): {"tokens": round(float(tokens), 3), "cycle_ms": round(1e3 * float(seconds), 3)}
-            for width, tokens, seconds in of_each
+            for width, tokens, seconds in expected
         }
 
-    def _follow(self, laps: Sequence[Lap]) -> None:
-        """Laps are told some at a time, those of the same kind that follow on each other as one: a single one
-        takes the host a fifth of a millisecond."""
-        self._laps += laps
-        if len(self._laps) >= _LAPS:
-            for (num_requests, width), alike in itertools.groupby(
-                self._laps, lambda lap: (lap.num_requests, lap.width)
-            ):
-                self._tell_laps(num_requests, width, list(alike))
-            self._laps = []
+    def _learn_timings(self, timings: Sequence[CycleTiming]) -> None:
+        self._timings += timings
+        if len(self._timings) >= _TIMINGS:
+            for (num_requests, width), alike in itertools.groupby(self._timings, lambda t: t[:2]):
+                self._learn_equal_timings(num_requests, width, list(alike))
+            self._timings = []
 
-    def _tell_laps(self, num_requests: int, width: int, laps: list[Lap]) -> None:
-        count, seconds = len(laps), sum(lap.seconds for lap in laps)
-        num_tokens = sum(lap.num_tokens for lap in laps) // count
+    def _learn_equal_timings(self, num_requests: int, width: int, timings: list[CycleTiming]) -> None:
+        count, seconds = len(timings), sum(timing.seconds for timing in timings)
+        num_tokens = sum(timing.num_tokens for timing in timings) // count
         surprise = self._chooser.on_cycle_time(num_requests, width, seconds / count, count, num_tokens)
-        for after, gaps in itertools.groupby(
-            (lap for lap in laps if lap.gap is not None), lambda lap: lap.after
-        ):
-            self._chooser.costs.follow_gap(num_requests, after, [lap.gap for lap in gaps])
+        gaps = [(t.previous_width, t.gap) for t in timings if t.gap is not None]
+        for previous_width, alike in itertools.groupby(gaps, lambda gap: gap[0]):
+            self._chooser.costs.observe_gaps(num_requests, previous_width, [gap for _, gap in alike])
         self._measured += seconds
         self._expected += seconds / math.exp(surprise)
 
-    def _agree(self, requests: _Requests, num_tokens: int) -> int:
-        """Rank 0's width: the others may have measured something else, and ranks that disagree hang."""
-        if self._tp_group.rank_in_group == 0:
-            width = self._choose(requests, num_tokens)
-        else:
-            width = 0
+    def _agree(self, batch: _Batch, num_tokens: int) -> int:
+        """Return rank 0's width: others may differ, and ranks that disagree hang."""
+        width = self._choose(batch, num_tokens) if self._tp_group.rank_in_group == 0 else 0
         if self._tp_group.world_size > 1:
-            told = torch.tensor([width])
-            torch.distributed.broadcast(told, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
-            width = int(told)
+            shared = torch.tensor([width])
+            torch.distributed.broadcast(shared, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
+            width = int(shared)
         return width
 
-    def _choose(self, requests: _Requests, num_tokens: int) -> int:
-        self._choice = self._chooser.choose(requests.slots, requests.modes, num_tokens)
+    def _choose(self, batch: _Batch, num_tokens: int) -> int:
+        self._choice = choice = self._chooser.choose(batch.rows, batch.modes, num_tokens)
         if self._schedule:
-            return self._schedule[self._cycles % len(self._schedule)] + 1
-        self._probes += self._choice.is_probe
-        return self._choice.width
+            return self._schedule[self._num_cycles % len(self._schedule)] + 1
+        self._num_probes += choice.is_probe
+        return choice.width
 
     def _log(self, width: int, num_requests: int) -> None:
-        counts = ", ".join(f"{width}: {count}" for width, count in sorted(self._per_width.items()))
         choice = self._choice
+        if choice is None:  # of a rank that does not choose
+            return
         logger.info(
-            "DFLASH verify width %d for %d requests: %.2f tokens each and %.1f ms a cycle expected (measured over expected "
-            "time so far: %.2f). Cycles per width: %s.",
+            "DFLASH verify width %d for %d requests: %.2f tokens each and %.1f ms a cycle expected (measured "
+            "over expected time so far: %.2f). Cycles per width: %s.",
             width,
             num_requests,
             choice.tokens[choice.index] / choice.num_requests,
             1e3 * choice.seconds[choice.index],
             self._measured / self._expected if self._expected else np.nan,
-            counts,
+            ", ".join(f"{width}: {count}" for width, count in sorted(self._cycles_per_width.items())),
         )
 
 
-def _mode(req: Any, draws: bool) -> int:
-    """Which of MODES. What a grammar or a penalty changes is learned apart: it says nothing about the other
-    requests."""
+def _mode(req: Any, draws_drafts: bool) -> int:
+    """Return which of MODES; requests with grammars or penalties are learned apart."""
     params = req.sampling_params
     if req.grammar is not None or params.logit_bias is not None or params.min_new_tokens > 0:
         return _CONSTRAINED
@@ -268,4 +245,4 @@ def _mode(req: Any, draws: bool) -> int:
         return _CONSTRAINED
     if params.top_k == 1:
         return _GREEDY
-    return _DRAWN if draws else _SAMPLED
+    return _DRAWN if draws_drafts else _SAMPLED

@@ -1,5 +1,4 @@
-"""What a cycle takes, without waiting for the device: wall time on a CPU, CUDA events read when they are
-over."""
+"""Cycle times without waiting for the device: CUDA events, or wall time on a CPU."""
 
 import time
 from collections import deque
@@ -8,27 +7,28 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Lap(NamedTuple):
-    """A cycle that is over. num_tokens: committed ones of its requests, when it began. seconds: its own. gap:
-    seconds between the end of the one before and its start; None where something else happened in between.
-    after: width of the one before."""
+class CycleTiming(NamedTuple):
+    """A finished cycle and the gap before it."""
 
     num_requests: int
     width: int
-    num_tokens: int
+    num_tokens: int  # committed tokens of its requests when it began
     seconds: float
-    gap: float | None
-    after: int | None = None
+    gap: float | None  # seconds since the end of the previous cycle; None if something else ran in between
+    previous_width: int | None = None
 
 
 class CycleClock:
-    """`start` and `stop` around a cycle; `finished` gives the laps known by now, in order. `interrupt` where
-    something else than a cycle runs, or nothing does."""
+    """Times what runs between `start` and `stop`.
+
+    `finished` returns the timings known by now, in order. Call `interrupt` if something other than a cycle
+    runs, or nothing does.
+    """
 
     def __init__(self, device: str):
         self._is_cuda = device != "cpu"
-        self._under_way: deque[tuple[int, int, int, Any, Any, Any]] = deque()
-        self._before: tuple[Any, int] | None = None  # when it ended, how wide it was
+        self._pending: deque[tuple[int, int, int, Any, Any, Any]] = deque()
+        self._previous: tuple[Any, int] | None = None  # end and width of the previous cycle
         self._start: Any = None
 
     def _now(self) -> Any:
@@ -43,23 +43,21 @@ class CycleClock:
 
     def stop(self, num_requests: int, width: int, num_tokens: int) -> None:
         end = self._now()
-        self._under_way.append((num_requests, width, num_tokens, self._before, self._start, end))
-        self._before = end, width
+        self._pending.append((num_requests, width, num_tokens, self._previous, self._start, end))
+        self._previous = end, width
 
     def interrupt(self) -> None:
-        self._before = None
+        self._previous = None
 
-    def finished(self) -> list[Lap]:
-        laps = []
-        while self._under_way and self._is_over(self._under_way[0][-1]):
-            num_requests, width, num_tokens, before, start, end = self._under_way.popleft()
-            ended, after = before or (None, None)
-            gap = None if ended is None else self._between(ended, start)
-            laps.append(Lap(num_requests, width, num_tokens, self._between(start, end), gap, after))
-        return laps
-
-    def _is_over(self, moment: Any) -> bool:
-        return moment.query() if self._is_cuda else True
+    def finished(self) -> list[CycleTiming]:
+        timings = []
+        while self._pending and (not self._is_cuda or self._pending[0][-1].query()):
+            num_requests, width, num_tokens, previous, start, end = self._pending.popleft()
+            previous_end, previous_width = previous or (None, None)
+            gap = None if previous_end is None else self._between(previous_end, start)
+            seconds = self._between(start, end)
+            timings.append(CycleTiming(num_requests, width, num_tokens, seconds, gap, previous_width))
+        return timings
 
     def _between(self, start: Any, end: Any) -> float:
         return 1e-3 * start.elapsed_time(end) if self._is_cuda else end - start

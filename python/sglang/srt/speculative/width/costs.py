@@ -1,4 +1,4 @@
-"""What a cycle takes at each width and load: measured at start-up, then followed while serving."""
+"""Cost of a cycle per width and load: measured at start-up, tracked while serving."""
 
 import math
 from collections.abc import Sequence
@@ -7,33 +7,43 @@ import numpy as np
 
 from sglang_dflash.srt.speculative.width.policy import never_cheaper_when_wider
 
-# Standard deviations, all of logarithms of seconds: of how much slower everything is than at start-up, and of
-# how wrong the start-up was about contexts and about one width at one load, before any cycle; of what these
-# change by from one cycle to the next; of a cycle's time.
+# Standard deviations of logarithms of seconds. Before any cycle: of how much slower everything is than at
+# start-up, and of the start-up's error for contexts and for one width at one load.
 _COMMON, _READS, _CELL = 0.3, 0.5, 0.1
-_COMMON_DRIFT, _CELL_DRIFT = 0.015, 0.002
-_NOISE = 0.13
-# A cycle that took e^0.7, twice, what was expected counts as that: others are pauses of the machine.
+_COMMON_DRIFT, _CELL_DRIFT = 0.015, 0.002  # of the change of these from one cycle to the next
+_NOISE = 0.13  # of a cycle's time
+# A cycle that took more than e^0.7, twice, the expected time counts as that: the rest is a pause.
 _LARGEST_SURPRISE = 0.7
 _GAP_RATE = 0.05
 
 
 class CostTable:
-    """T(n, w, t) = r * c(n, w) * (base(n, w) + q * reads(w) * (t - n * context)) + gap(n, w), seconds.
+    """Seconds of a cycle of n requests with t tokens at width w, followed while serving.
 
-    base: measured at start-up for some loads, with `context` committed tokens a request; between them linear
-    in n, or, where forwards are padded to captured sizes, that of the next larger one (`padded`). reads: what
-    each committed token more costs attention, measured too; t are the tokens of all requests. It hardly
-    depends on the width, so with long contexts a wide verify takes little longer than a narrow one, which no
-    factor says. r: how much slower everything is now, q: reading, and c: this load and width; their
-    logarithms are the state of an extended Kalman filter (Kalman 1960) that observes log(measured / expected)
-    of each cycle. So a width that is seldom verified moves with the others, and little by one noisy cycle of
-    its own. gap: the time from a cycle to the one that follows on it; waits_for_verdicts: it depends on
-    whether something was verified, as the host then learns lengths from the device before it can plan
-    (`known_lengths.py`).
+    T(n, w, t) = r * c(n, w) * (base(n, w) + q * reads(w) * (t - n * context)) + gap(n, w)
 
-    loads: requests the rows were measured at, ascending. widths: [W], ascending. seconds: [len(loads), W].
-    reads: [W]."""
+    base: measured at start-up for some loads, with `context` committed tokens per request. Between these
+    loads it is linear in n or, if forwards are padded to captured sizes, that of the next larger one. reads:
+    what each further committed token costs attention, also measured; t are the tokens of all requests. It
+    hardly depends on the width, so with long contexts a wide verify takes little longer than a narrow one,
+    which no factor can express.
+
+    r: how much slower everything is now, q: reading, c: this load and width. Their logarithms are the state
+    of an extended Kalman filter (Kalman 1960) that observes log(measured / expected) of each cycle. So a
+    width that is seldom verified moves with the others, and little by one noisy cycle of its own.
+
+    gap: the time from a cycle to the next. If the host waits for accept lengths before it can plan
+    (`known_lengths.py`), the gap depends on whether something was verified.
+
+    Args:
+        loads: numbers of requests that were measured, ascending. [L]
+        widths: candidates, ascending. [W]
+        seconds: of a cycle. [L, W]
+        padded: whether forwards are padded to the next of `loads`.
+        reads: seconds per committed token beyond `context`. [W]
+        context: committed tokens per request in the measurement.
+        waits_for_accept_lens: whether the host waits for accept lengths.
+    """
 
     def __init__(
         self,
@@ -43,125 +53,112 @@ class CostTable:
         padded: bool = False,
         reads: np.ndarray | float = 0.0,
         context: int = 0,
-        waits_for_verdicts: bool = False,
+        waits_for_accept_lens: bool = False,
     ):
         self.loads, self.widths, self._padded = np.asarray(loads), np.asarray(widths), padded
         self._base = np.stack([never_cheaper_when_wider(row) for row in np.asarray(seconds, dtype=float)])
         self._reads = never_cheaper_when_wider(np.maximum(np.broadcast_to(reads, self.widths.shape), 0.0))
         self._context = context
-        # [2 + loads * W]: log r, log q, then log c row by row; and its covariance.
+        # [2 + L * W]: log r, log q, then log c row by row; and its covariance.
         self._state = np.zeros(2 + self._base.size)
         self._covariance = np.diag([_COMMON**2, _READS**2] + [_CELL**2] * self._base.size)
-        # Of each width the kind its gap is kept under: after plain cycles, after others.
-        self._kinds = (
-            (self.widths > 1).astype(int) if waits_for_verdicts else np.zeros(len(self.widths), dtype=int)
-        )
+        # Gaps are kept per load and kind: after plain cycles, after others. [L, 2]; kind of each width. [W]
         self._gaps = np.full((len(self.loads), 2), np.nan)
+        self._kinds = (self.widths > 1).astype(int) * waits_for_accept_lens
 
-    def _between(self, num_requests: int) -> tuple[int, int, float]:
-        """The rows a load lies between, and how far it is from the first. Beyond the last: in proportion, as
-        rows then cost arithmetic."""
-        above = int(np.searchsorted(self.loads, num_requests))
-        if above == len(self.loads):
-            return above - 1, above - 1, 0.0
-        if above == 0 or self._padded or self.loads[above] == num_requests:
-            return above, above, 0.0
-        low, high = self.loads[above - 1], self.loads[above]
-        return above - 1, above, float((num_requests - low) / (high - low))
+    def _load_weights(self, num_requests: int) -> np.ndarray:
+        """Return how much each measured load counts for this one, one in all. [L]
 
-    def _rows_of(self, num_requests: int) -> np.ndarray:
-        """How much each row counts for a load, one in all. [loads]"""
-        low, high, share = self._between(num_requests)
-        rows = np.zeros(len(self.loads))
-        rows[low] += 1 - share
-        rows[high] += share
-        return rows
+        Beyond the last load only that one counts: rows then cost arithmetic, in proportion.
+        """
+        weights, above = np.zeros(len(self.loads)), int(np.searchsorted(self.loads, num_requests))
+        if self._padded or above in (0, len(self.loads)):
+            weights[min(above, len(self.loads) - 1)] = 1.0
+        else:
+            low, high = self.loads[above - 1], self.loads[above]
+            share = (num_requests - low) / (high - low)
+            weights[above - 1 : above + 1] = 1 - share, share
+        return weights
 
-    def _corrections(self) -> np.ndarray:
-        """log c, [loads, W]."""
-        return self._state[2:].reshape(self._base.shape)
+    def _nearest_load(self, num_requests: int) -> int:
+        weights = self._load_weights(num_requests)
+        return int(np.flatnonzero(weights == weights.max())[-1])
 
     def cycle_seconds(self, num_requests: int, num_tokens: int | None = None) -> np.ndarray:
-        """Of each width, without the gap. num_tokens: committed ones of all these requests; None: as many as
-        at start-up. [W]"""
-        low, high, share = self._between(num_requests)
-        base = self._base[[low, high]] * max(1.0, num_requests / self.loads[-1])
-        # Of shorter contexts than at start-up, what is not attention stays.
-        seconds = np.maximum(base + self._reading(num_requests, num_tokens), base / 2)
-        below, above = np.exp(self._state[0] + self._corrections()[[low, high]]) * seconds
-        return never_cheaper_when_wider((1 - share) * below + share * above)
+        """Return the seconds of a cycle per width, without the gap. [W]
 
-    def _reading(self, num_requests: int, num_tokens: int | None) -> np.ndarray:
-        """What contexts beyond those at start-up add at each width, but for r and c. [W]"""
-        more = 0 if num_tokens is None else num_tokens - num_requests * self._context
-        return np.exp(self._state[1]) * self._reads * more
+        num_tokens: committed tokens of all requests; None: as many as at start-up.
+        """
+        base = self._base * max(1.0, num_requests / self.loads[-1])
+        # With shorter contexts than at start-up, the part that is not attention stays.
+        seconds = np.maximum(base + self._reading_seconds(num_requests, num_tokens), base / 2)
+        corrections = np.exp(self._state[0] + self._state[2:].reshape(base.shape))
+        return never_cheaper_when_wider(self._load_weights(num_requests) @ (corrections * seconds))
+
+    def _reading_seconds(self, num_requests: int, num_tokens: int | None) -> np.ndarray:
+        """Return what contexts beyond those at start-up add, before r and c. [W]"""
+        further = 0 if num_tokens is None else num_tokens - num_requests * self._context
+        return np.exp(self._state[1]) * self._reads * further
 
     def gap(self, num_requests: int) -> np.ndarray:
-        """Of each width; of a kind not seen yet the other's. [W]"""
-        row, kinds = self._nearest(num_requests), []
+        """Return the idle gap before the next cycle, per width. [W]
+
+        If one kind of cycle has no sample yet, the other kind's gap is used.
+        """
+        load, gaps = self._nearest_load(num_requests), np.full(2, np.nan)
         for kind in (0, 1):
             known = np.flatnonzero(~np.isnan(self._gaps[:, kind]))
-            kinds.append(self._gaps[known[np.abs(known - row).argmin()], kind] if len(known) else np.nan)
-        other = kinds[::-1]
-        return np.nan_to_num(np.where(np.isnan(kinds), other, kinds))[self._kinds]
-
-    def _nearest(self, num_requests: int) -> int:
-        low, high, share = self._between(num_requests)
-        return high if share >= 0.5 else low
+            if len(known):
+                gaps[kind] = self._gaps[known[np.abs(known - load).argmin()], kind]
+        return np.nan_to_num(np.where(np.isnan(gaps), gaps[::-1], gaps))[self._kinds]
 
     def seconds(self, num_requests: int, num_tokens: int | None = None) -> np.ndarray:
-        """What a cycle takes, from its start to that of the next one. [W]"""
+        """Return the seconds from one start of a cycle to the next, per width. [W]"""
         return self.cycle_seconds(num_requests, num_tokens) + self.gap(num_requests)
 
-    def doubt(self, num_requests: int, width_index: int) -> np.ndarray:
-        """How wrong log(seconds of each width / seconds of this one) may be, its standard deviation. What
-        slows all widths alike is not in it. [W]"""
-        rows = self._rows_of(num_requests)
+    def uncertainty(self, num_requests: int, width_index: int) -> np.ndarray:
+        """Return the standard deviation of log(seconds / seconds of this width). [W]
+
+        It is per width, and leaves out what slows all widths alike.
+        """
+        weights = self._load_weights(num_requests)
         covariance = self._covariance[2:, 2:].reshape(2 * self._base.shape)
-        among = np.einsum("r,rwsv,s->wv", rows, covariance, rows)
-        variance = among.diagonal() + among[width_index, width_index] - 2 * among[width_index]
+        by_width = np.einsum("r,rwsv,s->wv", weights, covariance, weights)
+        variance = by_width.diagonal() + by_width[width_index, width_index] - 2 * by_width[width_index]
         return np.sqrt(np.maximum(variance, 0.0))
 
-    def follow(
-        self,
-        num_requests: int,
-        width_index: int,
-        seconds: float,
-        cycles: int = 1,
-        num_tokens: int | None = None,
+    def observe(
+        self, num_requests: int, width: int, seconds: float, cycles: int = 1, num_tokens: int | None = None
     ) -> float:
-        """A cycle took so long, without the gap, on average over some. Returns the logarithm of measured /
-        expected."""
-        expected = self.cycle_seconds(num_requests, num_tokens)[width_index]
-        reading = math.exp(self._state[0]) * self._reading(num_requests, num_tokens)[width_index] / expected
+        """Learn the mean time of cycles, without gaps; return log(measured / expected)."""
+        index = self._index(width)
+        expected = self.cycle_seconds(num_requests, num_tokens)[index]
+        reading = math.exp(self._state[0]) * self._reading_seconds(num_requests, num_tokens)[index] / expected
         surprise = math.log(max(seconds, 1e-9) / expected)
         bounded = min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)
-        self._observe(num_requests, width_index, min(max(reading, 0.0), 1.0), bounded, cycles)
-        return surprise
-
-    def _observe(
-        self, num_requests: int, width_index: int, reading: float, surprise: float, cycles: int
-    ) -> None:
-        """A step of the filter. What was observed is log r + log c, of a load in between as much of either
-        row as it is near, and of log q the share that reading had in the time."""
+        # A step of the filter. Observed are log r, log c (between two loads, of both in proportion) and, by
+        # the share of reading in the time, log q.
+        observed = np.zeros_like(self._state)
+        observed[:2] = 1.0, min(max(reading, 0.0), 1.0)
+        observed[2 + index :: len(self.widths)] = self._load_weights(num_requests)
         covariance, diagonal = self._covariance, np.einsum("ii->i", self._covariance)
         diagonal[0] += cycles * _COMMON_DRIFT**2
         diagonal[1] += cycles * _CELL_DRIFT**2 if diagonal[1] < _READS**2 else 0.0
         diagonal[2:] += np.where(diagonal[2:] < _CELL**2, cycles * _CELL_DRIFT**2, 0.0)
-        observed = np.zeros_like(self._state)
-        observed[:2] = 1.0, reading
-        observed[2 + width_index :: len(self.widths)] = self._rows_of(num_requests)
         direction = covariance @ observed
         gain = direction / (observed @ direction + _NOISE**2 / cycles)
-        self._state += surprise * gain
+        self._state += bounded * gain
         covariance -= np.outer(gain, direction)
+        return surprise
 
-    def follow_gap(self, num_requests: int, width: int, seconds: Sequence[float]) -> None:
-        """Times from the end of a cycle of this width to the start of the next, which was a decode step of
-        the same requests."""
-        at = self._nearest(num_requests), self._kinds[int(np.searchsorted(self.widths, width))]
-        gap = float(self._gaps[at])
+    def observe_gaps(self, num_requests: int, width: int, seconds: Sequence[float]) -> None:
+        """Learn gaps between a cycle of this width and the next of the same requests."""
+        cell = self._nearest_load(num_requests), self._kinds[self._index(width)]
+        gap = float(self._gaps[cell])
         for new in seconds:
             # Once known, a pause counts as three gaps at most.
             gap = new if math.isnan(gap) else gap + _GAP_RATE * (min(new, 3 * gap) - gap)
-        self._gaps[at] = gap
+        self._gaps[cell] = gap
+
+    def _index(self, width: int) -> int:
+        return int(np.searchsorted(self.widths, width))

@@ -1,34 +1,32 @@
-"""How likely a drafted token is kept: learned from what verify forwards kept. Numpy; no request's tokens are
-looked at.
+"""Probability that a drafted token is accepted, learned from accept lengths. Numpy.
 
-A verified block labels its drafted tokens: 1 where kept, 0 at the first that was not, none behind it. a_ik is
-the probability that token k of request i is kept if those before it are: an average per position and age, and
-how the request differs from it. What the draft itself thinks of its tokens says more
-(benchmark/results/confidence.md), but too late: the width is chosen before there is a draft, which the
-narrowest does without, and on CUDA before the host could read it.
+A verified block labels its drafted tokens: 1 if accepted, 0 for the first that was not, none after it. a_ik
+is the probability that token k of request i is accepted if those before it are. It is an average per position
+and age, plus the request's deviation. The draft's own confidence would say more
+(benchmark/results/confidence.md), but too late: the width is chosen before there is a draft, which width 1
+does without, and on CUDA before the host could read it.
 
-m: how the token was chosen and is judged (MODES): a draw is kept in other cases than an argmax.
+m: how the token was chosen and is judged (MODES). A draw is accepted in other cases than an argmax.
 """
 
 import numpy as np
 
-# The target's argmax; its draws against a drafted argmax; rejection of drawn drafts; logits that a grammar or
-# a penalty changes.
+# The target's argmax; its draws compared with a drafted argmax; rejection of drawn drafts; logits that a
+# grammar or a penalty changes.
 MODES = ("greedy", "sampled", "drawn", "constrained")
 
-# Of one position, before anything was seen: high, as what is never verified is never learned.
+# Of one position, before any label: high, because what is never verified is never learned.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
-# Standard deviations of doubt that an average gets on top: of two mistakes, verifying too much is the one
-# that teaches (Auer et al. 2002). Without it a single request whose first drafts fail by chance stays without
-# speculation for long; with a whole one a request whose drafts are hardly worth it gets full blocks too
-# often.
-_OPTIMISM, _DOUBT_WEIGHT = 0.5, 8.0
-# Tokens that a request has put out, from where on it is of that age; how much better than the one before an
-# age is hoped to be, in logits.
+# Standard deviations added to an average: of two mistakes, verifying too much is the one that teaches (Auer
+# et al. 2002). With 0, a single request whose first drafts fail by chance stays without speculation for long.
+# With 1, a request whose drafts are hardly worth it gets full blocks too often.
+_OPTIMISM, _OPTIMISM_WEIGHT = 0.5, 8.0
+# Emitted tokens at which a request reaches each age; how much better than the previous age one is expected to
+# be before any label, in logits.
 _AGES, _BETTER_WITH_AGE = np.array([0, 16, 64]), 0.5
 _NUM_GROUPS = len(MODES) * len(_AGES)
 # A request's own deviation, in logits: prior precision, memory in cycles (1 / (1 - 0.94)), bound.
-_OWN_PRECISION, _OWN_DECAY, _OWN_LIMIT = 10.0, 0.94, 1.5
+_DEVIATION_PRECISION, _DEVIATION_DECAY, _DEVIATION_LIMIT = 10.0, 0.94, 1.5
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -39,146 +37,128 @@ def _logit(p: np.ndarray) -> np.ndarray:
     return np.log(p) - np.log1p(-p)
 
 
-class Own:
-    """How each request differs from the average, in logits: one damped Newton step from none, g = S1 / (S2 +
-    10), where S1 sums label - a and S2 a (1 - a) over the request's latest labels."""
-
-    def __init__(self, slots: int):
-        self._surprise = np.zeros(slots)
-        self._information = np.zeros(slots)
-
-    def reset(self, slots: np.ndarray) -> None:
-        self._surprise[slots] = self._information[slots] = 0.0
-
-    def of(self, slots: np.ndarray) -> np.ndarray:
-        return np.clip(
-            self._surprise[slots] / (self._information[slots] + _OWN_PRECISION), -_OWN_LIMIT, _OWN_LIMIT
-        )
-
-    def learn(self, slots: np.ndarray, surprise: np.ndarray, information: np.ndarray) -> None:
-        """What cycles add to S1 and S2, oldest first: [cycles, n]."""
-        weights = _OWN_DECAY ** np.arange(len(surprise))[::-1]
-        for sums, new in ((self._surprise, surprise), (self._information, information)):
-            sums[slots] = _OWN_DECAY ** len(new) * sums[slots] + weights @ new
-
-
 class SurvivalEstimate:
-    """a_ik = sigmoid(logit(b_mgk) + g_i): b an average over about the last `memory` labels of its position
-    plus half a standard deviation sqrt(b (1 - b) / labels), g_i `Own`.
+    """a_ik = sigmoid(logit(b_mgk) + g_i), learned from accept lengths.
 
-    g: which of `_AGES` request i has reached. The first tokens of an answer are kept less often than later
-    ones, so many requests that began together say little of how they go on. Of an age not seen yet it is
-    hoped that it does better than the one before.
+    b is an average over about the last `memory` labels of its position, plus half a standard deviation
+    sqrt(b (1 - b) / labels). g: which of `_AGES` request i has reached. The first tokens of an answer are
+    accepted less often than later ones, so many requests that began together say little about their later
+    tokens. An age without labels is expected to do better than the previous one.
 
-    A position that was not verified for long keeps its average but forgets how sure it was of it, so that a
-    few probes are believed: its weight halves every `forgets_after` cycles down to `least_weight`.
+    g_i is the request's deviation: one damped Newton step from zero, S1 / (S2 + 10), where S1 sums label - a
+    and S2 a (1 - a) over the request's latest labels.
 
-    slots: rows of the request table, which tell requests apart. depth: K, drafted tokens of a block.
+    A position that was not verified for long keeps its average but loses weight, so that a few probes are
+    believed: its weight halves every `forgets_after` cycles down to `least_weight`.
+
+    num_rows: of the request table. depth: K, drafted tokens of a block.
     """
 
     def __init__(
         self,
-        slots: int,
+        num_rows: int,
         depth: int,
         memory: float = 300.0,
         forgets_after: float = 200.0,
         least_weight: float = 12.0,
     ):
         self.depth = depth
-        self._kept = np.zeros((len(MODES), len(_AGES), depth))
-        self._seen = np.zeros_like(self._kept)
-        self._put_out = np.zeros(slots, dtype=np.int64)
-        self._own = Own(slots)
-        self._remember, self._forget, self._least_weight = (
-            1 - 1 / memory,
-            0.5 ** (1 / forgets_after),
-            least_weight,
-        )
+        self._accepted = np.zeros((len(MODES), len(_AGES), depth))
+        self._labelled = np.zeros_like(self._accepted)
+        self._num_emitted = np.zeros(num_rows, dtype=np.int64)
+        self._surprise, self._information = np.zeros(num_rows), np.zeros(num_rows)  # S1, S2
+        self._remember, self._forget = 1 - 1 / memory, 0.5 ** (1 / forgets_after)
+        self._least_weight = least_weight
         self._update()
-        self._guess = float(self._hopeful[0, 0])  # a_ik before anything was seen
+        self._guess = float(self._optimistic[0, 0])  # a_ik before any label
 
-    def _groups(self, put_out: np.ndarray, modes: np.ndarray) -> np.ndarray:
-        """Of requests that have put out so many tokens, m and g as one number. [.., n]"""
-        return modes * len(_AGES) + (put_out[..., None] >= _AGES[1:]).sum(axis=-1)
+    def _groups(self, num_emitted: np.ndarray, modes: np.ndarray) -> np.ndarray:
+        """Return m and g as one number, after so many emitted tokens. [.., n]"""
+        return modes * len(_AGES) + (num_emitted[..., None] >= _AGES[1:]).sum(axis=-1)
 
-    def is_guessed(self, modes: np.ndarray) -> np.ndarray:
-        """Of which requests nothing is known to speak of, [n] bool: their mode has fewer labels than requests
-        here (and than are never forgotten), so that one block of theirs says more than all that was seen,
-        which may be the server's own warm-up."""
+    def lacks_data(self, modes: np.ndarray) -> np.ndarray:
+        """Return which requests have a mode of which hardly anything is known. [n] bool
+
+        Such a mode has fewer labels than requests here (and than are never forgotten). One block of these
+        requests then says more than all labels so far, which may be the server's own warm-up.
+        """
         requests = np.bincount(modes, minlength=len(MODES))
-        return (self._seen[..., 0].sum(axis=1) < np.minimum(requests, self._least_weight))[modes]
+        return (self._labelled[..., 0].sum(axis=1) < np.minimum(requests, self._least_weight))[modes]
 
     def averages(self, mode: int) -> dict[int, np.ndarray]:
-        """b_mgk without the doubt, [K], by the tokens from which on a request is of that age. What was hardly
-        ever verified is taken for as good as the position before it."""
+        """Return b_mgk without the optimism, [K], by the first token of an age.
+
+        A position that was hardly ever verified counts as good as the one before it.
+        """
         self._update()
         return dict(zip(_AGES.tolist(), self._averages[mode], strict=True))
 
     def _update(self) -> None:
-        averages = np.empty_like(self._kept)  # b_mgk
-        before = np.full(len(MODES), _PRIOR)
+        averages = np.empty_like(self._accepted)  # b_mgk
+        accepted, weight = self._accepted, self._labelled + _PRIOR_WEIGHT
+        previous = np.full(len(MODES), _PRIOR)
         for k in range(self.depth):
-            before = (self._kept[:, 0, k] + _PRIOR_WEIGHT * before) / (self._seen[:, 0, k] + _PRIOR_WEIGHT)
-            averages[:, 0, k] = before
+            previous = (accepted[:, 0, k] + _PRIOR_WEIGHT * previous) / weight[:, 0, k]
+            averages[:, 0, k] = previous
         for age in range(1, len(_AGES)):
-            hoped = sigmoid(_logit(averages[:, age - 1]) + _BETTER_WITH_AGE)
-            averages[:, age] = (self._kept[:, age] + _PRIOR_WEIGHT * hoped) / (
-                self._seen[:, age] + _PRIOR_WEIGHT
-            )
+            expected = sigmoid(_logit(averages[:, age - 1]) + _BETTER_WITH_AGE)
+            averages[:, age] = (accepted[:, age] + _PRIOR_WEIGHT * expected) / weight[:, age]
         self._averages = averages = np.clip(averages, 1e-3, 1 - 1e-3)
         variance = averages * (1 - averages)
-        hopeful = np.minimum(
-            averages + _OPTIMISM * np.sqrt(variance / (self._seen + _DOUBT_WEIGHT)), 1 - 1e-3
-        )
+        optimism = _OPTIMISM * np.sqrt(variance / (self._labelled + _OPTIMISM_WEIGHT))
         by_group = _NUM_GROUPS, self.depth
-        self._hopeful = hopeful.reshape(by_group)
-        # Of positions 0 .. k: what `Own` is told of a request that kept k tokens.
-        self._expected, self._information = (
-            of.cumsum(axis=2).reshape(by_group) for of in (averages, variance)
-        )
+        self._optimistic = np.minimum(averages + optimism, 1 - 1e-3).reshape(by_group)
+        # Sums over positions 0 .. k: what a request that kept k tokens adds to S1 and S2.
+        self._expected_sum = averages.cumsum(axis=2).reshape(by_group)
+        self._variance_sum = variance.cumsum(axis=2).reshape(by_group)
 
-    def accept_probs(self, slots: np.ndarray, modes: np.ndarray) -> np.ndarray:
-        """a_ik of the next cycle, [n, K]. slots, modes: [n]."""
+    def accept_probs(self, rows: np.ndarray, modes: np.ndarray) -> np.ndarray:
+        """Return a_ik of the next cycle. rows, modes: [n] -> [n, K]"""
         self._update()
-        base = self._hopeful[self._groups(self._put_out[slots], modes)]
-        probs = sigmoid(_logit(base) + self._own.of(slots)[:, None])
-        probs[self.is_guessed(modes)] = self._guess
+        base = self._optimistic[self._groups(self._num_emitted[rows], modes)]
+        deviation = self._surprise[rows] / (self._information[rows] + _DEVIATION_PRECISION)
+        bounded = np.clip(deviation, -_DEVIATION_LIMIT, _DEVIATION_LIMIT)
+        probs = sigmoid(_logit(base) + bounded[:, None])
+        probs[self.lacks_data(modes)] = self._guess
         return probs
 
-    def reset(self, slots: np.ndarray, put_out: np.ndarray | int = 0) -> None:
-        """These rows hold new requests, which have put out so many tokens (more than none where one was
-        retracted)."""
-        self._own.reset(slots)
-        self._put_out[slots] = put_out
+    def reset(self, rows: np.ndarray, num_emitted: np.ndarray | int = 0) -> None:
+        """Start new requests in these rows, which have emitted so many tokens."""
+        self._surprise[rows] = self._information[rows] = 0.0
+        self._num_emitted[rows] = num_emitted
 
-    def learn(self, slots: np.ndarray, modes: np.ndarray, drafted: int, accepted: np.ndarray) -> None:
-        """Cycles have each verified `drafted` tokens of each of these requests and kept `accepted`, oldest
-        first: [cycles, n]."""
-        cycles, put_out = len(accepted), self._put_out[slots] + (accepted + 1).cumsum(axis=0)
-        self._put_out[slots] = put_out[-1]
-        if drafted == 0 or not len(slots):
+    def learn(self, rows: np.ndarray, modes: np.ndarray, drafted: int, accepted: np.ndarray) -> None:
+        """Learn from cycles that verified `drafted` tokens of each of these requests.
+
+        accepted: tokens that each cycle accepted, oldest first. [cycles, n]
+        """
+        cycles, num_emitted = len(accepted), self._num_emitted[rows] + (accepted + 1).cumsum(axis=0)
+        self._num_emitted[rows] = num_emitted[-1]
+        if drafted == 0 or not len(rows):
             return
-        groups = self._groups(put_out - accepted - 1, modes)
+        groups = self._groups(num_emitted - accepted - 1, modes)
         last = np.minimum(accepted, drafted - 1)  # labelled position
-        self._own.learn(slots, accepted - self._expected[groups, last], self._information[groups, last])
-        # [t, m, g, k]: requests that kept k tokens or more. Those have a label at position k; those of [.., k
-        # + 1] kept it.
+        decay = _DEVIATION_DECAY ** np.arange(cycles)[::-1]
+        surprise, information = accepted - self._expected_sum[groups, last], self._variance_sum[groups, last]
+        for sums, new in ((self._surprise, surprise), (self._information, information)):
+            sums[rows] = _DEVIATION_DECAY**cycles * sums[rows] + decay @ new
+        # [t, m, g, k]: requests that accepted k tokens or more. They have a label at position k, and those of
+        # [.., k + 1] accepted it.
         cells = (np.arange(cycles)[:, None] * _NUM_GROUPS + groups) * (drafted + 1) + accepted
         outcomes = np.bincount(cells.ravel(), minlength=cycles * _NUM_GROUPS * (drafted + 1))
-        at_least = outcomes.reshape(cycles, *self._seen.shape[:2], drafted + 1)[..., ::-1].cumsum(axis=-1)[
-            ..., ::-1
-        ]
-        seen, kept = at_least[..., :drafted], at_least[..., 1:]
-        from_here = seen[::-1].cumsum(axis=0)[::-1]  # a label fades with each later one of its position
-        faded = self._remember ** (from_here - seen)
-        for counts, new in ((self._seen, seen), (self._kept, kept)):
-            counts[..., :drafted] = self._remember ** from_here[0] * counts[..., :drafted] + (
-                faded * new
-            ).sum(axis=0)
+        outcomes = outcomes.reshape(cycles, *self._labelled.shape[:2], drafted + 1)
+        at_least = outcomes[..., ::-1].cumsum(axis=-1)[..., ::-1]
+        labelled, is_accepted = at_least[..., :drafted], at_least[..., 1:]
+        from_here = labelled[::-1].cumsum(axis=0)[::-1]  # a label fades with each later one of its position
+        faded = self._remember ** (from_here - labelled)
+        for counts, new in ((self._labelled, labelled), (self._accepted, is_accepted)):
+            kept = self._remember ** from_here[0] * counts[..., :drafted]
+            counts[..., :drafted] = kept + (faded * new).sum(axis=0)
 
     def age(self, cycles: int = 1) -> None:
-        """Cycles have passed: the weight of what was seen fades, its average does not."""
-        weight = np.maximum(self._seen * self._forget**cycles, np.minimum(self._seen, self._least_weight))
+        """Fade the weight of all labels, not their average, after some cycles."""
+        labelled = self._labelled
+        weight = np.maximum(labelled * self._forget**cycles, np.minimum(labelled, self._least_weight))
         with np.errstate(invalid="ignore", divide="ignore"):
-            self._kept *= np.where(self._seen > 0, weight / self._seen, 1.0)
-        self._seen = weight
+            self._accepted *= np.where(labelled > 0, weight / labelled, 1.0)
+        self._labelled = weight

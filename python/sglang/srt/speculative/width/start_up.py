@@ -1,11 +1,11 @@
-"""`--speculative-adaptive` at the end of start-up: backends and graphs per width, and what each width
-costs."""
+"""Start of `--speculative-adaptive`: backends, graphs and measured costs per width."""
 
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,17 +28,24 @@ from sglang_dflash.srt.speculative.width.states import WidthStates, captured_siz
 
 logger = logging.getLogger(__name__)
 
-_CONTEXT = 128  # committed tokens of a request that costs are measured with
+_CONTEXT = 128  # committed tokens of a request in the measurement
 _REPEATS = 5
-_BUDGET_S = 8.0  # after which each load is measured once, and the larger ones are left out; one rank cannot decide that alone
-# What a committed token more costs is measured with few requests of long contexts, so many tokens in all that
-# it shows.
+# Seconds after which each load is measured once and the larger ones are left out. Ignored with several ranks:
+# one rank cannot decide that alone.
+_BUDGET_S = 8.0
+# The cost of a committed token is measured with few requests of long contexts, so many tokens in all that it
+# shows.
 _FEW_REQUESTS = 8
 _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}
 
 
-def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> AdaptiveWidth | FixedWidth:
-    """Once the worker's runners have their pools, backends and graphs. worker: the `DFlashWorker`."""
+def start_adaptive(
+    worker: Any, settings: AdaptiveSettings, tp_group: Any, metrics: Any
+) -> AdaptiveWidth | FixedWidth:
+    """Measure all widths once the runners have their pools, backends and graphs.
+
+    worker: the `DFlashWorker`.
+    """
     runner, block_size = worker.target_worker.model_runner, worker.verify_width
     widths = settings.widths(block_size)
     if widths == (block_size,):
@@ -46,20 +53,21 @@ def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> Ada
     states = WidthStates(runner, widths, block_size)
     states.begin()
     loads = _loads(runner)
-    began = time.perf_counter()
-    context = _longest(runner, block_size, _CONTEXT)
+    start = time.perf_counter()
+    context = _feasible_context(runner, block_size, _CONTEXT)
     budget = _BUDGET_S if tp_group.world_size == 1 else float("inf")
-    with _slots_of_their_own(runner, loads[-1], context + 2 * block_size):
+    with _own_kv_slots(runner, loads[-1], context + 2 * block_size):
         seconds = _measure(worker, states, loads, context, widths, budget)
     measured = loads[: len(seconds)]
     few = max(n for n in measured if n <= max(_FEW_REQUESTS, measured[0]))
     reads = _measure_reads(worker, states, few, context, widths, budget / 4)
     states.apply(block_size, 1)
     logger.info(
-        "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle: %s; us more for each committed token: %s.",
+        "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle: %s; us for each further "
+        "committed token: %s.",
         list(widths),
         measured,
-        time.perf_counter() - began,
+        time.perf_counter() - start,
         (1e3 * seconds).round(2).tolist(),
         (1e6 * reads).round(3).tolist(),
     )
@@ -68,20 +76,18 @@ def start_adaptive(worker, settings: AdaptiveSettings, tp_group, metrics) -> Ada
         backend.needs_cpu_seq_lens for backend in worker.spec_v2_attn_backends
     )
     costs = CostTable(np.array(measured), np.array(widths), seconds, padded, reads, context, waits)
-    rows = runner.req_to_token_pool.req_to_token.shape[0]
-    chooser = WidthChooser(costs, SurvivalEstimate(rows, block_size - 1), settings.constants)
+    num_rows = runner.req_to_token_pool.req_to_token.shape[0]
+    chooser = WidthChooser(costs, SurvivalEstimate(num_rows, block_size - 1), settings)
     clock = CycleClock(runner.device)
     log_every = get_observability().decode_log_interval
-    return AdaptiveWidth(chooser, states, clock, rows, tp_group, settings.schedule, log_every, metrics)
+    return AdaptiveWidth(chooser, states, clock, num_rows, tp_group, settings.schedule, log_every, metrics)
 
 
-def _loads(runner) -> list[int]:
-    """Numbers of running requests to measure: captured ones where there are any, about a factor of two
-    apart."""
+def _loads(runner: Any) -> list[int]:
+    """Return the numbers of requests to measure: captured ones, a factor of two apart."""
     most = runner.max_running_requests
-    known = [n for n in captured_sizes(runner) if n <= most] or [
-        n for n in (1, 4, 16, 64, 256) if n < most
-    ] + [most]
+    known = [n for n in captured_sizes(runner) if n <= most]
+    known = known or [*(n for n in (1, 4, 16, 64, 256) if n < most), most]
     loads: list[int] = []
     for n in known:
         if not loads or n >= 2 * loads[-1] or n == known[-1]:
@@ -89,17 +95,18 @@ def _loads(runner) -> list[int]:
     return loads
 
 
-def _longest(runner, block_size: int, wanted: int) -> int:
-    """So many committed tokens of a request, or as many as there may be."""
-    return min(
-        wanted, runner.model_config.context_len - 2 * block_size, runner.max_total_num_tokens - 2 * block_size
-    )
+def _feasible_context(runner: Any, block_size: int, wanted: int) -> int:
+    """Return so many committed tokens of a request, or as many as there may be."""
+    longest = min(runner.model_config.context_len, runner.max_total_num_tokens)
+    return min(wanted, longest - 2 * block_size)
 
 
 @contextmanager
-def _slots_of_their_own(runner, requests: int, length: int) -> Iterator[None]:
-    """Has the first rows of the request table name slots of the pool that nobody has yet, as many as there
-    are: requests that all read one slot are cheaper than they will be."""
+def _own_kv_slots(runner: Any, requests: int, length: int) -> Iterator[None]:
+    """Point the first rows of the request table at unused slots of the pool.
+
+    There may be fewer slots than needed. Requests that all read one slot are cheaper than they will be.
+    """
     table, page = runner.req_to_token_pool.req_to_token, runner.page_size or 1
     whole_pool = runner.max_total_num_tokens // page * page
     length = min(-(-length // page) * page, table.shape[1], whole_pool)
@@ -112,71 +119,76 @@ def _slots_of_their_own(runner, requests: int, length: int) -> Iterator[None]:
 
 
 def _measure(
-    worker, states: WidthStates, loads: list[int], context: int, widths: tuple[int, ...], budget: float
+    worker: Any, states: WidthStates, loads: list[int], context: int, widths: tuple[int, ...], budget: float
 ) -> np.ndarray:
-    """Seconds of a cycle with so many committed tokens of each request, the least of some, [loads, widths].
+    """Return the seconds of a cycle, the least of some samples. [loads, widths]
+
     Loads take turns, so that a second in which the machine does something else spoils one sample of each and
-    not all of one."""
+    not all samples of one.
+    """
     deadline = time.perf_counter() + budget
     samples: list[list[list[float]]] = []  # of each load, [repeats][widths]
     for n in loads:
-        _turn(worker, states, n, context, widths)  # warms up
-        samples.append([_turn(worker, states, n, context, widths)])
+        _time_widths(worker, states, n, context, widths)  # warms up
+        samples.append([_time_widths(worker, states, n, context, widths)])
         if time.perf_counter() >= deadline:
             break
     for n, of_load in [*zip(loads, samples, strict=False)] * (_REPEATS - 1):
         if time.perf_counter() >= deadline:
             break
-        of_load.append(_turn(worker, states, n, context, widths))
+        of_load.append(_time_widths(worker, states, n, context, widths))
     return np.array([np.min(of_load, axis=0) for of_load in samples])
 
 
 def _measure_reads(
-    worker, states: WidthStates, n: int, context: int, widths: tuple[int, ...], budget: float
+    worker: Any, states: WidthStates, n: int, context: int, widths: tuple[int, ...], budget: float
 ) -> np.ndarray:
-    """Seconds that a cycle takes longer for each committed token more of its n requests than `context`,
-    [widths]. Zeros where there can be hardly more.
+    """Return the seconds that a committed token beyond `context` adds. [widths]
 
-    Attention reads a context once, however many rows ask; a cycle that drafts reads the draft's too. So what
-    is measured is what a byte costs, at all widths together: what memory costs one width at one moment says
-    little where others use it."""
+    Zeros if contexts can hardly be longer. Attention reads a context once, however many rows query it, and a
+    cycle that drafts also reads the draft's. So the cost of a byte is measured at all widths together: at one
+    width and moment, memory time says little if other processes use it.
+    """
     runner, block_size = worker.target_worker.model_runner, worker.verify_width
-    longer = _longest(runner, block_size, _MANY_TOKENS[worker.device] // n)
+    longer = _feasible_context(runner, block_size, _MANY_TOKENS[worker.device] // n)
     if longer < 2 * context:
         return np.zeros(len(widths))
     deadline = time.perf_counter() + budget
-    more: list[float] = []  # a turn through all widths
-    with _slots_of_their_own(runner, n, longer + 2 * block_size):
+    added: list[float] = []  # seconds of all widths together
+    with _own_kv_slots(runner, n, longer + 2 * block_size):
         for repeat in range(1 + _REPEATS):
-            short, long = (_turn(worker, states, n, length, widths) for length in (context, longer))
+            short, long = (
+                sum(_time_widths(worker, states, n, length, widths)) for length in (context, longer)
+            )
             if repeat > 0:  # the first warms up
-                more.append(sum(long) - sum(short))
+                added.append(long - short)
                 if time.perf_counter() >= deadline:
                     break
-    target, draft = (
-        runner.token_to_kv_pool.mem_usage for runner in (runner, worker.draft_worker.model_runner)
-    )
-    reads = np.where(np.array(widths) > 1, 1 + draft / target, 1.0)
-    return max(np.median(more), 0.0) / (n * (longer - context)) * reads / reads.sum()
+    draft_runner = worker.draft_worker.model_runner
+    draft_share = draft_runner.token_to_kv_pool.mem_usage / runner.token_to_kv_pool.mem_usage
+    reads = np.where(np.array(widths) > 1, 1 + draft_share, 1.0)
+    return max(float(np.median(added)), 0.0) / (n * (longer - context)) * reads / reads.sum()
 
 
 @torch.no_grad()
-def _turn(worker, states: WidthStates, n: int, context: int, widths: tuple[int, ...]) -> list[float]:
-    """Seconds of a cycle at each width, from the widest on: what a narrow cycle leaves to the next costs that
-    one least."""
-    return [_timed(worker, states, n, context, width) for width in reversed(widths)][::-1]
+def _time_widths(
+    worker: Any, states: WidthStates, n: int, context: int, widths: tuple[int, ...]
+) -> list[float]:
+    """Return the seconds of a cycle at each width.
 
-
-def _timed(worker, states: WidthStates, n: int, context: int, width: int) -> float:
-    """Of the second of two cycles: the first may have to run what the one before left, and finds memory laid
-    out for another width."""
-    states.apply(width, n)
-    _run_cycle(worker, n, context, width)
-    _wait(worker.device)
-    began = time.perf_counter()
-    _run_cycle(worker, n, context, width)
-    _wait(worker.device)
-    return time.perf_counter() - began
+    The widest comes first: what a narrow cycle leaves to the next costs that one least. Of two cycles the
+    second is timed: the first may have to run what the previous one left, and finds memory laid out for
+    another width.
+    """
+    seconds = []
+    for width in reversed(widths):
+        states.apply(width, n)
+        for _ in range(2):
+            start = time.perf_counter()
+            _run_cycle(worker, n, context, width)
+            _wait(worker.device)
+        seconds.append(time.perf_counter() - start)
+    return seconds[::-1]
 
 
 def _wait(device: str) -> None:
@@ -184,8 +196,8 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _run_cycle(worker, n: int, context: int, width: int) -> None:
-    """Draft, verify, accept and commit for n requests with so many committed tokens that say nothing."""
+def _run_cycle(worker: Any, n: int, context: int, width: int) -> None:
+    """Run a cycle for n requests with `context` arbitrary tokens each."""
     device = worker.device
     lengths = torch.full((n,), context, dtype=torch.int64)
     on_device = lengths.to(device)
@@ -208,8 +220,8 @@ def _run_cycle(worker, n: int, context: int, width: int) -> None:
     worker.drafter.commit(cycle, worker.verify_tail.left_to_commit(target_out), verdict)
 
 
-def _forward(runner, cycle: Cycle, block: DraftBlock) -> GenerationBatchResult:
-    """The verify forward, without the scheduler's batch that the worker makes its own from."""
+def _forward(runner: Any, cycle: Cycle, block: DraftBlock) -> GenerationBatchResult:
+    """Run the verify forward without a scheduler's batch."""
     tokens, positions = block.tokens.flatten(), cycle.positions.flatten()
     forward_batch = ForwardBatch(
         forward_mode=ForwardMode.TARGET_VERIFY,

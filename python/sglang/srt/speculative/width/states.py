@@ -1,12 +1,12 @@
-"""The target's attention backend and CUDA graphs for each verify width, in SGLang's own machinery for
-adaptive speculation.
+"""The target's backend and CUDA graphs per width, in SGLang's adaptive machinery.
 
 Backends and graphs are planned for one width. SGLang's `AdaptiveController` builds a set of them per
-candidate and swaps it whole; its "steps" are drafted tokens, so width - 1. The draft's never change: it
-always fills its block. On a CPU there are no graphs, and our backend takes a block of any width, so all
-candidates share it."""
+candidate and swaps it whole. Its "steps" are drafted tokens, so width - 1. The draft's never change: it
+always fills its block. On a CPU there are no graphs and our backend takes any width: candidates share it.
+"""
 
 import logging
+from typing import Any
 
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController, SpecRuntimeState
@@ -14,53 +14,54 @@ from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController, Sp
 logger = logging.getLogger(__name__)
 
 
-def captured_sizes(runner) -> list[int]:
-    """Batch sizes of the runner's CUDA graphs, ascending; none where it has no graphs."""
+def captured_sizes(runner: Any) -> list[int]:
+    """Return the batch sizes of the runner's CUDA graphs, ascending, if any."""
     return sorted(getattr(runner.decode_cuda_graph_runner, "capture_bs", None) or [])
 
 
+def _state(steps: int, backend: Any, graphs: Any) -> SpecRuntimeState:
+    return SpecRuntimeState(
+        speculative_num_steps=steps,
+        speculative_num_draft_tokens=steps + 1,
+        draft_attn_backend=None,
+        cuda_graph_runner=None,
+        target_attn_backend=backend,
+        target_graph_runner=graphs,
+        draft_extend_attn_backend=None,
+        cuda_graph_runner_for_draft_extend=None,
+    )
+
+
 class WidthStates:
-    """Both sides of SGLang's `AdaptiveController`: the worker whose state is swapped, and the policy that it
-    asks.
+    """Both sides of SGLang's `AdaptiveController`: its worker and its policy.
 
     widths: [W], ascending; the widest is what the runner was made with, if it is the whole block.
     """
 
-    def __init__(self, runner, widths: tuple[int, ...], block_size: int):
-        self._runner = runner
-        self._widths = widths
+    def __init__(self, runner: Any, widths: tuple[int, ...], block_size: int):
+        self._runner, self._widths = runner, widths
         self._wanted = self.speculative_num_steps = block_size - 1
         self._controller = AdaptiveController(self, self)
 
     def begin(self) -> None:
-        """Once the runner has its backend and its graphs, which are those of the whole block."""
-        self._controller.register(
-            SpecRuntimeState(
-                speculative_num_steps=self._wanted,
-                speculative_num_draft_tokens=self._wanted + 1,
-                draft_attn_backend=None,
-                cuda_graph_runner=None,
-                target_attn_backend=self._runner.attn_backend,
-                target_graph_runner=self._runner.decode_cuda_graph_runner,
-                draft_extend_attn_backend=None,
-                cuda_graph_runner_for_draft_extend=None,
-            )
-        )
+        """Build all states, once the runner has the whole block's backend and graphs."""
+        runner = self._runner
+        self._controller.register(_state(self._wanted, runner.attn_backend, runner.decode_cuda_graph_runner))
         self._controller.init_states()
 
     def apply(self, width: int, num_requests: int) -> None:
-        """From now on the target verifies blocks of this width."""
+        """Have the target verify blocks of this width from now on."""
         self._wanted = width - 1
         self._controller.activate_step_by_batch(num_requests)
 
-    # -- as SGLang's policy: it is told what to say
+    # -- SGLang's policy, which returns what `apply` set
 
     @property
     def candidate_steps(self) -> list[int]:
         return [width - 1 for width in self._widths]
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
-        pass  # a width is captured for the batch sizes that the whole block is
+        pass  # every width is captured for the batch sizes of the whole block
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
         return None
@@ -71,7 +72,7 @@ class WidthStates:
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> int | None:
         return None
 
-    # -- as SGLang's worker
+    # -- SGLang's worker
 
     def build_adaptive_runtime_state(
         self,
@@ -94,17 +95,8 @@ class WidthStates:
                         attn_backend=backend,
                         speculative_num_draft_tokens=speculative_num_draft_tokens,
                     )
-            logger.info("DFLASH: backend and graphs for blocks of %d made.", speculative_num_draft_tokens)
-        return SpecRuntimeState(
-            speculative_num_steps=speculative_num_steps,
-            speculative_num_draft_tokens=speculative_num_draft_tokens,
-            draft_attn_backend=None,
-            cuda_graph_runner=None,
-            target_attn_backend=backend,
-            target_graph_runner=graphs,
-            draft_extend_attn_backend=None,
-            cuda_graph_runner_for_draft_extend=None,
-        )
+            logger.info("DFLASH: made backend and graphs for blocks of %d.", speculative_num_draft_tokens)
+        return _state(speculative_num_steps, backend, graphs)
 
     def apply_runtime_state(self, state: SpecRuntimeState) -> None:
         self.speculative_num_steps = state.speculative_num_steps
