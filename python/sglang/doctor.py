@@ -1,10 +1,11 @@
-"""Why is my acceptance low?
+"""Find out why acceptance is low, without a server.
 
-    python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT [--measure] [--prompts FILE] [--html FILE]
+    python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT [--measure] [--prompts FILE] [--html
+    FILE]
 
-Without a server. Configs and tensor headers are examined first; `--measure` then loads both models in plain
-PyTorch and decodes some prompts. Exit status: 0 nothing found (notes do not count), 1 a fault is named, 2
-there is nothing to examine."""
+Configs and tensor headers are examined first. `--measure` then loads both models in plain PyTorch and decodes
+some prompts. Exit status: 0 nothing found (notes do not count), 1 a fault is named, 2 nothing to examine.
+"""
 
 import argparse
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
-from sglang_dflash.srt.doctor.findings import FAULT, Finding
+from sglang_dflash.srt.doctor.findings import FAULT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,29 +29,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m sglang_dflash.doctor", description="Why is my acceptance low?"
     )
-    parser.add_argument("--model-path", required=True, help="the target, a directory or a hub id")
-    parser.add_argument("--draft", required=True, help="the DFlash or P-EAGLE draft, a directory or a hub id")
-    parser.add_argument(
-        "--measure", action="store_true", help="load both, decode some prompts, report what is accepted"
-    )
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help='JSON lines with "text" or "messages"; implies --measure'
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write what was found as a page; implies --measure"
-    )
-    parser.add_argument(
-        "--copy-ahead",
-        action="store_true",
-        help="what --speculative-copy-ahead would have copied as well; implies --measure",
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="to decode per prompt (default: 64)"
-    )
-    parser.add_argument("--device", help="for --measure (default: cuda where there is one)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="for --measure"
-    )
+    add = parser.add_argument
+    add("--model-path", required=True, help="the target, a directory or a hub id")
+    add("--draft", required=True, help="the DFlash or P-EAGLE draft, a directory or a hub id")
+    add("--measure", action="store_true", help="load both models, decode some prompts, report the acceptance")
+    help_prompts = 'JSON lines with "text" or "messages"; implies --measure'
+    add("--prompts", type=Path, metavar="FILE", help=help_prompts)
+    add("--html", type=Path, metavar="FILE", help="write the findings as a page; implies --measure")
+    help_copies = "also report what --speculative-copy-ahead would have copied; implies --measure"
+    add("--copy-ahead", action="store_true", help=help_copies)
+    help_tokens = "tokens to decode per prompt (default: 64)"
+    add("--max-new-tokens", type=int, default=64, metavar="N", help=help_tokens)
+    add("--device", help="for --measure (default: cuda if there is one)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="for --measure")
     args = parser.parse_args(arguments)
     if args.max_new_tokens < 2:
         parser.error("--max-new-tokens must be at least 2")
@@ -59,16 +50,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _examine(args: argparse.Namespace) -> int:
-    # What cannot work is said before anything is loaded.
+    # All that cannot work is reported before anything is loaded.
     draft = Checkpoint.open(args.draft, with_tensors=True)
     target = Checkpoint.open(args.model_path, with_tensors=False)
     if args.html is not None:
         _check_writable(args.html)
-    prompts = None
-    if args.prompts is not None:
-        from sglang_dflash.srt.doctor.prompts import read_prompts
+    from sglang_dflash.srt.doctor.prompts import PROMPTS, read_prompts
 
-        prompts = read_prompts(args.prompts)
+    prompts = PROMPTS if args.prompts is None else read_prompts(args.prompts)
     from sglang_dflash.srt.doctor import report, static_checks
 
     pair = static_checks.Pair(target, draft)
@@ -85,7 +74,8 @@ def _examine(args: argparse.Namespace) -> int:
         print(report.figures(measured), end="\n\n")
         for finding in more:
             print(finding)
-    print(_verdict(found))
+    faults = sum(finding.level == FAULT for finding in found)
+    print(f"{faults} fault{'s' * (faults > 1)} found." if faults else "No fault found.")
     if args.html is not None:
         from sglang_dflash.srt.doctor.page import page
 
@@ -94,19 +84,17 @@ def _examine(args: argparse.Namespace) -> int:
         except OSError as error:
             raise BadInput(f"{args.html}: {error.strerror or error}") from error
         print(f"Written to {args.html}.")
-    return int(any(finding.level == FAULT for finding in found))
+    return int(faults > 0)
 
 
 def _measure(args, pair, prompts):
     import torch
 
     from sglang_dflash.srt.doctor import measure
-    from sglang_dflash.srt.doctor.prompts import PROMPTS
 
+    dtype = getattr(torch, args.dtype)
     try:
-        observed = measure.observe(
-            pair.target, prompts or PROMPTS, args.max_new_tokens, args.device, getattr(torch, args.dtype)
-        )
+        observed = measure.observe(pair.target, prompts, args.max_new_tokens, args.device, dtype)
         measured = measure.measure(pair, observed, args.copy_ahead)
     except torch.OutOfMemoryError as error:
         raise BadInput(
@@ -115,22 +103,15 @@ def _measure(args, pair, prompts):
     return measured, list(measure.findings(measured))
 
 
-def _verdict(found: Sequence[Finding]) -> str:
-    faults = sum(finding.level == FAULT for finding in found)
-    return f"{faults} fault{'s' * (faults > 1)} found." if faults else "No fault found."
-
-
 def _check_writable(path: Path) -> None:
-    folder = path.parent
     if path.is_dir():
         raise BadInput(f"{path}: is a directory, --html names a file")
-    if not folder.is_dir():
-        raise BadInput(f"{folder}: no such directory")
+    if not path.parent.is_dir():
+        raise BadInput(f"{path.parent}: no such directory")
     existed = path.exists()
     try:
-        path.open(
-            "a"
-        ).close()  # asking for permission first would not say it all: a read-only file system, a special folder
+        # Permissions alone do not tell: the file system may be read-only, or the folder a special one.
+        path.open("a").close()
     except OSError as error:
         raise BadInput(f"{path}: cannot be written ({error.strerror or error})") from error
     if not existed:

@@ -315,7 +315,7 @@ def bundled(request, observed):
 def test_nothing_is_found_by_measuring_a_bundled_draft(bundled):
     _, found = bundled
     assert not list(measure.findings(found))
-    assert found.configured.accept_length > 2
+    assert found.configured.length > 2
     assert all(a >= b for a, b in zip(found.configured.by_position, found.configured.by_position[1:]))
 
 
@@ -324,9 +324,11 @@ def test_what_was_kept_is_the_targets_text(bundled):
     _, found = bundled
     for text, drafts in zip(found.texts, found.drafts, strict=True):
         tokens, at = text.tokens.tolist(), text.prompt_length
-        for anchor, block, kept in blocks(text, drafts):
-            assert anchor == at and block[:kept] == tokens[at + 1 : at + 1 + kept]
-            assert kept == len(block) or at + 1 + kept >= len(tokens) or block[kept] != tokens[at + 1 + kept]
+        for block in blocks(text, drafts):
+            kept = block.accepted
+            assert block.anchor == at and block.tokens[:kept] == tokens[at + 1 : at + 1 + kept]
+            is_whole = kept == len(block.tokens) or at + 1 + kept >= len(tokens)
+            assert is_whole or block.tokens[kept] != tokens[at + 1 + kept]
             at += kept + 1
         assert at >= len(tokens) - 1
 
@@ -352,7 +354,7 @@ MEASURED = {
     ),
     "weights of nobody": (
         lambda folder: make_draft(folder, lambda t: t | {"norm.weight": -t["norm.weight"]}),
-        r"hardly anything that the draft says is accepted",
+        r"hardly any drafted token is accepted",
     ),
 }
 
@@ -478,17 +480,12 @@ def test_the_program(tmp_path, capsys):
 def test_copies_are_shown_as_such(bundled):
     """The text is the same; its repeated part is copied, in no more blocks than it was drafted in."""
     pair, found = bundled
-    with_copies = replace(
-        found, copies=[copies.cycles(*of_text) for of_text in zip(found.texts, found.drafts)]
-    )
+    with_copies = replace(found, copies=list(map(copies.blocks_with_copies, found.texts, found.drafts)))
     root = ElementTree.fromstring(page(pair, [], with_copies))
     shown = ["".join(pre.itertext()) for pre in root.iter("pre")]
     assert shown == [found.decode(answer.tokens.tolist()) for answer in found.texts]
     copied = root.findall(".//pre/span[@class='a c']")
-    assert (
-        len(copied)
-        == sum(kept for cycles in with_copies.copies for _, _, kept, is_copied in cycles if is_copied)
-        > 0
-    )
-    length, share = with_copies.with_copies
-    assert length > found.configured.accept_length and 0 < share < 1
+    all_blocks = [block for own_blocks in with_copies.copies for block in own_blocks]
+    assert len(copied) == sum(block.accepted for block in all_blocks if block.is_copied) > 0
+    acceptance = with_copies.with_copies
+    assert acceptance.length > found.configured.length and 0 < acceptance.copied < 1

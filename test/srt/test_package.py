@@ -125,6 +125,12 @@ def test_the_wheel_holds_every_module(wheel):
     assert any("stand_in/sgl_kernel/__init__.py" in name for name in packed)
 
 
+def test_the_wheel_holds_every_other_file(wheel):
+    others = [path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    names = {f"sglang_dflash/{path.relative_to(SOURCE).as_posix()}" for path in others}
+    assert {"sglang_dflash/py.typed"} < names <= set(wheel.namelist())
+
+
 def test_the_wheel_carries_the_licence(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     assert "\nLicense-Expression: Apache-2.0\n" in wheel.read(name).decode()

@@ -1,5 +1,4 @@
-"""A checkpoint as its files say it: config.json, tokenizer, and the headers of its safetensors files. No
-tensor is loaded."""
+"""The files of a checkpoint: config.json, tokenizer, card and safetensors headers."""
 
 import json
 import os
@@ -11,22 +10,23 @@ from typing import Any
 
 import numpy as np
 
-# Files that say something about a checkpoint, without its tensors.
+# Files that describe a checkpoint, without its tensors.
 _DESCRIPTIONS = ("*.json", "*.md", "*.jinja")
-# safetensors' names of element types -> NumPy's; bfloat16, which NumPy lacks, is read as its upper half of a
-# float32.
+# safetensors' element types -> NumPy's; bfloat16, which NumPy lacks, is read as the upper half of a float32.
 _NUMPY = {"I64": "<i8", "I32": "<i4", "BOOL": "?", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
 _MAX_HEADER = 100_000_000  # safetensors' own limit
 
 
 class BadInput(Exception):
-    """What was asked for cannot be looked at; the message is the one line that the user sees."""
+    """Input that cannot be examined; the message is the one line that the user sees."""
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One entry of a safetensors file. start, end: bytes from the beginning of the file; end may lie beyond
-    what is there."""
+    """One entry of a safetensors file.
+
+    `start` and `end` are bytes from the beginning of the file; a truncated file ends before `end`.
+    """
 
     file: Path
     dtype: str
@@ -37,7 +37,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """folder: where its files are. name: as the user gave it. config: config.json."""
+    """A checkpoint in `folder`, with the user's `name` for it and its config.json as `config`."""
 
     folder: Path
     name: str
@@ -46,7 +46,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str, with_tensors: bool) -> "Checkpoint":
-        """From a directory, or a hub id, of which only what is needed is downloaded. Raises BadInput."""
+        """Open a directory, or download the needed files of a hub id. Raises BadInput."""
         folder = Path(os.path.expanduser(path))
         if folder.is_file():
             raise BadInput(f"{path}: a file, where the directory of a checkpoint is needed")
@@ -56,8 +56,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, TensorHeader]:
-        """Header of every tensor, by its name without `model.`. Raises BadInput if there are no readable
-        safetensors."""
+        """Header of every tensor, by its name without `model.`. Raises BadInput."""
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise BadInput(f"{self.name}: no safetensors file there")
@@ -68,7 +67,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
-        """None where there is no tokenizer.json."""
+        """None if there is no tokenizer.json."""
         path = self.folder / "tokenizer.json"
         return Tokenizer(_read_json(path, self.name)) if path.exists() else None
 
@@ -81,16 +80,15 @@ class Checkpoint:
             return ""
 
     def read(self, name: str, rows: Any = slice(None)) -> np.ndarray:
-        """Rows of a tensor, floats as float32. Raises BadInput for an element type that is none of the usual
-        ones."""
+        """Read rows of a tensor, floats as float32. Raises BadInput for an unknown element type."""
         header = self.tensors[name]
         if header.dtype not in _NUMPY:
             raise BadInput(f"{header.file}: {name} is {header.dtype}, which cannot be read here")
         mapped = np.memmap(header.file, _NUMPY[header.dtype], "r", header.start, header.shape or (1,))
-        chosen = np.ascontiguousarray(mapped[rows])
+        values = np.ascontiguousarray(mapped[rows])
         if header.dtype == "BF16":
-            return (chosen.astype("<u4") << 16).view("<f4")
-        return chosen.astype(np.float32) if header.dtype.startswith("F") else chosen
+            return (values.astype("<u4") << 16).view("<f4")
+        return values.astype(np.float32) if header.dtype.startswith("F") else values
 
     def _read_headers(self, file: Path) -> dict[str, TensorHeader]:
         try:
@@ -100,16 +98,13 @@ class Checkpoint:
                 if length > min(_MAX_HEADER, size):
                     raise BadInput(f"{file}: not a safetensors file, or cut off inside its header")
                 header = json.loads(stream.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            found = {
-                name.removeprefix("model."): TensorHeader(
-                    file,
-                    entry["dtype"],
-                    tuple(entry["shape"]),
-                    *(8 + length + at for at in entry["data_offsets"]),
-                )
-                for name, entry in entries.items()
-            }
+            found = {}
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                start, end = (8 + length + offset for offset in entry["data_offsets"])
+                tensor = TensorHeader(file, entry["dtype"], tuple(entry["shape"]), start, end)
+                found[name.removeprefix("model.")] = tensor
         except OSError as error:
             raise BadInput(f"{file}: {error.strerror or error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -119,7 +114,7 @@ class Checkpoint:
 
 
 class Tokenizer:
-    """What tokenizer.json says about single tokens."""
+    """The single tokens of a tokenizer.json."""
 
     def __init__(self, data: Mapping[str, Any]):
         vocabulary = (data.get("model") or {}).get("vocab") or {}
@@ -129,27 +124,27 @@ class Tokenizer:
         self._special = {entry["id"]: entry["content"] for entry in data.get("added_tokens") or ()}
 
     def name(self, token_id: int) -> str | None:
-        """None for an id that the tokenizer never makes."""
+        """Return a token's text; None for an id that the tokenizer never produces."""
         return self._special.get(token_id, self._names.get(token_id))
 
     def is_ordinary(self, token_id: int) -> bool:
-        """Whether the id stands for a piece of text, rather than being special or unused."""
+        """Return whether the id is a piece of text, neither special nor unused."""
         return token_id in self._names and token_id not in self._special
 
     def __len__(self) -> int:
         return len(self.get_vocab())
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids by token, as Hugging Face's tokenizers have it."""
+        """Return ids by token, as Hugging Face's tokenizers do."""
         return {name: i for i, name in (self._names | self._special).items()}
 
     def mask_tokens(self) -> dict[int, str]:
-        """Special tokens with `mask` in their name, by id."""
+        """Return special tokens with `mask` in their name, by id."""
         return {i: name for i, name in self._special.items() if "mask" in name.lower()}
 
 
 def _download(name: str, with_tensors: bool) -> Path:
-    """A hub id's files, from the cache where they are there."""
+    """Fetch a hub id's files, from the cache if they are there."""
     if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") != 1:
         raise BadInput(f"{name}: no such directory")
     from huggingface_hub import snapshot_download
@@ -157,10 +152,9 @@ def _download(name: str, with_tensors: bool) -> Path:
     patterns = [*_DESCRIPTIONS, *(["*.safetensors"] if with_tensors else [])]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # what the hub's client raises derives from these
-        raise BadInput(
-            f"{name}: no such directory, and not from the hub: {str(error).splitlines()[0]}"
-        ) from error
+    except (OSError, ValueError) as error:  # bases of all that the hub's client raises
+        reason = str(error).splitlines()[0]
+        raise BadInput(f"{name}: no such directory, and not from the hub: {reason}") from error
 
 
 def _read_json(path: Path, checkpoint: str) -> dict[str, Any]:

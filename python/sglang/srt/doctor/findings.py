@@ -1,4 +1,4 @@
-"""What the doctor says: one line a finding, with what to do about it."""
+"""Findings of the doctor: one line each, with advice."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,27 @@ FAULT, NOTE = "fault", "note"
 
 @dataclass(frozen=True)
 class Finding:
-    """level: FAULT makes the doctor exit with 1; NOTE may be as intended. is_fatal: the draft cannot even be
-    loaded."""
+    """One finding.
+
+    Attributes:
+        level: FAULT makes the doctor exit with 1; NOTE may be intended.
+        problem: The finding itself, without a full stop.
+        advice: The remedy, without a full stop.
+        is_fatal: Whether the draft cannot even be loaded.
+    """
 
     level: str
-    what: str
-    what_to_do: str
+    problem: str
+    advice: str
     is_fatal: bool = False
 
     def __str__(self) -> str:
-        return f"{self.level}: {self.what}. {self.what_to_do}"
+        return f"{self.level}: {self.problem}. {self.advice}"
 
 
-def fault(what: str, what_to_do: str, is_fatal: bool = False) -> Finding:
-    return Finding(FAULT, what, what_to_do, is_fatal)
+def fault(problem: str, advice: str, is_fatal: bool = False) -> Finding:
+    return Finding(FAULT, problem, advice, is_fatal)
 
 
-def note(what: str, what_to_do: str) -> Finding:
-    return Finding(NOTE, what, what_to_do)
+def note(problem: str, advice: str) -> Finding:
+    return Finding(NOTE, problem, advice)

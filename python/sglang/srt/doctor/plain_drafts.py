@@ -1,8 +1,10 @@
-"""The drafts in plain PyTorch: no cache, no engine, many blocks of one text at once.
+"""The drafts in plain PyTorch, for `doctor --measure`.
 
-What `doctor --measure` runs, and slow on purpose: a second reading of both formats beside `models/dflash.py`
-and `models/peagle.py`, without SGLang's layers, kernels or attention. Rows are all rows of a forward; keys
-they may not see are masked out. Tests hold it against the `speculators` library's own logits."""
+No cache and no engine: many blocks of one text at once. Simple rather than fast: a second implementation of
+both formats beside `models/dflash.py` and `models/peagle.py`, without SGLang's layers, kernels or attention.
+Attention runs over all rows of a forward with a mask. Tests compare it with the `speculators` library's own
+logits.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +21,10 @@ from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 class Rows:
     """Rows of one forward.
 
-    positions: [R] int64, what RoPE rotates by. blocks: [R] int64, the block a row belongs to, -1 for none.
-    anchors: [R] int64, the position before which a row of a block sees everything.
+    Attributes:
+        positions: [R] int64, for RoPE.
+        blocks: [R] int64, the block of each row, -1 for none.
+        anchors: [R] int64, the position before which a row of a block sees everything.
     """
 
     positions: torch.Tensor
@@ -29,9 +33,10 @@ class Rows:
 
 
 class PlainDraft:
-    """`weights`: a checkpoint's tensors by name, without `model.` before it; embedding [vocab, hidden] and
-    head [draft vocab, hidden] are the target's where the checkpoint has none. `mask_token_id` and
-    `layer_order` may be changed to see what another reading of the checkpoint would draft."""
+    """A draft in plain PyTorch.
+
+    `mask_token_id` and `layer_order` may be changed, to draft by another reading of the checkpoint.
+    """
 
     def __init__(
         self,
@@ -41,6 +46,15 @@ class PlainDraft:
         embedding: torch.Tensor,
         head: torch.Tensor,
     ):
+        """Set up a draft.
+
+        Args:
+            draft: Its parsed config.
+            hf_config: Its flat Qwen3 config.
+            weights: The checkpoint's tensors by name, without the prefix `model.`.
+            embedding: [vocab, hidden], the target's, used if the checkpoint has none.
+            head: [draft vocab, hidden], the target's, used if the checkpoint has none.
+        """
         self.draft = draft
         self.mask_token_id = draft.mask_token_id
         self.layer_order = tuple(range(draft.num_hidden_layers))
@@ -58,23 +72,31 @@ class PlainDraft:
         return ids if self._offsets is None else ids + self._offsets
 
     def logits(self, tokens: torch.Tensor, aux_hidden: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        """Draft logits [N, K, draft vocab]: entry [i, k] is about the token at position anchors[i] + 1 + k.
+        """Compute draft logits.
 
-        tokens: [T] int64. aux_hidden: [T, num_aux * hidden], captured states of every position; those from an
-        anchor on are not looked at. anchors: [N] int64, positions of the newest token."""
+        Args:
+            tokens: [T] int64.
+            aux_hidden: [T, num_aux * hidden], captured states; those from an anchor on are not read.
+            anchors: [N] int64, positions of the newest tokens.
+
+        Returns:
+            [N, K, draft vocab]; entry [i, k] predicts the token at position anchors[i] + 1 + k.
+        """
         raise NotImplementedError
 
     def _block_rows(self, anchors: torch.Tensor, offsets: torch.Tensor) -> Rows:
         positions = (anchors[:, None] + offsets).flatten()
-        each = len(offsets)
-        blocks = torch.arange(len(anchors), device=anchors.device).repeat_interleave(each)
-        return Rows(positions, blocks, anchors.repeat_interleave(each))
+        blocks = torch.arange(len(anchors), device=anchors.device).repeat_interleave(len(offsets))
+        return Rows(positions, blocks, anchors.repeat_interleave(len(offsets)))
 
     def _run_layer(
         self, layer: int, hidden, attention_input, rows: Rows, keys: Rows, context
     ) -> torch.Tensor:
-        """One layer over rows: hidden [R, H] is the residual stream, attention_input [R, *] what q, k, v are
-        made from, context [C, *] more of the same for keys only, in front of the rows' own."""
+        """Run one layer over rows.
+
+        hidden [R, H] is the residual stream, attention_input [R, *] the input of the q, k and v projections,
+        and context [C, *] more input for keys and values, in front of the rows' own, or None.
+        """
         name = f"layers.{layer}"
         heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
         sources = attention_input if context is None else torch.cat((context, attention_input))
@@ -96,7 +118,7 @@ class PlainDraft:
         return hidden + self._linear(f"{name}.mlp.down_proj", gated)
 
     def _visible(self, layer: int, rows: Rows, keys: Rows) -> torch.Tensor:
-        """[R, keys] bool: which keys each row of a layer sees."""
+        """Return [R, keys] bool, True if a row of this layer sees a key."""
         query, anchor, key = rows.positions[:, None], rows.anchors[:, None], keys.positions[None]
         outside = keys.blocks[None] < 0
         visible = torch.where(outside, key < anchor, rows.blocks[:, None] == keys.blocks[None])
@@ -128,7 +150,7 @@ class PlainDraft:
 
 
 class PlainDFlash(PlainDraft):
-    """DFlash: rows are blocks only, and every layer's context is the target's fused states."""
+    """DFlash: only blocks have rows, and every layer's context is the target's fused states."""
 
     def logits(self, tokens, aux_hidden, anchors):
         draft, device = self.draft, tokens.device
@@ -155,8 +177,7 @@ class PlainPEagle(PlainDraft):
 
     def logits(self, tokens, aux_hidden, anchors):
         drafted, device, last = self.draft.speculative_tokens, tokens.device, int(anchors.max())
-        # Row p: the token at p + 1 and the state at p, so that the newest one, at the anchor, is row anchor -
-        # 1.
+        # Row p holds the token at p + 1 and the state at p, so row anchor - 1 holds the newest token.
         places = torch.arange(last, device=device)
         text = Rows(places, torch.full_like(places, -1), places + 1)
         masks = self._block_rows(anchors, torch.arange(drafted - 1, device=device))
@@ -191,7 +212,7 @@ class PlainPEagle(PlainDraft):
 
 
 def plain_draft(draft: DFlashDraftConfig, *args) -> PlainDraft:
-    """The plain model of a draft; arguments as PlainDraft's."""
+    """Build the plain model of a draft, with the arguments of PlainDraft."""
     return (PlainPEagle if isinstance(draft, PEagleDraftConfig) else PlainDFlash)(draft, *args)
 
 

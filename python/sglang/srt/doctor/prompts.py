@@ -1,5 +1,8 @@
-"""What `doctor --measure` asks when no prompts are given: code to go on with, and questions, which go through
-the target's chat template where it has one."""
+"""Prompts of `doctor --measure`: a file's, or built-in ones.
+
+The built-in ones are code to continue, and questions, for which the target's chat template is used if it has
+one.
+"""
 
 import json
 from pathlib import Path
@@ -22,14 +25,14 @@ _QUESTIONS = (
     "A train leaves at nine and travels 120 km at 80 km/h. When does it arrive? Show your steps.",
     "List five ways to speed up a slow Python program.",
 )
-PROMPTS: tuple[dict, ...] = (
+PROMPTS: tuple[dict[str, Any], ...] = (
     *({"text": text} for text in _CODE),
     *({"messages": [{"role": "user", "content": question}]} for question in _QUESTIONS),
 )
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines, each with `text` or with chat `messages`. Raises BadInput."""
+    """Read a file of JSON lines, each with `text` or with chat `messages`. Raises BadInput."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,13 +1,14 @@
-"""Other readings of a checkpoint: what would be drafted if its layer ids, or the order of its layers, meant
-something else.
+"""Other readings of a checkpoint's layer ids, layer order and mask token.
 
-Acceptance cannot tell neighbouring layers of a target apart: it moves by a few percent, in either direction.
-The likelihood that the draft gives to what the target says can, over the same positions, if there are enough
-of them."""
+Acceptance does not distinguish neighbouring layers of a target: it moves by a few percent, in either
+direction. The likelihood that the draft gives to the target's tokens does, over the same positions, if there
+are enough of them.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -18,102 +19,93 @@ from sglang_dflash.srt.doctor.plain_drafts import PlainDraft
 # improvement. So each reading is compared at the temperature that suits it best.
 TEMPERATURES = (0.8, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5)
 _ANCHORS_AT_ONCE = 32
-_CLUSTER = 24  # neighbouring positions say much the same; this many count as one observation
+_CLUSTER = 24  # neighbouring positions are alike; this many count as one observation
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and what the target went on to say.
+    """A prompt and the target's continuation.
 
-    tokens: [T] int64, of which the first `prompt_length` are the prompt's. best: [T] int64, the target's
-    choice after each. states: per layer boundary [T, hidden], entry i the output of layer i - 1, entry 0 the
-    embedding; None what is not known."""
+    Attributes:
+        prompt_length: Tokens of the prompt, the first of `tokens`. tokens: [T] int64. choices: [T] int64, the
+            target's greedy choice after each token. states: [T, hidden] per layer boundary: entry 0 the
+            embedding, entry i the output of layer i - 1; None if unknown.
+    """
 
     prompt_length: int
     tokens: torch.Tensor
-    best: torch.Tensor
+    choices: torch.Tensor
     states: Sequence[torch.Tensor | None]
+
+    def has_states(self, boundaries: Sequence[int]) -> bool:
+        return all(0 <= i < len(self.states) and self.states[i] is not None for i in boundaries)
+
+    def concatenate_states(self, boundaries: Sequence[int]) -> torch.Tensor:
+        """Return [T, num_boundaries * hidden], the states of these boundaries side by side."""
+        return torch.cat([cast(torch.Tensor, self.states[i]) for i in boundaries], dim=-1)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """shift: added to the layer ids. what, what_to_do: of the fault, if this reading turns out to be the
-    right one."""
+    """One way to read the checkpoint.
+
+    `problem` and `advice` describe the fault if this reading is the right one. `shift` is added to the layer
+    ids; the other fields replace what the config says.
+    """
 
     label: str
-    what: str = ""
-    what_to_do: str = ""
+    problem: str = ""
+    advice: str = ""
     shift: int = 0
     reversed_states: bool = False
     layer_order: tuple[int, ...] | None = None
     mask_token_id: int | None = None
 
     def boundaries(self, layer_ids: Sequence[int]) -> list[int]:
-        """Indices into a text's states, in the order in which they are concatenated."""
+        """Return indices into a text's states, in the order of their concatenation."""
         found = [layer_id + 1 + self.shift for layer_id in layer_ids]
         return found[::-1] if self.reversed_states else found
-
-    def is_possible(self, layer_ids: Sequence[int], states: Sequence[torch.Tensor | None]) -> bool:
-        return all(0 <= i < len(states) and states[i] is not None for i in self.boundaries(layer_ids))
 
 
 AS_CONFIGURED = Reading("as configured")
 
 
 def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Reading]:
-    """mask_tokens: what else the target's tokenizer calls a mask, by id."""
-    ids, depth = list(draft.draft.target_layer_ids), draft.draft.num_hidden_layers
-    found = [
-        Reading(
-            f"layer ids one {'lower' if shift < 0 else 'higher'}",
-            f"the draft fits better with every target layer id one {'lower' if shift < 0 else 'higher'}",
-            f"{'Subtract one from' if shift < 0 else 'Add one to'} each layer id in config.json (z-lab counts layer outputs, the "
-            "speculators library inputs)",
-            shift=shift,
-        )
-        for shift in (-1, 1)
-    ]
-    if len(ids) > 1:
-        found.append(
-            Reading(
-                "target layers reversed",
-                "the draft fits better with the target's layers in reversed order",
-                "Reverse the column blocks of fc.weight: SGLang hands over the lowest layer first",
-                reversed_states=True,
-            )
-        )
-    first = (
-        1 if isinstance(draft.draft, PEagleDraftConfig) else 0
-    )  # P-EAGLE's first layer has a shape of its own
+    """List other readings of a checkpoint, given the target's mask tokens by id."""
+    found = []
+    for shift, direction, verb in ((-1, "lower", "Subtract one from"), (1, "higher", "Add one to")):
+        problem = f"the draft fits better with every target layer id one {direction}"
+        counted = "z-lab counts layer outputs, the speculators library inputs"
+        advice = f"{verb} each layer id in config.json ({counted})"
+        found.append(Reading(f"layer ids one {direction}", problem, advice, shift=shift))
+    if len(draft.draft.target_layer_ids) > 1:
+        problem = "the draft fits better with the target's layers in reversed order"
+        advice = "Reverse the column blocks of fc.weight: SGLang passes the lowest layer first"
+        found.append(Reading("target layers reversed", problem, advice, reversed_states=True))
+    # The first layer of P-EAGLE has a shape of its own.
+    first, depth = int(isinstance(draft.draft, PEagleDraftConfig)), draft.draft.num_hidden_layers
     order = (*range(first), *range(depth - 1, first - 1, -1))
     if order != tuple(range(depth)):
-        found.append(
-            Reading(
-                "draft layers reversed",
-                "the draft fits better with its own layers in reversed order",
-                "Rename layers.* of the checkpoint, which were saved last to first",
-                layer_order=order,
-            )
-        )
+        problem = "the draft fits better with its own layers in reversed order"
+        advice = "Rename layers.* of the checkpoint, which were saved last to first"
+        found.append(Reading("draft layers reversed", problem, advice, layer_order=order))
     for token_id, name in mask_tokens.items():
         if token_id != draft.mask_token_id:
-            found.append(
-                Reading(
-                    f"mask token {name}",
-                    f"the draft fits better with {name} ({token_id}) as its mask token",
-                    f"Set mask_token_id to {token_id}",
-                    mask_token_id=token_id,
-                )
-            )
+            problem = f"the draft fits better with {name} ({token_id}) as its mask token"
+            advice = f"Set mask_token_id to {token_id}"
+            found.append(Reading(f"mask token {name}", problem, advice, mask_token_id=token_id))
     return found
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What a reading drafts in one text, at every anchor from the prompt's end on.
+    """Drafts of one text by one reading, at every anchor from the prompt's end on.
 
-    tokens: [N, K] int64, target ids. nll: [temperatures, N, K], nats that the draft gives to what the target
-    says there; NaN beyond the text, and where the draft's vocabulary lacks the token."""
+    Attributes:
+        first: Position of the first anchor. tokens: [N, K] int64, target ids. nll: [temperatures, N, K], nats
+            that the draft gives to the target's token there. NaN beyond the text, and if the draft's
+            vocabulary lacks the token.
+    """
 
     first: int
     tokens: torch.Tensor
@@ -122,8 +114,9 @@ class Drafts:
 
 @torch.no_grad()
 def draft_everywhere(draft: PlainDraft, text: Text, reading: Reading) -> Drafts:
+    """Draft at every anchor of a text, from the end of its prompt on."""
     device, end = text.tokens.device, len(text.tokens)
-    aux_hidden = torch.cat([text.states[i] for i in reading.boundaries(draft.draft.target_layer_ids)], dim=-1)
+    aux_hidden = text.concatenate_states(reading.boundaries(draft.draft.target_layer_ids))
     target_ids = draft.target_ids
     draft_ids = torch.full((draft.draft.vocab_size,), -1, device=device)
     draft_ids[target_ids] = torch.arange(len(target_ids), device=device)
@@ -136,22 +129,16 @@ def draft_everywhere(draft: PlainDraft, text: Text, reading: Reading) -> Drafts:
         for anchors in torch.arange(first, end - 1, device=device).split(_ANCHORS_AT_ONCE):
             logits = draft.logits(text.tokens, aux_hidden, anchors).float()
             tokens.append(target_ids[logits.argmax(dim=-1)])
-            where = anchors[:, None] + 1 + torch.arange(logits.shape[1], device=device)
-            # What the target says after the anchor, and, where that is what the text goes on with, the text.
-            said = text.tokens[where.clamp(max=end - 1)]
-            said[:, 0] = text.best[anchors]
-            follows = (text.tokens[(anchors + 1).clamp(max=end - 1)] == text.best[anchors])[:, None]
-            wanted = draft_ids[said]
-            known = (where < end) & (wanted >= 0) & (follows | (where == anchors[:, None] + 1))
-            picked = logits.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
-            nll.append(
-                torch.stack(
-                    [
-                        (torch.logsumexp(logits / t, dim=-1) - picked / t).where(known, math.nan)
-                        for t in TEMPERATURES
-                    ]
-                )
-            )
+            positions = anchors[:, None] + 1 + torch.arange(logits.shape[1], device=device)
+            # The target's choice after the anchor, and the text after it if it continues with that choice.
+            wanted = text.tokens[positions.clamp(max=end - 1)]
+            continues = wanted[:, :1] == text.choices[anchors, None]
+            wanted[:, 0] = text.choices[anchors]
+            ids = draft_ids[wanted]
+            known = (positions < end) & (ids >= 0) & (continues | (positions == anchors[:, None] + 1))
+            chosen = logits.gather(-1, ids.clamp(min=0)[..., None])[..., 0]
+            by_temperature = [torch.logsumexp(logits / t, dim=-1) - chosen / t for t in TEMPERATURES]
+            nll.append(torch.stack(by_temperature).where(known, math.nan))
     finally:
         draft.mask_token_id, draft.layer_order = configured
     return Drafts(first, torch.cat(tokens), torch.cat(nll, dim=1))
@@ -159,20 +146,24 @@ def draft_everywhere(draft: PlainDraft, text: Text, reading: Reading) -> Drafts:
 
 @dataclass(frozen=True)
 class Evidence:
-    """How much better another reading explains what the target says. gain: nats a token, positive where it is
-    better. t: gain over its standard error, by clusters of neighbouring positions."""
+    """Likelihood of the target's tokens by another reading, compared with the configured one.
+
+    Attributes:
+        gain: Nats per token, positive if the other reading is better.
+        t: `gain` over its standard error, by clusters of neighbouring positions.
+    """
 
     gain: float
     t: float
 
 
-def evidence(configured: Sequence[Drafts], other: Sequence[Drafts]) -> Evidence:
-    """Drafts of the same texts by two readings."""
-    at = [_best_temperature(drafts) for drafts in (configured, other)]
+def compare(configured: Sequence[Drafts], other: Sequence[Drafts]) -> Evidence:
+    """Compare the drafts of the same texts by two readings."""
+    temperatures = [_best_temperature(drafts) for drafts in (configured, other)]
     clusters = []
     for ours, theirs in zip(configured, other, strict=True):
-        difference = ours.nll[at[0]] - theirs.nll[at[1]]
-        # The first drafted token knows most about what it read; the k-th counts 1/k.
+        difference = ours.nll[temperatures[0]] - theirs.nll[temperatures[1]]
+        # The first drafted token depends most on what the draft reads; the k-th counts 1/k.
         weights = 1 / torch.arange(1, difference.shape[1] + 1, device=difference.device)
         weights = weights.expand_as(difference).masked_fill(difference.isnan(), 0)
         weighted = difference.nan_to_num() * weights
@@ -191,25 +182,35 @@ def _best_temperature(drafts: Sequence[Drafts]) -> int:
     return int(torch.cat([d.nll.flatten(1) for d in drafts], dim=1).nanmean(dim=1).argmin())
 
 
-def blocks(text: Text, drafts: Drafts) -> list[tuple[int, list[int], int]]:
-    """The blocks of greedy speculative decoding over a text: (anchor, drafted tokens, how many of them were
-    kept).
+@dataclass(frozen=True)
+class Block:
+    """A verified block: position of its anchor, proposed tokens, number of accepted ones."""
 
-    Greedy output is the target's own text whatever is drafted, so the loop is a walk over drafts made at
-    every position."""
+    anchor: int
+    tokens: list[int]
+    accepted: int
+    is_copied: bool = False
+
+
+def blocks(text: Text, drafts: Drafts) -> list[Block]:
+    """Return the blocks of greedy speculative decoding over a text.
+
+    Greedy output is the target's own text whatever is drafted, so the loop walks over drafts made everywhere.
+    """
     tokens, drafted = text.tokens.tolist(), drafts.tokens.tolist()
     found, anchor = [], drafts.first
     while anchor < len(tokens) - 1:
         block = drafted[anchor - drafts.first]
-        kept = kept_of(tokens, anchor, block)
-        found.append((anchor, block, kept))
-        anchor += kept + 1
+        found.append(Block(anchor, block, count_accepted(tokens, anchor, block)))
+        anchor += found[-1].accepted + 1
     return found
 
 
-def kept_of(tokens: list[int], anchor: int, block: list[int]) -> int:
-    """How many of a block's tokens the text goes on with."""
-    kept = 0
-    while kept < len(block) and anchor + 1 + kept < len(tokens) and block[kept] == tokens[anchor + 1 + kept]:
-        kept += 1
-    return kept
+def count_accepted(tokens: list[int], anchor: int, block: list[int]) -> int:
+    """Count the leading tokens of a block with which the text continues after its anchor."""
+    accepted = 0
+    for token, actual in zip(block, tokens[anchor + 1 : anchor + 1 + len(block)], strict=False):
+        if token != actual:
+            break
+        accepted += 1
+    return accepted

@@ -21,27 +21,27 @@ from sglang_dflash.srt.plugins import hooks
 from sglang_dflash.srt.plugins.resolve import resolve
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """One change to SGLang.
 
     Attributes:
         target: Dotted path of a callable, or of a registry for kind "entry".
+        why: Reason for the change.
+        build: Returns the hook or the new value. Called when the change is applied, so heavy imports wait.
         kind: "around" (wrap a method), "resolution" (SGLang's resolution hooks), "replace" (rebind a name),
             "class" (rebind a class), "entry" (write `key` of a dict).
         signature: The target's parameters; of a class only those that SGLang passes. None for a registry, and
             if Python knows no signature.
-        why: Reason for the change.
-        build: Returns the hook or the new value. Called when the change is applied, so heavy imports wait.
         key: The entry's key, for kind "entry".
         cpu_only: Whether the change is made on a CPU only.
     """
 
     target: str
-    kind: str
-    signature: str | None
     why: str
     build: Callable[[], Any]
+    kind: str = "replace"
+    signature: str | None = None
     key: str | None = None
     cpu_only: bool = False
 
@@ -81,7 +81,6 @@ AT_LOAD = (
         target="sglang.srt.configs.model_config_parser_registry._MODEL_CONFIG_PARSER_REGISTRY",
         kind="entry",
         key="hf",
-        signature=None,
         why="read speculators drafts, whose config transformers rejects, wherever SGLang reads one",
         build=_ours("srt.configs.draft_config_parser.DraftConfigParser"),
     ),
@@ -105,7 +104,6 @@ AT_LOAD = (
         target="sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
         kind="entry",
         key="torch_native",
-        signature=None,
         why="torch_native lacks TARGET_VERIFY, non-causal blocks, sinks, soft caps, MLA and padded batches, "
         "and reads windowed layers at the wrong slots. Ours is built if needed, else SGLang's. The engine "
         "keys on the name, so it stays",
@@ -143,7 +141,6 @@ AT_LOAD = (
     # Targets with recurrent states on a CPU, with a draft or without.
     Change(
         target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
-        kind="replace",
         signature="()",
         why="the CPU runtime keeps snapshots of recurrent states for the prefix cache, SGLang only on GPUs",
         build=hooks.cpu_snapshot_support,
@@ -152,7 +149,6 @@ AT_LOAD = (
     *(
         Change(
             target=f"sglang.kernels.ops.mamba.mamba_state_scatter_triton.{name}",
-            kind="replace",
             signature=signature,
             why="SGLang copies recurrent states between slots in Triton, which a CPU cannot run",
             build=_ours(f"srt.hardware_backend.cpu.recurrent_states.{name}"),
@@ -178,7 +174,6 @@ AT_LOAD = (
     ),
     Change(
         target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
-        kind="replace",
         signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
         why="the output norm of GatedDeltaNet is a Triton kernel except on CPUs with AMX",
         build=_ours("srt.hardware_backend.cpu.fused_layers.layernorm_fn"),
@@ -186,7 +181,6 @@ AT_LOAD = (
     ),
     Change(
         target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
-        kind="replace",
         signature="(hidden_states, gate_weight, shared_output, output, do_add)",
         why="the gate of a shared expert (Qwen3.5 MoE) is a Triton kernel on any device",
         build=_ours("srt.hardware_backend.cpu.fused_layers.launch_fused_gate_sigmoid_mul"),
@@ -194,15 +188,12 @@ AT_LOAD = (
     ),
     Change(
         target="torch.Tensor.pin_memory",
-        kind="replace",
-        signature=None,
         why="SGLang pins a tensor in every decode step with states; PyTorch refuses without an accelerator",
         build=hooks.cpu_pin_memory,
         cpu_only=True,
     ),
     Change(
         target="sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
-        kind="replace",
         signature="()",
         why="if PyTorch brings NCCL, two ranks on a CPU get a communicator that needs a device",
         build=_ours("srt.hardware_backend.cpu.ranks.find_nccl_library"),
@@ -213,7 +204,6 @@ AT_LOAD = (
 AT_FRONT_END = (
     Change(
         target="sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
-        kind="replace",
         signature="(self)",
         why="SGLang does not check types and ranges of sampling parameters; some end the scheduler",
         build=_made_by("srt.speculative.request_fields.checking_requests"),
@@ -226,7 +216,6 @@ AT_WORKER = (
             target="sglang.srt.models.registry.ModelRegistry.models",
             kind="entry",
             key=architecture,
-            signature=None,
             why="load drafts with our model classes; SGLang has none for P-EAGLE",
             build=_ours(f"srt.models.{model}"),
         )
@@ -238,7 +227,6 @@ AT_WORKER = (
     ),
     Change(
         target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",
-        kind="replace",
         signature="(model, eagle_use_aux_hidden_state, eagle_aux_hidden_state_layer_ids, "
         "dflash_use_aux_hidden_state, dflash_target_layer_ids, is_dspark)",
         why="some targets accept the layers to capture only through EAGLE-3's interface",
@@ -246,7 +234,6 @@ AT_WORKER = (
     ),
     Change(
         target="sglang.srt.managers.scheduler.validate_dflash_request",
-        kind="replace",
         signature="(req, enable_overlap)",
         why="answer a request that DFLASH cannot serve exactly with HTTP 400",
         build=_ours("srt.speculative.dflash_utils.validate_dflash_request"),
@@ -261,28 +248,24 @@ AT_WORKER = (
     ),
     Change(
         target="sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy",
-        kind="replace",
         signature="(attn_backend)",
         why="no block is run with a mask, so no CUDA graph is captured with one",
         build=_ours("srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy"),
     ),
     Change(
         target="sglang.srt.model_executor.graph_shared_output.GraphSharedOutput.create_for_model_runner",
-        kind="replace",
         signature="(model_runner)",
         why="a draft's graphs put no logits into the shared buffer, which P-EAGLE's blocks would enlarge",
         build=_made_by("srt.speculative.dflash_utils.graph_output_for_runner"),
     ),
     Change(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
-        kind="replace",
         signature="(self, state)",
         why="report the verify width in force, and its reason, in /server_info",
         build=_made_by("srt.observability.server_info.adding_worker_reports"),
     ),
     Change(
         target="sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu",
-        kind="replace",
         signature="(self, batch, stream_ordered)",
         why="after a prefill or a plain decode step the host knows all lengths without the device",
         build=_made_by("srt.speculative.cycle.known_lengths.resolving_known_lengths"),
@@ -292,7 +275,6 @@ AT_WORKER = (
 AT_DISAGGREGATION = (
     Change(
         target="sglang.srt.speculative.dflash_disaggregation.build_dflash_disagg_draft_input",
-        kind="replace",
         signature="(batch, last_tokens_tensor, future_map)",
         why="requests of a decode server come without our prefill: build the draft input, notify the worker",
         build=_ours("srt.speculative.scale_out.disaggregation.build_disagg_draft_input"),
@@ -302,7 +284,6 @@ AT_DISAGGREGATION = (
 AT_CPU_DISAGGREGATION = (
     Change(
         target="sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
-        kind="replace",
         signature="(kinds, expected_len)",
         why="SGLang declares all KV pools as GPU memory, which nixl refuses on a machine without a GPU",
         build=_ours("srt.hardware_backend.cpu.transfer.normalize_kv_mem_kinds"),
@@ -310,7 +291,6 @@ AT_CPU_DISAGGREGATION = (
     ),
     Change(
         target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_xfer",
-        kind="replace",
         signature="(self, peer_info)",
         why="a prefill server without a draft refuses to send to the host memory of a decode server with one",
         build=_made_by("srt.hardware_backend.cpu.transfer.preparing_targets_layers"),
@@ -318,7 +298,6 @@ AT_CPU_DISAGGREGATION = (
     ),
     Change(
         target="sglang.srt.mem_cache.pool_host.common._cuda_host_register",
-        kind="replace",
         signature="(buffer, registration_granularity_bytes)",
         why="SGLang page-locks host buffers through the CUDA driver, which is missing on a CPU",
         build=_ours("srt.hardware_backend.cpu.transfer.host_register"),
@@ -327,7 +306,6 @@ AT_CPU_DISAGGREGATION = (
     *(
         Change(
             target=f"sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.{name}",
-            kind="replace",
             signature=signature,
             why="a decode server copies the KV of a retracted request to host memory with CUDA kernels",
             build=_ours(f"srt.hardware_backend.cpu.transfer.{ours}"),
@@ -353,14 +331,12 @@ AT_CPU_ATTENTION = (
         target="sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry._handlers",
         kind="entry",
         key="torch_native",
-        signature=None,
         why="SGLang has no method for MLA on torch_native; the one it takes, Triton's, reads latents as keys",
         build=hooks.absorbed_mla,
         cpu_only=True,
     ),
     Change(
         target="sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
-        kind="replace",
         signature="(self, layer, x, bias)",
         why="PyTorch takes MKL for float32, twice as slow as oneDNN, and loops over bfloat16 rows without "
         "AVX-512",
@@ -369,7 +345,6 @@ AT_CPU_ATTENTION = (
     ),
     Change(
         target="sglang.srt.layers.layernorm.RMSNorm.forward_native",
-        kind="replace",
         signature="(self, x, residual, post_residual_addition, quant_linear)",
         why="SGLang's norm takes six operators, PyTorch has one that computes the same",
         build=_made_by("srt.hardware_backend.cpu.fewer_operators.rms_norm_in_one"),
@@ -377,7 +352,6 @@ AT_CPU_ATTENTION = (
     ),
     Change(
         target="sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
-        kind="replace",
         signature="(self, positions, query, key, offsets, fused_set_kv_buffer_arg)",
         why="SGLang rotates queries and keys one after the other, in twice the operators",
         build=_made_by("srt.hardware_backend.cpu.fewer_operators.rotation_in_one"),
