@@ -184,10 +184,10 @@ def run_round(
             *wrong,
             f"the server ended with code {server.process.returncode}: {server.log()[-3000:]}",
         ]
-    return counts, wrong + _after(server, before, server.log()[log_before:])
+    return counts, wrong + problems_after(server, before, server.log()[log_before:])
 
 
-def _after(server: Server, before: Resources | None, log: str) -> list[str]:
+def problems_after(server: Server, before: Resources | None, log: str) -> list[str]:
     """What is not as it should be once all requests are over."""
     found = []
     server.flush_cache()

@@ -147,7 +147,7 @@ def _post(server: Server, request: dict) -> dict:
         raise Wrong(f"HTTP {error.code}: {error.read().decode()[:500]}") from error
 
 
-def _hold_against(known: Known, answer: dict) -> dict:
+def compare_with_known(known: Known, answer: dict) -> dict:
     got = answer["output_ids"]
     if got[: len(known.output_ids)] != known.output_ids:
         raise Wrong(f"{got} instead of {known.output_ids}")
@@ -170,8 +170,8 @@ def _greedy(server, known: Known, generator, name, request) -> dict:
     if generator.random() < 0.15:
         sampling = {**known.request["sampling_params"], "n": 2}
         answers = _post(server, request | {"sampling_params": sampling})
-        return [_hold_against(known, answer) for answer in answers][0]
-    return _hold_against(known, _post(server, request))
+        return [compare_with_known(known, answer) for answer in answers][0]
+    return compare_with_known(known, _post(server, request))
 
 
 def _streamed(server, known: Known, generator, name, request) -> dict:
@@ -188,7 +188,7 @@ def _streamed(server, known: Known, generator, name, request) -> dict:
             said = ids
     if "error" in chunk:
         raise Wrong(f"ended after {len(said)} tokens: {chunk['error']}")
-    return _hold_against(known, chunk)
+    return compare_with_known(known, chunk)
 
 
 def _with_logprobs(server, known: Known, generator, name, request) -> dict:
@@ -198,7 +198,7 @@ def _with_logprobs(server, known: Known, generator, name, request) -> dict:
         "token_ids_logprob": [5, VOCABULARY - 1],
     }
     answer = _post(server, request)
-    meta = _hold_against(known, answer)
+    meta = compare_with_known(known, answer)
     for field in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
         if len(meta[field]) != len(answer["output_ids"]):
             raise Wrong(f"{len(meta[field])} {field} for {len(answer['output_ids'])} tokens")

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from serving import dflash_arguments
-from soak import Configuration, Resources, run_round
-from soak_requests import Known, Wrong, _hold_against, known_requests
+from soak import Configuration, Resources, problems_after, run_round
+from soak_requests import Known, Wrong, compare_with_known, known_requests
 from support.servers import FLOAT32, patched
 
 SEED = "suite"
@@ -69,16 +69,16 @@ ANSWER = {
 )
 def test_a_planted_fault_in_an_answer_is_seen(changes):
     known = Known({}, [5, 6, 7], "abc", {"type": "length"}, is_whole=True)
-    _hold_against(known, ANSWER)
+    compare_with_known(known, ANSWER)
     with pytest.raises(Wrong):
-        _hold_against(known, ANSWER | changes)
+        compare_with_known(known, ANSWER | changes)
 
 
-def test_tokens_after_a_near_tie_are_not_compared():
+def test_tokensproblems_after_a_near_tie_are_not_compared():
     known = Known({}, [5], "abc", {"type": "length"}, is_whole=False)
-    _hold_against(known, ANSWER | {"text": "axy"})
+    compare_with_known(known, ANSWER | {"text": "axy"})
     with pytest.raises(Wrong):
-        _hold_against(known, ANSWER | {"output_ids": [4, 6, 7]})
+        compare_with_known(known, ANSWER | {"output_ids": [4, 6, 7]})
 
 
 def test_leaks_are_seen():
@@ -89,7 +89,7 @@ def test_leaks_are_seen():
 
 
 class PlantedServer(SimpleNamespace):
-    """The part of a server that `_after` uses."""
+    """The part of a server that `problems_after` uses."""
 
     def flush_cache(self):
         pass
@@ -102,6 +102,4 @@ class PlantedServer(SimpleNamespace):
     "used, log, found", [(0, "all is well", 0), (16, "", 1), (0, "Traceback (most recent call last)\n  x", 1)]
 )
 def test_a_leaked_slot_and_a_traceback_are_seen(used, log, found):
-    from soak import _after
-
-    assert len(_after(PlantedServer(used=used), None, log)) == found
+    assert len(problems_after(PlantedServer(used=used), None, log)) == found
