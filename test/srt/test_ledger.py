@@ -11,6 +11,7 @@ import sglang  # noqa: F401  loads our platform plugin before any of SGLang's mo
 from support.servers import run_to_end
 
 from sglang_dflash import SGLANG_VERSION
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.plugins import entry_points, install, ledger
 
 CHANGES = (
@@ -118,40 +119,48 @@ def test_an_import_error_inside_sglang_is_not_taken_for_a_missing_target(tmp_pat
 
 
 def test_nothing_is_applied_when_one_check_fails(monkeypatch):
-    """All targets are checked before the first is changed."""
-    registered = []
-    for function in ("_wrap", "_rebind", "_rebind_importers"):
-        monkeypatch.setattr(install, function, registered.append)
-    monkeypatch.setattr("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook", registered.append)
+    """All targets are checked before the first replacement is built."""
+    built = []
+    changes = [dataclasses.replace(change, build=lambda: built.append(1)) for change in ledger.AT_LOAD]
     broken = dataclasses.replace(EXAMPLE, signature="(nothing)")
-    monkeypatch.setattr(ledger, "AT_LOAD", (*ledger.AT_LOAD, broken))
+    monkeypatch.setattr(ledger, "AT_LOAD", (*changes, broken))
     with pytest.raises(SystemExit):
         install.install_at_load()
-    assert not registered
+    assert not built
 
 
-def test_worker_changes_are_checked_before_the_first_is_applied(monkeypatch):
-    registry = {"key": "stock"}
-    first = dataclasses.replace(ledger.AT_WORKER[0], target="fake.registry", key="key", build=lambda: "ours")
-    broken = dataclasses.replace(EXAMPLE, kind="replace", signature="(nothing)")
+@pytest.fixture
+def registry(monkeypatch) -> dict[str, str]:
+    """Registry that `entry_of_registry` changes."""
+    registry = {"key": "stock", "cpu key": "stock"}
     resolve = install.resolve
     monkeypatch.setattr(
         install, "resolve", lambda path: (None, registry) if path == "fake.registry" else resolve(path)
     )
+    return registry
+
+
+def entry_of_registry(key: str, cpu_only: bool = False) -> ledger.Change:
+    entry = next(change for change in CHANGES if change.kind == "entry")
+    return dataclasses.replace(
+        entry, target="fake.registry", key=key, cpu_only=cpu_only, build=lambda: "ours"
+    )
+
+
+def test_worker_changes_are_checked_before_the_first_is_applied(registry):
+    broken = dataclasses.replace(EXAMPLE, kind="replace", signature="(nothing)")
     with pytest.raises(SystemExit):
-        install.install((first, broken))
-    assert registry == {"key": "stock"}
-    install.install((first,))
-    assert registry == {"key": "ours"}
+        install.install((entry_of_registry("key"), broken))
+    assert registry["key"] == "stock"
+    install.install((entry_of_registry("key"),))
+    assert registry["key"] == "ours"
 
 
 @pytest.mark.parametrize("active", [True, False])
-def test_cpu_changes_are_made_on_the_cpu_only(active, monkeypatch):
-    monkeypatch.setattr("sglang_dflash.srt.hardware_backend.cpu.runtime.is_active", lambda: active)
-    relevant = install._relevant(CHANGES)
-    assert [change for change in CHANGES if change not in relevant] == (
-        [] if active else [change for change in CHANGES if change.cpu_only]
-    )
+def test_cpu_changes_are_made_on_the_cpu_only(active, registry, monkeypatch):
+    monkeypatch.setattr(runtime, "is_active", lambda: active)
+    install.install((entry_of_registry("cpu key", cpu_only=True), entry_of_registry("key")))
+    assert registry == {"key": "ours", "cpu key": "ours" if active else "stock"}
 
 
 def test_another_sglang_ends_the_process(monkeypatch):
@@ -174,10 +183,12 @@ IMPORTED_BEFORE = """
 import sys
 import sglang.srt.managers.scheduler
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.plugins import install, ledger
 from sglang.srt.plugins import load_plugins
-changes = [change for change in install._relevant(ledger.AT_LOAD) if change.kind == "replace"]
-targets = {change.target: install.resolve(change.target)[1] for change in changes}
+changes = [change for change in ledger.AT_LOAD if change.kind == "replace"]
+assert all(change.cpu_only for change in changes)
+targets = {change.target: install.resolve(change.target)[1] for change in changes if runtime.is_active()}
 load_plugins()
 for target, old in targets.items():
     assert install.resolve(target)[1] is not old, target
@@ -192,7 +203,7 @@ print("imported before:", *importers)
 def test_names_imported_before_the_plugin_are_replaced_too():
     done = run_to_end("-c", IMPORTED_BEFORE)
     assert done.code == 0 and "imported before: " in done.output, done.output
-    if install._relevant(ledger.AT_CPU_ATTENTION):  # a CPU
+    if runtime.is_active():
         assert "scatter_mamba_states_after_mtp_verify" in done.output, (
             "nothing was imported before the plugin, so the test proves nothing"
         )

@@ -224,7 +224,7 @@ def test_float32_retracted_requests_resume_as_the_target_would(requests, referen
 
 
 def test_float32_all_prompts_at_concurrency_1_4_16(requests, answers_alone, servers, cycle_counts):
-    """Send every prompt with the trained draft; server settings must not change the cycles.
+    """Send every prompt; server settings must not change the number of cycles.
 
     Wrong draft KV cannot change the output, but it makes the draft guess worse. So equal cycles show that the
     draft's KV is right after chunked prefill, with pages, and from the prefix cache. This test itself
@@ -345,7 +345,7 @@ def _check_accept_length(answers: list[dict], bounds: tuple[float, float]) -> No
 
 
 def _compare_cycles(counts: dict[str, dict[int, int]], name: str, answers: dict[int, dict]) -> None:
-    """Record the cycles of a setting and compare all recorded settings with the default, if it is known."""
+    """Record the cycles of a setting, and compare all recorded ones with the default."""
     counts[name] = {number: _cycles(answer) for number, answer in answers.items()}
     default = counts.get("default", {})
     for other, cycles in counts.items():

@@ -79,7 +79,7 @@ def test_a_new_host_read_is_noticed(flashinfer, plant, monkeypatch):
 
 
 def test_peagle_on_fa3(expected, reference):
-    """Blocks begin with pending rows, on the draft's own page table, without host lengths."""
+    """Blocks begin with pending rows on the draft's page table, without host lengths."""
     requests = greedy_requests()
     expected.answers(PEAGLE_DRAFT, requests)
     with rehearse(Scene("fa3"), PEAGLE_DRAFT, NO_CACHE) as played:

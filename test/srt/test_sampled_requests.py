@@ -23,7 +23,7 @@ NEW_TOKENS = 32
 
 
 def chained_filter(top_k: int, top_p: float) -> Filter:
-    """What SGLang's built-in DFLASH does: top-p of what top-k left, renormalised."""
+    """Build the filter of SGLang's built-in DFLASH: top-p of the renormalised top-k."""
 
     def count(probs: Sequence[float]) -> int:
         kept = sum(probs[:top_k])
@@ -101,8 +101,8 @@ def sample_and_score(server, reference, prompts, sampling: dict) -> list[Draw]:
     greedy = [{"input_ids": ids, "sampling_params": {"temperature": 0, **length}} for ids in prompts[::4]]
     both = [
         request
-        for i, one in enumerate(sampled)
-        for request in ([one, greedy[i // 4]] if i % 4 == 0 else [one])
+        for i, sample in enumerate(sampled)
+        for request in ([sample, greedy[i // 4]] if i % 4 == 0 else [sample])
     ]
     answers = server.generate_many(both, 16)
     greedy_answers = [answer for request, answer in zip(both, answers) if request in greedy]

@@ -108,8 +108,10 @@ def test_sequences_have_the_targets_probabilities(drafting, servers, checkpoints
 
 
 def test_misdeclared_draft_probabilities_are_noticed(servers, checkpoints, expected):
-    """The negative control: drafted tokens that come from another distribution than the rule is told. One
-    prompt tells."""
+    """Negative control: drafted tokens come from another distribution than declared.
+
+    One prompt is enough to notice.
+    """
     server = start(servers, checkpoints, "probabilistic", UNCOUNTED | patched("misdeclared_draft"))
     found = p_value(server, {PROMPTS[0]: expected[PROMPTS[0]]})
     assert "server patch: misdeclared_draft" in server.log()

@@ -119,7 +119,7 @@ def test_accept_lengths_are_the_librarys_step_by_step(servers, checkpoint, golde
             c["meta_info"] for c in stream(server, {"input_ids": run["prompt"], "sampling_params": sampling})
         ]
         counts = [chunk["completion_tokens"] for chunk in chunks]
-        # After the prompt's own token, and after each step; the last block is cut where the request ends.
+        # Counts after the prefill's token and after each step; the last block ends with the request.
         wanted = list(itertools.accumulate([accepted + 1 for accepted in run["accepted"][:-1]], initial=1))
         assert set(counts[:-1]) <= set(wanted), f"margin {run['smallest_margin']}: {counts} {wanted} {run}"
         assert len(counts) > len(wanted) / 2

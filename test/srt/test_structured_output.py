@@ -154,7 +154,7 @@ def test_running_requests_of_a_mixed_batch(overlap, draft, joining, joining_alon
     Its grammar state includes the last block, which the scheduler may not have processed yet.
     """
     if draft == "peagle" and not overlap:
-        pytest.skip("one draft is enough where nothing is in flight")
+        pytest.skip("one draft is enough if no cycle is in flight")
     mixed = (
         "--page-size",
         "16",

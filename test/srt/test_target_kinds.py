@@ -122,8 +122,8 @@ def test_impossible_targets_are_refused_even_if_untested_ones_are_allowed(
 @pytest.mark.parametrize(
     "name, is_served", [("Qwen3VLForConditionalGeneration", True), ("Gemma4ForConditionalGeneration", False)]
 )
-def test_images_are_refused_by_name(name, is_served, monkeypatch):
-    monkeypatch.setattr(target_kinds, "_served", VERIFIED_TARGETS[name])
+def test_images_are_refused_by_name(name, is_served):
+    configure(type(name, (Model,), {})())
     request = SimpleNamespace(
         custom_logit_processor=None,
         return_hidden_states=False,

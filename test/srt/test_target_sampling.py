@@ -244,7 +244,7 @@ def test_unfiltered_target_probs_need_no_sort():
 @pytest.mark.parametrize(
     "requests", [[{"top_k": 1}] * 3, [{"top_k": 1}, {}, {"temperature": 0.5, "top_p": 0.9}]]
 )
-def test_broken_rows_are_named_and_hurt_no_other(requests, bad, sampler):
+def test_broken_rows_are_reported_and_affect_no_other(requests, bad, sampler):
     width, positions = 2, torch.arange(6)
     info, good = sampling_info(*requests), 3 * torch.randn(6, VOCABULARY)
     broken = good.clone()

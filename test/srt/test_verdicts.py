@@ -19,7 +19,7 @@ RULES = [accept_by_rejection, accept_by_block_verification]
 
 
 def part(arguments, rows):
-    """The same call for some of the requests."""
+    """Restrict the arguments of a rule to some of the requests."""
     block, target_probs, draft, *uniforms = arguments
     draft = DraftProbs(draft.ids[rows], draft.probs[rows])
     return block[rows], target_probs[rows], draft, *[u[rows] for u in uniforms]
@@ -81,14 +81,14 @@ def test_no_drafted_tokens_and_an_empty_batch(rule):
         torch.tensor([0.0, 0.2]),
     )
     assert outcome(alone) == [(0, [1]), (0, [0])]
-    nobody = rule(
+    empty = rule(
         torch.zeros(0, 3, dtype=torch.int64),
         torch.zeros(0, 3, 4),
         as_list(torch.zeros(0, 2, 4)),
         torch.zeros(0, 2),
         torch.zeros(0),
     )
-    assert (nobody.accept_len.shape, nobody.out_tokens.shape, nobody.bonus.shape) == ((0,), (0, 3), (0,))
+    assert (empty.accept_len.shape, empty.out_tokens.shape, empty.bonus.shape) == ((0,), (0, 3), (0,))
 
 
 def test_a_rounding_error_leaves_the_targets_own_distribution():
@@ -135,7 +135,7 @@ DEFECTS = [apply(value) for apply in (break_target, break_draft) for value in (n
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("defect", [*DEFECTS, erase_target, go_below_zero, draft_the_impossible])
-def test_a_request_with_bad_numbers_hurts_nobody(defect, rule):
+def test_a_request_with_bad_numbers_affects_no_other(defect, rule):
     torch.manual_seed(0)
     target_probs, draft_probs = torch.rand(3, 3, 4).softmax(dim=2), torch.rand(3, 2, 4).softmax(dim=2)
     draft = DraftProbs(torch.arange(4).repeat(3, 2, 1), draft_probs)
