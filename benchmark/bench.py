@@ -31,13 +31,13 @@ from serving import (
     TARGET,
     Server,
     dflash_arguments,
+    importing,
     serve,
     text_prompts,
 )
 
 RESULTS = ROOT / "benchmark" / "results"
 BUNDLED_PAIRS = (TARGET, DRAFT), (HYBRID_TARGET, HYBRID_DRAFT)
-PHASE_TIMES = "SGLANG_DFLASH_PHASE_TIMES"
 
 
 @dataclass
@@ -94,6 +94,12 @@ def main() -> None:
         run(args, str(target.relative_to(ROOT)), [str(draft.relative_to(ROOT))], f"{args.name}-{target.name}")
 
 
+def phase_times(path: Path) -> dict[str, str]:
+    """Return the environment of a server that writes its phase times to a file."""
+    folder = importing(ROOT / "benchmark")
+    return {**folder, "SGLANG_DFLASH_OBSERVERS": "phase_clock:PhaseClock", "PHASE_TIMES": str(path)}
+
+
 def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str) -> None:
     """All servers of one target, one after the other, and what they gave."""
     prompts = [p["text"] for p in text_prompts()]
@@ -103,7 +109,7 @@ def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str
         phase_file = Path(scratch) / "phases.json"
         for draft in drafts:
             name = "DFLASH" if len(drafts) == 1 else Path(draft).name
-            plans.append((name, [*common, *dflash_arguments(draft)], {PHASE_TIMES: str(phase_file)}, {}))
+            plans.append((name, [*common, *dflash_arguments(draft)], phase_times(phase_file), {}))
         if args.peer_env or args.peer_python:
             peer_env = dict(pair.split("=", 1) for pair in args.peer_env)
             options = {"python": args.peer_python or sys.executable}

@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict, accept_matching_prefix
+from support.decisions import Decision, accept_matching_prefix
 
 
 def accept_by_loop(block: list[int], target_tokens: list[int]) -> tuple[int, int]:
@@ -104,7 +103,7 @@ def target_distribution(target) -> dict[tuple, float]:
 
 
 def speculative_distribution(target, draft, accept) -> dict[tuple, float]:
-    """The same under speculative decoding. accept: (blocks, draws) -> Verdict, as
+    """The same under speculative decoding. accept: (blocks, draws) -> Decision, as
     `accept_matching_prefix`."""
     result = dict.fromkeys(itertools.product(range(VOCABULARY), repeat=LENGTH), 0.0)
     pending = {(0,): 1.0}  # (anchor, *output so far): the first anchor belongs to the prompt
@@ -119,7 +118,7 @@ def speculative_distribution(target, draft, accept) -> dict[tuple, float]:
             slots = [target[p] if len(p) < LENGTH else np.eye(VOCABULARY)[0] for p in prefixes]
             chances = [float(np.prod([slots[k][draw[k]] for k in range(WIDTH)])) for draw in draws]
             block = torch.tensor([[anchor, *drafted]]).expand(len(draws), -1)
-            verdict: Verdict = accept(block, torch.tensor(draws))
+            verdict: Decision = accept(block, torch.tensor(draws))
             for row, chance in enumerate(chances):
                 if chance == 0:
                     continue
@@ -170,13 +169,13 @@ def keep_one_too_many(block, draws):
     out = torch.cat([block[:, 1:], draws[:, -1:]], dim=1)
     rows = torch.arange(len(out))
     out[rows, kept.long()] = draws[rows, kept.long()]
-    return Verdict(kept, out, out[rows, kept.long()])
+    return Decision(kept, out, out[rows, kept.long()])
 
 
 def count_late_matches(block, draws):
     """Matches after a mismatch count too."""
     kept = (block[:, 1:] == draws[:, :-1]).sum(dim=1, dtype=torch.int32)
-    return Verdict(kept, draws, draws.gather(1, kept.long()[:, None]).squeeze(1))
+    return Decision(kept, draws, draws.gather(1, kept.long()[:, None]).squeeze(1))
 
 
 @pytest.mark.parametrize("wrong_rule", [keep_one_too_many, count_late_matches])

@@ -1,24 +1,22 @@
 """Copies from a request's own text: kernels against twins, twins against a search by hand, and what is
 learned of them."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.decisions import accepted_blocks
 from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
 
 from sglang_dflash.kernels.ops.speculative import copy_ahead
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.dflash_info import Prompts, packed_ranges
-from sglang_dflash.srt.speculative.drafters.base import DraftBlock
-from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead, over
-from sglang_dflash.srt.speculative.drafters.copy_stats import WHOLE_CYCLES, Outcomes
+from sglang_dflash.srt.speculative.dflash_info import DraftBlock, Prompts, packed_ranges
+from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead
+from sglang_dflash.srt.speculative.drafters.copy_stats import WHOLE_CYCLES, CopyStats
 
 CPU = torch.device("cpu")
 
@@ -207,15 +205,15 @@ def test_a_short_match_gives_way_to_a_good_draft_and_a_long_one_does_not():
 class Drafted:
     """A drafter that proposes 900, 901, ..."""
 
-    mask_token_id, block_width, has_own_table, writes_context_apart = 999, 7, False, True
+    mask_token_id, num_draft_rows, has_own_table, writes_context_apart = 999, 7, False, True
 
     def __init__(self, block_size: int = 4):
         self.block_size, self.forwards = block_size, 0
         self.probs: DraftProbs | None = None
 
     def propose(self, cycle, sampling_info=None):
-        self.forwards += cycle.width > 1
-        tokens = torch.arange(899, 899 + cycle.width).repeat(cycle.bs, 1)
+        self.forwards += cycle.verify_len > 1
+        tokens = torch.arange(899, 899 + cycle.verify_len).repeat(cycle.bs, 1)
         tokens[:, 0] = cycle.tokens[:, 0]
         return DraftBlock(tokens, self.probs)
 
@@ -225,7 +223,10 @@ class Drafted:
     def prefill(self, prompts, aux_hidden, cache_loc, next_tokens):
         pass
 
-    def join(self, arrival):
+    def admit_prefilled(self, requests):
+        pass
+
+    def draw(self, *_):
         pass
 
     def absorb(self, *_):
@@ -244,9 +245,8 @@ class Simulation:
     def __init__(self, **fields):
         self.inner = Drafted()
         vars(self.inner).update(fields)
-        self.drafter = CopyAhead(
-            self.inner, rows=6, context_len=100, block_size=4, vocab_size=950, device=CPU, metrics=SILENT
-        )
+        self.drafter = CopyAhead(self.inner, block_size=4, stats=CopyStats(SILENT))
+        self.drafter.allocate(rows=6, context_len=100, vocab_size=950, device=CPU)
         self.texts: dict[int, list[int]] = {}
 
     def prefill(
@@ -284,19 +284,19 @@ class Simulation:
         tokens = torch.full((len(rows), width), 999)
         tokens[:, 0] = torch.tensor([self.texts[row][-1] for row in rows])
         self.cycle = SimpleNamespace(
-            bs=len(rows), width=width, tokens=tokens, seq_lens=lengths, host_lens=lengths + width,
+            bs=len(rows), verify_len=width, tokens=tokens, committed=lengths, committed_host=lengths,
             req_pool_indices=torch.tensor(rows),
         )  # fmt: skip
         return self.drafter.propose(self.cycle, sampling_info)
 
     def commit(self, out_tokens: list[list[int]], kept: list[int], tells: bool = True) -> None:
         out = torch.tensor(out_tokens)
-        verdict = Verdict(torch.tensor(kept, dtype=torch.int32), out, out[:, 0])
-        self.drafter.commit(self.cycle, None, verdict)
+        proposals = self.drafter.proposals
+        self.drafter.commit(self.cycle, None, accepted_blocks(torch.tensor(kept, dtype=torch.int32), out))
         for row, tokens, count in zip(self.cycle.req_pool_indices.tolist(), out_tokens, kept):
             self.texts[row] += tokens[: count + 1]
         if tells:
-            self.drafter.outcomes.kept(kept, self.cycle.width - 1)
+            self.drafter.stats.on_accept_lens(proposals, kept, self.cycle.verify_len - 1)
 
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -346,9 +346,9 @@ def test_an_arrival_from_another_server():
     played = Simulation()
     played.texts[3] = [*LONG, 9]
     req = SimpleNamespace(origin_input_ids=LONG[:-2])
-    played.drafter.join(
+    played.drafter.admit_prefilled(
         SimpleNamespace(
-            reqs=[req], req_pool_indices=torch.tensor([3]), said=[[*LONG[-2:], 9]], lengths=[len(LONG)]
+            reqs=[req], req_pool_indices=torch.tensor([3]), output_ids=[[*LONG[-2:], 9]], lengths=[len(LONG)]
         )
     )
     assert played.propose(3).tokens.tolist() == [[9, 10, 11, 12]]
@@ -398,7 +398,7 @@ def test_a_draft_that_writes_its_context_runs_every_time():
 def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
     """As the host knows them; and what copies nothing then proposes its anchor."""
     played = Simulation()
-    played.drafter._sees = False
+    played.drafter.knows_matches_on_host = False
     loop = [*range(1, 9)] * 4
     played.prefill({2: (loop, 0)}, said=1)
     for _ in range(WHOLE_CYCLES):
@@ -408,25 +408,25 @@ def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
     assert played.inner.forwards == WHOLE_CYCLES
     played.propose(2)
     assert played.inner.forwards == WHOLE_CYCLES
+    unreported = played.drafter.proposals
     played.commit([[700, 444, 444, 444]], [0], tells=False)  # not known yet
     assert played.propose(2).tokens.tolist() == [[700, 700, 700, 700]]
     assert played.inner.forwards == WHOLE_CYCLES
     played.commit([[701, 444, 444, 444]], [0], tells=False)
-    played.drafter.outcomes.kept([0], 3)
+    played.drafter.stats.on_accept_lens(unreported, [0], 3)
     assert played.propose(2).tokens.tolist() == [[701, 900, 901, 902]]
 
 
 def test_a_new_request_is_drafted_for():
-    outcomes = Outcomes(SILENT)
+    stats = CopyStats(SILENT)
     whole = torch.tensor([9], dtype=torch.int32)
-    for _ in range(WHOLE_CYCLES + 1):
-        outcomes.proposed(1, whole, True)
-    for _ in range(WHOLE_CYCLES):
-        outcomes.kept([7], 7)
-    assert outcomes.all_copy
-    outcomes.began()
-    outcomes.kept([7], 7)  # of a cycle before
-    assert not outcomes.all_copy
+    cycles = [stats.proposals(whole, True) for _ in range(WHOLE_CYCLES + 1)]
+    for cycle in cycles[:-1]:
+        stats.on_accept_lens(cycle, [7], 7)
+    assert stats.all_copy
+    stats.on_admission()
+    stats.on_accept_lens(cycles[-1], [7], 7)  # begun before the admission
+    assert not stats.all_copy
 
 
 def test_outcomes_by_source():
@@ -434,51 +434,20 @@ def test_outcomes_by_source():
     metrics = SimpleNamespace(
         count_source=lambda *given: counted.append(given), count_undrafted=lambda cycles: None
     )
-    outcomes = Outcomes(metrics)
-    outcomes.proposed(3, torch.tensor([9, -9, 0], dtype=torch.int32), True)
-    outcomes.proposed(2, torch.tensor([9, 0], dtype=torch.int32), False)
-    outcomes.proposed(2, None, False)
-    outcomes.kept([5, 2, 1], 7)
-    outcomes.kept([3, 0], 7)
-    outcomes.kept([0, 0], 0)
+    stats = CopyStats(metrics)
+    cycles = [
+        stats.proposals(torch.tensor([9, -9, 0], dtype=torch.int32), True),
+        stats.proposals(torch.tensor([9, 0], dtype=torch.int32), False),
+        stats.proposals(None, False),
+    ]
+    stats.on_accept_lens(cycles[0], [5, 2, 1], 7)
+    stats.on_accept_lens(cycles[1], [3, 0], 7)
+    stats.on_accept_lens(cycles[2], [0, 0], 0)
     assert counted == [("copy", 1, 7, 5), ("draft", 2, 14, 3), ("copy", 1, 7, 3), ("draft", 0, 0, 0)]
-    assert outcomes.report() == {
+    assert stats.report() == {
         "cycles": 3,
         "cycles_without_draft": 1,
         "blocks": {"copy": 2, "draft": 2},
         "proposed_tokens": {"copy": 14, "draft": 14},
         "accepted_tokens": {"copy": 8, "draft": 3},
     }
-
-
-# -- sampled requests
-
-
-def test_copied_tokens_are_certain_and_drafted_ones_as_they_were():
-    ids = torch.tensor([[[3, 4], [5, 6], [7, 8]]]).repeat(2, 1, 1)
-    probs = torch.tensor([[[0.75, 0.25], [0.5, 0.5], [1.0, 0.0]]]).repeat(2, 1, 1)
-    block = DraftBlock(torch.tensor([[1, 4, 5, 7], [2, 3, 6, 7]]), DraftProbs(ids, probs))
-    merged = over(block, torch.tensor([[-1, -1, -1, -1], [-1, 6, 6, -1]]))
-    assert merged.tokens.tolist() == [[1, 4, 5, 7], [2, 6, 6, 7]]
-    drafted = merged.tokens[:, 1:]
-    assert merged.probs.of(drafted).tolist() == [[0.25, 0.5, 1.0], [1.0, 1.0, 1.0]]
-    dense = torch.zeros(2, 3, 9).scatter_add_(2, merged.probs.ids, merged.probs.probs)
-    assert torch.equal(dense.sum(dim=2), torch.ones(2, 3))
-    assert torch.equal(dense[1, :2], torch.nn.functional.one_hot(torch.tensor([6, 6]), 9).float())
-    assert torch.equal(probs[1], probs[0]), "the draft's own probabilities were overwritten"
-
-
-def test_a_cycle_without_a_draft_is_verified_with_certainties():
-    played = Simulation()
-    played.prefill({2: (LONG, 0)}, said=9)
-    block = played.propose(2, sampling_info=object())
-    assert block.probs.of(block.tokens[:, 1:]).tolist() == [[1.0, 1.0, 1.0]]
-    assert played.inner.forwards == 0
-
-
-def test_rules_can_be_other_ones():
-    """Nothing in the kernels is bound to the numbers of RULE."""
-    rule = replace(RULE, longest=2, shortest=2)
-    history = torch.tensor([[5, 6, 1, 6, 5, 6, 0]], dtype=torch.int32)
-    keys = copy_ahead.find_match(history, torch.tensor([0]), torch.tensor([5]), 7, rule)
-    assert [int(keys) >> 32, int(keys) & 0xFFFFFFFF] == [2, 1]

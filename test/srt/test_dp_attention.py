@@ -20,8 +20,13 @@ from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples,
 from support.servers import FLOAT32, Reference
 
 from sglang_dflash.srt.arg_groups.dflash_args import check_dp_attention
+from sglang_dflash.srt.speculative.drafters import build
 from sglang_dflash.srt.speculative.scale_out import dp_attention
-from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, PlacedDrafter, keep_in_step
+from sglang_dflash.srt.speculative.scale_out.dp_attention import (
+    DraftRanks,
+    SubgroupDrafter,
+    disable_graphs_if_any_rank_idle,
+)
 
 DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head")
 DRAWN = ("--speculative-draft-sample-method", "probabilistic")
@@ -182,7 +187,7 @@ def test_all_that_is_refused_is_named(monkeypatch):
 @pytest.mark.parametrize("requests, may_replay", [(None, True), ([2, 1], True), ([2, 0], False)])
 def test_no_rank_replays_a_graph_beside_an_idle_one(requests, may_replay):
     forward = SimpleNamespace(original_global_num_tokens_cpu=requests, can_run_decode_cuda_graph=True)
-    keep_in_step(forward)
+    disable_graphs_if_any_rank_idle(forward)
     assert forward.can_run_decode_cuda_graph == may_replay
 
 
@@ -193,7 +198,7 @@ def test_an_idle_rank_takes_part_in_the_others_forward(in_prefill, monkeypatch):
     monkeypatch.setattr(dp_attention.ForwardBatch, "init_new", lambda batch, runner, **_: forward)
     target_worker = MagicMock(device="cpu")
     batch = SimpleNamespace(is_extend_in_batch=in_prefill, spec_info=None)
-    result = dp_attention.run_idle(batch, target_worker, verify_width=8)
+    result = dp_attention.run_idle(batch, target_worker, block_size=8)
     target_worker.forward_batch_generation.assert_called_once_with(
         batch=None, forward_batch=forward, is_verify=True
     )
@@ -222,13 +227,11 @@ def target(embedding: object, head: object) -> SimpleNamespace:
 
 def test_a_head_split_over_all_ranks_cannot_be_borrowed():
     whole, split = SimpleNamespace(tp_size=1), SimpleNamespace(tp_size=2)
-    drafter = SimpleNamespace(block_width=7)
-    placed = ranks("two").place(drafter, target(object(), whole))
-    assert isinstance(placed, PlacedDrafter) and placed.block_width == 7
+    ranks("two").check_target(target(object(), whole))
     with pytest.raises(ValueError, match="LM head is split over all ranks"):
-        ranks("two").place(drafter, target(whole, split))
+        ranks("two").check_target(target(whole, split))
     with pytest.raises(ValueError, match="embedding is split over all ranks"):
-        ranks("two").place(drafter, target(split, whole))
+        ranks("two").check_target(target(split, whole))
 
 
 def test_a_draft_on_fewer_ranks_has_no_graphs():
@@ -236,6 +239,23 @@ def test_a_draft_on_fewer_ranks_has_no_graphs():
     assert ranks(None).may_capture(None, "cpu", 0)
 
 
-def test_without_dp_attention_a_drafter_stays_as_it_is():
-    drafter, split = SimpleNamespace(), SimpleNamespace(tp_size=2)
-    assert ranks(None, attn_tp_size=2).place(drafter, target(split, split)) is drafter
+@pytest.mark.parametrize("tp_group", ["two", None])
+def test_a_drafter_on_fewer_ranks_runs_as_if_they_were_all(tp_group, monkeypatch):
+    inner, entered = MagicMock(num_draft_rows=7), []
+
+    @contextlib.contextmanager
+    def context(layout):
+        entered.append(layout)
+        yield
+
+    monkeypatch.setattr(dp_attention, "draft_tp_context", context)
+    monkeypatch.setattr(build, "drafter_class", lambda model: lambda *_: inner)
+    monkeypatch.delenv("SGLANG_DFLASH_COPY_AHEAD", raising=False)
+    own = ranks(tp_group)
+    drafter, copies = build.build_drafter(MagicMock(), target(object(), object()), 4, own, MagicMock())
+    assert copies is None and drafter.num_draft_rows == 7
+    assert isinstance(drafter, SubgroupDrafter) == (tp_group is not None)
+    for method in ("begin_prefill", "prefill", "admit_prefilled", "propose", "commit"):
+        getattr(drafter, method)("argument")
+        getattr(inner, method).assert_called_once_with("argument")
+    assert entered == ([own.layout] * 5 if tp_group is not None else [])

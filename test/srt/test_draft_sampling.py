@@ -4,14 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.decisions import accept_by_block_verification, accept_by_rejection, accept_matching_prefix
 from support.enumeration import LAST, Case, bisect, deviation, is_valid, random_case
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.acceptance.greedy import accept_matching_prefix
-from sglang_dflash.srt.speculative.acceptance.rejection import (
-    accept_by_block_verification,
-    accept_by_rejection,
-)
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, choose_tokens, likeliest
 
 NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1

@@ -25,12 +25,12 @@ def cycle_of(case: Case, pools, width: int) -> Cycle:
     return Cycle(
         bs=len(LENGTHS),
         req_pool_indices=pools.rows,
-        seq_lens=lengths,
+        committed=lengths,
         tokens=torch.nn.functional.pad(blocks, (0, width - blocks.shape[1]), value=blocks[0, -1].item()),
         positions=lengths[:, None] + torch.arange(width),
         cache_loc=slots,
         kv_loc_plan=FakePlan(slots),
-        host_lens=lengths + width,
+        committed_host=lengths,
         can_run_cuda_graph=False,
     )
 
@@ -62,13 +62,12 @@ def test_drafted_tokens_see_the_window_alone(name, page_size, window, tmp_path):
     )
     target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
     drafter = DFlashDrafter(runner, target, width)
-    drafter._view = WindowView(
+    drafter.view = WindowView(
         window,
         SimpleNamespace(page_size=page_size, req_to_token_pool=pools.req_to_token_pool),
         runner,
         "torch_native",
-        width,
-        drafter._draft_width,
+        drafter.num_draft_rows,
     )
     contexts = [case.aux_hidden(n, seed) for seed, n in enumerate(LENGTHS)]
     for request, aux_hidden in enumerate(contexts):
@@ -105,21 +104,20 @@ def test_lengths_in_sight(backend, page):
         SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=own), kv_index_translator=None),
         backend,
         width,
-        width,
     )
     seq_lens = torch.tensor([1, 20, 21, 70])
     rows = torch.tensor([2, 0, 3, 1])
     cycle = SimpleNamespace(
-        seq_lens=seq_lens,
+        committed=seq_lens,
+        committed_host=seq_lens,
         req_pool_indices=rows,
-        host_lens=seq_lens + width,
         kv_loc_plan=FakePlan(torch.empty(0)),
     )
-    seen = view.of(cycle)
+    seen, seen_host, _ = view.read(cycle)
     for i, (row, n) in enumerate(zip(rows.tolist(), seq_lens.tolist())):
         start = max(0, n - window) // page * page
-        assert seen.seq_lens[i] == n - start
+        assert seen[i] == n - start
         assert own[row, : n - start + width].tolist() == table[row, start : n + width].tolist()
-        assert seen.host_lens[i] >= seen.seq_lens[i] + width
+        assert seen_host[i] >= seen[i]
         if page == 1:
-            assert seen.host_lens[i] == seen.seq_lens[i] + width
+            assert seen_host[i] == seen[i]

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.decisions import accepted_blocks
 from support.draft_cases import Case, FakePlan, lm_head
 from support.sampling_parameters import sampling_parameters
 
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 
@@ -57,7 +57,7 @@ def test_a_quantized_head():
     torch.testing.assert_close(full_logits(hidden, head), expected)
 
 
-def drafter_on(pools, case: Case, verify_width: int) -> DFlashDrafter:
+def drafter_on(pools, case: Case, block_size: int) -> DFlashDrafter:
     """A drafter whose model runner is nothing but the model and these pools."""
     target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
     runner = SimpleNamespace(
@@ -66,7 +66,7 @@ def drafter_on(pools, case: Case, verify_width: int) -> DFlashDrafter:
         kv_index_translator=None,
         forward=lambda batch: SimpleNamespace(logits_output=pools.forward(case.model, batch)),
     )
-    return DFlashDrafter(runner, target, verify_width)
+    return DFlashDrafter(runner, target, block_size)
 
 
 @pytest.mark.parametrize("name", ["plain", "sample from anchor"])
@@ -101,12 +101,12 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
         cycle = Cycle(
             bs=len(batch),
             req_pool_indices=pools.rows[batch],
-            seq_lens=seq_lens,
+            committed=seq_lens,
+            committed_host=seq_lens,
             tokens=torch.nn.functional.pad(blocks, (0, width - rows), value=blocks[0, -1].item()),
             positions=seq_lens[:, None] + torch.arange(width),
             cache_loc=slots,
             kv_loc_plan=FakePlan(slots),
-            host_lens=seq_lens + width,
             can_run_cuda_graph=False,
         )
         info = sampling_parameters(
@@ -155,10 +155,10 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
     slots = torch.cat([pools.slots(r, 0, n) for r, n in enumerate(lengths)])
     drafter.prefill(prompts, states, slots, torch.tensor([3, 50]))
 
-    for step, verify_width in enumerate(verified):
+    for step, verify_len in enumerate(verified):
         bonus_tokens = [3 + 5 * step, 50 - step]
         blocks = case.block_tokens(bonus_tokens)
-        if verify_width == 1:
+        if verify_len == 1:
             width, kept = 1, [0, 0]
         else:
             width, kept = rows + from_anchor, [1, 0]
@@ -166,12 +166,12 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
         cycle = Cycle(
             bs=2,
             req_pool_indices=pools.rows,
-            seq_lens=torch.tensor(lengths),
+            committed=torch.tensor(lengths),
+            committed_host=torch.tensor(lengths),
             tokens=torch.nn.functional.pad(blocks, (0, width - rows), value=blocks[0, -1].item())[:, :width],
             positions=torch.tensor(lengths)[:, None] + torch.arange(width),
             cache_loc=slots,
             kv_loc_plan=FakePlan(slots),
-            host_lens=torch.tensor(lengths) + width,
             can_run_cuda_graph=False,
         )
         tokens = drafter.propose(cycle).tokens
@@ -183,13 +183,13 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
             expected[request, 1:] = case.logits(hidden)[0 if from_anchor else 1 :].argmax(dim=-1)[: width - 1]
         assert torch.equal(tokens, expected)
 
-        cycle = cycle.narrowed(verify_width or width)
-        states = case.aux_hidden(2 * cycle.width, seed=7).view(2, cycle.width, -1)
+        cycle = cycle.narrowed(verify_len or width)
+        states = case.aux_hidden(2 * cycle.verify_len, seed=7).view(2, cycle.verify_len, -1)
         for request, n in enumerate(lengths):
             states[request, : kept[request] + 1] = aux_hidden[request][n : n + kept[request] + 1]
         accept_len = torch.tensor(kept, dtype=torch.int32)
-        verdict = Verdict(accept_len, tokens[:, : cycle.width], torch.tensor(bonus_tokens))
-        drafter.commit(cycle, states.flatten(0, 1), verdict)
+        accepted = accepted_blocks(accept_len, tokens[:, : cycle.verify_len])
+        drafter.commit(cycle, states.flatten(0, 1), accepted)
         lengths = [n + k + 1 for n, k in zip(lengths, kept, strict=True)]
 
 
@@ -200,15 +200,15 @@ def commit_an_anchor(
     cycle = Cycle(
         bs=1,
         req_pool_indices=pools.rows[[request]],
-        seq_lens=seq_lens,
+        committed=seq_lens,
+        committed_host=seq_lens,
         tokens=torch.tensor([[3]]),
         positions=seq_lens[:, None],
         cache_loc=torch.tensor([slot]),
         kv_loc_plan=FakePlan(torch.tensor([slot])),
-        host_lens=seq_lens + 1,
         can_run_cuda_graph=False,
     )
-    drafter.commit(cycle, states, Verdict(torch.zeros(1, dtype=torch.int32), cycle.tokens, torch.tensor([3])))
+    drafter.commit(cycle, states, accepted_blocks(torch.zeros(1, dtype=torch.int32), cycle.tokens))
 
 
 def test_rows_that_wait_are_the_slots_last_owners(tmp_path):

@@ -14,7 +14,7 @@ SOURCE = ROOT / "python" / "sglang"
 DECODE_PATH = (
     "srt/speculative/dflash_worker.py",
     "srt/speculative/dflash_info.py",
-    "srt/speculative/acceptance/greedy.py",
+    "srt/speculative/acceptance/acceptor.py",
     "srt/layers/candidate_selector.py",
     "srt/layers/draft_probs.py",
     "srt/speculative/drafters/sampling.py",
@@ -22,7 +22,10 @@ DECODE_PATH = (
     "srt/speculative/drafters/copy_ahead.py",
     "srt/speculative/drafters/copy_stats.py",
     "srt/speculative/acceptance/penalties.py",
-    "srt/speculative/cycle/verify_tail.py",
+    "srt/speculative/cycle/in_flight.py",
+    "srt/speculative/cycle/observer.py",
+    "srt/speculative/cycle/rows.py",
+    "srt/speculative/cycle/verify.py",
     "srt/speculative/acceptance/rejection.py",
     "srt/speculative/acceptance/simulated.py",
     "srt/speculative/acceptance/target_sampling.py",
@@ -30,6 +33,7 @@ DECODE_PATH = (
     "srt/speculative/width/clock.py",
     "srt/speculative/width/states.py",
     "srt/speculative/drafters/window.py",
+    "srt/speculative/drafters/deferred_context.py",
     "srt/speculative/drafters/dflash.py",
     "srt/speculative/drafters/dflash2.py",
     "srt/speculative/drafters/peagle.py",
@@ -54,20 +58,28 @@ FUNCTIONS = {"int", "float", "bool", "nonzero", "synchronize"}
 
 # (file, function, source of the call) -> why it does not wait
 ALLOWED = {
-    ("srt/speculative/dflash_worker.py", "_verify", "int(cycle.host_lens.sum())"): "lies on the host",
-    ("srt/speculative/drafters/dflash.py", "_run_block", "int(view.host_lens.sum())"): "lies on the host",
-    ("srt/speculative/drafters/copy_ahead.py", "propose", "int(cycle.host_lens.max())"): "lies on the host",
+    ("srt/speculative/cycle/verify.py", "verify", "int(seq_lens_cpu.sum())"): "lies on the host",
+    ("srt/speculative/drafters/dflash.py", "_run_block", "int(seq_lens_cpu.sum())"): "lies on the host",
+    (
+        "srt/speculative/drafters/copy_ahead.py",
+        "propose",
+        "int(cycle.committed_host.max())",
+    ): "lies on the host",
     (
         "srt/speculative/drafters/copy_ahead.py",
         "_needs_no_draft",
-        "bool((self._lengths > 0).all())",
+        "bool((lengths > 0).all())",
     ): "the CPU's alone",
     (
         "srt/speculative/drafters/copy_stats.py",
-        "kept",
-        "entry.copied.synchronize()",
+        "on_accept_lens",
+        "cycle.copied.synchronize()",
     ): "over: SGLang waited for later work",
-    ("srt/speculative/drafters/copy_stats.py", "kept", "entry.lengths.tolist()"): "lies on the host",
+    (
+        "srt/speculative/drafters/copy_stats.py",
+        "on_accept_lens",
+        "cycle.lengths.tolist()",
+    ): "lies on the host",
     (
         "kernels/ops/speculative/copy_ahead.py",
         "find_match_torch",
@@ -92,10 +104,8 @@ ALLOWED = {
         "self._chooser.costs.widths.tolist()",
     ): "numpy; /server_info",
     ("srt/speculative/width/adaptive.py", "report", "probs.round(3).tolist()"): "numpy; /server_info",
-    ("srt/speculative/drafters/sampling.py", "from_environment", "float(value)"): "a string, at start-up",
-    ("srt/speculative/drafters/sampling.py", "from_environment", "int(value)"): "a string, at start-up",
     ("srt/speculative/dflash_info.py", "packed_ranges", "int(on_host[1].sum())"): "lies on the host; prefill",
-    ("srt/speculative/drafters/peagle.py", "_run_blocks", "int(host_lens.sum())"): "lies on the host",
+    ("srt/speculative/drafters/peagle.py", "_run_blocks", "int(seq_lens_cpu.sum())"): "lies on the host",
     ("srt/speculative/drafters/peagle.py", "_run_prompts", "int(lengths.sum())"): "lies on the host; prefill",
     (
         "srt/speculative/drafters/peagle.py",
@@ -104,7 +114,7 @@ ALLOWED = {
     ): "lies on the host; prefill",
     ("srt/speculative/drafters/peagle.py", "_run_prompts", "prefix.tolist()"): "lies on the host; prefill",
     ("srt/speculative/drafters/peagle.py", "_run_prompts", "extend.tolist()"): "lies on the host; prefill",
-    ("kernels/ops/speculative/accept.py", "settle_torch", "bool(is_broken.any())"): "the CPU's twin",
+    ("kernels/ops/speculative/accept.py", "complete_blocks_torch", "bool(is_broken.any())"): "the CPU's twin",
     (
         "kernels/ops/speculative/context_kv.py",
         "write_context_kv_torch",
@@ -159,7 +169,7 @@ def test_the_files_of_the_decode_path_exist():
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["DFlash", "P-EAGLE"])
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_cuda_sees_no_synchronisation_in_a_decode_step(method, draft):
-    """The server puts CUDA into error mode around `DFlashWorker._decode`, and dies of the first
+    """The server puts CUDA into error mode around `DFlashWorker.decode`, and dies of the first
     synchronisation."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")

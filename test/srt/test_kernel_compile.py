@@ -16,7 +16,6 @@ from sglang_dflash.kernels.ops.speculative import (
     penalties,
     window,
 )
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -106,12 +105,11 @@ def launch_append_tokens():
     copy_ahead.append_tokens_triton(texts, records, ints, ints, tokens, counts, counts, True, copy_ahead.RULE)
 
 
-def launch_accept(is_settled: bool):
+def launch_accept(is_decided: bool):
     tokens, best = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(4, 16)
     seq_lens = tokens[:, 0].contiguous()
-    if is_settled:
-        verdict = Verdict(seq_lens.int(), tokens, seq_lens)
-        accept.settle_triton(verdict, best, seq_lens, 151_936)
+    if is_decided:
+        accept.complete_blocks_triton(seq_lens.int(), tokens, best, seq_lens, 151_936)
     else:
         accept.accept_greedy_triton(tokens, tokens, best, seq_lens, 151_936)
 
@@ -165,7 +163,7 @@ CASES = {
     "choose_copies": (copy_ahead, "_choose_copies_kernel", launch_choose_copies, ()),
     "append_tokens": (copy_ahead, "_append_tokens_kernel", launch_append_tokens, ()),
     "accept_greedy": (accept, "_accept_kernel", launch_accept, (False,)),
-    "settle": (accept, "_accept_kernel", launch_accept, (True,)),
+    "complete_blocks": (accept, "_accept_kernel", launch_accept, (True,)),
     **{
         f"write_context_kv, {name}": (context_kv, "_write_context_kv_kernel", launch_write_context_kv, case)
         for name, case in CONTEXT_KV.items()

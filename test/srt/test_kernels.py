@@ -14,7 +14,6 @@ from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, needs_
 
 from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, peagle_rows, window
 from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers
-from sglang_dflash.srt.speculative.acceptance.greedy import accept_matching_prefix
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -306,8 +305,11 @@ def test_accept_greedy_equals_its_twin(seed, bs, block_size):
     arguments = random_verdicts(seed, bs, block_size, DEVICE)
     want = accept.accept_greedy_torch(*arguments)
     tokens, target_tokens, *rest = arguments
-    verdict = accept_matching_prefix(tokens, target_tokens)
-    for got in (accept.accept_greedy_triton(*arguments), accept.settle_triton(verdict, *rest)):
+    accept_len = accept.accept_matching_prefix(tokens, target_tokens)
+    for got in (
+        accept.accept_greedy_triton(*arguments),
+        accept.complete_blocks_triton(accept_len, target_tokens, *rest),
+    ):
         for name, value in want._asdict().items():
             assert getattr(got, name).dtype == value.dtype, name
             assert torch.equal(getattr(got, name), value), name
@@ -319,7 +321,7 @@ def test_broken_logits_of_half_the_width_equals_its_twin(dtype):
     tokens, target_tokens, best, *rest = random_verdicts(5, 9, 8, DEVICE)
     arguments = tokens, target_tokens, best.to(dtype), *rest
     got, want = accept.accept_greedy_triton(*arguments), accept.accept_greedy_torch(*arguments)
-    assert torch.equal(got.said, want.said) and (want.said == rest[-1]).any()
+    assert torch.equal(got.reported, want.reported) and (want.reported == rest[-1]).any()
 
 
 def test_accepted_blocks():
@@ -328,8 +330,9 @@ def test_accepted_blocks():
     got = accept.accept_greedy(
         tokens, target_tokens, torch.zeros(2, 3), torch.tensor([10, 2**40]), broken_token=9
     )
-    assert [x.tolist() for x in got] == [[2, 0], [3, 1], [3, 1], [13, 2**40 + 1], [[1, 2, 3], [1, 2, 3]]]
-    assert [x.dtype for x in got] == [torch.int32, torch.int32, *[torch.int64] * 3]
+    rows = [[1, 2, 3], [1, 2, 3]]
+    assert [x.tolist() for x in got] == [[2, 0], [3, 1], [3, 1], [13, 2**40 + 1], rows, rows]
+    assert [x.dtype for x in got] == [torch.int32, torch.int32, *[torch.int64] * 4]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -341,7 +344,7 @@ def test_broken_logits_end_a_request_where_they_are_output(value):
     best[:, 1] = value
     got = accept.accept_greedy(tokens, target_tokens, best, torch.tensor([10, 10]), broken_token=9)
     assert got.accept_len.tolist() == [2, 0]
-    assert got.said.tolist() == [[9, 9, 9, 9], [1, 2, 3, 4]]
+    assert got.reported.tolist() == [[9, 9, 9, 9], [1, 2, 3, 4]]
     assert got.bonus.tolist() == [3, 1]  # what the next cycle works on stays in the vocabulary
 
 

@@ -70,13 +70,11 @@ def test_a_plain_cycle_commits_one_token_and_a_prefill_its_own():
     def cycle(width: int, is_exact: bool) -> Cycle:
         tokens = torch.zeros(2, 4, dtype=torch.int64)
         lens = torch.tensor([5, 7])
-        whole = Cycle(
-            2, lens, lens, tokens, tokens, tokens.flatten(), None, lens + 4, True, is_exact=is_exact
-        )
+        whole = Cycle(2, lens, lens, lens, tokens, tokens, tokens.flatten(), None, True, is_exact=is_exact)
         return whole.narrowed(width)
 
-    assert cycle(1, True).new_seq_lens_cpu.tolist() == [6, 8]
-    assert cycle(2, True).new_seq_lens_cpu is None and cycle(1, False).new_seq_lens_cpu is None
+    assert cycle(1, True).next_committed_host.tolist() == [6, 8]
+    assert cycle(2, True).next_committed_host is None and cycle(1, False).next_committed_host is None
     prompts = Prompts(
         None, None, None, prefix_lens=[4, 0], extend_lens=[3, 2], num_running=0, is_continued=[True, False]
     )

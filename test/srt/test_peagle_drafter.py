@@ -12,6 +12,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from support.checkpoint_fields import GOOD_PEAGLE
+from support.decisions import accepted_blocks
 from support.draft_cases import BASE, SLIDING, FakePlan, lm_head, random_weights
 from support.engine import Pools, build
 from support.reference_peagle import ReferencePEagle
@@ -21,7 +22,6 @@ from support.sampling_parameters import sampling_parameters
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
 
@@ -87,7 +87,7 @@ class Simulation:
 
     def __init__(
         self,
-        verify_width: int,
+        block_size: int,
         requests: int,
         folder,
         page_size: int = 1,
@@ -140,10 +140,10 @@ class Simulation:
             lm_head=lm_head(torch.zeros(64, hidden)),
             get_input_embeddings=lambda: torch.nn.Embedding(64, hidden),
         )
-        self.drafter = PEagleDrafter(runner, borrowed, verify_width)
+        self.drafter = PEagleDrafter(runner, borrowed, block_size)
         source = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self.table))
         self.drafter.attach_pools(source)
-        self.width = verify_width
+        self.width = block_size
         self.texts = torch.randint(layers["vocab_size"], (requests, CAPACITY), generator=generator)
         self.states = torch.randn(requests, CAPACITY, num_aux * hidden, generator=generator)
         self.lengths = [0] * requests
@@ -184,12 +184,12 @@ class Simulation:
         return Cycle(
             bs=len(chosen),
             req_pool_indices=self.pools.rows[chosen],
-            seq_lens=lengths,
+            committed=lengths,
+            committed_host=lengths,
             tokens=tokens,
             positions=positions,
             cache_loc=self.table[self.pools.rows[chosen][:, None], positions].flatten().long(),
             kv_loc_plan=None,
-            host_lens=lengths + width,
             can_run_cuda_graph=False,
         )
 
@@ -210,7 +210,7 @@ class Simulation:
         for row, r in enumerate(chosen):
             n = self.lengths[r]
             expected = [int(self.texts[r, n])]
-            if cycle.width > 1:
+            if cycle.verify_len > 1:
                 drafted = self.reference_logits(r).argmax(dim=-1)
                 expected += (drafted + self.d2t[drafted]).tolist()
             assert block[row].tolist() == expected, f"request {r} after {n} tokens"
@@ -226,47 +226,46 @@ class Simulation:
             out[row, : k + 1] = self.texts[r, n + 1 : n + k + 2]
             self.lengths[r] += k + 1
         accept_len = torch.tensor(list(kept.values()), dtype=torch.int32)
-        bonus = out.gather(1, accept_len.long()[:, None]).squeeze(1)
-        self.drafter.commit(cycle, verified.flatten(0, 1), Verdict(accept_len, out, bonus))
+        self.drafter.commit(cycle, verified.flatten(0, 1), accepted_blocks(accept_len, out))
 
 
-@pytest.mark.parametrize("verify_width", [1, 2, 5, 8])
+@pytest.mark.parametrize("block_size", [1, 2, 5, 8])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_cycles_after_a_prefill(verify_width, page_size, tmp_path):
+def test_cycles_after_a_prefill(block_size, page_size, tmp_path):
     """Vary text lengths and accepted lengths.
 
     Texts have one token, fewer than a block, or more than the window. None, some or all tokens are accepted.
     """
-    simulation = Simulation(verify_width, 4, tmp_path, page_size)
+    simulation = Simulation(block_size, 4, tmp_path, page_size)
     simulation.prefill({0: 17, 1: 1, 2: 2, 3: 6})
-    most = verify_width - 1
+    most = block_size - 1
     for kept in (
         (0, 0, 0, 0),
         (most, most // 2, 0, most),
-        (0, most, 1 % verify_width, most),
+        (0, most, 1 % block_size, most),
         (most, 0, most, 0),
         (0, 0, 0, 0),
     ):
         simulation.cycle(dict(enumerate(kept)))
 
 
-@pytest.mark.parametrize("verify_width", [2, 5])
-def test_widths_change_from_cycle_to_cycle(verify_width, tmp_path):
+@pytest.mark.parametrize("block_size", [2, 5])
+def test_widths_change_from_cycle_to_cycle(block_size, tmp_path):
     """A pause without drafting leaves later drafts unchanged.
 
     The pause is longer than the number of rows that may be pending, and another request's prefill falls into
     it.
     """
-    simulation = Simulation(verify_width, 3, tmp_path)
+    simulation = Simulation(block_size, 3, tmp_path)
     simulation.prefill({0: 12, 1: 3})
     simulation.cycle({0: 1, 1: 0}, width=2)
-    simulation.cycle({0: verify_width - 1, 1: 1})
-    for _ in range(verify_width + 2):
+    simulation.cycle({0: block_size - 1, 1: 1})
+    for _ in range(block_size + 2):
         simulation.cycle({0: 0, 1: 0}, width=1)
     simulation.prefill({2: 9})
     for _ in range(2):
         simulation.cycle({0: 0, 1: 0, 2: 0}, width=1)
-    for width in (verify_width, 2, verify_width):
+    for width in (block_size, 2, block_size):
         simulation.cycle({0: 1, 1: 0, 2: 1}, width)
     simulation.cycle({0: 0, 1: 0, 2: 0}, width=1)
     simulation.cycle({0: 0, 1: 0, 2: 0})

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import PEAGLE_DRAFT, TARGET, dflash_arguments, heldout_prompts
+from support.decisions import accepted_blocks
 from support.parity import FLOAT32_TIE
 from support.servers import FLOAT32, PLAIN_FLOAT32, WIDTHS_CHANGE
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
-from sglang_dflash.srt.speculative.scale_out.disaggregation import Arrival
+from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests
 
 VOCAB = 12
 EOS, STOP = 3, 5
@@ -68,6 +68,13 @@ def requests(draw):
     )
 
 
+def begin_prefill(penalties: Penalties, batch, num_new: int) -> None:
+    """Do what the worker does before the target's prefill of `num_new` requests and running ones."""
+    new = batch.reqs[:num_new]
+    penalties.begin_prefill(SimpleNamespace(new_reqs=new, req_pool_indices=batch.req_pool_indices))
+    penalties.penalize_prefill(batch)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_schedule_counts_emitted_tokens(data):
@@ -96,7 +103,7 @@ def test_any_schedule_counts_emitted_tokens(data):
             reqs, outputs = zip(*both.values(), strict=True)
             lengths = [len(req.origin_input_ids) + len(tokens) for req, tokens in both.values()]
             batch = batch_of(reqs, list(both), lengths)
-            penalties.begin_prefill(batch, num_running=len(both) - len(new))
+            begin_prefill(penalties, batch, num_new=len(new))
 
             def as_sglang(logits, info=batch.sampling_info):
                 logits += info.acc_additive_penalties
@@ -130,7 +137,7 @@ def test_any_schedule_counts_emitted_tokens(data):
         check_logits(before, [req for req in reqs for _ in range(width)], in_block)
         kept = torch.randint(width, (len(chosen),), dtype=torch.int32)
         out = torch.randint(VOCAB, (len(chosen), width))
-        penalties.count_block(batch, Verdict(kept, out, out.gather(1, kept.long()[:, None]).squeeze(1)))
+        penalties.count_block(batch, accepted_blocks(kept, out))
         for tokens, row, accept_len in zip(outputs, out.tolist(), kept.tolist(), strict=True):
             tokens.extend(row[: accept_len + 1])
 
@@ -139,7 +146,7 @@ def test_a_tokenizers_own_end_counts_too():
     req = request(2, min_new_tokens=3)
     req.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=7)
     batch = batch_of([req], [0], [2])
-    Penalties(POOL, VOCAB, torch.device("cpu")).begin_prefill(batch, num_running=0)
+    begin_prefill(Penalties(POOL, VOCAB, torch.device("cpu")), batch, num_new=1)
     assert batch.sampling_info.acc_additive_penalties[0].isinf().nonzero().flatten().tolist() == [
         EOS,
         STOP,
@@ -151,11 +158,11 @@ def test_requests_that_another_server_prefilled():
     """A decode server gets requests without prefill, with their earlier output."""
     penalties, device = Penalties(POOL, VOCAB, torch.device("cpu")), torch.device("cpu")
     old = request(2, [3, 3, 4], frequency_penalty=0.5)
-    penalties.begin_prefill(batch_of([old], [2], [5]), num_running=0)  # the row's previous request
+    begin_prefill(penalties, batch_of([old], [2], [5]), num_new=1)  # the row's previous request
     reqs = [request(2, frequency_penalty=0.5), request(3, min_new_tokens=2)]
     outputs = [[5, 6, 5], [7]]
     slots = torch.tensor([2, 1], device=device)
-    penalties.join(Arrival(reqs, slots, [4, 3], torch.tensor([5, 7]), outputs))
+    penalties.admit_prefilled(PrefilledRequests(reqs, slots, [4, 3], torch.tensor([5, 7]), outputs))
     batch = batch_of(reqs, [2, 1], [4, 3])
     logits = torch.randn(2, VOCAB)
     expected = torch.stack([penalized(*row) for row in zip(logits, reqs, outputs, strict=True)])

@@ -3,14 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from support.decisions import Decision, accept_by_block_verification, accept_by_rejection
 from support.enumeration import Case, as_shuffled_list, deviation, output_law, random_case, sequence_law
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.acceptance.rejection import (
-    accept_by_block_verification,
-    accept_by_rejection,
-)
 
 RULES = [accept_by_rejection, accept_by_block_verification]
 SIZES = [(3, 2), (4, 3), (3, 4)]  # vocabulary, block size
@@ -92,7 +88,7 @@ def rejection_with_the_targets_draw(block, target_probs, draft, accept_uniforms,
     """Draw from p after a rejection, not from the residual of p and q."""
     kept = accept_by_rejection(block, target_probs, draft, accept_uniforms, final_uniforms).accept_len
     bonus = draw_by_inverse_cdf(target_probs[torch.arange(len(block)), kept.long()], final_uniforms)
-    return Verdict(kept, block, bonus)
+    return Decision(kept, block, bonus)
 
 
 def block_verification_without_weights(block, target_probs, draft, accept_uniforms, final_uniforms):
@@ -101,7 +97,7 @@ def block_verification_without_weights(block, target_probs, draft, accept_unifor
     kept, rows = verdict.accept_len, torch.arange(len(block))
     mass = target_probs[rows, kept.long()]
     drafted = torch.nn.functional.pad(draft.probs, (0, 0, 0, 1))[rows, kept.long()]  # column c is token c
-    return Verdict(kept, block, draw_by_inverse_cdf((mass - drafted).clamp(min=0), final_uniforms))
+    return Decision(kept, block, draw_by_inverse_cdf((mass - drafted).clamp(min=0), final_uniforms))
 
 
 @pytest.mark.parametrize("wrong_rule", [rejection_with_the_targets_draw, block_verification_without_weights])

@@ -34,8 +34,8 @@ def assert_same_verdict(arguments, block_verification: bool) -> None:
         draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms)
         for accept_len, weight in (got, want)
     ]
-    for name in ("accept_len", "out_tokens", "bonus"):
-        assert torch.equal(*(getattr(verdict, name) for verdict in verdicts))
+    for ours, theirs in zip(*verdicts, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @against_twin

@@ -87,7 +87,13 @@ def test_start_up_allocates_as_much_as_a_step(draft):
     """A step needs no more memory than start-up allocated."""
     with Peak() as at_start_up:
         prewarm.prewarm_probabilistic_step(
-            draft, HIDDEN, BS, WIDTH, VOCABULARY, torch.bfloat16, torch.device("meta")
+            lambda hidden, anchors, info: draw_drafts(draft, hidden, info, DraftSampling()),
+            HIDDEN,
+            BS,
+            WIDTH,
+            VOCABULARY,
+            torch.bfloat16,
+            torch.device("meta"),
         )
     logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")
     with Peak() as in_a_step:

@@ -17,8 +17,9 @@ from support.servers import run_to_end
 from support.tensor_parallel_ranks import DFLASH2_NAMES, NAMES, WORLD, draft_block
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.rejection import accept_by_rejection
-from sglang_dflash.srt.speculative.drafters.base import DraftBlock
+from sglang_dflash.srt.speculative.dflash_info import DraftBlock
 
 
 def test_ranks_draft_the_same_tokens_as_one(tmp_path):
@@ -43,24 +44,22 @@ def test_ranks_take_what_rank_0_chose(top_k):
     start()
     from sglang.srt.layers.sampler import Sampler
 
-    from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
-
     torch.manual_seed(0)
-    worker, logits, width = DFlashWorker.__new__(DFlashWorker), torch.randn(6, VOCABULARY), 3
-    sites = []
-    worker._tp_sync = SimpleNamespace(
+    logits, width, sites = torch.randn(6, VOCABULARY), 3, []
+    sync = SimpleNamespace(
         enabled=lambda site: True, sync=lambda site, values: sites.append(site.slug) or values.fill_(2)
     )
-    worker._target_worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=Sampler()))
-    worker._rejection_rule, worker.verify_width = accept_by_rejection, width
+    acceptor = Acceptor(Sampler(), VOCABULARY, sync, accept_by_rejection)
     batch = SimpleNamespace(sampling_info=sampling_info(*[{"top_k": top_k}] * 2), return_logprob=False)
-    tokens, _ = worker._target_tokens(
-        batch, SimpleNamespace(positions=torch.arange(6).view(2, width)), logits.clone()
-    )
-    assert sites == ["dflash-accept-greedy" if top_k == 1 else "dflash-accept-sample"] and (tokens == 2).all()
+    positions = torch.arange(6).view(2, width)
+    cycle = SimpleNamespace(positions=positions, verify_len=width, committed=torch.tensor([7, 7]))
     block = torch.zeros(2, width, dtype=torch.int64)
-    verdict, _ = worker._reject(batch, DraftBlock(block, DraftProbs.one_hot(block[:, 1:])), logits)
-    assert all((decided == 2).all() for decided in (verdict.accept_len, verdict.out_tokens, verdict.bonus))
+    accepted = acceptor.accept(batch, cycle, DraftBlock(block), logits.clone())
+    assert sites == ["dflash-accept-greedy" if top_k == 1 else "dflash-accept-sample"]
+    assert (accepted.tokens == 2).all()
+    drawn = DraftBlock(block, DraftProbs.one_hot(block[:, 1:]))
+    accepted = acceptor.accept(batch, cycle, drawn, logits)
+    assert all((decided == 2).all() for decided in (accepted.accept_len, accepted.tokens, accepted.bonus))
 
 
 @pytest.mark.gpu

@@ -5,15 +5,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.decisions import (
+    Decision,
+    accept_by_block_verification,
+    accept_by_rejection,
+    accept_matching_prefix,
+)
 from support.enumeration import LAST, as_list, is_valid
 from support.rejection_batches import batches, certain
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict, accept_matching_prefix
-from sglang_dflash.srt.speculative.acceptance.rejection import (
-    accept_by_block_verification,
-    accept_by_rejection,
-)
 
 RULES = [accept_by_rejection, accept_by_block_verification]
 
@@ -25,7 +26,7 @@ def part(arguments, rows):
     return block[rows], target_probs[rows], draft, *[u[rows] for u in uniforms]
 
 
-def outcome(verdict: Verdict) -> list[tuple[int, list[int]]]:
+def outcome(verdict: Decision) -> list[tuple[int, list[int]]]:
     rows = zip(verdict.accept_len.tolist(), verdict.out_tokens.tolist(), strict=True)
     return [(length, tokens[: length + 1]) for length, tokens in rows]
 

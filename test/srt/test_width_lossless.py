@@ -11,13 +11,9 @@ import itertools
 import pytest
 import torch
 from scipy.stats import chi2
+from support.decisions import accept_by_block_verification, accept_by_rejection, accept_matching_prefix
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
-from sglang_dflash.srt.speculative.acceptance.greedy import accept_matching_prefix
-from sglang_dflash.srt.speculative.acceptance.rejection import (
-    accept_by_block_verification,
-    accept_by_rejection,
-)
 
 FALSE_ALARM = 1e-6
 REQUESTS, LENGTH, VOCABULARY, BLOCK = 60_000, 4, 2, 4

@@ -8,30 +8,35 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+from support.decisions import Decision, accepted_blocks, decide
 from support.engine import start
+from support.sampling_parameters import VOCABULARY, sampling_info
 
-from sglang_dflash.kernels.ops.speculative.accept import settle
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
 from sglang_dflash.srt.speculative.acceptance import constraints
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.cycle.verify_tail import VerifyTail
-from sglang_dflash.srt.speculative.dflash_info import packed_ranges
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
+from sglang_dflash.srt.speculative.cycle.verify import VerifyTail
+from sglang_dflash.srt.speculative.dflash_info import DraftBlock, packed_ranges
 from sglang_dflash.srt.speculative.dflash_utils import (
-    PhaseClock,
     graph_output_for_runner,
     has_room_for_draft_graphs,
 )
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
-from sglang_dflash.srt.speculative.drafters.base import DraftBlock
-from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
 
 
 def worker(**fields) -> DFlashWorker:
+    """Make a worker without its constructor."""
     made = object.__new__(DFlashWorker)
-    vars(made).update(
-        {"_target_worker": MagicMock(), "device": "cpu", "_gpu_id": 0, "verify_width": 4, **fields}
-    )
+    defaults = {
+        "_target_worker": MagicMock(),
+        "device": "cpu",
+        "_gpu_id": 0,
+        "block_size": 4,
+        "observers": (),
+    }
+    vars(made).update({**defaults, **fields})
     return made
 
 
@@ -41,38 +46,32 @@ def test_grammars_run_beside_verify(monkeypatch):
     Behind verify in the stream it would arrive only after verify, and the GPU would wait for the grammars.
     """
     events = []
-    verdict = Verdict(
-        torch.zeros(1, dtype=torch.int32),
-        torch.zeros(1, 4, dtype=torch.int64),
-        torch.zeros(1, dtype=torch.int64),
-    )
-    accepted = verdict, settle(verdict, torch.zeros(1, 4), torch.tensor([7]), broken_token=99)
-    monkeypatch.setattr(DFlashWorker, "_begin_cycle", lambda *_: MagicMock(bs=1))
-    monkeypatch.setattr(DFlashWorker, "_verify", lambda *_: events.append("verify") or MagicMock())
-    monkeypatch.setattr(DFlashWorker, "_accept", lambda *_: events.append("accept") or accepted)
+    accepted = accepted_blocks(torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int64))
+    monkeypatch.setattr(dflash_worker.Cycle, "begin", lambda *_: MagicMock(bs=1))
+    monkeypatch.setattr(dflash_worker, "verify", lambda *_: events.append("verify") or MagicMock())
     # A tree is any object here.
     monkeypatch.setattr(
         dflash_worker.GrammarTree, "from_linear_chain", lambda tokens: events.append("copy") or object()
     )
-    monkeypatch.setattr(dflash_worker.Penalties, "are_asked_for", lambda info: False)
+    monkeypatch.setattr(dflash_worker.Penalties, "are_requested", lambda info: False)
     mask = MagicMock(side_effect=lambda **_: events.append("mask"))
     monkeypatch.setattr(constraints, "build_grammar_vocab_mask", mask)
-    drafter = MagicMock()
+    drafter, acceptor = MagicMock(), MagicMock()
     drafter.propose.return_value = DraftBlock(torch.zeros(1, 4, dtype=torch.int64))
-    states = MagicMock()
+    acceptor.accept.side_effect = lambda *_: events.append("accept") or accepted
     made = worker(
-        _clock=PhaseClock(None), _drafter=drafter, _rejection_rule=None, _width=FixedWidth(4),
-        _target_states=states, verify_tail=MagicMock(), _penalties=MagicMock(),
+        drafter=drafter, acceptor=acceptor, _target_states=MagicMock(), _verify_tail=MagicMock(),
+        _penalties=MagicMock(),
     )  # fmt: skip
     info = SimpleNamespace(logit_bias=None, is_all_greedy=True)
-    made._decode(MagicMock(has_grammar=True, sampling_info=info, return_logprob=False), None, None)
+    made.run_cycle(MagicMock(has_grammar=True, sampling_info=info, return_logprob=False), 4, draws=False)
     assert events == ["copy", "verify", "mask", "accept"]
 
 
 class Sync:
     """Synchronization of a rank other than the first."""
 
-    def __init__(self, rank_0: Verdict | None, free_gb: float = 0.0):
+    def __init__(self, rank_0: Decision | None, free_gb: float = 0.0):
         self.rank_0, self.free_gb, self.broadcasts = rank_0, free_gb, 0
 
     def enabled(self, site) -> bool:
@@ -99,7 +98,7 @@ def test_the_verify_graph_absorbs_the_commit(one_naming):
     by_graph, eager = (
         SimpleNamespace(logits_output=output, can_run_cuda_graph=graph) for graph in (True, False)
     )
-    assert tail.left_to_commit(by_graph) is states  # a graph without our tail
+    assert tail.states_to_commit(by_graph) is states  # a graph without our tail
     batch = SimpleNamespace(positions=object(), out_cache_loc=object())
     for hook in target.capture_tail_hooks:
         hook(target.decode_cuda_graph_runner, output, batch, 6)
@@ -107,23 +106,29 @@ def test_the_verify_graph_absorbs_the_commit(one_naming):
     if one_naming:
         absorbed, *where = drafter.absorb.call_args.args
         assert torch.equal(absorbed, states[:6]) and where == [batch.positions, batch.out_cache_loc]
-    assert (tail.left_to_commit(by_graph) is None) == one_naming
-    assert tail.left_to_commit(eager) is states
+    assert (tail.states_to_commit(by_graph) is None) == one_naming
+    assert tail.states_to_commit(eager) is states
     target.decode_cuda_graph_runner = MagicMock()  # another width's, made by others
-    assert tail.left_to_commit(by_graph) is states
+    assert tail.states_to_commit(by_graph) is states
 
 
-def test_ranks_agree_on_a_verdict_in_one_broadcast():
+@pytest.mark.parametrize("agrees", [True, False])
+def test_ranks_agree_on_a_verdict_in_one_broadcast(agrees):
     out = torch.arange(8).view(2, 4)
-    mine = Verdict(torch.tensor([3, 0], dtype=torch.int32), out + 100, torch.tensor([103, 104]))
-    theirs = Verdict(torch.tensor([1, 2], dtype=torch.int32), out, torch.tensor([1, 6]))
-    sync = Sync(theirs)
-    agreed = worker(_tp_sync=sync)._agree(mine)
-    for name in ("accept_len", "out_tokens", "bonus"):
-        got, want = getattr(agreed, name), getattr(theirs, name)
-        assert torch.equal(got, want) and got.dtype == want.dtype
-    assert sync.broadcasts == 1
-    assert worker(_tp_sync=Sync(None))._agree(mine) is mine
+    mine = decide(torch.tensor([3, 0], dtype=torch.int32), out + 100)
+    theirs = decide(torch.tensor([1, 2], dtype=torch.int32), out)
+    sync = Sync(theirs if agrees else None)
+    acceptor = Acceptor(None, 1000, sync, lambda *_: (mine.accept_len, mine.out_tokens))
+    info = sampling_info({"temperature": 0.7}, {"temperature": 0.7})
+    batch = SimpleNamespace(sampling_info=info, return_logprob=False)
+    block = torch.zeros(2, 4, dtype=torch.int64)
+    drawn = DraftBlock(block, DraftProbs.one_hot(block[:, 1:]))
+    cycle = SimpleNamespace(committed=torch.tensor([5, 7]))
+    agreed = acceptor.accept(batch, cycle, drawn, torch.zeros(8, VOCABULARY))
+    want = theirs if agrees else mine
+    for got, wanted in zip((agreed.accept_len, agreed.tokens, agreed.bonus), want, strict=True):
+        assert torch.equal(got, wanted) and got.dtype == wanted.dtype
+    assert sync.broadcasts == agrees
 
 
 def test_a_draft_gets_graphs_if_there_is_room(monkeypatch, caplog):
@@ -135,13 +140,17 @@ def test_a_draft_gets_graphs_if_there_is_room(monkeypatch, caplog):
     assert "0.25 GB" in caplog.text and "--mem-fraction-static" in caplog.text
 
 
-@pytest.mark.parametrize("verify_width", [1, 4])
-def test_nothing_is_captured_if_nothing_is_drafted(verify_width, monkeypatch):
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_nothing_is_captured_if_nothing_is_drafted(block_size, monkeypatch):
     ranks = SimpleNamespace(as_draft=contextlib.nullcontext, may_capture=lambda *_: True)
-    monkeypatch.setattr(DFlashWorker, "_draft_width", lambda self: contextlib.nullcontext())
-    made = worker(verify_width=verify_width, _tp_sync=Sync(None), _draft_worker=MagicMock(), _ranks=ranks)
+    monkeypatch.setattr(dflash_worker, "get_spec", MagicMock())
+    monkeypatch.setattr(dflash_worker, "get_parallel", MagicMock())
+    made = worker(
+        block_size=block_size, drafter=MagicMock(num_draft_rows=block_size), _tp_sync=Sync(None),
+        _draft_worker=MagicMock(), _ranks=ranks, _metrics=None, _penalties=None,
+    )  # fmt: skip
     made.init_cuda_graphs()
-    made._draft_worker.init_cuda_graphs.assert_called_once_with(capture_decode_cuda_graph=verify_width > 1)
+    made._draft_worker.init_cuda_graphs.assert_called_once_with(capture_decode_cuda_graph=block_size > 1)
 
 
 def test_a_drafts_graphs_hold_no_logits(monkeypatch):

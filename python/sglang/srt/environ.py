@@ -79,5 +79,7 @@ class DFlashOptions:
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
     # Settings of adaptive width, from the main process to the schedulers; None: verify whole blocks.
     ADAPTIVE: Option[Any] = Option("SGLANG_DFLASH_ADAPTIVE", None, json.loads, "JSON")
-    # A file for the wall time of each phase of a cycle, for the benchmark; None: not measured.
-    PHASE_TIMES: Option[str | None] = Option("SGLANG_DFLASH_PHASE_TIMES", None, str)
+    # Observers of the cycle (`cycle/observer.py`), `module:Class` each, separated by commas.
+    OBSERVERS: Option[tuple[str, ...]] = Option(
+        "SGLANG_DFLASH_OBSERVERS", (), lambda text: tuple(text.split(","))
+    )

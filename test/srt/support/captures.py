@@ -1,49 +1,37 @@
-"""What a drafter is given of one request, on a scheduler of scheduled.py's."""
+"""Hidden states that the worker captures for one request, on a scheduler of scheduled.py's."""
 
 import torch
 
+from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 
-class Captures:
-    """What the drafter is given of one request, kept in a file. Called in the scheduler's process."""
+
+class Captures(CycleObserver):
+    """Captured states of one request, kept in a file. Called in the scheduler's process."""
 
     def __init__(self, job: int, path):
         self.job, self.path = str(job), path
         self.rows: list[tuple[int, torch.Tensor]] = []
 
     def __call__(self, scheduler) -> None:
-        worker = scheduler.draft_worker
-        drafter, batch = worker._drafter, []
-        prefill, commit = drafter.prefill, drafter.commit
-        for name in ("_prefill", "_decode"):
-            setattr(worker, name, self._noting(getattr(worker, name), batch))
+        scheduler.draft_worker.observers.append(self)
 
-        def keep_prompt(given, hidden, *rest):
-            for req, positions, states in zip(
-                batch, given.positions.split(given.extend_lens), hidden.split(given.extend_lens)
-            ):
-                self.keep(req, positions, states)
-            return prefill(given, hidden, *rest)
+    def on_prefilled(self, batch, prompts, aux_hidden):
+        """Keep the states of a prompt."""
+        positions, states = (rows.split(prompts.extend_lens) for rows in (prompts.positions, aux_hidden))
+        for req, of_req, its_states in zip(batch.reqs, positions, states, strict=True):
+            self._keep(req, of_req, its_states)
 
-        def keep_blocks(cycle, hidden, verdict):
-            for row, (req, states) in enumerate(zip(batch, hidden.view(cycle.bs, -1, hidden.shape[-1]))):
-                count = int(verdict.accept_len[row]) + 1
-                self.keep(req, cycle.positions[row, :count], states[:count])
-            return commit(cycle, hidden, verdict)
+    def on_committed(self, batch, cycle, aux_hidden, accepted):
+        """Keep the states of the output of a block."""
+        blocks = aux_hidden.view(cycle.bs, -1, aux_hidden.shape[-1])
+        for row, (req, states) in enumerate(zip(batch.reqs, blocks, strict=True)):
+            count = int(accepted.commit_lens[row])
+            self._keep(req, cycle.positions[row, :count], states[:count])
 
-        drafter.prefill, drafter.commit = keep_prompt, keep_blocks
-
-    def keep(self, req, positions, states) -> None:
+    def _keep(self, req, positions, states) -> None:
         if req.rid == self.job:
-            self.rows += zip(positions.tolist(), states.clone())
+            self.rows += zip(positions.tolist(), states.clone(), strict=True)
             torch.save(self.rows, self.path)
-
-    @staticmethod
-    def _noting(method, batch):
-        def noted(given, *rest):
-            batch[:] = given.reqs
-            return method(given, *rest)
-
-        return noted
 
     def read(self, layers: int) -> dict[int, torch.Tensor]:
         """Position -> [layers, hidden]."""

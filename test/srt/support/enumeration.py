@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from support.decisions import Decision
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 
 LAST = 1 - 2**-24  # the largest float32 below 1
 HALVINGS = 40
@@ -93,7 +93,7 @@ def bisect(unchanged, shape) -> torch.Tensor:
 def accept_thresholds(rule, n: int, slots: int) -> torch.Tensor:
     """Where the accept lengths change with each slot's uniform, [n, slots]; 1 where they never do.
 
-    rule: (accept_uniforms [m, n, slots], final_uniforms [m, n]) -> Verdict with leading [m, n].
+    rule: (accept_uniforms [m, n, slots], final_uniforms [m, n]) -> Decision with leading [m, n].
     """
     thresholds = torch.ones(n, slots, dtype=torch.float64)
     for slot in range(slots):
@@ -132,7 +132,7 @@ def output_law(rule, case: Case, declared=None, dtype=torch.float64, listed=as_l
     draft = listed(draft_probs)
     block = torch.cat([torch.zeros(n, 1, dtype=torch.int64), drafts], dim=1)
 
-    def rule_of_many(accept_uniforms: torch.Tensor, final_uniforms: torch.Tensor) -> Verdict:
+    def rule_of_many(accept_uniforms: torch.Tensor, final_uniforms: torch.Tensor) -> Decision:
         m = len(accept_uniforms)
         verdict = rule(
             block.repeat(m, 1),
@@ -142,7 +142,7 @@ def output_law(rule, case: Case, declared=None, dtype=torch.float64, listed=as_l
             final_uniforms.flatten(),
         )
         fields = verdict.accept_len, verdict.out_tokens, verdict.bonus
-        return Verdict(*[field.unflatten(0, (m, n)) for field in fields])
+        return Decision(*[field.unflatten(0, (m, n)) for field in fields])
 
     thresholds = accept_thresholds(rule_of_many, n, slots)
     # One uniform from each side of each threshold, weighted with the width of that side.

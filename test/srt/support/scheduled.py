@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
+
 # Run as a module of this name, so that what is pickled there is known here.
 _PROGRAM = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); "
@@ -109,7 +111,9 @@ def serve(
     scheduler.output_streamer.send_to_detokenizer.send_output = lambda *_: None
     driver = _Driver(scheduler, groups)
     if scheduler.draft_worker is not None:
-        _observe(scheduler.draft_worker, driver, oracle)
+        worker = scheduler.draft_worker
+        vocab_size = worker.target_worker.model_runner.model_config.vocab_size
+        worker.observers.append(_Notes(driver, oracle, vocab_size))
     if prepare is not None:
         prepare(scheduler)
     scheduler.run_event_loop()
@@ -221,40 +225,34 @@ class _Driver:
         )
 
 
-def _observe(worker, driver, oracle):
-    """Note what each cycle accepts, and draft by the oracle."""
-    decode, propose, commit = worker._decode, worker._drafter.propose, worker._drafter.commit
-    requests = []
+class _Notes(CycleObserver):
+    """Notes the accepted tokens of each cycle, and replaces drafts by the oracle's."""
 
-    def decode_and_remember(batch, *args):
-        requests[:] = batch.reqs
-        return decode(batch, *args)
+    def __init__(self, driver, oracle, vocab_size: int):
+        self._driver, self._oracle, self._vocab_size = driver, oracle, vocab_size
+        self._generator = random.Random(oracle.seed) if oracle is not None else None
 
-    def commit_and_note(cycle, aux_hidden, verdict):
-        for request, kept in zip(requests, verdict.accept_len.tolist(), strict=True):
-            driver.accepted.setdefault(request.rid, []).append(kept)
-        return commit(cycle, aux_hidden, verdict)
-
-    worker._decode, worker._drafter.commit = decode_and_remember, commit_and_note
-    if oracle is None:
-        return
-    generator = random.Random(oracle.seed)
-    vocabulary = worker._target_worker.model_runner.model_config.vocab_size
-
-    def known_tokens(cycle, sampling_info):
-        block = propose(cycle, sampling_info)
-        for row, request in enumerate(requests):
+    def on_drafted(self, batch, cycle, block):
+        """Draft by the oracle."""
+        if self._oracle is None:
+            return
+        generator = self._generator
+        for row, request in enumerate(batch.reqs):
             index = int(request.rid)
-            if oracle.answers[index] is None:
+            if self._oracle.answers[index] is None:
                 continue
-            text = [*driver.jobs[index].input_ids, *oracle.answers[index]]
-            anchor = int(cycle.seq_lens[row])
+            text = [*self._driver.jobs[index].input_ids, *self._oracle.answers[index]]
+            anchor = int(cycle.committed[row])
             for slot in range(1, block.tokens.shape[1]):
-                is_known = anchor + slot < len(text) and generator.random() >= oracle.error_rate
-                block.tokens[row, slot] = text[anchor + slot] if is_known else generator.randrange(vocabulary)
-        return block
+                is_known = anchor + slot < len(text) and generator.random() >= self._oracle.error_rate
+                block.tokens[row, slot] = (
+                    text[anchor + slot] if is_known else generator.randrange(self._vocab_size)
+                )
 
-    worker._drafter.propose = known_tokens
+    def on_accepted(self, batch, cycle, accepted):
+        """Note the accept lengths."""
+        for request, accept_len in zip(batch.reqs, accepted.accept_len.tolist(), strict=True):
+            self._driver.accepted.setdefault(request.rid, []).append(accept_len)
 
 
 def main() -> None:

@@ -19,10 +19,10 @@ from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_d
 from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKENDS
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
 from sglang_dflash.srt.hardware_backend.cpu.transfer import prepare_transfer
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
-from sglang_dflash.srt.speculative.drafters import copy_switch
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
 from sglang_dflash.srt.speculative.targets.kinds import target_kind
 
@@ -279,7 +279,7 @@ def _refuse_unsupported(args: Any) -> None:
 
 def check_copy_ahead(block_size: int) -> None:
     """Raises ValueError where copies are asked for and mean nothing."""
-    if not copy_switch.is_asked_for():
+    if not DFlashOptions.COPY_AHEAD.get():
         return
     if block_size == 1:
         raise ValueError(

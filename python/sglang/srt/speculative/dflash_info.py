@@ -1,4 +1,4 @@
-"""The values that flow through one speculative cycle, and the two that SGLang carries or plans with."""
+"""Types of a speculative cycle, and the two inputs that SGLang carries and plans with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,29 +13,33 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sglang_dflash.kernels.ops.speculative.block import pack_blocks, prepare_block
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
 
 
 @dataclass
 class DFlashDraftInput(SpecInput):
-    """What crosses from one cycle to the next, one row per running request.
+    """State that crosses from one cycle to the next, one row per running request.
 
-    bonus_tokens: [bs] int64, the newest token of each request, which has no KV yet.
-    new_seq_lens: [bs] int64, tokens with committed KV; the bonus token sits at this position.
+    Under overlap scheduling SGLang sets `future_indices` and relays tokens and lengths itself. The tensors
+    here are then stale until the next forward resolves them.
 
-    Under overlap scheduling SGLang sets `future_indices` and relays both values itself; the tensors here are
-    then stale until the next forward resolves them."""
+    Attributes:
+        bonus_tokens: [bs] int64, the newest token of each request. It has no KV yet.
+        new_seq_lens: [bs] int64, tokens with committed KV. The bonus token is at this position.
+        future_indices: SGLang's rows of the relay.
+        reserved_lens_cpu: [bs] int32 on the host, slots reserved per request: an upper bound of the lengths,
+            for attention backends that need no exact ones. Valid in the step of `prepare_for_decode` only.
+        new_seq_lens_cpu: [bs] int64 on the host, `new_seq_lens` if it is known before the step, as after a
+            prefill or a plain decode step. The next step then does not wait for the device.
+    """
 
     bonus_tokens: torch.Tensor
     new_seq_lens: torch.Tensor
     future_indices: torch.Tensor | None = None
-    # [bs] int32 on the host: slots reserved per request. An upper bound of the lengths, for attention
-    # backends that do not want exact ones. Set by prepare_for_decode, valid in that step only.
     reserved_lens_cpu: torch.Tensor | None = None
-    # [bs] int64 on the host: `new_seq_lens`, where it was known before the step, as after a prefill or a
-    # plain decode step. The next step then need not wait for the device to say (`known_lengths.py`).
     new_seq_lens_cpu: torch.Tensor | None = None
 
-    # Read by SGLang's relay for every algorithm; EAGLE's state, of which DFLASH has none.
+    # SGLang's relay reads these for every algorithm. They are EAGLE's state, and DFLASH has none.
     topk_p = topk_index = hidden_states = None
 
     def __post_init__(self):
@@ -45,14 +49,16 @@ class DFlashDraftInput(SpecInput):
 
     @classmethod
     def empty(cls, device: torch.device) -> "DFlashDraftInput":
+        """Make the input of a batch without requests."""
         nothing = torch.empty((0,), dtype=torch.int64, device=device)
         return cls(bonus_tokens=nothing, new_seq_lens=nothing)
 
     def prepare_for_decode(self, batch) -> None:
-        """Reserve KV slots for the coming cycle. The scheduler calls this before each decode step.
+        """Reserve KV slots for the next cycle. The scheduler calls this before each decode step.
 
-        Twice a block per request: under overlap `kv_committed_len` lags one step behind what the running
-        forward will have committed."""
+        Reserves two blocks per request: under overlap `kv_committed_len` is one step behind the running
+        forward.
+        """
         batch.maybe_evict_swa()
         reqs = batch.reqs
         if not reqs:
@@ -77,12 +83,13 @@ class DFlashDraftInput(SpecInput):
         )
         for req in reqs:
             req.decode_batch_idx += 1
-        # Exact without overlap; with it, SGLang replaces both by the published lengths before the forward.
+        # Exact without overlap. With it, SGLang replaces both by the published lengths before the forward.
         batch.seq_lens_cpu = torch.tensor([req.kv.kv_committed_len for req in reqs], dtype=torch.int64)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         self.reserved_lens_cpu = reserved_cpu
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
+        """Keep these rows of the batch."""
         self.reserved_lens_cpu = None
         known = self.new_seq_lens_cpu
         self.new_seq_lens_cpu = None if known is None or new_indices_cpu is None else known[new_indices_cpu]
@@ -93,10 +100,12 @@ class DFlashDraftInput(SpecInput):
         self.new_seq_lens = self.new_seq_lens[new_indices]
 
     def merge_batch(self, other: "DFlashDraftInput") -> None:
+        """Append the rows of another batch."""
         self.reserved_lens_cpu = None
-        known = self.new_seq_lens_cpu, other.new_seq_lens_cpu
-        self.new_seq_lens_cpu = None if any(lens is None for lens in known) else torch.cat(known)
+        mine, theirs = self.new_seq_lens_cpu, other.new_seq_lens_cpu
+        self.new_seq_lens_cpu = None if mine is None or theirs is None else torch.cat((mine, theirs))
         if self.future_indices is not None:
+            assert other.future_indices is not None
             self.future_indices = torch.cat([self.future_indices, other.future_indices])
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
@@ -105,16 +114,18 @@ class DFlashDraftInput(SpecInput):
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The tokens of one prefill, packed request after request. Fixed before the target's forward.
+    """Tokens of one prefill, packed request after request. Fixed before the target's forward.
 
-    req_pool_indices: [bs] int64.
-    tokens, positions: [n] int64, n = sum(extend_lens).
-    prefix_lens, extend_lens: of each request, on the host: where its tokens start, and how many there are.
-        num_running: requests at the end of the batch that are not new: in a mixed batch a running one takes
-        part with its bonus token.
-    is_continued: of each request, whether its tokens follow on the ones of an earlier step, rather than on a
-        prefix that the cache had.
-    reqs: SGLang's, in this order.
+    Attributes:
+        req_pool_indices: [bs] int64, rows of the request table.
+        tokens: [n] int64, n = sum(extend_lens).
+        positions: [n] int64.
+        prefix_lens: position of each request's first token, on the host.
+        extend_lens: number of each request's tokens, on the host.
+        num_running: requests at the end of the batch that are not new. In a mixed batch a running request
+            takes part with its bonus token.
+        is_continued: per request, whether its tokens continue an earlier step's instead of a cached prefix.
+        reqs: SGLang's requests, in this order.
     """
 
     req_pool_indices: torch.Tensor
@@ -127,9 +138,16 @@ class Prompts:
     reqs: Sequence[Any] = ()
 
     @property
+    def new_reqs(self) -> Sequence[Any]:
+        """SGLang's requests without the running ones."""
+        return self.reqs[: len(self.reqs) - self.num_running]
+
+    @property
     def lens_cpu(self) -> torch.Tensor | None:
-        """[bs] int64 on the host: tokens of each request that have KV after this prefill. None with running
-        ones, whose lengths the host may know a step late."""
+        """Tokens of each request with KV after this prefill, [bs] int64 on the host.
+
+        None with running requests: the host may know their lengths a step late.
+        """
         if self.num_running:
             return None
         return torch.tensor(self.prefix_lens, dtype=torch.int64) + torch.tensor(
@@ -137,8 +155,10 @@ class Prompts:
         )
 
     @classmethod
-    def of(cls, batch) -> "Prompts":
+    def from_batch(cls, batch: Any) -> "Prompts":
+        """Read the prompts of the scheduler's prefill or mixed batch."""
         num_running = len(batch.decoding_reqs) if batch.forward_mode.is_mixed() else 0
+        new = batch.reqs[: len(batch.reqs) - num_running]
         return cls(
             req_pool_indices=batch.req_pool_indices,
             tokens=batch.input_ids,
@@ -146,22 +166,45 @@ class Prompts:
             prefix_lens=list(batch.prefix_lens),
             extend_lens=list(batch.extend_lens),
             num_running=num_running,
-            is_continued=[req.extend_batch_idx > 1 for req in batch.reqs[: len(batch.reqs) - num_running]]
-            + [True] * num_running,
+            is_continued=[req.extend_batch_idx > 1 for req in new] + [True] * num_running,
             reqs=batch.reqs,
         )
 
 
-def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers of the host as a tensor, without waiting for the device."""
+@dataclass(frozen=True, slots=True)
+class PrefilledRequests:
+    """Requests whose prompt another server has computed: newly arrived, or resumed after a retraction.
+
+    Attributes:
+        reqs: SGLang's requests.
+        req_pool_indices: [bs] int64, rows of the request table.
+        lengths: tokens of each request with KV, n.
+        bonus_tokens: [bs] int64, the token at position n.
+        output_ids: output of each request at its admission, the bonus token included.
+    """
+
+    reqs: Sequence[Any]
+    req_pool_indices: torch.Tensor
+    lengths: list[int]
+    bonus_tokens: torch.Tensor
+    output_ids: list[list[int]]
+
+    @property
+    def new_reqs(self) -> Sequence[Any]:
+        """SGLang's requests, all of which are new here."""
+        return self.reqs
+
+
+def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copy numbers of the host to a device without waiting for it."""
     tensor = torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
     return tensor.to(device, non_blocking=True)
 
 
 def packed_ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Of every request `count` numbers from its `start` on, one request after the other: [sum(counts)] int64.
+    """Count up from each request's start, request after request: [sum(counts)] int64.
 
-    Counted out on the device: a copy of more than 64 KB from ordinary host memory would wait for the stream.
+    Computed on the device: a copy of more than 64 KB from ordinary host memory would wait for the stream.
     """
     on_host = torch.tensor([list(starts), list(counts)], dtype=torch.int64)
     total = int(on_host[1].sum())
@@ -172,31 +215,37 @@ def packed_ranges(starts: Sequence[int], counts: Sequence[int], device: torch.de
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """One decode step's batch, fixed before drafting: bs requests, blocks of B slots.
+    """Inputs of one decode step, fixed before drafting: bs requests, blocks of B slots.
 
-    seq_lens: [bs] int64, committed length n; the block covers positions n .. n+B-1.
-    tokens: [bs, B] int64, the bonus token of the cycle before (the anchor), then mask tokens.
-    positions: [bs, B] int64.
-    cache_loc: [bs * B] int64, the request table's slots of those positions.
-    kv_loc_plan: SGLang's translation of those slots, shared by the draft and the verify forward. host_lens:
-    [bs] on the host, n + B, exactly, where SGLang knows lengths on the host (is_exact); else an upper bound.
-    write_cols: which columns of the planned slots the block is, where it is not all of them."""
+    Attributes:
+        bs: number of requests.
+        req_pool_indices: [bs] int64, rows of the request table.
+        committed: [bs] int64, tokens with committed KV, n. The block covers positions n .. n+B-1.
+        committed_host: [bs] on the host. Equal to `committed` if `is_exact`, else an upper bound.
+        is_exact: whether the host knows the lengths.
+        tokens: [bs, B] int64, the anchor (the last cycle's bonus token), then mask tokens.
+        positions: [bs, B] int64.
+        cache_loc: [bs * B] int64, KV slots of these positions.
+        kv_loc_plan: SGLang's translation of the slots, shared by the draft's and the verify forward.
+        can_run_cuda_graph: SGLang's permission for this batch.
+        write_cols: columns of the planned slots that the block covers. None: all of them.
+    """
 
     bs: int
     req_pool_indices: torch.Tensor
-    seq_lens: torch.Tensor
+    committed: torch.Tensor
+    committed_host: torch.Tensor
     tokens: torch.Tensor
     positions: torch.Tensor
     cache_loc: torch.Tensor
     kv_loc_plan: KVLocPlan
-    host_lens: torch.Tensor
     can_run_cuda_graph: bool
-    write_cols: slice | None = None
     is_exact: bool = False
+    write_cols: slice | None = None
 
     @classmethod
-    def begin(cls, batch: Any, target_runner: Any, mask_token_id: int, width: int) -> "Cycle":
-        """The cycle of a decode batch whose blocks are `width` slots."""
+    def begin(cls, batch: Any, target_runner: Any, mask_token_id: int, num_slots: int) -> "Cycle":
+        """Prepare the cycle of a decode batch with blocks of `num_slots` slots."""
         draft_input: DFlashDraftInput = batch.spec_info
         tokens, positions, cache_loc = prepare_block(
             draft_input.bonus_tokens,
@@ -204,73 +253,109 @@ class Cycle:
             batch.req_pool_indices,
             target_runner.req_to_token_pool.req_to_token,
             mask_token_id,
-            width,
+            num_slots,
         )
         exact = batch.seq_lens_cpu
-        host_lens = draft_input.reserved_lens_cpu if exact is None else exact + width
+        if exact is None:
+            assert draft_input.reserved_lens_cpu is not None, "prepare_for_decode comes first"
+            seq_lens_cpu = draft_input.reserved_lens_cpu
+            committed_host = seq_lens_cpu - num_slots
+        else:
+            seq_lens_cpu = committed_host = exact
         plan = target_runner.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
-            seq_lens_cpu=host_lens if exact is None else exact,
+            seq_lens_cpu=seq_lens_cpu,
             write_virtual=cache_loc,
-            read_extent=width,
+            read_extent=num_slots,
         )
         return cls(
             bs=batch.seq_lens.numel(),
             req_pool_indices=batch.req_pool_indices,
-            seq_lens=batch.seq_lens,
+            committed=batch.seq_lens,
+            committed_host=committed_host,
             tokens=tokens,
             positions=positions,
             cache_loc=cache_loc,
             kv_loc_plan=plan,
-            host_lens=host_lens,
             can_run_cuda_graph=batch.can_run_decode_cuda_graph,
             is_exact=exact is not None,
         )
 
     @property
-    def width(self) -> int:
+    def verify_len(self) -> int:
+        """Slots of each block, the anchor included."""
         return self.tokens.shape[1]
 
     @property
-    def new_seq_lens_cpu(self) -> torch.Tensor | None:
-        """[bs] int64 on the host: committed lengths after this cycle, where that can only be one token
-        more."""
-        return self.host_lens if self.is_exact and self.width == 1 else None
+    def next_committed_host(self) -> torch.Tensor | None:
+        """Lengths after this cycle, [bs] int64 on the host, if it can only add one token to each."""
+        return self.committed_host + 1 if self.is_exact and self.verify_len == 1 else None
 
-    def narrowed(self, width: int) -> "Cycle":
-        """The same cycle over the first `width` slots of each block."""
-        if width == self.width:
+    def narrowed(self, verify_len: int) -> "Cycle":
+        """Keep the first `verify_len` slots of each block."""
+        if verify_len == self.verify_len:
             return self
         return replace(
             self,
-            tokens=self.tokens[:, :width],
-            positions=self.positions[:, :width],
-            cache_loc=self.cache_loc.view(self.bs, -1)[:, :width].flatten(),
-            host_lens=self.host_lens - (self.width - width),
-            write_cols=slice(0, width),
+            tokens=self.tokens[:, :verify_len],
+            positions=self.positions[:, :verify_len],
+            cache_loc=self.cache_loc.view(self.bs, -1)[:, :verify_len].flatten(),
+            write_cols=slice(0, verify_len),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBlock:
+    """Drafted blocks, in the target's vocabulary.
+
+    Attributes:
+        tokens: [bs, B] int64. Column 0 is the anchor.
+        probs: distributions that columns 1.. were drawn from. None: they are the draft's argmax.
+    """
+
+    tokens: torch.Tensor
+    probs: DraftProbs | None = None
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether rejection with the draft's probabilities verifies the block."""
+        return self.probs is not None
+
+    def narrowed(self, verify_len: int) -> "DraftBlock":
+        """Keep the first slots. Lossless if `verify_len` was chosen without the drafted tokens."""
+        if verify_len == self.tokens.shape[1]:
+            return self
+        probs = self.probs
+        if probs is not None:
+            drafted = slice(0, verify_len - 1)
+            probs = DraftProbs(probs.ids[:, drafted].contiguous(), probs.probs[:, drafted].contiguous())
+        return DraftBlock(self.tokens[:, :verify_len].contiguous(), probs)
 
 
 @dataclass
 class DFlashVerifyInput(SpecInput):
-    """Tells an attention backend to run blocks of `draft_token_num` tokens: the target's verify chain, and
-    the draft's block (whose layers say themselves that they are not causal). No mask: both follow from the
-    lengths. SGLang builds one as well, to capture CUDA graphs with."""
+    """Attention input for blocks of `draft_token_num` tokens: the target's chain and the draft's block.
+
+    There is no mask: the lengths say everything, and the draft's layers declare that they are not causal.
+    SGLang builds one too, to capture CUDA graphs with.
+    """
 
     draft_token_num: int
     capture_hidden_mode: CaptureHiddenMode
     draft_token: torch.Tensor | None = None  # [bs * B] int64
     positions: torch.Tensor | None = None  # [bs * B] int64
-    # Read by SGLang's backends for every verify; a chain has one candidate per position and no mask.
+    # SGLang's backends read these for every verify. A chain has one candidate per position and no mask.
     topk: int = 1
     custom_mask: torch.Tensor | None = None
-    ragged_verify_layout: Any = None  # of algorithms whose requests verify different numbers of tokens
+    ragged_verify_layout: Any = None  # for algorithms with a verify length per request
 
     @classmethod
-    def of_target(cls, width: int, tokens: torch.Tensor, positions: torch.Tensor) -> "DFlashVerifyInput":
-        """Of a forward that verifies `width` slots of each block. tokens, positions: [bs * width] int64."""
-        return cls(width, CaptureHiddenMode.FULL, draft_token=tokens, positions=positions)
+    def for_target(
+        cls, verify_len: int, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> "DFlashVerifyInput":
+        """Describe a verify forward. tokens, positions: [bs * verify_len] int64."""
+        return cls(verify_len, CaptureHiddenMode.FULL, draft_token=tokens, positions=positions)
 
     def __post_init__(self):
         super().__init__(spec_input_type=SpecInputType.DFLASH_VERIFY)
@@ -289,9 +374,9 @@ class DFlashVerifyInput(SpecInput):
         kv_indices_buf: torch.Tensor | None = None,
         kind: IdSpaceKind = IdSpaceKind.FULL,
     ):
-        """FlashInfer's CSR arguments: (kv_indices, kv_indptr, qo_indptr, mask), int32.
+        """Return FlashInfer's CSR arguments: (kv_indices, kv_indptr, qo_indptr, mask), int32.
 
-        `paged_kernel_lens` [bs] are committed lengths; each request also reads its own block.
+        `paged_kernel_lens` [bs] are committed lengths. Each request also reads its own block.
         """
         bs, width, device = req_pool_indices.numel(), self.draft_token_num, req_pool_indices.device
         lengths, kv_indptr, qo_indptr = pack_blocks(paged_kernel_lens, width)

@@ -1,11 +1,7 @@
-"""Checks at the edges: which requests DFLASH serves, and which targets."""
+"""Start-up checks of target, KV budget and graph memory, and checks of requests."""
 
-import json
 import logging
-import os
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +14,17 @@ from sglang_dflash.srt.speculative.targets.kinds import served_kind
 
 logger = logging.getLogger(__name__)
 
-# The draft's graphs and their workspaces take a few hundred MB; without them a step still runs.
+# The draft's graphs and their workspaces take a few hundred MB. Without them a step still runs.
 DRAFT_GRAPHS_NEED_GB = 1.0
 
 
 def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
-    """SGLang asks this for every request. Returns the message of an HTTP 400, or None to serve the request.
+    """Check a request. SGLang calls this for every one.
 
-    Whatever DFLASH cannot serve exactly as the target alone would is refused by name.
-    """
+    Returns the message of an HTTP 400, or None to serve the request. A request that DFLASH cannot serve
+    exactly as the target alone would is refused by name."""
     refused = []
-    # Taken out where it would do harm in the one forward that SGLang gives a refused request.
+    # A refused request still gets one forward from SGLang, so harmful fields are removed.
     if req.custom_logit_processor is not None:
         refused.append("custom_logit_processor")
         req.custom_logit_processor = None
@@ -39,7 +35,7 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
     if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
         refused.append(
             "min_p with --enable-deterministic-inference"
-        )  # at which SGLang's sampler ends the server
+        )  # would end the server in SGLang's sampler
         req.sampling_params.min_p = 0.0
     if req.multimodal_inputs is not None and not served_kind().takes_images:
         refused.append(f"images, videos and audio with {served_kind().architecture}")
@@ -50,13 +46,15 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
 
 
 def _outside_vocabulary(req: Any) -> str | None:
-    """A prompt that would end the server with an index error: a token id outside the embedding, named, or
-    none at all. SGLang lets them through."""
+    """Describe a prompt that would end the server with an index error, or return None.
+
+    Such a prompt is empty, or names a token id outside the embedding. SGLang accepts both.
+    """
     ids = req.origin_input_ids
     if not len(ids):
         return "input_ids: the prompt has no tokens."
     if req.multimodal_inputs is not None:
-        return None  # SGLang's ids of an image's tokens lie outside on purpose
+        return None  # ids of an image's tokens are outside on purpose
     worst = next((token for token in (min(ids), max(ids)) if not 0 <= token < req.vocab_size), None)
     if worst is None:
         return None
@@ -64,7 +62,7 @@ def _outside_vocabulary(req: Any) -> str | None:
 
 
 def check_target_model(target_model: Any, num_aux_layers: int) -> None:
-    """Raise ValueError unless SGLang's implementation of the target can lend what a DFlash draft needs."""
+    """Raise ValueError unless the target's class can lend what a DFlash draft needs."""
     name = type(target_model).__name__
     if not (
         hasattr(target_model, "set_dflash_layers_to_capture")
@@ -80,16 +78,16 @@ def check_target_model(target_model: Any, num_aux_layers: int) -> None:
 
 
 def resolve_dflash_verify_mask_policy(attn_backend: Any) -> tuple[str, bool]:
-    """SGLang asks this before it captures a CUDA graph: the backend's name, and whether blocks carry a mask
-    there.
+    """Name the attention backend, and tell whether blocks carry a mask there.
 
-    They never do: every backend we accept (`dflash_args.TARGET_ATTENTION_BACKENDS`) runs a chain by its
-    causal flag."""
+    SGLang calls this before it captures a graph. Blocks never carry one:
+    every supported backend runs a chain by its causal flag.
+    """
     return type(attn_backend).__name__, False
 
 
 class NoLogits:
-    """What SGLang's graph runner asks for room for the logits, for a model that keeps them to itself."""
+    """Buffer for a model that keeps its logits to itself, where SGLang's graph runner asks for one."""
 
     def __init__(self, device: Any):
         self._device = device
@@ -99,8 +97,10 @@ class NoLogits:
 
 
 def graph_output_for_runner() -> Callable[[Any], Any]:
-    """SGLang's `GraphSharedOutput.create_for_model_runner`, but for drafts, whose head and argmax are in
-    their model."""
+    """Wrap SGLang's `GraphSharedOutput.create_for_model_runner`: drafts get no logits buffer.
+
+    A draft's head and argmax are in its model.
+    """
     original = GraphSharedOutput.create_for_model_runner
 
     def create_for_model_runner(model_runner: Any) -> Any:
@@ -110,11 +110,10 @@ def graph_output_for_runner() -> Callable[[Any], Any]:
 
 
 def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
-    """Raise RuntimeError unless the draft's KV pool mirrors the target's slots within the bytes SGLang set
-    aside for it.
+    """Raise RuntimeError unless the draft's KV pool mirrors the target's slots within its budget.
 
-    SGLang sizes the target's pool by target + draft bytes per token, the latter from the draft's config;
-    where it cannot read that it only guesses, and says so in a warning."""
+    SGLang sizes the target's pool by target + draft bytes per token, the latter from the draft's config. If
+    it cannot read that, it guesses and warns."""
     target_pool, draft_pool = target_runner.token_to_kv_pool, draft_runner.token_to_kv_pool
     if draft_pool.size != target_pool.size:
         raise RuntimeError(
@@ -127,7 +126,7 @@ def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
 
 
 def has_room_for_draft_graphs(tp_sync: Any, device: str, gpu_id: int) -> bool:
-    """Whether enough memory is left for the draft's CUDA graphs; the same on all tensor-parallel ranks."""
+    """Tell whether enough memory is left for the draft's CUDA graphs, alike on all ranks."""
     if device != "cuda":
         return True  # SGLang knows whether such a device has any
     free = tp_sync.available_memory_gb(
@@ -135,52 +134,9 @@ def has_room_for_draft_graphs(tp_sync: Any, device: str, gpu_id: int) -> bool:
     )
     if free < DRAFT_GRAPHS_NEED_GB:
         logger.warning(
-            "DFLASH: the draft runs without CUDA graphs, as only %.2f GB of GPU memory are left for them (wanted: %.0f). "
-            "A lower --mem-fraction-static makes room.",
+            "DFLASH: the draft runs without CUDA graphs, as only %.2f GB of GPU memory are left for them "
+            "(wanted: %.0f). A lower --mem-fraction-static makes room.",
             free,
             DRAFT_GRAPHS_NEED_GB,
         )
     return free >= DRAFT_GRAPHS_NEED_GB
-
-
-class PhaseClock:
-    """Wall time per phase of the cycle, for the benchmark. Off, and free, unless PHASE_TIMES names a file.
-
-    Times are the host's. On a CPU that is the phase itself; on CUDA, where the host runs ahead, only launch
-    time."""
-
-    VARIABLE = "SGLANG_DFLASH_PHASE_TIMES"
-    _WRITE_EVERY = 32
-
-    def __init__(self, path: str | None):
-        self._path = path
-        self._seconds: dict[str, float] = {}
-        self._cycles = 0
-        self._rows = 0
-
-    @classmethod
-    def from_environment(cls) -> "PhaseClock":
-        return cls(os.environ.get(cls.VARIABLE))
-
-    def start(self) -> None:
-        if self._path:
-            self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """Book the time since the last call under `phase`."""
-        if self._path:
-            now = time.perf_counter()
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
-            self._last = now
-
-    def end_cycle(self, num_requests: int) -> None:
-        """Count a cycle; every so often write the totals since start-up, as JSON."""
-        if not self._path:
-            return
-        self._cycles += 1
-        self._rows += num_requests
-        if self._cycles % self._WRITE_EVERY == 0:
-            totals = {"cycles": self._cycles, "rows": self._rows, "seconds": self._seconds}
-            partial = f"{self._path}.part"
-            Path(partial).write_text(json.dumps(totals))
-            os.replace(partial, self._path)

@@ -1,88 +1,74 @@
-"""The conductor of a speculative cycle: draft -> verify -> accept -> commit.
+"""The scheduler's worker for DFLASH: start-up, prefill and decode cycles.
 
-Speaks SGLang's spec-V2 worker contract to the scheduler (docs/contracts.md) and holds no per-request state:
-what crosses a cycle is the bonus token and the length (`DFlashDraftInput`), which SGLang relays.
+A cycle is draft -> verify -> accept -> commit.
 
-At decode entry with committed length n, target and draft KV exist for positions 0..n-1 in the same slots, and
-the bonus token at position n has neither. The block covers n..n+B-1. After a drafts are kept the committed
-length is n + a + 1, and draft KV for n..n+a comes from the aux hidden states of this step's verify."""
+Follows SGLang's contract for speculative workers, version 2 (docs/contracts.md), and keeps no state per
+request. The bonus token and the length cross a cycle in `DFlashDraftInput`, which SGLang relays.
+
+At the start of a decode step with n committed tokens, target and draft have KV for positions 0..n-1 in the
+same slots. The bonus token at position n has none. The block covers n..n+B-1. If a drafted tokens are
+accepted, n + a + 1 tokens are committed, and the draft's KV for n..n+a comes from the aux hidden states of
+this step's verify."""
 
 import logging
+from typing import Any
 
-import torch
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree
 
-from sglang_dflash.kernels.ops.speculative.accept import Acceptance, accept_greedy, settle
-from sglang_dflash.srt.models.dflash import DFlashDraftModel
-from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.mask_token import read_mask_embedding
-from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.constraints import constrain
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
 from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
-from sglang_dflash.srt.speculative.acceptance.rejection import (
-    accept_by_block_verification,
-    accept_by_rejection,
-)
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
-from sglang_dflash.srt.speculative.acceptance.target_sampling import draw_target_tokens, target_probs
-from sglang_dflash.srt.speculative.cycle.verify_tail import VerifyTail
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput, Prompts
-from sglang_dflash.srt.speculative.dflash_utils import PhaseClock, check_kv_budget, check_target_model
-from sglang_dflash.srt.speculative.drafters import copy_switch
-from sglang_dflash.srt.speculative.drafters.base import DraftBlock
-from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead
-from sglang_dflash.srt.speculative.drafters.copy_stats import Outcomes
-from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
-from sglang_dflash.srt.speculative.drafters.dflash2 import DFlash2Drafter
-from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
+from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
+from sglang_dflash.srt.speculative.cycle.observer import observers_from_environment
+from sglang_dflash.srt.speculative.cycle.rows import RequestRows
+from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
+from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts
+from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget, check_target_model
+from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class
 from sglang_dflash.srt.speculative.drafters.prewarm import prewarm_probabilistic_step
 from sglang_dflash.srt.speculative.scale_out.disaggregation import arrivals
-from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, keep_in_step, run_idle
-from sglang_dflash.srt.speculative.targets.states import states_of
+from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, run_idle
+from sglang_dflash.srt.speculative.targets.states import make_target_states
 from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_updates
 from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
-from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
-from sglang_dflash.srt.speculative.width.start_up import start_adaptive
+from sglang_dflash.srt.speculative.width.start_up import make_width
 
 logger = logging.getLogger(__name__)
 
-_DRAFTERS = {
-    DFlashDraftModel: DFlashDrafter,
-    DFlash2DraftModel: DFlash2Drafter,
-    PEagleDraftModel: PEagleDrafter,
-}
-
 
 class DFlashWorker(BaseSpecWorker):
-    """Built by the scheduler once the target's weights are loaded; from then on it stands in for the target's
-    worker."""
+    """The scheduler's worker, which replaces the target's once its weights are loaded.
 
-    def __init__(self, server_args, gpu_id: int, nccl_port: int, target_worker: TpModelWorker):
+    Attributes:
+        block_size: slots of a block, the anchor included: the most that a cycle verifies.
+        drafter: fills blocks and keeps the draft's context.
+        acceptor: decides which drafted tokens are output.
+        observers: called at each stage of a step.
+    """
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: TpModelWorker):
         super().__init__()
         self._target_worker = target_worker
         target_runner = target_worker.model_runner
         self.device = target_worker.device
         self._gpu_id = gpu_id
         spec = get_spec()
-        # The anchor and the drafted tokens: the most a cycle verifies, and what SGLang reserves for. How many
-        # rows the draft runs for them is the drafter's business, how many of them a cycle verifies the
-        # width's.
-        self.verify_width = spec.speculative_num_draft_tokens
-        # Read by SGLang's metrics.
+        # SGLang's metrics read the two other names.
+        self.block_size = self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
         self.speculative_num_steps = spec.speculative_num_steps
-        self.speculative_num_draft_tokens = self.verify_width
         self._ranks = DraftRanks()
-        self.draft_parallel_layout = self._ranks.layout  # by which SGLang sizes the draft's KV
+        self.draft_parallel_layout = self._ranks.layout  # SGLang sizes the draft's KV by it
         with self._ranks.as_draft():
             self._draft_worker = TpModelWorker(
                 server_args=server_args,
@@ -93,43 +79,41 @@ class DFlashWorker(BaseSpecWorker):
                 context_length=target_runner.model_config.context_len,
                 draft_attention_backend=spec.speculative_draft_attention_backend,
             )
-        self._draft_worker.draft_runner = (
-            self._draft_worker.model_runner
-        )  # where SGLang's device timers look for it
-        draft_model = self._draft_worker.model_runner.model
+        draft_runner = self._draft_worker.model_runner
+        self._draft_worker.draft_runner = draft_runner  # SGLang's device timers look for it here
+        draft_model = draft_runner.model
         check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
         checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
         draft_model.prepare_mask(target_worker.tokenizer, read_mask_embedding(*checkpoint))
-        drafter = _DRAFTERS[type(draft_model)](
-            self._draft_worker.model_runner, target_runner.model, self.verify_width
+        self._metrics = DFlashMetrics.from_server(self.block_size - 1)
+        self.drafter, self._copies = build_drafter(
+            draft_runner, target_runner.model, self.block_size, self._ranks, self._metrics
         )
-        self._drafter = self._ranks.place(drafter, target_runner.model)
-        self._rejection_rule = None
-        if spec.speculative_use_rejection_sampling:
-            by_block = spec.speculative_use_block_verification
-            self._rejection_rule = accept_by_block_verification if by_block else accept_by_rejection
-        # Ranks that disagree on one token hang at the next collective: what was chosen, rank 0 chooses for
-        # all of them. (SGLANG_SPEC_TP_SYNC says where; nothing happens with one rank.)
         self._tp_sync = SpecTpSync(get_dp_tp_group())
-        self._simulated = SimulatedAcceptance.from_environment()
-        self._clock = PhaseClock.from_environment()
-        self._metrics = DFlashMetrics.from_server(self.verify_width - 1)
-        self._width = FixedWidth(self.verify_width)
-        self._copies: Outcomes | None = None
-        route_weight_updates(target_runner, self._draft_worker.model_runner)
+        self.acceptor = Acceptor(
+            target_runner.sampler,
+            target_runner.model_config.vocab_size,
+            self._tp_sync,
+            rejection_rule(spec),
+            SimulatedAcceptance.from_environment(),
+        )
+        self._width = FixedWidth(self.block_size)
+        self._in_flight = CyclesInFlight()
+        self.observers = observers_from_environment()
+        route_weight_updates(target_runner, draft_runner)
         logger.info(
-            "sglang-dflash %s with %s: block size %d, %d draft layers reading target layers %s, draft attention %s.",
+            "sglang-dflash %s with %s: block size %d, %d draft layers reading target layers %s, "
+            "draft attention %s.",
             type(self).__name__,
-            type(drafter).__name__,
-            self.verify_width,
+            drafter_class(draft_model).__name__,
+            self.block_size,
             draft_model.draft.num_hidden_layers,
             list(draft_model.draft.target_layer_ids),
             spec.speculative_draft_attention_backend,
         )
 
-    def __getattr__(self, name):
-        # SGLang treats this worker as the target's in many places. Guarded, or a lookup before __init__
-        # recurses.
+    def __getattr__(self, name: str) -> Any:
+        # SGLang uses this worker as the target's in many places. A lookup before __init__ would recurse.
         if name == "_target_worker":
             raise AttributeError(name)
         return getattr(self._target_worker, name)
@@ -139,299 +123,222 @@ class DFlashWorker(BaseSpecWorker):
     def alloc_memory_pool(
         self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None
     ):
-        # Without a request table given, the draft's runner makes one of its own.
-        table = None if self._drafter.has_own_table else req_to_token_pool
+        """Allocate the draft's KV pool on the target's slots, and the tables of request rows."""
+        # If no request table is given, the draft's runner makes its own.
+        table = None if self.drafter.has_own_table else req_to_token_pool
         with self._ranks.as_draft():
             super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
         target_runner = self._target_worker.model_runner
         check_kv_budget(target_runner, self._draft_worker.model_runner)
-        self._drafter.attach_pools(target_runner)
-        self.verify_tail = VerifyTail(self._drafter, target_runner, self._draft_worker.model_runner)
-        pool_size = target_runner.req_to_token_pool.req_to_token.shape[0]
-        self._penalties = Penalties(pool_size, target_runner.model_config.vocab_size, self.device)
+        self.drafter.attach_pools(target_runner)
+        self._verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
+        num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
+        self._penalties = Penalties(num_rows, target_runner.model_config.vocab_size, self.device)
 
     def init_attention_backends(self):
-        with self._ranks.as_draft(), self._draft_width():
+        """Make the attention backends of both models."""
+        with self._ranks.as_draft(), self._with_draft_rows():
             super().init_attention_backends()
-        self._target_states = states_of(self._target_worker, self.verify_width)
+        self._target_states = make_target_states(self._target_worker, self.block_size)
 
     def init_cuda_graphs(self):
-        # Where nothing is ever drafted there is nothing to capture.
-        captures = self.verify_width > 1 and self._ranks.may_capture(self._tp_sync, self.device, self._gpu_id)
-        with self._ranks.as_draft(), self._draft_width():
+        """Capture the draft's CUDA graphs, and measure cycles if the verify length is adaptive."""
+        captures = self.block_size > 1 and self._ranks.may_capture(self._tp_sync, self.device, self._gpu_id)
+        with self._ranks.as_draft(), self._with_draft_rows():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
-        settings = AdaptiveSettings.from_environment()
-        if settings is not None:
-            self._width = start_adaptive(self, settings, get_parallel().tp_group, self._metrics)
-        if copy_switch.is_asked_for():
-            # After what adaptive width measures, which has no texts.
-            self._drafter = CopyAhead.of(
-                self._drafter, self._target_worker.model_runner, self.verify_width, self._metrics
-            )
-            self._copies = self._drafter.outcomes
+        self._width = make_width(self, get_parallel().tp_group, self._metrics)
+        self._rows = RequestRows(self._width, self.drafter, self._penalties)
 
     def prewarm_sampling(self):
-        """Called once at start-up, when both models' graphs exist."""
+        """Allocate temporary memory of sampling. SGLang calls this when both models' graphs exist."""
         result = super().prewarm_sampling()
-        if self._rejection_rule is not None and self.device == "cuda" and self.verify_width > 1:
+        if self.acceptor.can_draw and self.device == "cuda" and self.block_size > 1:
             runner = self._target_worker.model_runner
+            config = runner.model_config
             with self._ranks.as_draft():
                 prewarm_probabilistic_step(
-                    self._draft_worker.model_runner.model,
-                    runner.model_config.hidden_size,
+                    self.drafter.draw,
+                    config.hidden_size,
                     runner.max_running_requests,
-                    self.verify_width,
-                    runner.model_config.vocab_size,
-                    runner.model_config.dtype,
+                    self.block_size,
+                    config.vocab_size,
+                    config.dtype,
                     self.device,
                 )
         return result
 
-    def _draft_width(self):
-        """The draft's backends and graphs are made for the width of its own block, which need not be the
-        verified one's."""
-        return get_spec().override(speculative_num_draft_tokens=max(1, self._drafter.block_width))
+    def _with_draft_rows(self):
+        """Make the draft's backends and graphs for the rows of its own block."""
+        return get_spec().override(speculative_num_draft_tokens=max(1, self.drafter.num_draft_rows))
+
+    # -- read by SGLang
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
-        """SGLang copies lengths to the host each step if any of these asks for it."""
+        """Attention backends. If one needs lengths, SGLang copies them to the host each step."""
         return (self._target_worker.model_runner.attn_backend, self._draft_worker.model_runner.attn_backend)
 
     @property
-    def drafter(self):
-        return self._drafter
-
-    @property
-    def width_report(self) -> dict:
-        """What `/server_info` says about the verify width."""
+    def width_report(self) -> dict[str, Any]:
+        """Verify length in force and its reasons, for `/server_info`."""
         return self._width.report()
 
     @property
-    def copy_report(self) -> dict:
-        """What it says about copies."""
-        return self._copies.report() if self._copies is not None else {}
+    def copy_report(self) -> dict[str, Any]:
+        """Outcomes of copies, for `/server_info`."""
+        return self._copies.stats.report() if self._copies is not None else {}
 
     def weight_update_runners(self):
+        """List the runners whose weights may be updated beside the target's."""
         return [("draft", self._draft_worker.model_runner)]
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
-        """Called by the scheduler once a step's accept lengths are on the host."""
-        drafted = self._width.on_accept_lens(num_correct_drafts_per_req)
-        self._metrics.count_verified(num_correct_drafts_per_req, drafted)
-        if self._copies is not None:
-            self._copies.kept(num_correct_drafts_per_req, drafted)
+        """Learn from a cycle. The scheduler calls this once the accept lengths are on the host."""
+        accept_lens = num_correct_drafts_per_req
+        if not accept_lens:
+            return  # an idle rank
+        cycle = self._in_flight.land(accept_lens)
+        self._width.on_accept_lens(accept_lens)
+        self._metrics.count_verified(accept_lens, cycle.num_drafted)
+        if self._copies is not None and cycle.proposals is not None:
+            self._copies.stats.on_accept_lens(cycle.proposals, accept_lens, cycle.num_drafted)
 
     # -- one step
 
     def forward_batch_generation(
         self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None
     ) -> GenerationBatchResult:
-        """Called once per scheduler step with a prefill, mixed, decode or, with DP attention, idle batch."""
+        """Run one scheduler step: a prefill, mixed, decode or, with DP attention, idle batch."""
         if batch.forward_mode.is_idle():
-            return run_idle(batch, self._target_worker, self.verify_width)
+            return run_idle(batch, self._target_worker, self.block_size)
         if batch.sampling_info is not None and batch.sampling_info.sampling_seed is not None:
             # SGLang seeds a draw with the token's rank if some request of the batch filters, else with its
-            # id. Always by rank, it does not depend on the others.
+            # id. Always by rank, a draw does not depend on the other requests.
             batch.sampling_info.need_top_k_sampling = True
-        if batch.forward_mode.is_extend():
-            return self._prefill(batch, on_publish, grammar_barrier)
-        return self._decode(batch, on_publish, grammar_barrier)
+        run = self.prefill if batch.forward_mode.is_extend() else self.decode
+        return run(batch, on_publish, grammar_barrier)
 
-    def _prefill(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
-        """Target prefill, capturing every token's aux hidden states; the draft's KV of those tokens is
-        written before this returns, because the scheduler may then hand the slots to the prefix cache."""
-        prompts = Prompts.of(batch)
-        self._width.on_prefill(batch, prompts.num_running)
-        self._drafter.begin_prefill(prompts)
-        is_penalized = Penalties.are_asked_for(batch.sampling_info)
+    def prefill(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
+        """Run the target's prefill, and write the draft's KV of the same tokens.
+
+        The draft's KV is written before this returns: the scheduler may then give the slots to the prefix
+        cache."""
+        prompts = Prompts.from_batch(batch)
+        self._rows.begin_prefill(prompts)
+        is_penalized = Penalties.are_requested(batch.sampling_info)
         if is_penalized:
-            self._penalties.begin_prefill(batch, prompts.num_running)
+            self._penalties.penalize_prefill(batch)
         if prompts.num_running and batch.has_grammar and grammar_barrier is not None:
-            # Under overlap the running requests' grammars may be a step behind, and SGLang samples in this
-            # very forward.
+            # Under overlap the running requests' grammars may be a step behind, and this forward samples.
             grammar_barrier()
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
         plan, result.kv_loc_plan = result.kv_loc_plan, None
-        # The very object the batch holds: SGLang then knows that prefill did not change the lengths.
+        # The same object that the batch holds tells SGLang that prefill did not change the lengths.
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        # Tensor parallelism may pad the token dimension; padding rows come last.
+        # Tensor parallelism may pad the token dimension. Padding rows come last.
         aux_hidden = result.logits_output.hidden_states[: prompts.positions.numel()]
         cache_loc = plan.write_ids(self._draft_worker.model_runner.kv_index_translator)
         next_tokens = self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids).long()
         if is_penalized:
             self._penalties.count_prefill(batch, next_tokens)
-        self._drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
-        result.logits_output.hidden_states = None  # or SGLang copies them to the host
+        self._notify("on_prefilled", batch, prompts, aux_hidden)
+        self.drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
+        result.logits_output.hidden_states = None  # SGLang would copy them to the host
         result.next_draft_input = DFlashDraftInput(
             next_tokens, result.new_seq_lens, new_seq_lens_cpu=prompts.lens_cpu
         )
         return result
 
-    def _take_arrivals(self) -> None:
-        """Requests that another server has prefilled, before their first cycle."""
-        for arrival in arrivals.take():
-            self._width.on_prefill(arrival, 0)
-            self._drafter.join(arrival)
-            self._penalties.join(arrival)
+    def decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
+        """Run one cycle for each request of the batch, at the verify length that pays."""
+        self._notify("on_begun", batch)
+        for requests in arrivals.take():
+            self._rows.admit_prefilled(requests)
+        draws = self._draws_drafts(batch)
+        # Chosen before anything is drafted: the length may not depend on drawn tokens.
+        verify_len = self.speculative_num_draft_tokens = self._width.choose_width(batch, draws)
+        self._notify("on_length_chosen", batch, verify_len)
+        result = self.run_cycle(batch, verify_len, draws, on_publish, grammar_barrier)
+        proposals = self._copies.proposals if self._copies is not None else None
+        self._in_flight.launch(CycleInFlight(len(batch.reqs), verify_len - 1, proposals))
+        self._width.on_launched()
+        return result
 
-    def _decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
-        clock = self._clock
-        clock.start()
-        self._take_arrivals()
-        draws_drafts = self._draws_drafts(batch)
-        # Settled before anything is drafted: what is verified may not depend on what was drawn.
-        width = self.speculative_num_draft_tokens = self._width.choose_width(batch, draws_drafts)
-        clock.lap("prepare")
-        cycle, block = self.draft_block(batch, width, batch.sampling_info if draws_drafts else None)
-        # Its copy to the host has to be on its way before verify is: grammars then run beside it on the host.
+    def run_cycle(
+        self, batch, verify_len: int, draws: bool, on_publish=None, grammar_barrier=None
+    ) -> GenerationBatchResult:
+        """Draft, verify, accept and commit. Start-up measures this too.
+
+        Args: batch: the scheduler's decode batch. verify_len: slots of each block to verify, the anchor
+            included. The draft fills the whole block, or does
+                not run if only the anchor is verified.
+            draws: whether drafted tokens are drawn instead of the draft's argmax.
+            on_publish: called with the new lengths as soon as they exist.
+            grammar_barrier: SGLang's, waits until grammars are up to date.
+        """
+        cycle, block = self._draft(batch, verify_len, batch.sampling_info if draws else None)
+        self._notify("on_drafted", batch, cycle, block)
+        # The copy to the host starts before verify, so that grammars run beside it on the host.
         grammar_tree = GrammarTree.from_linear_chain(block.tokens) if batch.has_grammar else None
-        clock.lap("draft")
-        target_out = self._verify(batch, cycle, block)
+        target_out = verify(self._target_worker, self._target_states, batch, cycle, block)
         logits_output = target_out.logits_output
-        clock.lap("verify")
-        constrain(
-            batch,
-            block.tokens,
-            logits_output.next_token_logits,
-            self._penalties,
-            grammar_tree,
-            grammar_barrier,
-        )
-        verdict, accepted = self._accept(batch, cycle, block, logits_output.next_token_logits)
-        if Penalties.are_asked_for(batch.sampling_info):
-            self._penalties.count_block(batch, verdict)
+        logits = logits_output.next_token_logits
+        self._notify("on_verified", batch, block, logits)
+        constrain(batch, block.tokens, logits, self._penalties, grammar_tree, grammar_barrier)
+        accepted = self.acceptor.accept(batch, cycle, block, logits)
+        if Penalties.are_requested(batch.sampling_info):
+            self._penalties.count_block(batch, accepted)
         self._target_states.commit(batch, accepted.commit_lens)
         if on_publish is not None:
-            on_publish(accepted.new_seq_lens)
+            on_publish(accepted.committed)
         if batch.return_logprob:
-            compute_spec_logprobs(batch, logits_output, verdict.out_tokens.flatten(), chain_stride=width)
-        clock.lap("accept")
-        self._drafter.commit(cycle, self.verify_tail.left_to_commit(target_out), verdict)
+            compute_spec_logprobs(batch, logits_output, accepted.tokens.flatten(), chain_stride=verify_len)
+        self._notify("on_accepted", batch, cycle, accepted)
+        aux_hidden = self._verify_tail.states_to_commit(target_out)
+        self.drafter.commit(cycle, aux_hidden, accepted)
+        self._notify("on_committed", batch, cycle, aux_hidden, accepted)
         logits_output.hidden_states = None
-        clock.lap("commit")
-        clock.end_cycle(cycle.bs)
-        self._width.on_launched()
+        next_input = DFlashDraftInput(
+            accepted.bonus, accepted.committed, new_seq_lens_cpu=cycle.next_committed_host
+        )
         return GenerationBatchResult(
             logits_output=logits_output,
-            next_token_ids=accepted.said.flatten(),
+            next_token_ids=accepted.reported.flatten(),
             accept_lens=accepted.commit_lens,
-            next_draft_input=DFlashDraftInput(
-                verdict.bonus, accepted.new_seq_lens, new_seq_lens_cpu=cycle.new_seq_lens_cpu
-            ),
-            new_seq_lens=accepted.new_seq_lens,
+            next_draft_input=next_input,
+            new_seq_lens=accepted.committed,
             can_run_cuda_graph=target_out.can_run_cuda_graph,
-            speculative_num_draft_tokens=width,
+            speculative_num_draft_tokens=verify_len,
             routed_experts_output=target_out.routed_experts_output,
             indexer_topk_output=target_out.indexer_topk_output,
         )
 
-    def draft_block(self, batch, width: int, sampling_info) -> tuple[Cycle, DraftBlock]:
-        """The first `width` slots of a block per request. The draft fills the whole of it, or, where none of
-        it is to be verified, does not run. sampling_info: where its tokens are drawn."""
-        cycle = self._begin_cycle(batch, self.verify_width if width > 1 else 1)
-        block = self._drafter.propose(cycle, sampling_info)
-        if block.probs is not None:
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, block.tokens)
-        return cycle.narrowed(width), block.narrowed(width)
-
-    def _begin_cycle(self, batch, width: int) -> Cycle:
-        return Cycle.begin(batch, self._target_worker.model_runner, self._drafter.mask_token_id, width)
-
-    def _verify(self, batch, cycle: Cycle, block: DraftBlock) -> GenerationBatchResult:
-        """One causal target forward over all blocks: logits [bs * B, vocab] and aux hidden states of every
-        row.
-
-        The scheduler restores the batch's fields after this step, so they may be overwritten.
-        """
+    def _draft(self, batch, verify_len: int, sampling_info: Any) -> tuple[Cycle, DraftBlock]:
+        """Draft the first `verify_len` slots of each block. With `sampling_info`, tokens are drawn."""
+        num_slots = self.block_size if verify_len > 1 else 1
         runner = self._target_worker.model_runner
-        tokens = block.tokens.flatten()
-        batch.input_ids = tokens
-        batch.out_cache_loc = cycle.cache_loc
-        batch.forward_mode = ForwardMode.TARGET_VERIFY
-        batch.seq_lens_cpu = cycle.host_lens
-        batch.seq_lens_sum = int(cycle.host_lens.sum())
-        batch.spec_info = DFlashVerifyInput.of_target(cycle.width, tokens, cycle.positions.flatten())
-        self._target_states.begin_verify(batch)
-        forward_batch = ForwardBatch.init_new(
-            batch,
-            runner,
-            capture_hidden_mode=CaptureHiddenMode.FULL,
-            return_hidden_states_before_norm=False,
-            kv_loc_plan=cycle.kv_loc_plan,
-            write_cols=cycle.write_cols,
-        )
-        keep_in_step(forward_batch)
-        return self._target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True
-        )
+        cycle = Cycle.begin(batch, runner, self.drafter.mask_token_id, num_slots)
+        block = self.drafter.propose(cycle, sampling_info)
+        self.acceptor.share_drawn_tokens(block)
+        return cycle.narrowed(verify_len), block.narrowed(verify_len)
 
     def _draws_drafts(self, batch) -> bool:
-        """Whether this batch's blocks are drawn from the draft's distribution: where the server asks for it,
-        and some request samples. Seeded draws are the target's alone, by position, so that batch mates do not
-        matter."""
+        """Tell whether this batch's blocks are drawn: if the server draws and some request samples.
+
+        Seeded draws are the target's alone, by position, so that other requests of the batch do not matter.
+        """
         info = batch.sampling_info
-        if self._rejection_rule is None or info.is_all_greedy:
+        if not self.acceptor.can_draw or info.is_all_greedy:
             return False
         if info.sampling_seed is not None:
             self._metrics.count_fallback("sampling_seed", blocks=len(info))
             return False
         return True
 
-    def _accept(
-        self, batch, cycle: Cycle, block: DraftBlock, logits: torch.Tensor
-    ) -> tuple[Verdict, Acceptance]:
-        """What is kept, and what that leaves behind. What rests on broken logits the scheduler is told as a
-        token outside the vocabulary, at which it ends the request with "NaN happened"."""
-        broken_token = self._target_worker.model_runner.model_config.vocab_size
-        if block.probs is not None:
-            verdict, best = self._reject(batch, block, logits)
-        else:
-            target_tokens, best = self._target_tokens(batch, cycle, logits)
-            accepted = accept_greedy(block.tokens, target_tokens, best, cycle.seq_lens, broken_token)
-            verdict = Verdict(accepted.accept_len, target_tokens, accepted.bonus)
-            if self._simulated is None:
-                return verdict, accepted
-        if self._simulated is not None:
-            verdict = self._simulated.override(verdict, block.tokens)
-            best = torch.zeros_like(best)  # random weights may say anything
-        return verdict, settle(verdict, best, cycle.seq_lens, broken_token)
-
-    def _target_tokens(self, batch, cycle: Cycle, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`draw_target_tokens` under each request's own sampling parameters."""
-        info = batch.sampling_info
-        if batch.return_logprob and not info.is_all_greedy:
-            logits = (
-                logits.clone()
-            )  # sampling overwrites them, and the log probabilities are still to be read
-        sampler = self._target_worker.model_runner.sampler
-        tokens, best = draw_target_tokens(
-            logits, info, cycle.positions.flatten(), cycle.positions.shape[1], sampler
-        )
-        greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
-        return self._tp_sync.sync(greedy if info.is_all_greedy else sampled, tokens), best
-
-    def _reject(self, batch, block: DraftBlock, logits: torch.Tensor) -> tuple[Verdict, torch.Tensor]:
-        """Keep what was drawn as often as the target would have, given what the draft's probabilities
-        were."""
-        bs, width = block.tokens.shape
-        if batch.return_logprob:
-            logits = logits.clone()  # they are overwritten, and the log probabilities are still to be read
-        probs, best = target_probs(logits, batch.sampling_info, width)
-        uniforms = torch.rand(bs, width, device=logits.device)
-        verdict = self._rejection_rule(block.tokens, probs, block.probs, uniforms[:, 1:], uniforms[:, 0])
-        return self._agree(verdict), best
-
-    def _agree(self, verdict: Verdict) -> Verdict:
-        """Rank 0's, in one broadcast."""
-        site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
-        if not self._tp_sync.enabled(site):
-            return verdict
-        decided = self._tp_sync.sync(
-            site, torch.cat((verdict.out_tokens, verdict.accept_len[:, None]), dim=1)
-        )
-        out_tokens, accept_len = decided[:, :-1].contiguous(), decided[:, -1:]
-        return Verdict(accept_len[:, 0].int(), out_tokens, out_tokens.gather(1, accept_len)[:, 0])
+    def _notify(self, stage: str, *args: Any) -> None:
+        for observer in self.observers:
+            getattr(observer, stage)(*args)

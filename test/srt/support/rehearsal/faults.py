@@ -18,46 +18,46 @@ def _is_planted(name: str) -> bool:
 
 def _wrong_host_length() -> None:
     """The host believes every request one token shorter."""
-    from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+    from sglang_dflash.srt.speculative.dflash_info import Cycle
 
-    begin = DFlashWorker._begin_cycle
+    begin = Cycle.begin.__func__
 
-    def shorter(self, batch, width):
-        cycle = begin(self, batch, width)
+    def shorter(cls, *args):
+        cycle = begin(cls, *args)
         if _is_planted("wrong host length"):
-            return dataclasses.replace(cycle, host_lens=cycle.host_lens - 1)
+            return dataclasses.replace(cycle, committed_host=cycle.committed_host - 1)
         return cycle
 
-    DFlashWorker._begin_cycle = shorter
+    Cycle.begin = classmethod(shorter)
 
 
 def _stale_states() -> None:
     """The draft's context is made of the aux hidden states of some earlier step."""
-    from sglang_dflash.srt.speculative.cycle.verify_tail import VerifyTail
+    from sglang_dflash.srt.speculative.cycle.verify import VerifyTail
 
-    left, first = VerifyTail.left_to_commit, {}
+    to_commit, first = VerifyTail.states_to_commit, {}
 
     def stale(self, target_out):
         states = target_out.logits_output.hidden_states
         if _is_planted("stale states"):
             return first.setdefault(states.shape, states.clone())  # over what the graph has written
-        return left(self, target_out)
+        return to_commit(self, target_out)
 
-    VerifyTail.left_to_commit = stale
+    VerifyTail.states_to_commit = stale
 
 
 def _host_read() -> None:
     """A decode step waits for the device."""
-    from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+    from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 
-    accept = DFlashWorker._accept
+    accept = Acceptor.accept
 
     def reading(self, batch, cycle, *args, **kwargs):
         if _is_planted("host read"):
-            cycle.seq_lens.tolist()
+            cycle.committed.tolist()
         return accept(self, batch, cycle, *args, **kwargs)
 
-    DFlashWorker._accept = reading
+    Acceptor.accept = reading
 
 
 def _causal_draft() -> None:

@@ -86,10 +86,10 @@ def one_operation(name: str):
 
 
 def watch_decode_steps(worker: type) -> None:
-    """Report of every `_decode` of this worker how many graphs it replayed, and of every new set of
+    """Report of every `decode` of this worker how many graphs it replayed, and of every new set of
     operations what they are."""
     replay = graphs.GraphBackend.replay
-    decode = worker._decode
+    decode = worker.decode
     known: set[frozenset] = set()
 
     def counted_replay(self, *args, **kwargs):
@@ -114,4 +114,4 @@ def watch_decode_steps(worker: type) -> None:
         return result
 
     graphs.GraphBackend.replay = counted_replay
-    worker._decode = watched
+    worker.decode = watched

@@ -13,7 +13,7 @@ def strict_sync(module) -> None:
     """CUDA raises on a synchronisation inside a decode step."""
     import torch
 
-    decode = module.DFlashWorker._decode
+    decode = module.DFlashWorker.decode
 
     def strict_decode(self, *args, **kwargs):
         torch.cuda.set_sync_debug_mode("error")
@@ -22,7 +22,7 @@ def strict_sync(module) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    module.DFlashWorker._decode = strict_decode
+    module.DFlashWorker.decode = strict_decode
 
 
 def misdeclared_draft(module) -> None:
@@ -45,16 +45,18 @@ def eager_copies(module) -> None:
 
 
 def broken_logits(module) -> None:
-    """A request's custom_params say what the target's logits are at each position of its blocks."""
-    constrain = module.constrain
+    """A request's custom_params give the target's logits at each position of its blocks."""
 
-    def break_and_constrain(batch, block, logits, *more):
-        for of_request, req in zip(logits.view(*block.shape, -1), batch.reqs, strict=True):
-            if req.sampling_params.custom_params:
-                of_request[:, 7] = float(req.sampling_params.custom_params["logit"])
-        constrain(batch, block, logits, *more)
+    from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 
-    module.constrain = break_and_constrain
+    class BreakLogits(CycleObserver):
+        def on_verified(self, batch, block, logits):
+            for rows, req in zip(logits.view(*block.tokens.shape, -1), batch.reqs, strict=True):
+                if req.sampling_params.custom_params:
+                    rows[:, 7] = float(req.sampling_params.custom_params["logit"])
+
+    from_environment = module.observers_from_environment
+    module.observers_from_environment = lambda: [*from_environment(), BreakLogits()]
 
 
 def allow_deterministic_on_cpu(module) -> None:
@@ -80,50 +82,48 @@ PLANTED_EVERY = 25
 
 def leaked_slot(module) -> None:
     """A KV slot that nobody frees."""
-    decode, cycles = module.DFlashWorker._decode, itertools.count(1)
+    decode, cycles = module.DFlashWorker.decode, itertools.count(1)
 
     def leak_and_decode(self, batch, *args):
         if next(cycles) == PLANTED_EVERY:
-            batch.token_to_kv_pool_allocator.alloc(self._target_worker.model_runner.page_size)
+            batch.token_to_kv_pool_allocator.alloc(self.target_worker.model_runner.page_size)
         return decode(self, batch, *args)
 
-    module.DFlashWorker._decode = leak_and_decode
+    module.DFlashWorker.decode = leak_and_decode
 
 
 def dropped_accept(module) -> None:
-    """The last drafted token that was kept is left out, and the bonus token takes its place."""
-    accept, cycles = module.DFlashWorker._accept, itertools.count(1)
+    """The last accepted drafted token is left out, and the bonus token takes its place."""
+    accept, cycles = module.Acceptor.accept, itertools.count(1)
 
     def accept_and_drop(self, *args):
-        verdict, accepted = accept(self, *args)
+        accepted = accept(self, *args)
         if next(cycles) % PLANTED_EVERY:
-            return verdict, accepted
-        said, less = accepted.said.clone(), (accepted.accept_len > 0).int()
+            return accepted
+        reported, less = accepted.reported.clone(), (accepted.accept_len > 0).int()
         for row in less.nonzero()[:, 0].tolist():
             last = int(accepted.accept_len[row])
-            said[row, last - 1] = said[row, last]
-        verdict = module.Verdict(verdict.accept_len - less, said, verdict.bonus)
-        shorter = {
-            name: getattr(accepted, name) - less for name in ("accept_len", "commit_lens", "new_seq_lens")
-        }
-        return verdict, accepted._replace(said=said, **shorter)
+            reported[row, last - 1] = reported[row, last]
+        names = ("accept_len", "commit_lens", "committed")
+        shorter = {name: getattr(accepted, name) - less for name in names}
+        return accepted._replace(tokens=reported, reported=reported, **shorter)
 
-    module.DFlashWorker._accept = accept_and_drop
+    module.Acceptor.accept = accept_and_drop
 
 
 def swapped_request(module) -> None:
-    """Two requests of a batch are told each other's tokens."""
-    accept, cycles = module.DFlashWorker._accept, itertools.count(1)
+    """Two requests of a batch report each other's tokens."""
+    accept, cycles = module.Acceptor.accept, itertools.count(1)
 
     def accept_and_swap(self, *args):
-        verdict, accepted = accept(self, *args)
-        if next(cycles) % PLANTED_EVERY == 0 and len(accepted.said) > 1:
-            said = accepted.said.clone()
-            said[:2] = accepted.said[:2].flip(0)
-            accepted = accepted._replace(said=said)
-        return verdict, accepted
+        accepted = accept(self, *args)
+        if next(cycles) % PLANTED_EVERY == 0 and len(accepted.reported) > 1:
+            reported = accepted.reported.clone()
+            reported[:2] = accepted.reported[:2].flip(0)
+            accepted = accepted._replace(reported=reported)
+        return accepted
 
-    module.DFlashWorker._accept = accept_and_swap
+    module.Acceptor.accept = accept_and_swap
 
 
 def set_the_stage(module) -> None:
@@ -139,8 +139,8 @@ PATCHES = {
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
     "eager_copies": {"sglang_dflash.srt.speculative.drafters.copy_ahead": eager_copies},
     "leaked_slot": {"sglang_dflash.srt.speculative.dflash_worker": leaked_slot},
-    "dropped_accept": {"sglang_dflash.srt.speculative.dflash_worker": dropped_accept},
-    "swapped_request": {"sglang_dflash.srt.speculative.dflash_worker": swapped_request},
+    "dropped_accept": {"sglang_dflash.srt.speculative.acceptance.acceptor": dropped_accept},
+    "swapped_request": {"sglang_dflash.srt.speculative.acceptance.acceptor": swapped_request},
     "misdeclared_draft": {"sglang_dflash.srt.speculative.drafters.sampling": misdeclared_draft},
     "overcommit": {"sglang.srt.managers.schedule_policy": overcommit},
     "rehearsal": {"sglang_dflash.srt.plugins.ledger": set_the_stage},

@@ -1,5 +1,7 @@
-"""What verified blocks leave behind, in one launch: what is kept, what of it counts, and what the next cycle
-needs of it."""
+"""Accept drafted tokens, and compute what the scheduler and the next cycle need, in one launch.
+
+Shapes: bs requests, blocks of B slots. Slot 0 is the anchor, which is committed already.
+"""
 
 from typing import NamedTuple
 
@@ -7,143 +9,179 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict, accept_matching_prefix
 
+class AcceptedBlocks(NamedTuple):
+    """Verified blocks and the lengths that follow from them.
 
-class Acceptance(NamedTuple):
-    """What bs verified blocks leave behind.
-
-    accept_len: [bs] int32, drafted tokens kept; the bonus token is not counted.
-    commit_lens: [bs] int32, accept_len + 1.
-    bonus: [bs] int64, the target's token after the kept ones; the anchor of the next block.
-    new_seq_lens: [bs] int64, seq_lens + commit_lens.
-    said: [bs, B] int64, what the scheduler is told: the output tokens, or, where one of a request's new ones
-        rests on broken logits, nothing but `broken_token`.
+    Attributes: accept_len: [bs] int32, accepted drafted tokens. The bonus token is not counted. commit_lens:
+        [bs] int32, accept_len + 1. bonus: [bs] int64, the target's token after the accepted ones. It is the
+        next block's anchor. committed: [bs] int64, tokens with committed KV after this block. tokens: [bs, B]
+        int64. The first commit_lens[i] of row i are its output. Later entries have no meaning. reported: [bs,
+        B] int64, `tokens` as the scheduler gets them. A request with broken logits among its
+            output reports `broken_token` alone.
     """
 
     accept_len: torch.Tensor
     commit_lens: torch.Tensor
     bonus: torch.Tensor
-    new_seq_lens: torch.Tensor
-    said: torch.Tensor
+    committed: torch.Tensor
+    tokens: torch.Tensor
+    reported: torch.Tensor
+
+
+def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> torch.Tensor:
+    """Count the drafted tokens that equal the target's, up to the first that does not: [bs] int32.
+
+    Lossless for any draft. Greedy: every accepted token equals the argmax given the tokens before it.
+    Sampled: slot k is a draw from the target's distribution given the prefix, independent of the draft.
+    The comparison only decides whether later draws were made on the right prefix. This is speculative
+    sampling (Leviathan et al. 2022) with a one-hot draft distribution: a drafted token x is accepted with
+    probability p(x), and otherwise the token comes from p without x, normalised.
+
+    Args:
+        block: [bs, B] int64, column 0 the anchor, columns 1.. the drafted tokens.
+        target_tokens: [bs, B] int64, entry k the target's token after block position k: its argmax for a
+            greedy request, a draw of its sampler for a sampled one.
+    """
+    matches = block[:, 1:] == target_tokens[:, :-1]
+    return matches.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
 
 
 def accept_greedy(
-    tokens: torch.Tensor,
+    block: torch.Tensor,
     target_tokens: torch.Tensor,
-    best: torch.Tensor,
-    seq_lens: torch.Tensor,
+    max_logits: torch.Tensor,
+    committed: torch.Tensor,
     broken_token: int,
-) -> Acceptance:
-    """Keep drafted tokens while they are what the target says itself: `acceptance.accept_matching_prefix`.
-
-    tokens: [bs, B] int64, column 0 the anchor, columns 1.. the drafted tokens.
-    target_tokens: [bs, B] int64, entry k the target's token after block position k.
-    best: [bs, B] float, the largest logit that each of them was chosen by: NaN or infinite, the logits were
-    broken. seq_lens: [bs] int64, committed lengths before the block.
-    broken_token: outside the vocabulary; SGLang ends a request at it.
+) -> AcceptedBlocks:
+    """Accept drafted tokens by `accept_matching_prefix`.
 
     One launch on CUDA, without host synchronisation. Moves bs * (28 B + 24) bytes with float32 logits: per
     request B - 1 drafted tokens, B of the target's, B logits and one length read, B + 2 int64 and two int32
-    written."""
-    run = accept_greedy_triton if tokens.is_cuda else accept_greedy_torch
-    return run(tokens, target_tokens, best, seq_lens, broken_token)
+    written.
+
+    Args:
+        block: [bs, B] int64, column 0 the anchor, columns 1.. the drafted tokens.
+        target_tokens: [bs, B] int64, entry k the target's token after block position k.
+        max_logits: [bs, B] float, the largest logit at each position. NaN or infinite: the logits are broken.
+        committed: [bs] int64, tokens with committed KV before the block.
+        broken_token: id outside the vocabulary, at which SGLang ends a request.
+    """
+    run = accept_greedy_triton if block.is_cuda else accept_greedy_torch
+    return run(block, target_tokens, max_logits, committed, broken_token)
 
 
-def settle(verdict: Verdict, best: torch.Tensor, seq_lens: torch.Tensor, broken_token: int) -> Acceptance:
-    """The same of blocks that were accepted by another rule. best: of every position of the verify forward,
-    [bs, B]."""
-    run = settle_triton if best.is_cuda else settle_torch
-    return run(verdict, best, seq_lens, broken_token)
+def complete_blocks(
+    accept_len: torch.Tensor,
+    tokens: torch.Tensor,
+    max_logits: torch.Tensor,
+    committed: torch.Tensor,
+    broken_token: int,
+) -> AcceptedBlocks:
+    """Add bonus tokens and lengths to blocks that another rule accepted.
+
+    Args:
+        accept_len: [bs] int32, accepted drafted tokens.
+        tokens: [bs, B] int64, the accepted tokens, then the bonus token, then ids without a meaning.
+        max_logits: [bs, B] float, as in `accept_greedy`.
+        committed: [bs] int64, as in `accept_greedy`.
+        broken_token: as in `accept_greedy`.
+    """
+    run = complete_blocks_triton if max_logits.is_cuda else complete_blocks_torch
+    return run(accept_len, tokens, max_logits, committed, broken_token)
 
 
-def accept_greedy_torch(tokens, target_tokens, best, seq_lens, broken_token):
-    """`accept_greedy` in PyTorch, on any device."""
-    return settle_torch(accept_matching_prefix(tokens, target_tokens), best, seq_lens, broken_token)
+def accept_greedy_torch(block, target_tokens, max_logits, committed, broken_token) -> AcceptedBlocks:
+    """Run `accept_greedy` in PyTorch, on any device."""
+    accept_len = accept_matching_prefix(block, target_tokens)
+    return complete_blocks_torch(accept_len, target_tokens, max_logits, committed, broken_token)
 
 
-def settle_torch(verdict, best, seq_lens, broken_token):
-    """`settle` in PyTorch, on any device, with a look at whether anything is broken."""
-    commit_lens = verdict.accept_len + 1
-    said = verdict.out_tokens
-    is_broken = ~best.isfinite()
+def complete_blocks_torch(accept_len, tokens, max_logits, committed, broken_token) -> AcceptedBlocks:
+    """Run `complete_blocks` in PyTorch, on any device. Reads on the host whether any logit is broken."""
+    commit_lens = accept_len + 1
+    bonus = tokens.gather(1, accept_len.long()[:, None]).squeeze(1)
+    reported, is_broken = tokens, ~max_logits.isfinite()
     if bool(is_broken.any()):
-        said = said.masked_fill((is_broken & verdict.is_output).any(dim=1, keepdim=True), broken_token)
-    return Acceptance(verdict.accept_len, commit_lens, verdict.bonus, seq_lens + commit_lens, said)
+        is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
+        reported = tokens.masked_fill((is_broken & is_output).any(dim=1, keepdim=True), broken_token)
+    return AcceptedBlocks(accept_len, commit_lens, bonus, committed + commit_lens, tokens, reported)
 
 
-def accept_greedy_triton(tokens, target_tokens, best, seq_lens, broken_token):
-    """`accept_greedy` as a Triton kernel. Tensors contiguous."""
-    accept_len = seq_lens.new_empty((seq_lens.numel(),), dtype=torch.int32)
-    bonus = torch.empty_like(seq_lens)
-    return _launch(tokens, target_tokens, best, seq_lens, broken_token, accept_len, bonus, is_settled=False)
+def accept_greedy_triton(block, target_tokens, max_logits, committed, broken_token) -> AcceptedBlocks:
+    """Run `accept_greedy` as a Triton kernel. Tensors are contiguous."""
+    accept_len = committed.new_empty((committed.numel(),), dtype=torch.int32)
+    return _launch(block, accept_len, target_tokens, max_logits, committed, broken_token, is_decided=False)
 
 
-def settle_triton(verdict, best, seq_lens, broken_token):
-    """`settle` as a Triton kernel. Tensors contiguous."""
-    accept_len, out_tokens, bonus = verdict.accept_len, verdict.out_tokens, verdict.bonus
-    return _launch(out_tokens, out_tokens, best, seq_lens, broken_token, accept_len, bonus, is_settled=True)
+def complete_blocks_triton(accept_len, tokens, max_logits, committed, broken_token) -> AcceptedBlocks:
+    """Run `complete_blocks` as a Triton kernel. Tensors are contiguous."""
+    return _launch(tokens, accept_len, tokens, max_logits, committed, broken_token, is_decided=True)
 
 
 def _launch(
-    tokens, target_tokens, best, seq_lens, broken_token, accept_len, bonus, is_settled: bool
-) -> Acceptance:
-    """accept_len is read where the verdict is settled; else it is written, and so is bonus."""
-    assert all(t.is_contiguous() for t in (tokens, target_tokens, best, seq_lens, accept_len))
+    block, accept_len, tokens, max_logits, committed, broken_token, is_decided: bool
+) -> AcceptedBlocks:
+    """Launch one program per request. `accept_len` is read if `is_decided`, and written otherwise."""
+    assert all(t.is_contiguous() for t in (block, tokens, max_logits, committed, accept_len))
     bs, block_size = tokens.shape
-    out = Acceptance(
-        accept_len, torch.empty_like(accept_len), bonus, torch.empty_like(seq_lens), torch.empty_like(tokens)
+    accepted = AcceptedBlocks(
+        accept_len,
+        torch.empty_like(accept_len),
+        torch.empty_like(committed),
+        torch.empty_like(committed),
+        tokens,
+        torch.empty_like(tokens),
     )
     if bs:
         _accept_kernel[(bs,)](
-            tokens,
-            target_tokens,
-            best,
-            seq_lens,
-            *out,
+            block,
+            max_logits,
+            committed,
+            *accepted,
             block_size,
             broken_token,
-            IS_SETTLED=is_settled,
+            IS_DECIDED=is_decided,
             BLOCK=triton.next_power_of_2(block_size),
             num_warps=1,
         )
-    return out
+    return accepted
 
 
 @triton.jit
 def _accept_kernel(
-    tokens,
-    target_tokens,
-    best,
-    seq_lens,
+    block,
+    max_logits,
+    committed,
     accept_len,
     commit_lens,
     bonus,
-    new_seq_lens,
-    said,
+    new_committed,
+    tokens,
+    reported,
     block_size,
     broken_token,
-    IS_SETTLED: tl.constexpr,
+    IS_DECIDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per request."""
+    """Accept the block of one request."""
     request = tl.program_id(0)
     slot = tl.arange(0, BLOCK)
     inside = slot < block_size
     at = request * block_size + slot
-    wanted = tl.load(target_tokens + at, mask=inside)
-    if IS_SETTLED:
-        kept = tl.load(accept_len + request)
+    token = tl.load(tokens + at, mask=inside)
+    if IS_DECIDED:
+        accepted = tl.load(accept_len + request)
     else:
-        drafted = tl.load(tokens + at + 1, mask=slot < block_size - 1)
-        # The first slot whose successor was not drafted as the target has it. The last slot has no successor.
-        stops = (drafted != wanted) | (slot >= block_size - 1)
-        kept = tl.min(tl.where(stops, slot, BLOCK), axis=0)
-        tl.store(accept_len + request, kept)
-        tl.store(bonus + request, tl.sum(tl.where(slot == kept, wanted, 0), axis=0))
+        drafted = tl.load(block + at + 1, mask=slot < block_size - 1)
+        # The first slot whose successor differs from the target's. The last slot has no successor.
+        stops = (drafted != token) | (slot >= block_size - 1)
+        accepted = tl.min(tl.where(stops, slot, BLOCK), axis=0)
+        tl.store(accept_len + request, accepted)
+    tl.store(bonus + request, tl.sum(tl.where(slot == accepted, token, 0), axis=0))
     # Also false for NaN.
-    is_finite = tl.abs(tl.load(best + at, mask=inside, other=0.0).to(tl.float32)) < float("inf")
-    num_broken = tl.sum(((slot <= kept) & ~is_finite).to(tl.int32), axis=0)
-    tl.store(said + at, tl.where(num_broken > 0, broken_token, wanted), mask=inside)
-    tl.store(commit_lens + request, kept + 1)
-    tl.store(new_seq_lens + request, tl.load(seq_lens + request) + kept + 1)
+    is_finite = tl.abs(tl.load(max_logits + at, mask=inside, other=0.0).to(tl.float32)) < float("inf")
+    num_broken = tl.sum(((slot <= accepted) & ~is_finite).to(tl.int32), axis=0)
+    tl.store(reported + at, tl.where(num_broken > 0, broken_token, token), mask=inside)
+    tl.store(commit_lens + request, accepted + 1)
+    tl.store(new_committed + request, tl.load(committed + request) + accepted + 1)

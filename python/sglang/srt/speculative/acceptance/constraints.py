@@ -1,4 +1,4 @@
-"""What a request asks of the target's logits beside sampling: penalties, logit bias, its grammar."""
+"""Apply what a request demands of logits beside sampling: penalties, logit bias, its grammar."""
 
 from typing import Any
 
@@ -16,12 +16,18 @@ def constrain(
     grammar_tree: GrammarTree | None,
     grammar_barrier: Any,
 ) -> None:
-    """Put each request's penalties, logit bias and grammar on the verify logits, [bs * B, vocab], in place.
+    """Apply penalties, logit bias and grammars to the verify logits, in place.
 
-    block: [bs, B] int64, the drafted chains. grammar_tree: the same, on their way to the host; None where no
-    request has a grammar."""
+    Args:
+        batch: the scheduler's.
+        block: [bs, B] int64, the drafted chains.
+        logits: [bs * B, vocab].
+        penalties: counts of emitted tokens.
+        grammar_tree: the chains on their way to the host. None: no request has a grammar.
+        grammar_barrier: SGLang's, waits until the grammars are up to date.
+    """
     info = batch.sampling_info
-    if Penalties.are_asked_for(info):
+    if Penalties.are_requested(info):
         penalties.penalize_block(batch, block, logits)
     if info.logit_bias is not None:
         logits.view(*block.shape, -1).add_(info.logit_bias[:, None])

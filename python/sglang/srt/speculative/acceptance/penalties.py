@@ -1,8 +1,8 @@
 """Frequency, presence and repetition penalties, and min_new_tokens, at every position of a block.
 
 SGLang adds a request's penalties up once per step, which without speculation is once per token. In a block
-each position must see those of the drafted tokens before it, and what is counted in the end are the tokens
-that were kept. So the counts are kept here, on the device, and SGLang's own are replaced."""
+each position must include the drafted tokens before it, and in the end only output tokens count. So the
+counts are kept here, on the device, and replace SGLang's own."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.dflash_info import on_device
-from sglang_dflash.srt.speculative.scale_out.disaggregation import Arrival
+from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts, on_device
 
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What bs requests ask for, in columns [bs, 1]: float32, and int64 for the lengths.
+    """Penalties of bs requests, in columns [bs, 1]: float32, and int64 for the lengths.
 
-    stop_logits: [bs, vocab] float32, -inf at the tokens that end a request; None where none asks for a
-    minimum length."""
+    stop_logits: [bs, vocab] float32, -inf at the tokens that end a request. None: no request has a minimum
+    length."""
 
     frequency: torch.Tensor
     presence: torch.Tensor
@@ -31,7 +30,8 @@ class _Terms:
     stop_logits: torch.Tensor | None
 
     @classmethod
-    def of(cls, reqs: Sequence[Any], vocab_size: int, device: torch.device) -> "_Terms":
+    def from_requests(cls, reqs: Sequence[Any], vocab_size: int, device: torch.device) -> "_Terms":
+        """Copy the penalties of SGLang's requests to the device."""
         params = [req.sampling_params for req in reqs]
         min_new_tokens = [p.min_new_tokens for p in params]
         stop_logits = None
@@ -45,12 +45,17 @@ class _Terms:
             [p.repetition_penalty for p in params],
         ]
         lengths = [min_new_tokens, [len(req.origin_input_ids) for req in reqs]]
-        columns = *on_device(penalties, torch.float32, device), *on_device(lengths, torch.int64, device)
-        return cls(*(column[:, None] for column in columns), stop_logits)
+        frequency, presence, repetition = on_device(penalties, torch.float32, device)[..., None]
+        minimum, prompt_lens = on_device(lengths, torch.int64, device)[..., None]
+        return cls(frequency, presence, repetition, minimum, prompt_lens, stop_logits)
 
     def additive(self, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """To be added to logits [bs, vocab], for requests of `lengths` [bs] tokens, the prompt's included,
-        that have said each token `counts` [bs, vocab] times."""
+        """Compute what is added to logits [bs, vocab].
+
+        Args:
+            counts: [bs, vocab], how often each request has emitted each token.
+            lengths: [bs], tokens of each request, the prompt included.
+        """
         total = -self.frequency * counts - self.presence * (counts > 0)
         if self.stop_logits is not None:
             is_short = lengths[:, None] - self.prompt_lens < self.min_new_tokens
@@ -58,94 +63,104 @@ class _Terms:
         return total
 
     def scaling(self, counts: torch.Tensor) -> torch.Tensor:
-        """What positive logits [bs, vocab] are then divided by, and others multiplied."""
+        """Compute the factor [bs, vocab] that divides positive logits and multiplies others."""
         return torch.where(counts > 0, self.repetition, 1.0)
 
 
 def _stop_ids(req: Any) -> set[int]:
-    """The tokens that end a request, as SGLang's own minimum length has them."""
+    """Collect the tokens that end a request, as SGLang's own minimum length does."""
     ids = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
     if req.tokenizer is not None:
         ids |= set(req.tokenizer.additional_stop_token_ids or ()) | {req.tokenizer.eos_token_id}
     return ids - {None}
 
 
-def _asks(params: Any) -> bool:
-    penalties = (
-        params.frequency_penalty,
-        params.presence_penalty,
-        params.repetition_penalty - 1.0,
-        params.min_new_tokens,
-    )
-    return any(penalties)
+def _is_penalized(req: Any) -> bool:
+    params = req.sampling_params
+    if params.frequency_penalty or params.presence_penalty or params.min_new_tokens:
+        return True
+    return params.repetition_penalty != 1.0
 
 
 def _indices(tokens: Sequence[Iterable[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, token ids), int64, of every token of every row."""
-    pairs = [(row, token) for row, of_row in enumerate(tokens) for token in of_row]
-    return tuple(on_device([pair[i] for pair in pairs], torch.int64, device) for i in (0, 1))
+    """Index every token of every row: (rows, token ids), int64."""
+    pairs = [(row, token) for row, ids in enumerate(tokens) for token in ids]
+    rows, ids = ([pair[i] for pair in pairs] for i in (0, 1))
+    return on_device(rows, torch.int64, device), on_device(ids, torch.int64, device)
 
 
 class Penalties:
-    """How often each running request has said each token: [pool_size, vocab] int32 on the device, a row per
-    slot of SGLang's request pool, allocated when the first request asks for a penalty (30 MB for 48 requests
-    and 152k tokens).
+    """Counts of the tokens that each running request has emitted.
 
-    The batches given are the scheduler's forward-only copies, of which some request asks for a penalty.
-    """
+    [pool_size, vocab] int32 on the device, a row per slot of SGLang's request pool, allocated when the first
+    request has a penalty (30 MB for 48 requests and 152k tokens). Batches are the scheduler's forward-only
+    copies."""
 
     def __init__(self, pool_size: int, vocab_size: int, device: torch.device):
         self._shape = pool_size, vocab_size
         self._device = device
-        self._counts: torch.Tensor | None = None
+        self._allocated: torch.Tensor | None = None
 
     @staticmethod
-    def are_asked_for(sampling_info: Any) -> bool:
-        """SGLang has then added its own up, for a forward without a block."""
+    def are_requested(sampling_info: Any) -> bool:
+        """Tell whether a request of the batch has a penalty. SGLang has then added its own up."""
         return sampling_info.acc_additive_penalties is not None
 
-    def begin_prefill(self, batch: Any, num_running: int) -> None:
-        """Before the target's forward: what each request is penalised for at its next token. The last
-        `num_running` ones are not new; the others may have said something before they were retracted."""
-        new = batch.reqs[: len(batch.reqs) - num_running]
-        counts = self._recount(batch.req_pool_indices, [req.output_ids for req in new])
-        terms = _Terms.of(batch.reqs, self._shape[1], self._device)
+    @property
+    def _counts(self) -> torch.Tensor:
+        if self._allocated is None:
+            self._allocated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        return self._allocated
+
+    def begin_prefill(self, prompts: Prompts) -> None:
+        """Count the tokens that new requests emitted before they were retracted."""
+        self._recount(
+            prompts.new_reqs, prompts.req_pool_indices, [req.output_ids for req in prompts.new_reqs]
+        )
+
+    def admit_prefilled(self, requests: PrefilledRequests) -> None:
+        """Count the tokens that requests emitted on another server."""
+        self._recount(requests.reqs, requests.req_pool_indices, requests.output_ids)
+
+    def _recount(self, reqs: Sequence[Any], rows: torch.Tensor, output_ids: Sequence[Sequence[int]]) -> None:
+        """Reset the counts of new requests, whose rows come first."""
+        if not any(map(_is_penalized, reqs)):
+            return
+        rows = rows[: len(reqs)]
+        counts = torch.zeros(len(reqs), self._shape[1], dtype=torch.int32, device=self._device)
+        counts.index_put_(_indices(output_ids, self._device), counts.new_ones(()), accumulate=True)
+        self._counts[rows] = counts
+
+    def penalize_prefill(self, batch: Any) -> None:
+        """Replace SGLang's penalties for each request's next token, before the target's forward."""
+        terms = _Terms.from_requests(batch.reqs, self._shape[1], self._device)
+        counts = self._counts[batch.req_pool_indices]
         batch.sampling_info.acc_additive_penalties = terms.additive(counts, batch.seq_lens)
         batch.sampling_info.acc_scaling_penalties = terms.scaling(counts)
 
-    def join(self, arrival: Arrival) -> None:
-        """Requests that have said something elsewhere."""
-        if any(_asks(req.sampling_params) for req in arrival.reqs):
-            self._recount(arrival.req_pool_indices, arrival.said)
-
-    def _recount(self, slots: torch.Tensor, said: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Start the first requests of `slots` [bs] afresh, with what each has said so far. Returns all
-        counts, [bs, vocab]."""
-        if self._counts is None:
-            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-        counts = self._counts[slots]
-        counts[: len(said)] = 0
-        counts.index_put_(_indices(said, self._device), counts.new_ones(()), accumulate=True)
-        self._counts[slots] = counts
-        return counts
-
     def count_prefill(self, batch: Any, next_tokens: torch.Tensor) -> None:
-        """next_tokens: [bs] int64, what each request has said now."""
+        """Count the tokens that a prefill has emitted, [bs] int64."""
         self._count(batch, next_tokens[:, None], torch.zeros_like(next_tokens, dtype=torch.int32))
 
     def penalize_block(self, batch: Any, block: torch.Tensor, logits: torch.Tensor) -> None:
-        """block: [bs, B] int64, drafted after its first column. logits: [bs * B, vocab], overwritten.
+        """Penalize the logits of a block, in place.
 
-        One launch on CUDA. Elsewhere position by position, as [bs, B, vocab] counts would not fit next to the
-        logits of a large vocabulary."""
-        terms = _Terms.of(batch.reqs, self._shape[1], self._device)
+        One launch on CUDA. Elsewhere position by position, as [bs, B, vocab] counts would not fit beside the
+        logits of a large vocabulary.
+
+        Args:
+            batch: the scheduler's.
+            block: [bs, B] int64, drafted after its first column.
+            logits: [bs * B, vocab].
+        """
+        terms = _Terms.from_requests(batch.reqs, self._shape[1], self._device)
         run = penalize_block_triton if logits.is_cuda else penalize_block_torch
         columns = (getattr(terms, field.name) for field in fields(terms))
         run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *columns)
 
-    def count_block(self, batch: Any, verdict: Verdict) -> None:
-        """The kept tokens and the bonus token."""
-        self._count(batch, verdict.out_tokens, verdict.accept_len)
+    def count_block(self, batch: Any, accepted: AcceptedBlocks) -> None:
+        """Count the output of a block."""
+        self._count(batch, accepted.tokens, accepted.accept_len)
 
     def _count(self, batch: Any, tokens: torch.Tensor, accept_len: torch.Tensor) -> None:
         run = count_tokens_triton if tokens.is_cuda else count_tokens_torch
@@ -153,22 +168,22 @@ class Penalties:
 
 
 def penalize_block_torch(logits, block, counts, requests, seq_lens, *columns) -> None:
-    """`penalize_block_triton` in PyTorch, on any device. columns: the fields of `_Terms`."""
-    bs, width = block.shape
+    """Run `penalize_block_triton` in PyTorch, on any device. columns: the fields of `_Terms`."""
+    bs, block_size = block.shape
     terms, counts = _Terms(*columns), counts[requests]
-    by_position = logits.view(bs, width, -1)
+    by_position = logits.view(bs, block_size, -1)
     one = counts.new_ones((bs, 1))
-    for k in range(width):
+    for k in range(block_size):
         if k > 0:
             counts.scatter_add_(1, block[:, k : k + 1], one)
         row = by_position[:, k]
-        # The block's first token, at position seq_lens, has been said as well.
+        # The block's first token, at position seq_lens, has been emitted too.
         row.add_(terms.additive(counts, seq_lens + 1 + k))
         scaling = terms.scaling(counts)
         row.copy_(torch.where(row > 0, row / scaling, row * scaling))
 
 
 def count_tokens_torch(counts, requests, tokens, accept_len) -> None:
-    """`count_tokens_triton` in PyTorch, on any device."""
+    """Run `count_tokens_triton` in PyTorch, on any device."""
     is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
     counts[requests] = counts[requests].scatter_add_(1, tokens, is_output.int())

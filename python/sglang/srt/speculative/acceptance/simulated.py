@@ -1,8 +1,6 @@
-"""SGLang's benchmark switch `SGLANG_SIMULATE_ACC_LEN`: every cycle keeps a drawn number of tokens, whatever
-the target says.
+"""SGLang's benchmark switch `SGLANG_SIMULATE_ACC_LEN`: every cycle accepts a drawn number of tokens.
 
-For measuring speed at an assumed accept length, with random weights. The output is then not the target's.
-"""
+It measures speed at an assumed accept length, with random weights. The output is then not the target's."""
 
 import logging
 
@@ -10,42 +8,53 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.speculative.spec_utils import sample_simulated_acc_len
 
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-
 logger = logging.getLogger(__name__)
 
-# What every other SGLang worker writes where no real token is asked for.
+# The id that every other SGLang worker writes if no real token is requested.
 FIXED_TOKEN_ID = 100
 
 
 class SimulatedAcceptance:
-    """accept_length: tokens a cycle on average, bonus token included. method: SGLang's, see
-    `sample_simulated_acc_len`. real_tokens: whether the drafted tokens are put out, or a fixed one."""
+    """Accept lengths drawn without the target.
+
+    Args:
+        accept_length: average tokens a cycle, the bonus token included.
+        method: SGLang's, see `sample_simulated_acc_len`.
+        real_tokens: whether drafted tokens are emitted, or a fixed one.
+    """
 
     def __init__(self, accept_length: float, method: str, real_tokens: bool):
         self._accept_length, self._method, self._real_tokens = accept_length, method, real_tokens
 
     @classmethod
     def from_environment(cls) -> "SimulatedAcceptance | None":
-        """None unless the variable is set; SGLang has validated the token mode."""
+        """Read SGLang's variables. None: off. SGLang has validated the token mode."""
         accept_length = envs.SGLANG_SIMULATE_ACC_LEN.get()
         if accept_length <= 0:
             return None
         logger.warning(
-            "SGLANG_SIMULATE_ACC_LEN=%s: accept lengths are made up, the output is not the target's.",
+            "SGLANG_SIMULATE_ACC_LEN=%s: accept lengths are simulated, and the output is not the target's.",
             accept_length,
         )
         real_tokens = envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "real-draft-token"
         return cls(accept_length, envs.SGLANG_SIMULATE_ACC_METHOD.get(), real_tokens)
 
-    def override(self, verdict: Verdict, block: torch.Tensor) -> Verdict:
-        """The verdict with one drawn accept length for all requests. block: [bs, B] int64, the drafted
-        block."""
+    def override(
+        self, accept_len: torch.Tensor, tokens: torch.Tensor, block: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replace a decision by one drawn accept length for all requests.
+
+        Args:
+            accept_len: [bs] int32, accepted drafted tokens.
+            tokens: [bs, B] int64, the target's tokens.
+            block: [bs, B] int64, the drafted block.
+
+        Returns:
+            The same two, replaced.
+        """
         commit = sample_simulated_acc_len(self._accept_length, self._method, block.shape[1])
         if self._real_tokens:
-            bonus = verdict.out_tokens[:, commit - 1]
-            out_tokens = torch.cat((block[:, 1:commit], verdict.out_tokens[:, commit - 1 :]), dim=1)
+            tokens = torch.cat((block[:, 1:commit], tokens[:, commit - 1 :]), dim=1)
         else:
-            bonus = torch.full_like(verdict.bonus, FIXED_TOKEN_ID)
-            out_tokens = torch.full_like(verdict.out_tokens, FIXED_TOKEN_ID)
-        return Verdict(torch.full_like(verdict.accept_len, commit - 1), out_tokens, bonus)
+            tokens = torch.full_like(tokens, FIXED_TOKEN_ID)
+        return torch.full_like(accept_len, commit - 1), tokens

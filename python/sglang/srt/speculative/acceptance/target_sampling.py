@@ -1,31 +1,43 @@
-"""What the target would say after every position of a verified block."""
+"""Sample the target after every position of a verified block."""
 
 import dataclasses
+from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
-# Fields of SamplingBatchInfo that hold one row per request and shape the target's distribution.
-_PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
+# Fields of SamplingBatchInfo with one row per request that shape the target's distribution.
+_PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps")
 
 
 def draw_target_tokens(
     logits: torch.Tensor, sampling_info, positions: torch.Tensor, block_size: int, sampler
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's token after each block position, [bs, B] int64, and the largest logit there, [bs, B]:
-    where that is not finite, the logits were broken and the token means nothing (`replace_broken_rows`).
+    """Draw the target's token after each block position.
 
-    logits: [bs * B, vocab], already biased and masked; sampled requests overwrite it (SGLang's sampler works
-    in place). positions: [bs * B] int64, the position each row's input token has: SGLang seeds its draws with
-    it. Greedy requests take the argmax. Otherwise SGLang's own sampler draws, once per row, under the row's
-    own request: the same joint top-k / top-p / min-p filter and seeds as without speculation."""
+    Greedy requests take the argmax. For others SGLang's sampler draws once per row, under the row's own
+    request: the same joint top-k / top-p / min-p filter and seeds as without speculation.
+
+    Args:
+        logits: [bs * B, vocab], biased and masked. Sampled requests overwrite them (SGLang's sampler works in
+            place).
+        sampling_info: SGLang's, one row per request.
+        positions: [bs * B] int64, position of each row's input token. SGLang seeds draws with it.
+        block_size: B.
+        sampler: SGLang's.
+
+    Returns:
+        Tokens [bs, B] int64, and the largest logits [bs, B]. If such a logit is not finite, the logits were
+        broken and the token has no meaning (`replace_broken_rows`).
+    """
     if sampling_info.is_all_greedy:
         sanitize_nan_logits(logits, "DFLASH verify")
-        best, tokens = logits.max(dim=-1)
-        return tokens.view(-1, block_size), best.view(-1, block_size)
-    best = replace_broken_rows(logits)
-    per_row = {name: repeat_rows(getattr(sampling_info, name), block_size) for name in _PER_REQUEST}
+        max_logits, tokens = logits.max(dim=-1)
+        return tokens.view(-1, block_size), max_logits.view(-1, block_size)
+    max_logits = replace_broken_rows(logits)
+    per_row = _parameters_per_row(sampling_info, block_size)
+    per_row["sampling_seed"] = repeat_rows(sampling_info.sampling_seed, block_size)
     drawn = sampler(
         LogitsProcessorOutput(next_token_logits=logits),
         dataclasses.replace(sampling_info, **per_row),
@@ -34,45 +46,51 @@ def draw_target_tokens(
         token_ids_logprobs=[],
         positions=positions,
     )
-    return drawn.long().view(-1, block_size), best.view(-1, block_size)
+    return drawn.long().view(-1, block_size), max_logits.view(-1, block_size)
 
 
 def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distributions the sampler would draw from after each block position, [bs, B, vocab] float32, and
-    the largest logit there, [bs, B]: where that is not finite, they mean nothing (`replace_broken_rows`).
-
-    logits: [bs * B, vocab], already biased and masked. Overwritten: where they are float32, with the result,
-    as a second tensor of this size is 0.5 GB at bs 48, B 16 and V = 152k. What is needed besides is a few
-    times `_ELEMENTS_AT_ONCE`. Where the host knows that every request's top_k is small, rows are not sorted.
+    """Compute the distributions that the sampler would draw from after each block position.
 
     One joint filter, as the sampler's: top-k and top-p both look at the unfiltered softmax, min-p at its
-    largest probability. Greedy requests (top_k 1) are one-hot."""
-    best = replace_broken_rows(logits)
-    per_row = {name: repeat_rows(getattr(sampling_info, name), block_size) for name in _PER_REQUEST[:4]}
+    largest probability. Greedy requests (top_k 1) are one-hot. Rows are not sorted if the host knows that
+    every request's top_k is small. Beside the result, memory of a few times `_ELEMENTS_AT_ONCE` is needed.
+
+    Args:
+        logits: [bs * B, vocab], biased and masked. float32 logits are overwritten with the result: a second
+            tensor of this size is 0.5 GB at bs 48, B 16 and V = 152k.
+        sampling_info: SGLang's, one row per request.
+        block_size: B.
+
+    Returns:
+        Probabilities [bs, B, vocab] float32, and the largest logits [bs, B]. If such a logit is not finite,
+        the probabilities have no meaning (`replace_broken_rows`).
+    """
+    max_logits = replace_broken_rows(logits)
+    per_row = _parameters_per_row(sampling_info, block_size)
     probs = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
     for rows in slices_of_rows(*logits.shape):
         torch.softmax(logits[rows].float() / per_row["temperatures"][rows], dim=-1, out=probs[rows])
-        of_rows = {name: None if v is None else v[rows] for name, v in per_row.items()}
-        _filter(probs[rows], of_rows, sampling_info)
-    return probs.view(-1, block_size, probs.shape[-1]), best.view(-1, block_size)
+        _filter(probs[rows], {name: values[rows] for name, values in per_row.items()}, sampling_info)
+    return probs.view(-1, block_size, probs.shape[-1]), max_logits.view(-1, block_size)
 
 
-# A sort of so many float32 and what comes of it take about 0.4 GB.
+# Sorting so many float32 takes about 0.4 GB of temporary memory.
 _ELEMENTS_AT_ONCE = 1 << 23
 
 
 def slices_of_rows(num_rows: int, width: int) -> list[slice]:
-    """All rows of a matrix, as many at once as may be worked on in temporary memory."""
+    """Split the rows of a matrix into slices that fit into the temporary memory."""
     step = max(1, _ELEMENTS_AT_ONCE // width)
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-# From about here on, sorting a whole row takes no longer than finding its largest entries.
+# Beyond about this number, sorting a whole row is as fast as finding its largest entries.
 _MOST_WITHOUT_SORT = 256
 
 
-def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor | None], sampling_info) -> None:
-    """Leave of each row, [n, vocab], what its request's filters do, normalised, in place."""
+def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor], sampling_info) -> None:
+    """Apply each request's filters to its rows of probs [n, vocab] and normalise, in place."""
     filters = (
         sampling_info.need_top_k_sampling,
         sampling_info.need_top_p_sampling,
@@ -80,7 +98,7 @@ def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor | None], sampli
     )
     if not any(filters):
         return
-    most = sampling_info.max_top_k  # None where a request has no such filter
+    most = sampling_info.max_top_k  # None: some request has no such filter
     if most is not None and most <= min(_MOST_WITHOUT_SORT, probs.shape[-1]):
         ranked, ids = probs.topk(most, dim=-1)
         probs.zero_()
@@ -96,20 +114,26 @@ def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor | None], sampli
 
 
 def replace_broken_rows(logits: torch.Tensor) -> torch.Tensor:
-    """The largest of each row of logits [n, vocab], [n]. Rows where it is not finite, with NaN or infinity
-    among them or nothing that a grammar allows, become zeros, as a sampler does not survive them; what is
-    drawn there is not to be believed.
+    """Replace rows of logits [n, vocab] whose maximum is not finite by zeros. Returns the maxima, [n].
 
-    SGLANG_SANITIZE_NAN_LOGITS has SGLang replace NaN and infinity by finite numbers, after which no such row
-    is broken."""
+    Such a row holds NaN or infinity, or nothing that its grammar allows, and a sampler does not survive it.
+    SGLANG_SANITIZE_NAN_LOGITS has SGLang replace NaN and infinity first, and then no such row is broken.
+    """
     sanitize_nan_logits(logits, "DFLASH verify")
-    best = logits.amax(dim=-1)
-    logits.masked_fill_(~best.isfinite()[:, None], 0)
-    return best
+    max_logits = logits.amax(dim=-1)
+    logits.masked_fill_(~max_logits.isfinite()[:, None], 0)
+    return max_logits
 
 
-def repeat_rows(per_request: torch.Tensor | None, block_size: int) -> torch.Tensor | None:
-    """[bs, ...] -> [bs * block_size, ...], one row per block position."""
+def _parameters_per_row(sampling_info, block_size: int) -> dict[str, torch.Tensor]:
+    return {name: repeat_rows(getattr(sampling_info, name), block_size) for name in _PER_REQUEST}
+
+
+def repeat_rows(per_request: Any, block_size: int) -> Any:
+    """Repeat each request's row for its block positions: [bs, ...] -> [bs * block_size, ...].
+
+    None stays None.
+    """
     if per_request is None or block_size == 1:
         return per_request
     return per_request.repeat_interleave(block_size, dim=0)

@@ -1,162 +1,192 @@
-"""A drafter around another one: per request and cycle it proposes what followed the last tokens before, or
-the draft's block.
+"""`--speculative-copy-ahead`: propose what followed a request's last tokens earlier in its own text.
 
-Which of the two depends on the request's text and on how copies fared in it, never on what the draft drew, so
-it is lossless for sampled requests: a copied token is proposed with certainty, whatever the draft method."""
+Per request and cycle the proposal is such a copy, or the draft's block. The choice depends on the request's
+text and on earlier copies in it, never on the draft's tokens. So it is lossless for sampled requests: a
+copied token has probability 1, whatever the draft method.
+
+The feature is not called n-gram: SGLang has an algorithm and flags of that name, which draft from a store
+that all requests share."""
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE, append_tokens, choose_copies, find_match
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts, on_device, packed_ranges
-from sglang_dflash.srt.speculative.drafters.base import DraftBlock, Drafter
-from sglang_dflash.srt.speculative.drafters.copy_stats import Outcomes
-from sglang_dflash.srt.speculative.scale_out.disaggregation import Arrival
+from sglang_dflash.srt.speculative.dflash_info import (
+    Cycle,
+    DraftBlock,
+    PrefilledRequests,
+    Prompts,
+    on_device,
+    packed_ranges,
+)
+from sglang_dflash.srt.speculative.drafters.base import Drafter
+from sglang_dflash.srt.speculative.drafters.copy_stats import CopyStats
 
 logger = logging.getLogger(__name__)
 
 
 class CopyAhead:
-    """drafter: asked where a request copies nothing, and told of everything. rows, context_len: of the
-    request table. vocab_size: what a block may contain.
+    """A drafter around another one, which runs if a request copies nothing.
 
-    The texts are on the device, as under overlap scheduling the host learns tokens a step late: 4 bytes per
-    row and position. A row is written anew when a request takes it.
+    Texts are on the device: under overlap scheduling the host learns tokens a step late. They take 4 bytes
+    per row and position. A row is rewritten when a request takes it.
 
-    No draft forward where all running requests copy. On a CPU that is seen; elsewhere it is guessed from what
-    the host knows (`Outcomes.all_copy`). A drafter whose forward also writes its context (P-EAGLE's) runs
-    every time."""
+    The draft's forward is skipped if all running requests copy. On a CPU that is read from the device.
+    Elsewhere it is predicted from what the host knows (`CopyStats.all_copy`). P-EAGLE's forward also writes
+    context, and runs every time.
+
+    Args:
+        drafter: the inner drafter.
+        block_size: B.
+        stats: counts outcomes by source.
+
+    Attributes:
+        history: [rows, positions] int32, texts. -1: no token.
+        knows_matches_on_host: whether the host reads from the device who copies. `allocate` sets it on a CPU.
+    """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        rows: int,
-        context_len: int,
-        block_size: int,
-        vocab_size: int,
-        device: torch.device,
-        metrics,
+        self, drafter: Drafter, block_size: int, stats: CopyStats, reads_matches: bool | None = None
     ):
         self._drafter = drafter
-        self._vocab_size = vocab_size
-        # A block's tokens are written behind its anchor whatever was kept of them.
-        self._history = torch.full((rows, context_len + block_size + 1), -1, dtype=torch.int32, device=device)
-        start = torch.tensor([RULE.copies_start, RULE.drafts_start])
-        self._start = start.to(device)
-        self._records = self._start.repeat(rows, 1)
+        self._block_size = block_size
+        self.stats = stats
+        self.knows_matches_on_host = False
         self._lengths: torch.Tensor | None = None
         self._was_drafted = True
-        self._sees = device.type == "cpu"
-        self.outcomes = Outcomes(metrics)
-        self.mask_token_id, self.block_width = drafter.mask_token_id, drafter.block_width
+        self._has_texts = False
+        self.proposals = stats.proposals(None, False)
+        self.mask_token_id, self.num_draft_rows = drafter.mask_token_id, drafter.num_draft_rows
         self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
-        self.absorb = drafter.absorb
-        logger.info(
-            "DFLASH copies ahead: texts of %d requests take %.1f MB.", rows, self._history.numel() * 4 / 1e6
+        self.draw, self.absorb = drafter.draw, drafter.absorb
+
+    def attach_pools(self, target_runner: Any) -> None:
+        """See `Drafter`. Allocates the texts."""
+        self._drafter.attach_pools(target_runner)
+        rows, context_len = target_runner.req_to_token_pool.req_to_token.shape
+        self.allocate(
+            rows, context_len, target_runner.model_config.vocab_size, torch.device(target_runner.device)
         )
 
-    @classmethod
-    def of(cls, drafter: Drafter, target_runner, block_size: int, metrics) -> "CopyAhead":
-        """Once the pools exist."""
-        rows, context_len = target_runner.req_to_token_pool.req_to_token.shape
-        vocab_size, device = target_runner.model_config.vocab_size, torch.device(target_runner.device)
-        return cls(drafter, rows, context_len, block_size, vocab_size, device, metrics)
-
-    def attach_pools(self, target_runner) -> None:
-        self._drafter.attach_pools(target_runner)
+    def allocate(self, rows: int, context_len: int, vocab_size: int, device: torch.device) -> None:
+        """Allocate texts for the rows of the request table. vocab_size: of the blocks' tokens."""
+        self._vocab_size = vocab_size
+        # A block's tokens are written behind its anchor, however many are accepted.
+        self.history = torch.full(
+            (rows, context_len + self._block_size + 1), -1, dtype=torch.int32, device=device
+        )
+        self._start = torch.tensor([RULE.copies_start, RULE.drafts_start]).to(device)
+        self._records = self._start.repeat(rows, 1)
+        self.knows_matches_on_host = device.type == "cpu"
+        logger.info(
+            "DFLASH copy-ahead: texts of %d requests take %.1f MB.", rows, self.history.numel() * 4 / 1e6
+        )
 
     def begin_prefill(self, prompts: Prompts) -> None:
-        self.outcomes.began()
+        """See `Drafter`. Writes the texts of new requests."""
+        self.stats.on_admission()
+        self._has_texts = True
         new = len(prompts.extend_lens) - prompts.num_running
-        # What the prefix cache had of a new request is not among the tokens of the prefill.
+        # The tokens of the prefill lack what the prefix cache had of a new request.
         cached = [
             0 if is_continued else length
             for is_continued, length in zip(prompts.is_continued, prompts.prefix_lens, strict=True)
         ]
         texts = [
-            req.get_fill_ids()[:n] if n else () for req, n in zip(prompts.reqs[:new], cached, strict=False)
+            req.get_fill_ids()[:n] if n else ()
+            for req, n in zip(prompts.reqs[:new], cached[:new], strict=True)
         ]
         self._write(prompts.req_pool_indices[:new], texts)
         self._records[prompts.req_pool_indices[:new]] = self._start
         rows = _repeated(prompts.req_pool_indices, prompts.extend_lens, prompts.tokens.numel())
-        self._history[rows, prompts.positions] = self._valid(prompts.tokens)
+        self.history[rows, prompts.positions] = self._valid(prompts.tokens)
         self._drafter.begin_prefill(prompts)
 
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
+        """See `Drafter`."""
         ends = [prefix + new for prefix, new in zip(prompts.prefix_lens, prompts.extend_lens, strict=True)]
-        self._history[prompts.req_pool_indices, on_device(ends, torch.int64, next_tokens.device)] = (
-            next_tokens.int()
-        )
+        at = on_device(ends, torch.int64, next_tokens.device)
+        self.history[prompts.req_pool_indices, at] = next_tokens.int()
         self._drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
 
-    def join(self, arrival: Arrival) -> None:
-        self.outcomes.began()
-        texts = [[*req.origin_input_ids, *said] for req, said in zip(arrival.reqs, arrival.said, strict=True)]
-        self._write(arrival.req_pool_indices, texts)
-        self._records[arrival.req_pool_indices] = self._start
-        self._drafter.join(arrival)
+    def admit_prefilled(self, requests: PrefilledRequests) -> None:
+        """See `Drafter`. Writes the texts of new requests."""
+        self.stats.on_admission()
+        self._has_texts = True
+        outputs = zip(requests.reqs, requests.output_ids, strict=True)
+        self._write(requests.req_pool_indices, [[*req.origin_input_ids, *output] for req, output in outputs])
+        self._records[requests.req_pool_indices] = self._start
+        self._drafter.admit_prefilled(requests)
 
-    def propose(self, cycle: Cycle, sampling_info=None) -> DraftBlock:
+    def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
+        """See `Drafter`. `proposals` says afterwards where the blocks come from."""
         self._lengths, self._was_drafted = None, True
-        if cycle.width == 1:
-            self.outcomes.proposed(cycle.bs, None, False)
+        # Cycles that measure at start-up have no texts.
+        if cycle.verify_len == 1 or not self._has_texts:
+            self.proposals = self.stats.proposals(None, False)
             return self._drafter.propose(cycle, sampling_info)
-        text = self._history, cycle.req_pool_indices, cycle.seq_lens
-        keys = find_match(*text, int(cycle.host_lens.max()), RULE)
-        copied, self._lengths = choose_copies(text[0], self._records, *text[1:], keys, cycle.width, RULE)
-        self._was_drafted = not self._needs_no_draft()
-        self.outcomes.proposed(cycle.bs, self._lengths, self._was_drafted)
+        rows, committed = cycle.req_pool_indices, cycle.committed
+        longest = int(cycle.committed_host.max()) + cycle.verify_len
+        keys = find_match(self.history, rows, committed, longest, RULE)
+        copied, self._lengths = choose_copies(
+            self.history, self._records, rows, committed, keys, cycle.verify_len, RULE
+        )
+        self._was_drafted = not self._needs_no_draft(self._lengths)
+        self.proposals = self.stats.proposals(self._lengths, self._was_drafted)
         if self._was_drafted:
-            return over(self._drafter.propose(cycle, sampling_info), copied)
-        # Where a request copies nothing after all, the anchor stands for what it did not propose.
+            return overlay_copies(self._drafter.propose(cycle, sampling_info), copied)
+        # If a request copies nothing after all, the anchor fills its slots.
         tokens = torch.where(copied >= 0, copied, cycle.tokens[:, :1])
         return DraftBlock(tokens, None if sampling_info is None else DraftProbs.one_hot(tokens[:, 1:]))
 
-    def _needs_no_draft(self) -> bool:
+    def _needs_no_draft(self, lengths: torch.Tensor) -> bool:
         if not self.writes_context_apart:
             return False
-        return bool((self._lengths > 0).all()) if self._sees else self.outcomes.all_copy
+        return bool((lengths > 0).all()) if self.knows_matches_on_host else self.stats.all_copy
 
-    def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, verdict: Verdict) -> None:
-        lengths = torch.zeros_like(verdict.accept_len) if self._lengths is None else self._lengths
-        append_tokens(
-            self._history,
-            self._records,
-            cycle.req_pool_indices,
-            cycle.seq_lens,
-            verdict.out_tokens,
-            verdict.accept_len,
-            lengths,
-            self._was_drafted,
-            RULE,
-        )
-        self._drafter.commit(cycle, aux_hidden, verdict)
+    def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
+        """See `Drafter`. Appends the output to the texts."""
+        if self._has_texts:
+            lengths = torch.zeros_like(accepted.accept_len) if self._lengths is None else self._lengths
+            append_tokens(
+                self.history,
+                self._records,
+                cycle.req_pool_indices,
+                cycle.committed,
+                accepted.tokens,
+                accepted.accept_len,
+                lengths,
+                self._was_drafted,
+                RULE,
+            )
+        self._drafter.commit(cycle, aux_hidden, accepted)
 
     def _valid(self, tokens: torch.Tensor) -> torch.Tensor:
-        """-1 in the place of what stands for an image. int32."""
+        """Replace ids that stand for an image by -1. int32."""
         return torch.where((tokens >= 0) & (tokens < self._vocab_size), tokens, -1).int()
 
     def _write(self, rows: torch.Tensor, texts: Sequence[Sequence[int]]) -> None:
-        """Texts, on the host, from position 0 on."""
+        """Write texts from the host into rows, from position 0 on."""
         counts = [len(text) for text in texts]
         if not any(counts):
             return
         tokens = on_device(
-            np.concatenate([np.asarray(text, dtype=np.int64) for text in texts]), torch.int64, rows.device
+            np.concatenate([np.asarray(t, dtype=np.int64) for t in texts]), torch.int64, rows.device
         )
         positions = packed_ranges([0] * len(counts), counts, rows.device)
-        self._history[_repeated(rows, counts, tokens.numel()), positions] = self._valid(tokens)
+        self.history[_repeated(rows, counts, tokens.numel()), positions] = self._valid(tokens)
 
 
-def over(block: DraftBlock, copied: torch.Tensor) -> DraftBlock:
-    """A drafted block with copied tokens in their places, where copied [bs, B] int64 has any."""
+def overlay_copies(block: DraftBlock, copied: torch.Tensor) -> DraftBlock:
+    """Put copied tokens [bs, B] int64 into a drafted block. Negative ids leave the drafted token."""
     is_copied = copied >= 0
     tokens, probs = torch.where(is_copied, copied, block.tokens), block.probs
     if probs is not None:
@@ -170,5 +200,5 @@ def over(block: DraftBlock, copied: torch.Tensor) -> DraftBlock:
 
 
 def _repeated(rows: torch.Tensor, counts: Sequence[int], total: int) -> torch.Tensor:
-    """Each row as many times as it has tokens: [total] int64."""
+    """Repeat each row once per token: [total] int64."""
     return rows.repeat_interleave(on_device(counts, torch.int64, rows.device), output_size=total)

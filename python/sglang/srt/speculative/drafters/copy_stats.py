@@ -1,98 +1,103 @@
-"""What came of each cycle's proposals by their source, on the host: for the metrics, and to know when no
-draft is needed.
+"""Outcomes of proposals by their source, on the host: for metrics, and to skip drafts that nobody needs.
 
-Nothing here waits for the device: what a cycle proposed is copied to the host as it begins, and read when
-SGLang tells what was kept of it, which is later on the same stream."""
+Nothing here waits for the device. The lengths a cycle proposed are copied to the host as it begins, and read
+when SGLang reports its accept lengths, which is later on the same stream."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
+
 DRAFT, COPY = "draft", "copy"
-# Cycles in a row of which every request kept a whole copied block, after which the next one is not drafted
-# for. Under overlap scheduling the last one or two are not known yet: a copy that ends in them costs its
+# Cycles in a row in which every request accepted a whole copied block, after which the next cycle skips the
+# draft. Under overlap scheduling the last one or two are not known yet: a copy that ends in them costs its
 # request about a cycle, and a draft forward is about a sixth of one (benchmark/ROOFLINE.md). A copy that has
 # gone on for so long is likely to go on for as long again.
 WHOLE_CYCLES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A cycle whose outcome is not known yet. lengths: [bs] int32 on the host, `choose_copies`', None where
-    it proposed nothing; valid once `copied` is over. generation: prefills before it."""
+class Proposals:
+    """Sources of the blocks of one cycle.
 
-    num_requests: int
+    Attributes:
+        lengths: [bs] int32 on the host, copied tokens of each request. None: nothing was proposed.
+        copied: end of the transfer of `lengths` to the host.
+        was_drafted: whether the draft ran.
+        admissions: prefills and arrivals before the cycle.
+    """
+
     lengths: torch.Tensor | None
     copied: torch.cuda.Event | None
     was_drafted: bool
-    generation: int
+    admissions: int
 
 
-class Outcomes:
-    """metrics: counted into, by source."""
+class CopyStats:
+    """Counts blocks, proposed and accepted tokens by source. metrics: counted into."""
 
-    def __init__(self, metrics):
+    def __init__(self, metrics: DFlashMetrics):
         self._metrics = metrics
-        self._under_way: deque[_UnderWay] = deque()
-        self._generation = 0
+        self._admissions = 0
         self._whole = 0
         self._cycles = self._without_draft = 0
-        self._blocks, self._proposed, self._accepted = Counter(), Counter(), Counter()
+        self._blocks: Counter[str] = Counter()
+        self._proposed: Counter[str] = Counter()
+        self._accepted: Counter[str] = Counter()
 
     @property
     def all_copy(self) -> bool:
         """Whether, as far as the host knows, every running request is in the middle of a copy."""
         return self._whole >= WHOLE_CYCLES
 
-    def began(self) -> None:
-        """New requests: what older cycles say is no longer about all of them."""
-        self._generation += 1
+    def on_admission(self) -> None:
+        """Note new requests: older cycles are no longer about all of them."""
+        self._admissions += 1
         self._whole = 0
 
-    def proposed(self, num_requests: int, lengths: torch.Tensor | None, was_drafted: bool) -> None:
-        """A cycle begins. lengths: [bs] int32, on the device."""
+    def proposals(self, lengths: torch.Tensor | None, was_drafted: bool) -> Proposals:
+        """Record a cycle that begins. lengths: [bs] int32, on the device."""
         copied = None
         if lengths is not None and lengths.is_cuda:
             lengths = lengths.to("cpu", non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        self._under_way.append(_UnderWay(num_requests, lengths, copied, was_drafted, self._generation))
+        return Proposals(lengths, copied, was_drafted, self._admissions)
 
-    def kept(self, accepted: Sequence[int], drafted: int) -> None:
-        """The oldest cycle not told of yet kept so many of the `drafted` proposed tokens of each of its
-        requests."""
-        entry = self._under_way.popleft()
-        assert len(accepted) == entry.num_requests, "SGLang tells of every cycle once, in order"
+    def on_accept_lens(self, cycle: Proposals, accept_lens: Sequence[int], num_drafted: int) -> None:
+        """Count a cycle that accepted so many of the `num_drafted` proposed tokens of each request."""
         self._cycles += 1
-        if entry.lengths is None:
+        if cycle.lengths is None:
             self._whole = 0
             return
-        if entry.copied is not None:
-            entry.copied.synchronize()  # over: SGLang waited for what came after it
-        self._without_draft += not entry.was_drafted
-        is_copied = [length > 0 for length in entry.lengths.tolist()]
+        if cycle.copied is not None:
+            cycle.copied.synchronize()  # over already: SGLang has waited for later work
+        self._without_draft += not cycle.was_drafted
+        is_copied = [length > 0 for length in cycle.lengths.tolist()]
         by_source = {
-            COPY: [kept for kept, copied in zip(accepted, is_copied, strict=True) if copied],
-            # Where nothing was drafted, what stands beside copies has no source.
+            COPY: [n for n, copied in zip(accept_lens, is_copied, strict=True) if copied],
+            # If nothing was drafted, the tokens beside copies have no source.
             DRAFT: [
-                kept
-                for kept, copied in zip(accepted, is_copied, strict=True)
-                if not copied and entry.was_drafted
+                n
+                for n, copied in zip(accept_lens, is_copied, strict=True)
+                if not copied and cycle.was_drafted
             ],
         }
-        for source, kept in by_source.items():
-            self._blocks[source] += len(kept)
-            self._proposed[source] += drafted * len(kept)
-            self._accepted[source] += sum(kept)
-            self._metrics.count_source(source, len(kept), drafted * len(kept), sum(kept))
-        self._metrics.count_undrafted(not entry.was_drafted)
-        is_whole = all(is_copied) and drafted > 0 and min(accepted, default=0) == drafted
-        self._whole = self._whole + 1 if is_whole and entry.generation == self._generation else 0
+        for source, lens in by_source.items():
+            self._blocks[source] += len(lens)
+            self._proposed[source] += num_drafted * len(lens)
+            self._accepted[source] += sum(lens)
+            self._metrics.count_source(source, len(lens), num_drafted * len(lens), sum(lens))
+        self._metrics.count_undrafted(not cycle.was_drafted)
+        is_whole = all(is_copied) and num_drafted > 0 and min(accept_lens, default=0) == num_drafted
+        self._whole = self._whole + 1 if is_whole and cycle.admissions == self._admissions else 0
 
-    def report(self) -> dict:
-        """For /server_info: plain numbers."""
+    def report(self) -> dict[str, Any]:
+        """Return plain numbers for /server_info."""
         return {
             "cycles": self._cycles,
             "cycles_without_draft": self._without_draft,

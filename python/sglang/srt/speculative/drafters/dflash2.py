@@ -1,7 +1,10 @@
-"""The DFlash2 drafter: a DFlash one whose tokens come from the candidate selector's walk."""
+"""The DFlash2 drafter: a DFlash drafter whose tokens come from the candidate selector's walk."""
+
+from typing import Any
 
 import torch
 
+from sglang_dflash.srt.layers.candidate_selector import Candidates
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.dflash2 import DFlash2Output
 from sglang_dflash.srt.speculative.dflash_info import Cycle
@@ -10,9 +13,26 @@ from sglang_dflash.srt.speculative.drafters.sampling import selector_draw
 
 
 class DFlash2Drafter(DFlashDrafter):
-    """The best path is part of the model's forward, and of its CUDA graph; one that is drawn begins after it,
+    """Drafts by walks through candidates.
+
+    The best path is part of the model's forward and its CUDA graph. A drawn path begins after the forward,
     from the same candidates."""
 
-    def _draw(self, cycle: Cycle, output: DFlash2Output, sampling_info) -> tuple[torch.Tensor, DraftProbs]:
-        draw = selector_draw(sampling_info, self._sampling, self._verify_width - 1)
-        return self._model.candidate_selector.walk(output.candidates(cycle.bs), cycle.tokens[:, 0], draw)
+    def _draw_output(
+        self, cycle: Cycle, output: DFlash2Output, sampling_info: Any
+    ) -> tuple[torch.Tensor, DraftProbs]:
+        return self._walk(output.candidates(cycle.bs), cycle.tokens[:, 0], sampling_info)
+
+    def draw(
+        self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
+    ) -> tuple[torch.Tensor, DraftProbs]:
+        """See `Drafter`."""
+        return self._walk(self._model.candidates(hidden), anchors, sampling_info)
+
+    def _walk(
+        self, candidates: Candidates, anchors: torch.Tensor, sampling_info: Any
+    ) -> tuple[torch.Tensor, DraftProbs]:
+        draw = selector_draw(sampling_info, self._sampling, self._block_size - 1)
+        tokens, probs = self._model.candidate_selector.walk(candidates, anchors, draw)
+        assert probs is not None, "a drawn walk has probabilities"
+        return tokens, probs

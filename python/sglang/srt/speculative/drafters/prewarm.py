@@ -1,26 +1,40 @@
-"""The temporary memory of probabilistic drafting, taken once at start-up."""
+"""Allocate the temporary memory of probabilistic drafting at start-up."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows, target_probs
-from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts, selector_draw
 
 
 @torch.no_grad()
 def prewarm_probabilistic_step(
-    model, hidden_size: int, bs: int, width: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+    draw: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, DraftProbs]],
+    hidden_size: int,
+    bs: int,
+    block_size: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Run what a step of bs sampled requests with blocks of `width` runs beside the two models, on zeros,
-    with every filter: its memory then belongs to PyTorch's allocator, and what is too much for the GPU fails
-    now and not under load.
+    """Run a step of bs sampled requests without the two models, on zeros, with every filter.
 
-    model: the draft. hidden_size, dtype: of its hidden states. The verify logits are not part of it: they are
-    there anyway."""
+    Its memory then belongs to PyTorch's allocator. If it is too much for the GPU, the server fails now and
+    not under load. The verify logits are not part of it: they exist anyway.
+
+    Args:
+        draw: `Drafter.draw`.
+        hidden_size: of the draft's hidden states.
+        bs: requests.
+        block_size: B.
+        vocab_size: of the target.
+        dtype: of the draft's hidden states.
+        device: of both models.
+    """
     info = SimpleNamespace(
         temperatures=torch.ones(bs, 1, device=device),
         top_ps=torch.full((bs,), 0.9, device=device),
@@ -32,30 +46,16 @@ def prewarm_probabilistic_step(
         need_min_p_sampling=True,
         max_top_k=None,
     )
-    hidden = torch.zeros(bs, width - 1, hidden_size, dtype=dtype, device=device)
-    sampling = DraftSampling.from_environment()
-    if isinstance(model, DFlash2DraftModel):
-        anchors = torch.zeros(bs, dtype=torch.int64, device=device)
-        draw = selector_draw(info, sampling, width - 1)
-        drafted, draft = model.candidate_selector.walk(model.candidates(hidden), anchors, draw)
-    else:
-        drafted, draft = draw_drafts(model, hidden, info, sampling)
-    # As many requests as one slice of logits holds stand for all of them.
-    at_once = min(bs, -(-slices_of_rows(bs * width, vocab_size)[0].stop // width))
-    some = SimpleNamespace(
-        **{name: value[:at_once] if torch.is_tensor(value) else value for name, value in vars(info).items()}
-    )
-    target_probs(torch.zeros(at_once * width, vocab_size, device=device), some, width)
-    _final_tokens(drafted, draft, vocab_size)
-
-
-def _final_tokens(drafted: torch.Tensor, draft: DraftProbs, vocab_size: int) -> None:
-    bs, slots = drafted.shape
-    block = torch.cat((drafted[:, :1], drafted), dim=1)
-    # Every row is the same memory; what is drawn from takes its own.
-    target = torch.zeros(1, 1, vocab_size, device=drafted.device).expand(bs, slots + 1, -1)
-    accept_len = torch.zeros(bs, dtype=torch.int32, device=drafted.device)
-    uniforms = torch.zeros(bs, device=drafted.device)
-    draw_final_tokens(
-        block, accept_len, target, torch.ones_like(uniforms, dtype=torch.float64), draft, uniforms
-    )
+    hidden = torch.zeros(bs, block_size - 1, hidden_size, dtype=dtype, device=device)
+    anchors = torch.zeros(bs, dtype=torch.int64, device=device)
+    drafted, draft = draw(hidden, anchors, info)
+    # As many requests as fit into one slice of logits stand for all of them.
+    at_once = min(bs, -(-slices_of_rows(bs * block_size, vocab_size)[0].stop // block_size))
+    some = {name: value[:at_once] if torch.is_tensor(value) else value for name, value in vars(info).items()}
+    logits = torch.zeros(at_once * block_size, vocab_size, device=device)
+    target_probs(logits, SimpleNamespace(**some), block_size)
+    # Every row of the target is the same memory. The rows that are drawn from take their own.
+    target = torch.zeros(1, 1, vocab_size, device=device).expand(bs, block_size, -1)
+    zeros = torch.zeros(bs, device=device)
+    block = torch.cat((anchors[:, None], drafted), dim=1)
+    draw_final_tokens(block, zeros.int(), target, torch.ones_like(zeros, dtype=torch.float64), draft, zeros)

@@ -1,27 +1,27 @@
-"""How drafted tokens are drawn from a draft's logits, and from which distributions exactly."""
+"""Draw drafted tokens from a draft's logits, with the exact distributions they come from."""
 
-import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.utils.async_probe import maybe_warn_nan
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.candidate_selector import Draw
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows
 
-TEMPERATURE_SCALE_VARIABLE = "SGLANG_DFLASH_DRAFT_TEMPERATURE_SCALE"
-SAMPLED_SLOTS_VARIABLE = "SGLANG_DFLASH_DRAFT_SAMPLED_SLOTS"
-
 
 @dataclass(frozen=True, slots=True)
 class DraftSampling:
-    """How a proposal departs from the draft's own distribution. Any setting is lossless: the probabilities
-    that reach the acceptance rule are the ones after all of this.
+    """Departure of a proposal from the draft's own distribution.
 
-    temperature_scale: multiplies the request's temperature; below 1 the draft says its favourites more often.
-    sampled_slots: only the first so many slots are drawn, deeper ones take the argmax. None: all are drawn.
-    candidates: at most so many tokens per slot, the likeliest, are considered; they are kept for the verify.
+    Any setting is lossless: the acceptance rule gets the resulting probabilities.
+
+    Attributes: temperature_scale: multiplies the request's temperature. Below 1 the draft prefers its
+        likeliest tokens. sampled_slots: slots that are drawn, from the first on. Deeper slots take the
+        argmax. None: all are drawn. candidates: tokens considered per slot, the likeliest. They are kept for
+        the verify.
     """
 
     temperature_scale: float = 1.0
@@ -38,30 +38,29 @@ class DraftSampling:
 
     @classmethod
     def from_environment(cls) -> "DraftSampling":
-        """As the variables say; the defaults where they say nothing. Raises ValueError for what is no such
-        number."""
-        given = {}
-        if value := os.environ.get(TEMPERATURE_SCALE_VARIABLE):
-            given["temperature_scale"] = float(value)
-        if value := os.environ.get(SAMPLED_SLOTS_VARIABLE):
-            given["sampled_slots"] = int(value)
-        return cls(**given)
+        """Read the options. Raises ValueError naming a variable that cannot be used."""
+        return cls(DFlashOptions.DRAFT_TEMPERATURE_SCALE.get(), DFlashOptions.DRAFT_SAMPLED_SLOTS.get())
 
 
 def likeliest(
     logits: torch.Tensor, temperature: torch.Tensor, sampling: DraftSampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The candidates of n slots, most likely first, and their probabilities before any filter: [n, C] int64
-    and float32.
+    """Find the candidates of n slots, most likely first, and their probabilities before any filter.
 
-    logits: [n, V_draft] float. temperature: [n] float.
+    Args:
+        logits: [n, V_draft] float.
+        temperature: [n] float.
+        sampling: scales the temperature and bounds the candidates.
+
+    Returns:
+        Ids [n, C] int64 and probabilities [n, C] float32.
     """
     maybe_warn_nan(logits, "DFLASH draft logits")
     # Finite at any temperature.
     scaled = logits.float().nan_to_num(nan=-1e30, posinf=1e30, neginf=-1e30)
     scaled /= (temperature * sampling.temperature_scale)[:, None]
-    best, ids = scaled.topk(min(sampling.candidates, logits.shape[-1]), dim=-1)
-    return ids, (best - scaled.logsumexp(dim=-1, keepdim=True)).exp()
+    largest, ids = scaled.topk(min(sampling.candidates, logits.shape[-1]), dim=-1)
+    return ids, (largest - scaled.logsumexp(dim=-1, keepdim=True)).exp()
 
 
 def choose_tokens(
@@ -73,20 +72,22 @@ def choose_tokens(
     sampling: DraftSampling,
     d2t: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, DraftProbs]:
-    """One token per drafted slot: ([bs, B - 1] int64 target token ids, the distributions they come from).
+    """Draw one token per drafted slot.
 
-    ids, probs: [bs * (B - 1), C], every slot's candidates, as `likeliest` returns them.
-    top_p: [bs] float, top_k: [bs] int, as SGLang has them: a greedy request has top_k 1 (it drafts the
-        argmax, one-hot); top_k may exceed the vocabulary. The filters are joint, as in SGLang's sampler:
-        top_p looks at probabilities of the unfiltered softmax.
-    uniforms: [bs, B - 1] in [0, 1).
-    d2t: [V_draft] int64, target token id minus draft token id; None where the vocabularies are one.
+    `likeliest` makes NaN and infinite logits finite (SGLang warns of NaN on CUDA, once). Such a draft is
+    verified with the probabilities it was then drawn from, so it costs acceptance and nothing else.
 
-    NaN and infinite logits are finite ones in `likeliest` (SGLang warns of NaN on CUDA, once). Verified with
-    the probabilities of what the slot was then drawn from, such a draft costs acceptance and nothing else.
+    Args: ids: [bs * (B - 1), C] int64, candidates as `likeliest` returns them. probs: [bs * (B - 1), C]
+        float32, their probabilities. top_k: [bs] int. A greedy request has 1 and drafts the argmax, one-hot.
+        May exceed the vocabulary. top_p: [bs] float. The filters are joint, as in SGLang's sampler: top_p
+        looks at the unfiltered softmax. uniforms: [bs, B - 1] in [0, 1). sampling: says which slots are
+        drawn. d2t: [V_draft] int64, target token id minus draft token id. None: the vocabularies are one.
+
+    Returns:
+        Target token ids [bs, B - 1] int64, and the distributions they come from.
     """
     bs, slots = uniforms.shape
-    ids, probs = (of_slots.view(bs, slots, of_slots.shape[-1]) for of_slots in (ids, probs))
+    ids, probs = (values.view(bs, slots, values.shape[-1]) for values in (ids, probs))
     if sampling.sampled_slots is None:
         top_k = top_k[:, None]
     else:
@@ -102,20 +103,18 @@ def choose_tokens(
     return ids.gather(2, chosen[..., None]).squeeze(2), DraftProbs(ids, probs)
 
 
-def selector_draw(sampling_info, sampling: DraftSampling, num_slots: int) -> Draw:
+def selector_draw(sampling_info: Any, sampling: DraftSampling, num_slots: int) -> Draw:
     """Build the draw of a candidate selector's walk over `num_slots` slots."""
     return Draw.for_requests(sampling_info, num_slots, sampling.temperature_scale, sampling.sampled_slots)
 
 
 def draw_drafts(
-    model, hidden: torch.Tensor, sampling_info, sampling: DraftSampling
+    model: Any, hidden: torch.Tensor, sampling_info: Any, sampling: DraftSampling
 ) -> tuple[torch.Tensor, DraftProbs]:
-    """`choose_tokens` of a draft model's rows that draft, hidden [bs, B - 1, hidden], under each request's
-    parameters."""
+    """Run `choose_tokens` on the drafting rows of a model, hidden [bs, B - 1, hidden]."""
     rows = hidden.flatten(0, 1)
     temperature = sampling_info.temperatures.squeeze(1).repeat_interleave(hidden.shape[1])
-    # Logits of some rows at a time: those of all are 0.4 GB at bs 48, B 16 and V = 152k, in each of four
-    # forms.
+    # Logits of some rows at a time: all rows take 0.4 GB at bs 48, B 16 and V = 152k, in each of four forms.
     parts = [
         likeliest(model.logits(rows[some]), temperature[some], sampling)
         for some in slices_of_rows(rows.shape[0], model.draft.draft_vocab_size)

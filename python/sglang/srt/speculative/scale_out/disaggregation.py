@@ -1,64 +1,51 @@
 """Prefill/decode disaggregation: requests whose prompt another server has computed.
 
-SGLang moves the draft's KV with the target's, slot by slot, as both pools have the same slots. What a worker
-keeps of a request besides comes from a prefill, which here does not take place: an arriving request is noted
-when SGLang admits it, and the worker takes it in before its first cycle."""
+SGLang moves the draft's KV with the target's, slot by slot, as both pools have the same slots. Other state of
+a request comes from a prefill, which does not happen here. So a request is noted when SGLang admits it, and
+the worker takes it in before its first cycle."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.managers.overlap_utils import RelayPayload
 
-from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Requests that were admitted together: from the prefill server, or resumed after a retraction.
-
-    reqs: SGLang's. req_pool_indices: [bs] int64. lengths: of each, tokens with KV, n. bonus_tokens: [bs]
-    int64, the token at position n. said: the output ids of each, the bonus token included, as they were then.
-    """
-
-    reqs: Sequence[Any]
-    req_pool_indices: torch.Tensor
-    lengths: list[int]
-    bonus_tokens: torch.Tensor
-    said: list[list[int]]
+from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, PrefilledRequests
 
 
 class Arrivals:
-    """Noted on the scheduler's stream, taken on the forward's: until a running forward is over, a row of the
-    request table may still be its former owner's."""
+    """Requests noted on the scheduler's stream, and taken on the forward's.
 
-    def __init__(self):
-        self._noted: list[Arrival] = []
+    Until a running forward is over, a row of the request table may still belong to its former owner.
+    """
 
-    def note(self, arrival: Arrival) -> None:
-        self._noted.append(arrival)
+    def __init__(self) -> None:
+        self._noted: list[PrefilledRequests] = []
 
-    def take(self) -> list[Arrival]:
+    def note(self, requests: PrefilledRequests) -> None:
+        """Append requests that were admitted together."""
+        self._noted.append(requests)
+
+    def take(self) -> list[PrefilledRequests]:
+        """Remove and return all."""
         noted, self._noted = self._noted, []
         return noted
 
 
-# Of the one worker that a process has.
+# A process has one worker.
 arrivals = Arrivals()
 
 
 def build_disagg_draft_input(
     batch: Any, last_tokens_tensor: torch.Tensor, future_map: Any
 ) -> DFlashDraftInput:
-    """In the place of SGLang's: what carries the requests of a "prebuilt" batch into their first cycle."""
+    """Replace SGLang's function: carry the requests of a "prebuilt" batch into their first cycle."""
     arrivals.note(
-        Arrival(
+        PrefilledRequests(
             reqs=list(batch.reqs),
             req_pool_indices=batch.req_pool_indices,
             lengths=batch.seq_lens_cpu.tolist(),
             bonus_tokens=last_tokens_tensor,
-            said=[list(req.output_ids) for req in batch.reqs],
+            output_ids=[list(req.output_ids) for req in batch.reqs],
         )
     )
     draft_input = DFlashDraftInput(bonus_tokens=last_tokens_tensor, new_seq_lens=batch.seq_lens)

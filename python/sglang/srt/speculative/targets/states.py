@@ -1,9 +1,8 @@
-"""What a target keeps beside its KV pool, and what verifying a block does to it.
+"""State of a target beside its KV pool, and the effect of verifying a block on it.
 
 KV of rejected tokens is overwritten by the next block. A recurrent state (GatedDeltaNet, Mamba, a
-convolution's window) cannot go back: verify leaves it alone and writes the states after each token of a block
-aside; once tokens are accepted, the state after the last of them becomes the request's. Chosen once, at
-start-up."""
+convolution's window) cannot go back. Verify leaves it alone and stores the states after each token of a block
+aside. Once tokens are accepted, the state after the last of them becomes the request's."""
 
 from typing import Any, Protocol
 
@@ -15,52 +14,62 @@ from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify, 
 class TargetStates(Protocol):
     """Called by the worker around each verify forward."""
 
-    def begin_verify(self, batch) -> None:
-        """Before the forward batch is made of `batch`."""
+    def begin_verify(self, batch: Any) -> None:
+        """Prepare the scheduler's batch before the forward batch is made."""
 
-    def commit(self, batch, commit_lens: torch.Tensor) -> None:
-        """After acceptance, before the target runs again. commit_lens: [bs], tokens kept of each block, bonus
-        included; `batch.seq_lens` are still the lengths before the block."""
+    def commit(self, batch: Any, commit_lens: torch.Tensor) -> None:
+        """Commit states after acceptance, before the target runs again.
+
+        Args:
+            batch: the scheduler's. `batch.seq_lens` are the lengths before the block.
+            commit_lens: [bs], output tokens of each block, the bonus token included.
+        """
 
 
 class NoStates:
-    """Attention only: whatever verify wrote is in KV slots."""
+    """A target with attention alone: verify writes to KV slots only."""
 
-    def begin_verify(self, batch) -> None:
-        pass
+    def begin_verify(self, batch: Any) -> None:
+        """See `TargetStates`."""
 
-    def commit(self, batch, commit_lens: torch.Tensor) -> None:
-        pass
+    def commit(self, batch: Any, commit_lens: torch.Tensor) -> None:
+        """See `TargetStates`."""
 
 
 class RecurrentStates:
-    """SGLang keeps and moves the states: in the request's own slot, and, on a grid of positions, for the
-    prefix cache."""
+    """A target with recurrent states.
 
-    def __init__(self, target_worker, verify_width: int, max_requests: int):
+    SGLang keeps them in request slots and, on a grid of positions, for the prefix cache.
+    """
+
+    def __init__(self, target_worker: Any, block_size: int, max_requests: int):
         self._target_worker = target_worker
-        self._verify_width = verify_width
-        # A chain: the k-th row kept of a request's block is its k-th row.
-        rows = torch.arange(max_requests * verify_width, device=target_worker.device)
-        self._rows = rows.view(max_requests, verify_width)
+        self._block_size = block_size
+        # Blocks are chains: the k-th accepted row of a request's block is its k-th row.
+        rows = torch.arange(max_requests * block_size, device=target_worker.device)
+        self._rows = rows.view(max_requests, block_size)
 
-    def begin_verify(self, batch) -> None:
+    def begin_verify(self, batch: Any) -> None:
+        """See `TargetStates`."""
         prepare_mamba_track_for_verify(batch)
 
-    def commit(self, batch, commit_lens: torch.Tensor) -> None:
-        commit_mamba_states_after_verify(
-            self._target_worker, batch, commit_lens, self._rows[: commit_lens.numel()], self._verify_width
-        )
+    def commit(self, batch: Any, commit_lens: torch.Tensor) -> None:
+        """See `TargetStates`."""
+        rows = self._rows[: commit_lens.numel()]
+        commit_mamba_states_after_verify(self._target_worker, batch, commit_lens, rows, self._block_size)
 
 
-def states_of(target_worker: Any, verify_width: int) -> TargetStates:
-    """What the worker's target needs. Called once pools and attention backends are there."""
+def make_target_states(target_worker: Any, block_size: int) -> TargetStates:
+    """Choose the class for a target, once pools and attention backends exist.
+
+    Raises ValueError if the attention backend cannot commit the target's recurrent states.
+    """
     runner = target_worker.model_runner
     if mambaish_config(runner.model_config) is None:
         return NoStates()
     if not hasattr(runner.attn_backend, "update_mamba_state_after_mtp_verify"):
         raise ValueError(
-            f"DFLASH cannot serve {type(runner.model).__name__}: SGLang's {type(runner.attn_backend).__name__} does not "
-            "commit recurrent states after verify."
+            f"DFLASH cannot serve {type(runner.model).__name__}: SGLang's "
+            f"{type(runner.attn_backend).__name__} does not commit recurrent states after verify."
         )
-    return RecurrentStates(target_worker, verify_width, runner.req_to_token_pool.size)
+    return RecurrentStates(target_worker, block_size, runner.req_to_token_pool.size)

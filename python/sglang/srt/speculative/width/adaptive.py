@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.width.chooser import Choice, WidthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
 from sglang_dflash.srt.speculative.width.estimates import MODES
@@ -34,8 +35,11 @@ class FixedWidth:
     def __init__(self, width: int):
         self._width = width
 
-    def on_prefill(self, batch: Any, num_running: int) -> None:
-        pass
+    def begin_prefill(self, prompts: Prompts) -> None:
+        """Do nothing: a fixed width learns nothing."""
+
+    def admit_prefilled(self, requests: PrefilledRequests) -> None:
+        """Do nothing."""
 
     def choose_width(self, batch: Any, draws_drafts: bool) -> int:
         return self._width
@@ -101,6 +105,14 @@ class AdaptiveWidth:
         self._cycles_per_width: Counter[int] = Counter()
         self._timings: list[CycleTiming] = []
         self._measured = self._expected = 0.0  # seconds of all cycles that were timed
+
+    def begin_prefill(self, prompts: Prompts) -> None:
+        """Take in the new requests of a prefill."""
+        self.on_prefill(prompts, prompts.num_running)
+
+    def admit_prefilled(self, requests: PrefilledRequests) -> None:
+        """Take in requests that another server has prefilled."""
+        self.on_prefill(requests, 0)
 
     def on_prefill(self, batch: Any, num_running: int) -> None:
         """Start new requests; the last `num_running` of the batch are not new."""

@@ -2,22 +2,20 @@
 
 import logging
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_observability
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.kernels.ops.speculative.accept import accept_greedy
-from sglang_dflash.srt.speculative.acceptance.greedy import Verdict
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DFlashVerifyInput
-from sglang_dflash.srt.speculative.drafters.base import DraftBlock
+from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth
 from sglang_dflash.srt.speculative.width.chooser import WidthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock
@@ -39,6 +37,14 @@ _FEW_REQUESTS = 8
 _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}
 
 
+def make_width(worker: Any, tp_group: Any, metrics: Any) -> AdaptiveWidth | FixedWidth:
+    """Choose verify lengths by the server's options: measured and adaptive, or whole blocks."""
+    settings = AdaptiveSettings.from_environment()
+    if settings is None:
+        return FixedWidth(worker.block_size)
+    return start_adaptive(worker, settings, tp_group, metrics)
+
+
 def start_adaptive(
     worker: Any, settings: AdaptiveSettings, tp_group: Any, metrics: Any
 ) -> AdaptiveWidth | FixedWidth:
@@ -46,7 +52,7 @@ def start_adaptive(
 
     worker: the `DFlashWorker`.
     """
-    runner, block_size = worker.target_worker.model_runner, worker.verify_width
+    runner, block_size = worker.target_worker.model_runner, worker.block_size
     widths = settings.widths(block_size)
     if widths == (block_size,):
         return FixedWidth(block_size)
@@ -149,7 +155,7 @@ def _measure_reads(
     cycle that drafts also reads the draft's. So the cost of a byte is measured at all widths together: at one
     width and moment, memory time says little if other processes use it.
     """
-    runner, block_size = worker.target_worker.model_runner, worker.verify_width
+    runner, block_size = worker.target_worker.model_runner, worker.block_size
     longer = _feasible_context(runner, block_size, _MANY_TOKENS[worker.device] // n)
     if longer < 2 * context:
         return np.zeros(len(widths))
@@ -184,8 +190,9 @@ def _time_widths(
     for width in reversed(widths):
         states.apply(width, n)
         for _ in range(2):
+            batch = _make_batch(worker, n, context)
             start = time.perf_counter()
-            _run_cycle(worker, n, context, width)
+            worker.run_cycle(batch, width, draws=False)
             _wait(worker.device)
         seconds.append(time.perf_counter() - start)
     return seconds[::-1]
@@ -196,51 +203,26 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _run_cycle(worker: Any, n: int, context: int, width: int) -> None:
-    """Run a cycle for n requests with `context` arbitrary tokens each."""
-    device = worker.device
-    lengths = torch.full((n,), context, dtype=torch.int64)
-    on_device = lengths.to(device)
-    draft_input = DFlashDraftInput(bonus_tokens=torch.zeros_like(on_device), new_seq_lens=on_device)
-    batch = SimpleNamespace(
+def _make_batch(worker: Any, num_requests: int, context: int) -> ScheduleBatch:
+    """Make the scheduler's decode batch of greedy requests with `context` committed tokens each."""
+    runner = worker.target_worker.model_runner
+    params = SamplingParams(temperature=0)
+    params.normalize(None)
+    reqs = [Req(str(i), "", array("q", [0]), params) for i in range(num_requests)]
+    lengths = torch.full((num_requests,), context, dtype=torch.int64)
+    on_device = lengths.to(runner.device)
+    batch = ScheduleBatch(
+        reqs=reqs,
+        model_config=runner.model_config,
+        device=runner.device,
+        req_to_token_pool=runner.req_to_token_pool,
+        req_pool_indices=torch.arange(num_requests, device=runner.device),
         seq_lens=on_device,
         seq_lens_cpu=lengths,
-        req_pool_indices=torch.arange(n, device=device),
-        spec_info=draft_input,
-        can_run_decode_cuda_graph=True,
-    )
-    cycle, block = worker.draft_block(batch, width, None)
-    runner = worker.target_worker.model_runner
-    target_out = _forward(runner, cycle, block)
-    best, target_tokens = target_out.logits_output.next_token_logits.view(n, width, -1).max(dim=-1)
-    accepted = accept_greedy(
-        block.tokens, target_tokens, best, cycle.seq_lens, runner.model_config.vocab_size
-    )
-    verdict = Verdict(accepted.accept_len, target_tokens, accepted.bonus)
-    worker.drafter.commit(cycle, worker.verify_tail.left_to_commit(target_out), verdict)
-
-
-def _forward(runner: Any, cycle: Cycle, block: DraftBlock) -> GenerationBatchResult:
-    """Run the verify forward without a scheduler's batch."""
-    tokens, positions = block.tokens.flatten(), cycle.positions.flatten()
-    forward_batch = ForwardBatch(
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        batch_size=cycle.bs,
-        input_ids=tokens,
-        req_pool_indices=cycle.req_pool_indices,
-        seq_lens=cycle.seq_lens,
-        out_cache_loc=cycle.cache_loc,
-        seq_lens_sum=int(cycle.host_lens.sum()),
-        seq_lens_cpu=cycle.host_lens,
-        positions=positions,
+        multimodal_inputs=[None] * num_requests,
         spec_algorithm=SpeculativeAlgorithm.DFLASH,
-        spec_info=DFlashVerifyInput(
-            cycle.width, CaptureHiddenMode.FULL, draft_token=tokens, positions=positions
-        ),
-        capture_hidden_mode=CaptureHiddenMode.FULL,
-        global_num_token_non_padded_cpu=tokens.numel(),
+        spec_info=DFlashDraftInput(bonus_tokens=torch.zeros_like(on_device), new_seq_lens=on_device),
         can_run_decode_cuda_graph=True,
     )
-    cycle.kv_loc_plan.bind(forward_batch, runner.kv_index_translator, cols=cycle.write_cols)
-    out = runner.forward(forward_batch)
-    return GenerationBatchResult(logits_output=out.logits_output, can_run_cuda_graph=out.can_run_graph)
+    batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, runner.model_config.vocab_size)
+    return batch

@@ -1,0 +1,126 @@
+"""Decide which drafted tokens of verified blocks become output."""
+
+from typing import Any, Protocol
+
+import torch
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
+
+from sglang_dflash.kernels.ops.speculative.accept import (
+    AcceptedBlocks,
+    accept_greedy,
+    accept_matching_prefix,
+    complete_blocks,
+)
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
+from sglang_dflash.srt.speculative.acceptance.rejection import (
+    accept_by_block_verification,
+    accept_by_rejection,
+)
+from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
+from sglang_dflash.srt.speculative.acceptance.target_sampling import draw_target_tokens, target_probs
+from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock
+
+
+class RejectionRule(Protocol):
+    """`accept_by_rejection` or `accept_by_block_verification`."""
+
+    def __call__(
+        self,
+        block: torch.Tensor,
+        target_probs: torch.Tensor,
+        draft: DraftProbs,
+        accept_uniforms: torch.Tensor,
+        final_uniforms: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return accept lengths [bs] int32 and output tokens [bs, B] int64."""
+
+
+def rejection_rule(spec: Any) -> RejectionRule | None:
+    """Choose the rule for drawn drafts by SGLang's speculative arguments. None: drafts are never drawn."""
+    if not spec.speculative_use_rejection_sampling:
+        return None
+    return accept_by_block_verification if spec.speculative_use_block_verification else accept_by_rejection
+
+
+class Acceptor:
+    """Accept drafted tokens so that the output is exactly the target's.
+
+    Ranks that disagree on one token hang at the next collective, so rank 0 decides for all of them.
+    SGLANG_SPEC_TP_SYNC says at which sites. Nothing is sent with one rank.
+
+    Args:
+        sampler: SGLang's sampler of the target.
+        vocab_size: of the target. A request with broken logits reports this id, on which SGLang ends the
+            request with "NaN happened".
+        tp_sync: SGLang's synchronisation of the ranks that must choose alike.
+        rule: for drawn drafts. None: drafts are never drawn.
+        simulated: replaces all decisions, for benchmarks. None: off.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        vocab_size: int,
+        tp_sync: SpecTpSync,
+        rule: RejectionRule | None = None,
+        simulated: SimulatedAcceptance | None = None,
+    ):
+        self._sampler, self._broken_token, self._tp_sync = sampler, vocab_size, tp_sync
+        self._rule, self._simulated = rule, simulated
+
+    @property
+    def can_draw(self) -> bool:
+        """Whether blocks that were drawn from the draft's distribution can be verified."""
+        return self._rule is not None
+
+    def share_drawn_tokens(self, block: DraftBlock) -> None:
+        """Overwrite drawn tokens with rank 0's."""
+        if block.is_drawn:
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, block.tokens)
+
+    def accept(self, batch: Any, cycle: Cycle, block: DraftBlock, logits: torch.Tensor) -> AcceptedBlocks:
+        """Accept verified blocks. logits: [bs * B, vocab], biased and masked. Sampling overwrites them."""
+        if batch.return_logprob and not batch.sampling_info.is_all_greedy:
+            logits = logits.clone()  # log probabilities are still to be read
+        if block.probs is not None:
+            accept_len, tokens, max_logits = self._reject(
+                batch.sampling_info, block.tokens, block.probs, logits
+            )
+        else:
+            tokens, max_logits = self._target_tokens(batch.sampling_info, cycle, logits)
+            if self._simulated is None:
+                return accept_greedy(block.tokens, tokens, max_logits, cycle.committed, self._broken_token)
+            accept_len = accept_matching_prefix(block.tokens, tokens)
+        if self._simulated is not None:
+            accept_len, tokens = self._simulated.override(accept_len, tokens, block.tokens)
+            max_logits = torch.zeros_like(max_logits)  # random weights may give any logits
+        return complete_blocks(accept_len, tokens, max_logits, cycle.committed, self._broken_token)
+
+    def _target_tokens(
+        self, sampling_info: Any, cycle: Cycle, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run `draw_target_tokens`, with rank 0's tokens."""
+        tokens, max_logits = draw_target_tokens(
+            logits, sampling_info, cycle.positions.flatten(), cycle.verify_len, self._sampler
+        )
+        greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        return self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens), max_logits
+
+    def _reject(
+        self, sampling_info: Any, tokens: torch.Tensor, draft: DraftProbs, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run the rejection rule. Returns accept lengths, output tokens and the largest logits."""
+        assert self._rule is not None, "no block is drawn without a rule"
+        bs, verify_len = tokens.shape
+        probs, max_logits = target_probs(logits, sampling_info, verify_len)
+        uniforms = torch.rand(bs, verify_len, device=logits.device)
+        accept_len, tokens = self._rule(tokens, probs, draft, uniforms[:, 1:], uniforms[:, 0])
+        return *self._agree(accept_len, tokens), max_logits
+
+    def _agree(self, accept_len: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rank 0's decision, sent in one broadcast."""
+        site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        if not self._tp_sync.enabled(site):
+            return accept_len, tokens
+        decided = self._tp_sync.sync(site, torch.cat((tokens, accept_len[:, None]), dim=1))
+        return decided[:, -1].int(), decided[:, :-1].contiguous()

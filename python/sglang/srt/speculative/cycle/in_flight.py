@@ -1,0 +1,39 @@
+"""Cycles that run while the host prepares the next ones."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
+
+
+@dataclass(frozen=True, slots=True)
+class CycleInFlight:
+    """A launched cycle whose accept lengths the host does not know yet.
+
+    Attributes:
+        num_requests: requests of the cycle.
+        num_drafted: drafted tokens verified of each.
+        proposals: sources of the blocks, if copies are enabled.
+    """
+
+    num_requests: int
+    num_drafted: int
+    proposals: Proposals | None
+
+
+class CyclesInFlight:
+    """Launched cycles, oldest first. SGLang reports the accept lengths of each once, in order."""
+
+    def __init__(self) -> None:
+        self._cycles: deque[CycleInFlight] = deque()
+
+    def launch(self, cycle: CycleInFlight) -> None:
+        """Append a cycle."""
+        self._cycles.append(cycle)
+
+    def land(self, accept_lens: Sequence[int]) -> CycleInFlight:
+        """Remove and return the oldest cycle, which accepted so many drafted tokens of each request."""
+        cycle = self._cycles.popleft()
+        assert len(accept_lens) == cycle.num_requests, "SGLang reports every cycle once, in order"
+        return cycle

@@ -1,0 +1,58 @@
+"""Public view of a cycle, for tests, benchmarks and profilers.
+
+SGLANG_DFLASH_OBSERVERS names observers as `module:Class`, separated by commas. The scheduler's process
+imports the modules and makes one object of each class. `worker.observers` takes more of them."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sglang_dflash.srt.environ import DFlashOptions
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
+    from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock, Prompts
+
+
+class CycleObserver:
+    """Called by the worker at each stage of a step. A subclass overrides the stages it needs.
+
+    `batch` is the scheduler's, with its requests in `batch.reqs`. Tensors are valid during the call only: the
+    next forward may overwrite them."""
+
+    def on_prefilled(self, batch: Any, prompts: "Prompts", aux_hidden: "torch.Tensor") -> None:
+        """Note a prefill. aux_hidden: [n, num_aux * hidden], the target's captured states."""
+
+    def on_begun(self, batch: Any) -> None:
+        """Note that a decode step begins."""
+
+    def on_length_chosen(self, batch: Any, verify_len: int) -> None:
+        """Note how many slots of each block the step verifies, the anchor included."""
+
+    def on_drafted(self, batch: Any, cycle: "Cycle", block: "DraftBlock") -> None:
+        """Note a drafted block. If nothing is drawn, `block.tokens` after column 0 may be overwritten."""
+
+    def on_verified(self, batch: Any, block: "DraftBlock", logits: "torch.Tensor") -> None:
+        """Note the target's logits [bs * B, vocab], before penalties and grammars. May overwrite them."""
+
+    def on_accepted(self, batch: Any, cycle: "Cycle", accepted: "AcceptedBlocks") -> None:
+        """Note which tokens are output."""
+
+    def on_committed(
+        self, batch: Any, cycle: "Cycle", aux_hidden: "torch.Tensor | None", accepted: "AcceptedBlocks"
+    ) -> None:
+        """Note the end of a step.
+
+        Args: batch: the scheduler's. cycle: the step's blocks. aux_hidden: [bs * B, num_aux * hidden], the
+            target's captured states. None: its CUDA graph absorbed them. accepted: the step's output.
+        """
+
+
+def observers_from_environment() -> list[CycleObserver]:
+    """Make the observers that the environment names."""
+    observers = []
+    for name in DFlashOptions.OBSERVERS.get():
+        module, _, made = name.partition(":")
+        observers.append(getattr(importlib.import_module(module), made)())
+    return observers

@@ -1,0 +1,49 @@
+"""Rules that accept drafted tokens, with named results."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_dflash.kernels.ops.speculative import accept
+from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks, complete_blocks_torch
+from sglang_dflash.srt.speculative.acceptance import rejection
+
+
+class Decision(NamedTuple):
+    """Result of a rule: accept_len [bs] int32, out_tokens [bs, B] int64, bonus [bs] int64."""
+
+    accept_len: torch.Tensor
+    out_tokens: torch.Tensor
+    bonus: torch.Tensor
+
+
+def decide(accept_len: torch.Tensor, out_tokens: torch.Tensor) -> Decision:
+    """Name a rule's result, with the bonus token behind the accepted ones."""
+    bonus = out_tokens.gather(1, accept_len.long()[:, None]).squeeze(1)
+    return Decision(accept_len, out_tokens, bonus)
+
+
+def _named(rule: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Decision]:
+    def run(*args: Any) -> Decision:
+        return decide(*rule(*args))
+
+    run.__name__ = rule.__name__
+    return run
+
+
+accept_by_rejection = _named(rejection.accept_by_rejection)
+accept_by_block_verification = _named(rejection.accept_by_block_verification)
+
+
+def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> Decision:
+    """Run the greedy rule."""
+    return decide(accept.accept_matching_prefix(block, target_tokens), target_tokens)
+
+
+def accepted_blocks(
+    accept_len: torch.Tensor, tokens: torch.Tensor, committed: torch.Tensor | None = None
+) -> AcceptedBlocks:
+    """Complete blocks whose logits are sound. committed: [bs] int64, lengths before the block."""
+    committed = torch.zeros(len(accept_len), dtype=torch.int64) if committed is None else committed
+    return complete_blocks_torch(accept_len, tokens, torch.zeros(tokens.shape), committed, broken_token=-1)
