@@ -85,15 +85,11 @@ def test_a_step_takes_less_than_a_gigabyte(rule, draft):
 
 def test_start_up_allocates_as_much_as_a_step(draft):
     """A step needs no more memory than start-up allocated."""
+    config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCABULARY, dtype=torch.bfloat16)
+    runner = SimpleNamespace(max_running_requests=BS, device=torch.device("meta"), model_config=config)
     with Peak() as at_start_up:
         prewarm.prewarm_probabilistic_step(
-            lambda hidden, anchors, info: draw_drafts(draft, hidden, info, DraftSampling()),
-            HIDDEN,
-            BS,
-            WIDTH,
-            VOCABULARY,
-            torch.bfloat16,
-            torch.device("meta"),
+            lambda hidden, anchors, info: draw_drafts(draft, hidden, info, DraftSampling()), runner, WIDTH
         )
     logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")
     with Peak() as in_a_step:

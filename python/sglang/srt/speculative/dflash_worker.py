@@ -23,7 +23,6 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree
 
-from sglang_dflash.srt.models.mask_token import read_mask_embedding
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.constraints import constrain
@@ -34,8 +33,8 @@ from sglang_dflash.srt.speculative.cycle.observer import observers_from_environm
 from sglang_dflash.srt.speculative.cycle.rows import RequestRows
 from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts
-from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget, check_target_model
-from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class
+from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget
+from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
 from sglang_dflash.srt.speculative.drafters.prewarm import prewarm_probabilistic_step
 from sglang_dflash.srt.speculative.scale_out.disaggregation import arrivals
 from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, run_idle
@@ -69,22 +68,8 @@ class DFlashWorker(BaseSpecWorker):
         self.speculative_num_steps = spec.speculative_num_steps
         self._ranks = DraftRanks()
         self.draft_parallel_layout = self._ranks.layout  # SGLang sizes the draft's KV by it
-        with self._ranks.as_draft():
-            self._draft_worker = TpModelWorker(
-                server_args=server_args,
-                gpu_id=gpu_id,
-                nccl_port=nccl_port,
-                is_draft_worker=True,
-                # The draft runs at the target's positions, whatever its own config says about its length.
-                context_length=target_runner.model_config.context_len,
-                draft_attention_backend=spec.speculative_draft_attention_backend,
-            )
+        self._draft_worker = load_draft(server_args, gpu_id, nccl_port, target_worker, self._ranks)
         draft_runner = self._draft_worker.model_runner
-        self._draft_worker.draft_runner = draft_runner  # SGLang's device timers look for it here
-        draft_model = draft_runner.model
-        check_target_model(target_runner.model, len(draft_model.draft.target_layer_ids))
-        checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
-        draft_model.prepare_mask(target_worker.tokenizer, read_mask_embedding(*checkpoint))
         self._metrics = DFlashMetrics.from_server(self.block_size - 1)
         self.drafter, self._copies = build_drafter(
             draft_runner, target_runner.model, self.block_size, self._ranks, self._metrics
@@ -96,19 +81,21 @@ class DFlashWorker(BaseSpecWorker):
             self._tp_sync,
             rejection_rule(spec),
             SimulatedAcceptance.from_environment(),
+            self._metrics,
         )
         self._width = FixedWidth(self.block_size)
         self._in_flight = CyclesInFlight()
         self.observers = observers_from_environment()
         route_weight_updates(target_runner, draft_runner)
+        draft = draft_runner.model.draft
         logger.info(
             "sglang-dflash %s with %s: block size %d, %d draft layers reading target layers %s, "
             "draft attention %s.",
             type(self).__name__,
-            drafter_class(draft_model).__name__,
+            drafter_class(draft_runner.model).__name__,
             self.block_size,
-            draft_model.draft.num_hidden_layers,
-            list(draft_model.draft.target_layer_ids),
+            draft.num_hidden_layers,
+            list(draft.target_layer_ids),
             spec.speculative_draft_attention_backend,
         )
 
@@ -153,17 +140,9 @@ class DFlashWorker(BaseSpecWorker):
         """Allocate temporary memory of sampling. SGLang calls this when both models' graphs exist."""
         result = super().prewarm_sampling()
         if self.acceptor.can_draw and self.device == "cuda" and self.block_size > 1:
-            runner = self._target_worker.model_runner
-            config = runner.model_config
             with self._ranks.as_draft():
                 prewarm_probabilistic_step(
-                    self.drafter.draw,
-                    config.hidden_size,
-                    runner.max_running_requests,
-                    self.block_size,
-                    config.vocab_size,
-                    config.dtype,
-                    self.device,
+                    self.drafter.draw, self._target_worker.model_runner, self.block_size
                 )
         return result
 
@@ -258,7 +237,7 @@ class DFlashWorker(BaseSpecWorker):
         self._notify("on_begun", batch)
         for requests in arrivals.take():
             self._rows.admit_prefilled(requests)
-        draws = self._draws_drafts(batch)
+        draws = self.acceptor.draws_drafts(batch.sampling_info)
         # Chosen before anything is drafted: the length may not depend on drawn tokens.
         verify_len = self.speculative_num_draft_tokens = self._width.choose_width(batch, draws)
         self._notify("on_length_chosen", batch, verify_len)
@@ -325,19 +304,6 @@ class DFlashWorker(BaseSpecWorker):
         block = self.drafter.propose(cycle, sampling_info)
         self.acceptor.share_drawn_tokens(block)
         return cycle.narrowed(verify_len), block.narrowed(verify_len)
-
-    def _draws_drafts(self, batch) -> bool:
-        """Tell whether this batch's blocks are drawn: if the server draws and some request samples.
-
-        Seeded draws are the target's alone, by position, so that other requests of the batch do not matter.
-        """
-        info = batch.sampling_info
-        if not self.acceptor.can_draw or info.is_all_greedy:
-            return False
-        if info.sampling_seed is not None:
-            self._metrics.count_fallback("sampling_seed", blocks=len(info))
-            return False
-        return True
 
     def _notify(self, stage: str, *args: Any) -> None:
         for observer in self.observers:

@@ -12,6 +12,7 @@ from sglang_dflash.kernels.ops.speculative.accept import (
     complete_blocks,
 )
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
+from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_block_verification,
     accept_by_rejection,
@@ -55,6 +56,7 @@ class Acceptor:
         tp_sync: SGLang's synchronisation of the ranks that must choose alike.
         rule: for drawn drafts. None: drafts are never drawn.
         simulated: replaces all decisions, for benchmarks. None: off.
+        metrics: counts batches that cannot be drawn.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class Acceptor:
         tp_sync: SpecTpSync,
         rule: RejectionRule | None = None,
         simulated: SimulatedAcceptance | None = None,
+        metrics: DFlashMetrics | None = None,
     ):
+        self._metrics = metrics
         self._sampler, self._broken_token, self._tp_sync = sampler, vocab_size, tp_sync
         self._rule, self._simulated = rule, simulated
 
@@ -72,6 +76,19 @@ class Acceptor:
     def can_draw(self) -> bool:
         """Whether blocks that were drawn from the draft's distribution can be verified."""
         return self._rule is not None
+
+    def draws_drafts(self, sampling_info: Any) -> bool:
+        """Tell whether a batch's blocks are drawn: if the server draws and some request samples.
+
+        Seeded draws are the target's alone, by position, so that other requests of the batch do not matter.
+        """
+        if not self.can_draw or sampling_info.is_all_greedy:
+            return False
+        if sampling_info.sampling_seed is None:
+            return True
+        if self._metrics is not None:
+            self._metrics.count_fallback("sampling_seed", blocks=len(sampling_info))
+        return False
 
     def share_drawn_tokens(self, block: DraftBlock) -> None:
         """Overwrite drawn tokens with rank 0's."""

@@ -2,11 +2,16 @@
 
 from typing import Any
 
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.runtime_context import get_spec
+
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
+from sglang_dflash.srt.models.mask_token import read_mask_embedding
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
+from sglang_dflash.srt.speculative.dflash_utils import check_target_model
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead
 from sglang_dflash.srt.speculative.drafters.copy_stats import CopyStats
@@ -20,6 +25,32 @@ _DRAFTERS = {
     DFlash2DraftModel: DFlash2Drafter,
     PEagleDraftModel: PEagleDrafter,
 }
+
+
+def load_draft(
+    server_args: Any, gpu_id: int, nccl_port: int, target_worker: TpModelWorker, ranks: DraftRanks
+) -> TpModelWorker:
+    """Load the draft model into a worker of its own.
+
+    Raises ValueError if the target cannot lend what the draft needs, or the mask token cannot be found.
+    """
+    spec, target_runner = get_spec(), target_worker.model_runner
+    with ranks.as_draft():
+        worker = TpModelWorker(
+            server_args=server_args,
+            gpu_id=gpu_id,
+            nccl_port=nccl_port,
+            is_draft_worker=True,
+            # The draft runs at the target's positions, whatever its own config says about its length.
+            context_length=target_runner.model_config.context_len,
+            draft_attention_backend=spec.speculative_draft_attention_backend,
+        )
+    model = worker.model_runner.model
+    worker.draft_runner = worker.model_runner  # SGLang's device timers look for it here
+    check_target_model(target_runner.model, len(model.draft.target_layer_ids))
+    checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
+    model.prepare_mask(target_worker.tokenizer, read_mask_embedding(*checkpoint))
+    return worker
 
 
 def drafter_class(draft_model: Any) -> type:

@@ -14,12 +14,8 @@ from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_r
 @torch.no_grad()
 def prewarm_probabilistic_step(
     draw: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, DraftProbs]],
-    hidden_size: int,
-    bs: int,
+    target_runner: Any,
     block_size: int,
-    vocab_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
 ) -> None:
     """Run a step of bs sampled requests without the two models, on zeros, with every filter.
 
@@ -28,13 +24,12 @@ def prewarm_probabilistic_step(
 
     Args:
         draw: `Drafter.draw`.
-        hidden_size: of the draft's hidden states.
-        bs: requests.
+        target_runner: gives the number of requests, and the type and size of hidden states.
         block_size: B.
-        vocab_size: of the target.
-        dtype: of the draft's hidden states.
-        device: of both models.
     """
+    bs, device = target_runner.max_running_requests, target_runner.device
+    config = target_runner.model_config
+    vocab_size = config.vocab_size
     info = SimpleNamespace(
         temperatures=torch.ones(bs, 1, device=device),
         top_ps=torch.full((bs,), 0.9, device=device),
@@ -46,7 +41,7 @@ def prewarm_probabilistic_step(
         need_min_p_sampling=True,
         max_top_k=None,
     )
-    hidden = torch.zeros(bs, block_size - 1, hidden_size, dtype=dtype, device=device)
+    hidden = torch.zeros(bs, block_size - 1, config.hidden_size, dtype=config.dtype, device=device)
     anchors = torch.zeros(bs, dtype=torch.int64, device=device)
     drafted, draft = draw(hidden, anchors, info)
     # As many requests as fit into one slice of logits stand for all of them.
