@@ -196,10 +196,7 @@ def _lossless(results: dict) -> list[str]:
         "Greedy answers against the target's own on the same machine. Batching the same bf16 sums otherwise "
         f"may tip a near-tie: the target's best two tokens at most {NEAR_TIE} apart in log probability. "
         "The JSON has every difference and its gap.",
-        _table(
-            ["part", "draft", "answers", "differ", "no near-tie", "widest gap", "accept length"],
-            rows,
-        ),
+        _table(["part", "draft", "answers", "differ", "no near-tie", "widest gap", "accept length"], rows),
     ]
 
 

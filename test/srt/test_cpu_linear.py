@@ -6,7 +6,7 @@ import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 import torch
 
-from sglang_dflash.srt.hardware_backend.cpu import linear
+from sglang_dflash.srt.hardware_backend.cpu.speedups import linear
 
 
 @pytest.fixture

@@ -66,9 +66,8 @@ def launch_prepare_rows(last_start: int | None):
     tokens = torch.zeros(48, block_size, dtype=torch.int64)
     pending = peagle_rows.Pending(tokens, states, tokens[:, 0].contiguous())
     fused = torch.zeros(bs * 2 * (block_size - 1), hidden, dtype=torch.bfloat16)
-    peagle_rows.prepare_rows_triton(
-        ints, ints, pending, states[0, 0], table, table, 151_669, fused, ints, last_start
-    )
+    tables = peagle_rows.RowTables(table, table, 151_669, last_start)
+    peagle_rows.prepare_rows_triton(ints, ints, pending, tables, states[0, 0], fused, ints)
 
 
 def launch_commit_rows(width: int):
@@ -124,9 +123,8 @@ def launch_write_context_kv(head_dim: int, pool_dtype: torch.dtype, prefill: boo
     buffers = [torch.zeros(rows, heads, head_dim).to(pool_dtype) for _ in range(2 * layers)]
     pool = context_kv.KVPoolPointers.of(buffers[:layers], buffers[layers:])
     accept_len = None if prefill else torch.zeros(bs, dtype=torch.int32)
-    scale = 0.5 if pool_dtype.itemsize == 1 else None
     context_kv.write_context_kv_triton(
-        kv, weight, 1e-6, torch.zeros(64, head_dim), ints, ints, pool, accept_len, block_size, scale, scale
+        kv, weight, 1e-6, torch.zeros(64, head_dim), ints, ints, pool, accept_len, block_size
     )
 
 

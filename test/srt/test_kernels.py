@@ -4,6 +4,7 @@ Every comparison of a kernel with its twin runs compiled where there is a GPU, a
 interpreter, in a process of its own: Triton decides between the two when it is first imported.
 """
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -115,7 +116,9 @@ def test_a_prepared_window():
 # -- rows of a P-EAGLE block
 
 
-def random_rows(seed: int, bs: int, block_size: int, hidden: int, device: str) -> list:
+def random_rows(
+    seed: int, bs: int, block_size: int, hidden: int, device: str, last_start: int | None = None
+) -> list:
     """Arguments of prepare_rows: texts of all lengths, some at the end of the table, anything from 1 to B
     rows pending."""
     rng = torch.Generator().manual_seed(seed)
@@ -134,10 +137,8 @@ def random_rows(seed: int, bs: int, block_size: int, hidden: int, device: str) -
         requests,
         lengths.to(device),
         pending,
+        peagle_rows.RowTables(tables[0, :, :max_len], tables[1, :, : max_len + width], 151_669, last_start),
         torch.randn(hidden, generator=rng).to(device, torch.bfloat16),
-        tables[0, :, :max_len],
-        tables[1, :, : max_len + width],
-        151_669,
         fused.to(device),
         first.to(device),
     ]
@@ -153,15 +154,14 @@ def random_rows(seed: int, bs: int, block_size: int, hidden: int, device: str) -
     st.sampled_from([None, 20, 40]),
 )
 def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden, last_start):
-    mine, twins = (random_rows(seed, bs, block_size, hidden, DEVICE) for _ in range(2))
-    outputs = (
-        peagle_rows.prepare_rows_triton(*mine, last_start),
-        peagle_rows.prepare_rows_torch(*twins, last_start),
-    )
+    mine, twins = (random_rows(seed, bs, block_size, hidden, DEVICE, last_start) for _ in range(2))
+    outputs = peagle_rows.prepare_rows_triton(*mine), peagle_rows.prepare_rows_torch(*twins)
     for got, want in zip(*outputs, strict=True):
         assert got.dtype == want.dtype == torch.int64
         assert torch.equal(got, want) and got.shape == want.shape
-    for place in (5, 7, 8):  # what is written in place: the table, the fused states, the first drafting row
+    # Written in place: the table, the fused states, the first drafting row.
+    assert torch.equal(mine[3].table, twins[3].table)
+    for place in (5, 6):
         assert torch.equal(mine[place], twins[place])
 
 
@@ -182,9 +182,8 @@ def two_blocks_of_rows(
         torch.zeros(2, dtype=torch.int64),
     )
     requests, lengths, mask_state = torch.tensor([1, 0]), torch.tensor([9, 2]), torch.tensor([9.0])
-    rows = peagle_rows.prepare_rows(
-        requests, lengths, pending, mask_state, source, table, 99, fused, first, last_start
-    )
+    tables = peagle_rows.RowTables(source, table, 99, last_start)
+    rows = peagle_rows.prepare_rows(requests, lengths, pending, tables, mask_state, fused, first)
     return rows, table, fused.flatten(), first
 
 
@@ -258,8 +257,6 @@ def test_sglangs_norm_and_rotation_equals_its_twin(heads):
     """Of a draft layer in bfloat16: what the model does on a CPU, but for the last bit."""
     from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 
-    from sglang_dflash.srt.models.dflash import _rms_norm, _rotate
-
     rng, (q_heads, kv_heads), dim, rows = torch.Generator().manual_seed(0), heads, 64, 7
     qkv = torch.randn(rows, (q_heads + 2 * kv_heads) * dim, generator=rng).to(DEVICE, torch.bfloat16)
     weights = [(1 + 0.3 * torch.randn(dim, generator=rng)).to(DEVICE, torch.bfloat16) for _ in "qk"]
@@ -269,11 +266,8 @@ def test_sglangs_norm_and_rotation_equals_its_twin(heads):
         torch.randperm(40, generator=rng)[:rows].to(DEVICE),
     )
     by_head = torch.cat([weight.expand(n, -1) for weight, n in zip(weights, heads)])
-    wanted = _rotate(
-        _rms_norm(qkv.view(rows, -1, dim)[:, : sum(heads)], by_head, 1e-6),
-        positions,
-        SimpleNamespace(cos_sin_cache=table),
-    )
+    normed = context_kv.rms_norm(qkv.view(rows, -1, dim)[:, : sum(heads)], by_head, 1e-6)
+    wanted = context_kv.rotate(normed, positions, table)
     values = qkv[:, sum(heads) * dim :].clone()
     table_qk_norm_rope_(qkv, positions, *weights, table, *heads, dim, 1e-6)
     torch.testing.assert_close(qkv.view(rows, -1, dim)[:, : sum(heads)], wanted, rtol=0.02, atol=0.02)
@@ -399,7 +393,7 @@ def contexts(draw):
         table_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         device=DEVICE,
     )
-    options = {name: draw(st.sampled_from([None, 0.5, 0.3])) for name in ("k_scale", "v_scale")}
+    options = {}
     if draw(st.booleans()):
         accept_len = draw(st.lists(st.integers(-1, block_size - 1), min_size=bs, max_size=bs))
         options["accept_len"] = torch.tensor(accept_len, dtype=torch.int32, device=DEVICE)
@@ -440,8 +434,7 @@ def test_write_context_kv_equals_its_twin(case):
     want = context.written_by(context_kv.write_context_kv_torch, **options)
     coarsest = max(context.kv.dtype, context.pool_dtype, key=lambda dtype: torch.finfo(dtype).eps)
     assert_same_pool(got, want, coarsest)
-    if options["v_scale"] is None or context.kv.dtype == context.pool_dtype:
-        assert torch.equal(got[:, 1].nan_to_num(nan=1e9), want[:, 1].nan_to_num(nan=1e9))  # a plain copy
+    assert torch.equal(got[:, 1].nan_to_num(nan=1e9), want[:, 1].nan_to_num(nan=1e9))  # a plain copy
     written = ~got.isnan().all(dim=(0, 1, 3, 4))
     assert written.nonzero().flatten().tolist() == slots_to_write(context, options)
     assert not got[:, :, written].isnan().any()
@@ -486,27 +479,30 @@ def test_the_twin_stores_what_the_model_and_sglang_do(kv_dtype, pool_dtype):
     from support import engine
 
     engine.start()
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding.utils import apply_rotary_emb
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    from sglang_dflash.srt.models.dflash import _rms_norm, _rotate
-
     context = Context(3, 13, 3, 2, 80, kv_dtype, pool_dtype, torch.float32, "cpu")
-    scales = {"k_scale": 0.3, "v_scale": 0.7}
     got, want = (
         MHATokenToKVPool(context.pool_shape[2], 4, pool_dtype, 2, 80, 3, "cpu", enable_memory_saver=False)
         for _ in range(2)
     )
     pool = KVPoolPointers.of(got.k_buffer, got.v_buffer, pool_dtype)
     context_kv.write_context_kv(
-        context.kv, context.weight, EPS, context.table, context.positions, context.cache_loc, pool, **scales
+        context.kv, context.weight, EPS, context.table, context.positions, context.cache_loc, pool
     )
-    keys, values = context.kv.clone().unbind(2)  # SGLang divides by the scales in place
-    rope = torch.nn.Module()
-    rope.cos_sin_cache = context.table
+    keys, values = context.kv.unbind(2)
+    cos, sin = context.table[context.positions].chunk(2, dim=-1)
+    options = dict(
+        hidden_size=80, variance_epsilon=EPS, variance_size_override=None, override_orig_dtype=None
+    )
+    options |= dict(cast_x_before_out_mul=False, fp32_residual=False)
     for layer in range(3):
-        normed = _rms_norm(keys[:, layer], context.weight[layer], EPS)
-        states = _rotate(normed, context.positions, rope), values[:, layer]
-        want.set_kv_buffer(None, context.cache_loc, *states, **scales, layer_id_override=layer)
+        norm = SimpleNamespace(weight=context.weight[layer], **options)
+        normed = inspect.unwrap(RMSNorm.forward_native)(norm, keys[:, layer])
+        states = apply_rotary_emb(normed, cos, sin, True), values[:, layer]
+        want.set_kv_buffer(None, context.cache_loc, *states, layer_id_override=layer)
     for ours, sglangs in zip([*got.k_buffer, *got.v_buffer], [*want.k_buffer, *want.v_buffer], strict=True):
         assert ours.any() and torch.equal(ours, sglangs)
 

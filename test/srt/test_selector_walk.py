@@ -157,14 +157,12 @@ def test_the_kernel_in_the_interpreter():
 
 def assert_same_walk(case, draw: Draw | None) -> None:
     found, *rest = case
-    want, want_probs = walk_torch(found.ids, found.unary, found.gate, *rest, draw)
-    on_device = [t.to(DEVICE) for t in (found.ids, found.unary, found.gate, *rest)]
-    options = None
+    want, want_probs = walk_torch(found, *rest, draw)
+    on_device = Candidates(*(t.to(DEVICE) for t in (found.ids, found.unary, found.gate)))
     if draw is not None:
-        options = tuple(
-            t.to(DEVICE) for t in (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms)
-        )
-    got, got_probs = kernels.walk_triton(*on_device, options, 0 if draw is None else draw.slots)
+        tensors = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms)
+        draw = Draw(*(t.to(DEVICE) for t in tensors), draw.slots)
+    got, got_probs = kernels.walk_triton(on_device, *(t.to(DEVICE) for t in rest), draw)
     assert torch.equal(got.cpu(), want) and got.dtype == want.dtype
     assert (got_probs is None) == (want_probs is None)
     if got_probs is not None:
@@ -217,9 +215,8 @@ def test_broken_scores_equals_its_twin():
 def test_an_empty_batch():
     """An empty batch launches no kernel, so this needs no GPU."""
     found, anchors, *codebooks = random_walk(0, 1, 3, 4, 5)
-    tokens, probs = kernels.walk_triton(
-        found.ids[:0], found.unary[:0], found.gate[:0], anchors[:0], *codebooks, None, 0
-    )
+    nothing = Candidates(found.ids[:0], found.unary[:0], found.gate[:0])
+    tokens, probs = kernels.walk_triton(nothing, anchors[:0], *codebooks, None)
     assert (tokens.shape, tokens.dtype, probs) == ((0, 3), torch.int64, None)
 
 
@@ -231,10 +228,9 @@ def test_the_kernel_compiles(arch, draws, monkeypatch):
     launch = Launch(kernels._walk_kernel)
     monkeypatch.setattr(kernels, "_walk_kernel", launch)
     found, anchors, *codebooks = random_walk(0, bs=4, slots=7, candidates=16, rank=256)
-    gate, codebooks = found.gate.bfloat16(), [book.bfloat16() for book in codebooks]
-    draw = drawing(4, 7)
-    options = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms) if draws else None
-    kernels.walk_triton(found.ids, found.unary, gate, anchors, *codebooks, options, 7)
+    found = Candidates(found.ids, found.unary, found.gate.bfloat16())
+    codebooks = [book.bfloat16() for book in codebooks]
+    kernels.walk_triton(found, anchors, *codebooks, drawing(4, 7) if draws else None)
     ptx = launch.compile(arch).asm["ptx"]
     assert f".target sm_{arch}" in ptx
     assert "fma" not in ptx  # scores must be equal in every layout in which they are computed

@@ -7,10 +7,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DraftProbs:
-    """The distributions which the drafted tokens were really drawn from.
+    """Distributions that the drafted tokens were actually sampled from.
 
-    ids: [bs, B - 1, C] int64, candidates in target token ids. Those of a slot with a probability above zero
-        are distinct; the others are padding, any id of the vocabulary.
+    ids: [bs, B - 1, C] int64, candidates in target token ids. Candidates with a probability above zero are
+        distinct in a slot; the others are padding, any id of the vocabulary.
     probs: [bs, B - 1, C] float32, sums to 1 over the candidates. A token outside the list has probability 0.
     """
 
@@ -19,18 +19,20 @@ class DraftProbs:
 
     @classmethod
     def one_hot(cls, drafted: torch.Tensor) -> "DraftProbs":
-        """Of tokens that were not drawn at all, drafted [bs, B - 1]: one certain candidate each."""
+        """Give each of the tokens drafted [bs, B - 1], chosen without sampling, probability 1."""
         return cls(drafted[..., None], torch.ones_like(drafted[..., None], dtype=torch.float32))
 
     def of(self, drafted: torch.Tensor) -> torch.Tensor:
-        """The probability each drafted token had, [bs, B - 1]."""
+        """Look up the probability that each token of drafted [bs, B - 1] had, [bs, B - 1]."""
         return torch.where(self.ids == drafted[..., None], self.probs, 0).sum(dim=-1)
 
 
 def draw_by_inverse_cdf(mass: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """One column per row, drawn in proportion to its mass: [n, m] -> [n] int64. uniforms: [n] in [0, 1).
+    """Sample a column per row in proportion to mass [n, m] -> [n] int64.
 
-    Never a column without mass, whatever the rounding of the sums. A row of NaN or zeros gives column 0.
+    uniforms: [n] in [0, 1).
+    A column without mass is never chosen, whatever the rounding of the sums. A row of NaN or zeros gives
+    column 0.
     """
     cumulative = mass.cumsum(dim=1, dtype=torch.float64)
     # A float32 draw may have been rounded up to 1.

@@ -1,8 +1,8 @@
-"""What the draft models of this family share: how they take in the target's states, and whose vocabulary they
-speak."""
+"""Base of the draft models: fused target states and vocabulary."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
@@ -20,12 +20,12 @@ from sglang_dflash.srt.models.mask_token import MASK_EMBEDDING_FILE, MaskEmbeddi
 
 @dataclass
 class DraftOutput(LogitsProcessorOutput):
-    """Of a forward over num_blocks blocks of D rows.
+    """Output of a forward over num_blocks blocks of D rows. A CUDA graph pads all fields.
 
     hidden_states: [num_blocks * D, hidden], after the final norm.
-    draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary. blocks:
-        [num_blocks, B] int64, the anchors and these, where the anchors are the blocks' first rows. Valid
-        until the next forward. A CUDA graph pads all of them.
+    draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary.
+    blocks: [num_blocks, B] int64, anchors and draft tokens, if a block's first row is its anchor. Valid until
+        the next forward.
     """
 
     draft_tokens: torch.Tensor | None = None
@@ -33,34 +33,30 @@ class DraftOutput(LogitsProcessorOutput):
 
 
 class BlockDraftModel(nn.Module):
-    """What the draft models of this family share: fused target states, and a vocabulary of their own or the
-    target's."""
+    """Base of the draft models: fusion of target states, vocabulary, weights."""
+
+    layers: Any  # nn.ModuleList of DFlashDecoderLayer
 
     def __init__(self, config, draft: DFlashDraftConfig, quant_config, prefix: str):
         super().__init__()
         self.config = config
         self.draft = draft
-        self.mask_token_id = draft.mask_token_id
-        self.num_ranks = get_parallel().tp_size  # with DP attention fewer than where a weight update comes in
+        self.mask_token_id: Any = draft.mask_token_id  # an id, once `prepare_mask` has run
+        self.num_ranks = get_parallel().tp_size  # with DP attention fewer than at a weight update
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.fc = ReplicatedLinear(
-            draft.aux_width,
-            config.hidden_size,
-            bias=False,
-            quant_config=quant_config,
-            prefix=add_prefix("fc", prefix),
-        )
+        options = dict(bias=False, quant_config=quant_config, prefix=add_prefix("fc", prefix))
+        self.fc = ReplicatedLinear(draft.aux_width, config.hidden_size, **options)
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
-        # [draft_vocab_size] int64, offset from a draft token's id to its target token's; None: the ids are
-        # the same.
+        # [draft_vocab_size] int64, offset from a draft token's id to its target token's; None if ids are
+        # equal.
         self.d2t: torch.Tensor | None = None
-        # [hidden], what stands for the mask token instead of its row of the embedding.
+        # [hidden], the mask token's embedding in place of its row of the table.
         self.mask_embedding: torch.Tensor | None = None
-        self._borrowed = None
+        self._borrowed: tuple[Any, Any] = (None, None)
 
     def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
-        """Use the target's embedding and head where the checkpoint brought none of its own."""
+        """Use the target's embedding and head if the checkpoint brought none of its own."""
         # In a tuple, outside the module tree: their weights are the target's.
         self._borrowed = (embed_tokens, lm_head)
         if self.mask_embedding is not None:
@@ -68,50 +64,48 @@ class BlockDraftModel(nn.Module):
             self.mask_embedding = self.mask_embedding * float(getattr(self._embedding(), "embed_scale", 1.0))
 
     def prepare_mask(self, tokenizer=None, embedding: MaskEmbedding | None = None) -> None:
-        """Settle the mask token and its embedding, which a checkpoint may keep apart from its weights. Before
-        anything is borrowed.
+        """Set the mask token and its embedding, which a checkpoint may store separately.
 
-        tokenizer: the target's, asked where the checkpoint only names the token. Raises ValueError where they
-        contradict."""
+        Call it before `borrow_from_target`. tokenizer: the target's, used if the checkpoint only names the
+        token. Raises ValueError if token and embedding contradict.
+        """
         if self.mask_token_id is None:
             self.mask_token_id = find_mask_token(self.draft, tokenizer)
         if embedding is None:
             return
         if embedding.token_id != self.mask_token_id:
             raise ValueError(
-                f"DFLASH draft: {MASK_EMBEDDING_FILE} is of token {embedding.token_id}, but the mask token is {self.mask_token_id}."
+                f"DFLASH draft: {MASK_EMBEDDING_FILE} is of token {embedding.token_id}, "
+                f"but the mask token is {self.mask_token_id}."
             )
-        if embedding.vector.shape != self.norm.weight.shape:
-            raise ValueError(
-                f"DFLASH draft: {MASK_EMBEDDING_FILE} holds {tuple(embedding.vector.shape)}, expected {tuple(self.norm.weight.shape)}."
-            )
+        found, expected = tuple(embedding.vector.shape), tuple(self.norm.weight.shape)
+        if found != expected:
+            raise ValueError(f"DFLASH draft: {MASK_EMBEDDING_FILE} holds {found}, expected {expected}.")
         self.mask_embedding = embedding.vector.to(self.norm.weight)
 
     @property
     def head(self) -> nn.Module:
-        """The LM head of the draft, over `draft_vocab_size` tokens."""
+        """LM head of the draft, over `draft_vocab_size` tokens."""
         return self.lm_head if self.lm_head is not None else self._borrowed[1]
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Draft token ids [n] int64 -> target token ids."""
+        """Map draft token ids [n] int64 to target token ids."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[n] int64 -> [n, hidden]. Looked up in the model and not handed in, because SGLang casts
-        `input_embeds` to bfloat16."""
+        """Embed [n] int64 -> [n, hidden]. SGLang would cast `input_embeds` to bfloat16."""
         embedded = self._embedding()(input_ids)
         if self.mask_embedding is None:
             return embedded
-        # Not written into the table, which is the target's as well: a prompt may hold the mask token.
+        # The target uses the same table, and a prompt may hold the mask token: its row stays.
         return torch.where((input_ids == self.mask_token_id)[:, None], self.mask_embedding, embedded)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] -> [n, draft_vocab_size], those the draft's distribution is made from, on all
-        ranks."""
+        """Return the draft's logits of hidden [n, hidden], [n, draft_vocab_size], on all ranks."""
         return self.capped(full_logits(hidden, self.head))
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the head, some or all, as the config has them scaled and capped."""
+        """Scale and cap logits of the head as the config says."""
         softcap, multiplier = self.draft.final_logit_softcapping, self.draft.output_multiplier
         if multiplier != 1.0:
             logits = logits.float() * multiplier
@@ -121,12 +115,14 @@ class BlockDraftModel(nn.Module):
         return self.embed_tokens if self.embed_tokens is not None else self._borrowed[0]
 
     def get_attention_sliding_window_size(self) -> int | None:
-        """Asked by SGLang's backends when they plan sliding layers."""
+        """Return the window for SGLang's backends, which plan sliding layers with it."""
         return None if self.draft.sliding_window is None else self.draft.tokens_before_window_start
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a checkpoint. Raises ValueError naming every tensor that is missing, unknown or of another
-        shape."""
+        """Load a checkpoint.
+
+        Raises ValueError naming every tensor that is missing, unknown or of another shape.
+        """
         loaded = load_checkpoint(self, weights)
         for layer in self.layers:
             layer.self_attn._qk_weight = None

@@ -1,11 +1,14 @@
 """The DFlash draft model (arXiv 2602.06036, section 3) on SGLang's layers.
 
-A few Qwen3-style layers that fill a block of mask tokens in one forward. Two things set it apart from a
-language model: its context is not its own tokens but hidden states captured from the target, whose keys and
-values are written straight into the KV pool of every layer (`write_context_kv`); and the block's tokens
-attend to each other in both directions. Embedding and LM head are the target's."""
+A few Qwen3-style layers fill a block of mask tokens in one forward. It differs from a language model in two
+ways.
+Its context is hidden states captured from the target, not its own tokens: `write_context_kv` writes their
+keys and values straight into the KV pool of every layer. And the block's tokens attend to each other in both
+directions. Embedding and LM head are the target's.
+"""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +25,12 @@ from sglang.srt.utils import add_prefix
 from sglang.srt.utils.hf_transformers.common import get_rope_config
 from torch import nn
 
-from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers, write_context_kv
+from sglang_dflash.kernels.ops.speculative.context_kv import (
+    KVPoolPointers,
+    rms_norm,
+    rotate,
+    write_context_kv,
+)
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig, parse_draft_config
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
@@ -33,7 +41,7 @@ _TARGET_ROPE_FIELDS = ("rope_dim", "partial_rotary_factor", "mrope_section", "mr
 class DFlashAttention(nn.Module):
     """Attention of one draft layer over committed context (in the KV pool) and the block.
 
-    input_size: width of what queries, keys and values are made from; the hidden size unless given.
+    input_size: width of the input of queries, keys and values; the hidden size unless given.
     """
 
     def __init__(
@@ -53,39 +61,26 @@ class DFlashAttention(nn.Module):
         total_kv_heads = hf_config.num_key_value_heads
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // total_heads
         if total_heads % tp_size or max(total_kv_heads, tp_size) % min(total_kv_heads, tp_size):
-            raise ValueError(
-                f"DFLASH draft with {total_heads} attention heads and {total_kv_heads} KV heads cannot be split over --tp {tp_size}"
-            )
+            heads = f"{total_heads} attention heads and {total_kv_heads} KV heads"
+            raise ValueError(f"DFLASH draft with {heads} cannot be split over --tp {tp_size}")
         self.num_heads = total_heads // tp_size
         self.num_kv_heads = max(1, total_kv_heads // tp_size)
         self.head_dim = head_dim
         self.q_size = self.num_heads * head_dim
         self.kv_size = self.num_kv_heads * head_dim
         bias = bool(getattr(hf_config, "attention_bias", False))
-        self.qkv_proj = QKVParallelLinear(
-            self.input_size,
-            head_dim,
-            total_heads,
-            total_kv_heads,
-            bias=bias,
-            quant_config=quant_config,
-            prefix=add_prefix("qkv_proj", prefix),
-        )
-        self.o_proj = RowParallelLinear(
-            total_heads * head_dim,
-            hf_config.hidden_size,
-            bias=bias,
-            quant_config=quant_config,
-            prefix=add_prefix("o_proj", prefix),
-        )
-        self.q_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
-        self._qk_weight: torch.Tensor | None = (
-            None  # [q heads + kv heads, head_dim], gathered on first use on a CPU
-        )
+        options = dict(bias=bias, quant_config=quant_config)
+        qkv_sizes = self.input_size, head_dim, total_heads, total_kv_heads
+        self.qkv_proj = QKVParallelLinear(*qkv_sizes, **options, prefix=add_prefix("qkv_proj", prefix))
+        output_sizes = total_heads * head_dim, hf_config.hidden_size
+        self.o_proj = RowParallelLinear(*output_sizes, **options, prefix=add_prefix("o_proj", prefix))
+        # Any: a P-EAGLE draft without these norms has no code path that reads them.
+        self.q_norm: Any = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
+        self.k_norm: Any = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
+        # [q heads + kv heads, head_dim], gathered on first use on a CPU.
+        self._qk_weight: torch.Tensor | None = None
         rope_theta, rope_scaling = get_rope_config(hf_config)
-        # Of a target with M-RoPE a draft's config may have the sections; the draft's positions are the
-        # text's.
+        # The draft of a target with M-RoPE may have its sections in the config; its positions are the text's.
         rope_scaling = {k: v for k, v in (rope_scaling or {}).items() if k not in _TARGET_ROPE_FIELDS} or None
         self.rotary_emb = get_rope(
             head_dim,
@@ -108,7 +103,7 @@ class DFlashAttention(nn.Module):
             attn_type=AttentionType.DECODER if draft.is_causal(layer_id) else AttentionType.ENCODER_ONLY,
             prefix=add_prefix("attn", prefix),
         )
-        self.attn.window_from_anchor = draft.window_from_anchor  # read by our CPU attention
+        self.attn.window_from_anchor = draft.window_from_anchor  # for our CPU attention
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch) -> torch.Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
@@ -128,7 +123,7 @@ class DFlashAttention(nn.Module):
         return output
 
     def _norm_and_rotate_in_place(self, qkv: torch.Tensor, positions: torch.Tensor) -> bool:
-        """Both in one kernel of SGLang's, where it can: bfloat16, and heads of a power of two."""
+        """Run SGLang's kernel if it can: bfloat16, heads of a power of two. Return if it did."""
         if self.q_norm is None or self.head_dim & (self.head_dim - 1) or not self.rotary_emb.is_neox_style:
             return False
         weights = self.q_norm.weight, self.k_norm.weight
@@ -141,25 +136,24 @@ class DFlashAttention(nn.Module):
         return True
 
     def _norm_and_rotate(self, qkv: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The same for a CPU, where every small operation costs its launch: query and key heads go through
-        one norm and one rotation, a third of the operations that SGLang's separate modules take there."""
+        """Norm and rotate query and key heads together on a CPU; return q, k, v.
+
+        A third of the operations of SGLang's separate modules; on a CPU each small operation costs its
+        launch.
+        """
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         normed = self.num_heads + self.num_kv_heads
         qk = heads[:, :normed]
         if self.q_norm is not None:
             if self._qk_weight is None:
-                self._qk_weight = torch.cat(
-                    (
-                        self.q_norm.weight.expand(self.num_heads, -1),
-                        self.k_norm.weight.expand(self.num_kv_heads, -1),
-                    )
-                )
-            qk = _rms_norm(qk, self._qk_weight, self.q_norm.variance_epsilon)
-        qk = _rotate(qk, positions, self.rotary_emb)
+                heads_and_norms = (self.num_heads, self.q_norm), (self.num_kv_heads, self.k_norm)
+                self._qk_weight = torch.cat([norm.weight.expand(n, -1) for n, norm in heads_and_norms])
+            qk = rms_norm(qk, self._qk_weight, self.q_norm.variance_epsilon)
+        qk = rotate(qk, positions, self.rotary_emb.cos_sin_cache)
         return qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, normed:]
 
     def context_kv_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The K and V rows of `qkv_proj`: weight [2 * kv_size, hidden], bias [2 * kv_size] or None."""
+        """Return K and V rows of `qkv_proj`: weight [2 * kv_size, hidden], bias or None."""
         if not isinstance(self.qkv_proj.quant_method, UnquantizedLinearMethod):
             raise ValueError(
                 "DFLASH reads the K/V rows of its draft's qkv_proj, which is quantized here "
@@ -171,7 +165,7 @@ class DFlashAttention(nn.Module):
 
 
 class DFlashDecoderLayer(nn.Module):
-    """`attention`: options of DFlashAttention."""
+    """A draft layer. `attention`: options of DFlashAttention."""
 
     def __init__(
         self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str, **attention
@@ -190,74 +184,79 @@ class DFlashDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
 
-    def forward(self, positions, hidden_states, residual, forward_batch):
+    def norm_input(self, hidden_states, residual):
+        """Return normalised input and residual, [n, hidden]; the first layer has no residual."""
         if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+            return self.input_layernorm(hidden_states), hidden_states
+        return self.input_layernorm(hidden_states, residual)
+
+    def forward(self, positions, hidden_states, residual, forward_batch):
+        hidden_states, residual = self.norm_input(hidden_states, residual)
         hidden_states = self.self_attn(positions, hidden_states, forward_batch)
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
         return self.mlp(hidden_states), residual
 
 
 class DFlashDraftModel(BlockDraftModel):
-    """A DFlash checkpoint: `layers.*`, `fc`, `hidden_norm`, `norm`, and what it brings of `embed_tokens`,
-    `lm_head`, `d2t`.
+    """A DFlash checkpoint: `layers.*`, `fc`, `hidden_norm`, `norm`, maybe a vocabulary.
 
-    z-lab's drafts bring none of the last three and borrow the target's embedding and head. The speculators
-    library's bring a head over a reduced vocabulary, with `d2t` mapping its rows to target tokens; earlier
-    releases of it saved all of them."""
+    The vocabulary is `embed_tokens`, `lm_head` and `d2t`. z-lab's drafts bring none of them and borrow the
+    target's embedding and head. The speculators library's drafts bring a head over a reduced vocabulary, with
+    `d2t` from its rows to target tokens; earlier releases of the library saved all three.
+    """
 
-    parse_config = staticmethod(parse_draft_config)
-
-    @staticmethod
-    def layer_class(draft: DFlashDraftConfig) -> type[DFlashDecoderLayer]:
-        return DFlashDecoderLayer
+    layer_class: type[DFlashDecoderLayer] = DFlashDecoderLayer
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
         draft = self.parse_config(config, getattr(config, "_name_or_path", "draft"))
         super().__init__(config, draft, quant_config, prefix)
-        layer_class = self.layer_class(draft)
         self.layers = nn.ModuleList(
-            layer_class(config, self.draft, layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix))
+            self.layer_class(config, draft, layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix))
             for layer_id in range(config.num_hidden_layers)
         )
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self._kv_weight = self._kv_bias = self._k_norm_weight = None
-        self._kv_pool = self._kv_pointers = None
+        # Stacked over layers: [layers * 2 * kv_size, hidden], [layers * 2 * kv_size], [layers, head_dim].
+        self._kv_weight: torch.Tensor | None = None
+        self._kv_bias: torch.Tensor | None = None
+        self._k_norm_weight: torch.Tensor | None = None
+        self._kv_pool: Any = None
+        self._kv_pointers: KVPoolPointers | None = None
         self._blocks: torch.Tensor | None = None
 
+    @staticmethod
+    def parse_config(config, checkpoint: str) -> DFlashDraftConfig:
+        """Parse and check a checkpoint's config."""
+        return parse_draft_config(config, checkpoint)
+
     def allocate_blocks(self, requests: int, width: int) -> None:
-        """Room for so many drafted blocks of `width` slots. Not in a CUDA graph's own memory, where the
-        target's graphs would overwrite what they are about to verify."""
+        """Allocate the output of `requests` drafted blocks of `width` slots.
+
+        In a CUDA graph's own memory the target's graphs would overwrite the blocks they are about to verify.
+        """
         self._blocks = torch.zeros(requests, width, dtype=torch.int64, device=self.norm.weight.device)
 
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
-        """Run blocks of `forward_batch.spec_info.draft_token_num` rows through the draft, head and argmax
-        included: all of it is captured in the CUDA graph.
+        """Run blocks of D = `forward_batch.spec_info.draft_token_num` rows through the draft.
 
-        input_ids, positions: [num_blocks * D] int64.
+        input_ids, positions: [num_blocks * D] int64. The CUDA graph captures head and argmax as well.
         """
         hidden_states = self.run_layers(input_ids, positions, forward_batch)
         blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
-        drafted = self.to_target_ids(
-            greedy_tokens(blocks[:, self.draft.num_idle_rows :].flatten(0, 1), self.head)
-        )
+        drafting = blocks[:, self.draft.num_idle_rows :].flatten(0, 1)
+        drafted = self.to_target_ids(greedy_tokens(drafting, self.head))
         whole = self.whole_blocks(input_ids.view(blocks.shape[:2])[:, :1], drafted.view(blocks.shape[0], -1))
         return DraftOutput(
             next_token_logits=None, hidden_states=hidden_states, draft_tokens=drafted, blocks=whole
         )
 
     def whole_blocks(self, anchors: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
-        """anchors [num_blocks, 1] and drafted [num_blocks, B - 1], int64, side by side, in the room there is
-        for them."""
-        room = None if self._blocks is None else self._blocks[: anchors.shape[0]]
-        return torch.cat((anchors, drafted), dim=1, out=room)
+        """Join anchors [num_blocks, 1] and drafted [num_blocks, B - 1] in allocated blocks."""
+        out = None if self._blocks is None else self._blocks[: anchors.shape[0]]
+        return torch.cat((anchors, drafted), dim=1, out=out)
 
     def run_layers(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> torch.Tensor:
-        """Hidden states after the final norm, [num_blocks * D, hidden]."""
+        """Return hidden states after the final norm, [num_blocks * D, hidden]."""
         hidden_states, residual = self.embed(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
@@ -272,19 +271,22 @@ class DFlashDraftModel(BlockDraftModel):
         kv_pool,
         accept_len: torch.Tensor | None = None,
     ) -> None:
-        """Turn captured target states into context: every layer's K and V of these positions, into the pool.
+        """Write every layer's K and V of captured target states into the pool, as context.
 
         aux_hidden: [n, num_aux * hidden], outputs of the target layers in ascending order, concatenated.
         positions, cache_loc: [n] int64.
         kv_pool: SGLang's pool of the draft. Raises ValueError for a layout that cannot be written to.
-        accept_len: [bs] int32 where the rows are blocks of n / bs: rows beyond it in a block are skipped.
+        accept_len: [bs] int32 if the rows are blocks of n / bs: rows beyond it in a block are skipped.
 
-        All layers read the same context, so one GEMM over their stacked K/V weights serves them all; norm,
-        rotation and the writes of all layers are one kernel."""
+        All layers read the same context, so one GEMM over their stacked K/V weights serves them all. Norm,
+        rotation and the writes of all layers are one kernel.
+        """
         if self._kv_weight is None:
             self.stack_kv_weights()
         if self._kv_pool is not kv_pool:
             self.use_pool(kv_pool)
+        assert self._kv_weight is not None and self._k_norm_weight is not None
+        assert self._kv_pointers is not None
         attention = self.layers[0].self_attn
         context = self.hidden_norm(self.fc(aux_hidden)[0])
         kv = F.linear(context, self._kv_weight, self._kv_bias)
@@ -301,19 +303,22 @@ class DFlashDraftModel(BlockDraftModel):
         )
 
     def use_pool(self, kv_pool) -> None:
-        """Take in where SGLang's pool of the draft lies. Raises ValueError for a layout that cannot be
-        written to."""
+        """Read the addresses of SGLang's pool of the draft.
+
+        Raises ValueError for a layout that cannot be written to.
+        """
         if not isinstance(getattr(kv_pool, "k_buffer", None), list):
-            raise ValueError(
-                f"DFLASH cannot write its draft's context into a KV pool of type {type(kv_pool).__name__}"
-            )
+            kind = type(kv_pool).__name__
+            raise ValueError(f"DFLASH cannot write its draft's context into a KV pool of type {kind}")
         self._kv_pool = kv_pool
         self._kv_pointers = KVPoolPointers.of(kv_pool.k_buffer, kv_pool.v_buffer, kv_pool.dtype)
 
     @torch.no_grad()
     def stack_kv_weights(self) -> None:
-        """Gather what `write_context_kv` reads from all layers, where CUDA graphs read it from. Raises
-        ValueError if it is quantized."""
+        """Stack the weights that `write_context_kv` reads, at addresses that CUDA graphs keep.
+
+        Raises ValueError if they are quantized.
+        """
         weights, biases = zip(*(layer.self_attn.context_kv_weight() for layer in self.layers), strict=True)
         self._kv_weight = torch.cat(weights, out=self._kv_weight)
         self._kv_bias = None if biases[0] is None else torch.cat(biases, out=self._kv_bias)
@@ -322,25 +327,9 @@ class DFlashDraftModel(BlockDraftModel):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded = super().load_weights(weights)
-        if self._kv_weight is not None:  # a weight update
+        if self._kv_weight is not None:  # this is a weight update
             self.stack_kv_weights()
         return loaded
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dim in float32, as SGLang's, with a weight per head: x [n, heads, dim], weight
-    [heads, dim]."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (normed * weight).to(x.dtype)
-
-
-def _rotate(x: torch.Tensor, positions: torch.Tensor, rotary_emb) -> torch.Tensor:
-    """Rotate x [n, heads, dim] by RoPE at `positions` [n], from the embedding's own table (so YaRN and the
-    other scalings are in it)."""
-    cos, sin = rotary_emb.cos_sin_cache.index_select(0, positions).to(x.dtype)[:, None].chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 EntryClass = DFlashDraftModel

@@ -1,9 +1,9 @@
-"""The DFlash2 draft model on SGLang's layers: a DFlash draft with convolutions along the block, and a
-candidate selector.
+"""The DFlash2 draft model: a DFlash draft with convolutions and a candidate selector.
 
-Format: z-lab/dflash, `DFlash2DraftModel`. Convolutions wrap both halves of a layer, in the block alone: the
-context's keys and values are a plain draft's. What they and the selector hold is whole on every rank: rows
-are channels of the hidden state, and tokens of the target's vocabulary."""
+Format: z-lab/dflash, `DFlash2DraftModel`. Convolutions along the block wrap both halves of a layer. The
+context's keys and values are a plain draft's. Weights of convolutions and selector are whole on every rank:
+their rows are channels of the hidden state, and tokens of the target's vocabulary.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,58 +24,65 @@ from sglang_dflash.srt.models.dflash import DFlashDecoderLayer, DFlashDraftModel
 
 @dataclass
 class DFlash2Output(DraftOutput):
-    """Also every slot's candidates, for walks that draw: [num_blocks, B - 1, ...] as in `Candidates`. A CUDA
-    graph pads them."""
+    """Draft output with every slot's candidates, for sampled walks. A CUDA graph pads them.
+
+    Shapes: [num_blocks, B - 1, ...] as in `Candidates`.
+    """
 
     candidate_ids: torch.Tensor | None = None
     unary: torch.Tensor | None = None
     gate: torch.Tensor | None = None
 
     def candidates(self, bs: int) -> Candidates:
-        """Those of the first bs blocks."""
-        return Candidates(self.candidate_ids[:bs], self.unary[:bs], self.gate[:bs])
+        """Return the candidates of the first bs blocks."""
+        ids, unary, gate = self.candidate_ids, self.unary, self.gate
+        assert ids is not None and unary is not None and gate is not None
+        return Candidates(ids[:bs], unary[:bs], gate[:bs])
 
 
 class BlockConv(nn.Module):
-    """The convolutions around one sublayer: every channel has a kernel of its own, to which each row adds,
-    per group of channels, what one projection of the sublayer's input says: for that input, and for the
-    sublayer's output."""
+    """Convolutions of one sublayer's input and output.
+
+    Every channel has its own kernel. Each row adds to it a term per group of channels, from a projection of
+    the sublayer's input. One projection serves both convolutions.
+    """
 
     def __init__(self, hidden_size: int, taps: int, group_size: int, prefix: str):
         super().__init__()
         self.taps = taps
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, hidden_size), requires_grad=False)
-        # Never quantized: small, and drafts that are leave it out.
+        # Never quantized: it is small, and quantized drafts leave it out.
+        sizes = hidden_size, 2 * taps * (hidden_size // group_size)
         self.kernel_projection = ReplicatedLinear(
-            hidden_size,
-            2 * taps * (hidden_size // group_size),
-            bias=False,
-            prefix=add_prefix("kernel_projection", prefix),
+            *sizes, bias=False, prefix=add_prefix("kernel_projection", prefix)
         )
 
     def forward(
         self, x: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor], width: int
     ) -> torch.Tensor:
-        """x: [num_blocks * width, hidden], the sublayer's input."""
+        """Run `sublayer` on x [num_blocks * width, hidden] between the two convolutions."""
         before, after = self.kernel_projection(x)[0].view(x.shape[0], 2, self.taps, -1).unbind(dim=1)
         output = sublayer(block_conv(x, self.base_kernel[0], before, width))
         return block_conv(output, self.base_kernel[1], after, width)
 
 
 class DFlash2DecoderLayer(DFlashDecoderLayer):
+    """A draft layer with convolutions around attention and MLP, if the config has any."""
+
     def __init__(self, hf_config, draft: DFlash2DraftConfig, layer_id: int, quant_config, prefix: str):
         super().__init__(hf_config, draft, layer_id, quant_config, prefix)
+        self.has_convolutions = bool(draft.conv_kernel_size)
+        if not self.has_convolutions:
+            return
         sizes = hf_config.hidden_size, draft.conv_kernel_size, draft.conv_group_size
         self.attention_conv = BlockConv(*sizes, add_prefix("attention_conv", prefix))
         self.mlp_conv = BlockConv(*sizes, add_prefix("mlp_conv", prefix))
 
     def forward(self, positions, hidden_states, residual, forward_batch):
+        if not self.has_convolutions:
+            return super().forward(positions, hidden_states, residual, forward_batch)
         width = forward_batch.spec_info.draft_token_num
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states, residual = self.norm_input(hidden_states, residual)
         hidden_states = self.attention_conv(
             hidden_states, lambda x: self.self_attn(positions, x, forward_batch), width
         )
@@ -84,6 +91,8 @@ class DFlash2DecoderLayer(DFlashDecoderLayer):
 
 
 class CandidateSelector(nn.Module):
+    """Weights of the candidate selector, which `srt/layers/candidate_selector.py` describes."""
+
     def __init__(self, config, draft: DFlash2DraftConfig, prefix: str):
         super().__init__()
         rank = draft.selector_rank
@@ -96,29 +105,29 @@ class CandidateSelector(nn.Module):
     def walk(
         self, candidates: Candidates, anchors: torch.Tensor, draw: Draw | None = None
     ) -> tuple[torch.Tensor, DraftProbs | None]:
-        """`candidate_selector.walk` with these codebooks."""
+        """Run `candidate_selector.walk` with these codebooks."""
         return walk(candidates, anchors, self.predecessor_codebook, self.successor_codebook, draw)
 
 
 class DFlash2DraftModel(DFlashDraftModel):
-    """A DFlash2 checkpoint: a DFlash one, `layers.*.attention_conv`, `layers.*.mlp_conv` and
-    `candidate_selector`."""
+    """A DFlash2 checkpoint: DFlash's, `layers.*.{attention,mlp}_conv`, `candidate_selector`."""
 
-    parse_config = staticmethod(parse_dflash2_config)
-
-    @staticmethod
-    def layer_class(draft: DFlash2DraftConfig) -> type[DFlashDecoderLayer]:
-        return DFlash2DecoderLayer if draft.conv_kernel_size else DFlashDecoderLayer
+    draft: DFlash2DraftConfig
+    layer_class = DFlash2DecoderLayer
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
         super().__init__(config, quant_config, prefix)
-        self.candidate_selector = CandidateSelector(
-            config, self.draft, add_prefix("candidate_selector", prefix)
-        )
+        prefix = add_prefix("candidate_selector", prefix)
+        self.candidate_selector = CandidateSelector(config, self.draft, prefix)
+
+    @staticmethod
+    def parse_config(config, checkpoint: str) -> DFlash2DraftConfig:
+        """Parse and check a checkpoint's config."""
+        return parse_dflash2_config(config, checkpoint)
 
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DFlash2Output:
-        """As a DFlash draft's; the drafted tokens are the selector's best path."""
+        """Run blocks as a DFlash draft does. The drafted tokens are the selector's best path."""
         hidden_states = self.run_layers(input_ids, positions, forward_batch)
         blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
         found = self.candidates(blocks[:, self.draft.num_idle_rows :])
@@ -135,7 +144,7 @@ class DFlash2DraftModel(DFlashDraftModel):
         )
 
     def candidates(self, rows: torch.Tensor) -> Candidates:
-        """rows: [num_blocks, slots, hidden], those that draft, after the final norm."""
+        """Find candidates of drafting rows [num_blocks, slots, hidden], after the final norm."""
         hidden = rows.flatten(0, 1)
         logits, ids = largest_logits(hidden, self.head, self.draft.selector_top_k)
         found = self.capped(logits).float(), ids, self.candidate_selector.hidden_projection(hidden)[0]

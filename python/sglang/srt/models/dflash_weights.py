@@ -1,5 +1,4 @@
-"""How the tensors of a draft checkpoint get into the draft model; which there are, `configs/draft_tensors.py`
-says."""
+"""Loading of a draft checkpoint's tensors, which `configs/draft_tensors.py` lists."""
 
 from collections.abc import Iterable
 
@@ -10,9 +9,8 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 
 from sglang_dflash.srt.configs.draft_tensors import d2t_problems, is_ignored, tensor_problems
 
-# Checkpoint tensors that SGLang keeps in one: name in the checkpoint -> (name in the model, which part of
-# it).
-_FUSED = {
+# Checkpoint tensors that SGLang fuses: name in the checkpoint -> (name in the model, its part of it).
+_FUSED: dict[str, tuple[str, str | int]] = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
     "v_proj": ("qkv_proj", "v"),
@@ -22,7 +20,7 @@ _FUSED = {
 
 
 def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Load every tensor of a checkpoint into a BlockDraftModel; returns the names of the parameters loaded.
+    """Load a checkpoint into a BlockDraftModel and return the names of its parameters.
 
     Raises ValueError naming every tensor that is missing, unknown or of another shape.
     """
@@ -32,7 +30,7 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         tensors.pop("d2t", None)  # the identity
     if model.norm.weight.is_cpu:
         _pad_to_rounded_width(tensors, model.config.intermediate_size, model.num_ranks)
-    # SGLang's loaders cut or pad a tensor of another size rather than refuse it.
+    # SGLang's loaders cut or pad a tensor of another size instead of refusing it.
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     problems = tensor_problems(model.config, model.draft, shapes)
     if not problems:
@@ -42,34 +40,33 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     _make_room_for_vocabulary(model, tensors)
     params = dict(model.named_parameters())
     for name, tensor in tensors.items():
+        shard: tuple[str | int, ...] = ()
         part = next((p for p in _FUSED if f".{p}." in name), None)
-        param, shard = (
-            (params[name], ())
-            if part is None
-            else (params[name.replace(part, _FUSED[part][0])], (_FUSED[part][1],))
-        )
-        getattr(param, "weight_loader", default_weight_loader)(param, tensor, *shard)
+        if part is not None:
+            fused, shard_id = _FUSED[part]
+            name, shard = name.replace(part, fused), (shard_id,)
+        getattr(params[name], "weight_loader", default_weight_loader)(params[name], tensor, *shard)
     return set(params)
 
 
 def _pad_to_rounded_width(tensors: dict[str, torch.Tensor], inner: int, ranks: int) -> None:
-    """On a CPU SGLang rounds a config's `intermediate_size` up, to 32 for each rank: the MLP gets rows of
-    zeros, which add nothing."""
+    """Pad the MLP with zeros, which add nothing, to the width that SGLang gives it on a CPU.
+
+    There SGLang rounds a config's `intermediate_size` up, to a multiple of 32 per rank.
+    """
     rounding = 32 * ranks
-    of_width = {}  # name -> (dimension that is as long as the MLP is wide, its length)
-    for name, tensor in tensors.items():
-        if ".mlp." in name and tensor.ndim == 2:
-            dim = 1 if name.endswith("down_proj.weight") else 0
-            of_width[name] = dim, tensor.shape[dim]
-    widths = {width for _, width in of_width.values()}
+    matrices = [name for name, tensor in tensors.items() if ".mlp." in name and tensor.ndim == 2]
+    dims = {name: int(name.endswith("down_proj.weight")) for name in matrices}  # of the MLP's width
+    widths = {tensors[name].shape[dim] for name, dim in dims.items()}
     if inner % rounding or len(widths) != 1 or not 0 < inner - min(widths) < rounding:
         return
-    for name, (dim, width) in of_width.items():
-        tensors[name] = F.pad(tensors[name], (0, inner - width) if dim else (0, 0, 0, inner - width))
+    missing = inner - min(widths)
+    for name, dim in dims.items():
+        tensors[name] = F.pad(tensors[name], (0, missing) if dim else (0, 0, 0, missing))
 
 
 def _take_vocabulary_mapping(model, d2t: torch.Tensor | None) -> list[str]:
-    """Keep `d2t`, the offsets from draft ids to target ids. Returns what is wrong with it."""
+    """Keep `d2t`, the offsets from draft ids to target ids. Returns its problems."""
     if d2t is None:
         return []
     problems = d2t_problems(d2t, model.draft.vocab_size)
@@ -79,10 +76,8 @@ def _take_vocabulary_mapping(model, d2t: torch.Tensor | None) -> list[str]:
 
 
 def _make_room_for_vocabulary(model, tensors: dict[str, torch.Tensor]) -> None:
-    draft, like = model.draft, model.norm.weight
+    draft, hidden_size, like = model.draft, model.draft.hidden_size, model.norm.weight
     if "embed_tokens.weight" in tensors and model.embed_tokens is None:
-        model.embed_tokens = VocabParallelEmbedding(draft.vocab_size, draft.hidden_size).to(
-            like.device, like.dtype
-        )
+        model.embed_tokens = VocabParallelEmbedding(draft.vocab_size, hidden_size).to(like.device, like.dtype)
     if "lm_head.weight" in tensors and model.lm_head is None:
-        model.lm_head = ParallelLMHead(draft.draft_vocab_size, draft.hidden_size).to(like.device, like.dtype)
+        model.lm_head = ParallelLMHead(draft.draft_vocab_size, hidden_size).to(like.device, like.dtype)

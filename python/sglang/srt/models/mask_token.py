@@ -1,5 +1,4 @@
-"""What a checkpoint may say of its mask token beside its weights: a name to be looked up, an embedding in a
-file of its own."""
+"""Mask token of a checkpoint: a name to look up, or an embedding in a file."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,38 +12,35 @@ MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 @dataclass(frozen=True, slots=True)
 class MaskEmbedding:
-    """vector: [hidden], on the CPU, in the dtype it was saved in."""
+    """Embedding of a mask token. vector: [hidden], on the CPU, in the saved dtype."""
 
     token_id: int
     vector: torch.Tensor
 
 
 def find_mask_token(draft: DFlashDraftConfig, tokenizer: Any, checkpoint: str = "draft") -> int:
-    """The id of `draft.mask_token` in the target's tokenizer. One that it does not have is the next after its
-    last, as adding it would make it: z-lab's own code adds it. Raises DraftConfigError where there is no such
-    row."""
+    """Return the id of `draft.mask_token` in the target's tokenizer.
+
+    A token that it lacks gets the id after its last, as z-lab's code adds it. Raises DraftConfigError if the
+    embedding has no such row.
+    """
+    name = f"dflash_config.mask_token {draft.mask_token!r}"
     if tokenizer is None:
         raise DraftConfigError(
-            checkpoint,
-            [
-                f"dflash_config.mask_token names {draft.mask_token!r}, and there is no tokenizer to look it up in: give mask_token_id"
-            ],
+            checkpoint, [f"{name}: there is no tokenizer to look it up in, give mask_token_id"]
         )
     found = tokenizer.get_vocab().get(draft.mask_token, len(tokenizer))
     if found >= draft.vocab_size:
-        raise DraftConfigError(
-            checkpoint,
-            [
-                f"dflash_config.mask_token {draft.mask_token!r} is not in the target's tokenizer, and its embedding of "
-                f"{draft.vocab_size} rows has none to spare"
-            ],
-        )
+        rows = f"its embedding of {draft.vocab_size} rows has none to spare"
+        raise DraftConfigError(checkpoint, [f"{name} is not in the target's tokenizer, and {rows}"])
     return found
 
 
 def read_mask_embedding(checkpoint: str, revision: str | None = None) -> MaskEmbedding | None:
-    """What a checkpoint, a directory or a hub id, has in `mask_embedding.pt`. Raises DraftConfigError for one
-    that we do not run."""
+    """Read `mask_embedding.pt` of a checkpoint, a directory or a hub id, if it has one.
+
+    Raises DraftConfigError for a file that we cannot use.
+    """
     from transformers.utils import cached_file
 
     path = cached_file(
@@ -57,16 +53,12 @@ def read_mask_embedding(checkpoint: str, revision: str | None = None) -> MaskEmb
     )
     if path is None:
         return None
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    problems = []
-    if (
-        not isinstance(saved, dict)
-        or not isinstance(saved.get("embedding"), torch.Tensor)
-        or "mask_token_id" not in saved
-    ):
-        problems.append(f"{MASK_EMBEDDING_FILE} does not hold an embedding and its mask_token_id")
-    elif saved.get("per_position"):
-        problems.append(f"{MASK_EMBEDDING_FILE} has an embedding per position, which is not supported")
-    if problems:
-        raise DraftConfigError(checkpoint, problems)
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    saved = loaded if isinstance(loaded, dict) else {}
+    if not isinstance(saved.get("embedding"), torch.Tensor) or "mask_token_id" not in saved:
+        problem = f"{MASK_EMBEDDING_FILE} does not hold an embedding and its mask_token_id"
+        raise DraftConfigError(checkpoint, [problem])
+    if saved.get("per_position"):
+        problem = f"{MASK_EMBEDDING_FILE} has an embedding per position, which is not supported"
+        raise DraftConfigError(checkpoint, [problem])
     return MaskEmbedding(int(saved["mask_token_id"]), saved["embedding"].flatten())

@@ -2,9 +2,10 @@
 
 An EAGLE-3 draft that drafts all its tokens in one causal forward. A row is a token and the target's fused
 hidden state of the position before it, and predicts the token after its own. Rows whose token and hidden
-state are not known yet carry the mask token and a learned state, `mask_hidden`, instead. Positions count
-rows: the token at position p of the text is row p - 1, and the first token of a text, before which there is
-no hidden state, has none."""
+state are not
+known yet carry the mask token and a learned state, `mask_hidden`. Positions count rows: the token at position
+p of the text is row p - 1. The first token of a text has no row, as no hidden state precedes it.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,28 +36,20 @@ class PEagleRows:
     num_drafting: int = 0
 
     def drafting_rows(self, first_drafting: torch.Tensor) -> torch.Tensor:
-        """Return the indices of the rows that draft among all rows of the batch, [bs * num_drafting]."""
+        """Return the indices of the drafting rows among all rows, [bs * num_drafting]."""
         num_rows, device = self.fused.shape[0], first_drafting.device
         first = first_drafting + torch.arange(0, num_rows, num_rows // first_drafting.numel(), device=device)
         return (first[:, None] + torch.arange(self.num_drafting, device=device)).flatten()
 
 
 class PEagleFirstLayer(DFlashDecoderLayer):
-    """Reads the token's embedding and the fused hidden state side by side; only the latter is in the residual
-    stream."""
+    """First layer: its input is the token's embedding beside the fused hidden state.
 
-    def __init__(
-        self, hf_config, draft: PEagleDraftConfig, layer_id: int, quant_config, prefix: str, **attention
-    ):
-        super().__init__(
-            hf_config,
-            draft,
-            layer_id,
-            quant_config,
-            prefix,
-            input_size=2 * hf_config.hidden_size,
-            **attention,
-        )
+    Only the hidden state is in the residual stream.
+    """
+
+    def __init__(self, hf_config, draft: PEagleDraftConfig, *options, **attention):
+        super().__init__(hf_config, draft, *options, input_size=2 * hf_config.hidden_size, **attention)
         self.hidden_norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
         self.norm_before_residual = draft.norm_before_residual
 
@@ -70,38 +63,31 @@ class PEagleFirstLayer(DFlashDecoderLayer):
 
 
 class PEagleDraftModel(BlockDraftModel):
-    """A P-EAGLE checkpoint of the speculators library: `embed_tokens`, `fc`, `mask_hidden`, `layers.*`,
-    `norm`, `lm_head`, `d2t`, and `input_norm` or `fc_norm.*` where its config asks for them."""
+    """A P-EAGLE checkpoint of the speculators library.
+
+    Tensors: `embed_tokens`, `fc`, `mask_hidden`, `layers.*`, `norm`, `lm_head`, `d2t`, and `input_norm` or
+    `fc_norm.*` if its config enables them.
+    """
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
         draft = parse_peagle_config(config, getattr(config, "_name_or_path", "draft"))
         super().__init__(config, draft, quant_config, prefix)
-        self.layers = nn.ModuleList(
-            (DFlashDecoderLayer if layer_id else PEagleFirstLayer)(
-                config,
-                draft,
-                layer_id,
-                quant_config,
-                add_prefix(f"layers.{layer_id}", prefix),
-                qk_norm=draft.qk_norm,
-            )
-            for layer_id in range(config.num_hidden_layers)
-        )
-        num_aux, hidden = len(draft.target_layer_ids), config.hidden_size
-        self.input_norm = RMSNorm(num_aux * hidden, eps=config.rms_norm_eps) if draft.norm_before_fc else None
-        self.fc_norm = (
-            nn.ModuleList(RMSNorm(hidden, eps=config.rms_norm_eps) for _ in range(num_aux))
-            if draft.fc_norm
-            else None
-        )
-        # Stands in for the target's states where there are none yet; takes the same way through norms and fc.
+        self.layers = nn.ModuleList()
+        for layer_id in range(config.num_hidden_layers):
+            layer_class = DFlashDecoderLayer if layer_id else PEagleFirstLayer
+            options = layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix)
+            self.layers.append(layer_class(config, draft, *options, qk_norm=draft.qk_norm))
+        num_aux, hidden, eps = len(draft.target_layer_ids), config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(num_aux * hidden, eps=eps) if draft.norm_before_fc else None
+        fc_norms = nn.ModuleList(RMSNorm(hidden, eps=eps) for _ in range(num_aux))
+        self.fc_norm = fc_norms if draft.fc_norm else None
+        # Replaces target states that do not exist yet; it goes through norms and fc as they do.
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_aux * hidden), requires_grad=False)
         self._fused_mask: torch.Tensor | None = None
         self._blocks: PEagleRows | None = None
 
     def allocate_blocks(self, requests: int, width: int, num_drafting: int) -> None:
-        """Allocate the row inputs of up to `requests` blocks of `width` rows, at addresses that CUDA graphs
-        keep."""
+        """Allocate inputs of `requests` blocks of `width` rows at addresses that stay."""
         weight = self.norm.weight
         self._block_rows = width
         self._blocks = PEagleRows(
@@ -119,7 +105,7 @@ class PEagleDraftModel(BlockDraftModel):
 
     @torch.no_grad()
     def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
-        """Captured target states [n, num_aux * hidden], layers in ascending order -> [n, hidden]."""
+        """Fuse target states [n, num_aux * hidden], layers in ascending order -> [n, hidden]."""
         if self.input_norm is not None:
             aux_hidden = self.input_norm(aux_hidden)
         if self.fc_norm is not None:
@@ -131,7 +117,7 @@ class PEagleDraftModel(BlockDraftModel):
 
     @property
     def fused_mask(self) -> torch.Tensor:
-        """The fused hidden state of a row that has none, [hidden]."""
+        """Fused hidden state of a row that has none, [hidden]."""
         if self._fused_mask is None:
             self._fused_mask = self.fuse(self.mask_hidden[0])[0]
         return self._fused_mask
@@ -140,8 +126,8 @@ class PEagleDraftModel(BlockDraftModel):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
         """Run rows through the draft, writing their KV; head and argmax for the rows that draft.
 
-        input_ids, positions: [n] int64. `forward_batch.spec_info.draft_rows` holds the PEagleRows. When SGLang
-        captures a CUDA graph, its own spec_info has none, and the allocated blocks are read.
+        input_ids, positions: [n] int64. `forward_batch.spec_info.draft_rows` holds the PEagleRows. When
+        SGLang captures a CUDA graph, its own spec_info has none, and the allocated blocks are read.
 
         Returns the hidden states of the drafting rows, [bs * num_drafting, hidden], after the final norm.
         """
@@ -161,12 +147,12 @@ class PEagleDraftModel(BlockDraftModel):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """As BlockDraftModel's. Raises ValueError for an EAGLE-3 checkpoint, which has no `mask_hidden`."""
+        """Load a checkpoint. Raises ValueError for an EAGLE-3 one, which has no `mask_hidden`."""
         tensors = dict(weights)
         if not any(name.removeprefix("model.") == "mask_hidden" for name in tensors):
             raise ValueError(
-                "P-EAGLE needs the tensor mask_hidden, which this draft does not have: it is an EAGLE-3 checkpoint, which "
-                "cannot draft in parallel."
+                "P-EAGLE needs the tensor mask_hidden, which this draft does not have: "
+                "it is an EAGLE-3 checkpoint, which cannot draft in parallel."
             )
         self._fused_mask = None  # remade from the new weights
         return super().load_weights(tensors.items())

@@ -1,5 +1,4 @@
-"""The inputs of a draft block, from what crosses a cycle, and where blocks lie for a packed attention
-kernel."""
+"""Inputs of a draft block, and the offsets of blocks for a packed attention kernel."""
 
 import torch
 import triton
@@ -14,17 +13,16 @@ def prepare_block(
     mask_token_id: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks of B = `block_size` slots: the anchor, then mask tokens (arXiv 2602.06036, section 3).
+    """Build blocks of B slots: the anchor, then mask tokens (arXiv 2602.06036, section 3).
 
     bonus_tokens: [bs] int64, the anchors.
-    seq_lens: [bs] int64, committed lengths n; a block covers positions n .. n + B - 1.
+    seq_lens: [bs] int64, committed lengths n. A block covers positions n .. n + B - 1.
     req_pool_indices: [bs] int64, the requests' rows of the request table.
     req_to_token: [rows, max_len] int32, the KV slot of each position. n + B <= max_len is not checked.
 
-    Returns tokens [bs, B], positions [bs, B] and cache_loc [bs * B], the slots of those positions, all int64.
-
-    One launch on CUDA, without host synchronisation. Moves bs * (24 + 28 B) bytes: per request three int64
-    read; per slot one int32 read and three int64 written.
+    Returns tokens [bs, B], positions [bs, B] and their KV slots [bs * B], all int64. One launch on CUDA,
+    without host synchronisation. Moves bs * (24 + 28 B) bytes: per request three int64 read; per slot one
+    int32 read and three int64 written.
     """
     run = prepare_block_triton if seq_lens.is_cuda else prepare_block_torch
     return run(bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, block_size)
@@ -40,28 +38,17 @@ def prepare_block_torch(bonus_tokens, seq_lens, req_pool_indices, req_to_token, 
 
 
 def prepare_block_triton(bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, block_size):
-    """`prepare_block` as a Triton kernel. Tensors contiguous, but for the rows of the request table."""
-    assert bonus_tokens.is_contiguous() and seq_lens.is_contiguous() and req_pool_indices.is_contiguous()
-    assert req_to_token.stride(1) == 1
+    """`prepare_block` as a Triton kernel. Tensors contiguous, except the table's rows."""
+    per_request = bonus_tokens, seq_lens, req_pool_indices
+    assert all(t.is_contiguous() for t in per_request) and req_to_token.stride(1) == 1
     bs = seq_lens.numel()
     tokens = seq_lens.new_empty((bs, block_size))
     positions = torch.empty_like(tokens)
     cache_loc = seq_lens.new_empty((bs * block_size,))
+    tensors = *per_request, req_to_token, tokens, positions, cache_loc
+    sizes = req_to_token.stride(0), mask_token_id, block_size
     if bs:
-        _prepare_block_kernel[(bs,)](
-            bonus_tokens,
-            seq_lens,
-            req_pool_indices,
-            req_to_token,
-            tokens,
-            positions,
-            cache_loc,
-            req_to_token.stride(0),
-            mask_token_id,
-            block_size,
-            BLOCK=triton.next_power_of_2(block_size),
-            num_warps=1,
-        )
+        _prepare_block_kernel[(bs,)](*tensors, *sizes, BLOCK=triton.next_power_of_2(block_size), num_warps=1)
     return tokens, positions, cache_loc
 
 
@@ -93,14 +80,12 @@ def _prepare_block_kernel(
 
 
 def pack_blocks(seq_lens: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the keys and the queries of packed blocks begin and end, for FlashInfer.
+    """Compute where keys and queries of packed blocks begin and end, for FlashInfer.
 
-    seq_lens: [bs] int, committed lengths; each request's keys are these and its block's.
+    seq_lens: [bs] int, committed lengths. A request's keys are these tokens and its block's.
 
-    Returns lengths with the block, [bs] as seq_lens, their running sum with a zero before it, [bs + 1] int32,
-    and that of the queries, [bs + 1] int32.
-
-    One launch on CUDA, without host synchronisation.
+    Returns lengths with the block [bs], as seq_lens; key offsets [bs + 1] int32; query offsets [bs + 1]
+    int32. One launch on CUDA, without host synchronisation.
     """
     run = pack_blocks_triton if seq_lens.is_cuda else pack_blocks_torch
     return run(seq_lens, block_size)

@@ -1,7 +1,8 @@
 """DFlash2's depthwise convolution along the rows of a block, and its PyTorch twin.
 
-out[i, c] = sum over taps t of (base[t, c] + delta[i, t, c's group]) * x[i - t, c]; nothing comes from before
-the block."""
+out[i, c] = sum over taps t of (base[t, c] + delta[i, t, c's group]) * x[i - t, c]. Rows before the block
+count as zero.
+"""
 
 import torch
 import triton
@@ -9,8 +10,11 @@ import triton.language as tl
 
 
 def block_conv(x: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor, width: int) -> torch.Tensor:
-    """[n, hidden], as x, whose rows are blocks of `width`. base: [taps, hidden]. deltas: [n, taps, groups],
-    of any strides but for the last; a group is hidden / groups channels that lie side by side."""
+    """Convolve x [n, hidden], whose rows are blocks of `width`.
+
+    base: [taps, hidden]. deltas: [n, taps, groups], last stride 1. A group is hidden / groups adjacent
+        channels.
+    """
     return (block_conv_triton if x.is_cuda else block_conv_torch)(x, base, deltas, width)
 
 
@@ -25,26 +29,16 @@ def block_conv_torch(x: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor, 
 
 
 def block_conv_triton(x: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor, width: int) -> torch.Tensor:
-    """One launch; sums in float32, rounded once."""
+    """Run one launch; sums are float32, rounded once."""
     assert x.is_contiguous() and base.is_contiguous() and deltas.stride(2) == 1
     rows, hidden = x.shape
     taps, groups = deltas.shape[1:]
     out = torch.empty_like(x)
+    sizes = width, hidden, hidden // groups, deltas.stride(0), deltas.stride(1)
     if rows:
         tile = min(1024, triton.next_power_of_2(hidden))
         _block_conv_kernel[(rows, triton.cdiv(hidden, tile))](
-            x,
-            base,
-            deltas,
-            out,
-            width,
-            hidden,
-            hidden // groups,
-            deltas.stride(0),
-            deltas.stride(1),
-            TAPS=taps,
-            TILE=tile,
-            num_warps=max(1, min(4, tile // 256)),
+            x, base, deltas, out, *sizes, TAPS=taps, TILE=tile, num_warps=max(1, min(4, tile // 256))
         )
     return out
 

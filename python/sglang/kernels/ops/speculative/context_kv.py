@@ -1,7 +1,7 @@
-"""Context into the draft's KV pool: k-norm, RoPE and the scatter into every layer, in one launch.
+"""Context into the draft's KV pool: k-norm, RoPE and the scatter to all layers, fused.
 
-The GEMM over the stacked K/V weights of all layers comes before it (`models/dflash.py`). What follows is
-bound by memory, and would otherwise be a dozen launches that each read and write all keys.
+The GEMM over the stacked K/V weights of all layers comes before it (`models/dflash.py`). The rest is bound by
+memory, and would otherwise be a dozen launches that each read and write all keys.
 """
 
 import math
@@ -24,10 +24,11 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, slots=True)
 class KVPoolPointers:
-    """A KV pool as one kernel sees it. Build it once, after the pool: it copies addresses to the device.
+    """Addresses of a KV pool for one kernel.
 
+    Build it once, after the pool: it copies addresses to the device.
     k_buffers, v_buffers: per layer [slots, kv_heads, head_dim] of `dtype`; held to keep the addresses valid.
-    k_addresses, v_addresses: [layers] int64 on the pool's device, where each buffer begins.
+    k_addresses, v_addresses: [layers] int64 on the pool's device, the start of each buffer.
     slot_stride: elements from one slot to the next.
     slot_alignment: bytes, at most 16, that divide every slot's address; no thread may write more at once.
     """
@@ -47,8 +48,9 @@ class KVPoolPointers:
         v_buffers: Sequence[torch.Tensor],
         dtype: torch.dtype | None = None,
     ) -> "KVPoolPointers":
-        """From a pool's per-layer buffers. dtype: what their bytes mean; SGLang keeps an fp8 pool as uint8.
+        """Collect a pool's per-layer buffers.
 
+        dtype: of their bytes; SGLang keeps an fp8 pool as uint8.
         Raises ValueError unless all buffers are alike, of a dtype the kernel writes, and hold one contiguous
         [kv_heads, head_dim] row per slot (SGLang's "nhd" layout).
         """
@@ -91,62 +93,54 @@ def write_context_kv(
     pool: KVPoolPointers,
     accept_len: torch.Tensor | None = None,
     block_size: int = 1,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
 ) -> None:
-    """Norm and rotate the keys of n context rows and write keys and values into every layer's pool.
+    """Norm and rotate keys of n context rows; write keys and values to all layers' pools.
 
     kv: [n, layers, 2, kv_heads, head_dim] float, the stacked projection; K at index 0 of dim 2, V at 1.
     k_norm_weight: [layers, head_dim] float; eps: of the norm.
     cos_sin_cache: [max_position, head_dim] float, cosines then sines; neox rotation over all of head_dim.
     positions, cache_loc: [n] int64. Each slot at most once among the rows written.
     accept_len: [bs] int32 with n = bs * block_size: of block i only rows 0 .. accept_len[i], the anchor and
-        the kept tokens, are written; nothing for -1. None: every row is, as in prefill.
-    k_scale, v_scale: divide by these before the cast, as SGLang's pool does, if `pool.dtype` is not kv's.
+        the kept tokens, are written; nothing for -1. If None, every row is written, as in prefill.
 
-    Numerically the norm and rotation of `models/dflash.py`, then SGLang's `set_kv_buffer`: the norm is taken
-    in float32; normed key, cosine, sine and both products are each rounded to kv's dtype. fp8 saturates. e4m3
-    on CUDA needs sm_89.
+    Computes `rms_norm` and `rotate`, then SGLang's `set_kv_buffer`: the norm is float32; normed key, cosine,
+    sine and both products are each rounded to kv's dtype. fp8 saturates. e4m3 on CUDA needs sm_89.
 
     One launch on CUDA, without host synchronisation. Moves, for the rows written,
     rows * layers * 2 * kv_heads * head_dim * (kv itemsize + pool itemsize) bytes. Beside it, once from memory
     and then from cache: per row a cosine row and 16 bytes of position and slot, per layer a norm weight.
     """
     run = write_context_kv_triton if kv.is_cuda else write_context_kv_torch
-    tensors = kv, k_norm_weight, eps, cos_sin_cache, positions, cache_loc, pool
-    run(*tensors, accept_len, block_size, k_scale, v_scale)
+    run(kv, k_norm_weight, eps, cos_sin_cache, positions, cache_loc, pool, accept_len, block_size)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise over the last dim in float32, as SGLang's RMSNorm; weight broadcasts."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * weight).to(x.dtype)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
+    """Rotate x [n, ..., dim] by RoPE at `positions` [n]; scalings are in the table."""
+    cos_sin = cos_sin_cache.index_select(0, positions).to(x.dtype)
+    cos, sin = cos_sin.view(-1, *[1] * (x.dim() - 2), x.shape[-1]).chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def write_context_kv_torch(
-    kv,
-    k_norm_weight,
-    eps,
-    cos_sin_cache,
-    positions,
-    cache_loc,
-    pool,
-    accept_len=None,
-    block_size=1,
-    k_scale=None,
-    v_scale=None,
+    kv, k_norm_weight, eps, cos_sin_cache, positions, cache_loc, pool, accept_len=None, block_size=1
 ):
-    """`write_context_kv` in PyTorch, on any device; with `accept_len` it synchronises with the host."""
+    """`write_context_kv` in PyTorch, on any device; synchronises with `accept_len`."""
     if accept_len is not None:
         kept = torch.arange(block_size, device=kv.device) <= accept_len[:, None]
         rows = kept.flatten().nonzero().squeeze(1)
-        # On a CPU, gathering and writing whole rows by index is up to four times as fast as x[rows].
+        # On a CPU, index_select and index_copy_ are up to four times as fast as x[rows].
         kv, positions, cache_loc = (x.index_select(0, rows) for x in (kv, positions, cache_loc))
     keys, values = kv.unbind(2)
-    wide = keys.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    keys = (wide * k_norm_weight[:, None]).to(kv.dtype)
-    cos_sin = cos_sin_cache.index_select(0, positions).to(kv.dtype)
-    cos, sin = cos_sin[:, None, None].chunk(2, dim=-1)
-    first, second = keys.chunk(2, dim=-1)
-    keys = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    for states, buffers, scale in ((keys, pool.k_buffers, k_scale), (values, pool.v_buffers, v_scale)):
-        if pool.dtype != kv.dtype and scale is not None:
-            states = states / scale
+    keys = rotate(rms_norm(keys, k_norm_weight[:, None], eps), positions, cos_sin_cache)
+    for states, buffers in ((keys, pool.k_buffers), (values, pool.v_buffers)):
         if pool.dtype in _FP8:
             largest = torch.finfo(pool.dtype).max
             states = states.clamp(-largest, largest)
@@ -156,24 +150,14 @@ def write_context_kv_torch(
 
 
 def _indexable(x: torch.Tensor) -> torch.Tensor:
-    """PyTorch cannot write fp8 elements by index on every device; their bytes it can."""
+    """View fp8 as bytes: PyTorch cannot write fp8 elements by index on every device."""
     return x.view(torch.uint8) if x.dtype in _FP8 else x
 
 
 def write_context_kv_triton(
-    kv,
-    k_norm_weight,
-    eps,
-    cos_sin_cache,
-    positions,
-    cache_loc,
-    pool,
-    accept_len=None,
-    block_size=1,
-    k_scale=None,
-    v_scale=None,
+    kv, k_norm_weight, eps, cos_sin_cache, positions, cache_loc, pool, accept_len=None, block_size=1
 ):
-    """`write_context_kv` as a Triton kernel. Tensors contiguous, but for the rows of the cosine table."""
+    """`write_context_kv` as a Triton kernel. Tensors contiguous, except the table's rows."""
     rows, layers, _, heads, head_dim = kv.shape
     assert kv.is_contiguous() and k_norm_weight.is_contiguous() and cos_sin_cache.stride(1) == 1
     assert positions.is_contiguous() and cache_loc.is_contiguous()
@@ -188,32 +172,24 @@ def write_context_kv_triton(
     if not rows:
         return
     block_heads, block_half = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim // 2)
+    inputs = kv, k_norm_weight, cos_sin_cache, positions, cache_loc, accept_len
+    strides = cos_sin_cache.stride(0), pool.slot_stride
     _write_context_kv_kernel[grid](
-        kv,
-        k_norm_weight,
-        cos_sin_cache,
-        positions,
-        cache_loc,
-        accept_len,
+        *inputs,
         pool.k_addresses,
         pool.v_addresses,
-        cos_sin_cache.stride(0),
-        pool.slot_stride,
+        *strides,
         eps,
-        1.0 if k_scale is None else k_scale,
-        1.0 if v_scale is None else v_scale,
         HEADS=heads,
         HALF=head_dim // 2,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
         POOL_DTYPE=_TRITON_DTYPE[pool.dtype],
         SLOT_ALIGNMENT=pool.slot_alignment,
-        DIVIDE=pool.dtype != kv.dtype and not (k_scale is None and v_scale is None),
         FP8_MAX=torch.finfo(pool.dtype).max if pool.dtype in _FP8 else None,
         # Eight elements of each tile per thread: 16 bytes, the widest access there is, for 16-bit states.
         num_warps=min(8, max(1, block_heads * block_half // (32 * 8))),
-        # Else a product's rounding gives way to a fused multiply-add: on an H100 every sixth key then was a
-        # step off.
+        # A fused multiply-add would skip a product's rounding: on an H100 every sixth key was a step off.
         enable_fp_fusion=False,
     )
 
@@ -231,18 +207,18 @@ def _write_context_kv_kernel(
     cos_sin_stride,
     slot_stride,
     eps,
-    k_scale,
-    v_scale,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     POOL_DTYPE: tl.constexpr,
     SLOT_ALIGNMENT: tl.constexpr,
-    DIVIDE: tl.constexpr,
     FP8_MAX: tl.constexpr,
 ):
-    """One program per row and layer. Grid: slots of a block, blocks, layers; in prefill rows, 1, layers."""
+    """One program per row and layer.
+
+    Grid: slots of a block, blocks, layers; in prefill rows, 1, layers.
+    """
     slot_in_block = tl.program_id(0)
     block = tl.program_id(1)
     layer = tl.program_id(2)
@@ -264,8 +240,8 @@ def _write_context_kv_kernel(
     k2 = tl.load(k_in + second, mask=inside, other=0.0)
     v1 = tl.load(v_in + first, mask=inside)
     v2 = tl.load(v_in + second, mask=inside)
-    # What the heads share is read once per head too (from cache): each thread then holds what it needs, which
-    # otherwise would have to be handed around through shared memory.
+    # Values that the heads share are read once per head as well (from cache). Each thread then holds what it
+    # needs, without an exchange through shared memory.
     cols = tl.broadcast_to(col, (BLOCK_HEADS, BLOCK_HALF))
     weight = k_norm_weight + layer * (2 * HALF) + cols
     w1 = tl.load(weight, mask=inside).to(tl.float32)
@@ -286,20 +262,18 @@ def _write_context_kv_kernel(
 
     k_out = tl.load(k_addresses + layer).to(tl.pointer_type(POOL_DTYPE)) + slot * slot_stride
     v_out = tl.load(v_addresses + layer).to(tl.pointer_type(POOL_DTYPE)) + slot * slot_stride
-    # Without the hint the compiler, knowing nothing of a loaded address, writes element by element.
+    # The compiler knows nothing of a loaded address: without the hint it writes element by element.
     k_out = tl.multiple_of(k_out, SLOT_ALIGNMENT)
     v_out = tl.multiple_of(v_out, SLOT_ALIGNMENT)
-    tl.store(k_out + first, _as_stored(k1, k_scale, DIVIDE, FP8_MAX, POOL_DTYPE), mask=inside)
-    tl.store(k_out + second, _as_stored(k2, k_scale, DIVIDE, FP8_MAX, POOL_DTYPE), mask=inside)
-    tl.store(v_out + first, _as_stored(v1, v_scale, DIVIDE, FP8_MAX, POOL_DTYPE), mask=inside)
-    tl.store(v_out + second, _as_stored(v2, v_scale, DIVIDE, FP8_MAX, POOL_DTYPE), mask=inside)
+    tl.store(k_out + first, _as_stored(k1, FP8_MAX, POOL_DTYPE), mask=inside)
+    tl.store(k_out + second, _as_stored(k2, FP8_MAX, POOL_DTYPE), mask=inside)
+    tl.store(v_out + first, _as_stored(v1, FP8_MAX, POOL_DTYPE), mask=inside)
+    tl.store(v_out + second, _as_stored(v2, FP8_MAX, POOL_DTYPE), mask=inside)
 
 
 @triton.jit
-def _as_stored(x, scale, DIVIDE: tl.constexpr, FP8_MAX: tl.constexpr, POOL_DTYPE: tl.constexpr):
-    """To the pool's dtype, by way of the states' own where a scale divides them."""
-    if DIVIDE:
-        x = (x.to(tl.float32) / scale).to(x.dtype)
+def _as_stored(x, FP8_MAX: tl.constexpr, POOL_DTYPE: tl.constexpr):
+    """Cast to the pool's dtype; fp8 saturates."""
     if FP8_MAX is not None:
         x = tl.clamp(x.to(tl.float32), -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return x.to(POOL_DTYPE)

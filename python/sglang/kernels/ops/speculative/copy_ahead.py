@@ -1,10 +1,10 @@
-"""Proposals copied from a request's own text: where its last tokens stood before, what came next there, and
-how that fared.
+"""Proposals copied from a request's own text, after a match of its last tokens.
 
 A history [rows, columns] int32 holds the text of each request by position, a row per row of the request
-table; -1 is what no block may contain (a place nobody wrote, an image), which matches nothing and ends a
-copy. Records [rows, 2] float32 hold, per row, which share of its copied tokens has been kept lately, and
-which of its drafted ones."""
+table. -1 marks places that no block may contain (nothing written, an image): it matches nothing and ends a
+copy. Records [rows, 2] float32 hold, per row, the recently accepted share of copied tokens and of drafted
+tokens.
+"""
 
 from dataclasses import dataclass
 
@@ -13,20 +13,23 @@ import triton
 import triton.language as tl
 
 _TILE = 2048  # positions per program of the lookup
-_PARTS = 64  # tiles looked at in one step
+_PARTS = 64  # tiles reduced in one step
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRule:
-    """When a copy is preferred to a draft: where the share kept of copies, times the trust in a match of this
-    length, is at least the share kept of drafts. Any values are lossless; these are chosen on the bundled
-    pair, against other rules in benchmark/results/copy-rules.md.
+    """Rule that prefers a copy to a draft.
 
-    longest: tokens of a match that are looked for. medium, long: lengths from which on a match is trusted
-        more; shortest: below which it is none.
-    trust_short, trust_medium: against 1 for a long match.
-    copies_follow, drafts_follow: how fast the records follow, per cycle. retry: how fast a record recovers
-        per cycle in which a match was passed over, so that copies are tried again.
+    A copy is preferred if the accepted share of copies, times the trust in a match of this length, is at
+    least the accepted share of drafts. Any values are lossless; these were chosen on the bundled pair, among
+    the rules in benchmark/results/copy-rules.md.
+
+    longest: tokens of a match that are searched for. shortest: least tokens of a match.
+    medium, long: lengths from which a match is trusted more. trust_short, trust_medium: compared with 1 for a
+        long match.
+    copies_follow, drafts_follow: update rate of the records, per cycle. retry: rate at which a record
+        recovers per cycle in which a match was passed over, so that copies are tried again.
+    copies_start, drafts_start: records of a new request.
     """
 
     longest: int = 16
@@ -38,7 +41,6 @@ class CopyRule:
     copies_follow: float = 0.125
     drafts_follow: float = 0.125
     retry: float = 1 / 256
-    # What a new request's records say.
     copies_start: float = 1.0
     drafts_start: float = 0.3
 
@@ -49,14 +51,13 @@ RULE = CopyRule()
 def find_match(
     history: torch.Tensor, requests: torch.Tensor, seq_lens: torch.Tensor, bound: int, rule: CopyRule = RULE
 ) -> torch.Tensor:
-    """The longest earlier occurrence of each request's last tokens, the most recent one of several.
+    """Find the longest (then latest) earlier occurrence of each request's last tokens.
 
-    history: [rows, columns] int32. requests: [bs] int64, rows of it. seq_lens: [bs] int64, n: the last token
-    is at position n. bound: at least the largest n + 1, on the host.
+    history: [rows, columns] int32. requests: [bs] int64, its rows. seq_lens: [bs] int64, n: the last token is
+        at position n. bound: at least the largest n + 1, on the host.
 
-    Returns keys [bs, parts] int64, whose maximum of a row is (length of the match << 32) + the position of
-    its last token, which is below n; 0 where no match has `shortest` tokens. Occurrences may overlap the
-    text's end.
+    Returns keys [bs, parts] int64. The maximum of a row is (length of the match << 32) + the position of its
+    last token, which is below n; 0 if no match has `shortest` tokens. Occurrences may overlap the text's end.
 
     One launch on CUDA, without host synchronisation. Reads 4 bytes per token of text.
     """
@@ -73,15 +74,16 @@ def choose_copies(
     block_size: int,
     rule: CopyRule = RULE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What followed each match, where the request's record speaks for it.
+    """Copy the continuation of each match, if the request's record prefers copies.
 
-    keys: `find_match`'s. Returns copied [bs, B] int64, token ids, -1 where nothing is copied, as in column 0,
-    the anchor's; and lengths [bs] int32: of the match copied from, negative where one was passed over, 0
-    where there is none.
+    keys: from `find_match`. Returns copied [bs, B] int64, token ids, or -1 if nothing is copied, as in column
+    0, the anchor's. Also returns match lengths [bs] int32: negative if a match was passed over, 0 without a
+    match.
 
     A continuation that reaches the end of the text goes on with its own beginning: after "a b c a b c" comes
-    "a b c a b c". Looks at nothing but text and records, so it is lossless for sampled requests too. One
-    launch on CUDA, without host synchronisation."""
+    "a b c a b c". The choice depends on text and records only, so it is lossless for sampled requests too.
+    One launch on CUDA, without host synchronisation.
+    """
     run = choose_copies_triton if history.is_cuda else choose_copies_torch
     return run(history, records, requests, seq_lens, keys, block_size, rule)
 
@@ -97,12 +99,11 @@ def append_tokens(
     was_drafted: bool,
     rule: CopyRule = RULE,
 ) -> None:
-    """Write a verified block's output at positions n + 1 on, and what it says about copies and drafts into
-    the records.
+    """Write a verified block's output from position n + 1 on, and update the records.
 
-    out_tokens: [bs, B] int64, of which accept_len [bs] int32 + 1 count; those beyond are written too and mean
-    nothing. The history has columns for them. lengths: `choose_copies`'. was_drafted: whether what was not
-    copied came from the draft.
+    out_tokens: [bs, B] int64, of which accept_len [bs] int32 + 1 count. Tokens beyond are written too,
+        without a meaning; the history has columns for them.
+    lengths: from `choose_copies`. was_drafted: True if tokens that were not copied came from the draft.
 
     One launch on CUDA, without host synchronisation.
     """
@@ -114,7 +115,7 @@ def append_tokens(
 
 
 def find_match_torch(history, requests, seq_lens, bound, rule):
-    """`find_match` in PyTorch, with a look at where the last token stands: for the CPU."""
+    """`find_match` in PyTorch; it synchronises with the host, so it is for the CPU."""
     back = torch.arange(rule.longest, device=history.device)
     suffix = _look_back(history, requests, seq_lens, back)
     text = history[requests, :bound]
@@ -128,23 +129,23 @@ def find_match_torch(history, requests, seq_lens, bound, rule):
 
 
 def _look_back(history, requests, ends, back):
-    """The tokens up to `ends`, the last first; -1 before a text's beginning."""
-    at = ends[:, None] - back
-    return torch.where(at >= 0, history[requests[:, None], at.clamp(min=0)], -1)
+    """Gather the tokens up to `ends`, the last first; -1 before a text's beginning."""
+    positions = ends[:, None] - back
+    return torch.where(positions >= 0, history[requests[:, None], positions.clamp(min=0)], -1)
 
 
 def choose_copies_torch(history, records, requests, seq_lens, keys, block_size, rule):
-    """`choose_copies` in PyTorch, with a look at whether there is any match: for the CPU."""
+    """`choose_copies` in PyTorch; it synchronises with the host, so it is for the CPU."""
     copied = keys.new_full((len(keys), block_size), -1)
     if not keys.any():
         return copied, torch.zeros_like(seq_lens, dtype=torch.int32)
-    best = keys.amax(dim=1)
-    length, end = best >> 32, best & 0xFFFFFFFF
+    best_match = keys.amax(dim=1)
+    length, end = best_match >> 32, best_match & 0xFFFFFFFF
     share = records[requests]
     is_copied = (length > 0) & (_trust(length, rule) * share[:, 0] >= share[:, 1])
     step = torch.arange(block_size - 1, device=history.device)
-    at = end[:, None] + 1 + step % (seq_lens - end).clamp(min=1)[:, None]
-    tokens = history[requests[:, None], at].long()
+    positions = end[:, None] + 1 + step % (seq_lens - end).clamp(min=1)[:, None]
+    tokens = history[requests[:, None], positions].long()
     is_valid = (tokens >= 0).cumprod(dim=1).bool()
     copied[:, 1:] = torch.where(is_valid & is_copied[:, None], tokens, -1)
     length = torch.where(is_valid[:, 0], length, 0)
@@ -156,14 +157,14 @@ def append_tokens_torch(
 ):
     """`append_tokens` in PyTorch, on any device."""
     width = out_tokens.shape[1]
-    at = seq_lens[:, None] + 1 + torch.arange(width, device=history.device)
-    history[requests[:, None], at] = out_tokens.int()
+    positions = seq_lens[:, None] + 1 + torch.arange(width, device=history.device)
+    history[requests[:, None], positions] = out_tokens.int()
     if width == 1:
         return
     kept = accept_len / (width - 1)
     copies, drafts = records[requests].unbind(dim=1)
-    fared = (kept / _trust(lengths, rule)).clamp(max=1)
-    followed = copies + rule.copies_follow * (fared - copies)
+    share = (kept / _trust(lengths, rule)).clamp(max=1)
+    followed = copies + rule.copies_follow * (share - copies)
     retried = copies + rule.retry * (1 - copies)
     copies = torch.where(lengths > 0, followed, torch.where(lengths < 0, retried, copies))
     if was_drafted:
@@ -180,22 +181,14 @@ def _trust(length, rule):
 
 
 def find_match_triton(history, requests, seq_lens, bound, rule):
-    """`find_match` as a Triton kernel. Tensors contiguous, but for the rows of the history."""
+    """`find_match` as a Triton kernel. Tensors contiguous, except the rows of the history."""
     assert requests.is_contiguous() and seq_lens.is_contiguous() and history.stride(1) == 1
     bs, tiles = seq_lens.numel(), max(1, triton.cdiv(bound, _TILE))
     keys = seq_lens.new_empty((bs, tiles))
+    options = dict(LONGEST=rule.longest, SHORTEST=rule.shortest, TILE=_TILE, num_warps=8)
     if bs:
         _find_match_kernel[(bs, tiles)](
-            history,
-            requests,
-            seq_lens,
-            keys,
-            history.stride(0),
-            tiles,
-            LONGEST=rule.longest,
-            SHORTEST=rule.shortest,
-            TILE=_TILE,
-            num_warps=8,
+            history, requests, seq_lens, keys, history.stride(0), tiles, **options
         )
     return keys
 
@@ -212,7 +205,7 @@ def _find_match_kernel(
     SHORTEST: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program per request and tile of its text. A lane whose tokens differ reads no further."""
+    """One program per request and tile of text. A lane whose tokens differ stops reading."""
     number, tile = tl.program_id(0), tl.program_id(1)
     last = tl.load(seq_lens + number)
     row = history + tl.load(requests + number).to(tl.int64) * stride
@@ -229,32 +222,31 @@ def _find_match_kernel(
 
 
 def choose_copies_triton(history, records, requests, seq_lens, keys, block_size, rule):
-    """`choose_copies` as a Triton kernel. Tensors contiguous, but for the rows of the history."""
-    assert all(t.is_contiguous() for t in (records, requests, seq_lens, keys)) and history.stride(1) == 1
+    """`choose_copies` as a Triton kernel. Tensors contiguous, except the rows of the history."""
+    inputs = records, requests, seq_lens, keys
+    assert all(t.is_contiguous() for t in inputs) and history.stride(1) == 1
     bs, tiles = keys.shape
     copied = keys.new_empty((bs, block_size))
     lengths = keys.new_empty((bs,), dtype=torch.int32)
+    options = dict(PARTS=_PARTS, BLOCK=triton.next_power_of_2(block_size), num_warps=1)
     if bs:
         _choose_copies_kernel[(bs,)](
             history,
-            records,
-            requests,
-            seq_lens,
-            keys,
+            *inputs,
             copied,
             lengths,
             history.stride(0),
             tiles,
             block_size,
-            MEDIUM=rule.medium,
-            LONG=rule.long,
-            TRUST_SHORT=rule.trust_short,
-            TRUST_MEDIUM=rule.trust_medium,
-            PARTS=_PARTS,
-            BLOCK=triton.next_power_of_2(block_size),
-            num_warps=1,
+            **_trust_options(rule),
+            **options,
         )
     return copied, lengths
+
+
+def _trust_options(rule: CopyRule) -> dict[str, int | float]:
+    trust = dict(TRUST_SHORT=rule.trust_short, TRUST_MEDIUM=rule.trust_medium)
+    return dict(MEDIUM=rule.medium, LONG=rule.long, **trust)
 
 
 @triton.jit
@@ -286,12 +278,11 @@ def _choose_copies_kernel(
     """One program per request."""
     number = tl.program_id(0)
     part = tl.arange(0, PARTS)
-    best = tl.zeros((PARTS,), tl.int64)
+    best_match = tl.zeros((PARTS,), tl.int64)
     for first in range(0, tiles, PARTS):
-        best = tl.maximum(
-            best, tl.load(keys + number * tiles + first + part, mask=first + part < tiles, other=0)
-        )
-    key = tl.max(best, axis=0)
+        key = tl.load(keys + number * tiles + first + part, mask=first + part < tiles, other=0)
+        best_match = tl.maximum(best_match, key)
+    key = tl.max(best_match, axis=0)
     length = (key >> 32).to(tl.int32)
     end = key & 0xFFFFFFFF
     request = tl.load(requests + number).to(tl.int64)
@@ -301,8 +292,8 @@ def _choose_copies_kernel(
     slot = tl.arange(0, BLOCK)
     is_drafted = (slot > 0) & (slot < block_size)
     period = tl.maximum(tl.load(seq_lens + number) - end, 1)
-    at = end + 1 + tl.where(is_drafted, slot - 1, 0) % period
-    token = tl.load(row + at, mask=is_drafted & (length > 0), other=0)
+    position = end + 1 + tl.where(is_drafted, slot - 1, 0) % period
+    token = tl.load(row + position, mask=is_drafted & (length > 0), other=0)
     # The first slot that nothing can be copied to.
     stop = tl.min(tl.where(is_drafted & (token < 0), slot, BLOCK), axis=0)
     token = tl.where(is_drafted & is_copied & (slot < stop), token, -1)
@@ -314,25 +305,16 @@ def _choose_copies_kernel(
 def append_tokens_triton(
     history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule
 ):
-    """`append_tokens` as a Triton kernel. Tensors contiguous, but for the rows of the history."""
+    """`append_tokens` as a Triton kernel. Tensors contiguous, except the rows of the history."""
     per_request = records, requests, seq_lens, out_tokens, accept_len, lengths
     assert all(t.is_contiguous() for t in per_request) and history.stride(1) == 1
     bs, width = out_tokens.shape
+    drafts_follow = rule.drafts_follow if was_drafted else 0.0
+    rates = dict(COPIES_FOLLOW=rule.copies_follow, DRAFTS_FOLLOW=drafts_follow, RETRY=rule.retry)
+    options = dict(BLOCK=triton.next_power_of_2(width), num_warps=1)
     if bs:
         _append_tokens_kernel[(bs,)](
-            history,
-            *per_request,
-            history.stride(0),
-            width,
-            MEDIUM=rule.medium,
-            LONG=rule.long,
-            TRUST_SHORT=rule.trust_short,
-            TRUST_MEDIUM=rule.trust_medium,
-            COPIES_FOLLOW=rule.copies_follow,
-            DRAFTS_FOLLOW=rule.drafts_follow if was_drafted else 0.0,
-            RETRY=rule.retry,
-            BLOCK=triton.next_power_of_2(width),
-            num_warps=1,
+            history, *per_request, history.stride(0), width, **_trust_options(rule), **rates, **options
         )
 
 
@@ -361,13 +343,13 @@ def _append_tokens_kernel(
     request = tl.load(requests + number).to(tl.int64)
     slot = tl.arange(0, BLOCK)
     token = tl.load(out_tokens + number * width + slot, mask=slot < width)
-    at = request * stride + tl.load(seq_lens + number) + 1 + slot
-    tl.store(history + at, token.to(tl.int32), mask=slot < width)
+    position = request * stride + tl.load(seq_lens + number) + 1 + slot
+    tl.store(history + position, token.to(tl.int32), mask=slot < width)
     length = tl.load(lengths + number)
     kept = tl.load(accept_len + number).to(tl.float32) / tl.maximum(width - 1, 1).to(tl.float32)
     copies, drafts = tl.load(records + 2 * request), tl.load(records + 2 * request + 1)
-    fared = tl.minimum(kept / _trust_kernel(length, MEDIUM, LONG, TRUST_SHORT, TRUST_MEDIUM), 1.0)
-    followed = copies + COPIES_FOLLOW * (fared - copies)
+    share = tl.minimum(kept / _trust_kernel(length, MEDIUM, LONG, TRUST_SHORT, TRUST_MEDIUM), 1.0)
+    followed = copies + COPIES_FOLLOW * (share - copies)
     retried = copies + RETRY * (1 - copies)
     copies = tl.where(length > 0, followed, tl.where(length < 0, retried, copies))
     drafts = tl.where(length > 0, drafts, drafts + DRAFTS_FOLLOW * (kept - drafts))

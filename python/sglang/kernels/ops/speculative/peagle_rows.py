@@ -1,5 +1,7 @@
-"""What is pending of each request, and the rows of a P-EAGLE draft block made of it
-(`srt/speculative/drafters/peagle.py`)."""
+"""Pending rows of each request, and the rows of a P-EAGLE draft block built from them.
+
+`srt/speculative/drafters/peagle.py` says what a block holds.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,26 +10,43 @@ import torch
 import triton
 import triton.language as tl
 
-PADDING_SLOT = 0  # of SGLang's KV pools; nobody reads it
+PADDING_SLOT = 0  # of SGLang's KV pools; nothing reads it
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Verified rows that the draft has not run yet, in rows like those of the request table, B columns.
+    """Verified rows that the draft has not run yet, by row of the request table, B columns.
 
-    tokens: [rows, B] int64. fused: [rows, B, hidden], the target's fused state before each token. count:
-    [rows] int64, how many of the columns mean something."""
+    tokens: [rows, B] int64. fused: [rows, B, hidden], the target's fused state before each token.
+    count: [rows] int64, number of valid columns.
+    """
 
     tokens: torch.Tensor
     fused: torch.Tensor
     count: torch.Tensor
 
 
-class Rows(NamedTuple):
-    """Of bs blocks of D = 2 (B - 1) rows.
+@dataclass(frozen=True, slots=True)
+class RowTables:
+    """Request tables of target and draft, and the layout of a block.
 
-    tokens, positions: [bs, D] int64. cache_loc: [bs * D] int64, where each row's KV goes. start: [bs] int64,
-    the first row."""
+    source: [rows, max_len] int32, the target's table. table: the draft's, row i beside token i + 1.
+    last_start: if None, a block begins at row max(0, n - B), which a host that knows n knows as well.
+        Otherwise it begins with its first pending row, but not after `last_start`.
+    """
+
+    source: torch.Tensor
+    table: torch.Tensor
+    mask_token_id: int
+    last_start: int | None = None
+
+
+class Rows(NamedTuple):
+    """Rows of bs blocks of D = 2 (B - 1) rows.
+
+    tokens, positions: [bs, D] int64. cache_loc: [bs * D] int64, the KV slot of each row.
+    start: [bs] int64, the first row.
+    """
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -39,135 +58,74 @@ def prepare_rows(
     requests: torch.Tensor,
     seq_lens: torch.Tensor,
     pending: Pending,
+    tables: RowTables,
     fused_mask: torch.Tensor,
-    source: torch.Tensor,
-    table: torch.Tensor,
-    mask_token_id: int,
     fused: torch.Tensor,
     first_drafting: torch.Tensor,
-    last_start: int | None = None,
 ) -> Rows:
-    """Rows of committed text, pending rows, mask rows, idle rows, for a draft that reads through a table of
-    its own.
+    """Build blocks of committed rows, pending rows, mask rows and idle rows.
 
     requests: [bs] int64, rows of the tables. seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are
-        verified. last_start: None: a block begins at row n - B, or 0, which a host that knows n knows as
-        well. Else with its first pending row, but not after this one.
-    fused_mask: [hidden], the fused state of mask rows. source: [rows, max_len] int32, the target's request
-    table. table: the same for the draft, row i beside token i + 1: written for the rows of the block. fused:
-    [bs * D, hidden], first_drafting: [bs] int64: written, as a CUDA graph reads them where they are.
+        verified. The draft's table is written for the rows of the block.
+    fused_mask: [hidden], the fused state of mask rows. fused [bs * D, hidden] and first_drafting [bs] int64
+        are written in place, as a CUDA graph reads them at these addresses.
 
     One launch on CUDA, without host synchronisation. Moves bs * D * (4 hidden + 32) bytes in bfloat16.
     """
     run = prepare_rows_triton if seq_lens.is_cuda else prepare_rows_torch
-    return run(
-        requests,
-        seq_lens,
-        pending,
-        fused_mask,
-        source,
-        table,
-        mask_token_id,
-        fused,
-        first_drafting,
-        last_start,
-    )
+    return run(requests, seq_lens, pending, tables, fused_mask, fused, first_drafting)
 
 
-def prepare_rows_torch(
-    requests,
-    seq_lens,
-    pending,
-    fused_mask,
-    source,
-    table,
-    mask_token_id,
-    fused,
-    first_drafting,
-    last_start=None,
-) -> Rows:
+def prepare_rows_torch(requests, seq_lens, pending, tables, fused_mask, fused, first_drafting) -> Rows:
     """`prepare_rows` in PyTorch, on any device."""
     block_size = pending.tokens.shape[1]
     drafted = block_size - 1
     first_pending = seq_lens - pending.count[requests]
-    start = (
-        (seq_lens - block_size).clamp(min=0) if last_start is None else first_pending.clamp(max=last_start)
-    )
+    if tables.last_start is None:
+        start = (seq_lens - block_size).clamp(min=0)
+    else:
+        start = first_pending.clamp(max=tables.last_start)
     rows = start[:, None] + torch.arange(2 * drafted, device=seq_lens.device)
-    # Which of the pending ones a row is.
+    # Column of a row in `pending`.
     index = rows - first_pending[:, None]
     is_pending = (index >= 0) & (rows < seq_lens[:, None])
     index = index.clamp(0, block_size - 1)
-    # What follows the last mask row is idle.
+    # Rows after the last mask row are idle.
     in_text = rows < (seq_lens + drafted - 1)[:, None]
+    source = tables.source
     slots = source[requests[:, None], (rows + 1).clamp(max=source.shape[1] - 1)]
     slots = torch.where(in_text, slots, PADDING_SLOT)
-    table[requests[:, None], rows] = slots
+    tables.table[requests[:, None], rows] = slots
     # Rows that the draft has run keep their KV.
     cache_loc = torch.where(is_pending | (rows >= seq_lens[:, None]), slots, PADDING_SLOT).flatten().long()
-    tokens = torch.where(is_pending, pending.tokens[requests[:, None], index], mask_token_id)
+    tokens = torch.where(is_pending, pending.tokens[requests[:, None], index], tables.mask_token_id)
     first_drafting.copy_(seq_lens - 1 - start)
     states = torch.where(is_pending[..., None], pending.fused[requests[:, None], index], fused_mask)
     fused.copy_(states.flatten(0, 1))
     return Rows(tokens, rows, cache_loc, start)
 
 
-def prepare_rows_triton(
-    requests,
-    seq_lens,
-    pending,
-    fused_mask,
-    source,
-    table,
-    mask_token_id,
-    fused,
-    first_drafting,
-    last_start=None,
-) -> Rows:
-    """`prepare_rows` as a Triton kernel. Tensors contiguous, but for the rows of the tables."""
-    contiguous = (
-        requests,
-        seq_lens,
-        pending.tokens,
-        pending.fused,
-        pending.count,
-        fused_mask,
-        fused,
-        first_drafting,
-    )
-    assert all(tensor.is_contiguous() for tensor in contiguous)
+def prepare_rows_triton(requests, seq_lens, pending, tables, fused_mask, fused, first_drafting) -> Rows:
+    """`prepare_rows` as a Triton kernel. Tensors contiguous, except the rows of the tables."""
+    inputs = requests, seq_lens, pending.tokens, pending.fused, pending.count, fused_mask
+    assert all(tensor.is_contiguous() for tensor in (*inputs, fused, first_drafting))
+    source, table, last_start = tables.source, tables.table, tables.last_start
     assert source.stride(1) == table.stride(1) == 1
     bs, block_size, hidden = requests.numel(), pending.tokens.shape[1], pending.fused.shape[2]
     width = 2 * (block_size - 1)
     tokens = seq_lens.new_empty((bs, width))
     out = Rows(tokens, torch.empty_like(tokens), tokens.new_empty((bs * width,)), torch.empty_like(seq_lens))
+    tensors = *inputs, source, table, *out, fused, first_drafting
+    strides = source.stride(0), table.stride(0), source.shape[1]
+    sizes = tables.mask_token_id, block_size, hidden, 0 if last_start is None else last_start
+    options = dict(FROM_PENDING=last_start is not None, PADDING=PADDING_SLOT, TILE=_tile(hidden), num_warps=4)
     if bs:
-        tile = min(triton.next_power_of_2(hidden), 2048)
-        _prepare_rows_kernel[(bs, width)](
-            requests,
-            seq_lens,
-            pending.tokens,
-            pending.fused,
-            pending.count,
-            fused_mask,
-            source,
-            table,
-            *out,
-            fused,
-            first_drafting,
-            source.stride(0),
-            table.stride(0),
-            source.shape[1],
-            mask_token_id,
-            block_size,
-            hidden,
-            0 if last_start is None else last_start,
-            FROM_PENDING=last_start is not None,
-            PADDING=PADDING_SLOT,
-            TILE=tile,
-            num_warps=4,
-        )
+        _prepare_rows_kernel[(bs, width)](*tensors, *strides, *sizes, **options)
     return out
+
+
+def _tile(hidden: int) -> int:
+    return min(triton.next_power_of_2(hidden), 2048)
 
 
 @triton.jit
@@ -223,8 +181,8 @@ def _prepare_rows_kernel(
         tl.store(first_drafting + number, length - 1 - first)
 
     states = pending_fused + index * hidden
-    for at in range(0, hidden, TILE):
-        channel = at + tl.arange(0, TILE)
+    for start_channel in range(0, hidden, TILE):
+        channel = start_channel + tl.arange(0, TILE)
         inside = channel < hidden
         state = tl.load(states + channel, mask=inside & is_pending)
         mask_state = tl.load(fused_mask + channel, mask=inside & ~is_pending)
@@ -238,11 +196,13 @@ def commit_rows(
     fused: torch.Tensor,
     pending: Pending,
 ) -> None:
-    """Make pending what was verified. Of blocks of w > 1 slots, all of it before having been run: columns 0
-    .. w - 1, of which accept_len + 1 mean something. Of single slots: one more column.
+    """Make verified tokens pending.
+
+    Blocks of w > 1 slots, whose pending rows have been run, fill columns 0 .. w - 1, of which accept_len + 1
+    are valid. Single slots append one column.
 
     requests: [bs] int64, rows of `pending`. accept_len: [bs] int32. out_tokens: [bs, w] int64, the token
-    after each slot. fused: [bs * w, hidden], the target's fused state of each slot.
+        after each slot. fused: [bs * w, hidden], the target's fused state of each slot.
 
     One launch on CUDA, without host synchronisation. Moves bs * w * (4 hidden + 16) bytes in bfloat16.
     """
@@ -272,9 +232,8 @@ def commit_rows_triton(requests, accept_len, out_tokens, fused, pending) -> None
     bs, width = out_tokens.shape
     hidden = pending.fused.shape[2]
     if bs:
-        tile = min(triton.next_power_of_2(hidden), 2048)
         _commit_rows_kernel[(bs, width)](
-            *tensors, pending.tokens.shape[1], hidden, APPENDS=width == 1, TILE=tile, num_warps=4
+            *tensors, pending.tokens.shape[1], hidden, APPENDS=width == 1, TILE=_tile(hidden), num_warps=4
         )
 
 
@@ -304,8 +263,8 @@ def _commit_rows_kernel(
     read = number.to(tl.int64) * tl.num_programs(1) + slot
     written = request * block_size + column
     tl.store(pending_tokens + written, tl.load(out_tokens + read))
-    for at in range(0, hidden, TILE):
-        channel = at + tl.arange(0, TILE)
+    for start_channel in range(0, hidden, TILE):
+        channel = start_channel + tl.arange(0, TILE)
         inside = channel < hidden
         state = tl.load(fused + read * hidden + channel, mask=inside)
         tl.store(pending_fused + written * hidden + channel, state, mask=inside)

@@ -1,6 +1,6 @@
-"""Penalties at every position of a block, and the count of what was said, each in one launch.
+"""Penalties at every position of a block, and counts of emitted tokens, as kernels.
 
-The PyTorch twins are in `srt/speculative/acceptance/penalties.py`, where penalties take a dozen launches per position.
+The PyTorch twins, with a dozen launches per position, are in `srt/speculative/acceptance/penalties.py`.
 """
 
 import torch
@@ -21,38 +21,30 @@ def penalize_block_triton(
     prompt_lens: torch.Tensor,
     stop_logits: torch.Tensor | None,
 ) -> None:
-    """Penalise logits [bs * B, vocab] in place, each row for what its request has said and the block up to
-    it.
+    """Penalise logits in place, each row for the tokens its request emitted up to it.
 
-    block: [bs, B] int64, of which the first column is counted already. counts: [rows, vocab] int32; requests:
-    [bs] int64, rows of it. seq_lens: [bs] int64, tokens before the block. Then one entry per request,
-    contiguous: frequency, presence, repetition float32, min_new_tokens and prompt_lens int64. stop_logits:
-    [bs, vocab] float32, added while a request is too short to end; None where none is.
+    logits: [bs * B, vocab] float. block: [bs, B] int64; the first column is counted already.
+    counts: [rows, vocab] int32, emitted tokens. requests: [bs] int64, rows of `counts`.
+    seq_lens: [bs] int64, tokens before the block. frequency, presence, repetition: [bs] float32.
+    min_new_tokens, prompt_lens: [bs] int64. stop_logits: [bs, vocab] float32, added while a request is too
+        short to end; None if none is.
 
     No host synchronisation. Moves bs * vocab * (2 B * itemsize + 4) bytes, and 4 more with stop_logits.
     """
     per_request = block, requests, seq_lens, frequency, presence, repetition, min_new_tokens, prompt_lens
     assert all(tensor.is_contiguous() for tensor in (*per_request, counts)) and logits.stride(1) == 1
-    bs, width = block.shape
-    vocabulary = counts.shape[1]
+    (bs, width), vocabulary, tile = block.shape, counts.shape[1], 1024
     assert logits.shape == (bs * width, vocabulary)
+    stops = counts if stop_logits is None else stop_logits.contiguous()  # `counts` is not read
+    tensors = logits, counts, *per_request, stops
+    sizes = logits.stride(0), vocabulary, width
     if bs:
-        tile = 1024
         _penalize_block_kernel[(bs, triton.cdiv(vocabulary, tile))](
-            logits,
-            counts,
-            *per_request,
-            counts if stop_logits is None else stop_logits.contiguous(),
-            logits.stride(0),
-            vocabulary,
-            width,
-            HAS_STOPS=stop_logits is not None,
-            TILE=tile,
-            num_warps=4,
+            *tensors, *sizes, HAS_STOPS=stop_logits is not None, TILE=tile, num_warps=4
         )
 
 
-# Columns of one copy: how they are aligned depends on how many requests there are.
+# Columns of one copy: their alignment depends on the number of requests.
 @triton.jit(
     do_not_specialize_on_alignment=["frequency", "presence", "repetition", "min_new_tokens", "prompt_lens"]
 )
@@ -82,9 +74,9 @@ def _penalize_block_kernel(
     count = tl.load(counts + request * vocabulary + token, mask=inside, other=0)
     per_time, once = tl.load(frequency + number), tl.load(presence + number)
     factor = tl.load(repetition + number)
-    # The block's first token, at position seq_lens, has been said as well.
-    said = tl.load(seq_lens + number) + 1 - tl.load(prompt_lens + number)
-    missing = tl.load(min_new_tokens + number) - said
+    # The block's first token, at position seq_lens, has been emitted as well.
+    emitted = tl.load(seq_lens + number) + 1 - tl.load(prompt_lens + number)
+    missing = tl.load(min_new_tokens + number) - emitted
     if HAS_STOPS:
         stop = tl.load(stop_logits + number * vocabulary + token, mask=inside, other=0.0)
     block += number * width
@@ -92,13 +84,13 @@ def _penalize_block_kernel(
     for position in range(width):
         if position > 0:
             count += (token == tl.load(block + position)).to(tl.int32)
-        is_said = count > 0
-        added = -per_time * count.to(tl.float32) - tl.where(is_said, once, 0.0)
+        is_emitted = count > 0
+        added = -per_time * count.to(tl.float32) - tl.where(is_emitted, once, 0.0)
         if HAS_STOPS:
             added += tl.where(position < missing, stop, 0.0)
         logit = tl.load(logits + token, mask=inside, other=0.0)
         changed = (logit.to(tl.float32) + added).to(logit.dtype).to(tl.float32)
-        scaling = tl.where(is_said, factor, 1.0)
+        scaling = tl.where(is_emitted, factor, 1.0)
         changed = tl.where(changed > 0, changed / scaling, changed * scaling)
         tl.store(logits + token, changed.to(logit.dtype), mask=inside)
         logits += logits_stride
@@ -107,9 +99,10 @@ def _penalize_block_kernel(
 def count_tokens_triton(
     counts: torch.Tensor, requests: torch.Tensor, tokens: torch.Tensor, accept_len: torch.Tensor
 ) -> None:
-    """Add the first accept_len + 1 tokens of each row to its request's counts, [rows, vocab] int32.
+    """Add the first accept_len + 1 tokens of each row to its request's counts.
 
-    requests: [bs] int64. tokens: [bs, B] int64. accept_len: [bs] int32. No host synchronisation.
+    counts: [rows, vocab] int32. requests: [bs] int64. tokens: [bs, B] int64. accept_len: [bs] int32. No host
+    synchronisation.
     """
     assert all(tensor.is_contiguous() for tensor in (counts, requests, tokens, accept_len))
     bs, width = tokens.shape

@@ -1,7 +1,8 @@
-"""How much of each block is kept, by rejection or by block verification, in one launch.
+"""Accepted length of each block, by rejection or by block verification, in one launch.
 
-The PyTorch twins are the walks in `srt/speculative/acceptance/rejection.py`, where block verification takes a dozen
-launches per slot."""
+The PyTorch twins are the walks in `srt/speculative/acceptance/rejection.py`. There block verification takes a
+dozen launches per slot.
+"""
 
 import torch
 import triton
@@ -16,7 +17,7 @@ def walk_blocks_triton(
     accept_uniforms: torch.Tensor,
     block_verification: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(accept_len [bs] int32, weight [bs] float64), as `draw_final_tokens` takes them.
+    """Return accept_len [bs] int32 and weight [bs] float64, as `draw_final_tokens` takes them.
 
     Arguments as for `accept_by_rejection`, contiguous; draft_ids and draft_probs are the fields of
     `DraftProbs`. One program per request, no host synchronisation. Reads 12 bytes per drafted slot and
@@ -24,22 +25,14 @@ def walk_blocks_triton(
     """
     tensors = block, target_probs, draft_ids, draft_probs, accept_uniforms
     assert all(tensor.is_contiguous() for tensor in tensors)
-    bs, width = block.shape
-    candidates = draft_ids.shape[2]
+    (bs, width), candidates = block.shape, draft_ids.shape[2]
     accept_len = block.new_empty((bs,), dtype=torch.int32)
     weight = block.new_empty((bs,), dtype=torch.float64)
+    tile = min(triton.next_power_of_2(candidates), 1024)
+    options = dict(BLOCK_VERIFICATION=block_verification, TILE=tile, num_warps=max(1, min(8, tile // 128)))
     if bs:
-        tile = min(triton.next_power_of_2(candidates), 1024)
         _walk_blocks_kernel[(bs,)](
-            *tensors,
-            accept_len,
-            weight,
-            width,
-            candidates,
-            target_probs.shape[2],
-            BLOCK_VERIFICATION=block_verification,
-            TILE=tile,
-            num_warps=max(1, min(8, tile // 128)),
+            *tensors, accept_len, weight, width, candidates, target_probs.shape[2], **options
         )
     return accept_len, weight
 

@@ -1,51 +1,90 @@
-"""A DFlash2 selector's walk along a block, in one launch; its PyTorch twin is
-`srt/speculative/drafters/selector.py`."""
+"""A DFlash2 selector's walk along a block, in one launch.
+
+The PyTorch twin and the rule are in `srt/layers/candidate_selector.py`.
+"""
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Candidates of bs blocks of S slots.
+
+    ids: [bs, S, K] int64, distinct in a slot. unary: [bs, S, K] float32, their base logits. gate: [bs, S, r].
+    """
+
+    ids: torch.Tensor
+    unary: torch.Tensor
+    gate: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Parameters of a sampled walk.
+
+    temperature, top_p, min_p: [bs] float. top_k: [bs] int; 1 takes the best, as for SGLang's greedy requests.
+    uniforms: [bs, S] in [0, 1). slots: number of slots that are sampled; later ones take the best.
+
+    The filters are joint and look at the distribution over the K candidates at the request's temperature.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    uniforms: torch.Tensor
+    slots: int
+
+    @classmethod
+    def for_requests(
+        cls, sampling_info, num_slots: int, temperature_scale: float = 1.0, sampled_slots: int | None = None
+    ) -> "Draw":
+        """Build a draw under each request's own parameters, with fresh uniforms."""
+        temperature = sampling_info.temperatures.squeeze(1) * temperature_scale
+        return cls(
+            temperature=temperature,
+            top_k=sampling_info.top_ks,
+            top_p=sampling_info.top_ps,
+            min_p=sampling_info.min_ps,
+            uniforms=torch.rand(temperature.shape[0], num_slots, device=temperature.device),
+            slots=num_slots if sampled_slots is None else sampled_slots,
+        )
+
+
 def walk_triton(
-    ids: torch.Tensor,
-    unary: torch.Tensor,
-    gate: torch.Tensor,
+    candidates: Candidates,
     anchors: torch.Tensor,
     predecessor_codebook: torch.Tensor,
     successor_codebook: torch.Tensor,
-    draw: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    drawn_slots: int,
+    draw: Draw | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(tokens [bs, S] int64, what they were drawn from [bs, S, K] float32; None where they are the best).
+    """Return tokens [bs, S] int64 and, if sampled, their distributions [bs, S, K] float32.
 
-    Arguments as for `candidate_selector.walk`; draw: temperature, top_k, top_p, min_p, each [bs], and
-    uniforms [bs, S]. One program per request: a slot's scores stay in registers, so the next one waits for no
-    launch. No host synchronisation. Reads K + 1 rows of the codebooks per slot."""
-    bs, slots, candidates = ids.shape
-    rank = gate.shape[2]
+    Arguments as for `candidate_selector.walk`. One program per request: a slot's scores stay in registers, so
+    the next one waits for no launch. No host synchronisation. Reads K + 1 rows of the codebooks per slot.
+    """
+    ids, unary, gate = candidates.ids, candidates.unary, candidates.gate
+    (bs, slots, count), rank = ids.shape, gate.shape[2]
     tokens = ids.new_empty((bs, slots))
-    probs = None if draw is None else unary.new_empty((bs, slots, candidates), dtype=torch.float32)
+    probs = None if draw is None else unary.new_empty((bs, slots, count), dtype=torch.float32)
     inputs = ids, unary, gate, anchors, predecessor_codebook, successor_codebook
-    # Without drawing nothing of these is read; a kernel wants addresses all the same.
-    drawing = (unary,) * 6 if draw is None else (*draw, probs)
+    if draw is None or probs is None:
+        sampling, drawn_slots = (unary,) * 6, 0  # nothing of these is read; a kernel needs addresses anyway
+    else:
+        sampling = draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms, probs
+        drawn_slots = draw.slots
+    tensors = [tensor.contiguous() for tensor in (*inputs, *sampling, tokens)]
+    tile, width = triton.next_power_of_2(count), triton.next_power_of_2(rank)
+    options = dict(DRAWS=draw is not None, K=tile, R=width, num_warps=max(1, min(8, tile * width // 1024)))
     if bs:
-        tile, width = triton.next_power_of_2(candidates), triton.next_power_of_2(rank)
-        _walk_kernel[(bs,)](
-            *(tensor.contiguous() for tensor in inputs),
-            *(tensor.contiguous() for tensor in drawing),
-            tokens,
-            slots,
-            candidates,
-            rank,
-            drawn_slots,
-            DRAWS=draw is not None,
-            K=tile,
-            R=width,
-            num_warps=max(1, min(8, tile * width // 1024)),
-            # The compiler may keep the scores in two layouts, each computed for itself. A multiply-add fused
-            # in one of them only makes a candidate more likely than itself (seen on an H100 with rank 1).
-            enable_fp_fusion=False,
-        )
+        # The compiler may keep the scores in two layouts, each computed for itself. A multiply-add fused in
+        # one of them only makes a candidate more likely than itself (seen on an H100 with rank 1).
+        options["enable_fp_fusion"] = False
+        _walk_kernel[(bs,)](*tensors, slots, count, rank, drawn_slots, **options)
     return tokens, probs
 
 
@@ -90,13 +129,13 @@ def _walk_kernel(
             other=0,
         )
         scores += tl.sum(keys.to(tl.float32) * query[None, :], axis=1)
-        # Finite at any temperature, as the twin's.
+        # Finite at any temperature, as in the twin.
         scores = tl.where(scores == scores, tl.minimum(tl.maximum(scores, -1e30), 1e30), -1e30)
         scores = tl.where(inside, scores, -float("inf"))
-        best = tl.max(scores, axis=0)
-        chosen = tl.min(tl.where(scores == best, column, K), axis=0)
+        max_score = tl.max(scores, axis=0)
+        chosen = tl.min(tl.where(scores == max_score, column, K), axis=0)
         if DRAWS:
-            probs = tl.exp((scores - best) / tl.load(temperatures + request))
+            probs = tl.exp((scores - max_score) / tl.load(temperatures + request))
             probs /= tl.sum(probs, axis=0)
             # [i, j]: candidate j goes before candidate i.
             ahead = probs[None, :] > probs[:, None]

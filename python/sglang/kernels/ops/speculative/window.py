@@ -1,4 +1,4 @@
-"""The request table of a draft that sees a window (`srt/speculative/drafters/window.py`), in one launch."""
+"""Request table of a draft with a window (`srt/speculative/drafters/window.py`)."""
 
 import torch
 import triton
@@ -14,17 +14,15 @@ def prepare_window(
     page: int,
     columns: int,
 ) -> torch.Tensor:
-    """Write the slots of each request's last `size` committed positions, and of what follows them, from the
-    front of its row.
+    """Copy the KV slots of each request's window to the front of its row of `table`.
 
     seq_lens: [bs] int64, committed lengths n. requests: [bs] int64, rows of both tables.
-    source, table: [rows, max_len] int32. Row i of `table` gets source[i, start : start + columns], where
-        start is the last multiple of `page` up to max(0, n - size). Past the end of `source` its last entry
-        is repeated, which nobody reads.
+    source, table: [rows, max_len] int32. Row i of `table` gets source[i, start : start + columns]. start is
+        the last multiple of `page` up to max(0, n - size). Past the end of `source` its last entry is
+        repeated, which nothing reads.
 
-    Returns n - start, [bs] int64: how many of the columns are committed.
-
-    One launch on CUDA, without host synchronisation. Moves bs * (24 + 8 columns) bytes.
+    Returns n - start, [bs] int64: the number of committed columns. One launch on CUDA, without host
+    synchronisation. Moves bs * (24 + 8 columns) bytes.
     """
     run = prepare_window_triton if seq_lens.is_cuda else prepare_window_torch
     return run(seq_lens, requests, source, table, size, page, columns)
@@ -42,25 +40,14 @@ def prepare_window_torch(seq_lens, requests, source, table, size, page, columns)
 
 
 def prepare_window_triton(seq_lens, requests, source, table, size, page, columns) -> torch.Tensor:
-    """`prepare_window` as a Triton kernel. Tensors contiguous, but for the rows of the tables."""
+    """`prepare_window` as a Triton kernel. Tensors contiguous, except the rows of the tables."""
     assert seq_lens.is_contiguous() and requests.is_contiguous() and source.stride(1) == table.stride(1) == 1
     committed = torch.empty_like(seq_lens)
     bs, tile = seq_lens.numel(), min(triton.next_power_of_2(columns), 1024)
+    sizes = source.stride(0), table.stride(0), source.shape[1], size, page, columns
     if bs:
         _prepare_window_kernel[(bs, triton.cdiv(columns, tile))](
-            seq_lens,
-            requests,
-            source,
-            table,
-            committed,
-            source.stride(0),
-            table.stride(0),
-            source.shape[1],
-            size,
-            page,
-            columns,
-            TILE=tile,
-            num_warps=4,
+            seq_lens, requests, source, table, committed, *sizes, TILE=tile, num_warps=4
         )
     return committed
 

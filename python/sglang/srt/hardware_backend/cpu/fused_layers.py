@@ -1,32 +1,31 @@
-"""What Qwen3.5 and its relatives fuse around their attention, in PyTorch, with SGLang's arguments."""
+"""Fused layers of Qwen3.5 and related targets in PyTorch, with SGLang's arguments."""
 
 import torch
 
 
 def fused_sigmoid_mul_cpu(x, gate):
-    """x *= sigmoid(gate), both [tokens, features]."""
+    """Multiply x by sigmoid(gate) in place, both [tokens, features]."""
     x.mul_(gate.reshape(x.shape).float().sigmoid())
 
 
 def fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim):
-    """RMS norm of every head, by 1 + weight: q, k [tokens, heads * head_dim] -> [tokens * heads,
-    head_dim]."""
-    return _gemma_rmsnorm(q.reshape(-1, head_dim), q_weight, eps), _gemma_rmsnorm(
-        k.reshape(-1, head_dim), k_weight, eps
-    )
+    """Normalise heads by 1 + weight: [tokens, heads * dim] -> [tokens * heads, dim]."""
+    q, k = q.reshape(-1, head_dim), k.reshape(-1, head_dim)
+    return _gemma_rmsnorm(q, q_weight, eps), _gemma_rmsnorm(k, k_weight, eps)
 
 
 def fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, eps, head_dim, num_heads):
-    """The same where each head's gate follows its query, q_gate [tokens, heads * 2 * head_dim]; returns q, k,
-    gate."""
+    """Split q_gate [tokens, heads * 2 * head_dim], normalise q and k; return q, k, gate."""
     q, gate = q_gate.reshape(-1, num_heads, 2 * head_dim).split(head_dim, dim=-1)
     q, k = fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim)
     return q, k, gate.contiguous().view(-1, head_dim)
 
 
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, num_heads_qk, num_heads_v, head_qk, head_v):
-    """Take apart [tokens, q | k | v | z] and [tokens, b | a]: q | k | v, z [tokens, value heads, value dim],
-    b, a."""
+    """Split [tokens, q | k | v | z] and [tokens, b | a] into q | k | v, z, b and a.
+
+    z: [tokens, value heads, value dim].
+    """
     qkv, z = qkvz.split([2 * num_heads_qk * head_qk + num_heads_v * head_v, num_heads_v * head_v], dim=-1)
     b, a = ba.split([num_heads_v, num_heads_v], dim=-1)
     return qkv.contiguous(), z.reshape(-1, num_heads_v, head_v), b.contiguous(), a.contiguous()
@@ -43,9 +42,9 @@ def layernorm_fn(
     is_rms_norm=False,
     activation="swish",
 ):
-    """SGLang's gated norm: norm(x) * activation(z), or norm(x * activation(z)) unless `norm_before_gate`.
+    """Compute norm(x) * activation(z), or norm(x * activation(z)) unless `norm_before_gate`.
 
-    x, z: [.., features]; group_size: features normalised together, all by default.
+    x, z: [.., features]. group_size: features normalised together, all by default.
     """
     y = x.float()
     gate = None
@@ -65,8 +64,10 @@ def layernorm_fn(
 
 
 def launch_fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output, output, do_add):
-    """A shared expert's output times its gate, into `output` or, with `do_add`, onto it. hidden_states,
-    shared_output, output: [tokens, hidden]; gate_weight: [hidden]."""
+    """Write a shared expert's output times its gate to `output`, or add it if `do_add`.
+
+    hidden_states, shared_output, output: [tokens, hidden]. gate_weight: [hidden].
+    """
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid()
     gated = shared_output.float() * gate[:, None]
     output.copy_(output.float() + gated if do_add else gated)

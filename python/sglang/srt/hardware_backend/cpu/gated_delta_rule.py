@@ -1,9 +1,9 @@
-"""GatedDeltaNet's recurrence and its convolution in PyTorch (arXiv 2412.06464), under the names and with the
-arguments SGLang's CPU engine calls its kernels with.
+"""GatedDeltaNet's recurrence and convolution in PyTorch (arXiv 2412.06464).
 
-All requests of a batch go through one call. State pools are [slots, ...]; a request's slot is its entry of
-`indices`. Slots are read in float32 and written in the pool's dtype. Recurrent states are [value heads, value
-dim, key dim]."""
+Names and arguments are those of the kernels that SGLang's CPU engine calls. All requests of a batch go
+through one call. State pools are [slots, ...]; a request's slot is its entry of `indices`. Slots are read in
+float32 and written in the pool's dtype. Recurrent states are [value heads, value dim, key dim].
+"""
 
 import torch
 from torch.nn.functional import silu, softplus
@@ -13,8 +13,7 @@ CHUNK = 64
 
 
 def fused_gdn_gating_cpu(A_log, a, b, dt_bias):
-    """Log decay and learning rate of each token and head: a, b [tokens, heads] -> two float32 [1, tokens,
-    heads]."""
+    """Compute log decay and learning rate of a, b [tokens, heads], float32 [1, tokens, heads]."""
     decay = -A_log.float().exp() * softplus(a.float() + dt_bias.float())
     return decay[None], b.float().sigmoid()[None]
 
@@ -33,17 +32,19 @@ def causal_conv1d_fn_cpu(
     query_start_loc,
     seq_lens_cpu,
 ):
-    """Depthwise causal convolution of packed prompts, [channels, tokens] -> the same; advances `conv_states`.
+    """Convolve packed prompts [channels, tokens], depthwise and causal; advance `conv_states`.
 
-    conv_states: [slots, channels, width - 1], the inputs before a request's first token where
-    `has_initial_state`. query_start_loc: [bs + 1], where each request's tokens begin."""
+    conv_states: [slots, channels, width - 1], the inputs before a request's first token if
+        `has_initial_state`.
+    query_start_loc: [bs + 1], the start of each request's tokens.
+    """
     inputs, slots = mixed_qkv_transposed, cache_indices.long()
     channels, total = inputs.shape
     past = conv_weights.shape[1] - 1
     starts = query_start_loc.long()
     lengths = starts.diff()
     request = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
-    # Every request's tokens after the `past` inputs before them, request after request.
+    # Request after request: the `past` inputs before its tokens, then its tokens.
     columns = torch.arange(total) + past * (request + 1)
     extended = inputs.new_zeros(channels, total + past * lengths.numel())
     extended[:, columns] = inputs
@@ -70,18 +71,17 @@ def causal_conv1d_update_cpu(
     retrieve_next_sibling=None,
     retrieve_parent_token=None,
 ):
-    """The next token of each request, [bs, channels], or the next block, [bs, channels, tokens]; returns the
-    same shape.
+    """Convolve the next token [bs, channels] or block [bs, channels, tokens] of each request.
 
-    intermediate_conv_window: [rows, tokens, channels, width - 1]. Where given, the states after each token go
+    intermediate_conv_window: [rows, tokens, channels, width - 1]. If given, the states after each token go
         there, in rows `intermediate_state_indices`, and `conv_states` stays as it is.
     """
     _refuse_trees(retrieve_parent_token)
     slots = conv_state_indices.long()
     inputs = mixed_qkv if mixed_qkv.dim() == 3 else mixed_qkv[..., None]
     steps, past = inputs.shape[2], conv_weights.shape[1] - 1
-    # What a state's dtype rounds is rounded inside a block too: a block computes what its tokens would one by
-    # one.
+    # Inputs are rounded to the state's dtype inside a block too, so a block computes the same as its tokens
+    # one by one.
     extended = torch.cat([conv_states[slots], inputs.to(conv_states.dtype)], dim=2)
     history = extended.to(inputs.dtype)
     taps = [history[..., i : i + steps] for i in range(past)] + [inputs]
@@ -93,13 +93,12 @@ def causal_conv1d_update_cpu(
         # [bs, channels, tokens, width - 1]: after token t, the inputs t - width + 2 .. t.
         windows = extended[..., 1:].unfold(2, past, 1)
         intermediate_conv_window[rows, :steps] = windows.transpose(1, 2)
-    # Laid out token after token, as SGLang takes a block apart.
+    # Laid out token after token, as SGLang splits a block.
     return outputs.transpose(1, 2).contiguous().transpose(1, 2).view(mixed_qkv.shape)
 
 
 def _weigh(taps, weights, bias, activation):
-    """Sum of weights[..., i] * taps[i] in float32, element by element: the order of additions is that of the
-    taps."""
+    """Sum weights[..., i] * taps[i] in float32, elementwise, in the order of the taps."""
     total = taps[0].float() * weights[..., 0].float()
     for i in range(1, len(taps)):
         total = total + taps[i].float() * weights[..., i].float()
@@ -132,11 +131,11 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     cache_steps=None,
     retrieve_parent_token=None,
 ):
-    """Token by token: the next one of each request, or a block that is to be verified.
+    """Run the recurrence over the next token of each request, or over a block to verify.
 
-    q, k: [1, bs * tokens, key heads, key dim]; v: [1, bs * tokens, value heads, value dim], which is also
-    what returns. disable_state_update: leave the pool as it is.
-    intermediate_states_buffer: [rows, tokens, value heads, value dim, key dim]. Where given, the states after
+    q, k: [1, bs * tokens, key heads, key dim]. v and the result: [1, bs * tokens, value heads, value dim].
+    disable_state_update: leave the pool as it is.
+    intermediate_states_buffer: [rows, tokens, value heads, value dim, key dim]. If given, the states after
         each token go there, in rows `intermediate_state_indices`.
     """
     if is_kda:
@@ -170,13 +169,15 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 def chunk_gated_delta_rule_cpu(
     q, k, v, g, beta, initial_state, cu_seqlens, head_first, use_qk_l2norm_in_kernel, initial_state_indices
 ):
-    """Packed prompts, `CHUNK` tokens at a time; advances the pool `initial_state`.
+    """Run packed prompts, `CHUNK` tokens at a time; advance the pool `initial_state`.
 
-    q, k: [1, tokens, key heads, key dim]; v: [1, tokens, value heads, value dim]; g (log decay), beta: [1,
-    tokens, value heads]; cu_seqlens: [bs + 1].
+    q, k: [1, tokens, key heads, key dim]. v: [1, tokens, value heads, value dim]. g (log decay), beta: [1,
+        tokens,
+    value heads]. cu_seqlens: [bs + 1].
 
     Returns the outputs, shaped like v; None, as the pool holds the last states; and the states at the
-    beginning of every chunk, [1, chunks, value heads, value dim, key dim], request after request."""
+    beginning of every chunk, [1, chunks, value heads, value dim, key dim], request after request.
+    """
     if head_first:
         raise NotImplementedError("sgl_kernel.chunk_gated_delta_rule_cpu: head_first")
     slots, value_heads, dtype = initial_state_indices.long(), v.shape[2], v.dtype
@@ -184,15 +185,14 @@ def chunk_gated_delta_rule_cpu(
     chunks = (lengths + CHUNK - 1) // CHUNK
     first_chunk = chunks.cumsum(0) - chunks
     request = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
-    # A request's tokens begin a chunk of their own. What fills up its last chunk decays nothing and adds
-    # nothing.
+    # A request's tokens begin a new chunk. The padding of its last chunk decays nothing and adds nothing.
     rows = torch.arange(request.numel()) - cu_seqlens.long()[request] + first_chunk[request] * CHUNK
-    # No request reaches the end of a shorter chunk then; the states between chunks are those of whole ones.
+    # Chunks are shorter if no request fills one; states between chunks still belong to whole chunks.
     size = int(min(CHUNK, lengths.max()))
     rows = rows // CHUNK * size + rows % CHUNK
 
     def chunked(x):
-        """[1, tokens, heads, ...] -> [chunks, heads, size, ...]"""
+        """Turn [1, tokens, heads, ...] into [chunks, heads, size, ...]."""
         padded = x.new_zeros(int(chunks.sum()) * size, *x.shape[2:], dtype=torch.float32)
         padded[rows] = x[0].float()
         return padded.view(-1, size, *x.shape[2:]).transpose(1, 2)
@@ -216,26 +216,26 @@ def chunk_gated_delta_rule_cpu(
 
     outputs = torch.empty_like(v)
     at_chunks = v.new_empty(v.shape[0], value_heads, v.shape[-1], k.shape[-1])
-    # [.., key dim, value dim] here. Requests with the most chunks first: those still going are the first
-    # ones.
+    # [.., key dim, value dim] here. Requests with the most chunks come first, so the active ones are a
+    # prefix.
     order = chunks.argsort(descending=True, stable=True)
     state = initial_state[slots[order]].float().transpose(-1, -2)
     for i in range(int(chunks.max())):
-        going = int((chunks > i).sum())
-        now = first_chunk[order[:going]] + i
-        begin = state[:going]
+        num_active = int((chunks > i).sum())
+        now = first_chunk[order[:num_active]] + i
+        begin = state[:num_active]
         at_chunks[now] = begin.transpose(-1, -2)
         values = new_values[now] - reads[now] @ begin
         outputs[now] = q[now] @ begin + attention[now] @ values
         end = begin * whole_decay[now] + k[now].transpose(-1, -2) @ values
-        state = torch.cat([end, state[going:]])
+        state = torch.cat([end, state[num_active:]])
     initial_state[slots[order]] = state.transpose(-1, -2).to(initial_state.dtype)
     packed = outputs.transpose(1, 2).reshape(-1, value_heads, v.shape[-1])[rows]
     return packed[None].to(dtype), None, at_chunks[None]
 
 
 def _normalized(q, k, value_heads, use_l2norm):
-    """Queries and keys [.., heads, tokens, dim] as the rule takes them, one head per value head."""
+    """Scale and repeat q and k [.., heads, tokens, dim] to one head per value head."""
     if use_l2norm:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     group = value_heads // q.shape[1]

@@ -1,12 +1,11 @@
-"""The operators of `torch.ops.sgl_kernel` that the CPU stand-in has, and what it says about the others."""
+"""Operators of `torch.ops.sgl_kernel` in the CPU stand-in, and the error for all others."""
 
 import torch
 
 from sglang_dflash.srt.hardware_backend.cpu import fused_layers, gated_delta_rule
 
 NAMESPACE = "sgl_kernel"
-# SGLang asks which operators there are and changes its path by the answer: only what a path needs, never
-# more.
+# SGLang probes for operators and chooses its path by the answer, so no others are defined.
 OPERATORS = (
     fused_layers.fused_qk_gemma_rmsnorm_cpu,
     fused_layers.fused_qk_gemma_rmsnorm_with_gate_cpu,
@@ -18,12 +17,11 @@ OPERATORS = (
 
 
 class MissingOperator(NotImplementedError, AttributeError):
-    """`hasattr` says no, as it does where SGLang probes; a call or an import says which operator there is
-    none of."""
+    """Error that names a missing operator. `hasattr` is False, as SGLang's probes expect."""
 
 
 class _Operators(torch._ops._OpNamespace):
-    """`torch.ops.sgl_kernel`: what is registered with PyTorch, and plain functions beside it."""
+    """`torch.ops.sgl_kernel`: operators registered with PyTorch, and plain functions."""
 
     def __getattr__(self, name):
         try:

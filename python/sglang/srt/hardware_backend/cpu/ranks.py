@@ -1,4 +1,4 @@
-"""More than one rank on the CPU: what SGLang asks for, and what of it a machine without a GPU cannot give."""
+"""Several ranks on a CPU: CPU binding, thread counts, and no NCCL."""
 
 import os
 from itertools import pairwise
@@ -9,24 +9,24 @@ NUM_THREADS = "OMP_NUM_THREADS"
 
 
 def prepare_ranks(args: Any) -> None:
-    """Give every rank CPUs and threads of its own, in the environment that the ranks inherit. What the user
-    has set stays.
+    """Set CPUs and threads of every rank in the inherited environment; the user's values stay.
 
-    SGLang wants to be told the CPUs of each rank where there are more of them than NUMA nodes. With the
-    stand-in kernels it does not bind anything to them."""
+    SGLang requires the CPUs of each rank if there are more ranks than NUMA nodes. With the stand-in kernels
+    it binds nothing to them.
+    """
     ranks = args.tp_size * args.pp_size * args.dp_size
     if ranks == 1:
         return
     cpus = sorted(os.sched_getaffinity(0))
-    # A rank looks itself up by the number of its device.
+    # A rank's entry is indexed by its device number.
     devices = args.base_gpu_id + args.gpu_id_step * ranks
     os.environ.setdefault(THREADS_BIND, "|".join(groups_of_cpus(cpus, devices)))
-    # PyTorch would start as many threads as there are CPUs in every rank, to wait for each other.
+    # PyTorch would start a thread per CPU in every rank, and they would wait for each other.
     os.environ.setdefault(NUM_THREADS, str(max(1, len(cpus) // ranks)))
 
 
 def groups_of_cpus(cpus: list[int], count: int) -> list[str]:
-    """`count` lists of CPUs, as even as can be; each CPU several times where there are fewer of them."""
+    """Split CPUs into `count` even lists; CPUs repeat if there are fewer than `count`."""
     if len(cpus) < count:
         return [str(cpus[i % len(cpus)]) for i in range(count)]
     bounds = [len(cpus) * i // count for i in range(count + 1)]
@@ -34,6 +34,8 @@ def groups_of_cpus(cpus: list[int], count: int) -> list[str]:
 
 
 def find_nccl_library() -> str:
-    """In the place of SGLang's, which finds the library that came with PyTorch's CUDA build; made with it, a
-    communicator wants a CUDA device. Without one SGLang goes through `torch.distributed`."""
+    """Replace SGLang's: report that there is no NCCL, so that SGLang uses `torch.distributed`.
+
+    SGLang would find the library of PyTorch's CUDA build, whose communicators need a CUDA device.
+    """
     raise OSError("no CUDA driver on this machine: ranks talk through gloo")

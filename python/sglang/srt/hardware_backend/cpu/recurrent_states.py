@@ -1,6 +1,6 @@
-"""Copies between recurrent states in PyTorch, where SGLang launches Triton kernels.
+"""Copies between recurrent states in PyTorch, in place of SGLang's Triton kernels.
 
-Pools are [layers, slots, ...]. A negative slot or step means that a request takes no part.
+Pools are [layers, slots, ...]. A request with a negative slot or step is left out.
 """
 
 import torch
@@ -15,8 +15,7 @@ def track_mamba_states_all_layers(
     batch_size,
     check_freed_slots=False,
 ):
-    """After a decode step: keep the states of the requests in `mamba_track_mask` [bs] for the prefix
-    cache."""
+    """Copy states of requests in `mamba_track_mask` [bs] for the prefix cache."""
     source, target = cache_indices[:batch_size].long(), mamba_track_indices[:batch_size].long()
     tracked = mamba_track_mask[:batch_size] & (source >= 0) & (target >= 0)
     for pool in (conv_states_pool, ssm_states_pool):
@@ -32,7 +31,7 @@ def track_mamba_states_if_needed(
     batch_size,
     check_freed_slots=False,
 ):
-    """The same for one layer's pools, [slots, ...]."""
+    """Do as `track_mamba_states_all_layers` for one layer's pools, [slots, ...]."""
     track_mamba_states_all_layers(
         conv_states[None], ssm_states[None], cache_indices, mamba_track_mask, mamba_track_indices, batch_size
     )
@@ -46,9 +45,11 @@ def scatter_mamba_states_after_mtp_verify(
     mamba_steps_to_track,
     src_indices_raw=None,
 ):
-    """After acceptance: each request's states after its last kept token become its states, and those after a
-    token on the prefix cache's grid are kept for it. Verify wrote them to [layers, rows, tokens, ...],
-    request i to row i."""
+    """Make the states after each request's last accepted token its states.
+
+    States after a token on the prefix cache's grid are copied for the cache as well. The verify forward wrote
+    all of them to [layers, rows, tokens, ...], request i to row i.
+    """
     pairs = [(mamba_caches.temporal, mamba_caches.intermediate_ssm)]
     pairs += zip(mamba_caches.conv, mamba_caches.intermediate_conv_window, strict=True)
     bs = last_correct_step_indices.numel()

@@ -1,8 +1,8 @@
-"""Let the CUDA build of SGLang run on a machine that has no GPU.
+"""CPU runtime for the CUDA build of SGLang on a machine without a GPU.
 
-`pip install sglang` brings the CUDA build of `sgl_kernel`, which cannot be loaded without `libcuda.so.1`,
-so SGLang does not even import there. `activate` puts a stand-in package of the same name first on
-`sys.path` (spawned children inherit the path) and selects SGLang's own CPU engine.
+`pip install sglang` brings the CUDA build of `sgl_kernel`, which cannot be loaded without `libcuda.so.1`, so
+SGLang cannot even be imported there. `activate` puts a stand-in package of the same name first on `sys.path`
+(spawned children inherit the path) and selects SGLang's own CPU engine.
 """
 
 import ctypes
@@ -16,46 +16,44 @@ logger = logging.getLogger(__name__)
 
 STAND_IN_DIR = str(Path(__file__).parent / "stand_in")
 CPU_ENGINE_SWITCH = "SGLANG_USE_CPU_ENGINE"  # read by sglang.srt.utils.common.is_cpu
-SPIN_VARIABLE, SPIN_COUNT = (
-    "GOMP_SPINCOUNT",
-    "3000",
-)  # read by libgomp, PyTorch's OpenMP, when a process loads it
+# Read by libgomp, PyTorch's OpenMP, when a process loads it.
+SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
 
 
 def needs_stand_in() -> bool:
-    """True where the installed `sgl_kernel` is the CUDA build and there is no CUDA driver to load it with."""
+    """Return whether `sgl_kernel` is the CUDA build and no CUDA driver can load it."""
     return _has_cuda_kernels() and not _can_load("libcuda.so.1") and not _has_other_accelerator()
 
 
 def activate() -> None:
-    """Select the CPU engine and the stand-in kernels for this process and every child it spawns."""
-    if is_active():  # a child: the switch and the path came with it
+    """Select the CPU engine and the stand-in kernels for this process and its children."""
+    if is_active():  # a child, which inherited the switch and the path
         return
     os.environ[CPU_ENGINE_SWITCH] = "1"
-    # torch.compile wants a C++ compiler, which a plain machine may lack; SGLang compiles a few helpers for
-    # any device.
+    # torch.compile needs a C++ compiler, which a machine may lack; SGLang compiles a few helpers on any
+    # device.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     _bound_openmp_spin()
     sys.path.insert(0, STAND_IN_DIR)
     logger.warning(
-        "sglang-dflash: no CUDA driver on this machine; serving on the CPU with PyTorch stand-ins for sgl_kernel."
+        "sglang-dflash: no CUDA driver on this machine; "
+        "serving on the CPU with PyTorch stand-ins for sgl_kernel."
     )
 
 
 def _bound_openmp_spin() -> None:
-    """Have the threads of the processes started from here wait for each other for some microseconds before
-    they sleep.
+    """Limit the busy waiting of OpenMP threads in child processes to microseconds.
 
-    libgomp's own choice is milliseconds, in which a thread that waits keeps the one it waits for from running
-    where another process is busy on the same cores; sleeping at once costs a wake-up per operator on an idle
-    machine (benchmark/openmp_wait.py, benchmark/results/openmp-wait.md). Who has set either variable has
-    chosen."""
+    libgomp's default is milliseconds: if another process uses the same cores, a waiting thread then keeps the
+    one it waits for from running. Sleeping at once costs a wake-up per operator on an idle machine
+    (benchmark/openmp_wait.py, benchmark/results/openmp-wait.md). A value that the user has set stays.
+    """
     if not {"OMP_WAIT_POLICY", SPIN_VARIABLE} & os.environ.keys():
         os.environ[SPIN_VARIABLE] = SPIN_COUNT
 
 
 def is_active() -> bool:
-    """Whether this process runs on the stand-in."""
+    """Return whether this process runs on the stand-in."""
     return STAND_IN_DIR in sys.path
 
 

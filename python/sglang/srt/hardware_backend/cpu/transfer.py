@@ -8,35 +8,38 @@ from typing import Any
 import torch
 
 EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
-# Those in which one layer's rows are a view of the host's pool.
+# Layouts in which one layer's rows are a view of the host's pool.
 HOST_LAYOUTS = ("page_first", "layer_first")
 
 
 def prepare_transfer(args: Any) -> None:
-    """In the environment that the scheduler inherits: what a prefix cache has is sent with the rest, as
-    sending it before the forward waits for a CUDA event. What the user has set stays. Raises ValueError for a
-    layout of the host's KV pool that the copies below do not know."""
+    """Disable the early send of cached prefixes, as it waits for a CUDA event.
+
+    Set in the environment that the scheduler inherits; the user's value stays. Raises ValueError for a layout
+    of the host's KV pool that the copies below do not support.
+    """
     if args.disaggregation_mode == "prefill":
         os.environ.setdefault(EARLY_SEND, "0")
     elif args.disaggregation_mode == "decode" and args.hicache_mem_layout not in HOST_LAYOUTS:
         raise ValueError(
-            f"--hicache-mem-layout {args.hicache_mem_layout}: on a CPU a decode server keeps the KV of retracted requests in "
-            f"one of {', '.join(HOST_LAYOUTS)}."
+            f"--hicache-mem-layout {args.hicache_mem_layout}: on a CPU a decode server keeps the KV of "
+            f"retracted requests in one of {', '.join(HOST_LAYOUTS)}."
         )
 
 
 def normalize_kv_mem_kinds(kinds: list[str] | None, expected_len: int) -> list[str]:
-    """In the place of SGLang's: where KV buffers lie, for nixl. kinds: as SGLang has it, one per buffer, or
-    None."""
+    """Give all KV buffers the kind of host memory. kinds: one per buffer, or None."""
     if kinds is not None and len(kinds) != expected_len:
         raise ValueError(f"{len(kinds)} kinds of memory for {expected_len} KV buffers")
     return ["DRAM"] * expected_len
 
 
 def preparing_targets_layers() -> Callable[[Any, Any], None]:
-    """In the place of `NixlKVManager._prepare_payload_xfer`, on a prefill server. Where the decode server has
-    a draft and this one has none, SGLang sends the target's layers alone, but not into host memory, for a
-    reason that concerns GPUs: the peer is made to look like one without a draft."""
+    """Build `NixlKVManager._prepare_payload_xfer` for a prefill server without a draft.
+
+    If only the decode server has a draft, SGLang sends the target's layers alone, but refuses host memory,
+    for a reason that concerns GPUs. So the peer is changed to look like a server without a draft.
+    """
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 
     original = NixlKVManager._prepare_payload_xfer
@@ -55,14 +58,16 @@ def preparing_targets_layers() -> Callable[[Any, Any], None]:
 
 
 def host_register(buffer: torch.Tensor, registration_granularity_bytes: int | None = None) -> None:
-    """In the place of SGLang's, which page-locks `buffer` for a GPU's copies: there is none."""
+    """Replace SGLang's, which page-locks `buffer` for copies by a GPU: do nothing."""
 
 
 def back_up_all_layers(
     self: Any, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
 ) -> None:
-    """In the place of `MHATokenToKVPoolHost.backup_from_device_all_layer`: the KV of a retracted request, out
-    of the pool that requests run in. host_indices, device_indices: [n] int64, rows of either pool."""
+    """Save a retracted request's KV, as `backup_from_device_all_layer` of the host pool.
+
+    host_indices, device_indices: [n] int64, rows of the host's and of the running pool.
+    """
     sides = ((self.k_data_refs, self.device_k_buffers), (self.v_data_refs, self.device_v_buffers))
     for host_layers, layers in sides:
         for host_rows, rows in zip(host_layers, layers, strict=True):
@@ -79,8 +84,10 @@ def restore_layer(
     *,
     is_draft: bool = False,
 ) -> None:
-    """In the place of `MHATokenToKVPoolHost.load_to_device_per_layer`: one layer of it back into the pool, at
-    other rows. Like SGLang's it is asked for layers that this pool has not, and then does nothing."""
+    """Restore one layer at other rows, as `load_to_device_per_layer` of the host pool.
+
+    SGLang calls it for layers that this pool lacks as well; then it does nothing, as SGLang's does.
+    """
     if is_draft or 0 <= layer_id < self.target_layer_num:
         self.device_k_buffers[layer_id][device_indices] = self.k_data_refs[layer_id][host_indices]
         self.device_v_buffers[layer_id][device_indices] = self.v_data_refs[layer_id][host_indices]

@@ -1,16 +1,17 @@
-"""CPU attention for speculative decoding: every mode of SGLang's `torch_native` backend and TARGET_VERIFY,
-batched.
+"""CPU attention: SGLang's `torch_native` modes and TARGET_VERIFY, batched.
 
-One path for all: a forward is cut into segments, each of requests with equally many queries and about as much
-KV (decode steps, verify chains or draft blocks of a batch make one or a few, a prompt is one of its own), and
-a segment is one attention call. What depends on lengths alone is computed once per forward and shared by all
+A forward is cut into segments of requests with equally many queries and about as much KV. The decode steps,
+verify chains or draft blocks of a batch make one or a few segments; each prompt is a segment. A segment is
+one attention call. Values that depend on lengths alone are computed once per forward and shared by all
 layers.
 
-A layer's options are read off the layer: causal or not, sliding window, logit soft cap, latent keys that are
-values as well (MLA); attention sinks come with the call. Layers that keep only a window of KV have slots of
-their own: what is read is translated to them as what is written is."""
+A layer's attributes give its options: causal or not, sliding window, logit soft cap, latent keys that are
+values as well (MLA). Attention sinks come with the call. Layers that keep only a window of KV have their own
+slots, and reads are translated to them as writes are.
+"""
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -20,17 +21,17 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 from torch.nn.functional import scaled_dot_product_attention
 
-# Queries a request up to which repeating a mask is cheaper than repeating KV.
+# Up to this many queries per request, repeating a mask is cheaper than repeating KV.
 _BLOCK = 64
-# What a segment costs beside its keys, in keys (of one request, 8 queries) that take as long.
+# Fixed cost of a segment, as a number of keys (of one request, 8 queries) that take as long.
 _SEGMENT_COST = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Sight:
-    """What a query of a layer sees of its request.
+class _Visibility:
+    """Keys of its request that a query of a layer attends to.
 
-    window: tokens in sight before the query, or, `from_anchor`, before the segment's first query; -1 for all.
+    window: tokens before the query, or, if `from_anchor`, before the segment's first query; -1 for all.
     """
 
     causal: bool
@@ -38,7 +39,7 @@ class _Sight:
     from_anchor: bool
 
     @classmethod
-    def of(cls, layer) -> "_Sight":
+    def from_layer(cls, layer) -> "_Visibility":
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
         window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
         return cls(causal, window, getattr(layer, "window_from_anchor", False))
@@ -46,11 +47,11 @@ class _Sight:
 
 @dataclass(slots=True)
 class _Segment:
-    """`width` queries of each of bs requests, at the end of what the request has in the KV pool.
+    """The last `width` tokens of each of bs requests, as queries.
 
-    rows: where they are among the forward's tokens, request by request: a slice, or int64 indices.
+    rows: the queries among the forward's tokens, request by request: a slice, or int64 indices.
     slots: [bs * longest] int64, pool slots by position, 0 past a request's end (SGLang's padding slot).
-    lengths: [bs] int64, committed tokens and queries.
+    lengths: [bs] int64, committed tokens and queries. window_slots: `slots` in the pool of window layers.
     """
 
     rows: slice | torch.Tensor
@@ -58,7 +59,7 @@ class _Segment:
     slots: torch.Tensor
     lengths: torch.Tensor
     window_slots: torch.Tensor | None = None
-    _masks: dict[tuple[_Sight, int], torch.Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[_Visibility, int], torch.Tensor | None] = field(default_factory=dict)
 
     @property
     def bs(self) -> int:
@@ -68,61 +69,65 @@ class _Segment:
     def longest(self) -> int:
         return self.slots.numel() // self.bs
 
-    def mask(self, sight: _Sight, group: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """To be added to scores, [bs, 1, group * width, longest]: 0 where a query sees a key and -inf where
-        it does not; None if every query sees all. (PyTorch would turn a boolean mask into this one again in
-        every layer.)"""
-        key = (sight, group)
+    def mask(self, visibility: _Visibility, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the term to add to scores, [bs, 1, group * width, longest]; None for zero.
+
+        It is 0 if a query sees a key and -inf otherwise. PyTorch would build it from a boolean mask again in
+        every layer.
+        """
+        key = (visibility, group)
         if key not in self._masks:
-            seen = self._seen(sight)
-            if seen is not None:
-                seen = (
-                    torch.zeros(seen.shape, dtype=dtype)
-                    .masked_fill_(~seen, -torch.inf)
-                    .repeat(1, group, 1)[:, None]
-                )
-            self._masks[key] = seen
+            seen = self._seen(visibility)
+            if seen is None:
+                self._masks[key] = None
+            else:
+                mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+                self._masks[key] = mask.repeat(1, group, 1)[:, None]
         return self._masks[key]
 
-    def _seen(self, sight: _Sight) -> torch.Tensor | None:
-        """[bs, width, longest] bool."""
+    def _seen(self, visibility: _Visibility) -> torch.Tensor | None:
+        """Return which keys each query sees, [bs, width, longest] bool; None for all keys."""
         keys = torch.arange(self.longest)[None, None, :]
         lengths = self.lengths[:, None, None]
         queries = lengths - self.width + torch.arange(self.width)[None, :, None]
-        sees_no_less = self.width == 1 or not sight.causal
-        if sees_no_less and sight.window < 0 and bool((self.lengths == self.longest).all()):
+        sees_no_less = self.width == 1 or not visibility.causal
+        if sees_no_less and visibility.window < 0 and bool((self.lengths == self.longest).all()):
             return None
         seen = (keys < lengths).expand(-1, self.width, -1)
-        if sight.causal:
+        if visibility.causal:
             seen = seen & (keys <= queries)
-        if sight.window >= 0:
-            counted_from = queries[:, :1] if sight.from_anchor else queries
-            seen = seen & (keys >= counted_from - sight.window)
-            if not sight.causal and not sight.from_anchor:
+        if visibility.window >= 0:
+            counted_from = queries[:, :1] if visibility.from_anchor else queries
+            seen = seen & (keys >= counted_from - visibility.window)
+            if not visibility.causal and not visibility.from_anchor:
                 # As far ahead as back, as in SGLang's FA3. Counted from the anchor, the block itself is
-                # always in sight.
-                seen = seen & (keys <= queries + sight.window)
+                # always visible.
+                seen = seen & (keys <= queries + visibility.window)
         return seen
 
 
 def cuts_by_length(lengths: list[int], cost: int) -> list[int]:
-    """Where to cut ascending lengths so that each part can be padded to its longest: best first, as long as a
-    cut spares more than `cost` keys."""
+    """Cut ascending lengths into parts that are padded to their longest.
+
+    The cut that saves most padding comes first. A cut is made if it saves more than `cost` keys.
+    """
 
     def cut(start: int, end: int) -> list[int]:
         longest = lengths[end - 1]
-        spared, at = max(((i - start) * (longest - lengths[i - 1]), i) for i in range(start + 1, end + 1))
-        return cut(start, at) + [at] + cut(at, end) if spared > cost else []
+        saved, middle = max(((i - start) * (longest - lengths[i - 1]), i) for i in range(start + 1, end + 1))
+        return cut(start, middle) + [middle] + cut(middle, end) if saved > cost else []
 
     return cut(0, len(lengths))
 
 
 class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
-    """`torch_native`, able to run verify chains and draft blocks, and every layer option named above."""
+    """`torch_native` with verify chains, draft blocks and every layer option named above."""
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """What SGLang's DP attention, which asks for no graph, takes as the length of requests that pad a
-        batch. Theirs is row 0 of the request table."""
+        """Return the length of requests that pad a batch, which use row 0 of the request table.
+
+        SGLang's DP attention reads it without a graph as well.
+        """
         return 1
 
     def init_forward_metadata(self, forward_batch) -> None:
@@ -150,15 +155,15 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         return segments
 
     def _by_length(self, requests: torch.Tensor, lengths: torch.Tensor, width: int) -> list[_Segment]:
-        """Of requests that are padded to the longest of their segment."""
+        """Make segments of requests that are padded to the longest of their segment."""
         by_length, order = lengths.sort()
         cuts = cuts_by_length(by_length.tolist(), _SEGMENT_COST * 8 // max(width, 2))
         if not cuts:
             return [self._segment(requests, lengths, width, slice(0, requests.numel() * width))]
         segments = []
-        for some in order.tensor_split(cuts):
-            rows = (some[:, None] * width + torch.arange(width)).flatten()
-            segments.append(self._segment(requests[some], lengths[some], width, rows))
+        for members in order.tensor_split(cuts):
+            rows = (members[:, None] * width + torch.arange(width)).flatten()
+            segments.append(self._segment(requests[members], lengths[members], width, rows))
         return segments
 
     def _segment(
@@ -167,23 +172,23 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         positions = torch.arange(int(lengths.max()))
         slots = self.req_to_token_pool.req_to_token[requests, : positions.numel()].long()
         slots = slots.masked_fill(positions[None, :] >= lengths[:, None], 0).flatten()
-        translated = (
-            self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
-            if self.use_sliding_window_kv_pool
-            else None
-        )
-        return _Segment(rows, width, slots, lengths, translated)
+        has_windows = self.use_sliding_window_kv_pool
+        window_slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots) if has_windows else None
+        return _Segment(rows, width, slots, lengths, window_slots)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
-        """q: [tokens, q_heads * head_dim]; k, v: [tokens, kv_heads, head_dim or v_head_dim], or None where
-        the layer reads another one's; sinks: [q_heads], a logit of each head that takes part in the softmax
-        and has no value. Returns [tokens, q_heads * v_head_dim]."""
+        """Attend, and write k and v into the pool if `save_kv_cache`.
+
+        q: [tokens, q_heads * head_dim]. k, v: [tokens, kv_heads, head_dim or v_head_dim], or None if the
+        layer reads another layer's. sinks: [q_heads], a logit per head that takes part in the softmax and has
+        no value. Returns [tokens, q_heads * v_head_dim].
+        """
         if layer.is_cross_attention or forward_batch.encoder_lens is not None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
-        """As forward_extend."""
+        """Attend as `forward_extend` does."""
         if layer.is_cross_attention or forward_batch.encoder_lens is not None:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
@@ -197,7 +202,7 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         keeps_window = self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
         outputs = []
         for segment in self._segments:
-            slots = segment.window_slots if keeps_window else segment.slots
+            slots = cast(torch.Tensor, segment.window_slots) if keeps_window else segment.slots
             attended = self._attend(
                 segment,
                 q[segment.rows].view(segment.bs, segment.width, *q.shape[1:]),
@@ -209,64 +214,61 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
             outputs.append((segment.rows, attended))
         if len(outputs) == 1 and outputs[0][1].shape[0] == q.shape[0]:
             return outputs[0][1].flatten(1)
-        output = q.new_zeros(
-            q.shape[0], layer.tp_q_head_num, layer.v_head_dim
-        )  # a forward may end in padding rows
+        # A forward may end in padding rows.
+        output = q.new_zeros(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for rows, attended in outputs:
             output[rows] = attended
         return output.flatten(1)
 
     @staticmethod
     def _attend(segment: _Segment, q, keys, values, layer, sinks) -> torch.Tensor:
-        """q: [bs, width, q_heads, dim]; keys, values: [bs, kv_heads, longest, dim]; returns [bs * width,
-        q_heads, v_dim]."""
-        sight = _Sight.of(layer)
+        """Attend with q [bs, width, q_heads, dim], keys and values [bs, kv_heads, longest, dim].
+
+        Returns [bs * width, q_heads, v_dim].
+        """
+        visibility = _Visibility.from_layer(layer)
         bs, width, heads, _ = q.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads
         if bs == 1 and width > _BLOCK and sinks is None and not layer.logit_cap:
-            # A prompt: its mask is large, and one for all heads will do.
-            from_start = sight.causal and sight.window < 0 and width == segment.longest
+            # A prompt: its mask is large, and one mask serves all heads.
+            from_start = visibility.causal and visibility.window < 0 and width == segment.longest
             attended = scaled_dot_product_attention(
                 q.transpose(1, 2),
                 keys,
                 values,
-                attn_mask=None if from_start else segment.mask(sight, 1, q.dtype),
+                attn_mask=None if from_start else segment.mask(visibility, 1, q.dtype),
                 is_causal=from_start,
                 scale=layer.scaling,
                 enable_gqa=group > 1,
             )
             return attended.transpose(1, 2).flatten(0, 1)
         # Query heads that share a KV head become more queries of that head, so KV is never repeated.
-        queries = (
-            q.view(bs, width, kv_heads, group, -1)
-            .permute(0, 2, 3, 1, 4)
-            .reshape(bs, kv_heads, group * width, -1)
-        )
+        queries = q.view(bs, width, kv_heads, group, -1).permute(0, 2, 3, 1, 4)
+        queries = queries.reshape(bs, kv_heads, group * width, -1)
         if sinks is None and not layer.logit_cap:
-            mask = segment.mask(sight, group, q.dtype)
+            mask = segment.mask(visibility, group, q.dtype)
             attended = scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, scale=layer.scaling
             )
         else:
-            mask = segment.mask(sight, 1, q.dtype)
+            mask = segment.mask(visibility, 1, q.dtype)
             mask = None if mask is None else mask[:, :, None]
             scores = (queries @ keys.transpose(2, 3) * layer.scaling).view(bs, kv_heads, group, width, -1)
-            attended = (
-                _softmax(scores, mask, layer.logit_cap, sinks).view(bs, kv_heads, group * width, -1) @ values
-            )
+            weights = _softmax(scores, mask, layer.logit_cap, sinks)
+            attended = weights.view(bs, kv_heads, group * width, -1) @ values
         attended = attended.view(bs, kv_heads, group, width, -1).permute(0, 3, 1, 2, 4)
         return attended.reshape(bs * width, heads, -1)
 
 
 def is_needed(runner) -> bool:
-    """Return whether a model runner needs our backend: with DFLASH, and if SGLang's cannot serve its model."""
-    return runner.spec_algorithm.is_dflash() or runner.use_mla_backend or _is_beyond_stock(runner)
+    """Return whether a model runner needs our backend instead of SGLang's.
 
-
-def _is_beyond_stock(runner) -> bool:
-    """Whether a layer caps its logits or has sinks, or reads a pool of its own, which SGLang's reads at the
-    wrong slots; or batches are padded, as with DP attention."""
+    It does with DFLASH, and for what SGLang's cannot do or gets wrong: MLA, capped logits, sinks, window
+    layers with their own slots, and padded batches, as DP attention has them.
+    """
+    if runner.spec_algorithm.is_dflash() or runner.use_mla_backend:
+        return True
     if isinstance(runner.token_to_kv_pool, SWAKVPool) or get_parallel().attn_dp_enabled:
         return True
     sinks = ("sinks", "attention_sink_bias")
@@ -279,7 +281,7 @@ def _is_beyond_stock(runner) -> bool:
 def _softmax(
     scores: torch.Tensor, mask: torch.Tensor | None, logit_cap: float, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attention weights of scores [bs, kv_heads, group, width, longest], in float32 on the way."""
+    """Turn scores [bs, kv_heads, group, width, longest] into weights, by way of float32."""
     dtype, scores = scores.dtype, scores.float()
     if logit_cap:
         scores = logit_cap * torch.tanh(scores / logit_cap)
@@ -292,7 +294,7 @@ def _softmax(
 
 
 def _gather(buffer: torch.Tensor, slots: torch.Tensor, bs: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pool rows [slots, heads, dim] of each request, as [bs, heads, longest, dim]."""
+    """Gather pool rows [slots, heads, dim] of each request, as [bs, heads, longest, dim]."""
     # index_select copies whole rows; indexing with a tensor is several times slower on a CPU.
     rows = buffer.index_select(0, slots).to(dtype)
     return rows.view(bs, -1, *buffer.shape[1:]).transpose(1, 2)

@@ -34,7 +34,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
-from sglang_dflash.kernels.ops.speculative.peagle_rows import Pending, commit_rows, prepare_rows
+from sglang_dflash.kernels.ops.speculative.peagle_rows import Pending, RowTables, commit_rows, prepare_rows
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
@@ -208,17 +208,15 @@ class PEagleDrafter:
         """
         bs, width = requests.numel(), self.num_draft_rows
         blocks = self._model.blocks(bs)
+        tables = RowTables(self._source, self._table, self.mask_token_id, self._last_start)
         tokens, positions, cache_loc, start = prepare_rows(
             requests,
             committed,
             self._pending,
+            tables,
             self._model.fused_mask,
-            self._source,
-            self._table,
-            self.mask_token_id,
             blocks.fused,
             blocks.first_drafting,
-            self._last_start,
         )
         if self._last_start is None:
             seq_lens_cpu = (committed_host - self._block_size).clamp(min=0) + width

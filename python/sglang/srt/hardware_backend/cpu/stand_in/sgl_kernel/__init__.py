@@ -1,9 +1,10 @@
 """Stand-in for `sgl_kernel` where its CUDA build cannot be loaded (see ../../runtime.py).
 
-Pure-Python submodules are lent from the installed package; the few functions SGLang's CPU path calls are
-written here in PyTorch. Any other name resolves to a function that says what is missing when it is called:
-SGLang imports many kernels it never launches on a CPU. What it asks for under `torch.ops.sgl_kernel` is in
-../../operators.py."""
+Pure-Python submodules come from the installed package; the few functions SGLang's CPU path calls are written
+here
+in PyTorch. Any other name resolves to a function that raises an error when it is called: SGLang imports many
+kernels it never launches on a CPU. Operators of `torch.ops.sgl_kernel` are in ../../operators.py.
+"""
 
 import os as _os
 import sys as _sys
@@ -40,17 +41,17 @@ def assign_req_to_token_pool_cpu(
 def assign_extend_cache_locs_cpu(
     req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
 ):
-    """The inverse: read columns start[i]..end[i]-1 of every request into `out_cache_loc`, packed."""
+    """Read columns start[i]..end[i]-1 of every request into `out_cache_loc`, packed."""
     rows, columns = _packed_rows_and_columns(req_pool_indices, start_offset, end_offset)
     out_cache_loc[: rows.numel()] = req_to_token[rows, columns].to(out_cache_loc.dtype)
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
-    """Move accepted KV between slots. Only token trees need it; SGLang calls it once per pool with no
-    rows."""
+    """Refuse to move accepted KV, for token trees. SGLang calls it per pool with no rows."""
     if tgt_loc.numel() and not _torch.equal(tgt_loc, src_loc):
         raise NotImplementedError(
-            "sgl_kernel.copy_all_layer_kv_cache_cpu: moving KV between slots is not available in the CPU stand-in"
+            "sgl_kernel.copy_all_layer_kv_cache_cpu: "
+            "moving KV between slots is not available in the CPU stand-in"
         )
 
 
@@ -58,10 +59,10 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
 def _murmur_hash32_cpu(
     seed: _torch.Tensor, positions: _torch.Tensor, col_indices: _torch.Tensor
 ) -> _torch.Tensor:
-    """MurmurHash3 (x86, 32 bit) of (seed, position, column): seeds draws under
-    --enable-deterministic-inference.
+    """Hash (seed, position, column) by MurmurHash3 (x86, 32 bit), for seeded draws.
 
-    seed [n] uint64, positions [n], col_indices [m] -> [n, m] uint32.
+    seed [n] uint64, positions [n], col_indices [m] -> [n, m] uint32. Used with
+    --enable-deterministic-inference.
     """
     low_half = 0xFFFFFFFF
     seed = seed.view(_torch.int64)[:, None]

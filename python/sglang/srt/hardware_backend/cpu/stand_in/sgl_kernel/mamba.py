@@ -1,5 +1,4 @@
-"""In place of the installed package's submodule of this name, whose functions call operators of the CUDA-less
-build."""
+"""Replacement of the installed submodule, whose functions call operators of a CPU build."""
 
 from sglang_dflash.srt.hardware_backend.cpu.gated_delta_rule import (  # noqa: F401
     causal_conv1d_fn_cpu,

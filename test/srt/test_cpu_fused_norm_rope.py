@@ -7,7 +7,7 @@ import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 import torch
 
-from sglang_dflash.srt.hardware_backend.cpu.fewer_operators import rms_norm_in_one, rotation_in_one
+from sglang_dflash.srt.hardware_backend.cpu.speedups.fused_norm_rope import fused_rms_norm, fused_rotation
 
 
 def norm(dtype, **changes):
@@ -30,13 +30,13 @@ def test_norm(dtype, changes, num_added):
     layer = norm(dtype, **changes)
     x, *added = torch.randn(1 + num_added, 7, 64, dtype=dtype).mul(3).unbind()
     expected = inspect.unwrap(RMSNorm.forward_native)(layer, x, *added)
-    found = rms_norm_in_one()(layer, x, *added)
+    found = fused_rms_norm()(layer, x, *added)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_norm_of_another_size_is_refused_as_before():
     with pytest.raises(ValueError, match="hidden_size"):
-        rms_norm_in_one()(norm(torch.float32), torch.randn(2, 32))
+        fused_rms_norm()(norm(torch.float32), torch.randn(2, 32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -56,6 +56,6 @@ def test_rotation(dtype, is_neox_style, rotary_dim):
     positions = torch.randint(50, (7,))
     query, key = torch.randn(7, 4 * 16, dtype=dtype), torch.randn(7, 2 * 16, dtype=dtype)
     expected = inspect.unwrap(RotaryEmbedding.forward_native)(rope, positions, query, key)
-    found = rotation_in_one()(rope, positions, query, key)
+    found = fused_rotation()(rope, positions, query, key)
     assert [t.shape for t in found] == [query.shape, key.shape]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -1,5 +1,7 @@
-"""SGLang's norm and rotation in fewer PyTorch operators: on a CPU, a small model's time is their number. The
-same numbers, bit by bit."""
+"""SGLang's norm and rotation in fewer PyTorch operators, with bitwise equal results.
+
+On a CPU, the number of operators decides a small model's time.
+"""
 
 import functools
 import inspect
@@ -7,9 +9,8 @@ import inspect
 import torch
 
 
-def rms_norm_in_one():
-    """`RMSNorm.forward_native` as PyTorch's own operator, which squares, averages and multiplies in one
-    go."""
+def fused_rms_norm():
+    """Build an `RMSNorm.forward_native` that calls PyTorch's own operator."""
     from sglang.srt.layers.layernorm import RMSNorm
 
     original = inspect.unwrap(RMSNorm.forward_native)
@@ -30,8 +31,8 @@ def rms_norm_in_one():
     return forward_native
 
 
-def rotation_in_one():
-    """`RotaryEmbedding.forward_native` with queries and keys rotated together."""
+def fused_rotation():
+    """Build a `RotaryEmbedding.forward_native` that rotates queries and keys together."""
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     original = inspect.unwrap(RotaryEmbedding.forward_native)
