@@ -109,11 +109,11 @@ def time_decisions(module) -> None:
         numbers.append(turns.number)
         return timed(turns.number, choose_width, self, batch, draws_drafts)
 
-    def launched(self):
-        timed(turns.number, on_launched, self)
+    def launched(self, cycle):
+        timed(turns.number, on_launched, self, cycle)
 
-    def learn(self, accepted):
-        return timed(numbers.popleft(), on_accept_lens, self, accepted)
+    def learn(self, cycle, accepted):
+        return timed(numbers.popleft(), on_accept_lens, self, cycle, accepted)
 
     adaptive.choose_width, adaptive.on_launched, adaptive.on_accept_lens = choose, launched, learn
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth
+from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
+from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth, PlannedCycle
 from sglang_dflash.srt.speculative.width.chooser import WidthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
 from sglang_dflash.srt.speculative.width.costs import CostTable
@@ -153,6 +154,10 @@ def batch_of(*reqs: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(reqs=list(reqs))
 
 
+def prompts_of(*reqs: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(new_reqs=reqs)
+
+
 def adaptive(schedule=(), chooser=None, states=None, group=None, **more) -> AdaptiveWidth:
     group = group or SimpleNamespace(world_size=1, rank_in_group=0)
     clock = Clock((1.0, 1.2, 1.3, 1.6))
@@ -162,13 +167,14 @@ def adaptive(schedule=(), chooser=None, states=None, group=None, **more) -> Adap
 def test_accept_lengths_arrive_one_cycle_late():
     states = States()
     width, batch = adaptive(states=states), batch_of(*(request(row) for row in range(4)))
-    width.on_prefill(batch, num_running=0)
-    chosen = []
-    for cycle in range(60):
-        chosen.append(width.choose_width(batch, draws_drafts=False))
-        width.on_launched()
-        if cycle:
-            assert width.on_accept_lens([0, 0, 0, 0]) == chosen[cycle - 1] - 1
+    width.begin_prefill(prompts_of(*batch.reqs))
+    cycles = []
+    for number in range(60):
+        cycles.append(width.choose_width(batch, draws_drafts=False))
+        width.on_launched(cycles[-1])
+        if number:
+            width.on_accept_lens(cycles[-2], [0, 0, 0, 0])
+    chosen = [cycle.width for cycle in cycles]
     assert chosen[0] == 8 and chosen[-20:].count(1) > 15, "a useless draft ends as plain decoding"
     assert states.applied == [(w, 4) for w in chosen]
     report = width.report()
@@ -180,8 +186,7 @@ def test_cycle_times_are_learned_some_at_a_time_and_by_kind():
     chooser = Chooser()
     width, batch = adaptive((7, 7, 1), chooser), batch_of(request(0), request(1))
     for _ in range(17):
-        width.choose_width(batch, draws_drafts=False)
-        width.on_launched()
+        width.on_launched(width.choose_width(batch, draws_drafts=False))
     times = chooser.cycle_times
     assert [(num_requests, verified, cycles) for num_requests, verified, _, cycles, _ in times[:5]] == [
         (2, 8, 2),
@@ -200,14 +205,14 @@ def test_cycle_times_are_learned_some_at_a_time_and_by_kind():
 def test_accept_lengths_of_a_rows_previous_request_are_dropped():
     chooser = Chooser()
     width, old, new = adaptive((7,), chooser), batch_of(request(3)), batch_of(request(3))
-    width.on_prefill(old, 0)
-    for _ in range(30):
-        width.choose_width(old, False)
-        width.on_launched()
-    for _ in range(29):
-        width.on_accept_lens([0])
-    width.on_prefill(new, 0)  # under overlap scheduling, before the old one's last cycle is known
-    width.on_accept_lens([0])
+    width.begin_prefill(prompts_of(*old.reqs))
+    cycles = [width.choose_width(old, False) for _ in range(30)]
+    for cycle in cycles[:-1]:
+        width.on_accept_lens(cycle, [0])
+    width.begin_prefill(
+        prompts_of(*new.reqs)
+    )  # under overlap scheduling, before the old one's last cycle is known
+    width.on_accept_lens(cycles[-1], [0])
     probs = chooser.estimate.accept_probs(np.array([3, 5]), np.array([0, 0]))
     assert (probs[0] == probs[1]).all()
 
@@ -215,17 +220,18 @@ def test_accept_lengths_of_a_rows_previous_request_are_dropped():
 def test_an_unchanged_batch_is_described_once():
     chooser = Chooser()
     width, first, second = adaptive((7,), chooser), request(0), request(1)
+    cycles = []
     for reqs in ([first, second], [first, second], [second], [second, first]):
-        width.choose_width(batch_of(*reqs), False)
-    width.on_prefill(batch_of(request(1)), 0)
-    width.choose_width(batch_of(second, first), False)
+        cycles.append(width.choose_width(batch_of(*reqs), False))
+    width.begin_prefill(prompts_of(request(1)))
+    cycles.append(width.choose_width(batch_of(second, first), False))
     width.choose_width(batch_of(second, first), True)
     rows, modes = zip(*chooser.batches, strict=True)
     assert rows[0] is rows[1] and modes[0] is modes[1]
     assert len(set(map(id, rows))) == len(set(map(id, modes))) == 5
     assert [batch.tolist() for batch in rows[1:]] == [[0, 1], [1], [1, 0], [1, 0], [1, 0]]
-    for accepted in ([1, 2], [1, 2], [3], [4, 5], [6, 7]):
-        width.on_accept_lens(accepted)
+    for cycle, accepted in zip(cycles, ([1, 2], [1, 2], [3], [4, 5], [6, 7]), strict=True):
+        width.on_accept_lens(cycle, accepted)
     assert chooser.learned[2:] == [([], []), ([0], [5]), ([1, 0], [6, 7])], "row 1 has a new request"
 
 
@@ -233,12 +239,12 @@ def test_tokens_in_the_log_are_of_the_requests_decided_for(caplog):
     """A decision holds while a fourth joins three."""
     caplog.set_level("INFO")
     width, reqs = adaptive(log_every=1), [request(row) for row in range(4)]
-    width.on_prefill(batch_of(*reqs[:3]), 0)
+    width.begin_prefill(prompts_of(*reqs[:3]))
     for _ in range(36):
-        width.choose_width(batch_of(*reqs[:3]), False)
-        width.on_launched()
-        width.on_accept_lens([7] * 3)
-    width.on_prefill(batch_of(*reqs[3:]), 0)
+        cycle = width.choose_width(batch_of(*reqs[:3]), False)
+        width.on_launched(cycle)
+        width.on_accept_lens(cycle, [7] * 3)
+    width.begin_prefill(prompts_of(*reqs[3:]))
     width.choose_width(batch_of(*reqs), False)
     before, after = caplog.messages[-2:]
     assert "8 for 3 requests: 7." in before and "8 for 4 requests: 7." in after
@@ -247,18 +253,18 @@ def test_tokens_in_the_log_are_of_the_requests_decided_for(caplog):
 def test_running_requests_of_a_mixed_batch_are_not_new():
     chooser = Chooser()
     width, running = adaptive((7,), chooser), batch_of(request(1))
-    width.on_prefill(running, 0)
-    width.choose_width(running, False)
-    width.on_launched()
-    width.on_prefill(batch_of(request(2), request(1)), num_running=1)
-    width.on_accept_lens([0])
+    width.begin_prefill(prompts_of(*running.reqs))
+    cycle = width.choose_width(running, False)
+    width.on_launched(cycle)
+    width.begin_prefill(prompts_of(request(2)))
+    width.on_accept_lens(cycle, [0])
     running, new = (chooser.estimate.accept_probs(np.array([row]), np.array([0])) for row in (1, 2))
     assert (running < new).all()
 
 
 def test_a_request_that_was_retracted_before_its_first_cycle_has_no_row():
     chooser = Chooser()
-    adaptive(chooser=chooser).on_prefill(batch_of(request(None), request(5)), num_running=0)
+    adaptive(chooser=chooser).begin_prefill(prompts_of(request(None), request(5)))
     assert chooser.new_rows == [[5]]
 
 
@@ -290,7 +296,7 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
     states, chooser = States(), Chooser()
     width = adaptive(chooser=chooser, states=states, group=group, log_every=1)
-    assert width.choose_width(batch_of(request(0)), False) == 4
+    assert width.choose_width(batch_of(request(0)), False).width == 4
     assert broadcasts == [(6, "host")] and states.applied == [(4, 1)] and not chooser.batches
     assert width.report()["expected"] == {}
 
@@ -311,5 +317,17 @@ def test_a_clock_on_the_host():
 
 def test_a_fixed_width_is_always_the_same():
     width, batch = FixedWidth(8), batch_of(request(0))
-    width.on_prefill(batch, 0)
-    assert width.choose_width(batch, True) == 8 and width.on_accept_lens([3]) == 7 and width.report() == {}
+    width.begin_prefill(prompts_of(*batch.reqs))
+    cycle = width.choose_width(batch, True)
+    width.on_launched(cycle)
+    width.on_accept_lens(cycle, [3])
+    assert cycle.width == 8 and width.report() == {}
+
+
+def test_cycles_land_in_the_order_of_their_launch():
+    cycles = CyclesInFlight()
+    for num_requests, width in ((2, 8), (3, 1)):
+        cycles.launch(CycleInFlight(num_requests, PlannedCycle(width, 0, None), None))
+    assert cycles.land([0, 7]).num_drafted == 7
+    with pytest.raises(AssertionError, match="once, in order"):
+        cycles.land([0, 0])

@@ -61,6 +61,6 @@ def test_roofline_counts_the_small_kernels_tensors():
     max_logits = torch.zeros(bs, block_size)
     # The reported tokens are a copy with a token outside the vocabulary for broken logits, or on a CPU the
     # output tokens themselves.
-    *outputs, reported = accept_greedy_torch(tokens, tokens, max_logits, per_request[0], 7)
+    *outputs, _, reported = accept_greedy_torch(tokens, tokens, max_logits, per_request[0], 7)
     read = total([tokens[:, 1:], tokens, max_logits, per_request[0]])
     assert roofline.accept_greedy_bytes(QWEN3_8B, bs) == read + total([*outputs, reported])

@@ -177,7 +177,7 @@ class DFlashWorker(BaseSpecWorker):
         if not accept_lens:
             return  # an idle rank
         cycle = self._in_flight.land(accept_lens)
-        self._width.on_accept_lens(accept_lens)
+        self._width.on_accept_lens(cycle.plan, accept_lens)
         self._metrics.count_verified(accept_lens, cycle.num_drafted)
         if self._copies is not None and cycle.proposals is not None:
             self._copies.stats.on_accept_lens(cycle.proposals, accept_lens, cycle.num_drafted)
@@ -239,12 +239,13 @@ class DFlashWorker(BaseSpecWorker):
             self._rows.admit_prefilled(requests)
         draws = self.acceptor.draws_drafts(batch.sampling_info)
         # Chosen before anything is drafted: the length may not depend on drawn tokens.
-        verify_len = self.speculative_num_draft_tokens = self._width.choose_width(batch, draws)
+        plan = self._width.choose_width(batch, draws)
+        verify_len = self.speculative_num_draft_tokens = plan.width
         self._notify("on_length_chosen", batch, verify_len)
         result = self.run_cycle(batch, verify_len, draws, on_publish, grammar_barrier)
         proposals = self._copies.proposals if self._copies is not None else None
-        self._in_flight.launch(CycleInFlight(len(batch.reqs), verify_len - 1, proposals))
-        self._width.on_launched()
+        self._in_flight.launch(CycleInFlight(len(batch.reqs), plan, proposals))
+        self._width.on_launched(plan)
         return result
 
     def run_cycle(

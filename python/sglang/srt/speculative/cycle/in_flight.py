@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
+from sglang_dflash.srt.speculative.width.adaptive import PlannedCycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,13 +14,18 @@ class CycleInFlight:
 
     Attributes:
         num_requests: requests of the cycle.
-        num_drafted: drafted tokens verified of each.
+        plan: choice of the verify length.
         proposals: sources of the blocks, if copies are enabled.
     """
 
     num_requests: int
-    num_drafted: int
+    plan: PlannedCycle
     proposals: Proposals | None
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafted tokens verified of each request."""
+        return self.plan.width - 1
 
 
 class CyclesInFlight:

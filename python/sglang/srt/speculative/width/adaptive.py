@@ -7,7 +7,7 @@ cycles later, and cycle times when their events are over. Until then a choice re
 import itertools
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ class FixedWidth:
     """Verifies the whole block in every cycle."""
 
     def __init__(self, width: int):
-        self._width = width
+        self._plan = PlannedCycle(width, 0, None)
 
     def begin_prefill(self, prompts: Prompts) -> None:
         """Do nothing: a fixed width learns nothing."""
@@ -41,16 +41,18 @@ class FixedWidth:
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
         """Do nothing."""
 
-    def choose_width(self, batch: Any, draws_drafts: bool) -> int:
-        return self._width
+    def choose_width(self, batch: Any, draws_drafts: bool) -> "PlannedCycle":
+        """Plan a whole block."""
+        return self._plan
 
-    def on_launched(self) -> None:
-        pass
+    def on_launched(self, cycle: "PlannedCycle") -> None:
+        """Do nothing."""
 
-    def on_accept_lens(self, accepted: Sequence[int]) -> int:
-        return self._width - 1
+    def on_accept_lens(self, cycle: "PlannedCycle", accept_lens: Sequence[int]) -> None:
+        """Do nothing."""
 
     def report(self) -> dict:
+        """Return nothing for /server_info."""
         return {}
 
 
@@ -64,10 +66,12 @@ class _Batch(NamedTuple):
     modes: np.ndarray  # of `MODES`. [n]
 
 
-class _PendingCycle(NamedTuple):
-    width: int
+class PlannedCycle(NamedTuple):
+    """A choice, to be given back when the cycle is launched and when its accept lengths are known."""
+
+    width: int  # slots to verify, the anchor included
     num_tokens: int  # committed tokens of its requests, as far as the host knew
-    batch: _Batch
+    batch: _Batch | None  # None: nothing is learned
 
 
 class AdaptiveWidth:
@@ -101,38 +105,34 @@ class AdaptiveWidth:
         self._num_prefills = self._num_cycles = self._num_probes = self._width = 0
         self._batch: _Batch | None = None
         self._choice: Choice | None = None  # rank 0's latest
-        self._pending: deque[_PendingCycle] = deque()
         self._cycles_per_width: Counter[int] = Counter()
         self._timings: list[CycleTiming] = []
         self._measured = self._expected = 0.0  # seconds of all cycles that were timed
 
     def begin_prefill(self, prompts: Prompts) -> None:
-        """Take in the new requests of a prefill."""
-        self.on_prefill(prompts, prompts.num_running)
+        """Start the new requests of a prefill."""
+        self._start(prompts.new_reqs)
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
-        """Take in requests that another server has prefilled."""
-        self.on_prefill(requests, 0)
+        """Start requests that another server has prefilled."""
+        self._start(requests.reqs)
 
-    def on_prefill(self, batch: Any, num_running: int) -> None:
-        """Start new requests; the last `num_running` of the batch are not new."""
+    def _start(self, reqs: Sequence[Any]) -> None:
         self._clock.interrupt()
-        new = batch.reqs[: len(batch.reqs) - num_running]
         # A request that another server prefilled may have been retracted since. It then has no row.
-        new = [req for req in new if req.kv.req_pool_idx is not None]
+        new = [req for req in reqs if req.kv.req_pool_idx is not None]
         rows = np.array([req.kv.req_pool_idx for req in new], dtype=np.int64)
         self._row_generation[rows] += 1
         self._num_prefills += 1
         self._chooser.on_prefill(rows, np.array([len(req.output_ids) for req in new], dtype=np.int64))
 
-    def choose_width(self, batch: Any, draws_drafts: bool) -> int:
-        """Return the slots that the next cycle verifies, the anchor included."""
+    def choose_width(self, batch: Any, draws_drafts: bool) -> PlannedCycle:
+        """Choose how many slots the next cycle verifies."""
         self._learn_timings(self._clock.finished())
         self._batch = requests = self._describe(batch.reqs, draws_drafts)
         # As of a cycle or two ago; the batch's own lengths may not be on the host.
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
         self._width = width = self._agree(requests, num_tokens)
-        self._pending.append(_PendingCycle(width, num_tokens, requests))
         self._num_cycles += 1
         self._cycles_per_width[width] += 1
         if self._metrics is not None:
@@ -141,7 +141,7 @@ class AdaptiveWidth:
             self._log(width, len(batch.reqs))
         self._states.apply(width, len(batch.reqs))
         self._clock.start()
-        return width
+        return PlannedCycle(width, num_tokens, requests)
 
     def _describe(self, reqs: Sequence[Any], draws_drafts: bool) -> _Batch:
         key = [req.kv.req_pool_idx for req in reqs], draws_drafts, self._num_prefills
@@ -151,21 +151,20 @@ class AdaptiveWidth:
         modes = np.array([_mode(req, draws_drafts) for req in reqs])
         return _Batch(key, rows, self._row_generation[rows], modes)
 
-    def on_launched(self) -> None:
-        """Stop timing: the cycle chosen for last has been launched."""
-        cycle = self._pending[-1]
+    def on_launched(self, cycle: PlannedCycle) -> None:
+        """Stop timing."""
+        assert cycle.batch is not None
         self._clock.stop(len(cycle.batch.rows), cycle.width, cycle.num_tokens)
 
-    def on_accept_lens(self, accepted: Sequence[int]) -> int:
-        """Learn the oldest pending cycle's accept lengths; return its drafted tokens."""
-        width, _, batch = self._pending.popleft()
-        rows, modes, accept_lens = batch.rows, batch.modes, np.asarray(accepted)
-        assert len(accept_lens) == len(rows), "SGLang reports every cycle once, in order"
+    def on_accept_lens(self, cycle: PlannedCycle, accept_lens: Sequence[int]) -> None:
+        """Learn from the accepted drafted tokens of each request."""
+        batch, accepted = cycle.batch, np.asarray(accept_lens)
+        assert batch is not None
+        rows, modes = batch.rows, batch.modes
         if batch.key[2] != self._num_prefills:
             same = self._row_generation[rows] == batch.generations
-            rows, modes, accept_lens = rows[same], modes[same], accept_lens[same]
-        self._chooser.on_accept_lens(rows, modes, width, accept_lens)
-        return width - 1
+            rows, modes, accepted = rows[same], modes[same], accepted[same]
+        self._chooser.on_accept_lens(rows, modes, cycle.width, accepted)
 
     def report(self) -> dict:
         """Return plain numbers for /server_info."""
