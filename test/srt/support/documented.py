@@ -114,7 +114,12 @@ def server_arguments(command: Command) -> list[str]:
 def defined_flags(script: Path) -> set[str]:
     """The flags that a Python file gives to argparse."""
     calls = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Call)]
-    added = [call for call in calls if getattr(call.func, "attr", None) == "add_argument"]
+    # `parser.add_argument(...)`, or `add(...)` where a script names the method so.
+    added = [
+        call
+        for call in calls
+        if getattr(call.func, "attr", None) == "add_argument" or getattr(call.func, "id", None) == "add"
+    ]
     return {
         arg.value
         for call in added
