@@ -115,8 +115,8 @@ def test_copying_equals_its_twin(seed, bs, longest, vocabulary, block_size):
 @against_twin
 def test_a_text_of_many_tiles_equals_its_twin(monkeypatch):
     """More tiles than the second kernel looks at in one step; the matches are far back."""
-    monkeypatch.setattr(copy_ahead, "_TILE", 16)
-    monkeypatch.setattr(copy_ahead, "_PARTS", 4)
+    monkeypatch.setattr(copy_ahead, "TILE", 16)
+    monkeypatch.setattr(copy_ahead, "PARTS", 4)
     rng = torch.Generator().manual_seed(0)
     history = torch.randint(1000, (3, 700), generator=rng, dtype=torch.int32)
     seq_lens = torch.tensor([600, 333, 30])

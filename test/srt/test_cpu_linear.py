@@ -14,8 +14,8 @@ def as_if(monkeypatch):
     """`apply` as it is on a CPU of this kind."""
 
     def of(has_avx512: bool, multiplies_bfloat16: bool):
-        monkeypatch.setattr(linear, "_has_avx512", lambda: has_avx512)
-        monkeypatch.setattr(linear, "_multiplies_bfloat16", lambda: multiplies_bfloat16)
+        monkeypatch.setattr(linear, "has_avx512", lambda: has_avx512)
+        monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: multiplies_bfloat16)
         return linear.linear_for_this_cpu()
 
     return of

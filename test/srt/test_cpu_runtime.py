@@ -132,16 +132,16 @@ def bare_machine(monkeypatch):
     for variable in (runtime.CPU_ENGINE_SWITCH, runtime.SPIN_VARIABLE, "OMP_WAIT_POLICY"):
         monkeypatch.setenv(variable, "")  # so that what is set meanwhile is undone
         monkeypatch.delenv(variable)
-    monkeypatch.setattr(runtime, "_has_cuda_kernels", lambda: True)
-    monkeypatch.setattr(runtime, "_can_load", lambda library: False)
-    monkeypatch.setattr(runtime, "_has_other_accelerator", lambda: False)
+    monkeypatch.setattr(runtime, "has_cuda_kernels", lambda: True)
+    monkeypatch.setattr(runtime, "can_load", lambda library: False)
+    monkeypatch.setattr(runtime, "has_other_accelerator", lambda: False)
 
 
 def test_needed_where_the_driver_is_missing(bare_machine):
     assert runtime.needs_stand_in()
 
 
-@pytest.mark.parametrize("what", ["_has_other_accelerator", "_can_load"])
+@pytest.mark.parametrize("what", ["has_other_accelerator", "can_load"])
 def test_not_needed_with_a_driver_or_another_accelerator(what, bare_machine, monkeypatch):
     monkeypatch.setattr(runtime, what, lambda *_: True)
     assert not runtime.needs_stand_in()
@@ -149,7 +149,7 @@ def test_not_needed_with_a_driver_or_another_accelerator(what, bare_machine, mon
 
 def test_not_needed_without_the_cuda_kernels(bare_machine, monkeypatch):
     """A CPU build of SGLang brings kernels of its own."""
-    monkeypatch.setattr(runtime, "_has_cuda_kernels", lambda: False)
+    monkeypatch.setattr(runtime, "has_cuda_kernels", lambda: False)
     assert not runtime.needs_stand_in()
 
 
@@ -160,14 +160,14 @@ def test_other_accelerators_are_seen(patch, monkeypatch):
     monkeypatch.setattr("torch.version.hip", None)
     monkeypatch.setattr("torch.xpu.is_available", lambda: False)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    assert not runtime._has_other_accelerator()
+    assert not runtime.has_other_accelerator()
     monkeypatch.setattr(patch, "6.4" if patch.endswith("hip") else lambda: True)
-    assert runtime._has_other_accelerator()
+    assert runtime.has_other_accelerator()
 
 
 def test_libraries_are_really_tried():
-    assert runtime._can_load("libc.so.6")
-    assert not runtime._can_load("libno-such-library.so.1")
+    assert runtime.can_load("libc.so.6")
+    assert not runtime.can_load("libno-such-library.so.1")
 
 
 @pytest.mark.parametrize("needed", [True, False])

@@ -8,7 +8,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
 from sglang_dflash.srt.hardware_backend.cpu import fused_layers, recurrent_states
 from sglang_dflash.srt.hardware_backend.cpu import gated_delta_rule as ours
-from sglang_dflash.srt.hardware_backend.cpu.operators import MissingOperator, _Operators, install
+from sglang_dflash.srt.hardware_backend.cpu.operators import MissingOperator, Operators, install
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CHANNELS, WIDTH = 2, 4, 16, 8, 12, 4
 NUM_SLOTS = 9
@@ -260,7 +260,7 @@ def test_states_are_tracked_where_the_mask_says():
 def test_a_missing_operator_is_named_and_can_be_probed(monkeypatch):
     monkeypatch.setattr(torch.ops, "sgl_kernel", torch.ops.sgl_kernel)
     install()
-    assert isinstance(torch.ops.sgl_kernel, _Operators)
+    assert isinstance(torch.ops.sgl_kernel, Operators)
     assert torch.ops.sgl_kernel.fused_gdn_gating_cpu is ours.fused_gdn_gating_cpu
     assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed")  # SGLang would take its AMX path
     with pytest.raises(

@@ -137,33 +137,33 @@ CONTEXT_KV = {
     "dim 80, e5m2 pool": (80, E5M2, False),
 }
 CASES = {
-    "prepare_block": (block, "_prepare_block_kernel", launch_prepare_block, ()),
-    "pack_blocks": (block, "_pack_blocks_kernel", launch_pack_blocks, ()),
-    "prepare_window": (window, "_prepare_window_kernel", launch_prepare_window, ()),
-    "penalize_block": (penalties, "_penalize_block_kernel", launch_penalize_block, (torch.float32, False)),
+    "prepare_block": (block, "prepare_block_kernel", launch_prepare_block, ()),
+    "pack_blocks": (block, "pack_blocks_kernel", launch_pack_blocks, ()),
+    "prepare_window": (window, "prepare_window_kernel", launch_prepare_window, ()),
+    "penalize_block": (penalties, "penalize_block_kernel", launch_penalize_block, (torch.float32, False)),
     "penalize_block, bfloat16, stops": (
         penalties,
-        "_penalize_block_kernel",
+        "penalize_block_kernel",
         launch_penalize_block,
         (BF16, True),
     ),
-    "count_tokens": (penalties, "_count_tokens_kernel", launch_count_tokens, ()),
-    "prepare_rows": (peagle_rows, "_prepare_rows_kernel", launch_prepare_rows, (None,)),
+    "count_tokens": (penalties, "count_tokens_kernel", launch_count_tokens, ()),
+    "prepare_rows": (peagle_rows, "prepare_rows_kernel", launch_prepare_rows, (None,)),
     "prepare_rows, from the first pending": (
         peagle_rows,
-        "_prepare_rows_kernel",
+        "prepare_rows_kernel",
         launch_prepare_rows,
         (40_000,),
     ),
-    "commit_rows": (peagle_rows, "_commit_rows_kernel", launch_commit_rows, (8,)),
-    "commit_rows, one more": (peagle_rows, "_commit_rows_kernel", launch_commit_rows, (1,)),
-    "find_match": (copy_ahead, "_find_match_kernel", launch_find_match, ()),
-    "choose_copies": (copy_ahead, "_choose_copies_kernel", launch_choose_copies, ()),
-    "append_tokens": (copy_ahead, "_append_tokens_kernel", launch_append_tokens, ()),
-    "accept_greedy": (accept, "_accept_kernel", launch_accept, (False,)),
-    "complete_blocks": (accept, "_accept_kernel", launch_accept, (True,)),
+    "commit_rows": (peagle_rows, "commit_rows_kernel", launch_commit_rows, (8,)),
+    "commit_rows, one more": (peagle_rows, "commit_rows_kernel", launch_commit_rows, (1,)),
+    "find_match": (copy_ahead, "find_match_kernel", launch_find_match, ()),
+    "choose_copies": (copy_ahead, "choose_copies_kernel", launch_choose_copies, ()),
+    "append_tokens": (copy_ahead, "append_tokens_kernel", launch_append_tokens, ()),
+    "accept_greedy": (accept, "accept_kernel", launch_accept, (False,)),
+    "complete_blocks": (accept, "accept_kernel", launch_accept, (True,)),
     **{
-        f"write_context_kv, {name}": (context_kv, "_write_context_kv_kernel", launch_write_context_kv, case)
+        f"write_context_kv, {name}": (context_kv, "write_context_kv_kernel", launch_write_context_kv, case)
         for name, case in CONTEXT_KV.items()
     },
 }

@@ -141,8 +141,8 @@ def test_kinds_of_launches():
         "sum <- dflash_worker.py _verify: batch.seq_lens_sum = int(cycle.host_lens.sum())": "host",
         "flashinfer:plan <- flashinfer_backend.py fast_prefill_plan: "
         "self._plan_info = self._cached_module.plan(*args)": "metadata",
-        "triton:_pack_blocks_kernel <- block.py pack_blocks_triton: _pack_blocks_kernel[(1,)](": "metadata",
-        "triton:_accept_kernel <- accept.py _launch: _accept_kernel[(bs,)](": "launch",
+        "triton:pack_blocks_kernel <- block.py pack_blocks_triton: pack_blocks_kernel[(1,)](": "metadata",
+        "triton:accept_kernel <- accept.py _launch: accept_kernel[(bs,)](": "launch",
     }
     assert {operation: launch_table.kind_of(operation) for operation in kinds} == kinds
 

@@ -87,8 +87,8 @@ def test_an_empty_batch():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_kernel_compiles(arch, block_verification, monkeypatch):
     """Compile for GPUs that this machine need not have."""
-    launch = Launch(kernels._walk_blocks_kernel)
-    monkeypatch.setattr(kernels, "_walk_blocks_kernel", launch)
+    launch = Launch(kernels.walk_blocks_kernel)
+    monkeypatch.setattr(kernels, "walk_blocks_kernel", launch)
     ids = torch.zeros(4, 15, 128, dtype=torch.int64)
     kernels.walk_blocks_triton(
         torch.zeros(4, 16, dtype=torch.int64),

@@ -103,7 +103,7 @@ def test_slices_change_nothing(dtype, monkeypatch):
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(3 * 4, 50, generator=rng).to(dtype)
     whole, _ = target_probs(logits.clone(), sampling_info("cpu", 3), 4)
-    monkeypatch.setattr("sglang_dflash.srt.speculative.acceptance.target_sampling._ELEMENTS_AT_ONCE", 100)
+    monkeypatch.setattr("sglang_dflash.srt.speculative.acceptance.target_sampling.ELEMENTS_AT_ONCE", 100)
     sliced, _ = target_probs(logits.clone(), sampling_info("cpu", 3), 4)
     assert torch.equal(whole, sliced) and whole.shape == (3, 4, 50)
     torch.testing.assert_close(whole.sum(dim=-1), torch.ones(3, 4))

@@ -225,8 +225,8 @@ def test_an_empty_batch():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_kernel_compiles(arch, draws, monkeypatch):
     """Compile for GPUs that this machine need not have."""
-    launch = Launch(kernels._walk_kernel)
-    monkeypatch.setattr(kernels, "_walk_kernel", launch)
+    launch = Launch(kernels.walk_kernel)
+    monkeypatch.setattr(kernels, "walk_kernel", launch)
     found, anchors, *codebooks = random_walk(0, bs=4, slots=7, candidates=16, rank=256)
     found = Candidates(found.ids, found.unary, found.gate.bfloat16())
     codebooks = [book.bfloat16() for book in codebooks]

@@ -160,7 +160,7 @@ def resolve_dflash_args(server_args: Any) -> None:
     DraftSampling.from_environment()  # refuse a setting that means nothing before the workers read it
     target_config, draft = load_and_check_configs(args)
     _check_mask_token(args, draft)
-    block_size = _choose_block_size(args, draft)
+    block_size = choose_block_size(args, draft)
     check_copy_ahead(block_size)
     is_recurrent = mambaish_config(model_config_of(server_args)) is not None
     resolve_adaptive(args, block_size, is_recurrent)
@@ -169,9 +169,9 @@ def resolve_dflash_args(server_args: Any) -> None:
     if args.device != "cpu":
         draft_backend = choose_draft_attention(args, prefill_backend, draft, target_config)
     verify_backend = decode_backend if args.speculative_attention_mode == "decode" else prefill_backend
-    _check_target_attention(args, verify_backend, is_chosen=_chose_attention(server_args))
+    check_target_attention(args, verify_backend, is_chosen=chose_attention(server_args))
     if isinstance(draft, PEagleDraftConfig):
-        _check_peagle(args, draft, block_size)
+        check_peagle(args, draft, block_size)
     if is_recurrent:
         _check_recurrent_target(args, target_config, block_size)
     check_dp_attention(args)
@@ -291,7 +291,7 @@ def check_copy_ahead(block_size: int) -> None:
         )
 
 
-def _choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
+def choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
     """--speculative-num-draft-tokens and --speculative-dflash-block-size are two names of one number."""
     named = {
         "--speculative-num-draft-tokens": args.speculative_num_draft_tokens,
@@ -335,7 +335,7 @@ def check_dp_attention(args: Any) -> None:
         )
 
 
-def _check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int) -> None:
+def check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int) -> None:
     if args.speculative_draft_window_size is not None:
         raise ValueError("P-EAGLE does not support --speculative-draft-window-size.")
     if block_size - 1 > draft.speculative_tokens:
@@ -375,13 +375,13 @@ def _check_recurrent_target(args: Any, target_config: Any, block_size: int) -> N
         )
 
 
-def _chose_attention(server_args: Any) -> bool:
+def chose_attention(server_args: Any) -> bool:
     """Whether the user, rather than SGLang by the model and the GPU, chose the target's attention backend."""
     fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     return any(getattr(server_args, field) is not None for field in fields)
 
 
-def _check_target_attention(args: Any, verify_backend: str, is_chosen: bool) -> None:
+def check_target_attention(args: Any, verify_backend: str, is_chosen: bool) -> None:
     if args.device != "cpu" and verify_backend not in TARGET_ATTENTION_BACKENDS:
         by = "" if is_chosen else ", SGLang's choice for this model and GPU"
         raise ValueError(

@@ -94,7 +94,7 @@ def _prepare_our_worker(scene: Scene) -> None:
         from sglang_dflash.kernels.ops.speculative import context_kv
 
         context_kv.write_context_kv_triton = _operation(
-            "triton:_write_context_kv_kernel", context_kv.write_context_kv_torch
+            "triton:write_context_kv_kernel", context_kv.write_context_kv_torch
         )
     for install in faults.PLANTED.values():
         install()

@@ -134,7 +134,7 @@ def _launch(
         torch.empty_like(tokens),
     )
     if bs:
-        _accept_kernel[(bs,)](
+        accept_kernel[(bs,)](
             block,
             max_logits,
             committed,
@@ -149,7 +149,7 @@ def _launch(
 
 
 @triton.jit
-def _accept_kernel(
+def accept_kernel(
     block,
     max_logits,
     committed,

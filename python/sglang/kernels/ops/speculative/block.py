@@ -48,12 +48,12 @@ def prepare_block_triton(bonus_tokens, seq_lens, req_pool_indices, req_to_token,
     tensors = *per_request, req_to_token, tokens, positions, cache_loc
     sizes = req_to_token.stride(0), mask_token_id, block_size
     if bs:
-        _prepare_block_kernel[(bs,)](*tensors, *sizes, BLOCK=triton.next_power_of_2(block_size), num_warps=1)
+        prepare_block_kernel[(bs,)](*tensors, *sizes, BLOCK=triton.next_power_of_2(block_size), num_warps=1)
     return tokens, positions, cache_loc
 
 
 @triton.jit
-def _prepare_block_kernel(
+def prepare_block_kernel(
     bonus_tokens,
     seq_lens,
     req_pool_indices,
@@ -106,14 +106,14 @@ def pack_blocks_triton(seq_lens, block_size):
     bs = seq_lens.numel()
     lengths = torch.empty_like(seq_lens)
     keys, queries = (seq_lens.new_empty((bs + 1,), dtype=torch.int32) for _ in range(2))
-    _pack_blocks_kernel[(1,)](
+    pack_blocks_kernel[(1,)](
         seq_lens, lengths, keys, queries, bs, block_size, BLOCK=triton.next_power_of_2(bs + 1)
     )
     return lengths, keys, queries
 
 
 @triton.jit(do_not_specialize=["bs"])
-def _pack_blocks_kernel(seq_lens, lengths, keys, queries, bs, block_size, BLOCK: tl.constexpr):
+def pack_blocks_kernel(seq_lens, lengths, keys, queries, bs, block_size, BLOCK: tl.constexpr):
     """One program for all requests."""
     entry = tl.arange(0, BLOCK)
     inside = entry < bs

@@ -37,14 +37,14 @@ def block_conv_triton(x: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor,
     sizes = width, hidden, hidden // groups, deltas.stride(0), deltas.stride(1)
     if rows:
         tile = min(1024, triton.next_power_of_2(hidden))
-        _block_conv_kernel[(rows, triton.cdiv(hidden, tile))](
+        block_conv_kernel[(rows, triton.cdiv(hidden, tile))](
             x, base, deltas, out, *sizes, TAPS=taps, TILE=tile, num_warps=max(1, min(4, tile // 256))
         )
     return out
 
 
 @triton.jit
-def _block_conv_kernel(
+def block_conv_kernel(
     x,
     base,
     deltas,

@@ -174,7 +174,7 @@ def write_context_kv_triton(
     block_heads, block_half = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim // 2)
     inputs = kv, k_norm_weight, cos_sin_cache, positions, cache_loc, accept_len
     strides = cos_sin_cache.stride(0), pool.slot_stride
-    _write_context_kv_kernel[grid](
+    write_context_kv_kernel[grid](
         *inputs,
         pool.k_addresses,
         pool.v_addresses,
@@ -195,7 +195,7 @@ def write_context_kv_triton(
 
 
 @triton.jit
-def _write_context_kv_kernel(
+def write_context_kv_kernel(
     kv,
     k_norm_weight,
     cos_sin_cache,

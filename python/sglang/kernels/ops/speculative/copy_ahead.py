@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-_TILE = 2048  # positions per program of the lookup
-_PARTS = 64  # tiles reduced in one step
+TILE = 2048  # positions per program of the lookup
+PARTS = 64  # tiles reduced in one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,18 +183,16 @@ def _trust(length, rule):
 def find_match_triton(history, requests, seq_lens, bound, rule):
     """`find_match` as a Triton kernel. Tensors contiguous, except the rows of the history."""
     assert requests.is_contiguous() and seq_lens.is_contiguous() and history.stride(1) == 1
-    bs, tiles = seq_lens.numel(), max(1, triton.cdiv(bound, _TILE))
+    bs, tiles = seq_lens.numel(), max(1, triton.cdiv(bound, TILE))
     keys = seq_lens.new_empty((bs, tiles))
-    options = dict(LONGEST=rule.longest, SHORTEST=rule.shortest, TILE=_TILE, num_warps=8)
+    options = dict(LONGEST=rule.longest, SHORTEST=rule.shortest, TILE=TILE, num_warps=8)
     if bs:
-        _find_match_kernel[(bs, tiles)](
-            history, requests, seq_lens, keys, history.stride(0), tiles, **options
-        )
+        find_match_kernel[(bs, tiles)](history, requests, seq_lens, keys, history.stride(0), tiles, **options)
     return keys
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _find_match_kernel(
+def find_match_kernel(
     history,
     requests,
     seq_lens,
@@ -228,9 +226,9 @@ def choose_copies_triton(history, records, requests, seq_lens, keys, block_size,
     bs, tiles = keys.shape
     copied = keys.new_empty((bs, block_size))
     lengths = keys.new_empty((bs,), dtype=torch.int32)
-    options = dict(PARTS=_PARTS, BLOCK=triton.next_power_of_2(block_size), num_warps=1)
+    options = dict(PARTS=PARTS, BLOCK=triton.next_power_of_2(block_size), num_warps=1)
     if bs:
-        _choose_copies_kernel[(bs,)](
+        choose_copies_kernel[(bs,)](
             history,
             *inputs,
             copied,
@@ -257,7 +255,7 @@ def _trust_kernel(
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _choose_copies_kernel(
+def choose_copies_kernel(
     history,
     records,
     requests,
@@ -313,13 +311,13 @@ def append_tokens_triton(
     rates = dict(COPIES_FOLLOW=rule.copies_follow, DRAFTS_FOLLOW=drafts_follow, RETRY=rule.retry)
     options = dict(BLOCK=triton.next_power_of_2(width), num_warps=1)
     if bs:
-        _append_tokens_kernel[(bs,)](
+        append_tokens_kernel[(bs,)](
             history, *per_request, history.stride(0), width, **_trust_options(rule), **rates, **options
         )
 
 
 @triton.jit(do_not_specialize=["width"])
-def _append_tokens_kernel(
+def append_tokens_kernel(
     history,
     records,
     requests,

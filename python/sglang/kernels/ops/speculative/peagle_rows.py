@@ -120,7 +120,7 @@ def prepare_rows_triton(requests, seq_lens, pending, tables, fused_mask, fused, 
     sizes = tables.mask_token_id, block_size, hidden, 0 if last_start is None else last_start
     options = dict(FROM_PENDING=last_start is not None, PADDING=PADDING_SLOT, TILE=_tile(hidden), num_warps=4)
     if bs:
-        _prepare_rows_kernel[(bs, width)](*tensors, *strides, *sizes, **options)
+        prepare_rows_kernel[(bs, width)](*tensors, *strides, *sizes, **options)
     return out
 
 
@@ -129,7 +129,7 @@ def _tile(hidden: int) -> int:
 
 
 @triton.jit
-def _prepare_rows_kernel(
+def prepare_rows_kernel(
     requests,
     seq_lens,
     pending_tokens,
@@ -232,13 +232,13 @@ def commit_rows_triton(requests, accept_len, out_tokens, fused, pending) -> None
     bs, width = out_tokens.shape
     hidden = pending.fused.shape[2]
     if bs:
-        _commit_rows_kernel[(bs, width)](
+        commit_rows_kernel[(bs, width)](
             *tensors, pending.tokens.shape[1], hidden, APPENDS=width == 1, TILE=_tile(hidden), num_warps=4
         )
 
 
 @triton.jit
-def _commit_rows_kernel(
+def commit_rows_kernel(
     requests,
     accept_len,
     out_tokens,

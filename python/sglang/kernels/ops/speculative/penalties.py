@@ -39,7 +39,7 @@ def penalize_block_triton(
     tensors = logits, counts, *per_request, stops
     sizes = logits.stride(0), vocabulary, width
     if bs:
-        _penalize_block_kernel[(bs, triton.cdiv(vocabulary, tile))](
+        penalize_block_kernel[(bs, triton.cdiv(vocabulary, tile))](
             *tensors, *sizes, HAS_STOPS=stop_logits is not None, TILE=tile, num_warps=4
         )
 
@@ -48,7 +48,7 @@ def penalize_block_triton(
 @triton.jit(
     do_not_specialize_on_alignment=["frequency", "presence", "repetition", "min_new_tokens", "prompt_lens"]
 )
-def _penalize_block_kernel(
+def penalize_block_kernel(
     logits,
     counts,
     block,
@@ -108,13 +108,13 @@ def count_tokens_triton(
     bs, width = tokens.shape
     if bs:
         block = triton.next_power_of_2(width)
-        _count_tokens_kernel[(bs,)](
+        count_tokens_kernel[(bs,)](
             counts, requests, tokens, accept_len, counts.shape[1], width, BLOCK=block, num_warps=1
         )
 
 
 @triton.jit
-def _count_tokens_kernel(counts, requests, tokens, accept_len, vocabulary, width, BLOCK: tl.constexpr):
+def count_tokens_kernel(counts, requests, tokens, accept_len, vocabulary, width, BLOCK: tl.constexpr):
     """One program per request."""
     number = tl.program_id(0)
     slot = tl.arange(0, BLOCK)

@@ -31,14 +31,14 @@ def walk_blocks_triton(
     tile = min(triton.next_power_of_2(candidates), 1024)
     options = dict(BLOCK_VERIFICATION=block_verification, TILE=tile, num_warps=max(1, min(8, tile // 128)))
     if bs:
-        _walk_blocks_kernel[(bs,)](
+        walk_blocks_kernel[(bs,)](
             *tensors, accept_len, weight, width, candidates, target_probs.shape[2], **options
         )
     return accept_len, weight
 
 
 @triton.jit
-def _walk_blocks_kernel(
+def walk_blocks_kernel(
     block,
     target_probs,
     draft_ids,

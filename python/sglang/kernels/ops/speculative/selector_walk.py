@@ -84,12 +84,12 @@ def walk_triton(
         # The compiler may keep the scores in two layouts, each computed for itself. A multiply-add fused in
         # one of them only makes a candidate more likely than itself (seen on an H100 with rank 1).
         options["enable_fp_fusion"] = False
-        _walk_kernel[(bs,)](*tensors, slots, count, rank, drawn_slots, **options)
+        walk_kernel[(bs,)](*tensors, slots, count, rank, drawn_slots, **options)
     return tokens, probs
 
 
 @triton.jit
-def _walk_kernel(
+def walk_kernel(
     ids,
     unary,
     gate,

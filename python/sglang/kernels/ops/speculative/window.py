@@ -46,14 +46,14 @@ def prepare_window_triton(seq_lens, requests, source, table, size, page, columns
     bs, tile = seq_lens.numel(), min(triton.next_power_of_2(columns), 1024)
     sizes = source.stride(0), table.stride(0), source.shape[1], size, page, columns
     if bs:
-        _prepare_window_kernel[(bs, triton.cdiv(columns, tile))](
+        prepare_window_kernel[(bs, triton.cdiv(columns, tile))](
             seq_lens, requests, source, table, committed, *sizes, TILE=tile, num_warps=4
         )
     return committed
 
 
 @triton.jit
-def _prepare_window_kernel(
+def prepare_window_kernel(
     seq_lens,
     requests,
     source,

@@ -20,7 +20,7 @@ class MissingOperator(NotImplementedError, AttributeError):
     """Error that names a missing operator. `hasattr` is False, as SGLang's probes expect."""
 
 
-class _Operators(torch._ops._OpNamespace):
+class Operators(torch._ops._OpNamespace):
     """`torch.ops.sgl_kernel`: operators registered with PyTorch, and plain functions."""
 
     def __getattr__(self, name):
@@ -36,7 +36,7 @@ class _Operators(torch._ops._OpNamespace):
 
 def install() -> None:
     """Put `OPERATORS` under `torch.ops.sgl_kernel`."""
-    namespace = _Operators(NAMESPACE)
+    namespace = Operators(NAMESPACE)
     for operator in OPERATORS:
         setattr(namespace, operator.__name__, operator)
     setattr(torch.ops, NAMESPACE, namespace)

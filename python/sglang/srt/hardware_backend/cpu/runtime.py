@@ -22,7 +22,7 @@ SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
 
 def needs_stand_in() -> bool:
     """Return whether `sgl_kernel` is the CUDA build and no CUDA driver can load it."""
-    return _has_cuda_kernels() and not _can_load("libcuda.so.1") and not _has_other_accelerator()
+    return has_cuda_kernels() and not can_load("libcuda.so.1") and not has_other_accelerator()
 
 
 def activate() -> None:
@@ -57,7 +57,7 @@ def is_active() -> bool:
     return STAND_IN_DIR in sys.path
 
 
-def _has_cuda_kernels() -> bool:
+def has_cuda_kernels() -> bool:
     try:
         importlib.metadata.distribution("sglang-kernel")
     except importlib.metadata.PackageNotFoundError:
@@ -65,7 +65,7 @@ def _has_cuda_kernels() -> bool:
     return True
 
 
-def _can_load(library: str) -> bool:
+def can_load(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -73,7 +73,7 @@ def _can_load(library: str) -> bool:
     return True
 
 
-def _has_other_accelerator() -> bool:
+def has_other_accelerator() -> bool:
     # SGLang has imported torch before it resolves its platform; importing it here costs nothing.
     import torch
 

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 # Up to this many queries per request, repeating a mask is cheaper than repeating KV.
 _BLOCK = 64
 # Fixed cost of a segment, as a number of keys (of one request, 8 queries) that take as long.
-_SEGMENT_COST = 256
+SEGMENT_COST = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
     def _by_length(self, requests: torch.Tensor, lengths: torch.Tensor, width: int) -> list[_Segment]:
         """Make segments of requests that are padded to the longest of their segment."""
         by_length, order = lengths.sort()
-        cuts = cuts_by_length(by_length.tolist(), _SEGMENT_COST * 8 // max(width, 2))
+        cuts = cuts_by_length(by_length.tolist(), SEGMENT_COST * 8 // max(width, 2))
         if not cuts:
             return [self._segment(requests, lengths, width, slice(0, requests.numel() * width))]
         segments = []

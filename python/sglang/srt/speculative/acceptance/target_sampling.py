@@ -54,7 +54,7 @@ def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[
 
     One joint filter, as the sampler's: top-k and top-p both look at the unfiltered softmax, min-p at its
     largest probability. Greedy requests (top_k 1) are one-hot. Rows are not sorted if the host knows that
-    every request's top_k is small. Beside the result, memory of a few times `_ELEMENTS_AT_ONCE` is needed.
+    every request's top_k is small. Beside the result, memory of a few times `ELEMENTS_AT_ONCE` is needed.
 
     Args:
         logits: [bs * B, vocab], biased and masked. float32 logits are overwritten with the result: a second
@@ -76,12 +76,12 @@ def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[
 
 
 # Sorting so many float32 takes about 0.4 GB of temporary memory.
-_ELEMENTS_AT_ONCE = 1 << 23
+ELEMENTS_AT_ONCE = 1 << 23
 
 
 def slices_of_rows(num_rows: int, width: int) -> list[slice]:
     """Split the rows of a matrix into slices that fit into the temporary memory."""
-    step = max(1, _ELEMENTS_AT_ONCE // width)
+    step = max(1, ELEMENTS_AT_ONCE // width)
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 

@@ -21,7 +21,7 @@ def linear_for_this_cpu():
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     original = inspect.unwrap(UnquantizedLinearMethod.apply)
-    onednn_pays, multiplies_bfloat16 = _has_avx512(), _multiplies_bfloat16()
+    onednn_pays, multiplies_bfloat16 = has_avx512(), multiplies_bfloat16()
 
     @functools.wraps(original)
     def apply(self, layer, x, bias=None):
@@ -38,9 +38,9 @@ def linear_for_this_cpu():
     return apply
 
 
-def _has_avx512() -> bool:
+def has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def _multiplies_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
