@@ -21,7 +21,7 @@ def linear_for_this_cpu():
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     original = inspect.unwrap(UnquantizedLinearMethod.apply)
-    onednn_pays, multiplies_bfloat16 = has_avx512(), multiplies_bfloat16()
+    onednn_pays, has_bfloat16 = has_avx512(), multiplies_bfloat16()
 
     @functools.wraps(original)
     def apply(self, layer, x, bias=None):
@@ -30,7 +30,7 @@ def linear_for_this_cpu():
             rows = x.shape[0]
             if x.dtype == torch.float32 and onednn_pays and rows >= _ONEDNN_ROWS:
                 return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-            if x.dtype == torch.bfloat16 and not multiplies_bfloat16 and rows >= _CONVERTED_ROWS:
+            if x.dtype == torch.bfloat16 and not has_bfloat16 and rows >= _CONVERTED_ROWS:
                 bias = None if bias is None else bias.float()
                 return torch.nn.functional.linear(x.float(), weight.float(), bias).to(x.dtype)
         return original(self, layer, x, bias)
