@@ -7,19 +7,12 @@ FAULT, NOTE = "fault", "note"
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding.
+    """One finding; problem and advice have no full stop."""
 
-    Attributes:
-        level: FAULT makes the doctor exit with 1; NOTE may be intended.
-        problem: The finding itself, without a full stop.
-        advice: The remedy, without a full stop.
-        is_fatal: Whether the draft cannot even be loaded.
-    """
-
-    level: str
+    level: str  # FAULT makes the doctor exit with 1; NOTE may be intended
     problem: str
     advice: str
-    is_fatal: bool = False
+    is_fatal: bool = False  # whether the draft cannot even be loaded
 
     def __str__(self) -> str:
         return f"{self.level}: {self.problem}. {self.advice}"

@@ -47,17 +47,11 @@ class Expected:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance over blocks.
+    """Acceptance over blocks."""
 
-    Attributes:
-        length: Tokens per block, bonus token included.
-        by_position: [K], share of blocks whose k-th token was accepted.
-        copied: Share of blocks that were copied.
-    """
-
-    length: float
-    by_position: tuple[float, ...]
-    copied: float
+    length: float  # tokens per block, bonus token included
+    by_position: tuple[float, ...]  # share of blocks whose k-th token was accepted
+    copied: float  # share of blocks that were copied
 
     @classmethod
     def over(cls, texts: Sequence[Text], found: Sequence[list[Block]]) -> "Acceptance":
@@ -87,29 +81,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Everything that was measured.
+    """Everything that was measured."""
 
-    Attributes:
-        texts: Answers to the prompts.
-        drafts: Drafts of each text, as configured.
-        outcomes: One per reading; the first is the checkpoint as configured.
-        left_out: Readings that name a state which the target does not return.
-        expected: The card's figures.
-        observations: Positions behind the evidence.
-        device: Device of both models.
-        decode: The target's tokenizer's decoding.
-        copies: Blocks of each text with copies, if requested.
-    """
-
-    texts: list[Text]
-    drafts: list[Drafts]
-    outcomes: list[Outcome]
-    left_out: list[Reading]
+    texts: list[Text]  # answers to the prompts
+    drafts: list[Drafts]  # of each text, as configured
+    outcomes: list[Outcome]  # of each reading; the first is the checkpoint as configured
+    left_out: list[Reading]  # readings that name a state which the target does not return
     expected: Expected | None
-    observations: int
+    observations: int  # positions behind the evidence
     device: str
     decode: Callable[[list[int]], str]
-    copies: list[list[Block]] | None = None
+    copies: list[list[Block]] | None = None  # blocks of each text with copies, if requested
 
     @property
     def configured(self) -> Acceptance:

@@ -19,17 +19,11 @@ from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one forward.
+    """Rows of one forward."""
 
-    Attributes:
-        positions: [R] int64, for RoPE.
-        blocks: [R] int64, the block of each row, -1 for none.
-        anchors: [R] int64, the position before which a row of a block sees everything.
-    """
-
-    positions: torch.Tensor
-    blocks: torch.Tensor
-    anchors: torch.Tensor
+    positions: torch.Tensor  # [R] int64, for RoPE
+    blocks: torch.Tensor  # [R] int64, the block of each row, -1 for none
+    anchors: torch.Tensor  # [R] int64, the position before which a row of a block sees everything
 
 
 class PlainDraft:
@@ -48,12 +42,8 @@ class PlainDraft:
     ):
         """Set up a draft.
 
-        Args:
-            draft: Its parsed config.
-            hf_config: Its flat Qwen3 config.
-            weights: The checkpoint's tensors by name, without the prefix `model.`.
-            embedding: [vocab, hidden], the target's, used if the checkpoint has none.
-            head: [draft vocab, hidden], the target's, used if the checkpoint has none.
+        `weights` are the checkpoint's tensors by name, without the prefix `model.`. If it lacks them,
+        embedding [vocab, hidden] and head [draft vocab, hidden] are the target's.
         """
         self.draft = draft
         self.mask_token_id = draft.mask_token_id

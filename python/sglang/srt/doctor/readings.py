@@ -26,15 +26,13 @@ _CLUSTER = 24  # neighbouring positions are alike; this many count as one observ
 class Text:
     """A prompt and the target's continuation.
 
-    Attributes:
-        prompt_length: Tokens of the prompt, the first of `tokens`. tokens: [T] int64. choices: [T] int64, the
-            target's greedy choice after each token. states: [T, hidden] per layer boundary: entry 0 the
-            embedding, entry i the output of layer i - 1; None if unknown.
+    `states` are [T, hidden] per layer boundary: entry 0 the embedding, entry i the output of layer i - 1;
+    None if unknown.
     """
 
     prompt_length: int
-    tokens: torch.Tensor
-    choices: torch.Tensor
+    tokens: torch.Tensor  # [T] int64, the prompt's first
+    choices: torch.Tensor  # [T] int64, the target's greedy choice after each token
     states: Sequence[torch.Tensor | None]
 
     def has_states(self, boundaries: Sequence[int]) -> bool:
@@ -101,15 +99,13 @@ def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Readi
 class Drafts:
     """Drafts of one text by one reading, at every anchor from the prompt's end on.
 
-    Attributes:
-        first: Position of the first anchor. tokens: [N, K] int64, target ids. nll: [temperatures, N, K], nats
-            that the draft gives to the target's token there. NaN beyond the text, and if the draft's
-            vocabulary lacks the token.
+    `nll` are the nats that the draft gives to the target's token there. They are NaN beyond the text, and if
+    the draft's vocabulary lacks the token.
     """
 
-    first: int
-    tokens: torch.Tensor
-    nll: torch.Tensor
+    first: int  # position of the first anchor
+    tokens: torch.Tensor  # [N, K] int64, target ids
+    nll: torch.Tensor  # [temperatures, N, K]
 
 
 @torch.no_grad()
@@ -146,15 +142,10 @@ def draft_everywhere(draft: PlainDraft, text: Text, reading: Reading) -> Drafts:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Likelihood of the target's tokens by another reading, compared with the configured one.
+    """Likelihood of the target's tokens by another reading, compared with the configured one."""
 
-    Attributes:
-        gain: Nats per token, positive if the other reading is better.
-        t: `gain` over its standard error, by clusters of neighbouring positions.
-    """
-
-    gain: float
-    t: float
+    gain: float  # nats per token, positive if the other reading is better
+    t: float  # gain over its standard error, by clusters of neighbouring positions
 
 
 def compare(configured: Sequence[Drafts], other: Sequence[Drafts]) -> Evidence:

@@ -130,15 +130,8 @@ def findings(pair: Pair) -> list[Finding]:
     found = [*pair.config_faults, *_check_quantisation(pair, quantised), *_check_provenance(pair)]
     if pair.parsed_draft is not None:
         found += _check_tensors(pair, quantised)
-        for check in (
-            _check_vocabulary_maps,
-            _check_head,
-            _check_mask_token,
-            _check_layer_ids,
-            _check_rope,
-            _check_dtypes,
-        ):
-            found += check(pair)
+        found += [*_check_vocabulary_maps(pair), *_check_head(pair), *_check_mask_token(pair)]
+        found += [*_check_layer_ids(pair), *_check_rope(pair), *_check_dtypes(pair)]
     return sorted(found, key=lambda finding: finding.level)
 
 

@@ -15,8 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from sglang_dflash.srt.plugins import ledger
-from sglang_dflash.srt.plugins.ledger import Change
-from sglang_dflash.srt.plugins.resolve import resolve
+from sglang_dflash.srt.plugins.ledger import Change, resolve
 
 
 def install_at_load() -> None:

@@ -12,13 +12,14 @@
 Tests walk the tables; `install.py` checks and applies them.
 """
 
+import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES
 from sglang_dflash.srt.plugins import hooks
-from sglang_dflash.srt.plugins.resolve import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,23 @@ class Change:
         return [name for name in (self.signature or "").strip("()").split(", ") if name]
 
 
+def resolve(path: str) -> tuple[Any, Any]:
+    """Return the holder of the object at a dotted path, and the object."""
+    parts = path.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:split])
+        try:
+            owner = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module_name.startswith(error.name):
+                raise
+            continue
+        for name in parts[split:-1]:
+            owner = getattr(owner, name)
+        return owner, getattr(owner, parts[-1])
+    raise ImportError(f"no module along {path}")
+
+
 def _ours(path: str) -> Callable[[], Any]:
     """Return a builder of the object at this path in our package."""
     return lambda: resolve(f"sglang_dflash.{path}")[1]
@@ -66,6 +84,7 @@ def _made_by(path: str) -> Callable[[], Any]:
     return lambda: _ours(path)()()
 
 
+_CpuChange = functools.partial(Change, cpu_only=True)
 _ALGORITHM = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
 
 AT_LOAD = (
@@ -84,23 +103,21 @@ AT_LOAD = (
         why="read speculators drafts, whose config transformers rejects, wherever SGLang reads one",
         build=_ours("srt.configs.draft_config_parser.DraftConfigParser"),
     ),
-    Change(
+    _CpuChange(
         target="sglang.srt.arg_groups.platform_hook.handle_cpu_backends",
         kind="resolution",
         signature="(server_args)",
         why="SGLang's CPU defaults are intel_amx, whose kernels the stand-in lacks, and all memory for KV",
         build=_ours("srt.arg_groups.dflash_args.default_cpu_args"),
-        cpu_only=True,
     ),
-    Change(
+    _CpuChange(
         target="sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
         kind="resolution",
         signature="(server_args)",
         why="SGLang refuses gpt-oss and Gemma 4 on torch_native; our attention of that name serves them",
         build=_ours("srt.arg_groups.dflash_args.pass_backend_lists_on_cpu"),
-        cpu_only=True,
     ),
-    Change(
+    _CpuChange(
         target="sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
         kind="entry",
         key="torch_native",
@@ -108,7 +125,6 @@ AT_LOAD = (
         "and reads windowed layers at the wrong slots. Ours is built if needed, else SGLang's. The engine "
         "keys on the name, so it stays",
         build=hooks.cpu_attention,
-        cpu_only=True,
     ),
     Change(
         target="sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
@@ -139,20 +155,18 @@ AT_LOAD = (
         build=hooks.create_worker,
     ),
     # Targets with recurrent states on a CPU, with a draft or without.
-    Change(
+    _CpuChange(
         target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
         signature="()",
         why="the CPU runtime keeps snapshots of recurrent states for the prefix cache, SGLang only on GPUs",
         build=hooks.cpu_snapshot_support,
-        cpu_only=True,
     ),
     *(
-        Change(
+        _CpuChange(
             target=f"sglang.kernels.ops.mamba.mamba_state_scatter_triton.{name}",
             signature=signature,
             why="SGLang copies recurrent states between slots in Triton, which a CPU cannot run",
             build=_ours(f"srt.hardware_backend.cpu.recurrent_states.{name}"),
-            cpu_only=True,
         )
         for name, signature in (
             (
@@ -172,32 +186,28 @@ AT_LOAD = (
             ),
         )
     ),
-    Change(
+    _CpuChange(
         target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
         signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
         why="the output norm of GatedDeltaNet is a Triton kernel except on CPUs with AMX",
         build=_ours("srt.hardware_backend.cpu.fused_layers.layernorm_fn"),
-        cpu_only=True,
     ),
-    Change(
+    _CpuChange(
         target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
         signature="(hidden_states, gate_weight, shared_output, output, do_add)",
         why="the gate of a shared expert (Qwen3.5 MoE) is a Triton kernel on any device",
         build=_ours("srt.hardware_backend.cpu.fused_layers.launch_fused_gate_sigmoid_mul"),
-        cpu_only=True,
     ),
-    Change(
+    _CpuChange(
         target="torch.Tensor.pin_memory",
         why="SGLang pins a tensor in every decode step with states; PyTorch refuses without an accelerator",
         build=hooks.cpu_pin_memory,
-        cpu_only=True,
     ),
-    Change(
+    _CpuChange(
         target="sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
         signature="()",
         why="if PyTorch brings NCCL, two ranks on a CPU get a communicator that needs a device",
         build=_ours("srt.hardware_backend.cpu.ranks.find_nccl_library"),
-        cpu_only=True,
     ),
 )
 
@@ -282,34 +292,30 @@ AT_DISAGGREGATION = (
 )
 
 AT_CPU_DISAGGREGATION = (
-    Change(
+    _CpuChange(
         target="sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
         signature="(kinds, expected_len)",
         why="SGLang declares all KV pools as GPU memory, which nixl refuses on a machine without a GPU",
         build=_ours("srt.hardware_backend.cpu.transfer.normalize_kv_mem_kinds"),
-        cpu_only=True,
     ),
-    Change(
+    _CpuChange(
         target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_xfer",
         signature="(self, peer_info)",
         why="a prefill server without a draft refuses to send to the host memory of a decode server with one",
         build=_made_by("srt.hardware_backend.cpu.transfer.preparing_targets_layers"),
-        cpu_only=True,
     ),
-    Change(
+    _CpuChange(
         target="sglang.srt.mem_cache.pool_host.common._cuda_host_register",
         signature="(buffer, registration_granularity_bytes)",
         why="SGLang page-locks host buffers through the CUDA driver, which is missing on a CPU",
         build=_ours("srt.hardware_backend.cpu.transfer.host_register"),
-        cpu_only=True,
     ),
     *(
-        Change(
+        _CpuChange(
             target=f"sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.{name}",
             signature=signature,
             why="a decode server copies the KV of a retracted request to host memory with CUDA kernels",
             build=_ours(f"srt.hardware_backend.cpu.transfer.{ours}"),
-            cpu_only=True,
         )
         for name, ours, signature in (
             (
@@ -329,38 +335,34 @@ AT_CPU_DISAGGREGATION = (
 # Equal results in less time. Each entry can be removed alone, with its function in
 # `hardware_backend/cpu/speedups/` and that function's test.
 CPU_SPEEDUPS = (
-    Change(
+    _CpuChange(
         target="sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
         signature="(self, layer, x, bias)",
         why="PyTorch takes MKL for float32, twice as slow as oneDNN, and loops over bfloat16 rows without "
         "AVX-512",
         build=_made_by("srt.hardware_backend.cpu.speedups.linear.linear_for_this_cpu"),
-        cpu_only=True,
     ),
-    Change(
+    _CpuChange(
         target="sglang.srt.layers.layernorm.RMSNorm.forward_native",
         signature="(self, x, residual, post_residual_addition, quant_linear)",
         why="SGLang's norm takes six operators, PyTorch has one that computes the same",
         build=_made_by("srt.hardware_backend.cpu.speedups.fused_norm_rope.fused_rms_norm"),
-        cpu_only=True,
     ),
-    Change(
+    _CpuChange(
         target="sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
         signature="(self, positions, query, key, offsets, fused_set_kv_buffer_arg)",
         why="SGLang rotates queries and keys one after the other, in twice the operators",
         build=_made_by("srt.hardware_backend.cpu.speedups.fused_norm_rope.fused_rotation"),
-        cpu_only=True,
     ),
 )
 
 AT_CPU_ATTENTION = (
-    Change(
+    _CpuChange(
         target="sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry._handlers",
         kind="entry",
         key="torch_native",
         why="SGLang has no method for MLA on torch_native; the one it takes, Triton's, reads latents as keys",
         build=hooks.absorbed_mla,
-        cpu_only=True,
     ),
     *CPU_SPEEDUPS,
 )
