@@ -15,7 +15,7 @@ from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGE
 from support.drafts import make_draft
 
 from sglang_dflash import doctor
-from sglang_dflash.srt.doctor import copies, measure, page_style, static_checks
+from sglang_dflash.srt.doctor import copies, measure, static_checks
 from sglang_dflash.srt.doctor.checkpoint import Checkpoint
 from sglang_dflash.srt.doctor.page import page
 from sglang_dflash.srt.doctor.prompts import PROMPTS
@@ -406,29 +406,6 @@ def test_a_card_is_read():
 
 
 # --- the page ---
-
-
-def contrast(one: str, other: str) -> float:
-    """WCAG 2 contrast of two #rrggbb colours."""
-
-    def luminance(colour):
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
-
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize("theme", [0, 1])
-def test_text_on_every_colour_can_be_read(theme):
-    colour = {name: pair[theme] for name, pair in page_style.COLOURS.items()}
-    behind_ink = ["page", "sheet", "bonus", "copy", "early", "late"]
-    pairs = [("ink", name) for name in behind_ink] + [
-        (t, b) for t in ("muted", "wrong", "fine") for b in ("page", "sheet")
-    ]
-    assert min(contrast(colour[text], colour[behind]) for text, behind in pairs) >= 4.5
-    assert min(contrast(colour["ink"], page_style.mixed(theme, share / 10)) for share in range(11)) >= 4.5
 
 
 def test_the_page_is_well_formed_and_needs_nothing_else(bundled):

@@ -5,10 +5,10 @@ No script, nothing loaded from elsewhere, well-formed XML, light and dark.
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from pathlib import Path
 
 from sglang_dflash.srt.doctor.findings import Finding
 from sglang_dflash.srt.doctor.measure import Measurement, Outcome
-from sglang_dflash.srt.doctor.page_style import style
 from sglang_dflash.srt.doctor.readings import blocks
 from sglang_dflash.srt.doctor.report import describe_draft, likelihood
 from sglang_dflash.srt.doctor.static_checks import Pair
@@ -46,9 +46,18 @@ def page(pair: Pair, found: Sequence[Finding], measured: Measurement | None) -> 
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         '<meta name="color-scheme" content="light dark"/>'
-        f"<title>Acceptance of {_text(pair.draft.name)}</title><style>{style(width)}</style></head>\n"
+        f"<title>Acceptance of {_text(pair.draft.name)}</title><style>{_style(width)}</style></head>\n"
         f"<body>{''.join(body)}</body></html>\n"
     )
+
+
+def _style(width: int) -> str:
+    """Return page.css with a colour for each place in a block of `width` drafted tokens."""
+    places = []
+    for k in range(width):
+        late = 100 * k / max(width - 1, 1)
+        places.append(f".p{k + 1}{{--p:color-mix(in srgb,var(--late) {late:.1f}%,var(--early))}}")
+    return Path(__file__).with_name("page.css").read_text(encoding="utf-8") + "\n".join(places)
 
 
 def _findings(found: Sequence[Finding]) -> str:

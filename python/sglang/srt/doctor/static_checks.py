@@ -52,12 +52,7 @@ _CONFIG_ADVICE = (
 
 
 def flat_config(draft: Checkpoint) -> dict[str, Any]:
-    """Return the draft's config as a flat Qwen3 config.
-
-    Raises:
-        BadInput: It is no draft of ours.
-        DraftConfigError: The config has faults.
-    """
+    """Return the draft's flat Qwen3 config. Raises BadInput or DraftConfigError."""
     config = draft.config
     if is_speculators_config(config):
         kind = speculators_type(config)
@@ -244,11 +239,7 @@ def _check_vocabulary_maps(pair: Pair) -> Iterator[Finding]:
 
 
 def _check_head(pair: Pair) -> Iterator[Finding]:
-    """Compare rows of the draft's head with the target's.
-
-    The training library freezes a draft's head at the target's rows, so another target's, or a wrong d2t,
-    shows.
-    """
+    """Compare the draft's head with the target's rows, at which training freezes it."""
     config, head = pair.parsed.config, "lm_head.weight"
     target_head = _target_head(pair)
     if target_head is None or not (_is_readable(pair.draft, head) and _is_readable(pair.target, target_head)):

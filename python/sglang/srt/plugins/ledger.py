@@ -26,22 +26,15 @@ from sglang_dflash.srt.plugins import hooks
 class Change:
     """One change to SGLang.
 
-    Attributes:
-        target: Dotted path of a callable, or of a registry for kind "entry".
-        why: Reason for the change.
-        build: Returns the hook or the new value. Called when the change is applied, so heavy imports wait.
-        kind: "around" (wrap a method), "resolution" (SGLang's resolution hooks), "replace" (rebind a name),
-            "class" (rebind a class), "entry" (write `key` of a dict).
-        signature: The target's parameters; of a class only those that SGLang passes. None for a registry, and
-            if Python knows no signature.
-        key: The entry's key, for kind "entry".
-        cpu_only: Whether the change is made on a CPU only.
+    Kinds: "around" (wrap a method), "resolution" (SGLang's resolution hooks), "replace" (rebind a name),
+    "class" (rebind a class), "entry" (write `key` of a dict).
     """
 
-    target: str
+    target: str  # dotted path of a callable, or of a registry for kind "entry"
     why: str
-    build: Callable[[], Any]
+    build: Callable[[], Any]  # returns the hook or the new value, when the change is applied: imports wait
     kind: str = "replace"
+    # The target's parameters; of a class only those that SGLang passes. None for a registry, and if unknown.
     signature: str | None = None
     key: str | None = None
     cpu_only: bool = False
