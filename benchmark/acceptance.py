@@ -1,10 +1,12 @@
 """Accept length on a prompt set, through a live server, against expected values.
 
-    python benchmark/acceptance.py                                # starts a server for the bundled pair
-    python benchmark/acceptance.py --url http://host:30000 --profile qwen3-8b-dflash --prompts mt-bench=mtbench.jsonl
+    python benchmark/acceptance.py        # starts a server for the bundled pair
+    python benchmark/acceptance.py --url http://host:30000 --profile qwen3-8b-dflash \\
+        --prompts mt-bench=mtbench.jsonl
 
-Expected values lie in benchmark/expected_acceptance.json: per profile and prompt set an accept length and the
-share of it that must be reached. Exits with 1 below that, naming the set."""
+benchmark/expected_acceptance.json holds an accept length per profile and prompt set, and the share of it that
+must be reached. Exits with 1 below that, naming the set.
+"""
 
 import argparse
 import contextlib
@@ -23,7 +25,7 @@ EXPECTED = ROOT / "benchmark" / "expected_acceptance.json"
 
 @dataclass(frozen=True)
 class Acceptance:
-    """kept[k]: verified blocks in which exactly k of `drafted_per_step` drafted tokens were kept."""
+    """Verified blocks: `kept[k]` of them kept k of `drafted_per_step` drafted tokens."""
 
     drafted_per_step: int
     kept: list[int]
@@ -54,7 +56,7 @@ class Acceptance:
 
 
 def measure(server: Server, prompts: list[dict], max_new_tokens: int, concurrency: int = 96) -> Acceptance:
-    """Send every prompt greedily and add up what became of the drafts."""
+    """Send every prompt greedily, and add up the outcomes of the drafts."""
     params = {"temperature": 0, "max_new_tokens": max_new_tokens}
     requests = [{"text": prompt["text"], "sampling_params": params} for prompt in prompts]
     answers = [answer["meta_info"] for answer in server.generate_many(requests, concurrency)]
@@ -64,8 +66,10 @@ def measure(server: Server, prompts: list[dict], max_new_tokens: int, concurrenc
 
 
 def sum_histograms(infos: Sequence[dict]) -> list[int]:
-    """Over the `meta_info` of answers: [k] is the blocks in which exactly k drafted tokens were kept. Empty
-    without speculation."""
+    """Add up the histograms of answers: [k] counts the blocks that kept k drafted tokens.
+
+    Empty without speculation.
+    """
     histograms = [info.get("spec_correct_drafts_histogram") or [] for info in infos]
     return [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
 
@@ -73,17 +77,20 @@ def sum_histograms(infos: Sequence[dict]) -> list[int]:
 def report(name: str, measured: Acceptance) -> str:
     positions = " ".join(f"{share:.3f}" for share in measured.by_position)
     return (
-        f"{name}: accept length {measured.accept_length:.3f}, {measured.drafts} drafts of {measured.drafted_per_step} "
-        f"tokens, rate {measured.rate:.3f}, by position {positions}"
+        f"{name}: accept length {measured.accept_length:.3f}, {measured.drafts} drafts of "
+        f"{measured.drafted_per_step} tokens, rate {measured.rate:.3f}, by position {positions}"
     )
 
 
 def shortfall(name: str, measured: Acceptance, expected: dict) -> str | None:
-    """What to say if `measured` is below the expected accept length times its floor; None if it is not."""
+    """Return a message if the accept length is below the expected one times its floor."""
     least = expected["accept_length"] * expected["floor"]
     if measured.accept_length >= least:
         return None
-    return f"{name}: accept length {measured.accept_length:.3f} is below {least:.3f} ({expected['floor']} x {expected['accept_length']})"
+    return (
+        f"{name}: accept length {measured.accept_length:.3f} is below {least:.3f} "
+        f"({expected['floor']} x {expected['accept_length']})"
+    )
 
 
 def main() -> int:
@@ -105,7 +112,8 @@ def main() -> int:
     with running as server:
         if any("speculative_width" in state for state in server.get("/server_info")["internal_states"]):
             parser.error(
-                "this server verifies what is worth it: an accept length is of whole blocks, --no-speculative-adaptive"
+                "this server chooses the verify width, but accept lengths are compared over whole blocks: "
+                "start it with --no-speculative-adaptive"
             )
         for name, expected in profile["sets"].items():
             prompts = _prompts(name, files)

@@ -1,5 +1,7 @@
-"""Changes to modules of a server that has not imported them yet. Used by the `sitecustomize.py` that
-benchmarks and tests put on a server's PYTHONPATH."""
+"""Changes to modules that a server has not imported yet.
+
+Used by the `sitecustomize.py` files that benchmarks and tests put on a server's PYTHONPATH.
+"""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -28,5 +30,5 @@ class _Watch(MetaPathFinder):
 
 
 def after_import(changes: Mapping[str, Callable[[ModuleType], None]]) -> None:
-    """Name of a module -> what to do with it, once, right after it is imported."""
+    """Call each change once with its module, by the module's name, right after its import."""
     sys.meta_path.insert(0, _Watch(changes))

@@ -44,9 +44,10 @@ BUNDLED_PAIRS = (TARGET, DRAFT), (HYBRID_TARGET, HYBRID_DRAFT)
 class Load:
     """One server at one concurrency.
 
-    seconds: wall time of the whole request set. accepted[k]: blocks in which exactly k drafted tokens were
-    kept. phase_ms: milliseconds per cycle by phase; "rest" is everything outside our worker (scheduler,
-    detokenizer, HTTP)."""
+    `seconds` is the wall time of the whole request set. `accepted[k]` counts the blocks that kept exactly k
+    drafted tokens. `phase_ms` are milliseconds per cycle by phase; "rest" is everything outside our worker
+    (scheduler, detokenizer, HTTP).
+    """
 
     server: str
     concurrency: int
@@ -59,7 +60,7 @@ class Load:
 
     @classmethod
     def of(cls, server: str, concurrency: int, answers: list[dict], seconds: float) -> "Load":
-        """From the answers to a request set, and how long the set took."""
+        """Build from the answers to a request set and its wall time."""
         infos = [answer["meta_info"] for answer in answers]
         return cls(
             server=server,
@@ -101,7 +102,7 @@ def phase_times(path: Path) -> dict[str, str]:
 
 
 def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str) -> None:
-    """All servers of one target, one after the other, and what they gave."""
+    """Measure all servers of one target, one after the other, and write the results."""
     prompts = [p["text"] for p in text_prompts()]
     common = ["--model-path", target, "--dtype", args.dtype, *args.server_args.split()]
     plans = [("no speculation", common, {}, {})]
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str
                     load = measure_with_phases(server, prompts, concurrency, args, name, phase_file)
                     loads.append(load)
                     print(report.line(load, loads), flush=True)
-    # An interpreter's path says where a machine keeps it, which is nobody's business.
+    # The interpreter's path is private to the machine.
     shown = ["PEER_PYTHON" if word == args.peer_python else word for word in args.raw]
     heading = {
         "date": str(date.today()),
@@ -167,7 +168,7 @@ def measure(
     name: str,
     requests_per_slot: int = 6,
 ) -> Load:
-    """Send a fixed set of greedy requests, `concurrency` at a time, and time the set as a whole."""
+    """Send a fixed set of greedy requests, `concurrency` at a time, and time the set."""
     server.flush_cache()
     chosen = list(itertools.islice(itertools.cycle(prompts), max(24, concurrency * requests_per_slot)))
     params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}

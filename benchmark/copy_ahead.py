@@ -1,18 +1,22 @@
-"""What copies from a request's own text bring, on the bundled pairs, with and without in the same run.
+"""Speed and acceptance with and without copies of a request's own text.
 
     python benchmark/copy_ahead.py                                 # everything: some 40 minutes on two cores
     python benchmark/copy_ahead.py --sets edit plain --pairs qwen3 --rounds 2
 
-Sets: `edit`, a held-out file to be said again with a name changed; `quote`, a file to be summed up in the
-target's own words around two of its lines; `plain`, held-out prompts to be continued. The bundled targets are
-too small to do the first two when asked, so their logits are held to it (held/sitecustomize.py): the same
-text in all servers, which the draft sees as it would any other. They loop in greedy text of their own, which
-flatters every copy, so requests whose output does not loop are measured apart: at temperature 0.8, and,
-greedy, the prompts of which at most LOOPS of the output's tokens complete a 5-gram that the output had
-before.
+Sets:
+
+- `edit`: repeat a held-out file with a name changed;
+- `quote`: summarize a file in the target's own words around two of its lines;
+- `plain`: continue held-out prompts.
+
+The bundled targets are too small for the first two, so their logits are forced (held/sitecustomize.py): the
+same text in all servers, which the draft sees like any other. Greedy text of these targets loops, which
+favours copies. So requests whose output does not loop are measured separately: at temperature 0.8, and greedy
+prompts for which at most LOOPS of the output's tokens complete a 5-gram that the output already has.
 
 Two servers per pair, both started first, take turns; a cell is the median of the rounds. Writes
-benchmark/results/copy-ahead.md and .json."""
+benchmark/results/copy-ahead.md and .json.
+"""
 
 import argparse
 import json
@@ -65,39 +69,36 @@ OFF, ON = "off", "on"
 
 
 def files(count: int) -> list[str]:
-    """Pieces of held-out files."""
-    return [p["text"] for p in heldout_prompts() if not p.get("chat") and 217 <= p["num_tokens"] <= 800][
-        :count
-    ]
+    """Return pieces of held-out files."""
+    texts = [p for p in heldout_prompts() if not p.get("chat")]
+    return [p["text"] for p in texts if 217 <= p["num_tokens"] <= 800][:count]
 
 
 @dataclass(frozen=True)
 class Request:
-    """says: what the target is held to, token ids by output position, -1 for its own
-    (held/sitecustomize.py)."""
+    """A prompt, and token ids forced by output position, -1 for the target's own."""
 
     text: str
-    says: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()
 
 
 def edit(file: str, tokenizer: Tokenizer) -> Request:
-    """The file, to be said again with its commonest name changed."""
+    """Request the file once more, with its commonest name changed."""
     names = Counter(re.findall(r"\b[a-z_]{6,}\b", file))
     name = max(names, key=lambda n: (names[n], n))
     edited = re.sub(rf"\b{name}\b", f"new_{name}", file)
-    return Request(
-        f"{file}\n\n# The same, with {name} renamed to new_{name}:\n\n", tuple(tokenizer.encode(edited).ids)
-    )
+    prompt = f"{file}\n\n# The same, with {name} renamed to new_{name}:\n\n"
+    return Request(prompt, tuple(tokenizer.encode(edited).ids))
 
 
 def quote(file: str, tokenizer: Tokenizer) -> Request:
-    """The file, to be summed up in words of the target's own around two of its longest lines."""
+    """Request a summary in the target's own words, around two of the longest lines."""
     lines = sorted({line.strip() for line in file.splitlines()}, key=lambda line: (-len(line), line))[:2]
-    says = [[-1] * OWN_WORDS + tokenizer.encode(f'"{line}"').ids for line in lines]
-    return Request(f"{file}\n\n# In short: ", (*says[0], *says[1]))
+    forced = [[-1] * OWN_WORDS + tokenizer.encode(f'"{line}"').ids for line in lines]
+    return Request(f"{file}\n\n# In short: ", (*forced[0], *forced[1]))
 
 
-def requests_of(name: str, count: int, tokenizer: Tokenizer) -> list[Request]:
+def make_requests(name: str, count: int, tokenizer: Tokenizer) -> list[Request]:
     if name == "edit":
         return [edit(file, tokenizer) for file in files(count)]
     if name == "quote":
@@ -107,7 +108,7 @@ def requests_of(name: str, count: int, tokenizer: Tokenizer) -> list[Request]:
 
 
 def loop_share(ids: Sequence[int], n: int = 5) -> float:
-    """Of a text's tokens, how many complete an n-gram that it had before."""
+    """Return the share of a text's tokens that complete an n-gram which it already has."""
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -117,14 +118,14 @@ def loop_share(ids: Sequence[int], n: int = 5) -> float:
 
 @dataclass
 class Run:
-    """One round of one server. shares: of the proposed tokens, copied; of the output, copied and kept."""
+    """One round of one server."""
 
-    speed: float
+    speed: float  # tokens/s
     accept_length: float
-    copied: float
-    kept_copies: float
-    skipped: float
-    loops: float
+    copied: float  # share of the proposed tokens
+    kept_copies: float  # share of the output
+    skipped: float  # share of cycles without a draft forward
+    loops: float  # share of the output
 
 
 @dataclass
@@ -141,7 +142,7 @@ class Cell:
 
     @property
     def ratio(self) -> float:
-        """Of rounds that stood next to each other."""
+        """Median over pairs of consecutive rounds."""
         return statistics.median(on.speed / off.speed for on, off in zip(self.runs[ON], self.runs[OFF]))
 
     @property
@@ -150,7 +151,7 @@ class Cell:
         return (max(ratios) - min(ratios)) / 2
 
 
-def copies(server: Server) -> Counter:
+def count_copies(server: Server) -> Counter:
     [state, *_] = server.get("/server_info")["internal_states"]
     report = state.get("speculative_copy_ahead", {})
     counts = Counter({key: report.get(key, 0) for key in ("cycles", "cycles_without_draft")})
@@ -159,19 +160,20 @@ def copies(server: Server) -> Counter:
     return counts
 
 
-def ask(
+def send(
     server: Server, requests: Sequence[Request], temperature: float, new_tokens: int, concurrency: int
 ) -> tuple[Run, list[dict]]:
     server.flush_cache()
     params = {"temperature": temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
-    asked = [
-        {"text": r.text, "sampling_params": params | {"custom_params": {"says": r.says}}} for r in requests
+    bodies = [
+        {"text": r.text, "sampling_params": params | {"custom_params": {"forced": r.forced}}}
+        for r in requests
     ]
-    before = copies(server)
-    began = time.perf_counter()
-    answers = server.generate_many(asked, concurrency)
-    seconds = time.perf_counter() - began
-    counts = copies(server)
+    before = count_copies(server)
+    start = time.perf_counter()
+    answers = server.generate_many(bodies, concurrency)
+    seconds = time.perf_counter() - start
+    counts = count_copies(server)
     counts.subtract(before)
     tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
     cycles = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
@@ -197,15 +199,15 @@ def run(pair: str, args) -> Iterator[Cell]:
         servers = {OFF: stack.enter_context(serve(*common, env=env))}
         servers[ON] = stack.enter_context(serve(*common, "--speculative-copy-ahead", env=env))
         for server in servers.values():
-            ask(server, requests_of("plain", 4, tokenizer), 0.0, 16, 4)  # warms up
+            send(server, make_requests("plain", 4, tokenizer), 0.0, 16, 4)  # warms up
         for name in args.sets:
-            requests = requests_of(name, args.requests, tokenizer)
-            parts = [(name, 0.0, requests)] + [(name, 0.8, requests)] * (
-                name != "edit"
-            )  # whose every token is held
+            requests = make_requests(name, args.requests, tokenizer)
+            parts = [(name, 0.0, requests)]
+            if name != "edit":  # every token of an edit is forced
+                parts.append((name, 0.8, requests))
             if name == "plain" and "drawn" not in pair:
-                every = requests_of(name, 1000, tokenizer)
-                _, answers = ask(servers[OFF], every, 0.0, args.new_tokens, 16)
+                every = make_requests(name, 1000, tokenizer)
+                _, answers = send(servers[OFF], every, 0.0, args.new_tokens, 16)
                 quiet = [r for r, answer in zip(every, answers) if loop_share(answer["output_ids"]) <= LOOPS]
                 parts.insert(1, (f"{name}, does not loop", 0.0, quiet))
             if "drawn" in pair:
@@ -218,7 +220,7 @@ def run(pair: str, args) -> Iterator[Cell]:
                     cell = Cell(pair, title, temperature, concurrency, len(chosen))
                     for number in range(args.rounds):
                         for server in (OFF, ON) if number % 2 == 0 else (ON, OFF):
-                            result, _ = ask(
+                            result, _ = send(
                                 servers[server], chosen, temperature, args.new_tokens, concurrency
                             )
                             cell.runs[server].append(result)
@@ -238,14 +240,15 @@ def row(cell: Cell) -> str:
         f"{100 * cell.median(ON, key):.0f} %" for key in ("copied", "kept_copies", "skipped", "loops")
     )
     return (
-        f"| {cell.pair} | {cell.name} | {cell.temperature:g} | {cell.concurrency} | {cell.requests} | {off:.0f} | {on:.0f} "
-        f"| {ratio} ±{cell.spread:.2f} | {lengths[0]:.2f} | {lengths[1]:.2f} | {shares} |"
+        f"| {cell.pair} | {cell.name} | {cell.temperature:g} | {cell.concurrency} | {cell.requests} "
+        f"| {off:.0f} | {on:.0f} | {ratio} ±{cell.spread:.2f} "
+        f"| {lengths[0]:.2f} | {lengths[1]:.2f} | {shares} |"
     )
 
 
 HEAD = (
-    "| pair | set | T | at once | requests | tokens/s off | on | on / off | accept length off | on | copied | of the output | "
-    "no draft | loops |"
+    "| pair | set | T | at once | requests | tokens/s off | on | on / off | accept length off | on | copied "
+    "| of the output | no draft | loops |"
 )
 
 
@@ -253,11 +256,12 @@ def page(cells: list[Cell], args) -> str:
     table = "\n".join([HEAD, "|---|---|" + "---:|" * 12, *map(row, cells)])
     return f"""# Copy ahead
 
-{date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
-sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request, medians of {args.rounds} rounds.
-Last measured by `python benchmark/copy_ahead.py {shlex.join(sys.argv[1:])}`; other pairs are from an earlier run. The load
-average of 15 minutes was {os.getloadavg()[2]:.1f}. If it is above the number of cores, tokens/s are only as good as their spread; accept lengths and shares do not
-depend on it.
+{date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server;
+{args.dtype}; sglang {version("sglang")}, sglang-dflash {version("sglang-dflash")};
+{args.new_tokens} new tokens a request, medians of {args.rounds} rounds. Last measured by
+`python benchmark/copy_ahead.py {shlex.join(sys.argv[1:])}`; other pairs are from an earlier run.
+The load average of 15 minutes was {os.getloadavg()[2]:.1f}. If it is above the number of cores, tokens/s are
+only as good as their spread; accept lengths and shares do not depend on it.
 
 The program's docstring describes the sets and "does not loop".
 
@@ -272,8 +276,8 @@ Bars for on / off: 1.25 on `edit`, 0.98 on `plain`. Bold: below.
 """
 
 
-def known(path: Path) -> list[Cell]:
-    """What earlier runs measured; a pair's two servers are always of one run."""
+def read_earlier(path: Path) -> list[Cell]:
+    """Return the cells of earlier runs; a pair's two servers are always of one run."""
     if not path.exists():
         return []
     cells = json.loads(path.read_text())
@@ -300,7 +304,7 @@ def main() -> None:
     parser.add_argument("--name", default="copy-ahead", help="of the files in benchmark/results/")
     args = parser.parse_args()
     stem = RESULTS / args.name
-    cells = [cell for cell in known(stem.with_suffix(".json")) if cell.pair not in args.pairs]
+    cells = [cell for cell in read_earlier(stem.with_suffix(".json")) if cell.pair not in args.pairs]
     for pair in args.pairs:
         for cell in run(pair, args):
             cells.append(cell)

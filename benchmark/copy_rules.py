@@ -1,10 +1,10 @@
-"""When to copy and when to draft: accept lengths of some rules on the sets of benchmark/copy_ahead.py,
-bundled pair.
+"""Accept lengths of rules that choose between copy and draft.
 
     python benchmark/copy_rules.py
 
-Accept lengths, not speeds: what else the machine does changes nothing. Writes
-benchmark/results/copy-rules.md."""
+The sets are those of benchmark/copy_ahead.py, on the bundled pair. Accept lengths, not speeds, so other load
+of the machine does not matter. Writes benchmark/results/copy-rules.md.
+"""
 
 import argparse
 import json
@@ -12,11 +12,11 @@ import platform
 from datetime import date
 from importlib.metadata import version
 
-from copy_ahead import HELD, LOOPS, Request, ask, loop_share, requests_of
+from copy_ahead import HELD, LOOPS, Request, loop_share, make_requests, send
 from serving import DRAFT, ROOT, TARGET, dflash_arguments, importing, serve
 from tokenizers import Tokenizer
 
-# Records that do not move: a match of at least `shortest` tokens is always copied.
+# Constant records: a match of at least `shortest` tokens is always copied.
 ALWAYS = {
     "trust_short": 1.0,
     "trust_medium": 1.0,
@@ -29,8 +29,8 @@ RULES = {
     "copies of any match from 3 tokens on": ALWAYS,
     "copies of matches from 5 on": ALWAYS | {"shortest": 5},
     "copies of matches from 8 on": ALWAYS | {"shortest": 8},
-    "as they fared, matches of all lengths trusted alike": {"trust_short": 1.0, "trust_medium": 1.0},
-    "as they fared, short matches trusted less (ours)": {},
+    "by acceptance, matches of all lengths trusted alike": {"trust_short": 1.0, "trust_medium": 1.0},
+    "by acceptance, short matches trusted less (ours)": {},
 }
 SETS = (
     ("edit", 0.0),
@@ -43,30 +43,24 @@ SETS = (
 
 
 def accept_lengths(rule: dict | None, quiet: list[Request], args) -> list[str]:
-    """Of one server, a cell for each set. quiet: requests whose greedy output does not loop, the same in
-    every server; found by the first."""
+    """Return a cell for each set, by one server.
+
+    `quiet` are the requests whose greedy output does not loop. The first server finds them, all use them.
+    """
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     env = {"OMP_NUM_THREADS": "1", **importing(HELD), "COPY_RULE": json.dumps(rule or {})}
     flags = dflash_arguments(DRAFT) + ["--speculative-copy-ahead"] * (rule is not None)
-    common = [
-        "--model-path",
-        TARGET,
-        "--dtype",
-        "float32",
-        "--random-seed",
-        "1",
-        "--max-total-tokens",
-        "32768",
-    ]
+    common = ["--model-path", TARGET, "--dtype", "float32", "--random-seed", "1"]
+    common += ["--max-total-tokens", "32768"]
     cells = []
     with serve(*common, *flags, env=env) as server:
         if not quiet:
-            every = requests_of("plain", 1000, tokenizer)
-            _, answers = ask(server, every, 0.0, args.new_tokens, 16)
+            every = make_requests("plain", 1000, tokenizer)
+            _, answers = send(server, every, 0.0, args.new_tokens, 16)
             quiet += [r for r, answer in zip(every, answers) if loop_share(answer["output_ids"]) <= LOOPS]
         for name, temperature in SETS:
-            chosen = quiet if "loop" in name else requests_of(name, args.requests, tokenizer)
-            result, _ = ask(server, chosen, temperature, args.new_tokens, 8)
+            chosen = quiet if "loop" in name else make_requests(name, args.requests, tokenizer)
+            result, _ = send(server, chosen, temperature, args.new_tokens, 8)
             cells.append(f"{result.accept_length:.2f}")
     return cells
 
@@ -78,13 +72,14 @@ def page(rows: dict[str, list[str]], args) -> str:
     table = "\n".join(lines)
     return f"""# When to copy, when to draft
 
-{date.today()}; {platform.machine()} CPU, float32; sglang {version("sglang")}, sglang-dflash {version("sglang-dflash")}. `python benchmark/copy_rules.py --requests {args.requests}`:
-accept lengths on the bundled pair, {args.new_tokens} tokens each; the sets are benchmark/copy_ahead.py's.
+{date.today()}; {platform.machine()} CPU, float32; sglang {version("sglang")},
+sglang-dflash {version("sglang-dflash")}. `python benchmark/copy_rules.py --requests {args.requests}`:
+accept lengths on the bundled pair, {args.new_tokens} tokens each, on the sets of benchmark/copy_ahead.py.
 
 {table}
 
-"As they fared": per request, copy if the accepted share of copies, times the trust in a match of this length, is at least the accepted share of
-drafts (`CopyRule` in `kernels/ops/speculative/copy_ahead.py`).
+"By acceptance": per request, copy if the accepted share of copies, times the trust in a match of this length,
+is at least the accepted share of drafts (`CopyRule` in `kernels/ops/speculative/copy_ahead.py`).
 """
 
 

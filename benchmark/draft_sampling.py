@@ -1,4 +1,4 @@
-"""Accept length of sampled requests, by how drafts are chosen, on the held-out prompts.
+"""Accept length of sampled requests, per method of choosing drafts.
 
     python benchmark/draft_sampling.py                    # the bundled pair
     python benchmark/draft_sampling.py --draft DRAFT --temperatures 0.7 1.0
@@ -26,7 +26,7 @@ METHODS = {
 def accept_length(
     server: Server, texts: list[str], temperature: float, new_tokens: int
 ) -> tuple[float, float]:
-    """Tokens per verified block over all requests, and the standard error of that."""
+    """Return tokens per verified block over all requests, and the standard error."""
     sampling = {"temperature": temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
     answers = server.generate_many([{"text": text, "sampling_params": sampling} for text in texts], 16)
     counts: list[int] = []
@@ -62,9 +62,9 @@ def main() -> None:
             print(lines[-1], flush=True)
     page = f"""# Accept length of sampled requests
 
-{date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores; sglang {version("sglang")}, sglang-dflash
-{version("sglang-dflash")}; {len(texts)} held-out prompts, {args.new_tokens} new tokens each. Tokens per verified block, bonus
-token included, ± one standard error. `python benchmark/draft_sampling.py`.
+{date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores; sglang {version("sglang")},
+sglang-dflash {version("sglang-dflash")}; {len(texts)} held-out prompts, {args.new_tokens} new tokens each.
+Tokens per verified block, bonus token included, ± one standard error. `python benchmark/draft_sampling.py`.
 
 """
     (ROOT / "benchmark" / "results" / f"{args.name}.md").write_text(page + "\n".join(lines) + "\n")

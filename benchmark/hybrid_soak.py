@@ -1,13 +1,14 @@
-"""Thousands of greedy requests on the hybrid pair under random joins, aborts, retraction and prefix hits: how
-many answers are not the plain target's?
+"""Compare thousands of greedy answers of the hybrid pair with the plain target's.
 
     python benchmark/hybrid_soak.py --requests 3000
 
-Both servers run in float32, the plain one first. Prompts are held-out ones, cut at random, alone, behind a
-beginning that many share, or continued by a part of their own answer. A pool too small for all and a
-scheduler that is told answers are short make it retract. What follows a position where the target's best two
-tokens are closer than float32 tells apart is not compared. Exits with 1 if an answer is wrong, or if nothing
-was retracted, aborted or taken from the prefix cache."""
+Requests join at random, and are aborted, retracted and served from the prefix cache. Both servers run in
+float32, the plain one first. Prompts are held-out ones, cut at random: alone, behind a shared beginning, or
+continued by a part of their own answer. A small pool and a low estimate of answer lengths make the scheduler
+retract. Tokens after a position at which the target's best two are closer than float32 can separate are not
+compared. Exits with 1 if an answer is wrong, or if nothing was retracted, aborted or taken from the prefix
+cache.
+"""
 
 import argparse
 import concurrent.futures
@@ -20,18 +21,9 @@ import urllib.error
 from collections import Counter
 from pathlib import Path
 
-from serving import (
-    HYBRID_DRAFT as DRAFT,
-)
-from serving import (
-    HYBRID_TARGET as TARGET,
-)
-from serving import (
-    Server,
-    dflash_arguments,
-    heldout_prompts,
-    serve,
-)
+from serving import HYBRID_DRAFT as DRAFT
+from serving import HYBRID_TARGET as TARGET
+from serving import Server, dflash_arguments, heldout_prompts, serve
 from tokenizers import Tokenizer
 
 # Two batch shapes compute a logit within about 1e-6 in float32, and recurrent states carry that on.
@@ -40,7 +32,7 @@ LONGEST = 160
 
 
 def known_answers(server: Server, count: int, seed: int) -> list[dict]:
-    """`count` prompts and the plain target's `LONGEST` tokens to each, as far as float32 decides them."""
+    """Return prompts with the target's `LONGEST` tokens, as far as float32 decides them."""
     generator = random.Random(seed)
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     texts = [tokenizer.encode(prompt["text"]).ids for prompt in heldout_prompts()]
@@ -52,12 +44,12 @@ def known_answers(server: Server, count: int, seed: int) -> list[dict]:
         start = shared[: generator.choice((64, 128, 200, 256))] if generator.random() < 0.3 else []
         prompts.append(start + prompt)
     sampling = {"temperature": 0, "max_new_tokens": LONGEST, "ignore_eos": True}
-    asked = [
+    bodies = [
         {"input_ids": p, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2}
         for p in prompts
     ]
     known = []
-    for prompt, answer in zip(prompts, server.generate_many(asked, 16), strict=True):
+    for prompt, answer in zip(prompts, server.generate_many(bodies, 16), strict=True):
         leads = [(top[0][0] - top[1][0]) for top in answer["meta_info"]["output_top_logprobs"]]
         decided = next((i for i, lead in enumerate(leads) if lead < TIE), len(leads))
         known.append({"prompt": prompt, "answer": answer["output_ids"][:decided]})
@@ -65,10 +57,10 @@ def known_answers(server: Server, count: int, seed: int) -> list[dict]:
 
 
 def soak(server: Server, known: list[dict], count: int, seed: int, concurrency: int) -> Counter:
-    """Send `count` requests, `concurrency` at a time; what became of them."""
+    """Send `count` requests, `concurrency` at a time, and count the outcomes."""
     counts, lock = Counter(), threading.Lock()
 
-    def one(number: int) -> None:
+    def send_one(number: int) -> None:
         generator = random.Random(seed * 1_000_003 + number)
         k = generator.choice(known)
         done = generator.randrange(len(k["answer"]) - 1) if generator.random() < 0.4 else 0
@@ -83,7 +75,7 @@ def soak(server: Server, known: list[dict], count: int, seed: int, concurrency: 
         try:
             answer = server.generate(input_ids=prompt, rid=rid, sampling_params=sampling)
         except urllib.error.HTTPError as error:
-            if not is_aborted:  # one that is aborted before it runs is answered so
+            if not is_aborted:  # the answer if it is aborted before it runs
                 raise
             error.close()
             with lock:
@@ -95,21 +87,19 @@ def soak(server: Server, known: list[dict], count: int, seed: int, concurrency: 
             counts["requests"] += 1
             counts["tokens"] += len(output)
             counts["aborted"] += was_cut
-            # An aborted request may lack what a finished one has.
+            # An aborted request may lack these fields.
             counts["retractions"] += meta.get("num_retractions", 0)
             counts["cached tokens"] += meta.get("cached_tokens", 0)
             counts["cycles"] += sum(meta.get("spec_correct_drafts_histogram") or [])
             expected = rest[: len(output)] if was_cut else rest[:length]
             if output != expected:
                 counts["wrong"] += 1
-                print(
-                    json.dumps({"wrong": number, "prompt": prompt, "got": output, "wanted": expected}),
-                    flush=True,
-                )
+                report = {"wrong": number, "prompt": prompt, "got": output, "expected": expected}
+                print(json.dumps(report), flush=True)
         time.sleep(generator.random() * 0.2)
 
     with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
-        for number, result in enumerate(pool.map(one, range(count)), start=1):
+        for number, _ in enumerate(pool.map(send_one, range(count)), start=1):
             if number % 200 == 0:
                 print(f"{number} of {count}: {dict(counts)}", flush=True)
     return counts
@@ -132,7 +122,7 @@ def main() -> int:
     with serve(*arguments, env=environment, timeout=options.timeout) as plain:
         known = known_answers(plain, options.prompts, options.seed)
     print(f"{len(known)} prompts, {sum(len(k['answer']) for k in known)} known tokens", flush=True)
-    # Room for a third of what runs at once.
+    # Room for a third of the requests that run at once.
     pool = max(2 * max(len(k["prompt"]) + LONGEST for k in known), options.concurrency * 100)
     arguments += ["--max-total-tokens", pool, *dflash_arguments(options.draft)]
     with serve(*arguments, env=environment, timeout=options.timeout) as server:

@@ -1,4 +1,4 @@
-"""Draw how often each position of a block is accepted, from the metrics of a running server.
+"""Draw the acceptance of each position of a block, from a running server's metrics.
 
     python benchmark/plot_acceptance.py --url http://127.0.0.1:30000 --output acceptance.png
 
@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 @dataclass(frozen=True)
 class Counts:
-    """accepted_at[k]: blocks whose drafted token at position k + 1 was accepted."""
+    """Totals of a server; `accepted_at[k]` counts the blocks that kept drafted token k + 1."""
 
     drafts: int
     drafted: int
@@ -31,8 +31,7 @@ class Counts:
 
 
 def read_counts(page: str) -> Counts:
-    """The counters on a /metrics page. Raises ValueError where there are none, or no block was verified
-    yet."""
+    """Read the counters of a /metrics page. Raises ValueError if no block was verified yet."""
     totals: Counter[str] = Counter()
     positions: Counter[int] = Counter()
     for family in text_string_to_metric_families(page):

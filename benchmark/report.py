@@ -1,4 +1,4 @@
-"""What the benchmark shows a person: a line while it runs, a Markdown page, a plot."""
+"""Output of the benchmark: a line per measurement, a Markdown page, a plot."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ PHASES = ("prepare", "draft", "verify", "accept", "commit", "rest")
 
 
 def speedup(load, loads) -> float | None:
-    """Output tokens/s relative to the same concurrency without speculation, in the same run."""
+    """Return output tokens/s relative to no speculation, at the same concurrency."""
     for other in loads:
         if other.server == "no speculation" and other.concurrency == load.concurrency:
             return load.tokens_per_second / other.tokens_per_second
@@ -16,11 +16,12 @@ def speedup(load, loads) -> float | None:
 def line(load, loads) -> str:
     accept = f"accept length {load.accept_length:.2f}" if load.acceptance else ""
     ratio = speedup(load, loads)
-    return f"{load.server:>16}  x{load.concurrency:<3} {load.tokens_per_second:8.1f} tokens/s  {ratio:5.2f}x  {accept}"
+    speed = f"{load.tokens_per_second:8.1f} tokens/s"
+    return f"{load.server:>16}  x{load.concurrency:<3} {speed}  {ratio:5.2f}x  {accept}"
 
 
 def table(loads) -> str:
-    """Speed: one row per concurrency, one column group per server."""
+    """Format the speeds: one row per concurrency, one column group per server."""
     servers = list(dict.fromkeys(load.server for load in loads))
     by_key = {(load.server, load.concurrency): load for load in loads}
     rows = ["| concurrency | " + " | ".join(f"{s}, tokens/s" for s in servers) + " | "]
@@ -28,11 +29,10 @@ def table(loads) -> str:
     rows[0] += " | ".join(f"{s}: accept length" for s in servers[1:]) + " |"
     rows.append("|" + "---:|" * (3 * len(servers) - 1))
     for concurrency in dict.fromkeys(load.concurrency for load in loads):
-        at = [by_key[s, concurrency] for s in servers]
-        cells = [str(concurrency)] + [f"{load.tokens_per_second:.1f}" for load in at]
-        cells += [f"{speedup(load, loads):.2f}x" for load in at[1:]] + [
-            f"{load.accept_length:.2f}" for load in at[1:]
-        ]
+        row = [by_key[s, concurrency] for s in servers]
+        cells = [str(concurrency)] + [f"{load.tokens_per_second:.1f}" for load in row]
+        cells += [f"{speedup(load, loads):.2f}x" for load in row[1:]]
+        cells += [f"{load.accept_length:.2f}" for load in row[1:]]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
 
@@ -42,14 +42,15 @@ def markdown(heading: dict, loads, stem: str) -> str:
     deepest = max(len(load.acceptance.by_position) for load in drafted)
     parts = [
         f"# {heading['command']}: {heading['target']}",
-        f"{heading['date']}; {heading['machine']}; PyTorch threads per server: {heading['threads']}; {heading['dtype']}; "
-        f"greedy, {heading['max_new_tokens']} new tokens a request; "
+        f"{heading['date']}; {heading['machine']}; PyTorch threads per server: {heading['threads']}; "
+        f"{heading['dtype']}; greedy, {heading['max_new_tokens']} new tokens a request; "
         + ", ".join(f"{name} {number}" for name, number in heading["versions"].items())
-        + ". Servers run one after the other with the same settings; speedup is against no speculation in this run.",
+        + ". Servers run one after the other with the same settings; "
+        "speedup is relative to no speculation in this run.",
         table(loads),
         f"![throughput and acceptance]({stem}.png)",
         "## Milliseconds per cycle",
-        "`rest` is what happens outside the worker: scheduler, prefill, detokenizer, HTTP.",
+        "`rest` is the time outside the worker: scheduler, prefill, detokenizer, HTTP.",
         "| server | concurrency | " + " | ".join(PHASES) + " |\n|---|" + "---:|" * (len(PHASES) + 1),
     ]
     timed = [load for load in loads if load.phase_ms]

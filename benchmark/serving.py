@@ -29,8 +29,8 @@ HYBRID_DRAFT = ROOT / "models" / "tiny-qwen3_5-code-dflash"
 HELDOUT_PROMPTS = ROOT / "benchmark" / "tiny" / "prompts" / "heldout.jsonl"
 START_TIMEOUT_S = 240
 
-# Every cycle verifies whole blocks unless a server's flags say --speculative-adaptive, on a CPU too: nothing
-# that is counted depends on what a clock said.
+# Every cycle verifies whole blocks, on a CPU too, unless a server's flags have --speculative-adaptive. So no
+# count depends on a clock.
 WHOLE_BLOCKS = {"SGLANG_DFLASH_NO_ADAPTIVE": "1"}
 DEFAULT_WIDTHS = dict.fromkeys(WHOLE_BLOCKS, "")  # undoes it
 
@@ -55,7 +55,7 @@ class Server:
         return self.post("/generate", request)
 
     def generate_many(self, requests: Sequence[dict], concurrency: int) -> list[Any]:
-        """POST every request, at most `concurrency` at a time; answers in the order of the requests."""
+        """POST all requests, `concurrency` at a time; return the answers in their order."""
         with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(lambda request: self.generate(**request), requests))
 
@@ -76,8 +76,11 @@ class Server:
         return json.loads(answer) if answer.startswith(("{", "[")) else answer
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache. SGLang refuses (HTTP 400) while a request is running, which the last one
-        may still be for a step after it was answered."""
+        """Empty the prefix cache.
+
+        SGLang refuses (HTTP 400) while a request is running, as the last one may be for a step after its
+        answer.
+        """
         for attempt in range(50):
             try:
                 self.post("/flush_cache", {})
@@ -101,10 +104,10 @@ def serve(
     timeout: float = START_TIMEOUT_S,
     start: Start | None = None,
 ) -> Iterator[Server]:
-    """Run `PYTHON LAUNCHER ARGUMENTS` until the block ends, with WHOLE_BLOCKS. Raises ServerDied if it never
-    gets ready.
+    """Run `PYTHON LAUNCHER ARGUMENTS` until the block ends, with WHOLE_BLOCKS.
 
-    start: another way to start LAUNCHER ARGUMENTS with these settings and this log, in a session of its own.
+    `start` is another way to start LAUNCHER ARGUMENTS with these settings and this log, in a session of its
+    own. Raises ServerDied if the server never gets ready.
     """
     port = _free_port()
     command = [*launcher, "--port", str(port), *map(str, arguments)]
@@ -124,7 +127,7 @@ def serve(
 def start_cold(
     command: Sequence[str], env: dict[str, str], log: BinaryIO, python: str = sys.executable
 ) -> subprocess.Popen:
-    """An interpreter of its own that runs COMMAND, in a session of its own."""
+    """Start an interpreter that runs COMMAND in a session of its own."""
     env = {**os.environ, **env}
     return subprocess.Popen(
         [python, *command], stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
@@ -132,12 +135,12 @@ def start_cold(
 
 
 def dflash_arguments(draft: str | Path = DRAFT) -> list[str]:
-    """The flags that turn DFLASH on."""
+    """Return the flags that turn DFLASH on."""
     return ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
 
 
 def importing(folder: Path) -> dict[str, str]:
-    """The environment in which Python imports this folder's sitecustomize.py at start-up."""
+    """Return an environment in which Python imports this folder's sitecustomize.py."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 
@@ -149,14 +152,13 @@ def stop(process: subprocess.Popen) -> None:
 
 
 def heldout_prompts() -> list[dict]:
-    """Prompts neither the bundled target nor its drafts were trained on: {"id", "text", "num_tokens",
-    ...}."""
+    """Return prompts {"id", "text", "num_tokens", ...} that no bundled model was trained on."""
     with open(HELDOUT_PROMPTS) as lines:
         return [json.loads(line) for line in lines]
 
 
 def text_prompts() -> list[dict]:
-    """Those that are plain text, no chats, of 16 to 512 tokens: what benchmarks ask."""
+    """Return the held-out prompts for benchmarks: plain text, no chats, of 16 to 512 tokens."""
     return [p for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 512]
 
 

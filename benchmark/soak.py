@@ -1,15 +1,19 @@
-"""Random requests against servers of random configuration, until something is wrong.
+"""Send random requests to servers of random configuration, until something is wrong.
 
     python benchmark/soak.py --minutes 30
     python benchmark/soak.py --requests 20000 --seed 7
 
 A round is one server: draft, block size, pages, chunking, mixed batches, pool, overlap, adaptive width,
-window and probabilistic drafting are drawn from the seed. Requests are of every kind that users mix, with
-aborts, disconnects and bad ones among them. Checked are greedy answers against the plain target's, token by
-token up to where float32 cannot tell its best two apart; streams, which may not take a token back; counts;
-that every bad request is refused by name; and after a round that nothing runs, no KV slot is taken, the log
-shows no traceback, and threads, file handles and memory are what they were. Ends with a line of figures. What
-fails is printed with the round that repeats it:
+window and probabilistic drafting are drawn from the seed. Requests are of every kind that users mix,
+including aborts, disconnects and bad ones. Each round checks that
+
+- greedy answers equal the plain target's, token by token until float32 cannot separate its best two;
+- streams never take a token back, and counts are right;
+- every bad request is refused by name;
+- afterwards nothing runs, no KV slot is taken, the log has no traceback, and threads, file handles and memory
+  are as before.
+
+The last line has the figures. A failure is printed with the command that repeats its round:
 
     python benchmark/soak.py --seed 7 --only-round 3
 """
@@ -39,7 +43,7 @@ from serving import (
     dflash_arguments,
     serve,
 )
-from soak_requests import PATIENCE, Known, Wrong, ask, known_requests
+from soak_requests import PATIENCE, Known, Wrong, known_requests, send_random
 
 # The scheduler counts its KV slots after every step, and a leak or a double free ends the server.
 ENVIRONMENT = {
@@ -47,22 +51,17 @@ ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    # Told that answers are short, the scheduler lets in more requests than a small pool carries to their end.
+    # With a low estimate of answer lengths, the scheduler admits more requests than a small pool can finish.
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8",
 }
-# SGLang's watchdog takes a server that was stopped for one that hangs: a client's patience finds those that
-# do.
+# SGLang's watchdog mistakes a stopped server for a hanging one; hanging ones exceed the clients' patience.
 NO_WATCHDOG = ("--watchdog-timeout", "86400")
 PLAIN = (
-    "--model-path",
-    str(TARGET),
-    "--dtype",
-    "float32",
+    *("--model-path", str(TARGET), "--dtype", "float32"),
     "--constrained-json-disable-any-whitespace",
     *NO_WATCHDOG,
 )
-# Resident memory a server may gain in a round after its first half, in MB: allocators do not give back at
-# once.
+# MB of resident memory that a server may gain in the second half of a round: allocators free lazily.
 MEMORY_SLACK_MB = 200
 SHOWN = 80
 
@@ -101,7 +100,7 @@ class Configuration:
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What a server's processes hold, added up."""
+    """Sums over a server's processes."""
 
     threads: int
     handles: int
@@ -117,7 +116,7 @@ class Resources:
         return cls(threads, handles, pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
 
     def leaks_since(self, before: "Resources") -> list[str]:
-        """Threads and handles come and go with connections: a few of them are no leak."""
+        """List what grew; a few threads and handles come and go with connections."""
         found = []
         for name, slack in (("threads", 24), ("handles", 64), ("memory_mb", MEMORY_SLACK_MB)):
             old, new = getattr(before, name), getattr(self, name)
@@ -127,7 +126,7 @@ class Resources:
 
 
 def _processes(session: int) -> list[int]:
-    """All processes of a server, which has a session of its own."""
+    """List all processes of a server, which has a session of its own."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -146,33 +145,28 @@ def run_round(
     concurrency: int = 16,
     progress=lambda counts: None,
 ) -> tuple[Counter, list[str]]:
-    """`requests` random requests; how many of which kind there were, and what went wrong, a line each."""
+    """Send random requests; return the counts by kind, and what went wrong, a line each."""
     counts: Counter = Counter()
     wrong: list[str] = []
 
-    def one(number: int) -> None:
+    def send_one(number: int) -> None:
         generator = random.Random(f"{seed}-{number}")
         try:
-            kind, _, meta = ask(server, known, generator, f"soak-{seed}-{number}")
+            kind, _, meta = send_random(server, known, generator, f"soak-{seed}-{number}")
         except Wrong as error:
             wrong.append(f"request {number}: {error}")
             return
-        except (OSError, HTTPException, ValueError) as error:  # among them answers that are cut off
+        except (OSError, HTTPException, ValueError) as error:  # also answers that are cut off
             wrong.append(f"request {number}: the server did not answer: {error!r}")
             return
         meta = meta or {}
-        counts.update(
-            {
-                kind: 1,
-                "tokens": meta.get("completion_tokens", 0),
-                "retractions": meta.get("num_retractions", 0),
-            }
-        )
+        counts.update({kind: 1, "tokens": meta.get("completion_tokens", 0)})
+        counts.update({"retractions": meta.get("num_retractions", 0)})
         counts.update({"cycles": sum(meta.get("spec_correct_drafts_histogram") or [])})
 
     before, log_before = None, len(server.log())
     with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
-        for number, _ in enumerate(pool.map(one, range(requests)), start=1):
+        for number, _ in enumerate(pool.map(send_one, range(requests)), start=1):
             counts["requests"] = number
             progress(counts)
             if number == requests // 2:
@@ -188,15 +182,14 @@ def run_round(
 
 
 def problems_after(server: Server, before: Resources | None, log: str) -> list[str]:
-    """What is not as it should be once all requests are over."""
+    """List what is wrong once all requests are over."""
     found = []
     server.flush_cache()
     load = server.get("/v1/loads")["loads"][0]
-    left = {
-        name: load[name] for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens") if load[name]
-    }
+    names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
+    left = {name: load[name] for name in names if load[name]}
     if left:
-        found.append(f"still there when all is over: {left}")
+        found.append(f"left when all requests are over: {left}")
     if tracebacks := re.findall(r"Traceback \(most recent call last\)(?:\n.*){0,30}", log):
         found.append(f"{len(tracebacks)} tracebacks in the log, such as {tracebacks[0][-1500:]}")
     if before is not None:
@@ -204,11 +197,11 @@ def problems_after(server: Server, before: Resources | None, log: str) -> list[s
     return found
 
 
-def _bar(counts: Counter, wanted: int | None, started: float, minutes: float | None) -> None:
+def _bar(counts: Counter, requests: int | None, started: float, minutes: float | None) -> None:
     if not sys.stderr.isatty():
         return
     passed = time.monotonic() - started
-    share = counts["requests"] / wanted if wanted else passed / (60 * minutes)
+    share = counts["requests"] / requests if requests else passed / (60 * minutes)
     filled = min(SHOWN // 2, round(share * SHOWN // 2))
     print(
         f"\r[{'#' * filled:<{SHOWN // 2}}] {counts['requests']} requests, {passed:.0f} s",
@@ -245,7 +238,7 @@ def main() -> int:
             return True
         return options.minutes is not None and time.monotonic() - started > 60 * options.minutes
 
-    def one_round(number: int) -> None:
+    def run_one(number: int) -> None:
         nonlocal failures
         seed = f"{options.seed}-{number}"
         configuration = Configuration.draw(random.Random(seed))
@@ -275,11 +268,11 @@ def main() -> int:
             again = f"--seed {options.seed} --known {options.known} --per-round {count} --only-round {number}"
             print(f"again: python benchmark/soak.py {again} --concurrency {options.concurrency}", flush=True)
 
-    # Started in the background, a process is born deaf to Ctrl-C.
+    # A process that is started in the background ignores Ctrl-C by default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while not is_over():
-            one_round(number)
+            run_one(number)
             number += 1
     except KeyboardInterrupt:
         print(f"round {number} was interrupted and is not counted", flush=True)

@@ -1,5 +1,4 @@
-"""The requests of `soak.py`: random ones of every kind that users mix, each with what its answer has to
-be."""
+"""Random requests of every kind that users mix, each with a check of its answer."""
 
 import contextlib
 import http.client
@@ -16,12 +15,11 @@ from typing import Any
 from serving import TARGET, Server, heldout_prompts
 from tokenizers import Tokenizer
 
-# Two batch shapes compute a log probability within about 1e-6 in float32, and where two tokens are closer
-# than this the target has no one answer.
+# In float32 two batch shapes agree on a log probability within about 1e-6. If two tokens are closer than
+# this, the target has no unique answer.
 TIE = 1e-5
 LONGEST = 64
-# Seconds a client waits for a server that may have been stopped with it (SIGSTOP) to make room for something
-# else.
+# Seconds a client waits for a server: both may have been stopped (SIGSTOP) to make room for something else.
 PATIENCE = 3600
 VOCABULARY = json.loads((TARGET / "config.json").read_text())["vocab_size"]
 GRAMMARS = (
@@ -29,7 +27,7 @@ GRAMMARS = (
     {"regex": r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}"},
     {"json_schema": json.dumps({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})},
 )
-# What nobody may ask for, and what of it the refusal names.
+# Requests that must be refused, and the words that the refusal must contain.
 BAD = (
     ({"input_ids": [5, 1_000_000_000]}, "1000000000"),
     ({"input_ids": [-1]}, "-1"),
@@ -46,8 +44,10 @@ BAD = (
 
 @dataclass(frozen=True)
 class Known:
-    """A greedy request, and the plain target's answer as far as float32 decides it; is_whole: that is all of
-    it."""
+    """A greedy request, and the plain target's answer as far as float32 decides it.
+
+    `is_whole`: float32 decides all of it.
+    """
 
     request: dict[str, Any]
     output_ids: list[int]
@@ -57,7 +57,7 @@ class Known:
 
 
 def known_requests(plain: Server, count: int, seed: int) -> list[Known]:
-    """`count` greedy requests of all kinds, answered by the target alone, in float32."""
+    """Make greedy requests of all kinds, and let the target alone answer them in float32."""
     generator = random.Random(seed)
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     texts = [prompt["text"] for prompt in heldout_prompts()]
@@ -85,10 +85,10 @@ def known_requests(plain: Server, count: int, seed: int) -> list[Known]:
         elif kind < 0.5:
             sampling["stop"] = [generator.choice(("\n\n", "self", "):", "return", " = "))]
         requests.append({"input_ids": ids, "sampling_params": sampling})
-    asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
+    bodies = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
     return [
         _known(request, answer)
-        for request, answer in zip(requests, plain.generate_many(asked, 16), strict=True)
+        for request, answer in zip(requests, plain.generate_many(bodies, 16), strict=True)
     ]
 
 
@@ -107,14 +107,19 @@ def _known(request: dict, answer: dict) -> Known:
 
 
 class Wrong(Exception):
-    """An answer that is not what it has to be."""
+    """An answer that is not as it must be."""
 
 
-def ask(
+def send_random(
     server: Server, known: Sequence[Known], generator: random.Random, name: str
 ) -> tuple[str, dict, dict | None]:
-    """Send one random request and check its answer. Returns its kind, the request, and `meta_info` where it
-    was answered. Raises Wrong. name: unique, for aborts."""
+    """Send one random request and check its answer.
+
+    `name` is unique, for aborts. Raises Wrong.
+
+    Returns:
+        The request's kind, the request, and the answer's `meta_info`, or None if it was not answered.
+    """
     kinds: tuple[tuple[float, Callable], ...] = (
         (0.40, _greedy),
         (0.15, _streamed),
@@ -126,18 +131,12 @@ def ask(
         (0.05, _walked_away),
         (0.05, _bad),
     )
-    [ask_one] = generator.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])
-    request: dict = {}
+    [send] = generator.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])
+    kind, request = send.__name__.strip("_"), {}
     try:
-        return (
-            ask_one.__name__.strip("_"),
-            request,
-            ask_one(server, generator.choice(known), generator, name, request),
-        )
+        return kind, request, send(server, generator.choice(known), generator, name, request)
     except Wrong as wrong:
-        raise Wrong(
-            json.dumps({"kind": ask_one.__name__.strip("_"), "request": request, "wrong": str(wrong)})
-        ) from wrong
+        raise Wrong(json.dumps({"kind": kind, "request": request, "wrong": str(wrong)})) from wrong
 
 
 def _post(server: Server, request: dict) -> dict:
@@ -161,7 +160,7 @@ def compare_with_known(known: Known, answer: dict) -> dict:
             f"{got}, {answer['text']!r}, {meta['finish_reason']} instead of {known.text!r}, {known.finish}"
         )
     if meta["completion_tokens"] != len(got):
-        raise Wrong(f"{meta['completion_tokens']} tokens are counted, {len(got)} came")
+        raise Wrong(f"{meta['completion_tokens']} tokens are counted, {len(got)} were received")
     return meta
 
 
@@ -176,18 +175,18 @@ def _greedy(server, known: Known, generator, name, request) -> dict:
 
 def _streamed(server, known: Known, generator, name, request) -> dict:
     request |= known.request | {"stream": True}
-    said: list[int] = []
-    chunk: dict = {"error": "nothing came"}
+    emitted: list[int] = []
+    chunk: dict = {"error": "nothing was received"}
     with _open(server, request) as response:
         for chunk in _chunks(response):
             if "error" in chunk:
                 break
             ids = chunk["output_ids"]
-            if ids[: len(said)] != said:
-                raise Wrong(f"{said} was said, and taken back for {ids}")
-            said = ids
+            if ids[: len(emitted)] != emitted:
+                raise Wrong(f"{emitted} was emitted, and taken back for {ids}")
+            emitted = ids
     if "error" in chunk:
-        raise Wrong(f"ended after {len(said)} tokens: {chunk['error']}")
+        raise Wrong(f"ended after {len(emitted)} tokens: {chunk['error']}")
     return compare_with_known(known, chunk)
 
 
@@ -208,7 +207,7 @@ def _with_logprobs(server, known: Known, generator, name, request) -> dict:
 
 
 def _loose(server, known: Known, generator, request, **sampling) -> dict:
-    """One whose tokens are not known: as many as were asked for, all of them in the vocabulary."""
+    """Send a request without a known answer; check the number and range of its tokens."""
     length = generator.choice((1, 5, 24, 40))
     sampling |= {"max_new_tokens": length, "ignore_eos": True}
     request |= {"input_ids": known.request["input_ids"], "sampling_params": sampling}
@@ -242,7 +241,7 @@ def _penalized(server, known, generator, name, request) -> dict:
 
 
 def _completion(server, known: Known, generator, name, request) -> None:
-    """OpenAI's endpoint."""
+    """Send to OpenAI's endpoint."""
     sampling = known.request["sampling_params"]
     request |= {
         "model": "default",
@@ -263,7 +262,7 @@ def _aborted(server, known: Known, generator, name, request) -> None:
     request["sampling_params"] = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
 
     def abort() -> None:
-        with contextlib.suppress(OSError):  # that the server has ended is for the request itself to say
+        with contextlib.suppress(OSError):  # if the server has ended, the request itself reports it
             server.post("/abort_request", {"rid": name}, PATIENCE)
 
     timer = threading.Timer(generator.random(), abort)
@@ -271,7 +270,7 @@ def _aborted(server, known: Known, generator, name, request) -> None:
     try:
         answer = server.post("/generate", request, PATIENCE)
     except urllib.error.HTTPError as error:
-        error.close()  # one that is aborted before it runs is answered so
+        error.close()  # the answer if it is aborted before it runs
         return
     finally:
         timer.join()
@@ -280,25 +279,25 @@ def _aborted(server, known: Known, generator, name, request) -> None:
 
 
 def _walked_away(server, known: Known, generator, name, request) -> None:
-    """A client that closes its connection, before the first token or after some."""
+    """Close the connection, before the first token or after some."""
     request |= {"input_ids": known.request["input_ids"], "stream": True}
     request["sampling_params"] = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
-    wanted = generator.choice((0, 1, 10))
+    length = generator.choice((0, 1, 10))
     with _open(server, request) as response:
         for number, _ in enumerate(_chunks(response)):
-            if number >= wanted:
+            if number >= length:
                 return
 
 
 def _bad(server, known, generator, name, request) -> None:
-    bad, named = generator.choice(BAD)
+    bad, words = generator.choice(BAD)
     request |= bad
     try:
         answer = server.post("/generate", request, PATIENCE)
     except urllib.error.HTTPError as error:
         message = error.read().decode()
-        if error.code != 400 or named not in message:
-            raise Wrong(f"HTTP {error.code}, and {named!r} is to be named: {message[:500]}") from error
+        if error.code != 400 or words not in message:
+            raise Wrong(f"HTTP {error.code}, should name {words!r}: {message[:500]}") from error
         return
     raise Wrong(f"was answered: {str(answer)[:500]}")
 

@@ -1,9 +1,11 @@
-"""Has a server's target say given tokens. Python imports this at start-up wherever its folder is on
-PYTHONPATH; used by benchmark/copy_ahead.py and benchmark/copy_rules.py. A request's custom_params["says"] are
-token ids by output position; -1 leaves a position to the target, and the first token, which comes from the
-prefill, is always its own. Drafts see the hidden states of the text that results.
+"""Force a server's target to emit given tokens, for copy_ahead.py and copy_rules.py.
 
-COPY_RULE, fields of `CopyRule` as JSON, changes when the server copies."""
+Python imports this at start-up if its folder is on PYTHONPATH. A request's custom_params["forced"] are token
+ids by output position. -1 leaves a position to the target, as does the first token, which comes from the
+prefill. Drafts see the hidden states of the resulting text.
+
+COPY_RULE, fields of `CopyRule` as JSON, changes when the server copies.
+"""
 
 import json
 import os
@@ -11,25 +13,24 @@ import sys
 from pathlib import Path
 
 
-def hold(module) -> None:
+def force_tokens(module) -> None:
     constrain = module.constrain
 
-    def held(batch, block, logits, *more):
+    def constrain_and_force(batch, block, logits, *more):
         constrain(batch, block, logits, *more)
-        for rows, req, length in zip(
-            logits.view(*block.shape, -1), batch.reqs, batch.seq_lens.tolist(), strict=True
-        ):
-            says = (req.sampling_params.custom_params or {}).get("says", ())
-            after = length + 1 - len(req.origin_input_ids)  # the output position that slot 0 decides
-            for row, token in zip(rows, says[after:]):
+        by_request = logits.view(*block.shape, -1)
+        for rows, req, length in zip(by_request, batch.reqs, batch.seq_lens.tolist(), strict=True):
+            forced = (req.sampling_params.custom_params or {}).get("forced", ())
+            first = length + 1 - len(req.origin_input_ids)  # the output position that slot 0 decides
+            for row, token in zip(rows, forced[first:]):
                 if token >= 0:
                     row.fill_(-30.0)
                     row[token] = 30.0
 
-    module.constrain = held
+    module.constrain = constrain_and_force
 
 
-def copy_by(module) -> None:
+def set_copy_rule(module) -> None:
     module.RULE = module.CopyRule(**json.loads(os.environ.get("COPY_RULE", "{}")))
 
 
@@ -38,7 +39,7 @@ from after_import import after_import  # noqa: E402
 
 after_import(
     {
-        "sglang_dflash.srt.speculative.dflash_worker": hold,
-        "sglang_dflash.kernels.ops.speculative.copy_ahead": copy_by,
+        "sglang_dflash.srt.speculative.dflash_worker": force_tokens,
+        "sglang_dflash.kernels.ops.speculative.copy_ahead": set_copy_rule,
     }
 )
