@@ -19,17 +19,23 @@ serve: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# The inner loop: all that needs no server.
+# The inner loop: tests that need no server.
 test-fast: $(READY)
 	@$(MAKE) --no-print-directory test ARGS='-m "not server" $(ARGS)'
 
-# Formatter, linter, docstrings, imports, types. mypy wants the package under its installed name.
+# Tests that need no SGLang: its import is blocked, and a test that tries it is skipped. Under a minute on two cores.
+test-core: $(READY)
+	@$(MAKE) --no-print-directory test ARGS='--core $(ARGS)'
+
+# Formatter, linter, docstrings, imports, dependencies, types. mypy wants the package under its installed name.
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python .ci/check_docstrings.py python
 	@! grep -rnE '(from|import) test_' test/srt --include='*.py' || { echo "Move what tests share to test/srt/support/."; exit 1; }
 	$(BIN)/lint-imports
+	$(BIN)/deptry python
+	$(BIN)/deptry benchmark benchmark/tiny examples test/srt --ignore DEP002,DEP004
 	@mkdir -p build/types && ln -sfn ../../python/sglang build/types/sglang_dflash
 	$(BIN)/mypy -p sglang_dflash
 

@@ -4,12 +4,17 @@ At most one tested server lives at a time, and it is kept until a test requests 
 that share one therefore stand next to each other. The reference server sleeps beside it.
 """
 
+import importlib.abc
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import is_hypothesis_test, settings
 
 pytest.register_assert_rewrite("support")
 
+from support.core_files import CORE  # noqa: E402
 from support.servers import PLAIN_FLOAT32, Reference, Servers, plain_target  # noqa: E402
 
 # Files that take minutes, longest first: the workers of `make test` start them in this order.
@@ -33,8 +38,51 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order files for parallel workers: long ones, others with servers, the rest."""
+# Property tests also run with `-m long`, on ten times the examples.
+settings.register_profile("short", max_examples=50, deadline=None)
+settings.register_profile("long", max_examples=500, deadline=None)
+
+
+class SGLangBlocker(importlib.abc.MetaPathFinder):
+    """Import finder of `--core`: no core file may import SGLang, and a test that does is skipped."""
+
+    is_collecting = True
+
+    def find_spec(self, name, path=None, target=None) -> None:
+        if name.partition(".")[0] == "sglang":
+            if self.is_collecting:
+                raise ModuleNotFoundError(f"{name} is imported by a file of the core lane", name=name)
+            pytest.skip("needs SGLang")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--core", action="store_true", help="run what needs no SGLang, and block its import")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile("long" if config.option.markexpr == "long" else "short")
+    if config.option.core:
+        sys.meta_path.insert(0, SGLangBlocker())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.option.core and collection_path.is_file() and collection_path.name not in CORE:
+        return True
+    return None
+
+
+def pytest_collection_finish() -> None:
+    SGLangBlocker.is_collecting = False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order files for parallel workers (long ones, others with servers, the rest); mark long properties."""
+    if config.option.markexpr == "long":
+        for item in items:
+            if is_hypothesis_test(getattr(item, "obj", None)):
+                item.add_marker("long")
     with_servers = {item.path for item in items if item.get_closest_marker("server")}
 
     def rank(item: pytest.Item) -> tuple[int, bool]:

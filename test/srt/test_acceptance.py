@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.decisions import Decision, accept_matching_prefix
 
@@ -28,7 +28,6 @@ def batches(draw):
     return torch.tensor(draw(rows)), torch.tensor(draw(rows))
 
 
-@settings(max_examples=300, deadline=None)
 @given(batches())
 def test_against_a_plain_loop(batch):
     block, target_tokens = batch

@@ -3,7 +3,7 @@ twin is held against reference_dflash2.py in test_dflash2_model.py."""
 
 import pytest
 import torch
-from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
+from support.triton_interpreter import DEVICE, INTERPRETED, against_twin
 from support.triton_launches import ARCHITECTURES, Launch
 
 from sglang_dflash.kernels.ops.speculative import block_conv as kernels
@@ -19,11 +19,6 @@ def inputs(blocks: int, width: int, hidden: int, groups: int, taps: int, dtype: 
     )
     x, base, deltas = (tensor.to(dtype) for tensor in tensors)
     return x, base, deltas[:, 1]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-def test_the_kernel_in_the_interpreter():
-    run_comparisons(__file__)
 
 
 @against_twin

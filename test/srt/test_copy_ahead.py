@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.decisions import accepted_blocks
-from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
+from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative import copy_ahead
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
@@ -19,11 +19,6 @@ from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead
 from sglang_dflash.srt.speculative.drafters.copy_stats import WHOLE_CYCLES, CopyStats
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-def test_kernels_in_the_interpreter():
-    run_comparisons(__file__)
 
 
 # -- the search
@@ -68,7 +63,6 @@ def copy_by_hand(text: list[int], end: int, count: int) -> list[int]:
     return copied[:stop] + [-1] * (count - stop)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 5), st.integers(1, 60), st.integers(1, 4), st.integers(2, 17))
 def test_the_longest_most_recent_match_is_copied(seed, bs, longest, vocabulary, block_size):
     history, records, rows, seq_lens = random_texts(seed, bs, longest, vocabulary, "cpu")
@@ -98,7 +92,6 @@ def test_a_loop_is_continued():
 
 
 @against_twin
-@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 4), st.integers(1, 60), st.integers(1, 4), st.integers(2, 17))
 def test_copying_equals_its_twin(seed, bs, longest, vocabulary, block_size):
     history, records, rows, seq_lens = random_texts(seed, bs, longest, vocabulary, DEVICE)
@@ -133,7 +126,6 @@ def test_a_text_of_many_tiles_equals_its_twin(monkeypatch):
 
 
 @against_twin
-@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 4), st.integers(1, 9), st.booleans())
 def test_appending_equals_its_twin(seed, bs, width, was_drafted):
     history, records, rows, seq_lens = random_texts(seed, bs, 40, 9, DEVICE)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -35,7 +35,6 @@ def padding(lengths, cuts) -> int:
     return sum((end - start) * lengths[end - 1] for start, end in zip(edges, edges[1:])) - sum(lengths)
 
 
-@settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(0, 900), min_size=1, max_size=20).map(sorted), cost=st.integers(0, 600))
 def test_cuts_spare_padding(lengths, cost):
     """The cuts pay for themselves, and after the last one no other would."""
@@ -147,7 +146,6 @@ def test_widths_and_pages(width, page_size):
     assert compare([30, 1, 16], width=width, page_size=page_size) < TOLERANCE
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 24), min_size=1, max_size=5),
     width=st.integers(1, 9),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
@@ -43,7 +43,6 @@ def murmur3_32(data: bytes) -> int:
     return state ^ state >> 16
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1)), min_size=1, max_size=4),
     st.lists(st.integers(0, 2**20), min_size=1, max_size=4),
@@ -72,7 +71,6 @@ def tables(draw):
     return torch.tensor(rows), table, start, end
 
 
-@settings(max_examples=150, deadline=None)
 @given(tables())
 def test_assign_req_to_token_pool(case):
     rows, table, start, end = case
@@ -86,7 +84,6 @@ def test_assign_req_to_token_pool(case):
     assert torch.equal(table, expected)
 
 
-@settings(max_examples=150, deadline=None)
 @given(tables())
 def test_assign_extend_cache_locs(case):
     rows, table, start, end = case

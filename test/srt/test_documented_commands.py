@@ -30,7 +30,6 @@ from support.documented import (
     defined_flags,
     is_server,
     server_arguments,
-    spans,
 )
 from support.servers import FLOAT32, run_to_end
 
@@ -45,16 +44,6 @@ LIBRARY = ("speculators prepare-data", "speculators train", "speculators generat
 DOCTOR = ["python", "-m", "sglang_dflash.doctor"]
 PACKAGE = ROOT / "python" / "sglang"
 DOCTOR_FILES = [path for path in PACKAGE.rglob("*.py") if "doctor" in path.relative_to(PACKAGE).as_posix()]
-# Flags in inline code that belong to neither SGLang nor a script of ours.
-FOREIGN_FLAGS = {
-    "--speculative-config": "vLLM's",
-    "--dataset-name": "SGLang's bench_serving",
-    "--dataset-path": "SGLang's bench_serving",
-    "--no-skip-token-freq": "the training library's",
-    "--draft-vocab-size": "the training library's",
-    "--full-attention-indices": "the training library's",
-}
-
 # Resolves every list of server arguments as launch_server does, each in a fork of a process that has SGLang
 # imported.
 RESOLVE = """
@@ -119,19 +108,9 @@ def test_every_command_is_known():
         assert of_kind(kind), f"no {kind} command found any more: is it still recognised?"
 
 
-def test_every_block_has_a_language_we_check():
-    languages = {(page.name, language) for page in PAGES for language, _ in blocks(page)}
-    assert {language for _, language in languages} == {"bash", "json", "python"}, languages
-
-
 def test_json_blocks_are_settings_of_the_verify_width():
     given = [block for page in PAGES for language, block in blocks(page) if language == "json"]
     assert given and all(AdaptiveSettings.parse(settings).widths(8) == (1, 2, 4, 8) for settings in given)
-
-
-def test_an_unknown_command_is_seen():
-    for text in ("rm -rf models", "python -m nowhere", "pip install requests", "python nowhere.txt"):
-        assert not kind_of(Command("here", text))
 
 
 def make(*words: str) -> str:
@@ -201,33 +180,12 @@ def test_a_server_command_resolves_to_dflash_with_its_draft(text, resolved):
     assert found["speculative_num_draft_tokens"] == (int(given.group(1)) if given else 8)
 
 
-def test_flags_in_the_text_exist(resolved):
-    scripts = [*(ROOT / "benchmark").rglob("*.py"), *(ROOT / "examples").glob("*.py"), *DOCTOR_FILES]
-    known = resolved[1].union(FOREIGN_FLAGS, *map(defined_flags, scripts))
-    wrong = {
-        (page.name, flag)
-        for page in PAGES
-        for span in spans(page)
-        if not span.startswith(("speculators ", "vllm "))
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", span)
-        if flag not in known
-    }
-    assert not wrong, f"no such flag: {sorted(wrong)}"
-
-
 def test_metrics_in_the_text_exist():
     registry = CollectorRegistry()
     DFlashMetrics(7, {"model_name": "tiny"}, registry)
     existing = set(re.findall(r"sglang:spec_\w+", generate_latest(registry).decode()))
     named = {name for page in PAGES for name in re.findall(r"sglang:spec_\w+", page.read_text())}
     assert named and not named - existing
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-    local = [link.partition("#")[0] for link in links if "://" not in link]
-    assert not [link for link in local if link and not (page.parent / link).exists()]
 
 
 def client_blocks() -> list[str]:

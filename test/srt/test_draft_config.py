@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from serving import DRAFT, TARGET
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
@@ -455,7 +455,6 @@ def fields(names: list[str]):
 STARTS = [VALID, VALID | SLIDING, VALID | {"dflash_config": {"mask_token_id": 1}}, {}]
 
 
-@settings(max_examples=500, deadline=None)
 @given(top=fields(TOP_FIELDS), nested=fields(NESTED_FIELDS) | JSON, start=st.sampled_from(STARTS))
 def test_whatever_a_config_says_it_is_valid_or_refused_by_name(top, nested, start):
     merged = {**start, **top}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.decisions import accept_by_block_verification, accept_by_rejection, accept_matching_prefix
 from support.enumeration import LAST, Case, bisect, deviation, is_valid, random_case
@@ -147,7 +147,6 @@ def test_a_reduced_vocabulary():
     assert set(renamed.ids.unique().tolist()) == {2, 3, 7, 8}
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_draft_makes_sense(data):
     """Valid probabilities, possible tokens, and no effect of one request on another, at any parameters."""

@@ -420,25 +420,3 @@ def test_an_error_carries_the_end_of_the_servers_log(monkeypatch):
         work.running(OURS, TimeLimit(None)),
     ):
         raise ConnectionRefusedError("no answer")
-
-
-def test_page_shows_gaps_failures_and_what_is_missing(tmp_path):
-    differences = [{"request": 7, "position": 3, "gap": 0.0625}, {"request": 9, "position": 1, "gap": 2.0}]
-    drafts = [{"draft": "tiny", "requests": 220, "differences": differences, "accept_length": 2.6}]
-    summary = trace.summarize(synthetic_trace(6), "step[VERIFY bs=4]")
-    profile = {"concurrency": 4, "load": load(DFLASH, 4, 1.0, [100]), **summary}
-    state.Results(tmp_path / "gpu", SETTING).write(["tests/test_a", "speed/b"])
-    page = finished(
-        tmp_path,
-        {
-            "rehearsed/pages": {"drafts": drafts, "kinds": [], "problems": ["1 answers differ"]},
-            "profile/qwen3-8b/ours": {"profiles": [profile]},
-            "tests/test_a": {"passed": 3, "skipped": 1, "problems": []},
-        },
-    )
-    assert "| rehearsed/pages | tiny | 220 | 2 | 1 | 2.0000 | 2.60 |" in page
-    assert "- `rehearsed/pages`: 1 answers differ" in page
-    assert "- no result yet: `speed/b`\n" in page
-    assert "waiting for the host 150 (wanted: under 100: MISSED)" in page
-    assert "| test_a | 3 | 1 | 0 |" in page
-    assert str(ROOT) not in page

@@ -9,19 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, needs_gpu, run_comparisons
+from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, needs_gpu
 
 from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, peagle_rows, window
 from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-def test_kernels_in_the_interpreter():
-    run_comparisons(__file__)
 
 
 # -- block preparation
@@ -39,7 +34,6 @@ def random_blocks(seed: int, bs: int, block_size: int, device: str) -> tuple:
 
 
 @against_twin
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 17))
 def test_prepare_block_equals_its_twin(seed, bs, block_size):
     arguments = random_blocks(seed, bs, block_size, DEVICE)
@@ -59,7 +53,6 @@ def test_a_prepared_block():
 
 
 @against_twin
-@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.integers(0, 2**20), max_size=9),
     st.integers(1, 17),
@@ -81,7 +74,6 @@ def test_packed_blocks():
 
 
 @against_twin
-@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 2**31),
     st.integers(0, 5),
@@ -145,7 +137,6 @@ def random_rows(
 
 
 @against_twin
-@settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 2**31),
     st.integers(0, 5),
@@ -238,7 +229,6 @@ def random_commit(seed: int, bs: int, width: int, block_size: int, hidden: int, 
 
 
 @against_twin
-@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 5), st.integers(2, 9), st.booleans(), st.sampled_from([16, 40]))
 def test_commit_rows_equals_its_twin(seed, bs, block_size, appends, hidden):
     width = 1 if appends else block_size
@@ -293,7 +283,6 @@ def random_verdicts(seed: int, bs: int, block_size: int, device: str) -> tuple[t
 
 
 @against_twin
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 17))
 def test_accept_greedy_equals_its_twin(seed, bs, block_size):
     arguments = random_verdicts(seed, bs, block_size, DEVICE)
@@ -426,7 +415,6 @@ def assert_same_pool(got: torch.Tensor, want: torch.Tensor, coarsest: torch.dtyp
 
 
 @against_twin
-@settings(max_examples=40, deadline=None)
 @given(contexts())
 def test_write_context_kv_equals_its_twin(case):
     context, options = Context(**case[0]), case[1]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from serving import PEAGLE_DRAFT, TARGET, dflash_arguments, heldout_prompts
 from support.decisions import accepted_blocks
@@ -75,7 +75,6 @@ def begin_prefill(penalties: Penalties, batch, num_new: int) -> None:
     penalties.penalize_prefill(batch)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_schedule_counts_emitted_tokens(data):
     """Each position is penalized by the emitted and drafted tokens before it.

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.rejection_batches import batches
-from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, run_comparisons
+from support.triton_interpreter import DEVICE, INTERPRETED, against_twin
 from support.triton_launches import ARCHITECTURES, Launch
 
 from sglang_dflash.kernels.ops.speculative import rejection as kernels
@@ -15,11 +15,6 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
     walk_by_block_verification,
     walk_by_rejection,
 )
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-def test_the_kernel_in_the_interpreter():
-    run_comparisons(__file__)
 
 
 def assert_same_verdict(arguments, block_verification: bool) -> None:
@@ -39,7 +34,6 @@ def assert_same_verdict(arguments, block_verification: bool) -> None:
 
 
 @against_twin
-@settings(max_examples=60, deadline=None)
 @given(batches(), st.booleans())
 def test_the_walk_equals_its_twin(arguments, block_verification):
     block, target_probs, draft, *uniforms = arguments

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_dflash.srt.speculative.request_fields import INT64, MAX_ANSWERS, check_request, take_out_of_range
@@ -107,7 +107,6 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_accepted_fields_can_be_sent_to_the_scheduler(data):
     """Every accepted field must decode, because the scheduler exits if one does not."""

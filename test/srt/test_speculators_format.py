@@ -4,7 +4,7 @@ import copy
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoint_fields import GOOD, GOOD_PEAGLE, changed
 
@@ -204,7 +204,6 @@ PATHS = [path for path in REQUIRED] + [
 ]
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PATHS), JSON), min_size=1, max_size=3))
 def test_any_json_is_converted_or_refused_by_name(changes):
     """Any config is converted, or refused with the names of its faulty fields."""

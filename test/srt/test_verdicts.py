@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.decisions import (
     Decision,
@@ -31,7 +31,6 @@ def outcome(verdict: Decision) -> list[tuple[int, list[int]]]:
     return [(length, tokens[: length + 1]) for length, tokens in rows]
 
 
-@settings(max_examples=150, deadline=None)
 @given(batches(), st.sampled_from(RULES))
 def test_a_verdict_makes_sense(arguments, rule):
     block, target_probs, draft, accept_uniforms, final_uniforms = arguments
@@ -52,7 +51,6 @@ def test_a_verdict_makes_sense(arguments, rule):
     assert (lucky.accept_len >= verdict.accept_len).all()
 
 
-@settings(max_examples=100, deadline=None)
 @given(batches(), st.sampled_from(RULES))
 def test_greedy_requests_ignore_the_uniforms(arguments, rule):
     block, target_probs, draft, *uniforms = arguments
@@ -61,7 +59,6 @@ def test_greedy_requests_ignore_the_uniforms(arguments, rule):
     assert outcome(verdict) == outcome(accept_matching_prefix(block, best))
 
 
-@settings(max_examples=50, deadline=None)
 @given(batches(), st.sampled_from(RULES))
 def test_a_perfect_draft_is_kept(arguments, rule):
     block, target_probs, _, *uniforms = arguments

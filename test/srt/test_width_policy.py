@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.width_simulation import WIDTHS, Simulation, best_speed, mean_tokens, smooth_cost, staircase_cost
 
@@ -33,7 +33,6 @@ seconds_rows = st.lists(st.floats(0.1, 100), min_size=1, max_size=8).map(np.arra
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 4))
-@settings(max_examples=60, deadline=None)
 def test_expected_tokens_are_the_mean_over_all_outcomes(seed, n, depth):
     accept_probs = np.random.default_rng(seed).random((n, depth))
     widths = np.arange(1, depth + 2)
@@ -51,7 +50,6 @@ def test_expected_tokens_are_the_mean_over_all_outcomes(seed, n, depth):
     st.integers(1, 8),
     st.sampled_from([smooth_cost(), staircase_cost(), smooth_cost(0.02, 0.2)]),
 )
-@settings(max_examples=100, deadline=None)
 def test_the_best_width_is_the_best_of_all(seed, n, cost):
     accept_probs = np.random.default_rng(seed).random((n, 7))
     seconds = np.array([cost(n, int(w)) for w in WIDTHS])
@@ -111,7 +109,6 @@ def test_a_width_stays_a_while_unless_the_load_doubles_or_halves():
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3), st.sampled_from([0.001, 0.005, 0.02]))
-@settings(max_examples=15, deadline=None)
 def test_probing_never_costs_more_than_its_share(seed, current, share):
     rng = np.random.default_rng(seed)
     tokens = 1 + np.cumsum(rng.random(4))
