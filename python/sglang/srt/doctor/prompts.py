@@ -1,6 +1,6 @@
-"""Prompts of `doctor --measure`: a file's, or built-in ones.
+"""Prompts of `doctor --measure`: those of a file, or of prompts.jsonl.
 
-The built-in ones are code to continue, and questions, for which the target's chat template is used if it has
+The latter are code to continue, and questions, for which the chat template is used if the target has
 one.
 """
 
@@ -9,26 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.srt.doctor.checkpoint import BadInput
-
-_CODE = (
-    '"""Read and write simple configuration files."""\n\nimport os\nimport re\n\n\nclass Parser:\n'
-    "    def __init__(self, path):\n        self.path = path\n",
-    'def fibonacci(n):\n    """Return the first n Fibonacci numbers as a list."""\n',
-    "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
-    "def main():\n    parser = argparse.ArgumentParser()\n    parser.add_argument(",
-)
-_QUESTIONS = (
-    "Write a Python function that returns the last item of a list.",
-    "Explain in three sentences why the sky is blue.",
-    "Write a function that counts the words in a text file.",
-    "A train leaves at nine and travels 120 km at 80 km/h. When does it arrive? Show your steps.",
-    "List five ways to speed up a slow Python program.",
-)
-PROMPTS: tuple[dict[str, Any], ...] = (
-    *({"text": text} for text in _CODE),
-    *({"messages": [{"role": "user", "content": question}]} for question in _QUESTIONS),
-)
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
@@ -53,3 +33,6 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     if not prompts:
         raise BadInput(f"{path}: no prompts in it")
     return prompts
+
+
+PROMPTS = read_prompts(Path(__file__).with_name("prompts.jsonl"))
