@@ -64,7 +64,9 @@ class ConvLayer(Layer):
         self.attention_conv, self.mlp_conv = GroupedConv(config), GroupedConv(config)
 
     def forward(self, rows, context, positions, context_positions, context_mask):
-        blocks = lambda x: x.unflatten(1, (context_mask.shape[1], -1))
+        def blocks(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(1, (context_mask.shape[1], -1))
+
         normed = blocks(self.input_layernorm(rows))
         deltas = self.attention_conv.deltas(normed)
         attended = self.self_attn(

@@ -119,7 +119,9 @@ class Attention(nn.Module):
         context_keys, context_values = self._keys_values(context, context_positions)
         block_keys, block_values = self._keys_values(rows, positions)
 
-        to_blocks = lambda x: x.unflatten(-2, (num_blocks, -1))
+        def to_blocks(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(-2, (num_blocks, -1))
+
         # [R, kv, groups, N, B, S] and [R, kv, groups, N, B, B]
         context_scores = to_blocks(
             (queries.flatten(2, 3) @ context_keys.transpose(-1, -2)).unflatten(2, (groups, -1))

@@ -87,7 +87,10 @@ def cache_free_steps(model, draft, prompt: list[int], max_new: int) -> tuple[lis
     """The speculative loop as in the paper, everything recomputed: (text, accept lengths)."""
     config = draft.config["dflash_config"]
     embedding, block_size = model.get_input_embeddings().weight, draft.config["block_size"]
-    greedy = lambda ids: model(input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+
+    def greedy(ids: list[int]):
+        return model(input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+
     ids, steps, len_block = list(prompt), [], block_size - 1
     ids.append(int(greedy(ids).logits[0, -1].argmax()))
     while len(ids) - 1 + len_block < len(prompt) + max_new:

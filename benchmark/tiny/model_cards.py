@@ -1,7 +1,7 @@
-"""Fill the model cards from the numbers the other steps left.
+"""Fill the model cards with the numbers that the other steps wrote.
 
 python model_cards.py WORK_DIR TARGET_DIR DRAFT_DIR
-python model_cards.py dflash2 WORK_DIR DRAFT_DIR          # after dflash2_gain.py --json WORK_DIR/dflash2_gain.json
+python model_cards.py dflash2 WORK_DIR DRAFT_DIR     # after dflash2_gain.py --json WORK_DIR/dflash2_gain.json
 python model_cards.py speculators WORK_DIR DRAFT_DIR GOLDEN_DIR  # a draft of the `speculators` package
 """
 
@@ -48,9 +48,9 @@ Losses are nats per token.
 
 Mean share of distinct n-grams within one greedy continuation of {max_new} tokens on
 {prompts} held-out prompts (n = 1, 2, 3, 4): {distinct}. Repetition flatters a draft, so read
-acceptance figures beside these. {stopped} of the continuations stopped by themselves. The text loops: in greedy
-continuations of {max_new} tokens, {repeated:.0%} of the tokens complete a 5-gram that the continuation already
-has; the held-out code itself has {repeated_heldout:.0%}.
+acceptance figures beside these. {stopped} of the continuations stopped by themselves. The text loops: in
+greedy continuations of {max_new} tokens, {repeated:.0%} of the tokens complete a 5-gram that the
+continuation already has; the held-out code itself has {repeated_heldout:.0%}.
 
 {licence}"""
 
@@ -94,8 +94,9 @@ SPECULATORS_CARD = """# {name}
 
 A {kind} draft ({shape}, {layers}, draft vocabulary of {draft_vocab:,} of the target's
 {vocab:,} tokens) for `{target}`, trained and saved by the classes of the `speculators` package {version}.
-Every layer has a sliding window of {window:,}, the default of that package's command line. Aux hidden states: inputs of the
-target's layers {layer_ids}. Made on {date} with `benchmark/tiny/train_speculators_draft.py`.
+Every layer has a sliding window of {window:,}, the default of that package's command line.
+Aux hidden states: inputs of the target's layers {layer_ids}. Made on {date} with
+`benchmark/tiny/train_speculators_draft.py`.
 
 ## How it was made
 
@@ -107,8 +108,8 @@ the accepted one): {slots}.
 
 Greedy, float32, by the package's own model without any cache, {prompts} prompts of {shortest} to {longest}
 tokens, up to {max_new} new tokens. Accept length includes the bonus token, so it is tokens per target step.
-Every step is in `test/srt/golden/{golden}/accepted.json`. The target's text loops, which flatters every draft: see
-its model card.
+Every step is in `test/srt/golden/{golden}/accepted.json`. The target's text loops, which flatters every
+draft: see its model card.
 
 | Accept length | Steps | Accepted at position 1, 2, ... {tokens} |
 |---:|---:|---|
@@ -121,22 +122,23 @@ DFLASH2_CARD = """# {name}
 
 A DFlash2 draft (block size 8, {layers} layers) for `{target}`, in z-lab's checkpoint layout: the backbone of
 `{plain}`, convolutions of {taps} rows along the block in groups of {group} channels, and a selector
-of rank {rank} over {top_k} candidates. Embedding and LM head are the target's. Made on {date} with the scripts
-in `benchmark/tiny`.
+of rank {rank} over {top_k} candidates. Embedding and LM head are the target's. Made on {date} with the
+scripts in `benchmark/tiny`.
 
 ## How it was made
 
-{steps:,} steps of 256 blocks{runs} from the plain draft's weights, on {rows:,} stored rollouts of the target: code and chat,
-sampled at temperatures 1 and 0.7 and greedily, and corpus rows. The labels are the target's whole distributions.
-Three losses, slot k weighted exp(-(k - 1) / 4): cross entropy of the base logits (half weight), cross entropy
-of the selector's scores given the true previous token, and the part of the target's distribution that these
-scores do not cover. At the end, on training rollouts and given the true previous token: accuracy per slot {accuracy};
-share covered {coverage}.
+{steps:,} steps of 256 blocks{runs} from the plain draft's weights, on {rows:,} stored rollouts of the
+target: code and chat, sampled at temperatures 1 and 0.7 and greedily, and corpus rows. The labels are the
+target's whole distributions. Three losses, slot k weighted exp(-(k - 1) / 4): cross entropy of the base
+logits (half weight), cross entropy of the selector's scores given the true previous token, and the part of
+the target's distribution that these scores do not cover. At the end, on training rollouts and given the
+true previous token: accuracy per slot {accuracy}; share covered {coverage}.
 
 ## Expected accept length on held-out prompts
 
-Computed by `dflash2_gain.py`, bfloat16, every sixth prompt, 128 new tokens, bonus token included. Through a server:
-`benchmark/results/dflash2.md`. The target's greedy text loops, which flatters every draft: see its model card.
+Computed by `dflash2_gain.py`, bfloat16, every sixth prompt, 128 new tokens, bonus token included. Through a
+server: `benchmark/results/dflash2.md`. The target's greedy text loops, which flatters every draft: see its
+model card.
 
 | Draft | {temperatures} |
 |---|{rule}
@@ -149,6 +151,15 @@ def table(rows: list[tuple]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
 
 
+def joined(values: list[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def parameters(directory: Path) -> float:
+    """Return the millions of parameters of a bfloat16 checkpoint."""
+    return (directory / "model.safetensors").stat().st_size / 2e6
+
+
 def layers_in_words(config: dict) -> str:
     full = config["layer_types"].count("full_attention")
     if full == config["num_hidden_layers"]:
@@ -157,12 +168,9 @@ def layers_in_words(config: dict) -> str:
 
 
 def main(work_dir: Path, target_dir: Path, draft_dir: Path) -> None:
-    read = lambda name: json.loads((work_dir / name).read_text())
-    corpus, target, draft, report = map(
-        read, ("corpus.json", "train_target.json", "train_draft.json", "evaluation.json")
-    )
+    names = ("corpus.json", "train_target.json", "train_draft.json", "evaluation.json")
+    corpus, target, draft, report = (json.loads((work_dir / name).read_text()) for name in names)
     config = json.loads((target_dir / "config.json").read_text())
-    parameters = lambda folder: (folder / "model.safetensors").stat().st_size / 2e6
     shared = {
         "date": datetime.date.today(),
         "licence": LICENCE_NOTE,
@@ -192,7 +200,6 @@ def main(work_dir: Path, target_dir: Path, draft_dir: Path) -> None:
         )
     )
 
-    joined = lambda values: ", ".join(f"{v:.2f}" for v in values)
     kinds = report["block_8"]
     sizes = sorted(
         (int(name.split("_")[1]), value["all"]["accept_length"])
@@ -231,7 +238,6 @@ def speculators_card(work_dir: Path, draft_dir: Path, golden_dir: Path) -> None:
     log = json.loads((work_dir / f"train_speculators_{kind}.json").read_text())
     runs = json.loads((golden_dir / "accepted.json").read_text())
     found = summarise([accepted + 1 for run in runs for accepted in run["accepted"]], tokens + 1)
-    joined = lambda values: ", ".join(f"{v:.2f}" for v in values)
     lengths = [len(run["prompt"]) for run in runs]
     count = layers["num_hidden_layers"]
     (draft_dir / "README.md").write_text(
@@ -278,7 +284,6 @@ def dflash2_card(work_dir: Path, draft_dir: Path) -> None:
         json.loads((work_dir / name).read_text()) for name in ("train_dflash2.json", "dflash2_gain.json")
     )
     options, last = config["dflash_config"], log["log"][-1]
-    joined = lambda values: ", ".join(f"{v:.2f}" for v in values)
     temperatures = list(gain["plain draft"])
     (draft_dir / "README.md").write_text(
         DFLASH2_CARD.format(

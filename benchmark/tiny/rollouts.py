@@ -70,9 +70,11 @@ def rollout(
         known += 1
         if known == length:
             break
-    pad = lambda pieces: torch.nn.functional.pad(torch.cat(pieces, dim=1).movedim(1, -1), (0, 1)).movedim(
-        -1, 1
-    )
+
+    def pad(pieces: list[torch.Tensor]) -> torch.Tensor:
+        joined = torch.cat(pieces, dim=1)
+        return torch.cat((joined, torch.zeros_like(joined[:, :1])), dim=1)
+
     return torch.cat(tokens, dim=1), pad(aux), pad(argmax)
 
 
@@ -143,7 +145,9 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true")
     args = parser.parse_args()
     rank, processes = join_processes()
-    scaled = lambda n: max(4, int(n * args.scale / processes))
+
+    def scaled(count: int) -> int:
+        return max(4, int(count * args.scale / processes))
 
     rng, generator = np.random.default_rng(args.seed + rank), torch.Generator().manual_seed(args.seed + rank)
     arrays = np.load(args.work_dir / "corpus.npz")
@@ -158,7 +162,10 @@ def main() -> None:
         (SAMPLED_CHAT_ROWS, SAMPLED_CORPUS_ROWS) if args.sampled else (CHAT_ROWS, CORPUS_ROWS)
     )
     began, short, long = time.time(), Pool(), Pool()
-    done = lambda what: print(f"{what}: {time.time() - began:.0f} s", flush=True)
+
+    def done(what: str) -> None:
+        print(f"{what}: {time.time() - began:.0f} s", flush=True)
+
     for count, prompt_length, temperature in groups:
         for batch in code_rows(code, scaled(count), prompt_length, rng).split(128):
             short.add(
@@ -180,17 +187,17 @@ def main() -> None:
     done("long")
     pools = {"short": short.tensors(), "long": long.tensors()}
     if processes > 1:  # rank 0 collects the shares
-        share = lambda number: args.work_dir / f"rollouts.{number}.pt"
-        torch.save(pools, share(rank))
+        files = [args.work_dir / f"rollouts.{number}.pt" for number in range(processes)]
+        torch.save(pools, files[rank])
         torch.distributed.barrier()
         if rank > 0:
             return
-        shares = [torch.load(share(number)) for number in range(processes)]
+        shares = [torch.load(file) for file in files]
         pools = {
             name: {key: torch.cat([s[name][key] for s in shares]) for key in pools[name]} for name in pools
         }
-        for number in range(processes):
-            share(number).unlink()
+        for file in files:
+            file.unlink()
     torch.save(pools, args.work_dir / "rollouts.pt")
     made = pools["short"]
     print(f"{len(made['tokens'])} rows, {int((made['end'] - made['first']).sum())} usable anchors")

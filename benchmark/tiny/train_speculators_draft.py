@@ -177,8 +177,9 @@ def main() -> None:
         loss.backward()
         weights.step(learning_rate_scale(step, step / args.steps, warmup=20))
 
-        score = lambda k: metrics[f"position_{k}_acc_sum"] / metrics[f"position_{k}_acc_total"].clamp(min=1)
-        now = torch.tensor([loss.detach(), *map(score, recipe.scored_slots)])
+        sums = torch.tensor([metrics[f"position_{k}_acc_sum"] for k in recipe.scored_slots])
+        totals = torch.tensor([metrics[f"position_{k}_acc_total"] for k in recipe.scored_slots])
+        now = torch.cat((loss.detach()[None], sums / totals.clamp(min=1)))
         running = now if running is None else 0.98 * running + 0.02 * now
         if step % 50 == 0 or step + 1 == args.steps:
             log.append(
