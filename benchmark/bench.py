@@ -59,7 +59,7 @@ class Load:
     phase_ms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, server: str, concurrency: int, answers: list[dict], seconds: float) -> "Load":
+    def from_answers(cls, server: str, concurrency: int, answers: list[dict], seconds: float) -> "Load":
         """Build from the answers to a request set and its wall time."""
         infos = [answer["meta_info"] for answer in answers]
         return cls(
@@ -176,7 +176,7 @@ def measure(
     start = time.perf_counter()
     answers = server.generate_many(requests, concurrency)
     seconds = time.perf_counter() - start
-    return Load.of(name, concurrency, answers, seconds)
+    return Load.from_answers(name, concurrency, answers, seconds)
 
 
 def _read_phases(path: Path) -> dict:

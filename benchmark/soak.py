@@ -107,7 +107,7 @@ class Resources:
     memory_mb: float
 
     @classmethod
-    def of(cls, server: Server) -> "Resources":
+    def read(cls, server: Server) -> "Resources":
         threads = handles = pages = 0
         for process in _processes(server.process.pid):
             threads += len(os.listdir(f"/proc/{process}/task"))
@@ -170,7 +170,7 @@ def run_round(
             counts["requests"] = number
             progress(counts)
             if number == requests // 2:
-                before = Resources.of(server)
+                before = Resources.read(server)
             if server.process.poll() is not None:
                 break
     if server.process.poll() is not None:
@@ -193,7 +193,7 @@ def problems_after(server: Server, before: Resources | None, log: str) -> list[s
     if tracebacks := re.findall(r"Traceback \(most recent call last\)(?:\n.*){0,30}", log):
         found.append(f"{len(tracebacks)} tracebacks in the log, such as {tracebacks[0][-1500:]}")
     if before is not None:
-        found += Resources.of(server).leaks_since(before)
+        found += Resources.read(server).leaks_since(before)
     return found
 
 

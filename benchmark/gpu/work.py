@@ -123,7 +123,7 @@ def _measure(server: Server, name: str, concurrency: int, repeats: int) -> Load:
         start = time.perf_counter()
         answers += server.generate_many(requests, concurrency)
         seconds += time.perf_counter() - start
-    return Load.of(name, concurrency, answers, seconds)
+    return Load.from_answers(name, concurrency, answers, seconds)
 
 
 def random_requests(count: int, new_tokens: int, seed: int = 0) -> list[dict]:
@@ -259,7 +259,7 @@ def check_rehearsed(reference, plan, known: Path, accept_length: float | None, l
         ]
         sampled = server.generate_many(hot, 16)
     # Blocks cut at the end of an answer count whole, as in the figures of a CPU.
-    accepted = Load.of(plan.variant, 16, answers, 1.0).accept_length
+    accepted = Load.from_answers(plan.variant, 16, answers, 1.0).accept_length
     found = {**compare(answers, expected[: len(greedy)]), "accept_length": accepted}
     of_kinds = compare(others, expected[len(greedy) :])["differences"]
     problems = (
