@@ -1,13 +1,14 @@
-"""float32 `linear` by PyTorch's own choice (MKL) and by oneDNN, one thread, at the bundled target's shapes
-and others.
+"""Time float32 `linear` by PyTorch's own choice (MKL) and by oneDNN, on one thread.
 
     python benchmark/float32_linear.py
 
-Prints microseconds of thread time, the best of several repetitions, and the ratio.
+Shapes are the bundled target's and others. Prints microseconds of thread time, the least of several
+repetitions, and the ratio.
 """
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -17,13 +18,13 @@ ROWS = (1, 8, 16, 64, 128, 384)
 
 def microseconds(run: Callable[[], torch.Tensor], calls: int = 12, repetitions: int = 8) -> float:
     run()
-    best = float("inf")
+    shortest = float("inf")
     for _ in range(repetitions):
-        began = time.thread_time()
+        start = time.thread_time()
         for _ in range(calls):
             run()
-        best = min(best, (time.thread_time() - began) / calls)
-    return 1e6 * best
+        shortest = min(shortest, (time.thread_time() - start) / calls)
+    return 1e6 * shortest
 
 
 def main() -> None:
@@ -32,12 +33,13 @@ def main() -> None:
     for rows in ROWS:
         for out_features, in_features in SHAPES:
             x, weight = torch.randn(rows, in_features), torch.randn(out_features, in_features)
-            mkl = microseconds(lambda: torch.nn.functional.linear(x, weight))
-            onednn = microseconds(lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""))
-            print(
-                f"| {rows} | {out_features} x {in_features} | {mkl:.0f} | {onednn:.0f} | {mkl / onednn:.2f}x |",
-                flush=True,
+            mkl = microseconds(partial(torch.nn.functional.linear, x, weight))
+            pointwise = partial(torch.ops.mkldnn._linear_pointwise, x, weight, None, "none", [], "")
+            onednn = microseconds(pointwise)
+            cells = (
+                f"{rows} | {out_features} x {in_features} | {mkl:.0f} | {onednn:.0f} | {mkl / onednn:.2f}x"
             )
+            print(f"| {cells} |", flush=True)
 
 
 if __name__ == "__main__":

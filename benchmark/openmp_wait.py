@@ -1,12 +1,13 @@
-"""How long OpenMP threads should spin while they wait, on a CPU server beside nothing and beside another busy
-process.
+"""Compare spin times of waiting OpenMP threads on idle and busy CPU servers.
 
-    python benchmark/openmp_wait.py --settings GOMP_SPINCOUNT=300000 GOMP_SPINCOUNT=10000 OMP_WAIT_POLICY=passive
+    python benchmark/openmp_wait.py \\
+        --settings GOMP_SPINCOUNT=300000 GOMP_SPINCOUNT=10000 OMP_WAIT_POLICY=passive
 
-PyTorch splits an operator over its threads and waits for all of them. Threads that spin lose nothing on an
-idle machine, and everything where they spin for one that has no core; threads that sleep at once pay for
-every wake-up. One DFLASH server per setting, all started first, then asked in turn, several rounds; tokens/s,
-median of the rounds."""
+PyTorch splits an operator over its threads and waits for all of them. Spinning costs nothing on an idle
+machine, but a great deal if the thread it waits for has no core. Sleeping at once costs a wake-up per
+operator. All servers, one DFLASH server per setting, start first and are then measured in turn for several
+rounds. Prints tokens/s, the median of the rounds.
+"""
 
 import argparse
 import contextlib
@@ -42,11 +43,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--settings", nargs="+", required=True, metavar="NAME=VALUE", help="the first is compared with"
+        "--settings", nargs="+", required=True, metavar="NAME=VALUE", help="the first is the reference"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--busy-rounds", type=int, default=1, help="of them beside a busy process, which takes minutes"
+        "--busy-rounds", type=int, default=1, help="rounds beside a busy process, which take minutes"
     )
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=32)

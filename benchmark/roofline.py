@@ -1,12 +1,12 @@
-"""The least time a cycle can take: what draft, verify and commit have to move and to compute.
+"""Lower bound of a cycle's time, from the bytes and FLOPs of draft, verify and commit.
 
-    python benchmark/roofline.py        # prints the tables that ROOFLINE.md shows
+    python benchmark/roofline.py        # prints the tables of ROOFLINE.md
 
 Counted: every weight once per forward, KV of the context read once, KV written, the target's logits written
 and read once in bf16 (sampling needs them), captured hidden states written and read once. Not counted:
-activations inside a forward and the draft's logits, which fit in the L2 cache or can be reduced where they
-are made. A phase takes at least as long as the slower of memory and arithmetic, each at its peak and
-perfectly overlapped; phases depend on each other and add up.
+activations inside a forward and the draft's logits, which fit in the L2 cache or can be reduced in the kernel
+that computes them. A phase takes at least as long as the slower of memory and arithmetic, each at its peak
+and perfectly overlapped. Phases depend on each other, so their times add up.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ ACCEPT_LENGTH = 6.5
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks from NVIDIA's data sheets: dense bf16 FLOP/s, memory bytes/s."""
+    """Peaks from NVIDIA's data sheets: dense bf16 FLOP/s and memory bytes/s."""
 
     name: str
     flops: float
@@ -30,7 +30,7 @@ class Gpu:
 
 H200 = Gpu("H200", 989e12, 4.8e12)
 H100 = Gpu("H100 SXM", 989e12, 3.35e12)
-BY_DEVICE = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}  # by what the driver calls them
+BY_DEVICE = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}  # by the driver's name
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Work:
 
 
 def layer_parameters(m: Model) -> int:
-    """Of all layers: Q and O, K and V, and the three matrices of the MLP."""
+    """Count the parameters of all layers: Q and O, K and V, and the three matrices of the MLP."""
     q_and_o = 2 * m.hidden_size * m.num_attention_heads * m.head_dim
     k_and_v = 2 * m.hidden_size * m.num_key_value_heads * m.head_dim
     return m.num_hidden_layers * (q_and_o + k_and_v + 3 * m.hidden_size * m.intermediate_size)
@@ -57,12 +57,12 @@ def head_parameters(m: Model) -> int:
 
 
 def kv_bytes(m: Model) -> int:
-    """KV of one token, all layers."""
+    """Count the bytes of one token's KV in all layers."""
     return m.num_hidden_layers * 2 * m.num_key_value_heads * m.head_dim * BF16
 
 
 def _forward(m: Model, batch: int, width: int, context: float, attended: float, head_rows: int) -> Work:
-    """`width` tokens for each of `batch` requests over `context` committed; each attends to `attended`."""
+    """Count `width` tokens per request, each attending to `attended`."""
     rows = batch * width
     weights = layer_parameters(m) + head_parameters(m)
     attention = 4 * m.num_hidden_layers * m.num_attention_heads * m.head_dim * attended
@@ -73,19 +73,19 @@ def _forward(m: Model, batch: int, width: int, context: float, attended: float, 
 
 
 def no_speculation(pair: Pair, batch: int, context: float) -> Work:
-    """A plain decoding step."""
+    """Count a plain decoding step."""
     forward = _forward(pair.target, batch, 1, context, context + 1, batch)
     return Work(forward.bytes + 2 * BF16 * batch * pair.target.vocab_size, forward.flops)
 
 
 def draft(pair: Pair, batch: int, context: float) -> Work:
-    """The block, non-causal, through the draft's layers and, but for the anchor's row, the target's head."""
+    """Count the non-causal block through the draft and, without the anchor, the target's head."""
     block = pair.block_size
     return _forward(pair.draft, batch, block, context, context + block, batch * (block - 1))
 
 
 def verify(pair: Pair, batch: int, context: float) -> Work:
-    """The block, causal, through the target."""
+    """Count the causal block through the target."""
     rows = batch * pair.block_size
     attended = context + (pair.block_size + 1) / 2
     forward = _forward(pair.target, batch, pair.block_size, context, attended, rows)
@@ -95,8 +95,10 @@ def verify(pair: Pair, batch: int, context: float) -> Work:
 
 
 def commit(pair: Pair, batch: int, context: float) -> Work:
-    """Captured states to the draft's KV: `fc`, then K and V of all layers. Of all rows, as the verify graph
-    ends with it and only the device knows how many count."""
+    """Count the way of captured states to the draft's KV: `fc`, then K and V of all layers.
+
+    All rows count: the verify graph ends with this step, and only the device knows how many rows are valid.
+    """
     rows, hidden = batch * pair.block_size, pair.draft.hidden_size
     aux = len(pair.target_layer_ids) * pair.target.hidden_size
     parameters = aux * hidden + hidden * kv_bytes(pair.draft) // BF16
@@ -111,13 +113,13 @@ def cycle_seconds(pair: Pair, gpu: Gpu, batch: int, context: float) -> float:
     return sum(phase(pair, batch, context).seconds(gpu) for phase in PHASES)
 
 
-# Beside its GEMMs and attention, a cycle has three small kernels (python/sglang/kernels/ops/speculative).
+# Besides GEMMs and attention, a cycle has three small kernels (python/sglang/kernels/ops/speculative).
 def prepare_block_bytes(pair: Pair, batch: int) -> int:
     return batch * (24 + 28 * pair.block_size)
 
 
 def write_context_kv_bytes(pair: Pair, batch: int) -> int:
-    """All rows: K and V read and written, a row of the cosine table (float32), position and slot."""
+    """Count all rows: K and V read and written, a float32 cosine row, position and slot."""
     row = 2 * kv_bytes(pair.draft) + 4 * pair.draft.head_dim + 16
     return batch * pair.block_size * row + BF16 * pair.draft.num_hidden_layers * pair.draft.head_dim
 
@@ -133,21 +135,20 @@ SMALL_KERNELS = (
 )
 
 
-# With --speculative-copy-ahead there are five more: lookup, choice, blocks put together, text written, a copy
-# to the host.
+# --speculative-copy-ahead adds five launches: lookup, choice, merged blocks, text written, a copy to the
+# host.
 LAUNCHES = 5
 TEXTS = ((1, 1024), (1, 32_768), (48, 1024), (48, 32_768))
-LAUNCH_S = 5e-6  # of a small kernel, more than it takes
+LAUNCH_S = 5e-6  # of a small kernel, an upper bound
 
 
 def copy_ahead_bytes(pair: Pair, batch: int, context: int) -> int:
-    """Each text read once, int32, a key per 2048 tokens of it; what was copied read and written, merged with
-    the draft's block, and a verified block written."""
+    """Count int32 texts, a key per 2048 tokens, copied and merged blocks, the output."""
     return batch * (4 * context + 8 * -(-context // 2048) + 40 * pair.block_size + 48)
 
 
 def copy_ahead_table(pair: Pair = QWEN3_8B) -> str:
-    """What copying ahead adds to a cycle of the same requests and contexts on the H200."""
+    """Tabulate what copying ahead adds to the same cycle on the H200."""
     rows = [
         f"| requests | tokens of text | KB | µs | + {LAUNCHES} launches, µs | cycle, ms | share |",
         "|" + "---:|" * 7,
@@ -157,15 +158,13 @@ def copy_ahead_table(pair: Pair = QWEN3_8B) -> str:
         seconds = moved / H200.bandwidth
         cycle = cycle_seconds(pair, H200, batch, context)
         added = seconds + LAUNCHES * LAUNCH_S
-        rows.append(
-            f"| {batch} | {context} | {moved / 1e3:.1f} | {1e6 * seconds:.3f} | {1e6 * added:.1f} | {1e3 * cycle:.1f} "
-            f"| {added / cycle:.2%} |"
-        )
+        times = f"{1e6 * seconds:.3f} | {1e6 * added:.1f} | {1e3 * cycle:.1f} | {added / cycle:.2%}"
+        rows.append(f"| {batch} | {context} | {moved / 1e3:.1f} | {times} |")
     return "\n".join(rows)
 
 
 def work_table(pair: Pair = QWEN3_8B) -> str:
-    """Bytes and FLOPs per phase."""
+    """Tabulate bytes and FLOPs per phase."""
     rows = ["| batch | " + " | ".join(f"{p.__name__}: GB | GFLOP | FLOP/byte" for p in PHASES) + " |"]
     rows.append("|" + "---:|" * (1 + 3 * len(PHASES)))
     for batch in BATCHES:
@@ -176,7 +175,7 @@ def work_table(pair: Pair = QWEN3_8B) -> str:
 
 
 def time_table(gpu: Gpu, pair: Pair = QWEN3_8B) -> str:
-    """Lower bound of each phase and of the cycle, and what it means in tokens/s."""
+    """Tabulate the lower bound of each phase and of the cycle, and the tokens/s that follow."""
     heads = [f"{phase.__name__}, ms" for phase in PHASES]
     heads += ["cycle, ms", "tokens/s", "no speculation, tokens/s"]
     rows = ["| batch | " + " | ".join(heads) + " | ratio | measured cycle, ms |"]
@@ -194,7 +193,7 @@ def time_table(gpu: Gpu, pair: Pair = QWEN3_8B) -> str:
 
 
 def kernel_table(pair: Pair = QWEN3_8B) -> str:
-    """Bytes the small kernels move, and the time the H200's memory needs for that."""
+    """Tabulate the bytes of the small kernels, and the H200's time to move them."""
     columns = [f"batch {batch}: KB | µs" for batch in BATCHES]
     rows = ["| kernel | bytes | " + " | ".join(columns) + " |", "|---|---|" + "---:|" * (2 * len(BATCHES))]
     for name, formula, count in SMALL_KERNELS:

@@ -1,4 +1,4 @@
-"""Checks every server command without a GPU, and without starting one."""
+"""Check of every server command, without a GPU and without starting a server."""
 
 import argparse
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def check(parts: Sequence[Part]) -> list[str]:
 
 
 def problems_of(plan: Plan) -> list[str]:
-    """What SGLang would refuse of this server: flags, environment, configs of target and draft."""
+    """List what SGLang refuses of this server: flags, environment, configs."""
     from sglang.srt.environ import envs
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs

@@ -1,4 +1,4 @@
-"""Stopping in time: a command killed at its limit would leave its server behind, on the GPU."""
+"""Time limit: a command killed from outside would leave its server behind, on the GPU."""
 
 import os
 import signal
@@ -7,11 +7,11 @@ import time
 
 
 class OutOfTime(BaseException):
-    """Raised in the main thread at the limit. Not an Exception: nothing that handles errors handles it."""
+    """Raised in the main thread at the limit. Not an Exception, so error handlers let it pass."""
 
 
 class TimeLimit:
-    """Within `with`, raises OutOfTime once `seconds` are over; None: never."""
+    """Context manager that raises OutOfTime after `seconds`, or never for None."""
 
     def __init__(self, seconds: float | None):
         self._end = None if seconds is None else time.monotonic() + seconds
@@ -21,8 +21,10 @@ class TimeLimit:
         return float("inf") if self._end is None else self._end - time.monotonic()
 
     def guard(self, process: subprocess.Popen, with_signal: int = signal.SIGKILL) -> None:
-        """End this process first when time is up: threads may be waiting for its answers, and the main thread
-        waits for them. It is the only one guarded from now on."""
+        """End this process first at the limit, and no other one.
+
+        Threads may be waiting for its answers, and the main thread waits for them.
+        """
         self._guarded = process, with_signal
 
     def __enter__(self) -> "TimeLimit":

@@ -1,4 +1,4 @@
-"""The results as a Markdown page."""
+"""Results as a Markdown page."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ LEAST_ADAPTIVE = 0.97
 
 
 def markdown(data: dict) -> str:
-    """data: what `state.Results` keeps."""
+    """Write the page from `state.Results.data`."""
     records = data["parts"]
     results = {name: record["result"] for name, record in records.items() if "result" in record}
     versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items())
@@ -101,19 +101,20 @@ def _adaptive(results: dict) -> list[str]:
         if adaptive is None or none is None:
             continue
         rows, plain = [], {load["concurrency"]: Load(**load) for load in none["loads"]}
-        for load, said in zip(adaptive["loads"], adaptive["widths"], strict=True):
+        for load, reported in zip(adaptive["loads"], adaptive["widths"], strict=True):
             ours, theirs = Load(**load), plain[load["concurrency"]]
             ratio = _ratio(ours, theirs)
             verdict = "reached" if ratio >= LEAST_ADAPTIVE else "MISSED"
             speeds = [f"{load.tokens_per_second:.1f}" for load in (theirs, ours)]
-            costs = ", ".join(f"{width}: {of['cycle_ms']:.2f}" for width, of in said["expected"].items())
-            per_width = _counts(said["cycles_per_width"])
+            expected = reported["expected"].items()
+            costs = ", ".join(f"{width}: {cycle['cycle_ms']:.2f}" for width, cycle in expected)
+            per_width = _counts(reported["cycles_per_width"])
             rows.append([str(ours.concurrency), *speeds, f"{ratio:.3f}x", verdict, costs, per_width])
         parts += [
             f"## A draft that never helps: {pair.name}, --speculative-adaptive",
-            "Output tokens/s, prefill included; the draft is dummy weights, and hardly a token of it is kept. Wanted: "
-            f"{LEAST_ADAPTIVE}x no speculation. ms: what the policy expects of a cycle at each width, with what it "
-            "measured by then. Cycles: at each width since the start, the loads before included.",
+            "Output tokens/s, prefill included. The draft has dummy weights, so hardly a token is accepted. "
+            f"Wanted: {LEAST_ADAPTIVE}x no speculation. ms: cycle time the policy expects at each width, "
+            "from measurements so far. Cycles: number at each width since the start, earlier loads included.",
             _table(
                 [
                     "concurrency",
@@ -135,7 +136,7 @@ def _ratio(load: Load | None, other: Load | None) -> float | None:
 
 
 def cycle_ms(load: Load) -> float:
-    """Wall time over the number of cycles, as if all requests of a round always ran together."""
+    """Return wall time per cycle, as if all requests of a round always ran together."""
     steps = sum(load.accepted) or load.output_tokens
     return 1e3 * load.seconds * load.concurrency / steps
 

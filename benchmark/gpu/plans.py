@@ -1,4 +1,4 @@
-"""What is run: every server with its flags and environment, and the parts that use them."""
+"""Servers with their flags and environment, and the parts that use them."""
 
 import json
 import shlex
@@ -29,7 +29,7 @@ PROFILED_CONCURRENCIES = (1, 16)
 ACCEPT_LENGTH = 6.5
 
 # What a DFLASH server is forced to accept. "fixed" puts one token id everywhere; the other mode,
-# "real-draft-token", would keep what the draft said, and pay for it.
+# "real-draft-token", would accept the draft's own tokens at their cost.
 SIMULATION = {
     "SGLANG_SIMULATE_ACC_LEN": str(ACCEPT_LENGTH),
     "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
@@ -75,9 +75,9 @@ OTHER_ACCEPTANCE = ("widths", "window")
 
 @dataclass(frozen=True)
 class Plan:
-    """One server: what follows `python -m sglang.launch_server`, and what it adds to the environment.
+    """One server: its `sglang.launch_server` arguments and its additions to the environment.
 
-    variant: one of VARIANTS or ADAPTIVE_DFLASH; held against the server's log when it runs.
+    variant: one of VARIANTS or ADAPTIVE_DFLASH; compared with the server's log when it runs.
     """
 
     variant: str
@@ -95,10 +95,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Part:
-    """What is done in one go and recorded as one result.
+    """A unit of work with one recorded result.
 
-    run: called with limit=TimeLimit; returns the result, JSON-ready. Its list "problems", if any, says what
-        is wrong.
+    run: called with limit=TimeLimit; returns the result, JSON-ready. Its list "problems", if any, names the
+        failures.
     seconds: how long it may well take, servers included; it is not begun with less than that left.
     """
 
@@ -113,8 +113,7 @@ class Part:
 
 
 def all_parts(backend: str) -> list[Part]:
-    """In order of what one would like to know first: whether it is right, how fast it is beside the built-in,
-    where the time goes; then what only adds to that."""
+    """List the parts by importance: correctness, speed, profiles, then the rest."""
     first, *others = PAIRS
     return [
         *rehearsed_parts(backend),
@@ -127,7 +126,7 @@ def all_parts(backend: str) -> list[Part]:
 
 
 def rehearsed_parts(backend: str) -> list[Part]:
-    """backend: torch_native, to try this program out, stands for all of them."""
+    """List the rehearsed parts. backend: torch_native replaces every other, for trials."""
     expected = {
         Path(profile["server_args"][-1]).name: profile["sets"]["heldout"]["accept_length"]
         for profile in json.loads(EXPECTED.read_text()).values()
@@ -178,13 +177,13 @@ def test_parts() -> list[Part]:
 
 
 def lossless_parts(backend: str) -> list[Part]:
-    """With graphs `rehearsed_parts` has it."""
+    """Check losslessness without graphs; `rehearsed_parts` does it with graphs."""
     plans = bundled_servers(backend)
     return [Part("lossless/eager", plans, partial(work.check_lossless, plans), 200)]
 
 
 def shape_server(pair: Pair, variant: str, backend: str) -> Plan:
-    """A server of dummy weights in a real model's shape."""
+    """Plan a server with dummy weights in a real model's shape."""
     folder = SCRATCH / pair.name
     arguments = ["--model-path", str(folder / "target"), "--load-format", "dummy", "--skip-tokenizer-init"]
     arguments += ["--dtype", "bfloat16", "--attention-backend", backend]
@@ -218,7 +217,7 @@ def _bundled_target(backend: str, target: Path = TARGET, graphs: bool = True) ->
 
 
 def bundled_servers(backend: str) -> tuple[Plan, ...]:
-    """The bundled target alone, then with each bundled draft, without graphs: bf16, as shipped."""
+    """Plan the bundled target alone, then with each bundled draft: bf16, no graphs."""
     arguments = _bundled_target(backend, graphs=False)
     drafts = [_dflash(_from_root(draft), backend) for draft in (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)]
     return (

@@ -1,4 +1,4 @@
-"""Everything about DFLASH that only a GPU can settle, in one command.
+"""All DFLASH measurements and checks that need a GPU, in one command.
 
     python benchmark/gpu/run.py                       # all parts that have no result yet
     python benchmark/gpu/run.py --time-limit 570      # stop before 570 s are over; call again to go on
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def go_on(parts: Sequence[Part], results: Results, limit: TimeLimit, retry_failed: bool = False) -> int:
-    """Run what is pending, one part after the other, each recorded when it ends. Returns the exit status."""
+    """Run pending parts one by one, record each when it ends, and return the exit status."""
     first = True
     try:
         with limit:

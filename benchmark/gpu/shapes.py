@@ -1,7 +1,7 @@
-"""The shapes of real models, without their weights: a config.json for each, where a server can load it.
+"""Shapes of real models without weights, as config.json files.
 
-`--load-format dummy` then fills the weights with noise. Speed does not depend on their values once acceptance
-is simulated (SGLANG_SIMULATE_ACC_LEN), and no checkpoint has to reach the machine.
+`--load-format dummy` then fills the weights with noise. With simulated acceptance (SGLANG_SIMULATE_ACC_LEN)
+speed does not depend on their values, and no checkpoint has to reach the machine.
 """
 
 import json
@@ -24,7 +24,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its DFlash draft. block_size counts the anchor; target_layer_ids are 0-based outputs."""
+    """A target and its DFlash draft.
+
+    block_size counts the anchor. target_layer_ids are 0-based outputs.
+    """
 
     name: str
     target: Model
@@ -36,7 +39,7 @@ class Pair:
     rope_theta: float
 
     def write(self, folder: Path) -> None:
-        """config.json of both, into `folder`/target and `folder`/draft."""
+        """Write both config.json files, to `folder`/target and `folder`/draft."""
         common = {"attention_bias": False, "hidden_act": "silu", "tie_word_embeddings": False}
         common |= {"dtype": "bfloat16", "rope_theta": self.rope_theta, "rms_norm_eps": 1e-6}
         draft = {

@@ -1,4 +1,4 @@
-"""The results file, which is also the memory of what is done: one record per part, written after each."""
+"""Results file: one record per part, written after each."""
 
 import hashlib
 import json
@@ -24,10 +24,10 @@ class OtherRun(RuntimeError):
 
 
 class Results:
-    """`path`.json holds everything, `path`.md is written from it.
+    """Results in `path`.json, from which the page `path`.md is written.
 
-    setting: {"machine", "versions", "options"}, JSON-ready: what all results in one file must have in common.
-    None: only look, whatever they have. Raises OtherRun if the file there has another one.
+    setting: {"machine", "versions", "options"}, JSON-ready, equal for all results in one file; None to read
+    only. Raises OtherRun if the file has another setting.
     """
 
     def __init__(self, path: Path, setting: dict | None):
@@ -44,7 +44,7 @@ class Results:
                 raise OtherRun(f"{file.name} is of another run (use --name or --restart): {'; '.join(other)}")
 
     def pending(self, parts: Sequence[Part], retry_failed: bool) -> list[Part]:
-        """Parts without a result, or whose result is of other code of ours than there is now."""
+        """List parts without a result, or with a result from other code of ours."""
         records = self.data["parts"]
         return [
             part
@@ -55,7 +55,7 @@ class Results:
         ]
 
     def store(self, part: Part, outcome: dict, seconds: float) -> None:
-        """outcome: {"result": what the part returned} or {"error": why it returned nothing}."""
+        """Record a part. outcome: {"result": its return value} or {"error": why it has none}."""
         record = {"date": str(date.today()), "seconds": round(seconds, 1), **outcome}
         record["source"] = self._source if part.runs_our_code else None
         if "error" in record:
@@ -67,7 +67,7 @@ class Results:
         self.write([part.name])
 
     def write(self, names: Sequence[str] = (), invocation: str | None = None) -> None:
-        """Both files. names: of all the parts there are, for the page to say what is missing."""
+        """Write both files. names: of all parts, so that the page lists the missing ones."""
         if invocation is not None:
             self.data["invocations"].append(invocation)
         self.data["planned"] = list(dict.fromkeys([*self.data["planned"], *names]))
@@ -83,12 +83,12 @@ def problems_of(record: dict) -> list[str]:
 
 
 def without_folders(text: str) -> str:
-    """`text` with absolute paths cut to file names: where a machine keeps its files is nobody's business."""
+    """Cut absolute paths in `text` to file names, as a machine's folders are private."""
     return re.sub(r"(?<![\w.:/])/(?:[\w.@+-]+/)+", "", text)
 
 
 def source_fingerprint() -> str:
-    """Of the plugin's source. A machine that got a copy of the tree has no git to ask."""
+    """Hash the plugin's source. A machine with a copy of the tree has no git history."""
     digest = hashlib.sha256()
     for file in sorted((ROOT / "python").rglob("*.py")):
         digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
@@ -96,7 +96,7 @@ def source_fingerprint() -> str:
 
 
 def machine() -> str | None:
-    """The first GPU, or None without one. Asked for in a process that takes its CUDA context with it."""
+    """Describe the first GPU, if any, from a child process, whose CUDA context ends with it."""
     if not torch.cuda.is_available():
         return None
     ask = "import torch.cuda as c; p = c.get_device_properties(0); print(f'{p.name}, {p.total_memory >> 30}')"

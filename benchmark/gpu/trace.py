@@ -1,4 +1,4 @@
-"""What a torch profiler trace says about one decoding cycle: GPU time against the clock, gaps, launches."""
+"""One decoding cycle in a torch profiler trace: GPU time, gaps, launches."""
 
 import bisect
 import statistics
@@ -30,10 +30,10 @@ class Work:
 
 
 def summarize(trace: dict, step: str) -> dict:
-    """Cycles from the GPU's start on one forward named `step` to its start on the next.
+    """Summarise cycles, each between the GPU's starts on two forwards named `step`.
 
     trace: the decoded JSON of torch.profiler's export_chrome_trace. Returns, in us and per cycle:
-      cycles: how many there were.
+      cycles: their number.
       wall_us, busy_us: medians of a cycle's length and of the time in which the GPU did anything.
       graph_idle_us, host_gap_us: medians of the rest: idle between kernels of one launch (a CUDA graph), and
         idle between launches, where the GPU waits for the host.
@@ -111,7 +111,7 @@ def _gpu_work(events: Sequence[dict], calls: Sequence[dict], forwards: Sequence[
 
 
 def _forward_at(forwards: Sequence[dict], ts: float) -> dict | None:
-    """The forward the host was in at `ts`; they do not nest."""
+    """Find the forward that the host was in at `ts`; forwards do not nest."""
     index = bisect.bisect_right(forwards, ts, key=lambda e: e["ts"]) - 1
     return forwards[index] if index >= 0 and ts < forwards[index]["ts"] + forwards[index]["dur"] else None
 
@@ -125,5 +125,5 @@ def _longest(groups: dict, shown: int) -> list[tuple]:
 
 
 def _short(name: str) -> str:
-    """Kernel names are templates spelled out, hundreds of characters long."""
+    """Shorten a kernel's name, which may be a template of hundreds of characters."""
     return name if len(name) <= 72 else name[:69] + "..."

@@ -1,4 +1,4 @@
-"""What the parts do, each with servers of its own, and what they return."""
+"""Work of the parts, each with its own servers, and their results."""
 
 import contextlib
 import gzip
@@ -45,8 +45,7 @@ RANKED = 128  # of a position's tokens, the likeliest, among which a penalised c
 
 @contextlib.contextmanager
 def running(plan, limit: TimeLimit) -> Iterator[Server]:
-    """The plan's server. Raises RuntimeError if it is not the variant it should be, or for what goes wrong
-    with it."""
+    """Run the plan's server; raise RuntimeError for a wrong variant or an error."""
     with serve(*plan.arguments, env=plan.environment, timeout=START_TIMEOUT_S) as server:
         limit.guard(server.process)
         log = server.log()
@@ -62,8 +61,10 @@ def running(plan, limit: TimeLimit) -> Iterator[Server]:
 
 
 def run_tests(file: Path, limit: TimeLimit) -> dict:
-    """The tests of `file` marked gpu, in a process of their own. Interrupted when time is up, it can still
-    end the servers its fixtures started."""
+    """Run the tests of `file` marked gpu in a child process.
+
+    Interrupted at the time limit, it can still end the servers that its fixtures started.
+    """
     report = Path("build/gpu/junit.xml")
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
@@ -83,7 +84,7 @@ def run_tests(file: Path, limit: TimeLimit) -> dict:
 
 
 def read_junit(xml: str) -> dict:
-    """{"passed": n, "skipped": n, "problems": one line per failure or error}."""
+    """Return {"passed": n, "skipped": n, "problems": one line per failure or error}."""
     counts, problems = {"passed": 0, "skipped": 0}, []
     for case in ElementTree.fromstring(xml).iter("testcase"):
         bad = case.find("failure") if case.find("failure") is not None else case.find("error")
@@ -95,8 +96,10 @@ def read_junit(xml: str) -> dict:
 
 
 def measure_speed(plan, concurrencies: Sequence[int], accept_length: float | None, limit: TimeLimit) -> dict:
-    """{"loads": a `bench.Load` per concurrency, repeats together}; of an adaptive server "widths", what it
-    says of them after each. accept_length: what the server was told to accept."""
+    """Return {"loads": a `bench.Load` per concurrency, repeats together}.
+
+    An adaptive server adds "widths", its report after each load. accept_length: the simulated one.
+    """
     loads, problems, widths = [], [], []
     with running(plan, limit) as server:
         for concurrency in concurrencies:
@@ -114,7 +117,7 @@ def _said_of_widths(server: Server) -> dict:
 
 
 def _measure(server: Server, name: str, concurrency: int, repeats: int) -> Load:
-    """Greedy requests of random token ids, two rounds of `concurrency`, timed as a whole."""
+    """Time greedy requests of random token ids, two rounds of `concurrency`, as a whole."""
     requests = random_requests(max(4, 2 * concurrency), NEW_TOKENS)
     server.generate_many(random_requests(concurrency, 64, seed=1), concurrency)  # warm up
     seconds, answers = 0.0, []
@@ -127,7 +130,7 @@ def _measure(server: Server, name: str, concurrency: int, repeats: int) -> Load:
 
 
 def random_requests(count: int, new_tokens: int, seed: int = 0) -> list[dict]:
-    """`count` prompts without a common prefix; ids every vocabulary here has."""
+    """Make `count` prompts without a common prefix, of ids that every vocabulary here has."""
     draw = random.Random(seed)
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     prompts = ([draw.randrange(1000, 100_000) for _ in range(PROMPT_TOKENS)] for _ in range(count))
@@ -135,7 +138,7 @@ def random_requests(count: int, new_tokens: int, seed: int = 0) -> list[dict]:
 
 
 def profile(plan, concurrencies: Sequence[int], folder: Path, limit: TimeLimit) -> dict:
-    """{"profiles": [a `trace.summarize` per concurrency]}. The trace files stay in `folder`."""
+    """Return {"profiles": [a `trace.summarize` per concurrency]}; keep trace files."""
     profiles = []
     with running(plan, limit) as server:
         for concurrency in concurrencies:
@@ -147,7 +150,7 @@ def profile(plan, concurrencies: Sequence[int], folder: Path, limit: TimeLimit) 
 
 
 def _record_trace(server: Server, concurrency: int, folder: Path) -> dict:
-    """A torch profiler trace of PROFILED_STEPS scheduler steps, all requests decoding."""
+    """Record a torch profiler trace of PROFILED_STEPS scheduler steps, all requests decoding."""
     for old in folder.glob("*.trace.json.gz"):
         old.unlink()
     requests = random_requests(concurrency, 8 * NEW_TOKENS, seed=2)
@@ -169,7 +172,7 @@ def _all_decoding(server: Server, concurrency: int) -> bool:
 
 
 def check_lossless(plans: Sequence, limit: TimeLimit) -> dict:
-    """The first plan's answers against every other's: {"drafts": one `compare` per draft}."""
+    """Compare other plans' answers with the first's: {"drafts": a `compare` each}."""
     sampling = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
     requests = [{"text": prompt["text"], "sampling_params": sampling} for prompt in heldout_prompts()]
     reference, *drafted = plans
@@ -188,8 +191,10 @@ def check_lossless(plans: Sequence, limit: TimeLimit) -> dict:
 
 
 def rehearsed_requests() -> tuple[list[dict], list[dict], list[dict]]:
-    """Greedy ones, as benchmark/acceptance.py asks them; kinds that take other ways through a cycle, each
-    with the target's one answer; and penalised ones."""
+    """Return three lists: greedy requests, kinds on other code paths, penalised requests.
+
+    The greedy ones are those of benchmark/acceptance.py. Every kind has one answer of the target.
+    """
     length = {"temperature": 0, "max_new_tokens": 128}
     texts = [p["text"] for p in text_prompts()]
     greedy = [{"text": text, "sampling_params": length} for text in texts]
@@ -206,9 +211,11 @@ def rehearsed_requests() -> tuple[list[dict], list[dict], list[dict]]:
 
 
 def penalized_gaps(server: Server, answers: Sequence[dict]) -> list[float]:
-    """How far each penalised answer's tokens ever are from the best choice, in penalised log probability: by
-    the target's own of the whole answer in one prefill, from which what was said before each token is taken
-    off here."""
+    """Return each penalised answer's widest gap to the best choice, in log probability.
+
+    One prefill of the whole answer gives the target's log probabilities. The penalties of the tokens emitted
+    before each position are subtracted here.
+    """
     prompts = [[token for _, token, *_ in answer["meta_info"]["input_token_logprobs"]] for answer in answers]
     asked = [
         {
@@ -222,12 +229,12 @@ def penalized_gaps(server: Server, answers: Sequence[dict]) -> list[float]:
     ]
     gaps = []
     for answer, scored in zip(answers, server.generate_many(asked, 8), strict=True):
-        said, widest = Counter(), 0.0
+        emitted, widest = Counter(), 0.0
         _, *ranked = scored["meta_info"]["input_top_logprobs"]  # the first is of the prompt's last token
         for token, entries in zip(answer["output_ids"], ranked, strict=True):
-            left = {id_: logprob - _penalty(said[id_]) for logprob, id_, *_ in entries}
+            left = {id_: logprob - _penalty(emitted[id_]) for logprob, id_, *_ in entries}
             widest = max(widest, max(left.values()) - left.get(token, -math.inf))
-            said[token] += 1
+            emitted[token] += 1
         gaps.append(widest)
     return gaps
 
@@ -237,9 +244,11 @@ def _penalty(times: int) -> float:
 
 
 def check_rehearsed(reference, plan, known: Path, accept_length: float | None, limit: TimeLimit) -> dict:
-    """{"drafts": [a `compare`], "kinds": differences, "penalized_gaps"}: the plan's answers against the
-    target's own, which `known` keeps for all parts on a machine, and how much is accepted. accept_length:
-    what is on a CPU; None: something else."""
+    """Return {"drafts": [a `compare`], "kinds": differences, "penalized_gaps"}.
+
+    The plan's answers are compared with the target's own, which the file `known` keeps for all parts on a
+    machine. accept_length: the expected one, from a CPU; None if it differs there.
+    """
     greedy, kinds, penalized = rehearsed_requests()
     asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in (*greedy, *kinds)]
     told = json.loads(known.read_text()) if known.exists() else {}
@@ -268,9 +277,8 @@ def check_rehearsed(reference, plan, known: Path, accept_length: float | None, l
         else []
     )
     if wide := wide_of({"differences": of_kinds}):
-        problems.append(
-            f"{len(wide)} answers with grammars, biases or a least length differ where the target is near no tie: {wide[:3]}"
-        )
+        kinds_of_answers = "answers with grammars, biases or a least length"
+        problems.append(f"{len(wide)} {kinds_of_answers} differ where the target is near no tie: {wide[:3]}")
     if max(gaps) > NEAR_TIE:
         problems.append(f"penalised answers are up to {max(gaps):.3f} from the best choice")
     if accept_length and accepted < LEAST_OF_EXPECTED * accept_length:
@@ -288,13 +296,15 @@ def check_rehearsed(reference, plan, known: Path, accept_length: float | None, l
 
 
 def wide_of(found: dict) -> list[dict]:
-    """Differences that no near-tie explains."""
+    """List the differences that no near-tie explains."""
     return [d for d in found["differences"] if d["gap"] is None or d["gap"] > NEAR_TIE]
 
 
 def compare(answers: Sequence[dict], expected: Sequence[dict]) -> dict:
-    """Where each answer first leaves the target's own, and how far the target's best two tokens are apart
-    there, in log probability; None where one answer ends before the other."""
+    """Find where each answer first differs from the target's own.
+
+    gap: distance of the target's best two tokens there, in log probability; None if one answer ends early.
+    """
     differences = []
     for number, (got, want) in enumerate(zip(answers, expected, strict=True)):
         pairs = zip_longest(got["output_ids"], want["output_ids"])

@@ -82,22 +82,15 @@ class DFlashAttention(nn.Module):
         rope_theta, rope_scaling = get_rope_config(hf_config)
         # The draft of a target with M-RoPE may have its sections in the config; its positions are the text's.
         rope_scaling = {k: v for k, v in (rope_scaling or {}).items() if k not in _TARGET_ROPE_FIELDS} or None
-        self.rotary_emb = get_rope(
-            head_dim,
-            rotary_dim=head_dim,
-            max_position=hf_config.max_position_embeddings,
-            base=rope_theta,
-            rope_scaling=rope_scaling,
-        )
+        rope_sizes = head_dim, head_dim, hf_config.max_position_embeddings, rope_theta
+        self.rotary_emb = get_rope(*rope_sizes, rope_scaling=rope_scaling)
         if not (hasattr(self.rotary_emb, "cos_sin_cache") and self.rotary_emb.rotary_dim == head_dim):
             raise ValueError(f"DFLASH draft: RoPE of kind {rope_scaling} is not supported")
         sliding = draft.layer_types[layer_id] == SLIDING_ATTENTION
+        head_sizes = self.num_heads, head_dim, head_dim**-0.5, self.num_kv_heads
         self.attn = RadixAttention(
-            self.num_heads,
-            head_dim,
-            head_dim**-0.5,
-            num_kv_heads=self.num_kv_heads,
-            layer_id=layer_id,
+            *head_sizes,
+            layer_id,
             sliding_window_size=draft.tokens_before_window_start if sliding else -1,
             # To SGLang's backends, non-causal attention over the pool is the "encoder only" kind.
             attn_type=AttentionType.DECODER if draft.is_causal(layer_id) else AttentionType.ENCODER_ONLY,
@@ -114,9 +107,7 @@ class DFlashAttention(nn.Module):
             q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
             if not is_ready:
                 if self.q_norm is not None:
-                    q, k = apply_qk_norm(
-                        q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim
-                    )
+                    q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
                 q, k = self.rotary_emb(positions, q, k)
         attended = self.attn(q, k, v, forward_batch)
         output, _ = self.o_proj(attended.flatten(1))
@@ -171,18 +162,13 @@ class DFlashDecoderLayer(nn.Module):
         self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str, **attention
     ):
         super().__init__()
-        self.self_attn = DFlashAttention(
-            hf_config, draft, layer_id, quant_config, add_prefix("self_attn", prefix), **attention
-        )
-        self.mlp = Qwen2MLP(
-            hidden_size=hf_config.hidden_size,
-            intermediate_size=hf_config.intermediate_size,
-            hidden_act=hf_config.hidden_act,
-            quant_config=quant_config,
-            prefix=add_prefix("mlp", prefix),
-        )
-        self.input_layernorm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
+        options = quant_config, add_prefix("self_attn", prefix)
+        self.self_attn = DFlashAttention(hf_config, draft, layer_id, *options, **attention)
+        hidden_size, eps = hf_config.hidden_size, hf_config.rms_norm_eps
+        sizes = hidden_size, hf_config.intermediate_size, hf_config.hidden_act
+        self.mlp = Qwen2MLP(*sizes, quant_config, add_prefix("mlp", prefix))
+        self.input_layernorm = RMSNorm(hidden_size, eps=eps)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
 
     def norm_input(self, hidden_states, residual):
         """Return normalised input and residual, [n, hidden]; the first layer has no residual."""
@@ -290,17 +276,11 @@ class DFlashDraftModel(BlockDraftModel):
         attention = self.layers[0].self_attn
         context = self.hidden_norm(self.fc(aux_hidden)[0])
         kv = F.linear(context, self._kv_weight, self._kv_bias)
-        write_context_kv(
-            kv.view(-1, len(self.layers), 2, attention.num_kv_heads, attention.head_dim),
-            self._k_norm_weight,
-            attention.k_norm.variance_epsilon,
-            attention.rotary_emb.cos_sin_cache,
-            positions,
-            cache_loc,
-            self._kv_pointers,
-            accept_len,
-            1 if accept_len is None else positions.numel() // accept_len.numel(),
-        )
+        kv = kv.view(-1, len(self.layers), 2, attention.num_kv_heads, attention.head_dim)
+        norm = self._k_norm_weight, attention.k_norm.variance_epsilon
+        rows = attention.rotary_emb.cos_sin_cache, positions, cache_loc
+        block_size = 1 if accept_len is None else positions.numel() // accept_len.numel()
+        write_context_kv(kv, *norm, *rows, self._kv_pointers, accept_len, block_size)
 
     def use_pool(self, kv_pool) -> None:
         """Read the addresses of SGLang's pool of the draft.

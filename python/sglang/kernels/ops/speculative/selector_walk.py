@@ -39,21 +39,6 @@ class Draw:
     uniforms: torch.Tensor
     slots: int
 
-    @classmethod
-    def for_requests(
-        cls, sampling_info, num_slots: int, temperature_scale: float = 1.0, sampled_slots: int | None = None
-    ) -> "Draw":
-        """Build a draw under each request's own parameters, with fresh uniforms."""
-        temperature = sampling_info.temperatures.squeeze(1) * temperature_scale
-        return cls(
-            temperature=temperature,
-            top_k=sampling_info.top_ks,
-            top_p=sampling_info.top_ps,
-            min_p=sampling_info.min_ps,
-            uniforms=torch.rand(temperature.shape[0], num_slots, device=temperature.device),
-            slots=num_slots if sampled_slots is None else sampled_slots,
-        )
-
 
 def walk_triton(
     candidates: Candidates,

@@ -22,19 +22,9 @@ def track_mamba_states_all_layers(
         pool[:, target[tracked]] = pool[:, source[tracked]]
 
 
-def track_mamba_states_if_needed(
-    conv_states,
-    ssm_states,
-    cache_indices,
-    mamba_track_mask,
-    mamba_track_indices,
-    batch_size,
-    check_freed_slots=False,
-):
+def track_mamba_states_if_needed(conv_states, ssm_states, *args, **kwargs):
     """Do as `track_mamba_states_all_layers` for one layer's pools, [slots, ...]."""
-    track_mamba_states_all_layers(
-        conv_states[None], ssm_states[None], cache_indices, mamba_track_mask, mamba_track_indices, batch_size
-    )
+    track_mamba_states_all_layers(conv_states[None], ssm_states[None], *args, **kwargs)
 
 
 def scatter_mamba_states_after_mtp_verify(

@@ -58,11 +58,7 @@ def is_active() -> bool:
 
 
 def has_cuda_kernels() -> bool:
-    try:
-        importlib.metadata.distribution("sglang-kernel")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(importlib.metadata.distributions(name="sglang-kernel"))
 
 
 def can_load(library: str) -> bool:

@@ -103,9 +103,12 @@ def choose_tokens(
     return ids.gather(2, chosen[..., None]).squeeze(2), DraftProbs(ids, probs)
 
 
-def selector_draw(sampling_info: Any, sampling: DraftSampling, num_slots: int) -> Draw:
-    """Build the draw of a candidate selector's walk over `num_slots` slots."""
-    return Draw.for_requests(sampling_info, num_slots, sampling.temperature_scale, sampling.sampled_slots)
+def selector_draw(sampling_info, sampling: DraftSampling, num_slots: int) -> Draw:
+    """Build a draw over `num_slots` slots under each request's parameters, with fresh uniforms."""
+    info, temperature = sampling_info, sampling_info.temperatures.squeeze(1) * sampling.temperature_scale
+    uniforms = torch.rand(temperature.shape[0], num_slots, device=temperature.device)
+    slots = num_slots if sampling.sampled_slots is None else sampling.sampled_slots
+    return Draw(temperature, info.top_ks, info.top_ps, info.min_ps, uniforms, slots)
 
 
 def draw_drafts(
