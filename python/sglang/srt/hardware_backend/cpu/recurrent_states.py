@@ -22,9 +22,18 @@ def track_mamba_states_all_layers(
         pool[:, target[tracked]] = pool[:, source[tracked]]
 
 
-def track_mamba_states_if_needed(conv_states, ssm_states, *args, **kwargs):
+def track_mamba_states_if_needed(
+    conv_states,
+    ssm_states,
+    cache_indices,
+    mamba_track_mask,
+    mamba_track_indices,
+    batch_size,
+    check_freed_slots=False,
+):
     """Do as `track_mamba_states_all_layers` for one layer's pools, [slots, ...]."""
-    track_mamba_states_all_layers(conv_states[None], ssm_states[None], *args, **kwargs)
+    pools = conv_states[None], ssm_states[None]
+    track_mamba_states_all_layers(*pools, cache_indices, mamba_track_mask, mamba_track_indices, batch_size)
 
 
 def scatter_mamba_states_after_mtp_verify(
