@@ -70,7 +70,7 @@ def test_backend_and_draft(backend, draft, expected, reference):
     expected.answers(DRAFTS[draft], requests)
     with rehearse(Scene(backend), DRAFTS[draft], NO_CACHE) as played:
         assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
-        if draft in ("dflash", "peagle"):  # the others' worker is DFlash's
+        if draft in ("dflash", "peagle"):  # the other drafts run as DFlash
             assert_launches(played, f"{backend}-{draft}")
 
 

@@ -95,9 +95,8 @@ def start(servers, checkpoints: Path, drafting: str, environment: dict[str, str]
 
 @pytest.mark.parametrize("drafting", DRAFTING)
 def test_sequences_have_the_targets_probabilities(drafting, servers, checkpoints, expected):
-    eager = (
-        patched("eager_copies") if "copy ahead" in drafting else {}
-    )  # a text of eight tokens has few matches else
+    # Without this patch texts of eight tokens would have too few matches.
+    eager = patched("eager_copies") if "copy ahead" in drafting else {}
     server = start(servers, checkpoints, drafting, UNCOUNTED | eager)
     found = p_value(server, expected)
     assert found > FALSE_ALARM, f"not the target's distribution, p = {found:.2g}"

@@ -73,7 +73,7 @@ try:
     load_plugins()
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     what = getattr(SpeculativeAlgorithm.create_worker, "__module__", "")
-except Exception as error:  # without a GPU SGLang cannot be imported without us
+except Exception as error:  # without a GPU and the plugin SGLang cannot be imported
     what = repr(error)
 print("ANSWER", any(name.split(".")[0] == "sglang_dflash" for name in sys.modules), what)
 """

@@ -65,7 +65,7 @@ def test_regex(pattern, server, reference, prompts):
 
 def test_json_schema(server, reference, prompts):
     requests = [greedy(prompt, 120, json_schema=json.dumps(SCHEMA)) for prompt in prompts[:6]]
-    # The grammar must not affect plain requests in the same batch.
+    # The grammar must not affect unconstrained requests in the same batch.
     requests += [greedy(prompt, 40) for prompt in prompts[6:9]]
     for answer in check_same(server, reference, requests)[:6]:
         check_schema(answer["text"])

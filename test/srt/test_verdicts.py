@@ -43,10 +43,10 @@ def test_a_verdict_makes_sense(arguments, rule):
     for row, (length, tokens) in enumerate(outcome(verdict)):
         assert tokens == [*block[row, 1 : length + 1].tolist(), verdict.bonus[row].item()]
         assert all(target_probs[row, k, token] > 0 for k, token in enumerate(tokens))
-    # A request does not see its batch mates.
+    # The outcome of a request does not depend on its batch mates.
     alone = [outcome(rule(*part(arguments, slice(row, row + 1))))[0] for row in range(bs)]
     assert alone == outcome(verdict)
-    # Lower uniforms keep more.
+    # Lower uniforms accept at least as much.
     lucky = rule(block, target_probs, draft, accept_uniforms / 2, final_uniforms)
     assert (lucky.accept_len >= verdict.accept_len).all()
 
