@@ -153,7 +153,7 @@ def test_a_draft_deleted_after_the_start(server, draft, requests, reference):
 def test_a_killed_process_ends_the_server(who, servers, draft, requests):
     """Nothing hangs: whoever waits for an answer is told, and the server ends, for its supervisor to start it
     again."""
-    # Cold: a fork of a nursery keeps that one's title.
+    # Cold: a fork keeps the process title of its fork server.
     server = servers.get(*FLOAT32, *dflash_arguments(draft), is_cold=True)
     long = {**requests[0], "sampling_params": {**requests[0]["sampling_params"], "max_new_tokens": 3000}}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

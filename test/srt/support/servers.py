@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from serving import TARGET, WHOLE_BLOCKS, Server, Start, importing, serve, start_cold, stop
-from support.warm_start import Nursery
+from support.warm_start import ForkServer
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
@@ -46,20 +46,20 @@ WIDTHS_CHANGE = (
 
 
 @functools.cache
-def nursery() -> Nursery:
+def fork_server() -> ForkServer:
     """Return the process that servers are forked from, started at the first call.
 
     Only our plugin is loaded: another one, which SGLang brings, hooks a flag, and SGLang then walks all
     loaded modules in every fork.
     """
-    return Nursery.start({**ENVIRONMENT, "SGLANG_PLUGINS": "dflash"})
+    return ForkServer.start({**ENVIRONMENT, "SGLANG_PLUGINS": "dflash"})
 
 
 def warm_start() -> Start | None:
-    """Return `serve`'s way to start a server from the nursery; None on a GPU, as CUDA survives no fork."""
+    """Return `serve`'s way to start a server by a fork; None on a GPU, as CUDA survives no fork."""
     if not runtime.needs_stand_in():
         return None
-    return nursery().run_main
+    return fork_server().run_main
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Ended:
 def run_to_end(
     *argv: object, environment: dict[str, str] | None = None, is_cold: bool = False, timeout: float = 300
 ) -> Ended:
-    """Run `python ARGV`, forked from the nursery unless `is_cold`."""
+    """Run `python ARGV`, forked from the fork server unless `is_cold`."""
     start = start_cold if is_cold else warm_start() or start_cold
     with tempfile.NamedTemporaryFile("w+b") as log:
         process = start([str(argument) for argument in argv], environment or {}, log)

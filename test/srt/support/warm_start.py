@@ -1,18 +1,19 @@
-"""Servers in seconds instead of twenty: processes forked from one that has SGLang imported already.
+"""Fork server: starts SGLang servers in seconds, from a process that has SGLang imported.
 
-A server is three processes, and nearly all of its start is each of them importing SGLang. Here a *nursery*, a
-process that has imported SGLang and done nothing else, forks them instead. What the fork then runs is what a
-fresh interpreter would run: SGLang's main program with its own arguments and environment, and for each
-process that it spawns the pickled `multiprocessing` process. No plugin is loaded in a nursery and no setting
-is read, so a fork is in the state of a fresh process after its imports.
+A server is three processes, and nearly all of its start is each of them importing SGLang. A *fork server*, a
+process that has imported SGLang and done nothing else, forks them instead. The fork then runs what a fresh
+interpreter would run: SGLang's main program with its own arguments and environment, or the pickled
+`multiprocessing` process that a server spawns. A fork server loads no plugin and reads no setting, so a fork
+is in the state of a fresh process after its imports.
 
-SGLang's processes watch their parents, so a fork has to be its client's child. The nursery forks a process
-that forks the wanted one and ends: the orphan goes to its nearest ancestor that adopts
-(`PR_SET_CHILD_SUBREAPER`), which is the client. A server's main process has a nursery of its own, forked from
-the first one.
+SGLang's processes watch their parents, so a fork has to be its client's child. The fork server forks a
+process that forks the requested one and ends. The orphan goes to its nearest ancestor that adopts orphans
+(`PR_SET_CHILD_SUBREAPER`), which is the client. A server's main process has a fork server of its own, forked
+from the first one.
 
-Settings that SGLang reads while it is imported, the number of OpenMP threads among them, are the nursery's: a
-test that sets another one starts its server cold (`serving.serve`)."""
+Settings that SGLang reads at import, such as the number of OpenMP threads, are the fork server's. A test that
+sets another one starts its server cold (`serving.serve`).
+"""
 
 import contextlib
 import ctypes
@@ -39,8 +40,8 @@ from typing import BinaryIO
 PR_SET_CHILD_SUBREAPER = 36
 MAX_FDS = 64
 
-# All that a server's three processes import for the bundled models. This package's own modules are left out:
-# each process loads the plugin itself, as it does in a cold start.
+# Imports of a server's three processes for the bundled models. This package's modules are left out: each
+# process loads the plugin itself, as in a cold start.
 MODULES = (
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
@@ -63,7 +64,7 @@ MODULES = (
 
 
 class ForkedProcess:
-    """What a test needs of `subprocess.Popen`, of a child that somebody else forked."""
+    """The part of `subprocess.Popen` that tests use, for a child that another process forked."""
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -73,8 +74,7 @@ class ForkedProcess:
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int:
-        """Wait for the end of the process and of all that is left of its process group, which is this
-        process's to reap."""
+        """Wait for the process to end, and reap what is left of its process group."""
         code = self._wait(0)
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -89,8 +89,8 @@ class ForkedProcess:
         return self.returncode
 
 
-class Nursery:
-    """A client's end of a nursery."""
+class ForkServer:
+    """A client's end of a fork server."""
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
@@ -99,28 +99,28 @@ class Nursery:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
     @classmethod
-    def start(cls, environment: dict[str, str]) -> "Nursery":
-        """A new process that imports SGLang under `environment` and waits; it ends with this one."""
+    def start(cls, environment: dict[str, str], modules: Sequence[str] = MODULES) -> "ForkServer":
+        """Start a process that imports `modules` under `environment` and waits; it ends with this one."""
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            command = [sys.executable, __file__, str(theirs.fileno()), *modules]
             subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, **environment})
         return cls(ours)
 
     def run_main(self, argv: Sequence[str], environment: dict[str, str], log: BinaryIO) -> ForkedProcess:
-        """`python ARGV` in a session of its own, with its output in `log`. ARGV: -m MODULE ... or -c CODE."""
+        """Run `python ARGV` in a session of its own, output to `log`. ARGV: -m MODULE ... or -c CODE."""
         job = "main", (list(argv), {**os.environ, **environment}, os.getcwd())
         return ForkedProcess(self.fork(pickle.dumps(job), [log.fileno()]))
 
     def fork(self, job: bytes, fds: Sequence[int]) -> int:
-        """The process id of a new child that runs `job` and holds copies of `fds`."""
+        """Return the process id of a new child that runs `job` and holds copies of `fds`."""
         with self._lock:
             self._connection.sendall(struct.pack("!Q", len(job)))
             socket.send_fds(self._connection, [b"f"], fds)
             self._connection.sendall(job)
             [pid] = struct.unpack("!q", _read(self._connection, 8))
         if pid < 0:
-            raise RuntimeError("the nursery could not fork")
+            raise RuntimeError("the fork server could not fork")
         return pid
 
 
@@ -135,7 +135,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def _serve(connection: socket.socket) -> None:
-    """A nursery: one fork per request, until the client hangs up."""
+    """Fork once per request, until the client closes the connection."""
     while True:
         try:
             [size] = struct.unpack("!Q", _read(connection, 8))
@@ -143,30 +143,32 @@ def _serve(connection: socket.socket) -> None:
             job = _read(connection, size)
         except (EOFError, ConnectionError):
             os._exit(0)
-        told, tell = os.pipe()
+        pid_reader, pid_writer = os.pipe()
         middle = os.fork()
         if middle == 0:
             middle = os.getpid()
             pid = os.fork()
             if pid == 0:
-                for fd in (told, tell):
+                for fd in (pid_reader, pid_writer):
                     os.close(fd)
-                while os.getppid() == middle:  # whose end would be the parent's death to SGLang
+                while os.getppid() == middle:  # SGLang would take its end for the parent's death
                     time.sleep(0.001)
                 _end(functools.partial(_run, connection, *pickle.loads(job), fds))
-            os.write(tell, struct.pack("!q", pid))
+            os.write(pid_writer, struct.pack("!q", pid))
             os._exit(0)
-        os.close(tell)
-        os.waitpid(middle, 0)  # from here on the child is the client's
-        answer = os.read(told, 8)
-        for fd in (told, *fds):
+        os.close(pid_writer)
+        os.waitpid(middle, 0)  # from here on the client is the child's parent
+        answer = os.read(pid_reader, 8)
+        for fd in (pid_reader, *fds):
             os.close(fd)
         connection.sendall(answer or struct.pack("!q", -1))
 
 
 def _end(run) -> None:
-    """End this process with `run`'s exit code, without tearing the interpreter down: with PyTorch in it, that
-    takes seconds."""
+    """End this process with `run`'s exit code.
+
+    The interpreter is not torn down: with PyTorch imported, that takes seconds.
+    """
     code = 1
     try:
         code = run() or 0
@@ -190,7 +192,7 @@ def _run(connection: socket.socket, kind: str, arguments: tuple, fds: list[int])
 
 
 def _enter(environment: dict[str, str]) -> None:
-    """Become a process with this environment."""
+    """Set this process's environment, and apply the server patch it names."""
     os.environ.update(environment)
     if "SERVER_PATCH" in environment:
         patches = Path(__file__).parent / "server_patches" / "sitecustomize.py"
@@ -203,14 +205,13 @@ def _run_main(connection: socket.socket, argv: list, environment: dict, folder: 
     os.dup2(log, 1), os.dup2(log, 2)
     os.close(log)
     ours, theirs = socket.socketpair()
-    nursery = os.fork()
-    if nursery == 0:
+    if os.fork() == 0:  # the new process's own fork server
         connection.close(), ours.close()
         _serve(theirs)
     connection.close(), theirs.close()
     os.chdir(folder)
     _enter(environment)
-    _SpawnedPopen.nursery = Nursery(ours)
+    _SpawnedPopen.server = ForkServer(ours)
     context.SpawnProcess._Popen = staticmethod(_SpawnedPopen)
     flag, program, *_ = argv
     sys.argv = argv[1:]
@@ -225,12 +226,11 @@ def _run_main(connection: socket.socket, argv: list, environment: dict, folder: 
 
 
 class _SpawnedPopen(popen_fork.Popen):
-    """`multiprocessing`'s spawn start method by way of the nursery: the same data, read by the same
-    functions."""
+    """`multiprocessing`'s spawn start method through the fork server, with the same data and functions."""
 
     method = "spawn"
     DupFd = popen_forkserver.Popen.DupFd
-    nursery: Nursery
+    server: ForkServer
 
     def __init__(self, process_obj):
         self._fds: list[int] = []
@@ -252,12 +252,12 @@ class _SpawnedPopen(popen_fork.Popen):
         finally:
             context.set_spawning_popen(None)
         job = "spawned", (data.getvalue(), dict(os.environ))
-        self.pid = self.nursery.fork(pickle.dumps(job), self._fds)
+        self.pid = self.server.fork(pickle.dumps(job), self._fds)
         self.sentinel = os.pidfd_open(self.pid)
 
 
 def _run_spawned(data: bytes, environment: dict, fds: list[int]) -> int:
-    """The child's side of `multiprocessing.spawn`."""
+    """Run the child's side of `multiprocessing.spawn`."""
     _enter(environment)
     forkserver._forkserver._inherited_fds = fds
     stream = io.BytesIO(data)
@@ -270,16 +270,12 @@ def _run_spawned(data: bytes, environment: dict, fds: list[int]) -> int:
     return process_obj._bootstrap()
 
 
-def _import_all() -> None:
-    for module in MODULES:
-        importlib.import_module(module)
-
-
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when this process ends
     sys.path.remove(str(Path(__file__).parent))
-    _import_all()
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()  # or the first collection of every fork copies all of it
     _serve(connection)

@@ -14,7 +14,7 @@ import pytest
 from serving import TARGET, Server, dflash_arguments, serve
 from support.rehearsal import faults, report, stage
 from support.servers import ENVIRONMENT, patched
-from support.warm_start import Nursery
+from support.warm_start import ForkServer
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
@@ -66,8 +66,8 @@ class Rehearsal:
 
 
 @functools.cache
-def nursery() -> Nursery:
-    return Nursery.start({**ENVIRONMENT, **INTERPRETED})
+def fork_server() -> ForkServer:
+    return ForkServer.start({**ENVIRONMENT, **INTERPRETED})
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def rehearse(
             **(environment or {}),
         }
         command = "--model-path", TARGET, *ARGUMENTS, *dflash_arguments(draft), *arguments
-        start = nursery().run_main
+        start = fork_server().run_main
         (folder / "report").touch(), (folder / "fault").touch()
         with serve(*command, env=env, timeout=START_TIMEOUT_S, start=start) as server:
             yield Rehearsal(server, folder)
