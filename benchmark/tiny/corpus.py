@@ -50,13 +50,13 @@ SKIPPED_PARTS = {
 
 
 def is_heldout(relative_path: str) -> bool:
-    """Split by a hash of the path, so it is stable between Python versions."""
+    """Choose held-out files by a hash of their path, the same in every Python version."""
     digest = hashlib.sha256(relative_path.encode()).digest()
     return int.from_bytes(digest[:4], "big") % 100 < HELDOUT_PERCENT
 
 
 def library_files() -> list[tuple[str, str]]:
-    """All (relative path, text) of the standard library, sorted by path."""
+    """Return all (relative path, text) of the standard library, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for path in sorted(root.rglob("*.py")):
@@ -69,7 +69,7 @@ def library_files() -> list[tuple[str, str]]:
 
 
 def chat_messages(source: str) -> list[list[dict]]:
-    """One user/assistant pair for every documented function of a file."""
+    """Return a conversation of two messages for every documented function of a file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -95,13 +95,13 @@ def chat_messages(source: str) -> list[list[dict]]:
 
 
 def render_chat(messages: list[dict], add_generation_prompt: bool = False) -> str:
-    """The same string as CHAT_TEMPLATE (a test for that is in evaluate.py)."""
+    """Render messages like CHAT_TEMPLATE; evaluate.py compares both."""
     text = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
     return text + (f"{IM_START}assistant\n" if add_generation_prompt else "")
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE: every string is encodable, no unknown token."""
+    """Train a byte-level BPE tokenizer, which can encode every string."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -118,7 +118,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Written by hand: the class names that transformers saves vary by version."""
+    """Write tokenizer files by hand, because transformers' class names vary by version."""
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -145,9 +145,10 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """All documents in one row, each ended by <|endoftext|>.
+    """Encode all documents in one row, each ended by <|endoftext|>.
 
-    Returns ids [num_tokens] uint16 and starts [num_documents] int64.
+    Returns:
+        ids [num_tokens] uint16 and starts [num_documents] int64.
     """
     rows = [e.ids + [END_OF_TEXT_ID] for e in tokenizer.encode_batch(texts)]
     starts = np.cumsum([0] + [len(r) for r in rows[:-1]])

@@ -1,10 +1,9 @@
-"""What convolutions and selector are worth: accept lengths of drafts on held-out prompts, without a server.
+"""Accept lengths of drafts with and without selector, without a server.
 
-At temperature 0 the text is the target's greedy one, and a walk over its blocks counts steps, as
-`evaluate.py` does. Above, the text x is drawn from the target's distribution p, and every position is an
-anchor. Rejection keeps x's first k tokens together with the probability prod min(1, q(x_i) / p(x_i)) when
-they are weighed as the target says them, so the mean over x of 1 + sum over k of that product is the expected
-accept length: exactly, with less noise than drafting would have.
+At temperature 0 the text is greedy, and a walk over its blocks counts steps, as `evaluate.py` does. Above,
+the text x is drawn from the target's distribution p, and every position is an anchor. Rejection keeps the
+first k tokens of x with probability prod min(1, q(x_i) / p(x_i)). The mean over x of 1 + the sum over k of
+that product is the expected accept length, with less noise than drafting would have.
 
     python dflash2_gain.py TARGET_DIR PLAIN_DRAFT_DIR DFLASH2_DRAFT_DIR prompts/heldout.jsonl
 """
@@ -27,8 +26,10 @@ PLAIN_CANDIDATES = 128  # what the server considers of a plain draft's distribut
 
 @torch.no_grad()
 def block_scores(draft, embedding, tokens, aux, anchors, use_selector: bool, top_k: int | None):
-    """(candidate ids, scores), each [R, N, B - 1, K]: given the true tokens before, where a selector looks at
-    them."""
+    """Return candidate ids and scores, each [R, N, B - 1, K].
+
+    A selector sees the text's own tokens before each slot.
+    """
     block_size = draft.config["block_size"]
     embeds = F.embedding(block_token_ids(tokens.gather(1, anchors), block_size), embedding)
     hidden = draft(embeds, aux, anchors)[:, :, 1:]
@@ -46,8 +47,10 @@ def block_scores(draft, embedding, tokens, aux, anchors, use_selector: bool, top
 def accept_length(
     draft, embedding, texts, temperature: float, use_selector: bool, top_k: int | None = None
 ) -> float:
-    """Mean tokens per step over texts: (tokens [R, S], aux, target probabilities at `temperature` or None,
-    first, ends)."""
+    """Return the mean tokens per step over texts.
+
+    Each text is (tokens [R, S], aux, last hidden states, first position, ends).
+    """
     block_size = draft.config["block_size"]
     total, count = 0.0, 0
     for tokens, aux, last, first, ends in texts:

@@ -1,6 +1,8 @@
-"""The DFlash2 draft in plain PyTorch, for training and measuring: a DFlash draft with convolutions along the
-block and a candidate selector. Tensor names are those of published checkpoints. Shapes as in
-`draft_model.py`; K candidates, rank r."""
+"""The DFlash2 draft in plain PyTorch, for training and measuring.
+
+A DFlash draft with convolutions along the block and a candidate selector. Tensor names are those of published
+checkpoints. Shapes as in `draft_model.py`; K candidates, rank r.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +18,7 @@ CONV_KERNEL_SIZE, CONV_GROUP_SIZE = 2, 16
 
 
 def dflash2_config(plain: dict) -> dict:
-    """The config of a DFlash2 draft on the backbone of a plain one."""
+    """Return the config of a DFlash2 draft on the backbone of a plain one."""
     added = {
         "conv_kernel_size": CONV_KERNEL_SIZE,
         "conv_group_size": CONV_GROUP_SIZE,
@@ -27,11 +29,12 @@ def dflash2_config(plain: dict) -> dict:
 
 
 class GroupedConv(nn.Module):
-    """out[i, c] = sum over taps t of (base[t, c] + delta[i, t, group of c]) * x[i - t, c], zero before the
-    block.
+    """A convolution along the block whose kernel depends on the row.
 
-    One projection of a sublayer's input gives the deltas for its input and for its output. Starts as the
-    identity."""
+    out[i, c] = sum over taps t of (base[t, c] + delta[i, t, group of c]) * x[i - t, c], zero before the
+    block. One projection of a sublayer's input gives the deltas for its input and for its output. Starts as
+    the identity.
+    """
 
     def __init__(self, config: dict):
         super().__init__()
@@ -43,7 +46,7 @@ class GroupedConv(nn.Module):
         self.kernel_projection = nn.Linear(hidden, 2 * self.taps * (hidden // self.size), bias=False)
 
     def deltas(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., B, H] -> [..., B, 2, taps, H]."""
+        """Return kernel deltas [..., B, 2, taps, H] of x [..., B, H]."""
         return (
             self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.size, dim=-1)
         )
@@ -87,14 +90,14 @@ class Selector(nn.Module):
         super().__init__()
         rank, vocab = config["dflash_config"]["selector_rank"], config["vocab_size"]
         self.predecessor_codebook = nn.Parameter(torch.randn(vocab, rank))
-        self.successor_codebook = nn.Parameter(
-            torch.zeros(vocab, rank)
-        )  # at first nothing is added to a score
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab, rank))  # at first it adds nothing
         self.hidden_projection = nn.Linear(config["hidden_size"], rank, bias=False)
 
     def forward(self, hidden, predecessors, candidates, unary) -> torch.Tensor:
-        """Scores [..., K] of candidates [..., K] after predecessors [...]; hidden [..., H], unary [...,
-        K]."""
+        """Return scores [..., K] of candidates [..., K] after predecessors [...].
+
+        hidden: [..., H]; unary: [..., K], the base logits of the candidates.
+        """
         query = self.predecessor_codebook[predecessors] * self.hidden_projection(hidden)
         return unary + (self.successor_codebook[candidates] @ query[..., None]).squeeze(-1).float()
 
@@ -106,7 +109,7 @@ class DFlash2Draft(DFlashDraft):
         self.candidate_selector = Selector(config)
 
     def candidates(self, hidden: torch.Tensor, embedding: torch.Tensor):
-        """hidden [..., H] -> base logits [..., vocab] and ids [..., K] of the largest."""
+        """Return base logits [..., vocab] of hidden [..., H], and ids [..., K] of the largest."""
         logits = F.linear(hidden.flatten(0, -2), embedding).float().unflatten(0, hidden.shape[:-1])
         return logits, logits.topk(self.config["dflash_config"]["selector_top_k"], dim=-1).indices
 

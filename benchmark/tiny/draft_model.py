@@ -21,7 +21,7 @@ BLOCK_SIZE = 8
 
 
 def draft_config(target_config: dict, num_layers: int) -> dict:
-    """Flat Qwen3 fields plus the DFlash ones."""
+    """Return the flat Qwen3 fields and the DFlash ones."""
     shared = (
         "vocab_size",
         "hidden_size",
@@ -72,7 +72,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """RoPE, halves rotated (NeoX style). x [R, heads, T, D], positions [R, T]."""
+    """Apply RoPE with rotated halves (NeoX style) to x [R, heads, T, D] at positions [R, T]."""
     half = x.shape[-1] // 2
     inverse = theta ** (-torch.arange(half, dtype=torch.float32) / half)
     angles = positions[:, None, :, None].float() * inverse
@@ -104,7 +104,7 @@ class Attention(nn.Module):
         return keys, self._heads(self.v_proj(x), self.kv_heads)
 
     def forward(self, rows, context, positions, context_positions, context_mask):
-        """Block rows attend to the context before their anchor and to their whole block.
+        """Let block rows attend to the context before their anchor and to their whole block.
 
         rows [R, N * B, H], context [R, S, H], positions [R, N * B],
         context_positions [R, S], context_mask [R, N, S] bool (True = visible).
@@ -177,7 +177,7 @@ class DFlashDraft(nn.Module):
     def forward(
         self, block_embeds: torch.Tensor, aux_hidden: torch.Tensor, anchors: torch.Tensor
     ) -> torch.Tensor:
-        """One denoising pass over every block.
+        """Denoise every block in one pass.
 
         block_embeds [R, N, B, H]: target embedding of the anchor token, then masks;
         aux_hidden [R, S, A * H]: outputs of the target layers, position s in slot s;
@@ -196,14 +196,14 @@ class DFlashDraft(nn.Module):
 
 
 def block_token_ids(anchor_tokens: torch.Tensor, block_size: int) -> torch.Tensor:
-    """anchor_tokens [...] int64 -> [..., B]: the anchor, then masks."""
+    """Return [..., B] for anchor_tokens [...] int64: the anchor, then masks."""
     ids = torch.full((*anchor_tokens.shape, block_size), MASK_ID)
     ids[..., 0] = anchor_tokens
     return ids
 
 
 def aux_from_hidden_states(hidden_states, layer_ids: list[int]) -> torch.Tensor:
-    """transformers' hidden_states (0 is the embedding) -> [R, S, A * H]."""
+    """Join transformers' hidden states (0 is the embedding) to [R, S, A * H]."""
     return torch.cat([hidden_states[i + 1] for i in layer_ids], dim=-1)
 
 

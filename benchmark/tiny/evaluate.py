@@ -1,11 +1,9 @@
-"""Acceptance of the draft on held-out prompts, greedy, and how repetitive the text is.
+"""Greedy acceptance of a draft on held-out prompts, and how repetitive the text is.
 
-Greedy speculative decoding emits the target's own greedy text whatever the
-draft proposes. So the target writes each continuation once, the draft fills a
-block at every position of it in one pass, and the speculative loop is a walk
-over these blocks: from anchor a, accept drafts while they equal the text, go
-to a + accepted + 1. `--check N` runs the loop for real on N prompts, without
-any cache and in float32, and demands the same steps.
+Greedy speculative decoding emits the target's greedy text, whatever the draft proposes. So the target writes
+each continuation once, and the draft fills a block at every position of it in one pass. The speculative loop
+is a walk over these blocks: from anchor a, accept drafts while they equal the text, then go to a + accepted +
+1. `--check N` runs the real loop on N prompts, in float32 without a cache, and compares the steps.
 
 Accept lengths include the bonus token: tokens per target step, at most B.
 
@@ -27,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @torch.no_grad()
 def draft_everywhere(draft, embedding, tokens, aux, first: int, block_size: int) -> torch.Tensor:
-    """Drafts [R, N, B - 1] for all anchors first .. S - 1 of tokens [R, S]."""
+    """Return drafts [R, N, B - 1] for all anchors first .. S - 1 of tokens [R, S]."""
     pieces = []
     for anchors in torch.arange(first, tokens.shape[1]).split(64):
         anchors = anchors.expand(len(tokens), -1)
@@ -36,10 +34,10 @@ def draft_everywhere(draft, embedding, tokens, aux, first: int, block_size: int)
 
 
 def walk(text: list[int], drafts: list[list[int]], first: int, end: int) -> list[int]:
-    """Accept lengths (bonus included) of every full step over text[first:end].
+    """Return accept lengths (bonus included) of every full step over text[first:end].
 
-    drafts[i] belongs to anchor first + i. A block that reaches beyond `end` is
-    not counted: its fate was not observed.
+    drafts[i] belongs to anchor first + i. A block that reaches beyond `end` is not counted, because its
+    fate was not observed.
     """
     steps, anchor = [], first
     while anchor + len(drafts[0]) < end:
@@ -54,7 +52,7 @@ def walk(text: list[int], drafts: list[list[int]], first: int, end: int) -> list
 
 
 def summarise(steps: list[int], block_size: int) -> dict:
-    """Mean accept length and, per draft slot, the share of steps that accepted it."""
+    """Return the mean accept length, and per slot the share of steps that accepted it."""
     reached = [sum(s > k for s in steps) / len(steps) for k in range(1, block_size)]
     return {
         "accept_length": round(sum(steps) / len(steps), 3),
@@ -64,7 +62,7 @@ def summarise(steps: list[int], block_size: int) -> dict:
 
 
 def distinct_ngrams(texts: list[list[int]]) -> list[float]:
-    """Mean over texts of distinct / all n-grams inside one text, n = 1..4."""
+    """Return the mean share of distinct n-grams inside one text, n = 1..4."""
     ratios = []
     for n in range(1, 5):
         grams = [[tuple(t[i : i + n]) for i in range(len(t) - n + 1)] for t in texts if len(t) >= 32]
@@ -73,7 +71,7 @@ def distinct_ngrams(texts: list[list[int]]) -> list[float]:
 
 
 def repeated_ngrams(texts: list[list[int]], n: int = 5) -> float:
-    """Share of tokens that complete an n-gram seen before in the same text, over all texts."""
+    """Return the share of tokens that complete an n-gram of the same text again."""
     repeated = total = 0
     for text in texts:
         grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
@@ -84,7 +82,7 @@ def repeated_ngrams(texts: list[list[int]], n: int = 5) -> float:
 
 @torch.no_grad()
 def cache_free_steps(model, draft, prompt: list[int], max_new: int) -> tuple[list[int], list[int]]:
-    """The speculative loop as in the paper, everything recomputed: (text, accept lengths)."""
+    """Run the paper's loop without a cache; return the text and its accept lengths."""
     config = draft.config["dflash_config"]
     embedding, block_size = model.get_input_embeddings().weight, draft.config["block_size"]
 

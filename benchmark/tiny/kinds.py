@@ -1,8 +1,7 @@
-"""The kinds of target the scripts can make: configuration, captured layers, what the draft looks like.
+"""Kinds of target: configuration, captured layers, shape of the draft.
 
-Both are deep and thin: on a CPU the cost of a layer at serving time is launch
-overhead, so depth is what makes a target slow compared with its draft, as it is
-for a real pair.
+Both are deep and thin. On a CPU a layer of this size costs mostly launch overhead, so depth makes a target
+slow compared with its draft, as in a real pair.
 """
 
 from dataclasses import dataclass
@@ -12,8 +11,10 @@ from corpus import END_OF_TEXT_ID, VOCAB_SIZE
 
 @dataclass(frozen=True)
 class Kind:
-    """One bundled pair. `target_layer_ids`: id i is the OUTPUT of layer i, transformers' hidden_states[i +
-    1]."""
+    """One bundled pair.
+
+    Layer id i in `target_layer_ids` is the OUTPUT of layer i: transformers' hidden_states[i + 1].
+    """
 
     name: str
     family: str  # as the model card says it
@@ -92,7 +93,7 @@ KINDS = {
 
 
 def kind_of(target_config: dict) -> Kind:
-    """The kind whose `model_type` a target's config.json names."""
+    """Return the kind whose `model_type` a target's config.json names."""
     return next(
         kind for kind in KINDS.values() if kind.target_config["model_type"] == target_config["model_type"]
     )

@@ -1,7 +1,7 @@
-"""P-EAGLE drafts with random weights and the options that the bundled one leaves off, and what they draft.
+"""P-EAGLE drafts with random weights and options that the bundled one leaves off.
 
 Saved by the `speculators` package's own classes, so names and layout of the optional tensors are its own.
-Runs in the library's environment (README.md); no target is needed, its hidden states are drawn.
+Runs in the library's environment (README.md). Hidden states are drawn, so no target is needed.
 
     python peagle_variants.py OUTPUT_DIR
 """
@@ -59,7 +59,7 @@ VARIANTS = {
 
 @torch.no_grad()
 def new_variant(options: dict) -> PEagleDraftModel:
-    """A draft in float32, every weight a bfloat16 number."""
+    """Return a draft in float32 whose weights are all bfloat16 numbers."""
     options["transformer_layer_config"]._attn_implementation = "eager"  # the flex kind wants a GPU
     method = GreedyTokenProposalConfig(speculative_tokens=DRAFT_TOKENS)
     draft = PEagleDraftModel(

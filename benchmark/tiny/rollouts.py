@@ -1,13 +1,12 @@
 """The target's own text, with its hidden states, as training data for the draft.
 
-At serving time a draft only ever sees what the target writes, so most rows are
-greedy continuations of training prompts. The hidden states come for free
-during generation and are stored: every later draft step skips the target.
+A served draft sees only what the target writes, so most rows are greedy continuations of training prompts.
+Hidden states are stored during generation, so the draft's training skips the target.
 
     python rollouts.py WORK_DIR TARGET_DIR      # writes rollouts.pt
 
-With `--sampled` most continuations are drawn at temperature 1, and every row also keeps the target's last
-hidden state, from which its whole distribution can be had: for drafts that are to be right by probabilities.
+With `--sampled` most continuations are drawn at temperature 1. Every row then also keeps the target's last
+hidden state, which gives its whole distribution, for drafts that are trained on probabilities.
 """
 
 import argparse
@@ -79,7 +78,7 @@ def rollout(
 
 
 def ends_after_stop(tokens: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """tokens [rows, length] -> end [rows]: number of tokens up to and with the first stop."""
+    """Return end [rows], the tokens up to and with the first stop of tokens [rows, length]."""
     stops = (tokens == END_OF_TEXT_ID) | (tokens == IM_END_ID)
     stops[:, :prompt_length] = False
     first = stops.int().argmax(dim=1) + 1
@@ -87,13 +86,16 @@ def ends_after_stop(tokens: torch.Tensor, prompt_length: int) -> torch.Tensor:
 
 
 class Pool:
-    """Rows of one length with what draft training needs of each."""
+    """Rows of one length, with tokens, hidden states, labels and usable range."""
 
     def __init__(self):
         self.parts = {"tokens": [], "aux": [], "argmax": [], "first": [], "end": []}
 
     def add(self, rolled, first: int, prompt_length: int) -> None:
-        """`first`: the smallest position worth an anchor; tokens after a stop are void."""
+        """Add rows; tokens after a stop are void.
+
+        first: The smallest position worth an anchor.
+        """
         tokens, aux, argmax = rolled
         for name, value in zip(
             self.parts,
@@ -119,7 +121,7 @@ def code_rows(code: np.ndarray, count: int, length: int, rng) -> torch.Tensor:
 def chat_prompts(
     chat: np.ndarray, starts: np.ndarray, header: list[int], count: int, rng
 ) -> list[torch.Tensor]:
-    """ChatML prompts up to the assistant header, in batches of equal length (no padding)."""
+    """Return ChatML prompts up to the assistant header, in unpadded batches of equal length."""
     by_length: dict[int, list[np.ndarray]] = {}
     for start in rng.permutation(starts)[: 4 * count]:
         reply = start + 1 + int(np.argmax(chat[start + 1 : start + 400] == IM_START_ID))

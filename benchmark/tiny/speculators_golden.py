@@ -1,7 +1,8 @@
-"""What the `speculators` package's own model drafts: logits of a step, accept lengths, for the parity tests.
+"""Golden data for the parity tests: drafts of the `speculators` package's own model.
 
-Nothing is cached and nothing reimplemented: every step runs Hugging Face's target over all tokens and the
-library's training forward with a single anchor, in float32. Runs in the library's environment (README.md).
+Logits of a step, and accept lengths. Nothing is cached and nothing reimplemented: every step runs Hugging
+Face's target over all tokens and the library's training forward with a single anchor, in float32. Runs in the
+library's environment (README.md).
 
     python speculators_golden.py TARGET_DIR DRAFT_DIR prompts/heldout.jsonl OUTPUT_DIR
 """
@@ -26,7 +27,10 @@ LOGIT_PROMPTS = 3
 
 
 def dflash_step(draft, tokens: list[int], aux: torch.Tensor) -> torch.Tensor:
-    """Draft logits [B, draft vocab] of the block anchored at the last token; aux [n, A * H], last unused."""
+    """Return draft logits [B, draft vocab] of the block anchored at the last token.
+
+    aux: [n, A * H]; its last row is unused.
+    """
     anchor, padding = len(tokens) - 1, draft.config.block_size + 1
     length = len(tokens) + padding
     loss_mask = torch.zeros(1, length)
@@ -45,9 +49,10 @@ def dflash_step(draft, tokens: list[int], aux: torch.Tensor) -> torch.Tensor:
 
 
 def peagle_step(draft, tokens: list[int], aux: torch.Tensor) -> torch.Tensor:
-    """Draft logits [K, draft vocab] after the tokens; aux [n, A * H], or without the last, which is unused.
+    """Return draft logits [K, draft vocab] after the tokens.
 
-    Real rows (x[t + 1], g[t]), and from the last of them one chain in place of the randomly sampled ones.
+    aux: [n, A * H], or without the last row, which is unused. Real rows are (x[t + 1], g[t]); the last of
+    them starts one chain, in place of the randomly sampled ones.
     """
     real, depths = len(tokens) - 1, draft.config.speculators_config.proposal_methods[0].speculative_tokens
     padding = depths - 1  # the forward reads ids and states at every row's position, then replaces the masks'
@@ -87,7 +92,7 @@ class Reference:
 
     @torch.no_grad()
     def run_target(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [n, vocab], and aux hidden states [n, A * H] by Hugging Face's own numbering."""
+        """Return logits [n, vocab] and aux hidden states [n, A * H], in Hugging Face's numbering."""
         out = self.target(input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
         states = [out.hidden_states[i][0] for i in self.draft.target_layer_ids]
         return out.logits[0], torch.cat(states, dim=-1)
@@ -97,7 +102,7 @@ class Reference:
         return self.step(self.draft, tokens, aux)
 
     def accepted_per_step(self, prompt: list[int]) -> dict:
-        """Greedy speculative decoding: tokens, drafted tokens that each step kept, and the nearest tie."""
+        """Decode greedily; return tokens, kept drafts per step, and the nearest tie."""
         logits, aux = self.run_target(prompt)
         tokens = prompt + [int(logits[-1].argmax())]
         kept, closest = [], np.inf

@@ -1,10 +1,9 @@
 """Train a DFlash2 draft on stored rollouts, from a plain DFlash draft's weights.
 
-The labels are the target's whole distributions, so `rollouts.py --sampled` has to have kept its last hidden
-states. Three losses, each weighted by slot as in `train_draft.py`: cross entropy of the base logits, whose
-largest are the candidates; cross entropy of the selector's scores over these, after the token that really
-precedes; and what of the target's distribution the selector's does not cover, which is how often
-probabilistic drafting rejects.
+The labels are the target's whole distributions, so the rollouts must come from `rollouts.py --sampled`. Three
+losses, each weighted by slot as in `train_draft.py`: cross entropy of the base logits, whose largest are the
+candidates; cross entropy of the selector's scores, given the true previous token; and the part of the
+target's distribution that the selector's does not cover, which probabilistic drafting rejects.
 
     python train_dflash2.py WORK_DIR TARGET_DIR PLAIN_DRAFT_DIR OUTPUT_DIR --steps 1500
 """
@@ -27,10 +26,10 @@ BASE_WEIGHT, UNCOVERED_WEIGHT = 0.5, 1.0
 
 
 def block_losses(draft: DFlash2Draft, embedding: torch.Tensor, tokens, aux, last, anchors):
-    """Losses [R, N, B - 1] in training order, then per slot whether the best score is the target's best
-    token, and how much of the target's distribution is covered.
+    """Return three losses [R, N, B - 1] in training order, hits, and the share covered.
 
-    tokens [R, S]; aux [R, S, A * H]; last [R, S, H], what the target's head reads; anchors [R, N].
+    A hit is a slot whose best score is the target's best token. tokens [R, S]; aux [R, S, A * H];
+    last [R, S, H], the input of the target's head; anchors [R, N].
     """
     embeds = F.embedding(block_token_ids(tokens.gather(1, anchors), BLOCK_SIZE), embedding)
     hidden = draft(embeds, aux, anchors)[:, :, 1:]

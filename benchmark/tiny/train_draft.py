@@ -1,9 +1,8 @@
 """Train the DFlash draft on stored rollouts of the target.
 
-Many random anchors per row: each is one block of the anchor token and seven
-masks, all denoised in one pass. The loss is cross entropy towards the target's
-argmax, because greedy acceptance counts nothing else; early slots weigh more,
-since a later slot only counts when all before it were right.
+Each row has many random anchors. Each anchor starts a block of one token and seven masks, and all blocks are
+denoised in one pass. The loss is cross entropy towards the target's argmax, which decides greedy acceptance.
+Early slots weigh more, because a later slot counts only after all before it were right.
 
     python train_draft.py WORK_DIR TARGET_DIR OUTPUT_DIR --steps 2000
 """
@@ -27,7 +26,7 @@ DECAY = 4.0  # slot k weighs exp(-(k - 1) / DECAY), the paper's choice for short
 
 
 class AnchorSampler:
-    """Draws rows without replacement per epoch, and anchors inside each row."""
+    """Rows without replacement per epoch, and random anchors inside each row."""
 
     def __init__(self, pool: dict, rows: int, seed: int):
         self.pool, self.rows = pool, rows
@@ -37,7 +36,7 @@ class AnchorSampler:
         self.usable = ((pool["end"] - pool["first"]) >= 4).nonzero().flatten()
 
     def draw(self):
-        """tokens, argmax [R, S] int64; aux [R, S, A * H]; anchors [R, N]; valid [R, N, B - 1]."""
+        """Return tokens, argmax [R, S]; aux [R, S, A * H]; anchors [R, N]; valid [R, N, B - 1]."""
         if len(self.order) < self.rows:
             self.order = self.usable[torch.randperm(len(self.usable), generator=self.generator)]
         picked, self.order = self.order[: self.rows], self.order[self.rows :]
@@ -56,7 +55,10 @@ class AnchorSampler:
 
 
 def block_labels(argmax: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-    """The token AT anchor + k is the argmax at anchor + k - 1: [R, S], [R, N] -> [R, N, B - 1]."""
+    """Return labels [R, N, B - 1] of argmax [R, S] for anchors [R, N].
+
+    The token AT anchor + k is the argmax at anchor + k - 1.
+    """
     positions = anchors[..., None] + torch.arange(BLOCK_SIZE - 1)
     flat = positions.clamp(max=argmax.shape[1] - 1).flatten(1)
     return argmax.gather(1, flat).view_as(positions)
@@ -65,7 +67,10 @@ def block_labels(argmax: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
 def slot_logits(
     draft, embedding: torch.Tensor, tokens, aux, anchors, block_size: int = BLOCK_SIZE
 ) -> torch.Tensor:
-    """Logits [R, N, B - 1, vocab] of slots 1..B-1; embedding [vocab, H] is the target's, tied."""
+    """Return logits [R, N, B - 1, vocab] of slots 1..B-1.
+
+    embedding: [vocab, H], the target's, tied.
+    """
     block_embeds = F.embedding(block_token_ids(tokens.gather(1, anchors), block_size), embedding)
     hidden = draft(block_embeds, aux, anchors)[:, :, 1:]
     # Flat rows: of a slice, PyTorch makes a batched product with a copy of the embedding per batch.

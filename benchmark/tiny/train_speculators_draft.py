@@ -1,7 +1,8 @@
-"""Train a DFlash or P-EAGLE draft for the tiny target with the `speculators` package's own model.
+"""Train a draft for the tiny target with the `speculators` package's own model.
 
-Shaped as by its command line: Qwen3 layers, all sliding (so a DFlash block is causal inside), a reduced draft
-vocabulary. Runs in an environment of its own (README.md); the serving environment never needs the library.
+DFlash or P-EAGLE, shaped as by that package's command line: Qwen3 layers, all sliding (so a
+DFlash block is causal inside), a reduced draft vocabulary. Runs in an environment of its own (README.md); the
+serving environment never needs the library.
 
     python train_speculators_draft.py dflash WORK_DIR TARGET_DIR OUTPUT_DIR --warm-start DFLASH_DRAFT_DIR
     python train_speculators_draft.py peagle WORK_DIR TARGET_DIR OUTPUT_DIR
@@ -41,7 +42,7 @@ class DFlashRecipe:
 
     @staticmethod
     def trainable(at: torch.Tensor, first: int, end: int) -> torch.Tensor:
-        """Anchors: the rollout, less what a block starting there would read beyond its row."""
+        """Return anchors in the rollout whose blocks end inside their row."""
         return (at >= first) & (at < end) & (at < len(at) - DRAFT_TOKENS - 1)
 
     @staticmethod
@@ -61,12 +62,12 @@ class PEagleRecipe:
 
     @staticmethod
     def trainable(at: torch.Tensor, first: int, end: int) -> torch.Tensor:
-        """Positions whose target logits are a label. Chains start one before: not outside the row."""
+        """Return positions with a label. Chains start one before, inside the row."""
         return (at >= max(first, 2)) & (at < end - 1)
 
     @staticmethod
     def prepare(row: dict) -> dict:
-        """Token x[t + 1] beside hidden state g[t], by the library's own hand."""
+        """Pair token x[t + 1] with hidden state g[t], by the library's function."""
         return shift_batch(row)
 
 
@@ -75,7 +76,11 @@ RECIPES = {"dflash": DFlashRecipe, "peagle": PEagleRecipe}
 
 @torch.no_grad()
 def target_states(target, tokens: torch.Tensor, layer_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens [R, S] -> aux [R, S, A * H], inputs of the layers; last [R, S, H], input of the final norm."""
+    """Return the target's states for tokens [R, S].
+
+    Returns:
+        aux [R, S, A * H], inputs of the layers; last [R, S, H], input of the final norm.
+    """
     caught: dict = {}
     layers = [(i, target.model.layers[i]) for i in layer_ids] + [("last", target.model.norm)]
     hooks = [
@@ -89,7 +94,7 @@ def target_states(target, tokens: torch.Tensor, layer_ids: list[int]) -> tuple[t
 
 
 def training_batch(recipe, target, pool: dict, picked: torch.Tensor) -> dict:
-    """Rows of the pool, packed to one: every tensor [1, S, ...], as the library's models take them."""
+    """Pack rows of the pool into one: every tensor [1, S, ...]."""
     tokens = pool["tokens"][picked].long()
     aux, last = target_states(target, tokens, recipe.layer_ids)
     at, rows = torch.arange(tokens.shape[1]), []
@@ -128,7 +133,7 @@ def new_draft(recipe, target_dir: Path, frequencies: Counter, vocab_size: int) -
 
 
 def save(draft: SpeculatorModel, output_dir: Path, verifier: str | None) -> None:
-    """As the library's trainer saves, with the target named by what it is called next to the checkpoint."""
+    """Save like the library's trainer, with the target named by its folder."""
     state = convert_float_dtype(draft.state_dict(), torch.bfloat16)
     draft.save_pretrained(output_dir, state_dict=state)
     patch_config_dtype(output_dir / "config.json", torch.bfloat16)

@@ -1,6 +1,8 @@
-"""Train a tiny target that writes Python: a deep and thin Qwen3, or a hybrid Qwen3.5 (kinds.py).
+"""Train a tiny target that writes Python.
 
-python train_target.py WORK_DIR OUTPUT_DIR --steps 1000 [--kind qwen3_5]
+A deep and thin Qwen3, or a hybrid Qwen3.5 (kinds.py).
+
+    python train_target.py WORK_DIR OUTPUT_DIR --steps 1000 [--kind qwen3_5]
 """
 
 import argparse
@@ -25,7 +27,7 @@ LONG_EVERY = 10  # every tenth batch has rows of 1024 or 2048 tokens
 
 
 def new_target(kind: Kind):
-    """A target with random weights; float32."""
+    """Return a float32 target with random weights."""
     fields = {k: v for k, v in kind.target_config.items() if k not in ("architectures", "model_type")}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.target_config["model_type"], **fields))
     for name, parameter in model.named_parameters():  # start as the identity: safe with large Muon steps
@@ -36,10 +38,11 @@ def new_target(kind: Kind):
 
 @torch.no_grad()
 def borrow_embedding(model, directory: Path, std: float = 0.04) -> None:
-    """Start from another target's embedding (same tokens), centred, at its best rank for this model's width.
+    """Start from another target's embedding, reduced to this model's width.
 
-    Turned at random, so that no coordinate stands out, and scaled down: the layers start as the identity,
-    and with large tied rows every token would predict itself.
+    Both use the same tokens. The embedding is centred, reduced by SVD, turned at random, so that no
+    coordinate stands out, and scaled down: the layers start as the identity, and with large tied rows every
+    token would predict itself.
     """
     theirs = load_file(str(directory / "model.safetensors"))["model.embed_tokens.weight"].float()
     ours = model.get_input_embeddings().weight
@@ -95,7 +98,7 @@ def save_target(model, kind: Kind, work_dir: Path, directory: Path) -> None:
 
 
 class Batches:
-    """Draws training rows; every code token is seen once per epoch, in random order."""
+    """Training rows; every code token is seen once per epoch, in random order."""
 
     def __init__(self, arrays, seed: int = 0, tokens: int = TOKENS_PER_STEP):
         self.tokens = tokens
@@ -115,12 +118,12 @@ class Batches:
         return rows
 
     def _chat_rows(self, count: int, length: int) -> list[np.ndarray]:
-        """Rows that begin with a whole conversation, as they do at serving time."""
+        """Return rows that begin with a whole conversation, as when served."""
         usable = self.chat_starts[self.chat_starts < len(self.chat) - length]
         return [self.chat[s : s + length] for s in self.rng.choice(usable, count)]
 
     def draw(self, step: int) -> torch.Tensor:
-        """ids [rows, length] int64 with rows * length == tokens."""
+        """Return ids [rows, length] int64 with rows * length == tokens."""
         if step % LONG_EVERY == LONG_EVERY - 1:
             length = (1024, 2048)[step // LONG_EVERY % 2]
             rows = self._code_rows(self.tokens // length, length)
@@ -133,10 +136,10 @@ class Batches:
 
 
 class MasterWeights:
-    """bfloat16 weights for the passes, float32 copies for the optimizers.
+    """Weights in bfloat16 for the passes, with float32 copies for the optimizers.
 
-    Muon for the matrices, AdamW for embedding and norms. Twice as fast here as
-    autocast over float32 weights, because activations stay bfloat16 as well.
+    Muon for the matrices, AdamW for embedding and norms. Twice as fast here as autocast over float32 weights,
+    because activations stay bfloat16 as well.
     """
 
     def __init__(self, model: torch.nn.Module, muon_lr: float, adam_lr: float):
@@ -176,7 +179,7 @@ class MasterWeights:
                 parameter.copy_(master)
 
     def _average_gradients(self) -> None:
-        """Over all processes, in one message."""
+        """Average over all processes, in one message."""
         flat = torch.cat([master.grad.flatten() for _, master in self.pairs])
         torch.distributed.all_reduce(flat)
         flat /= torch.distributed.get_world_size()
@@ -185,7 +188,7 @@ class MasterWeights:
 
 
 def join_processes() -> tuple[int, int]:
-    """(rank, number of processes): those of `torchrun`, connected, else (0, 1)."""
+    """Connect the processes of `torchrun`; return (rank, count), (0, 1) without it."""
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if processes > 1:
         torch.distributed.init_process_group("gloo")
@@ -193,7 +196,7 @@ def join_processes() -> tuple[int, int]:
 
 
 def seconds_since(began: float) -> float:
-    """Of the slowest process, so that all agree."""
+    """Return the seconds of the slowest process, so that all agree."""
     seconds = torch.tensor(time.time() - began, dtype=torch.float64)
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(seconds, torch.distributed.ReduceOp.MAX)
@@ -201,12 +204,15 @@ def seconds_since(began: float) -> float:
 
 
 def learning_rate_scale(step: int, done: float, warmup: int) -> float:
-    """Linear warm-up, flat, then linear to zero over the last 60 %; `done` is the fraction behind us."""
+    """Return the learning rate's factor: warm-up, flat, then linear to zero.
+
+    The last 60 % fall. `done` is the fraction of the training that is over.
+    """
     return min(1.0, (step + 1) / warmup, (1 - done) / 0.6)
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """logits [rows, length, vocab], ids [rows, length] -> scalar, nats per token."""
+    """Return nats per token of logits [rows, length, vocab] for ids [rows, length]."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
