@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth, PlannedCycle
 from sglang_dflash.srt.speculative.width.chooser import WidthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
 from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import MODES, SurvivalEstimate
-from sglang_dflash.srt.speculative.width.settings import VARIABLE, AdaptiveSettings
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -37,11 +38,11 @@ def test_default_widths(block_size, widths):
 
 
 def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(DFlashOptions.ADAPTIVE.variable, raising=False)
     assert AdaptiveSettings.from_environment() is None
     path = tmp_path / "widths.json"
     path.write_text(json.dumps({"candidate_steps": [0, 2, 5], "patience": 0.2, "schedule": [2, 0]}))
-    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv(DFlashOptions.ADAPTIVE.variable, "")
     settings = AdaptiveSettings.read(str(path))
     settings.to_environment()
     assert AdaptiveSettings.from_environment() == settings

@@ -8,16 +8,10 @@ import pytest
 from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 
-FULL = {"has_sliding_layers": False}
-SLIDING = {"has_sliding_layers": True, "sliding_window": 2048}
+FULL = {"has_sliding_layers": False, "shifts_request_table": False}
+SLIDING = FULL | {"has_sliding_layers": True, "sliding_window": 2048}
+PEAGLE = PEagleDraftConfig.model_construct(layer_types=())
 FROM_ANCHOR, FROM_QUERY = SLIDING | {"window_from_anchor": True}, SLIDING | {"window_from_anchor": False}
-
-
-class PEagle(PEagleDraftConfig):
-    def __init__(self):
-        pass
-
-    has_sliding_layers = False
 
 
 def choose(
@@ -80,7 +74,7 @@ def test_what_was_asked_for_is_not_changed(draft, asked, word):
 
 
 def test_peagle_with_pages():
-    assert choose("fa3", PEagle(), page_size=1) == "fa3"
-    assert choose("fa3", PEagle(), page_size=16) == "flashinfer"
+    assert choose("fa3", PEAGLE, page_size=1) == "fa3"
+    assert choose("fa3", PEAGLE, page_size=16) == "flashinfer"
     with pytest.raises(ValueError, match="page"):
-        choose("fa3", PEagle(), asked="fa3", page_size=16)
+        choose("fa3", PEAGLE, asked="fa3", page_size=16)

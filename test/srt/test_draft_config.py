@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from serving import DRAFT, TARGET
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
-from sglang_dflash.srt.configs.dflash2_config import parse_dflash2_config
+from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
 from sglang_dflash.srt.configs.draft_config import (
     DFlashDraftConfig,
     DraftConfigError,
     check_draft_fits_target,
-    parse_draft_config,
     spread_target_layer_ids,
 )
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
@@ -41,7 +40,7 @@ def parse(changes: dict | None = None, nested: dict | None = None) -> DFlashDraf
     if nested is not None:
         merged["dflash_config"] = {**VALID["dflash_config"], **nested}
     fields = {name: value for name, value in merged.items() if value is not None}
-    return parse_draft_config(SimpleNamespace(**fields), "some/draft")
+    return DFlashDraftConfig.parse(SimpleNamespace(**fields), "some/draft")
 
 
 def problems_of(changes: dict | None = None, nested: dict | None = None) -> tuple[str, ...]:
@@ -63,7 +62,8 @@ def test_a_valid_config():
 
 
 def test_bundled_pair_is_valid():
-    draft = parse_draft_config(SimpleNamespace(**json.loads((DRAFT / "config.json").read_text())), str(DRAFT))
+    config = json.loads((DRAFT / "config.json").read_text())
+    draft = DFlashDraftConfig.parse(SimpleNamespace(**config), str(DRAFT))
     target = SimpleNamespace(**json.loads((TARGET / "config.json").read_text()))
     check_draft_fits_target(draft, target, str(DRAFT))
     assert draft.block_size >= 8
@@ -114,9 +114,9 @@ def test_a_field_that_is_no_positive_integer_is_named(field, value):
         ({"mask_token_id": True}, ["mask_token_id"]),
         ({"target_layer_ids": []}, ["target_layer_ids", "empty"]),
         ({"target_layer_ids": 3}, ["target_layer_ids", "3"]),
-        ({"target_layer_ids": [1, "2"]}, ["target_layer_ids", "integers"]),
-        ({"target_layer_ids": [1, 2.0]}, ["target_layer_ids", "integers"]),
-        ({"target_layer_ids": [True]}, ["target_layer_ids", "integers"]),
+        ({"target_layer_ids": [1, "2"]}, ["target_layer_ids.1", "integer", "'2'"]),
+        ({"target_layer_ids": [1, 2.0]}, ["target_layer_ids.1", "integer", "2.0"]),
+        ({"target_layer_ids": [True]}, ["target_layer_ids.0", "integer", "True"]),
         ({"target_layer_ids": [-1, 2]}, ["target_layer_ids", "-1", "negative"]),
         ({"target_layer_ids": [1, 12]}, ["target_layer_ids", "12"]),
         ({"target_layer_ids": [1, 11]}, ["target_layer_ids", "last", "11"]),
@@ -199,7 +199,7 @@ def parse_dflash2(changes: dict | None = None, nested: dict | None = None):
         **(changes or {}),
         "dflash_config": {**VALID["dflash_config"], **SELECTOR, **(nested or {})},
     }
-    return parse_dflash2_config(SimpleNamespace(**merged), "some/draft")
+    return DFlash2DraftConfig.parse(SimpleNamespace(**merged), "some/draft")
 
 
 def test_a_dflash2_config():
@@ -463,7 +463,7 @@ def test_whatever_a_config_says_it_is_valid_or_refused_by_name(top, nested, star
     if nested is not None:
         merged["dflash_config"] = nested
     try:
-        draft = parse_draft_config(SimpleNamespace(**merged), "fuzzed")
+        draft = DFlashDraftConfig.parse(SimpleNamespace(**merged), "fuzzed")
     except DraftConfigError as error:
         assert error.problems
         return

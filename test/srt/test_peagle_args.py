@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from support.checkpoint_fields import GOOD_PEAGLE, changed
 
-from sglang_dflash.srt.arg_groups.dflash_args import check_peagle, choose_block_size
+from sglang_dflash.srt.arg_groups.dflash_args import choose_block_size
 from sglang_dflash.srt.configs.draft_config import DraftConfigError, check_draft_fits_target
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.configs.speculators_format import normalize
@@ -32,16 +32,16 @@ def test_the_trained_number_is_the_default_and_a_ceiling(caplog):
     assert isinstance(draft, PEagleDraftConfig) and draft.speculative_tokens == 7
     assert choose_block_size(args(), draft) == 8
     for block_size in (4, 8):
-        check_peagle(args(), draft, block_size)
+        draft.check_arguments(block_size, window=None)
     assert not caplog.records
-    check_peagle(args(), draft, 12)
+    draft.check_arguments(12, window=None)
     [record] = caplog.records
     assert "11 tokens" in record.getMessage() and "trained for 7" in record.getMessage()
 
 
 def test_a_draft_window_is_refused():
     with pytest.raises(ValueError, match="--speculative-draft-window-size"):
-        check_peagle(args(speculative_draft_window_size=64), parse(), 8)
+        parse().check_arguments(8, window=64)
 
 
 @pytest.mark.parametrize(

@@ -83,12 +83,12 @@ def test_missing_field_is_named(path):
     "path, value, message",
     [
         ("aux_hidden_state_layer_ids", [], "non-empty list"),
-        ("aux_hidden_state_layer_ids", ["2"], "non-empty list of integers"),
+        ("aux_hidden_state_layer_ids", ["2"], "aux_hidden_state_layer_ids.0 must be an integer, got '2'"),
         ("aux_hidden_state_layer_ids", [0, 3], "id 0 is the embedding"),
         ("block_size", "8", "block_size must be an integer"),
-        ("block_size", 0, "block_size must be positive"),
+        ("block_size", 0, "block_size must be greater than or equal to 1, got 0"),
         ("mask_token_id", True, "mask_token_id must be an integer"),
-        ("speculators_config.proposal_methods", [], "non-empty list of objects"),
+        ("speculators_config.proposal_methods", [], "proposal_methods must be a non-empty list, got []"),
         ("speculators_config.proposal_methods.0.speculative_tokens", 8, "drafts 7"),
         ("speculators_config.algorithm", "eagle3", "speculators_model_type is 'dflash'"),
         ("target_hidden_size", 512, "target_hidden_size is 512"),
@@ -150,7 +150,7 @@ def test_names_of_peagle_drafts(architecture):
     [
         ("eagle_aux_hidden_state_layer_ids", None, "eagle_aux_hidden_state_layer_ids is missing"),
         ("eagle_aux_hidden_state_layer_ids", [0, 6], "id 0 is the embedding"),
-        ("eagle_aux_hidden_state_layer_ids", [2, True], "non-empty list of integers"),
+        ("eagle_aux_hidden_state_layer_ids", [2, True], "layer_ids.1 must be an integer, got True"),
         ("mask_token_id", None, "mask_token_id is missing"),
         ("mask_token_id", "3", "mask_token_id must be an integer"),
         ("norm_before_residual", 1, "norm_before_residual must be true or false"),
@@ -158,9 +158,9 @@ def test_names_of_peagle_drafts(architecture):
         (
             "speculators_config.proposal_methods.0.speculative_tokens",
             0,
-            "speculative_tokens must be positive",
+            "speculative_tokens must be greater than or equal to 1, got 0",
         ),
-        ("transformer_layer_config.model_type", "gpt2", "qwen3 or llama layers"),
+        ("transformer_layer_config.model_type", "gpt2", "model_type must be 'qwen3' or 'llama', got 'gpt2'"),
         ("target_hidden_size", 512, "target_hidden_size is 512"),
     ],
 )

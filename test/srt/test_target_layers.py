@@ -19,7 +19,7 @@ from support.engine import Pools, build, read_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers import LlamaForCausalLM as HuggingFaceLlama
 
-from sglang_dflash.srt.configs.draft_config import parse_draft_config
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 
 TOLERANCE = 1e-4
 SHIFTED = 100 * TOLERANCE
@@ -97,7 +97,7 @@ def test_every_layer_of_the_bundled_target(bundled):
 
 def test_the_layers_the_bundled_draft_names(bundled):
     sglang_model, hugging_face_model, hf_config = bundled
-    draft = parse_draft_config(get_config(str(DRAFT), trust_remote_code=False), "bundled")
+    draft = DFlashDraftConfig.parse(get_config(str(DRAFT), trust_remote_code=False), "bundled")
     check_every_layer(sglang_model, hugging_face_model, hf_config, PROMPTS, draft.target_layer_ids)
 
 

@@ -3,11 +3,10 @@
 Every child process inherits them. Command-line flags write them; users of `sglang.Engine` set the variables.
 """
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -77,8 +76,8 @@ class DFlashOptions:
     )
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
-    # Settings of adaptive width, from the main process to the schedulers; None: verify whole blocks.
-    ADAPTIVE: Option[Any] = Option("SGLANG_DFLASH_ADAPTIVE", None, json.loads, "JSON")
+    # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.
+    ADAPTIVE: Option[str | None] = Option("SGLANG_DFLASH_ADAPTIVE", None, str)
     # Observers of the cycle (`cycle/observer.py`), `module:Class` each, separated by commas.
     OBSERVERS: Option[tuple[str, ...]] = Option(
         "SGLANG_DFLASH_OBSERVERS", (), lambda text: tuple(text.split(","))

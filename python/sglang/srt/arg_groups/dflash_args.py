@@ -18,7 +18,7 @@ from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
 from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKENDS
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
-from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
+from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
 from sglang_dflash.srt.hardware_backend.cpu.transfer import prepare_transfer
@@ -170,8 +170,7 @@ def resolve_dflash_args(server_args: Any) -> None:
         draft_backend = choose_draft_attention(args, prefill_backend, draft, target_config)
     verify_backend = decode_backend if args.speculative_attention_mode == "decode" else prefill_backend
     check_target_attention(args, verify_backend, is_chosen=chose_attention(server_args))
-    if isinstance(draft, PEagleDraftConfig):
-        check_peagle(args, draft, block_size)
+    draft.check_arguments(block_size, args.speculative_draft_window_size)
     if is_recurrent:
         _check_recurrent_target(args, target_config, block_size)
     check_dp_attention(args)
@@ -332,18 +331,6 @@ def check_dp_attention(args: Any) -> None:
     if found:
         raise ValueError(
             "DFLASH with DP attention (--enable-dp-attention) does not support:\n  - " + "\n  - ".join(found)
-        )
-
-
-def check_peagle(args: Any, draft: PEagleDraftConfig, block_size: int) -> None:
-    if args.speculative_draft_window_size is not None:
-        raise ValueError("P-EAGLE does not support --speculative-draft-window-size.")
-    if block_size - 1 > draft.speculative_tokens:
-        logger.warning(
-            "P-EAGLE: %d tokens are to be drafted per step, but the draft was trained for %d; the ones beyond will seldom "
-            "be kept.",
-            block_size - 1,
-            draft.speculative_tokens,
         )
 
 

@@ -10,7 +10,6 @@ from sglang_dflash.srt.configs.attention_backends import (
     PAGED_BACKENDS,
 )
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ def choose_draft_attention(
 def _unsuited_backends(args: Any, draft: DFlashDraftConfig, target_text_config: Any) -> dict[str, str]:
     """Of those that run draft blocks, the ones that would run this draft otherwise than it was trained, and
     why."""
-    found = {}
+    found: dict[str, str] = {}
     context = args.context_length or getattr(target_text_config, "max_position_embeddings", None)
     if draft.has_sliding_layers and (context is None or context > draft.sliding_window):
         if draft.window_from_anchor:
@@ -60,7 +59,10 @@ def _unsuited_backends(args: Any, draft: DFlashDraftConfig, target_text_config: 
         else:
             reason = "it counts sliding windows from the start of a block, this draft from the query"
             found |= dict.fromkeys(COUNT_WINDOW_FROM_ANCHOR, reason)
-    if isinstance(draft, PEagleDraftConfig) and (args.page_size or 1) > 1:
-        reason = f"it reads whole pages (--page-size {args.page_size}), and P-EAGLE's table is the target's shifted by one slot"
+    if draft.shifts_request_table and (args.page_size or 1) > 1:
+        reason = (
+            f"it reads whole pages (--page-size {args.page_size}), and {draft.kind}'s table is the target's shifted "
+            "by one slot"
+        )
         found |= dict.fromkeys(PAGED_BACKENDS, reason)
     return found

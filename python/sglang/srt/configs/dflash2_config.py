@@ -1,85 +1,77 @@
-"""What a DFlash2 checkpoint's config says beyond what it shares with a DFlash one.
+"""A DFlash2 checkpoint's config: a DFlash one with convolutions and a candidate selector.
 
 Format: z-lab/dflash, `DFlash2DraftModel`: four more entries in `dflash_config`, `conv_kernel_size`,
-`conv_group_size`, `selector_rank` and `selector_top_k`."""
+`conv_group_size`, `selector_rank` and `selector_top_k`.
+"""
 
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError, parse_draft_config
-from sglang_dflash.srt.configs.layer_fields import is_int
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.configs.layer_fields import Shapes
 
 # One format under three names, as SGLang has them.
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
-CONV_FIELDS = ("conv_kernel_size", "conv_group_size")
-SELECTOR_FIELDS = ("selector_rank", "selector_top_k")
 
 
-@dataclass(frozen=True, slots=True)
+def _check_groups(value: int, info: ValidationInfo) -> int:
+    size, hidden = info.data.get("conv_kernel_size", value), info.data.get("hidden_size", value)
+    if bool(size) != bool(value):
+        raise ValueError(f"is {value} and conv_kernel_size {size}: convolutions need both")
+    if value and hidden % value:
+        raise ValueError(f"is {value}, which does not divide {hidden} channels")
+    return value
+
+
+def _check_selector(value: int, info: ValidationInfo) -> int:
+    vocab_size = info.data.get("vocab_size", value)
+    if not value:
+        raise ValueError("is missing: a DFlash2 draft has a candidate selector")
+    if info.field_name == "selector_top_k" and value > vocab_size:
+        raise ValueError(f"is {value}, of a vocabulary of {vocab_size} tokens")
+    # Not defined: no published draft, and no other server, has a selector over one.
+    if info.data.get("draft_vocab_size", vocab_size) != vocab_size:
+        raise ValueError("with a draft_vocab_size is not supported")
+    return value
+
+
+# Null and false are zero: the draft has none.
+Count = Annotated[int, Field(ge=0), BeforeValidator(lambda value: value or 0)]
+
+
 class DFlash2DraftConfig(DFlashDraftConfig):
     """One DFlash2 draft.
 
-    conv_kernel_size: rows of its block that a row's convolution sees, its own included; 0 for a draft
-    without. conv_group_size: channels that share what is added to their kernel; 0 for a draft without.
+    conv_kernel_size: rows of its block that a row's convolution sees, its own included; 0 if there is none.
+    conv_group_size: channels that share what is added to their kernel; 0 if there are no convolutions.
     selector_rank: width of the codebooks that score a token after another.
     selector_top_k: candidates of a slot.
     """
 
-    conv_kernel_size: int
-    conv_group_size: int
-    selector_rank: int
-    selector_top_k: int
+    kind: ClassVar[str] = "DFlash2"
 
+    sample_from_anchor: Literal[False] = False  # no selector drafts from the anchor's row
+    conv_kernel_size: Count = 0
+    conv_group_size: Annotated[Count, AfterValidator(_check_groups)] = 0
+    selector_rank: Annotated[Count, AfterValidator(_check_selector)] = 0
+    selector_top_k: Annotated[Count, AfterValidator(_check_selector)] = 0
 
-def parse_dflash2_config(hf_config: Any, checkpoint: str) -> DFlash2DraftConfig:
-    """Read a DFlash2 draft's `PretrainedConfig`. Raises DraftConfigError as `parse_draft_config` does."""
-    nested = getattr(hf_config, "dflash_config", None)
-    given = nested if isinstance(nested, dict) else {}
-    own = {name: given.get(name) or 0 for name in CONV_FIELDS + SELECTOR_FIELDS}
-    problems: list[str] = []
-    try:
-        shared = parse_draft_config(hf_config, checkpoint, served=CONV_FIELDS + SELECTOR_FIELDS)
-    except DraftConfigError as error:
-        shared, problems = None, list(error.problems)
-    for name, value in own.items():
-        if not is_int(value) or value < 0:
-            problems.append(f"dflash_config.{name} must be a positive integer, got {value!r}")
-            own[name] = 0
-    if not problems:
-        problems = _contradictions(shared, **own)
-    if problems:
-        raise DraftConfigError(checkpoint, problems)
-    return DFlash2DraftConfig(**{field.name: getattr(shared, field.name) for field in fields(shared)}, **own)
+    def required_tensors(self, hf_config: Any) -> Shapes:
+        """Return the tensors a checkpoint must hold and their shapes, the vocabulary's aside."""
+        codebook = (self.vocab_size, self.selector_rank)
+        return super().required_tensors(hf_config) | {
+            "candidate_selector.hidden_projection.weight": (self.selector_rank, self.hidden_size),
+            "candidate_selector.predecessor_codebook": codebook,
+            "candidate_selector.successor_codebook": codebook,
+        }
 
-
-def _contradictions(
-    shared: DFlashDraftConfig,
-    conv_kernel_size: int,
-    conv_group_size: int,
-    selector_rank: int,
-    selector_top_k: int,
-) -> list[str]:
-    problems = []
-    for name, value in (("selector_rank", selector_rank), ("selector_top_k", selector_top_k)):
-        if not value:
-            problems.append(f"dflash_config.{name} is missing: a DFlash2 draft has a candidate selector")
-    if selector_top_k > shared.vocab_size:
-        problems.append(
-            f"dflash_config.selector_top_k is {selector_top_k}, of a vocabulary of {shared.vocab_size} tokens"
-        )
-    if bool(conv_kernel_size) != bool(conv_group_size):
-        problems.append(
-            f"dflash_config.conv_kernel_size is {conv_kernel_size} and conv_group_size {conv_group_size}: convolutions need both"
-        )
-    elif conv_group_size and shared.hidden_size % conv_group_size:
-        problems.append(
-            f"dflash_config.conv_group_size is {conv_group_size}, which does not divide {shared.hidden_size} channels"
-        )
-    # Neither is defined: no published draft, and no other server, has one with a selector.
-    if shared.has_own_vocabulary:
-        problems.append("draft_vocab_size: a candidate selector over a draft vocabulary is not supported")
-    if shared.sample_from_anchor:
-        problems.append(
-            "sample_from_anchor: a candidate selector that drafts from the anchor's row is not supported"
-        )
-    return problems
+    def layer_tensors(self, hf_config: Any, layer: int) -> Shapes:
+        """Return the tensors of one layer and their shapes."""
+        shapes = super().layer_tensors(hf_config, layer)
+        if taps := self.conv_kernel_size:
+            groups = self.hidden_size // self.conv_group_size
+            for name in ("attention_conv", "mlp_conv"):
+                shapes[f"{name}.base_kernel"] = (2, taps, self.hidden_size)
+                shapes[f"{name}.kernel_projection.weight"] = (2 * taps * groups, self.hidden_size)
+        return shapes

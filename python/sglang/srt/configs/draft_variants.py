@@ -1,40 +1,16 @@
-"""Drafts that are more than a DFlash block: published under the same architecture, with fields that change
-the mathematics.
+"""Drafts published as DFlash whose fields change the mathematics.
 
-Read as a plain draft such a checkpoint would draft nonsense, without a word. Every such field is refused by
-name; what else `dflash_config` holds that we do not know is named in a warning, as it may be a note of the
-trainer's."""
+Read as a plain draft, such a checkpoint would silently draft nonsense. Every such field is refused by name.
+Other unknown fields of `dflash_config` are named in a warning, as they may be the trainer's notes.
+"""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from sglang_dflash.srt.configs.validation import shown
 
-# What `dflash_config` may hold and we read, or need not.
-_KNOWN = {
-    "block_size",
-    "causal",
-    "draft_vocab_size",
-    "fc_norm",
-    "final_logit_softcapping",
-    "hc_mult",
-    "is_causal",
-    "layer_types",
-    "mask_token",
-    "mask_token_id",
-    "norm_before_fc",
-    "norm_before_residual",
-    "num_target_layers",
-    "output_multiplier",
-    "qk_norm",
-    "sample_from_anchor",
-    "sliding_is_causal",
-    "sliding_window",
-    "speculative_tokens",
-    "target_layer_ids",
-    "window_from_anchor",
-}
+logger = logging.getLogger(__name__)
 
 # field, or the beginning of several -> what it stands for. Absent, null, false and zero mean that the draft
 # has none.
@@ -60,28 +36,24 @@ _REFUSED = {
 }
 
 
-def variant_problems(config: Any, nested: Mapping[str, Any], served: Sequence[str] = ()) -> list[str]:
-    """What of a draft's config describes something we do not run. config: its top level; nested: its
-    `dflash_config`, of which the fields in `served` are the caller's."""
-    problems = []
+def variant_problems(config: Any, nested: Mapping[str, Any], served: Collection[str]) -> list[str]:
+    """List the fields of a draft's config that describe something we do not run.
+
+    config: its top level. nested: its `dflash_config`, of which `served` are the fields that are read.
+    """
+    problems, unread = [], []
     nested = {name: value for name, value in nested.items() if name not in served}
-    for where, fields in (("dflash_config.", nested), ("", _top_level(config))):
+    for where, fields in (("dflash_config.", nested), ("", vars(config))):
         for name, value in fields.items():
-            meaning = next((meaning for start, meaning in _REFUSED.items() if _is_named(name, start)), None)
+            meaning = next((text for start, text in _REFUSED.items() if _is_named(name, start)), None)
             if meaning is not None and value:
-                problems.append(f"{where}{name} is {value!r}: {meaning} is not supported")
-    unknown = sorted(
-        name
-        for name in nested
-        if name not in _KNOWN and not any(_is_named(name, start) for start in _REFUSED)
-    )
-    if unknown:
-        logger.warning("DFLASH draft: dflash_config has fields that are not read: %s.", ", ".join(unknown))
+                problems.append(f"{where}{name} is {shown(value)}: {meaning} is not supported")
+            elif meaning is None and where:
+                unread.append(name)
+    if unread:
+        names = ", ".join(sorted(unread))
+        logger.warning("DFLASH draft: fields of dflash_config that are not read: %s.", names)
     return problems + _rope_problems(config)
-
-
-def _top_level(config: Any) -> Mapping[str, Any]:
-    return {name: value for name, value in vars(config).items() if isinstance(name, str)}
 
 
 def _is_named(name: Any, start: str) -> bool:
@@ -89,9 +61,11 @@ def _is_named(name: Any, start: str) -> bool:
 
 
 def _rope_problems(config: Any) -> list[str]:
-    """Rotary embeddings that turn only a part of a head, or interleaved pairs. A config copied from a target
-    may carry the target's own partial factor and M-RoPE sections: where `rope_dim` says what was trained, it
-    counts."""
+    """Find rotary embeddings that turn only a part of a head, or interleaved pairs.
+
+    A config copied from a target may carry the target's own partial factor and M-RoPE sections. `rope_dim`, if
+    given, is what was trained, and decides.
+    """
     problems = []
     rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None)
     rope_dim = rope.get("rope_dim") if isinstance(rope, Mapping) else None

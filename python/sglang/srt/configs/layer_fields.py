@@ -1,122 +1,144 @@
-"""What a draft's config.json says of its layers and their rotary embedding, checked as it stands in the file.
+"""The layers of a draft: their fields in config.json, rotary embedding included, and their tensors.
 
-transformers, SGLang and the layers read these fields as well, each with assumptions of its own, and what does
-not meet them fails somewhere deep. Here is what every one of them can live with."""
+transformers, SGLang and the layers read these fields as well, each with its own assumptions, and a value that
+does not meet them fails somewhere deep. The ranges here are those that all of them accept.
+"""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, ValidationInfo
+
+from sglang_dflash.srt.configs.validation import StrictModel, problems_of, shown
 
 MAX_SIZE = 2**24  # far beyond any model's width or length; keeps a garbled config from being allocated for
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-)
-_COUNTS = ("sliding_window", "max_window_layers")  # zero is none
-_SWITCHES = ("attention_bias", "tie_word_embeddings", "use_sliding_window")
-_NAMES = ("model_type", "dtype", "torch_dtype")
-_ROPES = ("rope_parameters", "rope_scaling")
-_ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "deepseek_yarn")
-# What get_rope reads of it, which takes null for a number.
-_ROPE_NUMBERS = (
-    "rope_theta",
-    "factor",
-    "alpha",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attn_factor",
-)
-_ROPE_WEIGHTS = ("extrapolation_factor", "mscale", "mscale_all_dim")  # zero is none
+
+Shapes = dict[str, tuple[int, ...]]
+
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
+Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]  # zero is none
+Above0 = Annotated[float, Field(gt=0, lt=2**63)]
+From0 = Annotated[float, Field(ge=0, lt=2**63)]  # zero is none
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "deepseek_yarn"]
 
 
 def is_int(value: Any) -> bool:
-    """JSON's integers, without its booleans."""
+    """Whether a value is one of JSON's integers, which its booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
-    """One that a float can hold."""
+def _is_number(value: Any) -> bool:
     return is_int(value) and abs(value) < 2**63 or isinstance(value, float) and math.isfinite(value)
 
 
-def shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _plain(value: Any) -> Any:
+    """Refuse what would be parameters by layer type: one rotary embedding serves all layers."""
+    if isinstance(value, dict) or isinstance(value, list) and not all(map(_is_number, value)):
+        raise ValueError(f"cannot be {shown(value)}")
+    return value
+
+
+class RopeFields(StrictModel):
+    """Parameters of a rotary embedding. `get_rope` takes a null for a number, so nulls are refused."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_plain)]]
+
+    rope_type: RopeKind | None = None
+    type: RopeKind | None = None
+    rope_theta: Above0 = 1.0
+    factor: Above0 = 1.0
+    alpha: Above0 = 1.0
+    original_max_position_embeddings: Above0 = Field(0.0, validate_default=False)
+    low_freq_factor: Above0 = 1.0
+    high_freq_factor: Above0 = 1.0
+    beta_fast: Above0 = 1.0
+    beta_slow: Above0 = 1.0
+    attn_factor: Above0 = 1.0
+    extrapolation_factor: From0 = 0.0
+    mscale: From0 = 0.0
+    mscale_all_dim: From0 = 0.0
+    truncate: bool | None = None
+    use_fope: Literal[False] | None = None  # Fourier embeddings are not supported
+
+
+def _check_table(rope: RopeFields | None, info: ValidationInfo) -> RopeFields | None:
+    """Limit the table of a scaled embedding, which has `factor` times as many positions."""
+    if rope is not None and "factor" in rope.model_fields_set:
+        positions = rope.original_max_position_embeddings or info.data.get("max_position_embeddings") or 0
+        if positions * rope.factor > MAX_SIZE:
+            raise ValueError(
+                f"has factor {rope.factor} for {positions} positions, more than {MAX_SIZE} in all"
+            )
+    return rope
+
+
+def _check_theta(value: float | None, info: ValidationInfo) -> float | None:
+    ropes = [rope for name in ("rope_parameters", "rope_scaling") if (rope := info.data.get(name))]
+    if value is None and not any("rope_theta" in rope.model_fields_set for rope in ropes):
+        raise ValueError("is null")
+    return value
+
+
+Rope = Annotated[RopeFields | None, AfterValidator(_check_table)]
+
+
+class LayerFields(StrictModel):
+    """Fields of a draft's layers. An absent or null field is left to others to require."""
+
+    hidden_size: Size | None = None
+    intermediate_size: Size | None = None
+    num_hidden_layers: Size | None = None
+    num_attention_heads: Size | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    vocab_size: Size | None = None
+    max_position_embeddings: Size | None = None
+    sliding_window: Count | None = None
+    max_window_layers: Count | None = None
+    attention_bias: bool | None = None
+    tie_word_embeddings: bool | None = None
+    use_sliding_window: bool | None = None
+    model_type: str | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    hidden_act: Literal["silu"] | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
+    quantization_config: dict[str, Any] | None = None
+    rope_parameters: Rope = None
+    rope_scaling: Rope = None
+    rope_theta: Annotated[Above0 | None, AfterValidator(_check_theta)] = 1.0
 
 
 def layer_problems(config: Mapping[str, Any], where: str = "") -> list[str]:
-    """What is wrong with the fields that are there; which have to be, others say. where: put before a field's
-    name."""
-    check = _Check(config, where)
-    for name in _SIZES:
-        check(name, lambda v: is_int(v) and 1 <= v <= MAX_SIZE, f"a positive integer of at most {MAX_SIZE}")
-    for name in _COUNTS:
-        check(name, lambda v: is_int(v) and 0 <= v <= MAX_SIZE, f"an integer of 0 to {MAX_SIZE}")
-    for name in _SWITCHES:
-        check(name, lambda v: isinstance(v, bool), "true or false")
-    for name in _NAMES:
-        check(name, lambda v: isinstance(v, str), "a string")
-    check("hidden_act", lambda v: v == "silu", "'silu'")
-    check("rms_norm_eps", lambda v: is_number(v) and 0 < v < 1, "a number between 0 and 1")
-    check("rope_theta", lambda v: is_number(v) and v > 0, "a positive number")
-    check("quantization_config", lambda v: isinstance(v, dict), "an object")
-    for name in _ROPES:
-        check(name, lambda v: isinstance(v, dict), "an object")
-    ropes = {name: config[name] for name in _ROPES if isinstance(config.get(name), dict)}
-    if config.get("rope_theta", 1) is None and not any("rope_theta" in rope for rope in ropes.values()):
-        check.problems.append(f"{where}rope_theta is null")
-    for name, rope in ropes.items():
-        check.problems += _rope_problems(rope, config.get("max_position_embeddings"), f"{where}{name}.")
-    return check.problems
+    """List what is wrong with a config's fields as they stand in the file. where: prefix of their names."""
+    try:
+        LayerFields.model_validate(config)
+    except ValidationError as error:
+        return problems_of(error, where)
+    return []
 
 
-class _Check:
-    """Collects what is wrong with the fields of an object, leaving out those that are not there."""
-
-    def __init__(self, fields: Mapping[str, Any], where: str):
-        self.problems: list[str] = []
-        self._fields, self._where = fields, where
-
-    def __call__(self, name: str, is_right: Callable[[Any], bool], wanted: str) -> None:
-        value = self._fields.get(name)
-        if value is not None and not is_right(value):
-            self.problems.append(f"{self._where}{name} must be {wanted}, got {shown(value)}")
-
-
-def _rope_problems(rope: Mapping[str, Any], positions: Any, where: str) -> list[str]:
-    """positions: the config's `max_position_embeddings`."""
-    check = _Check(rope, where)
-    for name in ("rope_type", "type"):
-        check(name, lambda v: v in _ROPE_KINDS, f"one of {', '.join(_ROPE_KINDS)}")
-    for name in _ROPE_NUMBERS:
-        check(name, lambda v: is_number(v) and v > 0, "a positive number")
-    for name in _ROPE_WEIGHTS:
-        check(name, lambda v: is_number(v) and v >= 0, "a number, not negative")
-    check("truncate", lambda v: isinstance(v, bool), "true or false")
-    check("use_fope", lambda v: v is False, "false: Fourier embeddings are not supported")
-    nulls = [name for name in (*_ROPE_NUMBERS, *_ROPE_WEIGHTS) if rope.get(name, 0) is None]
-    check.problems += [f"{where}{name} is null" for name in nulls]
-    # One rotary embedding serves all layers: no parameters by layer type, no lists of anything but numbers.
-    check.problems += [
-        f"{where}{name} cannot be {shown(value)}" for name, value in rope.items() if not _is_plain(value)
-    ]
-    # Scaled, it has a table of `factor` times as many positions.
-    length, factor = rope.get("original_max_position_embeddings", positions), rope.get("factor")
-    if is_number(length) and is_number(factor) and length * factor > MAX_SIZE:
-        check.problems.append(
-            f"{where}factor is {factor} for {length} positions, more than {MAX_SIZE} in all"
-        )
-    return check.problems
-
-
-def _is_plain(value: Any) -> bool:
-    return all(map(is_number, value)) if isinstance(value, list) else not isinstance(value, dict)
+def layer_shapes(config: Any, input_size: int, has_qk_norm: bool = True) -> Shapes:
+    """Return the tensors of a decoder layer and their shapes. input_size: width of the attention's input."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    shapes: Shapes = {
+        "self_attn.q_proj.weight": (q_size, input_size),
+        "self_attn.k_proj.weight": (kv_size, input_size),
+        "self_attn.v_proj.weight": (kv_size, input_size),
+        "self_attn.o_proj.weight": (hidden, q_size),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    if has_qk_norm:
+        shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    if getattr(config, "attention_bias", False):
+        sizes = {"q": q_size, "k": kv_size, "v": kv_size, "o": hidden}
+        shapes |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+    return shapes

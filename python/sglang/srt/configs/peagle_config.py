@@ -1,27 +1,34 @@
-"""What a P-EAGLE checkpoint's config says beyond what it shares with a DFlash one.
+"""A P-EAGLE checkpoint's config, and the choice of a config's class by its architecture.
 
-Format: speculators, `speculators_model_type: "peagle"`, brought to a flat config by
-`configs/speculators_format.py`."""
+Format: speculators, `speculators_model_type: "peagle"`, converted to a flat config by
+`configs/speculators_format.py`.
+"""
 
-from dataclasses import dataclass, fields
-from typing import Any
+import logging
+from typing import Any, ClassVar
 
-from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES, parse_dflash2_config
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError, parse_draft_config
-from sglang_dflash.srt.configs.layer_fields import shown
+from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES, DFlash2DraftConfig
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.configs.layer_fields import Shapes, layer_shapes
+from sglang_dflash.srt.configs.validation import DraftConfigError, shown
+
+logger = logging.getLogger(__name__)
 
 PEAGLE_ARCHITECTURE = "PEagleDraftModel"
 
 
-@dataclass(frozen=True, slots=True)
 class PEagleDraftConfig(DFlashDraftConfig):
     """One P-EAGLE draft (arXiv 2602.01469). `block_size` is the verified block, anchor included: K + 1.
 
     norm_before_residual: whether layer 0's residual is the fused hidden state after its norm, rather than
-    before. norm_before_fc: one norm over all captured states at once, before they are fused.
+        before.
+    norm_before_fc: one norm over all captured states at once, before they are fused.
     fc_norm: a norm for each captured state, before they are fused.
     qk_norm: whether queries and keys are normed per head, as Qwen3's are and Llama's are not.
     """
+
+    kind: ClassVar[str] = "P-EAGLE"
+    shifts_request_table: ClassVar[bool] = True
 
     norm_before_residual: bool
     norm_before_fc: bool
@@ -29,35 +36,67 @@ class PEagleDraftConfig(DFlashDraftConfig):
     qk_norm: bool
 
     def is_causal(self, layer_id: int) -> bool:
+        """Return True: every row sees only the rows before it."""
         return True
 
+    def check_arguments(self, block_size: int, window: int | None) -> None:
+        """Refuse a draft window, and warn of a block that is longer than the trained one."""
+        if window is not None:
+            raise ValueError("P-EAGLE does not support --speculative-draft-window-size.")
+        if block_size - 1 > self.speculative_tokens:
+            logger.warning(
+                "P-EAGLE: %d tokens are to be drafted per step, but the draft was trained for %d; tokens "
+                "beyond those will seldom be accepted.",
+                block_size - 1,
+                self.speculative_tokens,
+            )
 
-def parse_peagle_config(hf_config: Any, checkpoint: str) -> PEagleDraftConfig:
-    """Read what `speculators_format` made of a P-EAGLE config. Raises DraftConfigError as
-    `parse_draft_config` does."""
-    shared = parse_draft_config(hf_config, checkpoint)
-    own = {
-        name: hf_config.dflash_config[name]
-        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")
-    }
-    return PEagleDraftConfig(**{field.name: getattr(shared, field.name) for field in fields(shared)}, **own)
+    def required_tensors(self, hf_config: Any) -> Shapes:
+        """Return the tensors a checkpoint must hold and their shapes, the vocabulary's aside."""
+        hidden, num_aux = self.hidden_size, len(self.target_layer_ids)
+        shapes = super().required_tensors(hf_config) | {"mask_hidden": (1, 1, num_aux * hidden)}
+        del shapes["hidden_norm.weight"]
+        if self.norm_before_fc:
+            shapes["input_norm.weight"] = (num_aux * hidden,)
+        if self.fc_norm:
+            shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(num_aux)}
+        return shapes
+
+    def layer_tensors(self, hf_config: Any, layer: int) -> Shapes:
+        """Return the tensors of one layer and their shapes.
+
+        The first layer reads the token's embedding and the fused state side by side.
+        """
+        hidden = self.hidden_size
+        if layer > 0:
+            return layer_shapes(hf_config, input_size=hidden, has_qk_norm=self.qk_norm)
+        shapes = layer_shapes(hf_config, input_size=2 * hidden, has_qk_norm=self.qk_norm)
+        return shapes | {"hidden_norm.weight": (hidden,)}
+
+
+_CONFIG_CLASSES: dict[str, type[DFlashDraftConfig]] = {
+    "DFlashDraftModel": DFlashDraftConfig,
+    PEAGLE_ARCHITECTURE: PEagleDraftConfig,
+    **dict.fromkeys(DFLASH2_ARCHITECTURES, DFlash2DraftConfig),
+}
 
 
 def read_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
-    """The draft a config describes, of whichever algorithm. Raises ValueError for an architecture that is
-    neither."""
-    architectures = getattr(hf_config, "architectures", None)
+    """Read a draft's config by its architecture. Raises ValueError for the architecture of another model."""
+    architectures: Any = getattr(hf_config, "architectures", None)
     check_architectures(architectures, checkpoint)
-    return _PARSERS[architectures[0]](hf_config, checkpoint)
+    return _CONFIG_CLASSES[architectures[0]].parse(hf_config, checkpoint)
 
 
 def is_draft(architectures: Any) -> bool:
     """Whether a config's `architectures` are those of a draft of ours."""
-    return isinstance(architectures, list) and bool(architectures) and str(architectures[0]) in _PARSERS
+    return (
+        isinstance(architectures, list) and bool(architectures) and str(architectures[0]) in _CONFIG_CLASSES
+    )
 
 
 def check_architectures(architectures: Any, checkpoint: str) -> None:
-    """Raise ValueError for what is no list of names, or of another model."""
+    """Raise ValueError if `architectures` is no list of names, or names another model."""
     names = architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DraftConfigError(
@@ -65,13 +104,6 @@ def check_architectures(architectures: Any, checkpoint: str) -> None:
         )
     if not is_draft(names):
         raise ValueError(
-            f"{checkpoint!r} is neither a DFlash nor a P-EAGLE draft: its architectures are {shown(architectures)}, expected "
-            f"one of {sorted(_PARSERS)}."
+            f"{checkpoint!r} is neither a DFlash nor a P-EAGLE draft: its architectures are "
+            f"{shown(architectures)}, expected one of {sorted(_CONFIG_CLASSES)}."
         )
-
-
-_PARSERS = {
-    "DFlashDraftModel": parse_draft_config,
-    PEAGLE_ARCHITECTURE: parse_peagle_config,
-    **dict.fromkeys(DFLASH2_ARCHITECTURES, parse_dflash2_config),
-}

@@ -2,15 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
-from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.doctor.static_checks import Pair
 
 if TYPE_CHECKING:  # measure.py needs torch and transformers' models, the static checks do not
     from sglang_dflash.srt.doctor.measure import Measurement, Outcome
-
-_KINDS = {PEagleDraftConfig: "P-EAGLE", DFlash2DraftConfig: "DFlash2"}
 
 
 def heading(pair: Pair) -> str:
@@ -26,12 +22,11 @@ def describe_draft(pair: Pair) -> str:
     if pair.parsed_draft is None:
         return "its config cannot be read"
     draft, mask_token_id = pair.parsed_draft.config, pair.parsed_draft.mask_token_id
-    kind = _KINDS.get(type(draft), "DFlash")
     made_by = "speculators" if is_speculators_config(pair.draft.config) else "z-lab"
     mask = pair.target.tokenizer.name(mask_token_id) if pair.target.tokenizer else None
     vocabulary = f", {draft.draft_vocab_size} of them drafted" if draft.has_own_vocabulary else ""
     return (
-        f"{kind} ({made_by} format), {draft.num_hidden_layers} layers, "
+        f"{draft.kind} ({made_by} format), {draft.num_hidden_layers} layers, "
         f"{draft.speculative_tokens} tokens a block, "
         f"reads the outputs of layers {', '.join(map(str, draft.target_layer_ids))} (0-based), "
         f"mask token {mask_token_id} ({mask or 'not in the tokenizer'}), "

@@ -4,7 +4,7 @@ Reads no tensor but d2t, t2d and a few rows of both heads.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,7 +104,7 @@ class Pair:
             mask = config.mask_token_id
             if mask is None:
                 mask = find_mask_token(config, target.tokenizer, draft.name)
-                config = replace(config, mask_token_id=mask)
+                config = config.model_copy(update={"mask_token_id": mask})
             self.parsed_draft = ParsedDraft(config, hf_config, mask)
             check_draft_fits_target(config, self.text_config, draft.name)
         except DraftConfigError as error:

@@ -31,7 +31,7 @@ from sglang_dflash.kernels.ops.speculative.context_kv import (
     rotate,
     write_context_kv,
 )
-from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig, parse_draft_config
+from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 
@@ -192,9 +192,10 @@ class DFlashDraftModel(BlockDraftModel):
     """
 
     layer_class: type[DFlashDecoderLayer] = DFlashDecoderLayer
+    draft_config_class: type[DFlashDraftConfig] = DFlashDraftConfig
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
-        draft = self.parse_config(config, getattr(config, "_name_or_path", "draft"))
+        draft = self.draft_config_class.parse(config, getattr(config, "_name_or_path", "draft"))
         super().__init__(config, draft, quant_config, prefix)
         self.layers = nn.ModuleList(
             self.layer_class(config, draft, layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix))
@@ -208,11 +209,6 @@ class DFlashDraftModel(BlockDraftModel):
         self._kv_pool: Any = None
         self._kv_pointers: KVPoolPointers | None = None
         self._blocks: torch.Tensor | None = None
-
-    @staticmethod
-    def parse_config(config, checkpoint: str) -> DFlashDraftConfig:
-        """Parse and check a checkpoint's config."""
-        return parse_draft_config(config, checkpoint)
 
     def allocate_blocks(self, requests: int, width: int) -> None:
         """Allocate the output of `requests` drafted blocks of `width` slots.

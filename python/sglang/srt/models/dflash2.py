@@ -14,7 +14,7 @@ from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_dflash.kernels.ops.speculative.block_conv import block_conv
-from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig, parse_dflash2_config
+from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
 from sglang_dflash.srt.layers.candidate_selector import Candidates, Draw, walk
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.layers.vocab_argmax import largest_logits
@@ -114,16 +114,12 @@ class DFlash2DraftModel(DFlashDraftModel):
 
     draft: DFlash2DraftConfig
     layer_class = DFlash2DecoderLayer
+    draft_config_class = DFlash2DraftConfig
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
         super().__init__(config, quant_config, prefix)
         prefix = add_prefix("candidate_selector", prefix)
         self.candidate_selector = CandidateSelector(config, self.draft, prefix)
-
-    @staticmethod
-    def parse_config(config, checkpoint: str) -> DFlash2DraftConfig:
-        """Parse and check a checkpoint's config."""
-        return parse_dflash2_config(config, checkpoint)
 
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DFlash2Output:

@@ -15,7 +15,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.utils import add_prefix
 from torch import nn
 
-from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, parse_peagle_config
+from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer
@@ -70,7 +70,7 @@ class PEagleDraftModel(BlockDraftModel):
     """
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
-        draft = parse_peagle_config(config, getattr(config, "_name_or_path", "draft"))
+        draft = PEagleDraftConfig.parse(config, getattr(config, "_name_or_path", "draft"))
         super().__init__(config, draft, quant_config, prefix)
         self.layers = nn.ModuleList()
         for layer_id in range(config.num_hidden_layers):

@@ -9,10 +9,8 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.dataclasses import dataclass
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.width.policy import Constants
-
-VARIABLE = "SGLANG_DFLASH_ADAPTIVE"  # the main process hands the settings to the others here, as JSON
-NEVER_VARIABLE = "SGLANG_DFLASH_NO_ADAPTIVE"  # 1: not by default either
 
 _Steps = tuple[Annotated[int, Field(ge=0)], ...]  # numbers of drafted tokens, in SGLang's words
 
@@ -90,10 +88,10 @@ class AdaptiveSettings(Constants):
         return tuple(k + 1 for k in steps)
 
     def to_environment(self) -> None:
-        os.environ[VARIABLE] = json.dumps(dataclasses.asdict(self))
+        DFlashOptions.ADAPTIVE.set(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_environment(cls) -> "AdaptiveSettings | None":
         """Return what the main process resolved; None if the server is not adaptive."""
-        text = os.environ.get(VARIABLE)
+        text = DFlashOptions.ADAPTIVE.get()
         return cls.parse(text) if text else None
