@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dflash.srt.speculative.request_fields import INT64, MAX_ANSWERS, check_request, take_out_of_range
+from sglang_dflash.srt.speculative.request_fields import (
+    INT64,
+    MAX_ANSWERS,
+    check_request,
+    remove_out_of_range,
+)
 
 
 def request(sampling=None, **fields) -> SimpleNamespace:
@@ -144,7 +149,7 @@ def scheduled(**fields) -> SimpleNamespace:
     ],
 )
 def test_fields_within_the_vocabulary(fields):
-    assert take_out_of_range(scheduled(**fields)) == []
+    assert remove_out_of_range(scheduled(**fields)) == []
 
 
 @pytest.mark.parametrize(
@@ -161,6 +166,6 @@ def test_fields_within_the_vocabulary(fields):
 )
 def test_fields_outside_the_vocabulary_are_named_and_removed(fields):
     req = scheduled(**fields)
-    [message] = take_out_of_range(req)
+    [message] = remove_out_of_range(req)
     assert message.startswith(next(iter(fields)))
-    assert take_out_of_range(req) == []
+    assert remove_out_of_range(req) == []

@@ -1,4 +1,4 @@
-"""`--speculative-adaptive` and `--no-speculative-adaptive`, and the default if neither is given."""
+"""`--speculative-adaptive`, `--no-speculative-adaptive`, and the default without them."""
 
 import logging
 import os
@@ -11,10 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_adaptive_flags(server_args: Any, source: str) -> None:
-    """Write the requested settings to the environment, where `AdaptiveSettings.from_environment` finds them.
-
-    Raises ValueError for a config file that cannot be used.
-    """
+    """Keep the requested settings as an option. Raises ValueError for an unusable file."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 

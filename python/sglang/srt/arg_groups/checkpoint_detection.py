@@ -1,8 +1,9 @@
-"""What a checkpoint says about how it is to be served.
+"""Server arguments that follow from a checkpoint.
 
-`--model-path <speculators checkpoint>`: serve the checkpoint's target, with the checkpoint as its draft. And
-a P-EAGLE draft under any of the names people know it by (PEAGLE; EAGLE3, as vLLM has it) runs as a DFLASH
-draft, whose cycle it shares: to SGLang the algorithm is DFLASH."""
+`--model-path <speculators checkpoint>` serves the checkpoint's target, with the checkpoint as its draft. A
+P-EAGLE draft under any of its names (PEAGLE; EAGLE3, as vLLM has it) runs in DFLASH's cycle: to SGLang the
+algorithm is DFLASH.
+"""
 
 import logging
 import os
@@ -20,14 +21,16 @@ from sglang_dflash.srt.configs.speculators_format import (
 logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dflash"
-# What --speculative-algorithm may say for a draft of this kind.
+# Values of --speculative-algorithm that run a draft of this kind.
 _ALGORITHMS = {"dflash": ("DFLASH",), "peagle": ("DFLASH", "PEAGLE", "EAGLE3")}
 _DISPLAY_NAMES = {"dflash": "DFLASH", "peagle": "P-EAGLE"}
 
 
 def detect_speculators_model(server_args: Any, previous: Any) -> None:
-    """Resolution hook around SGLang's `handle_deprecated_dp_attention`, its first step: everything after it
-    sees the target as the model. Flags the user gave win; contradictions raise ValueError."""
+    """Wrap SGLang's first resolution step, `handle_deprecated_dp_attention`.
+
+    Everything after it sees the target as the model. Flags of the user win; contradictions raise ValueError.
+    """
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -35,12 +38,12 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
     config = read_config(args.model_path, args.revision)
     if config is not None and is_speculators_config(config):
         checkpoint = args.model_path
-        normalize(config, checkpoint)  # say what is wrong with it before anything is loaded
+        normalize(config, checkpoint)  # report its faults before anything is loaded
         kind = speculators_type(config)
         _refuse_contradictions(args, checkpoint, kind)
         verifier = locate_verifier(verifier_of(config, checkpoint), checkpoint)
         logger.info(
-            "%s is a speculators checkpoint: serving its target %s, with it as %s draft.",
+            "%s is a speculators checkpoint: serving its target %s, with the checkpoint as its %s draft.",
             checkpoint,
             verifier,
             _DISPLAY_NAMES[kind],
@@ -60,8 +63,7 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
 
 
 def _resolve_peagle(server_args: Any, args: Any) -> None:
-    """PEAGLE, or EAGLE3 with a P-EAGLE draft, is DFLASH to SGLang. EAGLE3 with any other draft is none of our
-    business.
+    """Declare DFLASH for PEAGLE and for EAGLE3 with a P-EAGLE draft, but no other EAGLE3.
 
     Raises ValueError for PEAGLE without a P-EAGLE draft.
     """
@@ -78,10 +80,11 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
             check_draft_config(draft, args.speculative_draft_model_revision)
             raise ValueError(f"--speculative-draft-model-path {draft!r}: no config.json there.")
         raise ValueError(
-            f"--speculative-algorithm PEAGLE, but {draft!r} is no P-EAGLE checkpoint: its speculators_model_type is "
-            f"{speculators_type(config)!r}, its architectures are {config.get('architectures')}."
+            f"--speculative-algorithm PEAGLE, but {draft!r} is no P-EAGLE checkpoint: its "
+            f"speculators_model_type is {speculators_type(config)!r}, its architectures are "
+            f"{config.get('architectures')}."
         )
-    normalize(config, draft)  # say what is wrong with it before anything is loaded
+    normalize(config, draft)  # report its faults before anything is loaded
     logger.info(
         "--speculative-algorithm %s with the P-EAGLE draft %s: drafting in parallel, in DFLASH's cycle.",
         named,
@@ -91,9 +94,9 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
 
 
 def locate_verifier(name_or_path: str, checkpoint: str) -> str:
-    """Where a checkpoint's target is: an existing path as it stands or next to the checkpoint, else a hub id.
+    """Locate a target: a path as it stands, one next to the checkpoint, or a hub id.
 
-    Raises ValueError for what can only be a path and does not exist.
+    Raises ValueError for a name that can only be a path and does not exist.
     """
     beside = (
         os.path.join(checkpoint, name_or_path),
@@ -104,8 +107,9 @@ def locate_verifier(name_or_path: str, checkpoint: str) -> str:
             return os.path.normpath(candidate)
     if os.path.isabs(name_or_path) or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1:
         raise ValueError(
-            f"{checkpoint!r} was trained for the target at {name_or_path!r}, which is not on this machine. Name yours: "
-            f"--model-path TARGET --speculative-algorithm DFLASH --speculative-draft-model-path {checkpoint}"
+            f"{checkpoint!r} was trained for the target at {name_or_path!r}, which is not on this machine. "
+            "Name yours: --model-path TARGET --speculative-algorithm DFLASH "
+            f"--speculative-draft-model-path {checkpoint}"
         )
     return name_or_path
 

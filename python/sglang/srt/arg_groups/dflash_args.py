@@ -1,7 +1,8 @@
-"""DFLASH's server arguments: what we refuse, what we default, what we read from the draft checkpoint.
+"""DFLASH's server arguments: refused, defaulted, or read from the draft checkpoint.
 
-Runs once, in the main process, inside SGLang's resolution pipeline; children receive the result. The record
-is sealed there: values are read through `resolving_view` and decided through `declare_resolution`."""
+This runs once, in the main process, inside SGLang's resolution pipeline; children receive the result. The
+record is sealed there: values are read through `resolving_view` and decided through `declare_resolution`.
+"""
 
 import json
 import logging
@@ -29,7 +30,7 @@ from sglang_dflash.srt.speculative.targets.kinds import target_kind
 logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dflash"
-# Those that verify a chain by their causal flag, without a mask.
+# Backends that verify a chain by their causal flag, without a mask.
 TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
 CPU_ATTENTION_BACKEND = "torch_native"
 # SGLang sizes the KV pool by free memory, which on a laptop is nearly all of it, and zeroes every byte at
@@ -42,7 +43,7 @@ CPU_MAX_RECURRENT_STATES = 256
 # its other speculative algorithms at the same number.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
 
-# (ServerArgs field, value that is fine, what to tell the user)
+# (ServerArgs field, allowed values, description for the user)
 _NOT_SUPPORTED = (
     ("pp_size", 1, "pipeline parallelism (--pp-size)"),
     ("attn_cp_size", 1, "context parallelism (--attn-cp-size)"),
@@ -70,41 +71,50 @@ _NOT_SUPPORTED = (
 
 
 def default_cpu_args(server_args: Any, previous: Any) -> None:
-    """Resolution hook around SGLang's `handle_cpu_backends`, installed only where the CPU stand-in serves."""
+    """Wrap SGLang's `handle_cpu_backends`; installed only if the CPU stand-in serves."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
-    from sglang.srt.arg_groups.overrides import declare_resolution
 
     args = resolving_view(server_args)
-    if args.device == "cpu" and args.attention_backend is None:
-        declare_resolution(server_args, SOURCE, attention_backend=CPU_ATTENTION_BACKEND)
-    if args.device == "cpu" and args.max_total_tokens is None and args.mem_fraction_static is None:
-        declare_resolution(server_args, SOURCE, max_total_tokens=CPU_MAX_TOTAL_TOKENS)
-    if args.device == "cpu" and args.max_mamba_cache_size is None and args.mem_fraction_static is None:
-        declare_resolution(server_args, SOURCE, max_mamba_cache_size=CPU_MAX_RECURRENT_STATES)
-    is_small = args.hicache_ratio is None and args.hicache_size == 0 and args.mem_fraction_static is None
-    if args.device == "cpu" and args.disaggregation_mode == "decode" and is_small:
-        # The pool for retracted requests is as small as the one they run in; SGLang would leave it nothing
-        # unless 10 GiB of the host's memory stay free besides.
-        declare_resolution(server_args, SOURCE, hicache_host_memory_fraction=None)
-    if args.device == "cpu" and args.dtype in ("float", "float32"):
-        # Whatever the model's dtype, SGLang keeps a convolution's last inputs in bf16, and then fails to
-        # write them.
-        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     if args.device == "cpu":
+        _default_on_cpu(server_args, args)
         prepare_ranks(args)
         prepare_transfer(args)
     previous(server_args)
 
 
-# Their attention backends are on a list of SGLang's, which its own torch_native is not on for want of sinks
-# and of windows.
+def _default_on_cpu(server_args: Any, args: Any) -> None:
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    defaults: dict[str, Any] = {}
+    if args.attention_backend is None:
+        defaults["attention_backend"] = CPU_ATTENTION_BACKEND
+    if args.mem_fraction_static is None:
+        if args.max_total_tokens is None:
+            defaults["max_total_tokens"] = CPU_MAX_TOTAL_TOKENS
+        if args.max_mamba_cache_size is None:
+            defaults["max_mamba_cache_size"] = CPU_MAX_RECURRENT_STATES
+        if args.disaggregation_mode == "decode" and args.hicache_ratio is None and args.hicache_size == 0:
+            # The pool for retracted requests is as small as the one they run in. SGLang would leave it
+            # nothing unless 10 GiB of the host's memory stay free besides.
+            defaults["hicache_host_memory_fraction"] = None
+    if defaults:
+        declare_resolution(server_args, SOURCE, **defaults)
+    if args.dtype in ("float", "float32"):
+        # For any model dtype, SGLang keeps a convolution's last inputs in bf16, and then fails to write them.
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+
+
+# SGLang has a list of attention backends for these. Its own torch_native, without sinks and windows, is not
+# on it.
 _LISTED_BACKENDS_ONLY = ("GptOssForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 _CPU_BACKEND_ON_THE_LISTS = "intel_amx"
 
 
 def pass_backend_lists_on_cpu(server_args: Any, previous: Any) -> None:
-    """Resolution hook around SGLang's `handle_model_specific_adjustments`, installed only where the CPU
-    stand-in serves: there `torch_native` is our attention, which has what the lists are about."""
+    """Wrap SGLang's `handle_model_specific_adjustments`.
+
+    Installed only if the CPU stand-in serves: there `torch_native` is our attention, with sinks and windows.
+    """
     from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -124,8 +134,10 @@ def pass_backend_lists_on_cpu(server_args: Any, previous: Any) -> None:
 
 
 def check_draft_path(server_args: Any, previous: Any) -> None:
-    """Resolution hook around SGLang's `handle_speculative_decoding`, whose first act for any algorithm is to
-    load the draft's config: say what is wrong with the path before that fails somewhere deep."""
+    """Wrap SGLang's `handle_speculative_decoding`, which begins by loading the draft's config.
+
+    Faults of the path are reported before that fails somewhere deep.
+    """
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     args = resolving_view(server_args)
@@ -145,7 +157,7 @@ def check_draft_path(server_args: Any, previous: Any) -> None:
 
 
 def resolve_dflash_args(server_args: Any) -> None:
-    """Validate and complete DFLASH's arguments. Raises ValueError naming everything that is wrong."""
+    """Validate and complete DFLASH's arguments. Raises ValueError naming all faults."""
     from sglang.srt.arg_groups.model_override_base import (
         attention_backends_of,
         model_config_of,
@@ -157,7 +169,7 @@ def resolve_dflash_args(server_args: Any) -> None:
 
     args = resolving_view(server_args)
     _refuse_unsupported(args)
-    DraftSampling.from_environment()  # refuse a setting that means nothing before the workers read it
+    DraftSampling.from_environment()  # refuse a bad value before the workers read it
     target_config, draft = load_and_check_configs(args)
     _check_mask_token(args, draft)
     block_size = choose_block_size(args, draft)
@@ -187,8 +199,8 @@ def resolve_dflash_args(server_args: Any) -> None:
     )
     # Two counts that confuse people: SGLang's includes the anchor, the training library's does not.
     logger.info(
-        "DFLASH: num_draft_tokens=%d counts the anchor; speculative_tokens=%d are drafted per step (trained: %d). "
-        "At most %d running requests.",
+        "DFLASH: num_draft_tokens=%d counts the anchor; speculative_tokens=%d are drafted per step "
+        "(trained: %d). At most %d running requests.",
         block_size,
         block_size - 1,
         draft.num_drafting_rows,
@@ -197,8 +209,10 @@ def resolve_dflash_args(server_args: Any) -> None:
 
 
 def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
-    """The target's text config, and the draft's held against it. Raises DraftConfigError, or ValueError for a
-    target that cannot be served with a draft."""
+    """Return the target's text config and the draft's config, which fits it.
+
+    Raises DraftConfigError, or ValueError for a target that cannot be served with a draft.
+    """
     from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
 
     overrides = json.loads(args.json_model_override_args)
@@ -224,8 +238,7 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
 
 
 def _check_mask_token(args: Any, draft: DFlashDraftConfig) -> None:
-    """Find out now, rather than with the weights loaded, that a named mask token or its embedding cannot be
-    used."""
+    """Refuse an unusable mask token or mask embedding before weights are loaded."""
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
     read_mask_embedding(args.speculative_draft_model_path, args.speculative_draft_model_revision)
@@ -243,8 +256,11 @@ def _check_mask_token(args: Any, draft: DFlashDraftConfig) -> None:
 
 
 def _target_dtype(given: str, target_text_config: Any) -> str:
-    """What `--dtype auto` means for the target. The draft reads the target's hidden states and must have its
-    dtype, but SGLang would look into the draft's own config."""
+    """Return the target's dtype for `--dtype`, which may be auto.
+
+    The draft reads the target's hidden states and must have its dtype, but SGLang would look into the draft's
+    own config.
+    """
     from sglang.srt.configs.model_config import _get_and_verify_dtype
 
     if given != "auto":
@@ -261,7 +277,7 @@ def _refuse_unsupported(args: Any) -> None:
     if args.speculative_use_block_verification and not args.speculative_use_rejection_sampling:
         found.append(
             "--speculative-use-block-verification without --speculative-draft-sample-method probabilistic: "
-            "tokens that were not drawn gain nothing from it"
+            "greedy drafts gain nothing from it"
         )
     window = args.speculative_draft_window_size
     if window is not None and window < 1:
@@ -277,7 +293,7 @@ def _refuse_unsupported(args: Any) -> None:
 
 
 def check_copy_ahead(block_size: int) -> None:
-    """Raises ValueError where copies are asked for and mean nothing."""
+    """Raise ValueError if copies are requested and cannot work."""
     if not DFlashOptions.COPY_AHEAD.get():
         return
     if block_size == 1:
@@ -291,7 +307,7 @@ def check_copy_ahead(block_size: int) -> None:
 
 
 def choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
-    """--speculative-num-draft-tokens and --speculative-dflash-block-size are two names of one number."""
+    """Read the block size, which two flags name. The default is the trained block."""
     named = {
         "--speculative-num-draft-tokens": args.speculative_num_draft_tokens,
         "--speculative-dflash-block-size": args.speculative_dflash_block_size,
@@ -306,15 +322,15 @@ def choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
 
 
 def check_dp_attention(args: Any) -> None:
-    """Raises ValueError naming everything that does not go with DP attention."""
+    """Raise ValueError naming everything that does not work with DP attention."""
     from sglang.srt.environ import envs
 
     if args.attn_dp_size == 1:
         return
     if not args.enable_dp_lm_head:
         raise ValueError(
-            "DFLASH with DP attention (--enable-dp-attention) needs --enable-dp-lm-head: the draft borrows the target's head, "
-            "which is otherwise split over ranks that have other requests."
+            "DFLASH with DP attention (--enable-dp-attention) needs --enable-dp-lm-head: the draft borrows "
+            "the target's head, which is otherwise split over ranks that have other requests."
         )
     shares_requests = args.tp_size > args.attn_dp_size
     coordinates = envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
@@ -327,7 +343,7 @@ def check_dp_attention(args: Any) -> None:
         (args.disaggregation_mode != "null", "--disaggregation-mode"),
         (coordinates, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION: all ranks prefill, or all verify"),
     )
-    found = [description for is_asked_for, description in not_supported if is_asked_for]
+    found = [description for is_requested, description in not_supported if is_requested]
     if found:
         raise ValueError(
             "DFLASH with DP attention (--enable-dp-attention) does not support:\n  - " + "\n  - ".join(found)
@@ -335,8 +351,7 @@ def check_dp_attention(args: Any) -> None:
 
 
 def _check_recurrent_target(args: Any, target_config: Any, block_size: int) -> None:
-    """Refuse what would commit a wrong state of a target that has recurrent ones, or put one into the prefix
-    cache."""
+    """Refuse what would commit or cache a wrong recurrent state."""
     if args.disaggregation_mode != "null":
         raise ValueError(
             "--disaggregation-mode does not support targets with recurrent states (Mamba, GatedDeltaNet) yet."
@@ -350,20 +365,20 @@ def _check_recurrent_target(args: Any, target_config: Any, block_size: int) -> N
     if args.enable_mixed_chunk and (args.page_size or 1) > 1:
         # SGLang then cuts prompts inside a page, and files the state there under the page's beginning.
         raise ValueError(
-            f"--enable-mixed-chunk with --page-size {args.page_size} spoils the prefix cache of a target with recurrent "
-            "states, with a draft or without: leave one of them out, or give --disable-radix-cache."
+            f"--enable-mixed-chunk with --page-size {args.page_size} spoils the prefix cache of a target "
+            "with recurrent states, even without a draft: leave one out, or give --disable-radix-cache."
         )
     # States are kept at multiples of this, and two blocks in flight must not pass two of them.
     grid = math.lcm(args.mamba_track_interval, getattr(target_config, "mamba_chunk_size", 64))
     if 2 * block_size > grid:
         raise ValueError(
-            f"DFLASH's block of {block_size} tokens is too large for a target whose states are kept every {grid} tokens: "
-            f"give --mamba-track-interval {2 * block_size} or more."
+            f"DFLASH's block of {block_size} tokens is too large for a target whose states are kept every "
+            f"{grid} tokens: give --mamba-track-interval {2 * block_size} or more."
         )
 
 
 def chose_attention(server_args: Any) -> bool:
-    """Whether the user, rather than SGLang by the model and the GPU, chose the target's attention backend."""
+    """Return True if the user chose the target's attention backend, rather than SGLang."""
     fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     return any(getattr(server_args, field) is not None for field in fields)
 

@@ -1,4 +1,4 @@
-"""On which of SGLang's attention backends a draft runs: one that does what the draft was trained with."""
+"""Choice of a draft's attention backend: one that does what the draft was trained with."""
 
 import logging
 from typing import Any
@@ -17,15 +17,14 @@ logger = logging.getLogger(__name__)
 def choose_draft_attention(
     args: Any, target_backend: str, draft: DFlashDraftConfig, target_text_config: Any
 ) -> str:
-    """The backend that was asked for; else the target's, if it runs this draft as it was trained; else the
-    first that does.
+    """Return the requested backend, else the target's prefill one, else the first that suits.
 
-    target_backend: of the target's prefill. Raises ValueError where the one asked for does not.
+    A backend suits a draft that it runs as trained. Raises ValueError if the requested one does not.
     """
     unsuited = _unsuited_backends(args, draft, target_text_config)
     suited = [backend for backend in DRAFT_ATTENTION_BACKENDS if backend not in unsuited]
-    asked = args.speculative_draft_attention_backend
-    backend = asked or target_backend
+    requested = args.speculative_draft_attention_backend
+    backend = requested or target_backend
     if backend in suited:
         return backend
     reason = unsuited.get(backend, "it does not run draft blocks")
@@ -33,9 +32,9 @@ def choose_draft_attention(
         raise ValueError(
             f"DFLASH's draft can run on no attention backend: {'; '.join(sorted(set(unsuited.values())))}."
         )
-    if asked is not None:
+    if requested is not None:
         raise ValueError(
-            f"DFLASH's draft cannot run on attention backend {asked!r}: {reason}. "
+            f"DFLASH's draft cannot run on attention backend {requested!r}: {reason}. "
             f"Give --speculative-draft-attention-backend {'|'.join(suited)}."
         )
     logger.info(
@@ -48,8 +47,7 @@ def choose_draft_attention(
 
 
 def _unsuited_backends(args: Any, draft: DFlashDraftConfig, target_text_config: Any) -> dict[str, str]:
-    """Of those that run draft blocks, the ones that would run this draft otherwise than it was trained, and
-    why."""
+    """Return the backends that would not run this draft as it was trained, with the reasons."""
     found: dict[str, str] = {}
     context = args.context_length or getattr(target_text_config, "max_position_embeddings", None)
     if draft.has_sliding_layers and (context is None or context > draft.sliding_window):
@@ -61,8 +59,8 @@ def _unsuited_backends(args: Any, draft: DFlashDraftConfig, target_text_config: 
             found |= dict.fromkeys(COUNT_WINDOW_FROM_ANCHOR, reason)
     if draft.shifts_request_table and (args.page_size or 1) > 1:
         reason = (
-            f"it reads whole pages (--page-size {args.page_size}), and {draft.kind}'s table is the target's shifted "
-            "by one slot"
+            f"it reads whole pages (--page-size {args.page_size}), and {draft.kind}'s table is the target's "
+            "shifted by one slot"
         )
         found |= dict.fromkeys(PAGED_BACKENDS, reason)
     return found

@@ -1,7 +1,6 @@
-"""A draft checkpoint's files held against each other in the main process, before SGLang reads them or
-allocates what they say.
+"""Checks of a draft checkpoint's files in the main process, before SGLang reads them.
 
-What is wrong with one ends the start with an error that names the checkpoint, the file and what in it.
+A fault ends the start with an error that names the checkpoint, the file and the fault.
 """
 
 import os
@@ -15,20 +14,18 @@ from sglang_dflash.srt.configs.layer_fields import is_int
 from sglang_dflash.srt.configs.peagle_config import check_architectures
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config, normalize
 
-# safetensors' names of element types.
+# Element types by safetensors' names.
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _INTEGERS = ("I64", "I32")
 INDEX = "model.safetensors.index.json"
-# What a layer's shapes are made of.
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 def check_draft_config(checkpoint: str, revision: str | None = None) -> None:
-    """Raise ValueError unless config.json is that of a draft of ours, as far as can be said before a library
-    reads it."""
+    """Raise ValueError unless config.json describes a draft of ours."""
     path = find_config(checkpoint, revision)
     if path is None:
-        return  # for SGLang, which has other formats, or says so
+        return  # SGLang has other formats, or reports it
     try:
         config = read_object(path)
     except ValueError as error:
@@ -40,31 +37,29 @@ def check_draft_config(checkpoint: str, revision: str | None = None) -> None:
 
 
 def check_draft_tensors(checkpoint: str, hf_config: Any, draft: DFlashDraftConfig) -> None:
-    """Raise DraftConfigError naming what of a local checkpoint's safetensors does not fit its config. Others
-    are left to the loader: a hub id, whose files need not be here yet, and files of another format."""
+    """Raise DraftConfigError naming each tensor of a local checkpoint that does not fit.
+
+    The loader checks the others: a hub id, whose files need not be here yet, and files of another format.
+    """
     folder = os.path.expanduser(checkpoint)
-    names = (
-        sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-        if os.path.isdir(folder)
-        else []
-    )
+    files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    names = [name for name in files if name.endswith(".safetensors")]
     if not names:
         return
     problems = size_problems(hf_config)
     if problems:
         raise DraftConfigError(checkpoint, problems)
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in _indexed(folder, names, problems):
+    for name in _loaded_files(folder, names, problems):
         shapes |= _shapes(os.path.join(folder, name), draft, problems)
-    if not problems:
-        problems += tensor_problems(hf_config, draft, shapes)
+    problems = problems or tensor_problems(hf_config, draft, shapes)
     if problems:
         raise DraftConfigError(checkpoint, problems)
 
 
 def size_problems(hf_config: Any) -> list[str]:
-    """What of a layer's sizes is no positive integer, or does not divide as it has to."""
-    sizes = {name: getattr(hf_config, name, None) for name in _SIZES}
+    """List a layer's sizes that are no positive integers, or do not divide as they must."""
+    sizes: dict[str, Any] = {name: getattr(hf_config, name, None) for name in _SIZES}
     head_dim = getattr(hf_config, "head_dim", None)
     if head_dim is not None:
         sizes["head_dim"] = head_dim
@@ -80,27 +75,26 @@ def size_problems(hf_config: Any) -> list[str]:
     return []
 
 
-def _indexed(folder: str, names: list[str], problems: list[str]) -> list[str]:
-    """Those of the files that SGLang loads: where there is an index, what it lists."""
+def _loaded_files(folder: str, names: list[str], problems: list[str]) -> list[str]:
+    """Return the files that SGLang loads: those that the index lists, if there is one."""
     path = os.path.join(folder, INDEX)
     if not os.path.isfile(path):
         return names[1:] if names == ["consolidated.safetensors", "model.safetensors"] else names
     try:
-        index = read_object(path)
+        listed = read_object(path).get("weight_map")
     except ValueError as error:
         problems.append(str(error))
         return []
-    listed = index.get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         problems.append(f"{INDEX}: weight_map must map tensors to files")
         return []
-    missing = sorted(set(listed.values()) - set(names))
-    problems += [f"{INDEX} lists {file}, which is not there" for file in missing]
-    return sorted(set(listed.values()) & set(names))
+    files = set(listed.values())
+    problems += [f"{INDEX} lists {file}, which is not there" for file in sorted(files - set(names))]
+    return sorted(files & set(names))
 
 
 def _shapes(path: str, draft: DFlashDraftConfig, problems: list[str]) -> Mapping[str, tuple[int, ...]]:
-    """Of the tensors in one file that a server needs, by name without `model.`."""
+    """Return the shapes of a file's tensors, without ignored ones, by name without `model.`."""
     from safetensors import SafetensorError, safe_open
 
     file, shapes = os.path.basename(path), {}
@@ -117,14 +111,11 @@ def _shapes(path: str, draft: DFlashDraftConfig, problems: list[str]) -> Mapping
                 continue
             wanted = _INTEGERS if is_map else _FLOATS
             if header.get_dtype() not in wanted:
-                problems.append(
-                    f"{file}: {name} is {header.get_dtype()}, expected one of {', '.join(wanted)}"
-                )
+                expected = ", ".join(wanted)
+                problems.append(f"{file}: {name} is {header.get_dtype()}, expected one of {expected}")
                 continue
             shapes[name] = tuple(header.get_shape())
             if is_map:
-                problems += [
-                    f"{file}: {problem}"
-                    for problem in d2t_problems(opened.get_tensor(full_name), draft.vocab_size)
-                ]
+                found = d2t_problems(opened.get_tensor(full_name), draft.vocab_size)
+                problems += [f"{file}: {problem}" for problem in found]
     return shapes

@@ -8,10 +8,7 @@ NAME = "config.json"
 
 
 def find_config(checkpoint: str, revision: str | None = None) -> str | None:
-    """Return the path of a checkpoint's config.json, or None if it has none.
-
-    A checkpoint that is neither a directory nor a hub id has none.
-    """
+    """Return the path of config.json in a directory or hub repository, or None."""
     from transformers.utils import cached_file
 
     if os.path.isfile(checkpoint) or "://" in checkpoint:
@@ -26,7 +23,7 @@ def find_config(checkpoint: str, revision: str | None = None) -> str | None:
 
 
 def read_object(path: str) -> dict[str, Any]:
-    """Read a JSON object. Raises ValueError, in one line, if the file cannot be read or holds none."""
+    """Read a JSON object. Raises ValueError, in one line, for a file without one."""
     name = os.path.basename(path)
     try:
         with open(path, encoding="utf-8") as file:
@@ -41,7 +38,7 @@ def read_object(path: str) -> dict[str, Any]:
 
 
 def read_config(checkpoint: str | None, revision: str | None) -> dict[str, Any] | None:
-    """Read a checkpoint's config.json; None if there is none that can be read, which others report."""
+    """Read a checkpoint's config.json, or None if it cannot be read, which others report."""
     path = None if checkpoint is None else find_config(checkpoint, revision)
     if path is None:
         return None

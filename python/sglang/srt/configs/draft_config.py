@@ -100,12 +100,8 @@ def _check_speculative_tokens(value: Any, validate: Any, info: ValidationInfo) -
 
 LayerTypes = Annotated[tuple[Literal["full_attention", "sliding_attention"], ...], Field(strict=False)]
 # Zero and false are "none", as in SGLang.
-Scale = Annotated[
-    float | None,
-    Field(ge=0),
-    BeforeValidator(lambda value: None if value is False else value),
-    AfterValidator(lambda value: value or None),
-]
+Cap = Annotated[float | None, Field(gt=0), BeforeValidator(lambda value: None if value == 0 else value)]
+Multiplier = Annotated[float, Field(gt=0), BeforeValidator(lambda value: 1.0 if value == 0 else value)]
 
 
 class DFlashDraftConfig(StrictModel):
@@ -150,8 +146,8 @@ class DFlashDraftConfig(StrictModel):
     sample_from_anchor: bool = False
     speculative_tokens: Annotated[Positive, WrapValidator(_check_speculative_tokens)] = _DERIVED
     aux_streams: NumLayers = Field(1, alias="hc_mult")
-    output_multiplier: Annotated[Scale, AfterValidator(lambda value: value or 1.0)] = 1.0
-    final_logit_softcapping: Scale = None
+    output_multiplier: Multiplier = 1.0
+    final_logit_softcapping: Cap = None
 
     @classmethod
     def parse(cls, hf_config: Any, checkpoint: str) -> Self:
@@ -201,7 +197,7 @@ class DFlashDraftConfig(StrictModel):
 
     @property
     def has_own_vocabulary(self) -> bool:
-        """Whether the draft's ids are not the target's, and have to be mapped."""
+        """Return True if the draft's ids are not the target's, and have to be mapped."""
         return self.draft_vocab_size != self.vocab_size
 
     @property
@@ -218,12 +214,12 @@ class DFlashDraftConfig(StrictModel):
         return self.sliding_window if self.window_from_anchor else self.sliding_window - 1
 
     def is_causal(self, layer_id: int) -> bool:
-        """Whether a row of this layer sees only the rows of its block before it."""
+        """Return True if a row of this layer sees only the rows of its block before it."""
         return self.layer_types[layer_id] == SLIDING_ATTENTION and self.sliding_is_causal
 
     @property
     def num_idle_rows(self) -> int:
-        """Rows at the front of a block that draft nothing: the anchor's, unless the draft samples from it."""
+        """Rows at the front of a block that draft nothing: the anchor's, unless it drafts."""
         return 0 if self.sample_from_anchor else 1
 
     @property
@@ -232,7 +228,7 @@ class DFlashDraftConfig(StrictModel):
         return self.block_size - self.num_idle_rows
 
     def check_arguments(self, block_size: int, window: int | None) -> None:
-        """Raise ValueError for arguments that the draft cannot run with. window: of the draft, in tokens."""
+        """Raise ValueError for arguments the draft cannot run with. window: in tokens."""
 
     def required_tensors(self, hf_config: Any) -> Shapes:
         """Return the tensors a checkpoint must hold and their shapes, the vocabulary's aside.

@@ -10,7 +10,7 @@ IGNORED_TENSORS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a tensor (without `model.` before its name) is of no use to a server."""
+    """Return True for a tensor (named without `model.`) of no use to a server."""
     return name in IGNORED_TENSORS or "rotary_emb." in name
 
 

@@ -63,8 +63,8 @@ def _is_named(name: Any, start: str) -> bool:
 def _rope_problems(config: Any) -> list[str]:
     """Find rotary embeddings that turn only a part of a head, or interleaved pairs.
 
-    A config copied from a target may carry the target's own partial factor and M-RoPE sections. `rope_dim`, if
-    given, is what was trained, and decides.
+    A config copied from a target may carry the target's own partial factor and M-RoPE sections. `rope_dim`,
+    if given, is what was trained, and decides.
     """
     problems = []
     rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None)

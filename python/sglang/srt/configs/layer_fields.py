@@ -1,4 +1,4 @@
-"""The layers of a draft: their fields in config.json, rotary embedding included, and their tensors.
+"""The layers of a draft: their fields in config.json, and their tensors.
 
 transformers, SGLang and the layers read these fields as well, each with its own assumptions, and a value that
 does not meet them fails somewhere deep. The ranges here are those that all of them accept.
@@ -24,7 +24,7 @@ RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "deepseek_y
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value is one of JSON's integers, which its booleans are not."""
+    """Return True for an integer of JSON, which its booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -40,7 +40,7 @@ def _plain(value: Any) -> Any:
 
 
 class RopeFields(StrictModel):
-    """Parameters of a rotary embedding. `get_rope` takes a null for a number, so nulls are refused."""
+    """Parameters of a rotary embedding, without null, which `get_rope` takes for a number."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_plain)]]
@@ -112,7 +112,7 @@ class LayerFields(StrictModel):
 
 
 def layer_problems(config: Mapping[str, Any], where: str = "") -> list[str]:
-    """List what is wrong with a config's fields as they stand in the file. where: prefix of their names."""
+    """List the faults of a config's fields. where: a prefix for their names."""
     try:
         LayerFields.model_validate(config)
     except ValidationError as error:
@@ -121,7 +121,7 @@ def layer_problems(config: Mapping[str, Any], where: str = "") -> list[str]:
 
 
 def layer_shapes(config: Any, input_size: int, has_qk_norm: bool = True) -> Shapes:
-    """Return the tensors of a decoder layer and their shapes. input_size: width of the attention's input."""
+    """Return the shapes of a layer's tensors. input_size: width of the attention's input."""
     hidden, inner = config.hidden_size, config.intermediate_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim

@@ -18,8 +18,9 @@ PEAGLE_ARCHITECTURE = "PEagleDraftModel"
 
 
 class PEagleDraftConfig(DFlashDraftConfig):
-    """One P-EAGLE draft (arXiv 2602.01469). `block_size` is the verified block, anchor included: K + 1.
+    """One P-EAGLE draft (arXiv 2602.01469).
 
+    block_size: the verified block, anchor included: K + 1.
     norm_before_residual: whether layer 0's residual is the fused hidden state after its norm, rather than
         before.
     norm_before_fc: one norm over all captured states at once, before they are fused.
@@ -82,14 +83,14 @@ _CONFIG_CLASSES: dict[str, type[DFlashDraftConfig]] = {
 
 
 def read_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
-    """Read a draft's config by its architecture. Raises ValueError for the architecture of another model."""
+    """Read a draft's config. Raises ValueError for the architecture of another model."""
     architectures: Any = getattr(hf_config, "architectures", None)
     check_architectures(architectures, checkpoint)
     return _CONFIG_CLASSES[architectures[0]].parse(hf_config, checkpoint)
 
 
 def is_draft(architectures: Any) -> bool:
-    """Whether a config's `architectures` are those of a draft of ours."""
+    """Return True if a config's `architectures` are a draft's of ours."""
     return (
         isinstance(architectures, list) and bool(architectures) and str(architectures[0]) in _CONFIG_CLASSES
     )

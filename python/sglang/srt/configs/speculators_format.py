@@ -1,4 +1,4 @@
-"""Checkpoints of the `speculators` training library (0.9.0), read without conversion of their tensors.
+"""Checkpoints of the `speculators` training library (0.9.0).
 
 Their config.json nests the draft's layers under `transformer_layer_config` and counts target layers
 differently. A model per `speculators_model_type` validates one and turns it into the flat config that our
@@ -220,7 +220,7 @@ _DRAFTS: dict[str, type[_Draft]] = {draft.kind: draft for draft in (_DFlash, _PE
 
 
 def speculators_type(config: Mapping[str, Any]) -> Any:
-    """Return a checkpoint's `speculators_model_type`, or None if it is not one of the library's."""
+    """Return a checkpoint's `speculators_model_type`; None if it is not the library's."""
     kind = config.get("speculators_model_type")
     names = config.get("architectures")
     if kind is None and isinstance(names, list) and names and names[0] in _PEAGLE_ARCHITECTURES:
@@ -229,7 +229,7 @@ def speculators_type(config: Mapping[str, Any]) -> Any:
 
 
 def is_speculators_config(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is one of the library's."""
+    """Return True for a config.json of the library."""
     return speculators_type(config) is not None
 
 
@@ -257,7 +257,7 @@ def normalize(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
 
 
 def verifier_of(config: Mapping[str, Any], checkpoint: str) -> str:
-    """Return the target a checkpoint was trained for. Raises DraftConfigError if it names none."""
+    """Return a checkpoint's target. Raises DraftConfigError if it names none."""
     verifier = _read(config, checkpoint).speculators_config.verifier.name_or_path
     if not verifier:
         raise DraftConfigError(checkpoint, ["speculators_config.verifier.name_or_path is empty"])

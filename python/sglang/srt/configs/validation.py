@@ -28,7 +28,7 @@ _WANTED = {
 
 
 class DraftConfigError(ValueError):
-    """A draft checkpoint that cannot be served; the message names the first MAX_PROBLEMS fields at fault."""
+    """A draft checkpoint that cannot be served. The message names up to MAX_PROBLEMS faults."""
 
     def __init__(self, checkpoint: str, problems: Sequence[str]):
         self.problems = tuple(problems)

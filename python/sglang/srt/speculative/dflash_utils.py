@@ -9,7 +9,7 @@ from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
-from sglang_dflash.srt.speculative.request_fields import take_out_of_range
+from sglang_dflash.srt.speculative.request_fields import remove_out_of_range
 from sglang_dflash.srt.speculative.targets.kinds import served_kind
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
         req.sampling_params.min_p = 0.0
     if req.multimodal_inputs is not None and not served_kind().takes_images:
         refused.append(f"images, videos and audio with {served_kind().architecture}")
-    wrong = take_out_of_range(req)
+    wrong = remove_out_of_range(req)
     if refused:
         return f"DFLASH speculative decoding does not support {', '.join(refused)} yet."
     return "; ".join(wrong) + "." if wrong else _outside_vocabulary(req)

@@ -1,8 +1,8 @@
-"""Fields of a request that would reach a tensor's index, a number of fixed width or an allocation as they
-came: refused by name, where in SGLang one request ends the server.
+"""Checks of request fields that would reach a tensor's index, a number of fixed width or an allocation.
 
-Two places: the front end sees a request as it was sent, before it is sent on; the scheduler knows the
-vocabulary."""
+SGLang does not check them, and one such request ends the server. Here it is refused by name, in two places:
+the front end sees a request as it was sent, the scheduler knows the vocabulary.
+"""
 
 import functools
 import re
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+
+from sglang_dflash.srt.configs.validation import shown
 
 # Answers to one prompt. Each is a request of its own, and all of them are made at once.
 MAX_ANSWERS = 4096
@@ -28,7 +30,7 @@ _INTERNAL = (
 
 
 def checking_requests() -> Callable[[Any], None]:
-    """SGLang's `GenerateReqInput.normalize_batch_and_arguments`, after a look at the request."""
+    """Wrap SGLang's `GenerateReqInput.normalize_batch_and_arguments` in a check of the request."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     original = GenerateReqInput.normalize_batch_and_arguments
@@ -42,8 +44,10 @@ def checking_requests() -> Callable[[Any], None]:
 
 
 def check_request(request: Any) -> None:
-    """request: SGLang's GenerateReqInput. Raises ValueError, which SGLang answers with HTTP 400, naming the
-    first field that cannot be."""
+    """Check SGLang's GenerateReqInput.
+
+    Raises ValueError naming the first bad field; SGLang answers it with HTTP 400.
+    """
     if isinstance(request.sampling_params, list) and _is_one_prompt(request):
         raise ValueError("sampling_params: a list goes with a list of prompts.")
     if not all(
@@ -51,16 +55,16 @@ def check_request(request: Any) -> None:
         for value in _each(request.positional_embed_overrides)
         if value
     ):
-        raise ValueError("positional_embed_overrides: these are tensors, which a request cannot bring.")
+        raise ValueError("positional_embed_overrides: a request cannot contain tensors.")
     for sampling in _each(request.sampling_params):
         if not isinstance(sampling, dict):
-            raise ValueError(f"sampling_params: {_shown(sampling)} is not an object.")
+            raise ValueError(f"sampling_params: {shown(sampling)} is not an object.")
         _check_sampling(sampling)
     if isinstance(request.rid, list) and _is_one_prompt(request):
         # One prompt with several answers is a list of one to SGLang.
         sampling = request.sampling_params or {}
         if len(request.rid) != 1 or sampling.get("n", 1) == 1:
-            raise ValueError(f"rid: {_shown(request.rid)} is a list, which goes with a list of prompts.")
+            raise ValueError(f"rid: {shown(request.rid)} is a list, which goes with a list of prompts.")
     for start in _each(request.logprob_start_len):
         if not -1 <= start < INT64:
             raise ValueError(f"logprob_start_len: {start} is neither -1 nor a position.")
@@ -70,14 +74,14 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
     if sampling.get("n", 1) is None:
         del sampling["n"]  # the default, as everywhere
     for name, value in sampling.items():
-        if name in _INTERNAL or name not in _types():
+        if name in _INTERNAL or name not in _parameter_types():
             raise ValueError(f"sampling_params: there is no {name!r}.")
         if value is None:  # the default
             continue
         try:
-            msgspec.convert(value, _types()[name])
+            msgspec.convert(value, _parameter_types()[name])
         except msgspec.ValidationError as error:
-            raise ValueError(f"sampling_params: {name} cannot be {_shown(value)}: {error}.") from error
+            raise ValueError(f"sampling_params: {name} cannot be {shown(value)}: {error}.") from error
         if any(not -INT64 <= number < INT64 for number in _integers(value)):
             raise ValueError(f"sampling_params: {name} has a number beyond 64 bits.")
     for pattern in _each(sampling.get("stop_regex")):
@@ -85,7 +89,7 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"sampling_params: stop_regex {_shown(pattern)} is no regular expression: {error}."
+                f"sampling_params: stop_regex {shown(pattern)} is no regular expression: {error}."
             ) from error
     n = sampling.get("n", 1)
     if not 1 <= n <= MAX_ANSWERS:
@@ -102,9 +106,8 @@ def _is_one_prompt(request: Any) -> bool:
 
 
 @functools.cache
-def _types() -> dict[str, Any]:
-    """What SGLang's sampling parameters are, by name; it checks them only where they arrive, in the
-    scheduler."""
+def _parameter_types() -> dict[str, Any]:
+    """Return the types of SGLang's sampling parameters by name; SGLang checks them in the scheduler only."""
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     types = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
@@ -112,7 +115,7 @@ def _types() -> dict[str, Any]:
 
 
 def _each(values: Any) -> Sequence[Any]:
-    """Of a field that may be one value for all, or one for each prompt."""
+    """List the values of a field that may be one value for all prompts, or one for each."""
     if values is None:
         return ()
     return values if isinstance(values, list) else (values,)
@@ -130,14 +133,11 @@ def _integers(value: Any) -> Iterator[int]:
             yield from _integers(nested)
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def remove_out_of_range(req: Any) -> list[str]:
+    """Remove values outside the vocabulary, or their integer type, from a scheduler's request.
 
-
-def take_out_of_range(req: Any) -> list[str]:
-    """What of a scheduler's request lies outside the vocabulary or the numbers that hold it, a message each.
-    It is taken out as well, since SGLang runs a refused request through one forward."""
+    Returns a message for each. SGLang runs even a refused request through one forward, so they must go.
+    """
     found, params, last = [], req.sampling_params, req.vocab_size - 1
     if outside := [token for token in params.stop_token_ids or () if not 0 <= token <= last]:
         found.append(f"stop_token_ids: {outside[0]} is outside the vocabulary, 0 to {last}")

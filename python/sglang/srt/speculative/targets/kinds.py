@@ -33,7 +33,7 @@ class TargetKind:
     takes_images: bool = False
 
     def capture_layers(self, model: Any, layer_ids: Sequence[int]) -> None:
-        """Make `model` return these layers' outputs beside its logits. Raises ValueError if it cannot."""
+        """Make `model` return these layers' outputs too. Raises ValueError if it cannot."""
         method = getattr(model, self.capture, None)
         if method is None:
             raise ValueError(
@@ -137,9 +137,9 @@ def configure_capture(
     dflash_target_layer_ids: Sequence[int] | None,
     is_dspark: bool,
 ) -> None:
-    """Replace SGLang's `configure_aux_hidden_state_capture`, which calls one method on every target.
+    """Replace SGLang's `configure_aux_hidden_state_capture`.
 
-    It runs on the draft's model too, from which nothing is captured.
+    SGLang calls one method on every target. It runs on the draft's model too, from which nothing is captured.
     """
     global _served
     if dflash_use_aux_hidden_state:
