@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     args = parser.parse_args()
     prompts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 128]
-    speeds = {(setting, where): [] for setting in args.settings for where in (IDLE, BUSY)}
+    speeds = {(setting, place): [] for setting in args.settings for place in (IDLE, BUSY)}
     with contextlib.ExitStack() as stack:
         servers = {}
         for setting in args.settings:
@@ -62,25 +62,28 @@ def main() -> None:
             servers[setting] = stack.enter_context(serve(*flags, env=env))
             measure(servers[setting], prompts, args.concurrency, args.max_new_tokens, setting, 1)
         for number in range(args.rounds):
-            for where, burning in ((IDLE, 0), (BUSY, 1))[: 2 if number < args.busy_rounds else 1]:
-                with busy_process(burning):
+            for place, num_busy in ((IDLE, 0), (BUSY, 1))[: 2 if number < args.busy_rounds else 1]:
+                with busy_process(num_busy):
                     for setting, server in servers.items():
-                        load = measure(server, prompts, args.concurrency, args.max_new_tokens, setting, 1)
-                        speeds[setting, where].append(load.tokens_per_second)
-                        print(f"{setting:>32} {where:>22} {load.tokens_per_second:8.1f} tokens/s", flush=True)
+                        measured = measure(server, prompts, args.concurrency, args.max_new_tokens, setting, 1)
+                        speeds[setting, place].append(measured.tokens_per_second)
+                        print(
+                            f"{setting:>32} {place:>22} {measured.tokens_per_second:8.1f} tokens/s",
+                            flush=True,
+                        )
     places = (IDLE, BUSY) if args.busy_rounds else (IDLE,)
     print(
         "\n| setting |"
-        + "".join(f" {where} | |" for where in places)
+        + "".join(f" {place} | |" for place in places)
         + "\n|---|"
         + "---:|---:|" * len(places)
     )
     medians = {key: statistics.median(values) for key, values in speeds.items() if values}
     for setting in args.settings:
         cells = []
-        for where in places:
-            speed = medians[setting, where]
-            cells += [f"{speed:.1f} tokens/s", f"{speed / medians[args.settings[0], where]:.2f}x"]
+        for place in places:
+            speed = medians[setting, place]
+            cells += [f"{speed:.1f} tokens/s", f"{speed / medians[args.settings[0], place]:.2f}x"]
         print(f"| `{setting}` | " + " | ".join(cells) + " |")
 
 

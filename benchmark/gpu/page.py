@@ -8,10 +8,10 @@ from gpu.shapes import PAIRS
 from gpu.work import NEAR_TIE, NEW_TOKENS, PROMPT_TOKENS, REPEATS
 from roofline import BY_DEVICE, cycle_seconds
 
-# What was asked for: our output tokens/s over the built-in's, and how long a cycle's GPU waits for the host.
+# Requirements: our output tokens/s over the built-in's, and the GPU's wait for the host in a cycle.
 LEAST_RATIO_ALONE, LEAST_RATIO = 1.15, 1.0
 MOST_HOST_GAP_US = 100
-# Of no speculation's, where no drafted token is ever kept.
+# Least share of the speed without speculation, if no drafted token is ever accepted.
 LEAST_ADAPTIVE = 0.97
 
 

@@ -28,7 +28,7 @@ CONCURRENCIES = (1, 4, 16, 48)
 PROFILED_CONCURRENCIES = (1, 16)
 ACCEPT_LENGTH = 6.5
 
-# What a DFLASH server is forced to accept. "fixed" puts one token id everywhere; the other mode,
+# Simulated acceptance of a DFLASH server. "fixed" puts one token id everywhere; the other mode,
 # "real-draft-token", would accept the draft's own tokens at their cost.
 SIMULATION = {
     "SGLANG_SIMULATE_ACC_LEN": str(ACCEPT_LENGTH),
@@ -40,11 +40,11 @@ OURS, BUILT_IN = {"SGLANG_PLUGINS": "dflash"}, {"SGLANG_PLUGINS": "none"}
 
 NO_SPECULATION, DFLASH, BUILT_IN_DFLASH = "no-speculation", "ours", "built-in"
 VARIANTS = (NO_SPECULATION, BUILT_IN_DFLASH, DFLASH)
-# Its draft is what dummy weights make of one: nothing is kept, and the least that it may cost is to be seen.
+# Its draft has dummy weights and nothing is accepted: it shows the least cost of speculation.
 ADAPTIVE_DFLASH = "adaptive"
 
-# What the tests rehearse on CPU tensors (docs/rehearsal.md), here with the kernels themselves: attention
-# backend, draft, what is added. FA3 last: not every machine has its kernels.
+# The configurations that tests rehearse on CPU tensors (docs/rehearsal.md), here with the real kernels:
+# attention backend, draft, further arguments. FA3 last, as not every machine has its kernels.
 REHEARSED = {
     "flashinfer-dflash": ("flashinfer", DRAFT),
     "flashinfer-peagle": ("flashinfer", PEAGLE_DRAFT),

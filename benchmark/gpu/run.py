@@ -12,7 +12,7 @@ SGLang's built-in DFLASH and this plugin at the shapes of real models, acceptanc
 cycle under the torch profiler), `tests/*` (the suite's tests marked gpu), `lossless/*` (without CUDA graphs).
 Nothing is downloaded. Results go to benchmark/results/gpu.json and gpu.md.
 
-Exit status: 0 all done; 1 something failed (the page says what); 3 time is up, parts are left.
+Exit status: 0 all done; 1 something failed (see the page); 3 the time limit was reached, parts are left.
 """
 
 import argparse
@@ -38,7 +38,7 @@ DONE, FAILED, TIME_IS_UP = 0, 1, 3
 def main() -> int:
     args = _parse_arguments()
     out = args.out.absolute()
-    os.chdir(ROOT)  # servers are told relative paths
+    os.chdir(ROOT)  # servers get relative paths
     for pair in PAIRS:
         pair.write(SCRATCH / pair.name)
     every = all_parts(args.attention_backend)
@@ -124,7 +124,7 @@ def _parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="names, or how they begin")
-    parser.add_argument("--list", action="store_true", help="what there is to do and what is done")
+    parser.add_argument("--list", action="store_true", help="list finished and pending parts")
     parser.add_argument("--dry-run", action="store_true", help="check every command, start nothing")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of this call")
     parser.add_argument("--retry-failed", action="store_true", help="run parts that failed once more")
@@ -138,7 +138,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--name", default="gpu", help="of the files in it")
     args = parser.parse_args()
-    # Where a machine keeps its files is nobody's business.
+    # A machine's folders are private.
     args.shown = ["OUT" if word == str(args.out) else word for word in sys.argv[1:]]
     return args
 

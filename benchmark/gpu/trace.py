@@ -34,13 +34,13 @@ def summarize(trace: dict, step: str) -> dict:
 
     trace: the decoded JSON of torch.profiler's export_chrome_trace. Returns, in us and per cycle:
       cycles: their number.
-      wall_us, busy_us: medians of a cycle's length and of the time in which the GPU did anything.
-      graph_idle_us, host_gap_us: medians of the rest: idle between kernels of one launch (a CUDA graph), and
-        idle between launches, where the GPU waits for the host.
+      wall_us, busy_us: medians of a cycle's length and of the GPU's busy time.
+      graph_idle_us, host_gap_us: medians of the idle time between kernels of one launch (a CUDA graph), and
+        between launches, when the GPU waits for the host.
       kernels: of the GPU, copies and fills included. launches, waits: host calls, by name.
-      forward_us: GPU time by the forward that launched it; "between" is what no forward launched.
-      gaps: the longest gaps between launches: what the GPU did before and after, how often, how long.
-      top_kernels: name, how often, how long.
+      forward_us: GPU time by the forward that launched it; "between": launched by no forward.
+      gaps: the longest gaps between launches: the GPU's work before and after, count, duration.
+      top_kernels: name, count, duration.
     Raises ValueError if the trace does not hold two such forwards.
     """
     events = sorted((e for e in trace["traceEvents"] if e.get("ph") == "X"), key=lambda e: e["ts"])
@@ -62,7 +62,7 @@ def summarize(trace: dict, step: str) -> dict:
     for begin, end in pairwise(sorted(first.values())):
         inside = work[bisect.bisect_left(starts, begin) : bisect.bisect_left(starts, end)]
         idle = {True: 0.0, False: 0.0}  # by: within one launch
-        latest = inside[0]  # of what has begun, that which ends last
+        latest = inside[0]  # the started item that ends last
         for item in [*inside[1:], Work(f"the next {step}", end, end, None, None)]:
             gap = item.start - latest.end
             if gap > 0:

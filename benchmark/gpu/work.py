@@ -25,17 +25,17 @@ from serving import Server, heldout_prompts, serve, text_prompts
 PROMPT_TOKENS, NEW_TOKENS = 1024, 512
 REPEATS = 2
 START_TIMEOUT_S = 480  # kernels are compiled on their first use
-# An accept length forced on every block is met but for the last block of a request, cut at its end.
+# A simulated accept length holds except for the last block of a request, which is cut at its end.
 ACCEPT_LENGTH_SLACK = 0.2
 PROFILED_STEPS = 30
 LOG_END = 6000  # characters of a server's log that an error carries
 # Two ways of batching the same bf16 sums may round differently in every layer. The bundled target's logits
-# lie 1/16 apart in bf16; up to four such steps between its best two tokens is a near-tie, as in the tests.
+# are 1/16 apart in bf16. Up to four such steps between its best two tokens is a near-tie, as in the tests.
 NEAR_TIE = 0.25
-# Of the accept length on a CPU, in bf16 as here, over the same prompts and with the same draft. The target's
-# near-ties may fall otherwise; drafts that attend to the wrong rows lose more.
+# Share of the accept length on a CPU, in bf16 as here, with the same prompts and draft. The target's
+# near-ties may be resolved differently; drafts that attend to the wrong rows lose more.
 LEAST_OF_EXPECTED = 0.97
-# What this plugin's worker logs when it is built.
+# Log lines of this plugin's worker when it is built.
 DRAFTERS = ("DFlashDrafter", "DFlash2Drafter", "PEagleDrafter")
 WORKER_LINES = tuple(f"DFlashWorker with {drafter}: block size" for drafter in DRAFTERS)
 # SGLang is no reference for these: under overlap scheduling its counts are a token behind.
@@ -107,7 +107,7 @@ def measure_speed(plan, concurrencies: Sequence[int], accept_length: float | Non
             loads.append(asdict(load))
             if accept_length and abs((load.accept_length or 0) - accept_length) > ACCEPT_LENGTH_SLACK:
                 got = f"accept length {load.accept_length} at concurrency {concurrency}"
-                problems.append(f"{got}, but the server was told to accept {accept_length} tokens a block")
+                problems.append(f"{got}, but the server simulates {accept_length} accepted tokens per block")
             widths.append(_said_of_widths(server))
     return {"loads": loads, "problems": problems} | ({"widths": widths} if any(widths) else {})
 
@@ -143,8 +143,8 @@ def profile(plan, concurrencies: Sequence[int], folder: Path, limit: TimeLimit) 
     with running(plan, limit) as server:
         for concurrency in concurrencies:
             load = _measure(server, plan.variant, concurrency, 1)
-            where = folder.absolute() / f"{plan.variant}-{concurrency}"
-            summary = summarize(_record_trace(server, concurrency, where), f"step[VERIFY bs={concurrency}]")
+            traces = folder.absolute() / f"{plan.variant}-{concurrency}"
+            summary = summarize(_record_trace(server, concurrency, traces), f"step[VERIFY bs={concurrency}]")
             profiles.append({"concurrency": concurrency, "load": asdict(load), **summary})
     return {"profiles": profiles}
 
@@ -158,9 +158,9 @@ def _record_trace(server: Server, concurrency: int, folder: Path) -> dict:
     load.start()
     while load.is_alive() and not _all_decoding(server, concurrency):
         time.sleep(0.05)
-    # Stacks and shapes would slow the host down several times over, and the host is what we look at.
-    what = {"activities": ["CPU", "GPU"], "with_stack": False, "record_shapes": False}
-    server.post("/start_profile", {"output_dir": str(folder), "num_steps": PROFILED_STEPS, **what})
+    # Stacks and shapes would slow the host down several times over, and we measure the host.
+    options = {"activities": ["CPU", "GPU"], "with_stack": False, "record_shapes": False}
+    server.post("/start_profile", {"output_dir": str(folder), "num_steps": PROFILED_STEPS, **options})
     load.join()  # the scheduler writes the trace between two of its steps
     [file] = folder.glob("*.trace.json.gz")
     return json.loads(gzip.decompress(file.read_bytes()))
@@ -177,8 +177,8 @@ def check_lossless(plans: Sequence, limit: TimeLimit) -> dict:
     requests = [{"text": prompt["text"], "sampling_params": sampling} for prompt in heldout_prompts()]
     reference, *drafted = plans
     with running(reference, limit) as server:
-        asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
-        expected = server.generate_many(asked, 16)
+        scored = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
+        expected = server.generate_many(scored, 16)
     drafts, problems = [], []
     for plan in drafted:
         with running(plan, limit) as server:
@@ -217,7 +217,7 @@ def penalized_gaps(server: Server, answers: Sequence[dict]) -> list[float]:
     before each position are subtracted here.
     """
     prompts = [[token for _, token, *_ in answer["meta_info"]["input_token_logprobs"]] for answer in answers]
-    asked = [
+    prefills = [
         {
             "input_ids": prompt + answer["output_ids"],
             "sampling_params": {"temperature": 0, "max_new_tokens": 1},
@@ -228,7 +228,7 @@ def penalized_gaps(server: Server, answers: Sequence[dict]) -> list[float]:
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
     gaps = []
-    for answer, scored in zip(answers, server.generate_many(asked, 8), strict=True):
+    for answer, scored in zip(answers, server.generate_many(prefills, 8), strict=True):
         emitted, widest = Counter(), 0.0
         _, *ranked = scored["meta_info"]["input_top_logprobs"]  # the first is of the prompt's last token
         for token, entries in zip(answer["output_ids"], ranked, strict=True):
@@ -250,14 +250,14 @@ def check_rehearsed(reference, plan, known: Path, accept_length: float | None, l
     machine. accept_length: the expected one, from a CPU; None if it differs there.
     """
     greedy, kinds, penalized = rehearsed_requests()
-    asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in (*greedy, *kinds)]
-    told = json.loads(known.read_text()) if known.exists() else {}
-    if told.get("asked") != asked:
+    scored = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in (*greedy, *kinds)]
+    answered = json.loads(known.read_text()) if known.exists() else {}
+    if answered.get("requests") != scored:
         with running(reference, limit) as server:
-            told = {"asked": asked, "answers": server.generate_many(asked, 16)}
+            answered = {"requests": scored, "answers": server.generate_many(scored, 16)}
         known.parent.mkdir(parents=True, exist_ok=True)
-        known.write_text(json.dumps(told))
-    expected = told["answers"]
+        known.write_text(json.dumps(answered))
+    expected = answered["answers"]
     with running(plan, limit) as server:
         answers = server.generate_many(greedy, 16)
         others = server.generate_many(kinds, 16)
