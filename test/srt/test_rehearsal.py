@@ -74,7 +74,7 @@ def test_stale_states_are_noticed(plant, expected, reference):
 def test_a_new_host_read_is_noticed(flashinfer, plant, monkeypatch):
     monkeypatch.delenv(UPDATE, raising=False)  # the planted read does not belong in the list
     plant("host read")
-    with pytest.raises(AssertionError, match="tolist <- dflash_worker.py _decode"):
+    with pytest.raises(AssertionError, match="tolist <- dflash_worker.py run_cycle"):
         assert_launches(flashinfer, "flashinfer-dflash")
 
 
