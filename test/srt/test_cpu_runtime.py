@@ -32,7 +32,10 @@ stand_in = load_stand_in()
 
 def murmur3_32(data: bytes) -> int:
     """MurmurHash3_x86_32 of whole 4-byte words, seed 0 (Appleby's public-domain algorithm)."""
-    rotate = lambda x, r: (x << r | x >> (32 - r)) & 0xFFFFFFFF
+
+    def rotate(x: int, r: int) -> int:
+        return (x << r | x >> (32 - r)) & 0xFFFFFFFF
+
     state = 0
     for i in range(0, len(data), 4):
         word = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & 0xFFFFFFFF

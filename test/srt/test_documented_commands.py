@@ -65,8 +65,9 @@ for arguments in json.load(open(sys.argv[1])):
             args = prepare_server_args(arguments)
             args.resolve_once()
             view = resolved_view(args)
-            found = {name: getattr(view, name) for name in (
-                "model_path", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_draft_tokens")}
+            names = "algorithm", "draft_model_path", "num_draft_tokens"
+            found = {"speculative_" + name: getattr(view, "speculative_" + name) for name in names}
+            found["model_path"] = view.model_path
             found["is_adaptive"] = bool(os.environ.get("SGLANG_DFLASH_ADAPTIVE"))
         except BaseException as error:
             found = {"error": repr(error)}
@@ -229,7 +230,8 @@ def test_the_training_pages_code_runs(tmp_path):
         "rows.save_to_disk('data')\n"
         f"{states}\n"
         "kept = safetensors.torch.load_file('states/hs_1.safetensors')\n"
-        "found = target.model(input_ids=torch.tensor([[9, 10, 11]]), output_hidden_states=True).hidden_states\n"
+        "ids_of_row = torch.tensor([[9, 10, 11]])\n"
+        "found = target.model(input_ids=ids_of_row, output_hidden_states=True).hidden_states\n"
         "assert kept['hidden_states'].shape == (3, 4, 256), kept['hidden_states'].shape\n"
         "for column, layer in enumerate(ids):\n"
         "    assert torch.equal(kept['hidden_states'][:, column], found[layer][0]), layer\n"

@@ -85,7 +85,8 @@ def test_tokens_are_drawn_from_the_declared_distribution(sampling):
         assert torch.equal(again.probs, draft.probs) and torch.equal(again.ids, draft.ids)
         return (draft.ids == tokens[..., None]).int().argmax(dim=2)
 
-    steps = [bisect(lambda levels: rank_at(levels) <= rank, (3, 2)) for rank in range(draft.ids.shape[2])]
+    ranks = range(draft.ids.shape[2])
+    steps = [bisect(lambda levels, rank=rank: rank_at(levels) <= rank, (3, 2)) for rank in ranks]
     lengths = torch.stack(steps, dim=2).diff(dim=2, prepend=torch.zeros(3, 2, 1))
     assert torch.allclose(lengths, draft.probs.double(), atol=1e-7)
 

@@ -114,7 +114,8 @@ def test_a_stalled_client_holds_up_nobody(server, requests, reference):
     host, port = server.url.removeprefix("http://").split(":")
     body = {**requests[0], "stream": True, "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
     payload = json.dumps(body).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+    headers = f"Host: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+    head = f"POST /generate HTTP/1.1\r\n{headers}"
     with socket.create_connection((host, int(port))) as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.sendall(head.encode() + payload)

@@ -341,7 +341,10 @@ class Context:
 
     def __init__(self, seed, rows, layers, heads, head_dim, kv_dtype, pool_dtype, table_dtype, device):
         page_size, rng = 4, torch.Generator().manual_seed(seed)
-        random = lambda *shape: torch.randn(shape, generator=rng)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=rng)
+
         self.kv = (random(rows, layers, 2, heads, head_dim) * 3).to(device, kv_dtype)
         self.weight = (1 + random(layers, head_dim) / 4).to(device, kv_dtype)
         angles = torch.arange(64)[:, None] / 10_000 ** (torch.arange(head_dim // 2) / (head_dim // 2))
@@ -524,7 +527,10 @@ def test_pools_the_kernel_cannot_write_are_refused(k_buffers, v_buffers, dtype, 
 
 def test_alignment_is_what_all_buffers_have():
     memory = torch.zeros(4096, dtype=torch.bfloat16)
-    at = lambda element: memory[element : element + 256].view(2, 2, 64)
+
+    def at(element: int) -> torch.Tensor:
+        return memory[element : element + 256].view(2, 2, 64)
+
     assert KVPoolPointers.of([at(0)], [at(512)]).slot_alignment == 16
     assert KVPoolPointers.of([at(0)], [at(514)]).slot_alignment == 4
 

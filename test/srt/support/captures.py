@@ -6,7 +6,10 @@ from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 
 
 class Captures(CycleObserver):
-    """Captured states of one request, kept in a file. Called in the scheduler's process."""
+    """Hidden states captured for one request, kept in a file.
+
+    The object is called in the scheduler's process.
+    """
 
     def __init__(self, job: int, path):
         self.job, self.path = str(job), path
@@ -34,5 +37,5 @@ class Captures(CycleObserver):
             torch.save(self.rows, self.path)
 
     def read(self, layers: int) -> dict[int, torch.Tensor]:
-        """Position -> [layers, hidden]."""
+        """Return the states by position: [layers, hidden]."""
         return {position: states.view(layers, -1) for position, states in torch.load(self.path)}

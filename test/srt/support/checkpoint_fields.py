@@ -2,7 +2,7 @@
 
 import copy
 
-# As speculators 0.9.0 writes it for a default DFlash draft (all layers sliding), less what nobody reads.
+# As speculators 0.9.0 writes it for a default DFlash draft (all layers sliding), without unread fields.
 GOOD = {
     "architectures": ["DFlashDraftModel"],
     "aux_hidden_state_layer_ids": [2, 5, 8, 11],
@@ -54,7 +54,7 @@ GOOD_PEAGLE = {
 
 
 def changed(path: str, value=None, *, remove: bool = False, base: dict = GOOD) -> dict:
-    """A good config with one field, named by a dotted path, changed or removed."""
+    """Return a good config with one field, named by a dotted path, changed or removed."""
     config = copy.deepcopy(base)
     *parents, last = path.split(".")
     owner = config

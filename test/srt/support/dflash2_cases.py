@@ -1,4 +1,4 @@
-"""DFlash2 drafts of odd shapes with random weights, each built twice: by our class, and by the reference."""
+"""DFlash2 drafts of odd shapes with random weights, built by us and by the reference."""
 
 import torch
 from serving import DFLASH2_DRAFT
@@ -28,7 +28,7 @@ NESTED = {*OPTIONS, "output_multiplier", "final_logit_softcapping"}
 
 
 def dflash2_config(changes: dict) -> dict:
-    """BASE as a DFlash2 draft's config, with these changes to it or to its `dflash_config`."""
+    """Return BASE as a DFlash2 draft's config, with changes to it or to its `dflash_config`."""
     nested = (
         BASE["dflash_config"] | OPTIONS | {name: value for name, value in changes.items() if name in NESTED}
     )
@@ -37,7 +37,10 @@ def dflash2_config(changes: dict) -> dict:
 
 
 def random_dflash2_weights(config: dict, num_aux: int) -> dict[str, torch.Tensor]:
-    """Convolutions away from the identity, and transitions that weigh as much as the base logits."""
+    """Return weights with convolutions away from the identity and strong transitions.
+
+    Transitions weigh as much as the base logits.
+    """
     options, hidden = config["dflash_config"], config["hidden_size"]
     weights, generator = random_weights(config, num_aux), torch.Generator().manual_seed(5)
 
@@ -71,8 +74,7 @@ class DFlash2Case(Case):
         return cls(config, random_dflash2_weights(config, num_aux), num_aux, tmp_path)
 
     def run_blocks(self, lengths: list[int]):
-        """(tokens [bs, B], the captured states of each context, our output), as `compare_blocks` runs
-        them."""
+        """Run blocks; return tokens [bs, B], the states of each context, and our output."""
         tokens = self.block_tokens([(5 * i + 2) % self.config["vocab_size"] for i in range(len(lengths))])
         pools = self.pools(len(lengths), max(lengths) + tokens.shape[1])
         contexts = [self.aux_hidden(length, seed) for seed, length in enumerate(lengths)]
@@ -82,7 +84,7 @@ class DFlash2Case(Case):
         return tokens, contexts, pools.forward(self.model, pools.blocks(tokens, lengths))
 
     def reference_hidden(self, tokens: torch.Tensor, aux_hidden: torch.Tensor) -> torch.Tensor:
-        """Of the rows that draft, [B - 1, hidden] float64; tokens [B]."""
+        """Return the hidden states of the rows that draft, [B - 1, hidden] float64; tokens [B]."""
         return self.reference.block_hidden(
             self.embedding.weight.data[tokens], self.reference.context_kv(aux_hidden)
         )[1:]

@@ -1,5 +1,4 @@
-"""Commands and code that the README, the pages under docs/ and the examples tell people to run, as they stand
-there."""
+"""Commands and code in the README, the pages under docs/ and the examples."""
 
 import ast
 import re
@@ -26,7 +25,12 @@ _PROGRAMS = ("python", "make", "curl", "pip", "bash", "sglang", "speculators")
 
 @dataclass(frozen=True)
 class Command:
-    """One command line. where: for a message. text: as written, its lines joined."""
+    """One command line.
+
+    Attributes:
+        where: The page or script, for messages.
+        text: The command as written, its lines joined.
+    """
 
     where: str
     text: str
@@ -44,12 +48,12 @@ class Command:
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """(language, text) of every fenced block of a page."""
+    """Return (language, text) of every fenced block of a page."""
     return _BLOCK.findall(page.read_text())
 
 
 def spans(page: Path) -> list[str]:
-    """The inline code of a page."""
+    """Return the inline code of a page."""
     return [" ".join(span.split()) for span in _SPAN.findall(_BLOCK.sub("", page.read_text()))]
 
 
@@ -63,8 +67,11 @@ def _lines(block: str) -> list[str]:
 
 
 def commands() -> list[Command]:
-    """Of every page: lines of its bash blocks, and inline code that starts with a program and has an
-    argument. Of every example: the indented commands of its docstring or first comment."""
+    """Return every documented command.
+
+    Pages: lines of bash blocks, and inline code that starts with a program and has an argument. Examples: the
+    indented commands of the docstring or first comment.
+    """
     return [*_of_pages(), *_of_scripts()]
 
 
@@ -91,7 +98,7 @@ def _of_scripts() -> Iterator[Command]:
 
 
 def is_server(command: Command) -> bool:
-    """Whether a command line starts an SGLang server."""
+    """Return whether a command line starts an SGLang server."""
     return command.words[:3] == ["python", "-m", "sglang.launch_server"] or command.words[:2] == [
         "sglang",
         "serve",
@@ -99,7 +106,7 @@ def is_server(command: Command) -> bool:
 
 
 def server_arguments(command: Command) -> list[str]:
-    """The flags of a server's command line, with the bundled models where it has a placeholder."""
+    """Return a server command's flags, with the bundled models for placeholders."""
     words = command.words[3 if command.words[0] == "python" else 2 :]
     peagle = "PEAGLE" in words or "EAGLE3" in words
     stands_for = {
@@ -112,7 +119,7 @@ def server_arguments(command: Command) -> list[str]:
 
 
 def defined_flags(script: Path) -> set[str]:
-    """The flags that a Python file gives to argparse."""
+    """Return the flags that a Python file gives to argparse."""
     calls = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Call)]
     # `parser.add_argument(...)`, or `add(...)` where a script names the method so.
     added = [

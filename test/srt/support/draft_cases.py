@@ -1,5 +1,7 @@
-"""Drafts of odd shapes with random weights, each built twice: by our class on SGLang's layers, and by the
-reference."""
+"""Drafts of odd shapes with random weights, built by our class and by the reference.
+
+Our class runs on SGLang's layers.
+"""
 
 import json
 
@@ -69,8 +71,10 @@ VARIANTS = {
 
 
 def random_weights(config: dict, num_aux: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors, scaled so that every part of the model matters: norms away from 1, biases away
-    from 0."""
+    """Return a checkpoint's tensors, scaled so that every part of the model matters.
+
+    Norms are away from 1, biases away from 0.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows, columns):
@@ -107,8 +111,10 @@ def random_weights(config: dict, num_aux: int, seed: int = 0) -> dict[str, torch
 
 
 def lm_head(weight: torch.Tensor) -> ParallelLMHead:
-    """The target's head as SGLang holds it: padded with zeros to a multiple of 64 rows, this rank's share of
-    them."""
+    """Return this rank's share of the target's head as SGLang holds it.
+
+    Rows are padded with zeros to a multiple of 64.
+    """
     start()
     head = ParallelLMHead(*weight.shape)
     head.weight_loader(head.weight, weight)
@@ -116,7 +122,7 @@ def lm_head(weight: torch.Tensor) -> ParallelLMHead:
 
 
 class FakePlan:
-    """SGLang's plan of a step's slots, where every pool uses the same ids."""
+    """SGLang's plan of a step's slots, if every pool uses the same ids."""
 
     def __init__(self, slots: torch.Tensor):
         self.slots = slots
@@ -183,8 +189,10 @@ class Case:
         )
 
     def context_kv(self, aux_hidden: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values the model writes for positions `start`..: two tensors [n, layers, kv_heads,
-        head_dim]."""
+        """Return the model's keys and values of positions from `start` on.
+
+        Two tensors [n, layers, kv_heads, head_dim].
+        """
         n = len(aux_hidden)
         pools = self.pools(1, n)
         where = pools.slots(0, 0, n)
@@ -193,13 +201,13 @@ class Case:
         return tuple(torch.stack([b[where] for b in side], dim=1) for side in (pool.k_buffer, pool.v_buffer))
 
     def aux_hidden(self, length: int, seed: int) -> torch.Tensor:
-        """Captured states of a context, with the uneven scale real ones have."""
+        """Return captured states of a context, at the uneven scale of real ones."""
         generator = torch.Generator().manual_seed(seed)
         states = torch.randn(length, self.num_aux, self.config["hidden_size"], generator=generator)
         return (states * torch.linspace(0.5, 3, self.num_aux)[:, None]).flatten(1)
 
     def block_tokens(self, anchors: list[int]) -> torch.Tensor:
-        """[bs, B]: each anchor followed by mask tokens."""
+        """Return [bs, B]: each anchor followed by mask tokens."""
         tokens = torch.full(
             (len(anchors), self.config["block_size"]), self.config["dflash_config"]["mask_token_id"]
         )
@@ -210,7 +218,7 @@ class Case:
         return hidden.double() @ self.head.double().T
 
     def compare_blocks(self, lengths: list[int], **pool_options) -> float:
-        """Largest difference of block logits over a batch of requests with these context lengths."""
+        """Return the largest difference of block logits over requests with these context lengths."""
         tokens = self.block_tokens([(5 * i + 2) % self.config["vocab_size"] for i in range(len(lengths))])
         pools = self.pools(len(lengths), max(lengths) + tokens.shape[1], **pool_options)
         contexts = [self.aux_hidden(length, seed) for seed, length in enumerate(lengths)]

@@ -1,4 +1,4 @@
-"""Drafts no one would train: random, always wrong, or with a config that must be refused."""
+"""Untrained drafts: random, always wrong, or with a config that must be refused."""
 
 import json
 import shutil
@@ -19,8 +19,11 @@ def read_config(checkpoint: Path) -> dict:
 def make_draft(
     folder: Path, weights: Callable[[dict], dict] | None = None, base: Path = DRAFT, **changes: object
 ) -> Path:
-    """Copy a checkpoint, with `changes` to its config (REMOVE deletes a key, a dict is merged into the key's
-    dict) and its tensors passed through `weights`."""
+    """Copy a checkpoint with changed config and tensors.
+
+    changes: fields of the config; REMOVE deletes a key, and a dict is merged into the key's dict. weights:
+    maps the tensors.
+    """
     folder.mkdir(parents=True)
     config = read_config(base)
     _change(config, changes)
@@ -33,14 +36,19 @@ def make_draft(
 
 
 def always_wrong(folder: Path) -> Path:
-    """The trained draft with its last norm negated: every logit changes sign, so it proposes the LEAST likely
-    token (by its own judgement: a poor draft may hit the target's choice once in a thousand)."""
+    """Negate the trained draft's last norm: every logit changes sign.
+
+    It then proposes its LEAST likely token. A poor draft may hit the target's choice once in a thousand.
+    """
     return make_draft(folder, lambda tensors: {**tensors, "norm.weight": -tensors["norm.weight"]})
 
 
 def random_draft(folder: Path) -> Path:
-    """Random weights, in a shape the trained draft lacks: attention bias, a sliding layer, fewer layers, more
-    KV heads, and no target layer ids, which leaves them to z-lab's even spread."""
+    """Write a random draft in a shape the trained draft lacks.
+
+    Attention bias, a sliding layer, fewer layers, more KV heads, and no target layer ids, which leaves them
+    to z-lab's even spread.
+    """
     hidden = read_config(TARGET)["hidden_size"]
     layers, heads, head_dim, inner = 2, 4, 32, 96
     generator = torch.Generator().manual_seed(11)
@@ -98,8 +106,10 @@ def _change(config: dict, changes: dict) -> None:
 
 
 def random_peagle_draft(folder: Path, target: Path, layers: tuple[int, ...]) -> Path:
-    """Random weights in the bundled P-EAGLE draft's shape, for another target: its hidden size, those of its
-    layers."""
+    """Write a random draft in the bundled P-EAGLE draft's shape, for another target.
+
+    The hidden size and the sizes of its layers are that target's.
+    """
     hidden, old = (
         read_config(target)["hidden_size"],
         read_config(PEAGLE_DRAFT)["transformer_layer_config"]["hidden_size"],

@@ -1,8 +1,8 @@
-"""SGLang's layers without a server: one process, one rank, float32, on the CPU, for the unit tests.
+"""SGLang's layers without a server, for unit tests: one process, float32, on the CPU.
 
-A model of SGLang wants a published configuration, process groups and, in its forward, an attention backend
-with its pools. `start` gives the first two once per process; a `Pools` gives the rest, with slots scattered
-on purpose."""
+A model of SGLang needs a published configuration, process groups and, in its forward, an attention backend
+with its pools. `start` gives the first two once per process. `Pools` gives the rest, with scattered slots.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -28,10 +28,10 @@ from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 
 
 def start(rank: int = 0, world_size: int = 1, store: torch.distributed.Store | None = None) -> None:
-    """Publish a configuration and create the process groups SGLang's layers ask for, once per process.
+    """Publish a configuration and create SGLang's process groups, once per process.
 
     world_size: tensor-parallel ranks, each a process that calls this with the same `store`. Skips the test
-    where the CPU runtime is off: SGLang's layers then pick CUDA kernels, whatever device holds the data.
+    if the CPU runtime is off: SGLang's layers then pick CUDA kernels, whatever device holds the data.
     """
     if not runtime.is_active():
         pytest.skip("SGLang's layers run on CPU tensors only where the CPU runtime is active")
@@ -54,13 +54,13 @@ def start(rank: int = 0, world_size: int = 1, store: torch.distributed.Store | N
 
 
 def read_config(config: dict, folder: Path):
-    """What SGLang makes of a config.json."""
+    """Read a config.json as SGLang does."""
     (folder / "config.json").write_text(json.dumps(config))
     return get_config(str(folder), trust_remote_code=False)
 
 
 def build(model_class: type, hf_config, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
-    """A model of SGLang's or ours in float32, its weights loaded as SGLang's loader does."""
+    """Build a model in float32, with weights loaded as SGLang's loader does."""
     start()
     model = model_class(hf_config).eval()
     DefaultModelLoader.load_weights_and_postprocess(model, weights, torch.device("cpu"))
@@ -68,12 +68,12 @@ def build(model_class: type, hf_config, weights: Iterable[tuple[str, torch.Tenso
 
 
 class Pools:
-    """Request table, KV pool and attention backend; what is left of a ModelRunner when its model is taken
-    away.
+    """Request table, KV pool and attention backend: a ModelRunner without its model.
 
-    Every request gets slots of its own for `capacity` tokens: whole pages, in random order. Slots nobody
-    wrote hold NaN, so that reading one spoils the result. Slot 0 is SGLang's padding slot, which a request
-    may read and mask."""
+    Every request gets slots of its own for `capacity` tokens: whole pages, in random order. Unwritten slots
+    hold NaN, so that reading one spoils the result. Slot 0 is SGLang's padding slot, which a request may
+    read and mask.
+    """
 
     device = "cpu"
 
@@ -114,14 +114,16 @@ class Pools:
         self.backend = backend(self)
 
     def slots(self, request: int, start: int, stop: int) -> torch.Tensor:
-        """Pool slots of a request's positions start..stop-1, int64."""
+        """Return the pool slots of a request's positions start..stop-1, int64."""
         return self.req_to_token_pool.req_to_token[self.rows[request], start:stop].long()
 
     def blocks(
         self, tokens: torch.Tensor, seq_lens: Sequence[int], requests: Sequence[int] | None = None
     ) -> ForwardBatch:
-        """A TARGET_VERIFY batch as the worker builds it: tokens [bs, B] at positions seq_lens[i] ..
-        seq_lens[i]+B-1."""
+        """Build a TARGET_VERIFY batch as the worker does.
+
+        Tokens [bs, B] are at positions seq_lens[i] .. seq_lens[i]+B-1.
+        """
         requests = range(len(seq_lens)) if requests is None else requests
         width = tokens.shape[1]
         lengths = torch.tensor(seq_lens)
@@ -145,8 +147,7 @@ class Pools:
     def extend(
         self, prompts: Sequence[Sequence[int]], prefix_lens: Sequence[int] | None = None
     ) -> ForwardBatch:
-        """A prefill batch: request i's prompt, of which the first prefix_lens[i] tokens are in the pool
-        already."""
+        """Build a prefill batch; prefix_lens[i] tokens of prompt i are in the pool already."""
         prefix = [0] * len(prompts) if prefix_lens is None else list(prefix_lens)
         new = [list(prompt)[n:] for prompt, n in zip(prompts, prefix, strict=True)]
         lengths, extends = torch.tensor([len(p) for p in prompts]), torch.tensor([len(n) for n in new])

@@ -1,10 +1,10 @@
 """Exact output distributions of the rules that know the draft's probabilities.
 
-A target over a tiny vocabulary is a table per block position: for every prefix the distribution of the next
-token. A draft is another. Every draft is followed with its probability, and a rule's uniforms are integrated
-exactly: its outcome only changes where a uniform crosses a threshold, and the thresholds are found by
-bisecting the rule itself. One block is enough, as the next one starts from a prefix that is already the
-target's: what the block leaves open is drawn from the target, so that all sequences have B tokens.
+A target over a tiny vocabulary is a table per block position: for every prefix, the distribution of the
+next token. A draft is another table. Every draft is followed with its probability. A rule's uniforms are
+integrated exactly: its outcome only changes if a uniform crosses a threshold, and bisecting the rule finds
+the thresholds. One block is enough, as the next one starts from a prefix that is already the target's: the
+rest of the block is drawn from the target, so that all sequences have B tokens.
 """
 
 import itertools
@@ -22,14 +22,19 @@ HALVINGS = 40
 
 @dataclass
 class Case:
-    """target[k]: [V**k, V] float64, the next token after k tokens. draft[k]: the same, for slot k + 1."""
+    """A target and a draft.
+
+    Attributes:
+        target: target[k] is [V**k, V] float64, the next token after k tokens.
+        draft: draft[k] is the same for slot k + 1.
+    """
 
     target: list[torch.Tensor]
     draft: list[torch.Tensor]
 
 
 def random_table(rng, prefixes: int, vocabulary: int) -> torch.Tensor:
-    """[prefixes, vocabulary] distributions, flat and peaked; some tokens impossible, some certain."""
+    """Return [prefixes, vocabulary] distributions; some tokens are impossible or certain."""
     weights = rng.exponential(size=(prefixes, vocabulary)) ** rng.choice([0.3, 1, 2], size=(prefixes, 1))
     weights[rng.random(weights.shape) < 0.12] = 0
     weights[weights.sum(axis=1) == 0, 0] = 1
@@ -37,9 +42,12 @@ def random_table(rng, prefixes: int, vocabulary: int) -> torch.Tensor:
 
 
 def random_case(seed: int, vocabulary: int, width: int, kind: str) -> Case:
-    """kind: "chain", a draft that knows its own prefix; "marginals", one that does not, as DFlash; "one-hot";
+    """Return a random case.
+
+    kind: "chain", a draft that knows its own prefix; "marginals", one that does not, as DFlash; "one-hot";
     "half", drawn in the first slots and one-hot in the others; "near", a chain close to the target, here and
-    there equal."""
+    there equal.
+    """
     rng = np.random.default_rng(seed)
     target = [random_table(rng, vocabulary**k, vocabulary) for k in range(width)]
     draft = []
@@ -56,7 +64,7 @@ def random_case(seed: int, vocabulary: int, width: int, kind: str) -> Case:
 
 
 def sequence_law(tables: list[torch.Tensor]) -> torch.Tensor:
-    """[V**len(tables)], the probability of every sequence."""
+    """Return the probability of every sequence, [V**len(tables)]."""
     law = torch.ones(1, dtype=torch.float64)
     for table in tables:
         law = (law[:, None] * table).flatten()
@@ -64,12 +72,12 @@ def sequence_law(tables: list[torch.Tensor]) -> torch.Tensor:
 
 
 def as_list(probs: torch.Tensor) -> DraftProbs:
-    """Candidate lists [n, B - 1, V] of which column c is token c."""
+    """Return candidate lists [n, B - 1, V] whose column c is token c."""
     return DraftProbs(torch.arange(probs.shape[2]).expand(probs.shape), probs)
 
 
 def as_shuffled_list(probs: torch.Tensor) -> DraftProbs:
-    """The same, in another order in every slot; impossible tokens become padding, and there is more of it."""
+    """Return candidate lists in random order; impossible tokens become extra padding."""
     generator = torch.Generator().manual_seed(0)
     order = torch.rand(probs.shape, generator=generator).argsort(dim=2)
     probs = probs.gather(2, order)
@@ -81,7 +89,7 @@ def as_shuffled_list(probs: torch.Tensor) -> DraftProbs:
 
 
 def bisect(unchanged, shape) -> torch.Tensor:
-    """The largest level in [0, 1], per entry, below which `unchanged(levels)` holds; it must be monotone."""
+    """Return the largest level in [0, 1], per entry, at which `unchanged` holds."""
     low, high = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -91,7 +99,7 @@ def bisect(unchanged, shape) -> torch.Tensor:
 
 
 def accept_thresholds(rule, n: int, slots: int) -> torch.Tensor:
-    """Where the accept lengths change with each slot's uniform, [n, slots]; 1 where they never do.
+    """Return the uniform of each slot at which accept lengths change, [n, slots]; 1 if never.
 
     rule: (accept_uniforms [m, n, slots], final_uniforms [m, n]) -> Decision with leading [m, n].
     """
@@ -103,7 +111,7 @@ def accept_thresholds(rule, n: int, slots: int) -> torch.Tensor:
         final = torch.zeros(len(patterns), n)
         longest = rule(uniforms, final).accept_len
 
-        def unchanged(levels):
+        def unchanged(levels, slot=slot, uniforms=uniforms, final=final, longest=longest):
             uniforms[..., slot] = levels
             return rule(uniforms, final).accept_len == longest
 
@@ -117,9 +125,9 @@ def accept_thresholds(rule, n: int, slots: int) -> torch.Tensor:
 
 
 def output_law(rule, case: Case, declared=None, dtype=torch.float64, listed=as_list):
-    """([V**B] probability of every output sequence, expected accept length) of a rule.
+    """Return ([V**B] probability of every output sequence, expected accept length) of a rule.
 
-    rule: as `accept_by_rejection`. declared: the case the rule is told, where it is not the true one.
+    rule: as `accept_by_rejection`. declared: the case passed to the rule, if it is not the true one.
     """
     declared = declared or case
     width, vocabulary = len(case.target), case.target[0].shape[1]
@@ -154,7 +162,7 @@ def output_law(rule, case: Case, declared=None, dtype=torch.float64, listed=as_l
 
     steps = [torch.zeros(shape, dtype=torch.float64)]
     for token in range(vocabulary - 1):
-        steps.append(bisect(lambda level: rule_of_many(uniforms, level).bonus <= token, shape))
+        steps.append(bisect(lambda level, token=token: rule_of_many(uniforms, level).bonus <= token, shape))
     steps.append(torch.ones(shape, dtype=torch.float64))
 
     law = torch.zeros(1, dtype=torch.float64)
@@ -170,15 +178,17 @@ def output_law(rule, case: Case, declared=None, dtype=torch.float64, listed=as_l
 
 
 def deviation(rule, case: Case, **options) -> float:
-    """The largest difference between a sequence's probability under the rule and under the target."""
+    """Return the largest difference of a sequence's probability from the target's."""
     law, _ = output_law(rule, case, **options)
     assert abs(law.sum().item() - 1) < 1e-6
     return (law - sequence_law(case.target)).abs().max().item()
 
 
 def is_valid(block: torch.Tensor, target_probs: torch.Tensor, draft: DraftProbs) -> torch.Tensor:
-    """Requests the rules may be asked about, [bs] bool: distributions that sum to 1 (within 1e-3), and no
-    drafted token that could not have been drawn."""
+    """Return the requests that a rule may get, [bs] bool.
+
+    Distributions sum to 1 (within 1e-3), and every drafted token could have been drawn.
+    """
     valid = (draft.of(block[:, 1:]) > 0).all(dim=1)
     for probs in (target_probs, draft.probs):
         sums_to_one = (probs.sum(dim=2) - 1).abs() < 1e-3  # false for NaN

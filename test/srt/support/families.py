@@ -1,5 +1,7 @@
-"""A tiny random checkpoint of each family of targets, written by Hugging Face's own classes, with its answers
-and states."""
+"""A tiny random checkpoint of each target family, written by Hugging Face's classes.
+
+Each comes with its answers and hidden states.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from support.draft_cases import BASE, random_weights
 from support.drafts import read_config
 
 VOCAB, HIDDEN, LAYERS = 1100, 64, 6
-# Neither first nor last, nor next to each other: what a draft reads, and what is held against Hugging Face's.
+# Layers that a draft reads and that are compared with Hugging Face's: neither first, last nor adjacent.
 LAYER_IDS = (1, 2, 4)
 
 _SHARED = {
@@ -94,7 +96,7 @@ _HYBRID = {
         "mrope_interleaved": True,
     },
 }
-# Read by SGLang, and no longer fields of transformers'.
+# SGLang reads these fields, which transformers no longer has.
 _HYBRID_FIELDS = {
     "full_attention_interval": 3,
     "partial_rotary_factor": 0.5,
@@ -113,19 +115,24 @@ _WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_att
 
 @dataclass(frozen=True)
 class Family:
-    """config: of transformers' class `architecture`, beside what all share; written: what else SGLang wants
-    to find in config.json; adjust: of the weights; outer: the config around it where the text model is part
-    of a larger one."""
+    """One family of targets.
+
+    config: of transformers' class `architecture`, beside what all share; written: what else SGLang needs in
+    config.json; adjust: of the weights; outer: the config around it if the text model is part of a larger
+    one.
+    """
 
     architecture: str
     config_class: str
     config: dict
     written: dict = field(default_factory=dict)
     adjust: Callable | None = None
-    rewrite: Callable[[dict], dict] | None = None  # of the checkpoint's tensors, to what published ones hold
+    rewrite: Callable[[dict], dict] | None = (
+        None  # changes the checkpoint's tensors to what published ones hold
+    )
     outer: str | None = None
     outer_fields: dict = field(default_factory=dict)
-    # Of captured states, relative to the largest: two implementations in float32, a few layers deep.
+    # Allowed error of captured states, relative to the largest: two float32 implementations, a few layers.
     tolerance: float = 1e-4
 
     def build_config(self, **changes):
@@ -140,19 +147,21 @@ class Family:
 
 
 def _loud_sinks(model) -> None:
-    """Sinks that matter. SGLang keeps them in bfloat16, whatever the model's dtype."""
+    """Return sinks that matter; SGLang keeps them in bfloat16, whatever the model's dtype."""
     for layer in model.model.layers:
         layer.self_attn.sinks.data = layer.self_attn.sinks.data.normal_(std=2.0).bfloat16().float()
 
 
 def _quiet_embedding(model) -> None:
-    """Tied and scaled up by the square root of the width, it would drown the layers: every answer would be
-    its prompt's last token."""
+    """Scale down an embedding that is tied and scaled up by the square root of the width.
+
+    It would drown the layers: every answer would be its prompt's last token.
+    """
     model.get_input_embeddings().weight.data.mul_(0.1)
 
 
 def _experts_as_published(tensors: dict) -> dict:
-    """Inputs first, as they were saved before transformers 5."""
+    """Store experts with inputs first, as they were saved before transformers 5."""
     return {name: t.transpose(1, 2) if ".experts." in name else t for name, t in tensors.items()}
 
 
@@ -171,7 +180,7 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": VOCAB,
     "pad_token_id": 0,
 }
-# In published configs, and no longer fields of transformers'.
+# Published configs have these fields, transformers no longer does.
 _ROUTING = {"moe_layer_freq": 1}
 _DEEPSEEK = {**_MOE, **_MLA, **_ROUTED, "rope_parameters": _YARN}
 
@@ -267,7 +276,7 @@ class Target:
 
     @torch.no_grad()
     def answer(self, prompt: Sequence[int], length: int, **pictures) -> tuple[list[int], list[float]]:
-        """The greedy continuation, and by how much, in logits, each token is ahead of the next best."""
+        """Return the greedy continuation, and each token's lead, in logits, over the next best."""
         ids, leads = list(prompt), []
         for _ in range(length):
             if pictures:
@@ -279,13 +288,15 @@ class Target:
 
     @torch.no_grad()
     def hidden_states(self, ids: Sequence[int]) -> torch.Tensor:
-        """[num_layers + 1, len(ids), hidden]: the embedding, then every layer's output (the last one
-        normed)."""
+        """Return [num_layers + 1, len(ids), hidden]: the embedding, then every layer's output.
+
+        The last output is normed.
+        """
         return torch.cat(self.model(torch.tensor([list(ids)]), output_hidden_states=True).hidden_states)
 
 
 def write_target(name: str, folder: Path, **changes) -> Target:
-    """changes: to the config of its text model."""
+    """Write a random target; `changes` are to the config of its text model."""
     family = FAMILIES[name]
     config = family.build_config(**changes)
     config._attn_implementation = "eager"
@@ -293,7 +304,7 @@ def write_target(name: str, folder: Path, **changes) -> Target:
     model = getattr(transformers, family.architecture)(config).float().eval()
     generator = torch.Generator().manual_seed(5)
     for parameter_name, parameter in model.named_parameters():
-        if parameter.ndim == 1 and "norm" in parameter_name:  # so that a norm left out or applied twice shows
+        if parameter.ndim == 1 and "norm" in parameter_name:  # shows a norm that is left out or applied twice
             parameter.data.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
     if family.adjust is not None:
         family.adjust(model)
@@ -311,7 +322,7 @@ def write_target(name: str, folder: Path, **changes) -> Target:
 
 
 def _merged(config: dict, changes: dict) -> dict:
-    """config with changes, the inner dicts' too."""
+    """Return a config with changes, merged into inner dicts."""
     inner = {key: _merged(config[key], value) for key, value in changes.items() if isinstance(value, dict)}
     return config | changes | inner
 
@@ -329,13 +340,13 @@ def _draft_config(vocab: int) -> dict:
 
 
 def write_draft(folder: Path, vocab: int = VOCAB) -> Path:
-    """A random DFlash draft for any of the targets."""
+    """Write a random DFlash draft for any of the targets."""
     config = _draft_config(vocab)
     return _write(folder, config, random_weights(config, len(LAYER_IDS)))
 
 
 def write_dflash2_draft(folder: Path, vocab: int = VOCAB) -> Path:
-    """A random DFlash2 draft for any of the targets."""
+    """Write a random DFlash2 draft for any of the targets."""
     config = _draft_config(vocab) | {"architectures": ["DFlash2DraftModel"]}
     config["dflash_config"] |= DFLASH2_OPTIONS
     return _write(folder, config, random_dflash2_weights(config, len(LAYER_IDS)))
@@ -349,7 +360,7 @@ def _write(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> Path
 
 
 def write_peagle_draft(folder: Path, vocab: int = VOCAB, tokens: int = 500) -> Path:
-    """A random P-EAGLE draft of one layer, with a window and a reduced vocabulary, for any of the targets."""
+    """Write a random one-layer P-EAGLE draft, with a window and a reduced vocabulary."""
     heads, head_dim, inner, num_aux = 4, 16, 96, len(LAYER_IDS)
     config = read_config(PEAGLE_DRAFT)
     config |= {

@@ -1,7 +1,9 @@
-"""A DFlash draft in plain PyTorch, for the tests: no cache, no batching, no SGLang, one request at a time.
+"""A DFlash draft in plain PyTorch, for the tests: no cache, no batching, no SGLang.
 
-Written from the paper (arXiv 2602.06036, section 3) and from what z-lab's own model does, not from ours. It
-computes in float64, so that what a comparison shows is the rounding of the float32 code under test."""
+It serves one request at a time. Written from the paper (arXiv 2602.06036, section 3) and from what z-lab's
+own model does, not from ours. It computes in float64, so that a comparison shows the rounding of the
+float32 code under test.
+"""
 
 import math
 
@@ -10,7 +12,7 @@ from torch.nn.functional import linear, silu
 
 
 class ReferenceDFlash:
-    """One draft. `config`: the checkpoint's config.json as a dict; `weights`: its tensors by name."""
+    """One draft; `config` is the checkpoint's config.json, `weights` its tensors by name."""
 
     def __init__(self, config: dict, weights: dict[str, torch.Tensor]):
         self.config = config
@@ -21,7 +23,7 @@ class ReferenceDFlash:
         self.head_dim = config.get("head_dim") or config["hidden_size"] // self.num_heads
 
     def context_kv(self, aux_hidden: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values that each layer keeps of a context: per layer two tensors [n, kv_heads, head_dim].
+        """Return each layer's keys and values of a context: two tensors [n, kv_heads, head_dim].
 
         aux_hidden: [n, num_aux * hidden], row p for position p. A layer's input norm is for the block only.
         """
@@ -32,7 +34,7 @@ class ReferenceDFlash:
     def block_hidden(
         self, embeddings: torch.Tensor, context: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """Final hidden states [B, hidden] of the block that follows the context.
+        """Return the final hidden states [B, hidden] of the block that follows the context.
 
         embeddings: [B, hidden], the anchor's and the mask token's, from the target's table.
         """
@@ -59,12 +61,13 @@ class ReferenceDFlash:
         return self._norm("norm", hidden)
 
     def sees(self, layer: int, query: int, key: int, anchor: int) -> bool:
-        """Whether the block slot at position `query` attends to position `key`.
+        """Return whether the block slot at position `query` attends to position `key`.
 
         A full layer sees everything. In a sliding layer of window W (the query counts) the window reaches
         back from the query; such a layer is causal unless the config says `is_causal: false`, and then sees
-        as far ahead. Drafts of the speculators library (`window_from_anchor`) see W tokens before the anchor
-        instead, from every slot."""
+        as far ahead. Drafts of the speculators library (`window_from_anchor`) see W tokens before the
+        anchor instead, from every slot.
+        """
         config = self.config
         if (config.get("layer_types") or ["full_attention"] * self.num_layers)[layer] == "full_attention":
             return True
@@ -102,7 +105,7 @@ class ReferenceDFlash:
         return x / torch.sqrt(mean_square + self.config["rms_norm_eps"]) * self.weights[f"{name}.weight"]
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """RoPE on x [n, heads, head_dim]: dimension i turns together with dimension i + head_dim / 2."""
+        """Apply RoPE to x [n, heads, head_dim]: dimension i turns with dimension i + head_dim / 2."""
         frequencies, magnitude = rope_frequencies(self.config, self.head_dim)
         angles = (positions[:, None].double() * frequencies)[:, None]
         turn = torch.polar(torch.full_like(angles, magnitude), angles)

@@ -1,8 +1,8 @@
-"""A DFlash2 draft in plain PyTorch, for the tests: `ReferenceDFlash` with the convolutions and the selector,
-in float64.
+"""A DFlash2 draft in plain PyTorch and float64, for the tests.
 
-Written from the formulas of vllm-project/vllm#52816 and sgl-project/sglang#35371: token by token, channel by
-channel."""
+It is `ReferenceDFlash` with the convolutions and the selector. Written from the formulas of
+vllm-project/vllm#52816 and sgl-project/sglang#35371: token by token, channel by channel.
+"""
 
 import torch
 from support.reference_dflash import ReferenceDFlash
@@ -21,7 +21,7 @@ class ReferenceDFlash2(ReferenceDFlash):
         for layer in range(self.num_layers):
             name = f"layers.{layer}"
 
-            def attention(x):
+            def attention(x, name=name, layer=layer):
                 query = self._linear(f"{name}.self_attn.q_proj", x).view(-1, self.num_heads, self.head_dim)
                 query = self._rotate(self._norm(f"{name}.self_attn.q_norm", query), positions)
                 sides = zip(context[layer], self._keys_values(layer, x, positions))
@@ -30,7 +30,7 @@ class ReferenceDFlash2(ReferenceDFlash):
                     f"{name}.self_attn.o_proj", self._attend(layer, query, keys, values, anchor)
                 )
 
-            def mlp(x):
+            def mlp(x, name=name):
                 gated = silu(self._linear(f"{name}.mlp.gate_proj", x)) * self._linear(
                     f"{name}.mlp.up_proj", x
                 )
@@ -61,8 +61,10 @@ class ReferenceDFlash2(ReferenceDFlash):
         return out
 
     def candidates(self, hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [slots, K] and unary scores of the slots' candidates; hidden [slots, hidden], head [vocab,
-        hidden]."""
+        """Return ids [slots, K] and unary scores of the slots' candidates.
+
+        hidden: [slots, hidden]. head: [vocab, hidden].
+        """
         logits = hidden.double() @ head.double().T * self.options.get("output_multiplier", 1.0)
         cap = self.options.get("final_logit_softcapping")
         if cap:
@@ -73,14 +75,17 @@ class ReferenceDFlash2(ReferenceDFlash):
     def scores(
         self, hidden: torch.Tensor, previous: int, ids: torch.Tensor, unary: torch.Tensor
     ) -> torch.Tensor:
-        """Of one slot's candidates after the token `previous`: [K]. hidden: [hidden]."""
+        """Return the scores [K] of one slot's candidates after the token `previous`.
+
+        hidden: [hidden].
+        """
         gate = self.weights["candidate_selector.hidden_projection.weight"] @ hidden.double()
         left = self.weights["candidate_selector.predecessor_codebook"][previous] * gate
         right = self.weights["candidate_selector.successor_codebook"]
         return torch.stack([unary[c] + (left * right[token]).sum() for c, token in enumerate(ids.tolist())])
 
     def greedy_path(self, hidden: torch.Tensor, head: torch.Tensor, anchor: int) -> list[int]:
-        """hidden: [slots, hidden] of the slots that draft."""
+        """Return the best path; hidden [slots, hidden] is of the slots that draft."""
         ids, unary = self.candidates(hidden, head)
         path = [anchor]
         for slot in range(len(hidden)):

@@ -1,7 +1,7 @@
-"""A P-EAGLE draft in plain PyTorch, for the tests: no cache, no batching, every step over the whole text, in
-float64.
+"""A P-EAGLE draft in plain PyTorch and float64, for the tests: no cache, no batching.
 
-Written from the paper (arXiv 2602.01469) and from what the speculators library's model does, not from ours.
+Every step runs over the whole text. Written from the paper (arXiv 2602.01469) and from what the speculators
+library's model does, not from ours.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 
 
 class ReferencePEagle(ReferenceDFlash):
-    """`config`: the speculators config.json as a dict. Its layers are Qwen3's."""
+    """One draft with Qwen3 layers; `config` is the speculators config.json."""
 
     def __init__(self, config: dict, weights: dict[str, torch.Tensor]):
         layers = config["transformer_layer_config"]
@@ -26,10 +26,11 @@ class ReferencePEagle(ReferenceDFlash):
     def step(
         self, tokens: list[int], aux_hidden: torch.Tensor, drafted: int, unknown: set[int] = frozenset()
     ) -> torch.Tensor:
-        """Draft logits [drafted, draft vocab] after `tokens`.
+        """Return draft logits [drafted, draft vocab] after `tokens`.
 
-        aux_hidden: [n, num_aux * hidden], of every token but the last. unknown: positions of which the states
-        are not known, so that the learned ones stand in."""
+        aux_hidden: [n, num_aux * hidden], of every token but the last. unknown: positions without known
+        states, at which the learned ones stand in.
+        """
         real = len(tokens) - 1
         mask = self.weights["mask_hidden"][0]
         states = torch.cat((aux_hidden[:real].double(), mask.expand(drafted - 1, -1)))

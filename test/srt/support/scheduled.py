@@ -1,7 +1,8 @@
 """SGLang's whole scheduler in one process, without server and tokenizer.
 
-A server test says when requests are sent; here a script says in which scheduler step each one joins and after
-how many tokens it is cut off, so batches change in the same steps every time."""
+A server test says when requests are sent. Here a script says in which scheduler step each one joins and
+after how many tokens it is aborted, so batches change in the same steps every time.
+"""
 
 import os
 import pickle
@@ -25,7 +26,10 @@ _PROGRAM = (
 
 @dataclass(frozen=True)
 class Job:
-    """One request. step: the scheduler step it joins in. abort_after: cut off once it has so many tokens."""
+    """One request.
+
+    step: the scheduler step it joins in. abort_after: abort it once it has so many tokens.
+    """
 
     input_ids: tuple[int, ...]
     max_new_tokens: int = 32
@@ -39,8 +43,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """logprobs: of the output ids, and gaps: how far the best token at each position is ahead of the second,
-    in log probability; where asked for. accepted: drafts kept in each verified block, in order."""
+    """The answer to a job.
+
+    logprobs: of the output ids; gaps: the lead of the best token at each position over the second, in log
+    probability; both if requested. accepted: drafts kept in each verified block, in order.
+    """
 
     output_ids: tuple[int, ...]
     finish_reason: str
@@ -53,10 +60,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Oracle:
-    """In place of the draft's tokens: the known answers, each slot spoiled with this probability.
+    """Known answers in place of the draft's tokens, each slot spoiled with this probability.
 
-    Long accepts happen then whatever the weights are. answers: one per job, output ids, at least as long as
-    is asked for; None leaves a job to its draft."""
+    Accepts are then long whatever the weights are. answers: one per job, output ids, at least as long as
+    requested; None leaves a job to its draft.
+    """
 
     answers: Sequence[Sequence[int] | None]
     error_rate: float = 0.15
@@ -70,12 +78,14 @@ def run(
     environment: dict[str, str] | None = None,
     prepare: Callable[[Any], None] | None = None,
 ) -> list[list[Answer]]:
-    """Serve groups of jobs one after another on one scheduler, under SGLang's command-line `arguments`, so
-    that the prefix cache of one group is there for the next. One answer per job; a RuntimeError ends with
-    what the process printed.
+    """Serve groups of jobs one after another on one scheduler, under SGLang's `arguments`.
+
+    The prefix cache of one group is there for the next. Returns one answer per job. A RuntimeError ends
+    with what the process printed.
 
     prepare: called in the process with its scheduler, before anything runs; pickled. A request's id is its
-    job's number."""
+    job's number.
+    """
     from support.servers import run_to_end  # of the tests' process alone
 
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +100,7 @@ def run(
 def serve(
     arguments: list[str], groups: Sequence[Sequence[Job]], oracle: Oracle | None, prepare=None
 ) -> list[list[Answer]]:
-    """`run`, in this process, of which it takes possession."""
+    """Run the groups in this process, which cannot do anything else afterwards."""
     from sglang.srt.managers import schedule_policy
     from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
     from sglang.srt.plugins import load_plugins
@@ -121,7 +131,7 @@ def serve(
 
 
 class _Driver:
-    """Takes the place of the scheduler's input: called once per step."""
+    """Replacement for the scheduler's input, called once per step."""
 
     def __init__(self, scheduler, groups):
         self.scheduler = scheduler
@@ -196,7 +206,7 @@ class _Driver:
         )
 
     def answers(self):
-        """Per group, in the order of the jobs."""
+        """Return the answers per group, in the order of the jobs."""
         found, at = [], 0
         for size in self.sizes:
             found.append([self._answer(self.requests[str(i)]) for i in range(at, at + size)])
@@ -226,7 +236,7 @@ class _Driver:
 
 
 class _Notes(CycleObserver):
-    """Notes the accepted tokens of each cycle, and replaces drafts by the oracle's."""
+    """Records the accepted tokens of each cycle, and replaces drafts by the oracle's."""
 
     def __init__(self, driver, oracle, vocab_size: int):
         self._driver, self._oracle, self._vocab_size = driver, oracle, vocab_size
@@ -256,7 +266,7 @@ class _Notes(CycleObserver):
 
 
 def main() -> None:
-    """In the scheduler's process: its two arguments are files, with what to serve and for the answers."""
+    """Serve in the scheduler's process; argv names the files of the input and of the answers."""
     task, answers = map(Path, sys.argv[1:])
     found = serve(*pickle.loads(task.read_bytes()))
     partial = answers.with_suffix(".part")

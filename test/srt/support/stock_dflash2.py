@@ -1,9 +1,9 @@
-"""SGLang's own DFlash2 draft on the blocks of a DFlash2Case, in a process of its own: `stock_dflash2.py IN
-OUT`.
+"""SGLang's own DFlash2 draft on the blocks of a DFlash2Case: `stock_dflash2.py IN OUT`.
 
-Only its model class is SGLang's: the pools, and the attention over them, are those of the unit tests. Its
-compiled functions run uncompiled (the caller sets TORCHDYNAMO_DISABLE). Context keys and values come from the
-methods it has for them."""
+It runs in a process of its own. Only its model class is SGLang's: the pools, and the attention over them,
+are the unit tests'. Its compiled functions run uncompiled (the caller sets TORCHDYNAMO_DISABLE). Context
+keys and values come from its own methods for them.
+"""
 
 import sys
 

@@ -8,8 +8,7 @@ from serving import Server
 
 
 def stream(server: Server, request: dict, path: str = "/generate") -> Iterator[dict]:
-    """POST with streaming on. Closing the iterator closes the connection, as a client does that walks
-    away."""
+    """POST with streaming on; closing the iterator closes the connection."""
     body = json.dumps({**request, "stream": True}).encode()
     call = urllib.request.Request(server.url + path, data=body, headers={"Content-Type": "application/json"})
     with urllib.request.urlopen(call, timeout=300) as response:

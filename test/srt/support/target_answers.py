@@ -1,8 +1,7 @@
-"""Greedy requests of every held-out prompt, and what the bundled target alone says to them:
-golden/target-answers.jsonl.
+"""Greedy requests of every held-out prompt, and the bundled target's answers to them.
 
-The answers are stock SGLang's without speculation, in float32. After a change to the target or the requests
-they are made anew:
+The answers (golden/target-answers.jsonl) are stock SGLang's without speculation, in float32. Regenerate
+them after a change to the target or the requests:
 
     PYTHONPATH=benchmark python test/srt/support/target_answers.py
 """
@@ -18,8 +17,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "target-answers.jsonl"
 
 
 def requests_from_prompts() -> list[dict]:
-    """Every held-out prompt, greedy: as text or as ids, 24 to 64 new tokens, half of them past the
-    end-of-text."""
+    """Return greedy requests, as text or ids: 24 to 64 new tokens, half past the end-of-text."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     requests = []
     for number, prompt in enumerate(heldout_prompts()):
@@ -31,8 +29,11 @@ def requests_from_prompts() -> list[dict]:
 
 
 def target_answers() -> list[dict]:
-    """One answer per request of `requests_from_prompts`, with the fields that tests compare. Of the target's
-    two best log probabilities at each position only their distance is kept, the best one standing for 0."""
+    """Return one answer per request of `requests_from_prompts`, with the compared fields.
+
+    Of the target's two best log probabilities at each position only the gap is stored; the best one is
+    stored as 0.
+    """
     lines = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
     made_for, answers = lines[0], lines[1:]
     assert made_for == _made_for(), (
@@ -45,7 +46,7 @@ def target_answers() -> list[dict]:
 
 
 def _made_for() -> dict[str, str]:
-    """What the answers hang on, by SHA-256."""
+    """Return SHA-256 sums of everything the answers depend on."""
     contents = {
         name: (TARGET / name).read_bytes() for name in ("config.json", "model.safetensors", "tokenizer.json")
     }

@@ -16,10 +16,11 @@ def attend(
     ahead: int = -1,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [n, q_heads, d], keys and values [m, kv_heads, d]; the queries are at the last n of the m positions.
+    """Attend from q [n, q_heads, d] to keys and values [m, kv_heads, d].
 
-    back, ahead: how many positions before and after its own a query sees; -1: all.
-    Returns [n, q_heads, d_v] float32 and the base-2 log of the sums, [n, q_heads].
+    The queries are at the last n of the m positions. back, ahead: how many positions before and after its
+    own a query sees; -1: all. Returns [n, q_heads, d_v] float32 and the base-2 log of the sums, [n,
+    q_heads].
     """
     n, m = q.shape[0], keys.shape[0]
     group = q.shape[1] // keys.shape[1]
@@ -41,7 +42,7 @@ def attend(
 
 
 def merge(out_a, lse_a, out_b, lse_b) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two attentions over parts of the keys as one: FlashInfer's `merge_state`."""
+    """Merge two attentions over parts of the keys into one, as FlashInfer's `merge_state`."""
     highest = torch.maximum(lse_a, lse_b)
     a, b = (torch.exp2(lse - highest).nan_to_num() for lse in (lse_a, lse_b))
     merged = (out_a * a[..., None] + out_b * b[..., None]) / (a + b)[..., None]

@@ -1,7 +1,8 @@
-"""SGLang's own DFLASH worker in a rehearsed server, to count by the same rules what its steps launch.
+"""SGLang's own DFLASH worker in a rehearsed server, to count its launches too.
 
-Of ours such a server has the CPU runtime and the rules for the arguments. The worker, the draft's model and
-everything that a step calls are SGLang's, on the branches that they take on CUDA."""
+The rules are the same. The server has our CPU runtime and our rules for the arguments. The worker, the
+draft's model and everything that a step calls are SGLang's, on the branches that they take on CUDA.
+"""
 
 import dataclasses
 import functools
@@ -14,8 +15,7 @@ from support.rehearsal import launches
 
 
 def take_the_stage(ledger: ModuleType, attention: Any, buckets: tuple[int, ...]) -> None:
-    """None of our worker's changes are made but `attention`, and the worker is the one that SGLang
-    chooses."""
+    """Keep only `attention` of our worker's changes, and SGLang's choice of worker."""
 
     def build():
         from sglang_dflash.srt.plugins.install import install

@@ -1,4 +1,4 @@
-"""What a rehearsed server's answers and reports are held against."""
+"""Comparison of a rehearsed server's answers and reports with what is expected."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from serving import dflash_arguments, heldout_prompts
 from support.parity import assert_same
 from support.rehearsal.play import ARGUMENTS, Rehearsal
 
-# What a request drafts may depend on what the prefix cache held when it came; without one, on nothing.
+# Drafts may depend on what the prefix cache held when a request came; without a cache they do not.
 NO_CACHE = "--disable-radix-cache"
 CONCURRENCY = 3  # with graphs for 1, 2 and 4 requests: most batches are padded
 LISTS = Path(__file__).parent / "launch_lists"
@@ -23,7 +23,7 @@ def greedy_requests(count: int = 5, tokens: int = 32, **sampling) -> list[dict]:
 
 
 def acceptance(answers: Sequence[dict]) -> list[list[int]]:
-    """Of every request, how many of its blocks kept 0, 1, 2, ... drafted tokens."""
+    """Return, per request, how many of its blocks kept 0, 1, 2, ... drafted tokens."""
     return [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in answers]
 
 
@@ -50,8 +50,10 @@ def assert_as_expected(
     reference,
     *arguments: object,
 ) -> list[dict]:
-    """The target's answers, the expected acceptance, no host length unlike the device's, and a graph for
-    every forward."""
+    """Assert the target's answers and the expected acceptance.
+
+    Also assert that no host length differs from the device's, and that a graph ran every forward.
+    """
     answers = played.server.generate_many(requests, CONCURRENCY)
     assert_same(requests, answers, reference.answers(requests))
     assert played.problems() == []
@@ -62,8 +64,7 @@ def assert_as_expected(
 
 
 def assert_launches(played: Rehearsal, name: str) -> None:
-    """Every greedy step asked for exactly the operations of `launch_lists/NAME.txt`, from the lines given
-    there."""
+    """Assert that every greedy step launched exactly what `launch_lists/NAME.txt` lists."""
     path = LISTS / f"{name}.txt"
     found = [
         sorted(f"{count} {operation}" for operation, count in counts.items())

@@ -1,5 +1,7 @@
-"""Our own modules with the branches they take on CUDA: where their source asks `is_cuda`, they hear what is
-so of a CPU."""
+"""Our own modules on the branches that they take on CUDA.
+
+Their `is_cuda` answers as it does for CUDA.
+"""
 
 import sys
 from importlib.abc import MetaPathFinder
@@ -31,7 +33,7 @@ class _Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """To be called before any module with such a branch is imported."""
+    """Install the import hook, before any module with such a branch is imported."""
     late = [name for name in sys.modules if name.startswith(BRANCHING)]
     assert not late, late
     sys.meta_path.insert(0, _Finder())

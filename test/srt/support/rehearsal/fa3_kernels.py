@@ -6,10 +6,27 @@ from support.rehearsal.attention import attend
 
 
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size,
-    softcap=0.0, return_softmax_lse=False, out=None, cu_seqlens_k_new=None, num_splits=0, ver=3,
-):  # fmt: skip
-    """q [tokens, heads, d], caches [pages, page, kv_heads, d], page_table [bs, pages of the longest]."""
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    cache_seqlens,
+    cu_seqlens_q,
+    max_seqlen_q,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap=0.0,
+    return_softmax_lse=False,
+    out=None,
+    cu_seqlens_k_new=None,
+    num_splits=0,
+    ver=3,
+):
+    """Attend from q [tokens, heads, d] to caches [pages, page, kv_heads, d].
+
+    page_table: [bs, pages of the longest].
+    """
     assert not return_softmax_lse
     page = k_cache.shape[1]
     pools = [cache.reshape(-1, *cache.shape[2:]) for cache in (k_cache, v_cache)]

@@ -1,7 +1,8 @@
 """Deliberate faults, each of which a rehearsal has to notice: tests of the tests.
 
-A captured graph keeps what it was captured with, so a fault in there is there from the start (`AT_START`);
-the others come and go while the server runs, as the file says that REHEARSAL_FAULT names (`PLANTED`)."""
+A captured graph keeps what it was captured with, so a fault in it is there from the start (`AT_START`). The
+others come and go while the server runs, as the file named by REHEARSAL_FAULT says (`PLANTED`).
+"""
 
 import dataclasses
 import os
@@ -17,7 +18,7 @@ def _is_planted(name: str) -> bool:
 
 
 def _wrong_host_length() -> None:
-    """The host believes every request one token shorter."""
+    """Make the host believe that every request is one token shorter."""
     from sglang_dflash.srt.speculative.dflash_info import Cycle
 
     begin = Cycle.begin.__func__
@@ -32,7 +33,7 @@ def _wrong_host_length() -> None:
 
 
 def _stale_states() -> None:
-    """The draft's context is made of the aux hidden states of some earlier step."""
+    """Build the draft's context from the aux hidden states of an earlier step."""
     from sglang_dflash.srt.speculative.cycle.verify import VerifyTail
 
     to_commit, first = VerifyTail.states_to_commit, {}
@@ -47,7 +48,7 @@ def _stale_states() -> None:
 
 
 def _host_read() -> None:
-    """A decode step waits for the device."""
+    """Let a decode step wait for the device."""
     from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 
     accept = Acceptor.accept
@@ -61,7 +62,7 @@ def _host_read() -> None:
 
 
 def _causal_draft() -> None:
-    """A block's rows see only those before them. Every output is right, and drafts are a little worse."""
+    """Let a block's rows see only earlier rows: output is right, drafts are a little worse."""
     from sglang.srt.layers.radix_attention import AttentionType
 
     from sglang_dflash.srt.models import dflash
@@ -73,7 +74,7 @@ def _causal_draft() -> None:
 
 
 def _forgotten_buffer() -> None:
-    """The draft's graph reads a tensor that every step makes anew."""
+    """Let the draft's graph read a tensor that every step makes anew."""
     from sglang_dflash.srt.models.dflash import DFlashDraftModel
     from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 

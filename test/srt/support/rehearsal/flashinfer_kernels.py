@@ -1,8 +1,9 @@
 """FlashInfer's kernels, below its own Python wrappers.
 
-`plan` leaves a schedule in the wrapper's workspace, where a captured kernel finds it. Like the kernel, a run
-believes the schedule's host lengths for how far it reads, and the device's arrays for everything else; where
-the two differ, a GPU would read too little or too much and say nothing: here it is reported."""
+`plan` leaves a schedule in the wrapper's workspace, where a captured kernel finds it. Like the kernel, a
+run takes from the schedule's host lengths how far it reads, and everything else from the device's arrays.
+If the two differ, a GPU would silently read too little or too much: here it is reported.
+"""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ _schedules: dict[int, Schedule] = {}  # by the address of the workspace
 
 
 class PrefillModule:
-    """What `get_batch_prefill_module` compiles."""
+    """The module that `get_batch_prefill_module` compiles."""
 
     workspace_size = None
 
@@ -37,9 +38,25 @@ class PrefillModule:
         self.paged_run = kernel("flashinfer_paged_run", self._run)
 
     def plan(
-        self, float_workspace, int_workspace, pinned, qo_host, kv_host, lengths, rows, bs, q_heads, kv_heads, page, in_graph,
-        d_qk, d_vo, causal, window_left, *_,
-    ):  # fmt: skip
+        self,
+        float_workspace,
+        int_workspace,
+        pinned,
+        qo_host,
+        kv_host,
+        lengths,
+        rows,
+        bs,
+        q_heads,
+        kv_heads,
+        page,
+        in_graph,
+        d_qk,
+        d_vo,
+        causal,
+        window_left,
+        *_,
+    ):
         for given in (qo_host, kv_host, lengths):
             assert given.device.type == "cpu" and given.dtype == torch.int32, given.dtype
         with launches.one_operation("flashinfer:plan"):
@@ -49,9 +66,33 @@ class PrefillModule:
         return [bs, rows]
 
     def _run(
-        self, float_workspace, int_workspace, plan_info, q, k_cache, v_cache, qo, kv, indices, last_page, out, lse, mask_mode,
-        layout, window_left, pdl, mask, mask_indptr, alibi, prefix_len, token_pos, max_item, softcap, scale, *_,
-    ):  # fmt: skip
+        self,
+        float_workspace,
+        int_workspace,
+        plan_info,
+        q,
+        k_cache,
+        v_cache,
+        qo,
+        kv,
+        indices,
+        last_page,
+        out,
+        lse,
+        mask_mode,
+        layout,
+        window_left,
+        pdl,
+        mask,
+        mask_indptr,
+        alibi,
+        prefix_len,
+        token_pos,
+        max_item,
+        softcap,
+        scale,
+        *_,
+    ):
         schedule = _schedules[int_workspace.data_ptr()]
         assert mask_mode in (0, 1), mask_mode
         heads = q.shape[1], k_cache.shape[-2]
@@ -123,7 +164,7 @@ class Ragged:
 
 
 class Decode:
-    """BatchDecodeWithPagedKVCacheWrapper, which a server that always verifies blocks makes and never runs."""
+    """BatchDecodeWithPagedKVCacheWrapper, which a server that verifies blocks never runs."""
 
     def __init__(self, *args, **kwargs):
         pass

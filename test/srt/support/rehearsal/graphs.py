@@ -2,11 +2,11 @@
 
 Capture records every operation with the memory it reads and writes; replay runs them again. As in a real
 graph, addresses, Python numbers and control flow are frozen. Memory from before the capture is kept by
-address alone: where its owner let go of it, the replay fails instead of reading what lies there now. Memory
-from within the capture is the graph's own, and is overwritten with NaN before each replay: nothing can be
-read of the replay before.
+address alone: if its owner released it, the replay fails instead of reading what is there now. Memory from
+within the capture belongs to the graph, and is overwritten with NaN before each replay, so that nothing of
+the previous replay can be read.
 
-A kernel (`kernel`) is one operation, which finds out at each replay what its arguments hold.
+A kernel (`kernel`) is one operation, which reads at each replay what its arguments hold.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# What reads a value on the host, or makes a shape of one.
+# Operations that read a value on the host, or whose result's shape depends on one.
 HOST_READS = (
     "_local_scalar_dense",
     "item",
@@ -34,8 +34,7 @@ _recording: "Recorder | None" = None
 
 
 def _has_mask(args: Any) -> bool:
-    """Whether something is indexed by a boolean mask, of which only its values say how many elements it
-    picks."""
+    """Return whether a boolean mask is an index: its values then decide the result's size."""
     return any(
         isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bool, torch.uint8)
         for leaf in tree_leaves(args[1:2])
@@ -43,15 +42,18 @@ def _has_mask(args: Any) -> bool:
 
 
 class CaptureError(RuntimeError):
-    """Not possible while a stream is capturing."""
+    """An operation that is not possible while a stream is capturing."""
 
 
 class StaleRead(RuntimeError):
-    """A graph reads memory that has been given back since its capture."""
+    """A read by a graph of memory that was released since its capture."""
 
 
 class Recorder(TorchDispatchMode):
-    """nodes: what to run, in order. own: storages made during the capture, by address."""
+    """A graph being captured.
+
+    nodes: what to run, in order. own: storages made during the capture, by address.
+    """
 
     def __init__(self):
         super().__init__()
@@ -120,7 +122,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _freeze(self, name: str, arguments: Any) -> Any:
-        """The arguments as a kernel launch has them: addresses of what is not the graph's own."""
+        """Return a kernel launch's arguments: addresses of what is not the graph's own."""
 
         def freeze(value):
             if not isinstance(value, torch.Tensor) or not value.numel():
@@ -140,7 +142,7 @@ class Recorder(TorchDispatchMode):
 
 
 def kernel(name: str, body: Callable) -> Callable:
-    """`body` as one operation of a graph that is being captured; else just `body`."""
+    """Wrap `body` as one operation of a graph that is being captured; otherwise just run it."""
 
     def launch(*args, **kwargs):
         if _recording is None or _recording.paused:
@@ -151,7 +153,7 @@ def kernel(name: str, body: Callable) -> Callable:
 
 
 class GraphBackend:
-    """Stands for SGLang's FullCudaGraphBackend."""
+    """Replacement for SGLang's FullCudaGraphBackend."""
 
     replays = {"target": 0, "draft": 0}
 

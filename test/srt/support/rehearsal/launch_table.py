@@ -1,5 +1,7 @@
-"""The launch lists by kind of launch: `python test/srt/support/rehearsal/launch_table.py` prints the table of
-benchmark/results/launches.md."""
+"""The launch lists by kind of launch.
+
+`python test/srt/support/rehearsal/launch_table.py` prints the table of benchmark/results/launches.md.
+"""
 
 import re
 from collections import Counter
@@ -17,7 +19,10 @@ _ON_HOST = re.compile(r"host|_cpu|\bint\(")
 
 
 def kind_of(operation: str) -> str:
-    """graph, input (copied into a graph's buffers), host, metadata (of attention) or launch."""
+    """Return the kind: graph, input, host, metadata or launch.
+
+    An input is copied into a graph's buffers; metadata is attention's.
+    """
     name, _, line = operation.partition(" <- ")
     if name.startswith("replay:"):
         return "graph"
@@ -31,7 +36,7 @@ def kind_of(operation: str) -> str:
 
 
 def counts_of(path: Path) -> Counter[str]:
-    """How many operations of each kind a list has."""
+    """Count a list's operations by kind."""
     counts: Counter[str] = Counter()
     for line in path.read_text().splitlines():
         times, operation = line.split(" ", 1)

@@ -1,5 +1,4 @@
-"""What a decode step asks of the device outside its graphs, and what it reads on the host: by the line that
-asks."""
+"""Launches of a decode step outside its graphs, and its host reads, by source line."""
 
 import contextlib
 import linecache
@@ -13,10 +12,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Neither launches nor reads.
 _FREE = {
-    "view", "slice", "select", "unsqueeze", "expand", "detach", "as_strided", "squeeze", "split", "split_with_sizes", "unbind",
-    "_unsafe_view", "alias", "transpose", "permute", "t", "empty", "empty_like", "empty_strided", "new_empty",
-    "new_empty_strided", "_reshape_alias", "lift_fresh", "unfold",
-}  # fmt: skip
+    "view",
+    "slice",
+    "select",
+    "unsqueeze",
+    "expand",
+    "detach",
+    "as_strided",
+    "squeeze",
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "_unsafe_view",
+    "alias",
+    "transpose",
+    "permute",
+    "t",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_reshape_alias",
+    "lift_fresh",
+    "unfold",
+}
 # Read on the host without an operation, where the tensor lies there already.
 _READS = {"tolist", "numpy", "cpu"}
 _OURS = ("/sglang/srt/", "/sglang/kernels/", "/flashinfer/")
@@ -57,8 +77,10 @@ class _Reads(TorchFunctionMode):
 
 
 def _asking_line() -> str:
-    """The innermost line of SGLang, FlashInfer or this project on the stack, by its text: numbers change too
-    often."""
+    """Return the innermost line of SGLang, FlashInfer or this project on the stack, as text.
+
+    Line numbers would change too often.
+    """
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -71,7 +93,7 @@ def _asking_line() -> str:
 
 @contextlib.contextmanager
 def one_operation(name: str):
-    """What happens inside counts once, under this name."""
+    """Count everything inside once, under this name."""
     counting = _counting
     if counting is None:
         yield
@@ -86,8 +108,7 @@ def one_operation(name: str):
 
 
 def watch_decode_steps(worker: type) -> None:
-    """Report of every `decode` of this worker how many graphs it replayed, and of every new set of
-    operations what they are."""
+    """Report each decode step's graph replays, and every new set of operations."""
     replay = graphs.GraphBackend.replay
     decode = worker.decode
     known: set[frozenset] = set()

@@ -1,4 +1,4 @@
-"""Start a rehearsed server, ask it, and read what it reports."""
+"""Start a rehearsed server, send requests, and read its report."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ class Rehearsal:
     folder: Path
 
     def notes(self, kind: str) -> list[dict[str, Any]]:
-        """What the server reported of this kind, since the last `forget`."""
+        """Return what the server reported of this kind since the last `forget`."""
         notes = map(json.loads, (self.folder / "report").read_text().splitlines())
         return [note for note in notes if note["kind"] == kind]
 
@@ -44,19 +44,21 @@ class Rehearsal:
         (self.folder / "report").write_text("")
 
     def plant(self, fault: str) -> None:
-        """From the next step on: one of `faults.PLANTED`, or "" for none."""
+        """Plant one of `faults.PLANTED` from the next step on, or none for an empty name."""
         (self.folder / "fault").write_text(fault)
 
     def problems(self) -> list[str]:
         return [note["text"] for note in self.notes("problem")]
 
     def steps_without_graphs(self) -> list[dict[str, Any]]:
-        """Decode steps that did not replay exactly one graph of the target and one of the draft."""
+        """Return decode steps that did not replay one graph of the target and one of the draft."""
         return [step for step in self.notes("step") if step["replays"] != {"target": 1, "draft": 1}]
 
     def operations(self) -> list[dict[str, int]]:
-        """Every set of operations that a step had, each with how often; without those that pad a batch to its
-        graph's."""
+        """Return every set of operations of a step, each with its count.
+
+        Operations that pad a batch to its graph's size are left out.
+        """
         found = []
         for note in self.notes("operations"):
             counts = {name: count for name, count in note["counts"].items() if PADDING not in name}
@@ -74,7 +76,7 @@ def fork_server() -> ForkServer:
 def rehearse(
     scene: stage.Scene, draft: Path, *arguments: object, environment: dict[str, str] | None = None
 ) -> Iterator[Rehearsal]:
-    """A server whose attention and graphs are CUDA's, on CPU tensors."""
+    """Serve with CUDA's attention and graphs on CPU tensors."""
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as name:
         folder = Path(name)
         env = {

@@ -1,4 +1,4 @@
-"""What a rehearsed server has to say: one JSON object per line, in the file that REHEARSAL_REPORT names."""
+"""Report of a rehearsed server: JSON lines in the file that REHEARSAL_REPORT names."""
 
 import json
 import os
@@ -13,5 +13,5 @@ def note(kind: str, **facts: Any) -> None:
 
 
 def problem(text: str) -> None:
-    """Something that a GPU would have done silently wrong."""
+    """Report something that a GPU would have done silently wrong."""
     note("problem", text=text)

@@ -1,7 +1,8 @@
-"""Inside a rehearsed server's scheduler: SGLang's CUDA attention and graphs in the place of its CPU ones.
+"""SGLang's CUDA attention and graphs on CPU tensors, in a rehearsed server's scheduler.
 
-The arguments go on saying `torch_native`, which is what lets a server run on a CPU: under that name stands
-the backend of the rehearsal, put there by the ledger's own entry (`plugins/ledger.py`)."""
+The arguments still say `torch_native`, which lets a server run on a CPU. The ledger's own entry
+(`plugins/ledger.py`) puts the rehearsal's backend under that name.
+"""
 
 import contextlib
 import dataclasses
@@ -43,7 +44,7 @@ class Scene:
 
 
 class TorchOnCPU:
-    """The torch module to a module that says device="cuda": tensors lie in plain host memory."""
+    """The torch module for code that says device="cuda": tensors are in plain host memory."""
 
     _MAKERS = ("empty", "zeros", "ones", "full", "arange", "tensor", "empty_like", "zeros_like")
 
@@ -62,8 +63,7 @@ class TorchOnCPU:
 
 
 def set_the_stage(ledger) -> None:
-    """The ledger's CPU attention is the rehearsal's; everything else is put in place when the worker is about
-    to be built."""
+    """Replace the ledger's CPU attention now, and everything else when the worker is built."""
     scene = Scene.from_environment()
 
     def build():
@@ -106,7 +106,7 @@ def _prepare_our_worker(scene: Scene) -> None:
 
 
 def _operation(name: str, body):
-    """`body` as one operation, in a graph and outside."""
+    """Wrap `body` as one operation, in a graph and outside."""
     node = graphs.kernel(name, body)
 
     def launch(*args, **kwargs):
@@ -117,7 +117,7 @@ def _operation(name: str, body):
 
 
 def _interpret_triton() -> None:
-    """A launch in Triton's interpreter is one operation of a graph."""
+    """Make a launch in Triton's interpreter one operation of a graph."""
     from triton.runtime.interpreter import GridExecutor
 
     call = GridExecutor.__call__

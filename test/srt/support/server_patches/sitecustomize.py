@@ -1,6 +1,8 @@
-"""Changes to a server under test. Python imports this file at start-up wherever its folder is on PYTHONPATH,
-and SERVER_PATCH names those to make, with spaces between. A module that does not exist yet then is watched
-for."""
+"""Changes to a server under test.
+
+Python imports this file at start-up if its folder is on PYTHONPATH. SERVER_PATCH names the changes,
+separated by spaces. A module that is not imported yet is patched when it is.
+"""
 
 import functools
 import itertools
@@ -10,7 +12,7 @@ from pathlib import Path
 
 
 def strict_sync(module) -> None:
-    """CUDA raises on a synchronisation inside a decode step."""
+    """Let CUDA raise on a synchronisation inside a decode step."""
     import torch
 
     decode = module.DFlashWorker.decode
@@ -26,7 +28,7 @@ def strict_sync(module) -> None:
 
 
 def misdeclared_draft(module) -> None:
-    """Drafted tokens are said to come from a flatter distribution than they do."""
+    """Declare a flatter draft distribution than the drafted tokens come from."""
     choose = module.choose_tokens
 
     def misdeclare(*args, **kwargs):
@@ -38,14 +40,14 @@ def misdeclared_draft(module) -> None:
 
 
 def eager_copies(module) -> None:
-    """A request copies whenever its last token has been said before, however copies fare."""
+    """Let a request copy whenever its last token has occurred before, however copies fare."""
     from dataclasses import replace
 
     module.RULE = replace(module.RULE, shortest=1, copies_follow=0.0, drafts_follow=0.0, drafts_start=0.0)
 
 
 def broken_logits(module) -> None:
-    """A request's custom_params give the target's logits at each position of its blocks."""
+    """Set the target's logits at each position of a request's blocks from its custom_params."""
 
     from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 
@@ -60,19 +62,24 @@ def broken_logits(module) -> None:
 
 
 def allow_deterministic_on_cpu(module) -> None:
-    """SGLang refuses --enable-deterministic-inference with CPU attention, as a row's rounding may depend on
-    its batch. In float32 that hardly ever decides a draw."""
+    """Allow --enable-deterministic-inference with CPU attention.
+
+    SGLang refuses it, as a row's rounding may depend on its batch. In float32 that hardly ever decides a
+    draw.
+    """
     module.add_deterministic_attention_backend_choices(["torch_native"])
 
 
 def no_batch_invariant_kernels(module) -> None:
-    """There are none for a CPU."""
+    """Skip batch-invariant kernels: a CPU has none."""
     module.ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
 
 
 def overcommit(module) -> None:
-    """Told that answers are short, the scheduler lets in more requests than the pool can carry to their end.
-    (SGLang's SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, which it reads while it is imported.)"""
+    """Let the scheduler admit more requests than the pool can hold to their end.
+
+    It is told that answers are short (SGLang's SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, read at import).
+    """
     module.CLIP_MAX_NEW_TOKENS = 8
 
 
@@ -81,7 +88,7 @@ PLANTED_EVERY = 25
 
 
 def leaked_slot(module) -> None:
-    """A KV slot that nobody frees."""
+    """Leak a KV slot: nothing frees it."""
     decode, cycles = module.DFlashWorker.decode, itertools.count(1)
 
     def leak_and_decode(self, batch, *args):
@@ -93,7 +100,7 @@ def leaked_slot(module) -> None:
 
 
 def dropped_accept(module) -> None:
-    """The last accepted drafted token is left out, and the bonus token takes its place."""
+    """Drop the last accepted drafted token; the bonus token takes its place."""
     accept, cycles = module.Acceptor.accept, itertools.count(1)
 
     def accept_and_drop(self, *args):
@@ -112,7 +119,7 @@ def dropped_accept(module) -> None:
 
 
 def swapped_request(module) -> None:
-    """Two requests of a batch report each other's tokens."""
+    """Let two requests of a batch report each other's tokens."""
     accept, cycles = module.Acceptor.accept, itertools.count(1)
 
     def accept_and_swap(self, *args):
@@ -127,7 +134,7 @@ def swapped_request(module) -> None:
 
 
 def set_the_stage(module) -> None:
-    """SGLang's CUDA attention and graphs, rehearsed on CPU tensors."""
+    """Rehearse SGLang's CUDA attention and graphs on CPU tensors."""
     from support.rehearsal import stage
 
     stage.set_the_stage(module)
