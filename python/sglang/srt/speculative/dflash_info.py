@@ -173,7 +173,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class PrefilledRequests:
-    """Requests whose prompt another server has computed: newly arrived, or resumed after a retraction.
+    """Requests prefilled by another server: newly arrived, or resumed after retraction.
 
     Attributes:
         reqs: SGLang's requests.
@@ -319,7 +319,7 @@ class DraftBlock:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether rejection with the draft's probabilities verifies the block."""
+        """True if rejection with the draft's probabilities verifies the block."""
         return self.probs is not None
 
     def narrowed(self, verify_len: int) -> "DraftBlock":
@@ -335,7 +335,7 @@ class DraftBlock:
 
 @dataclass
 class DFlashVerifyInput(SpecInput):
-    """Attention input for blocks of `draft_token_num` tokens: the target's chain and the draft's block.
+    """Attention input for the target's chains and the draft's blocks.
 
     There is no mask: the lengths say everything, and the draft's layers declare that they are not causal.
     SGLang builds one too, to capture CUDA graphs with.

@@ -87,7 +87,7 @@ def resolve_dflash_verify_mask_policy(attn_backend: Any) -> tuple[str, bool]:
 
 
 class NoLogits:
-    """Buffer for a model that keeps its logits to itself, where SGLang's graph runner asks for one."""
+    """Empty logits buffer for SGLang's graph runner, if a model keeps its logits."""
 
     def __init__(self, device: Any):
         self._device = device
@@ -110,7 +110,7 @@ def graph_output_for_runner() -> Callable[[Any], Any]:
 
 
 def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
-    """Raise RuntimeError unless the draft's KV pool mirrors the target's slots within its budget.
+    """Raise RuntimeError unless the draft's KV pool has the target's slots and fits.
 
     SGLang sizes the target's pool by target + draft bytes per token, the latter from the draft's config. If
     it cannot read that, it guesses and warns."""

@@ -298,7 +298,7 @@ class DFlashWorker(BaseSpecWorker):
         )
 
     def _draft(self, batch, verify_len: int, sampling_info: Any) -> tuple[Cycle, DraftBlock]:
-        """Draft the first `verify_len` slots of each block. With `sampling_info`, tokens are drawn."""
+        """Draft the first slots of each block; with `sampling_info`, draw them."""
         num_slots = self.block_size if verify_len > 1 else 1
         runner = self._target_worker.model_runner
         cycle = Cycle.begin(batch, runner, self.drafter.mask_token_id, num_slots)

@@ -1,6 +1,7 @@
-"""Checks of request fields that would reach a tensor's index, a number of fixed width or an allocation.
+"""Checks of request fields that could end the server.
 
-SGLang does not check them, and one such request ends the server. Here it is refused by name, in two places:
+Such a field reaches an index, a number of fixed width or an allocation, and SGLang does not check it. Here the
+request is refused by name, in two places:
 the front end sees a request as it was sent, the scheduler knows the vocabulary.
 """
 
@@ -30,7 +31,7 @@ _INTERNAL = (
 
 
 def checking_requests() -> Callable[[Any], None]:
-    """Wrap SGLang's `GenerateReqInput.normalize_batch_and_arguments` in a check of the request."""
+    """Wrap `GenerateReqInput.normalize_batch_and_arguments` in a check of the request."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     original = GenerateReqInput.normalize_batch_and_arguments
@@ -107,7 +108,7 @@ def _is_one_prompt(request: Any) -> bool:
 
 @functools.cache
 def _parameter_types() -> dict[str, Any]:
-    """Return the types of SGLang's sampling parameters by name; SGLang checks them in the scheduler only."""
+    """Return the types of SGLang's sampling parameters by name."""
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     types = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}

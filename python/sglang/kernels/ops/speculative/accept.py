@@ -1,4 +1,4 @@
-"""Accept drafted tokens, and compute what the scheduler and the next cycle need, in one launch.
+"""Accept drafted tokens, and compute the lengths that follow, in one launch.
 
 Shapes: bs requests, blocks of B slots. Slot 0 is the anchor, which is committed already.
 """
@@ -30,7 +30,7 @@ class AcceptedBlocks(NamedTuple):
 
 
 def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> torch.Tensor:
-    """Count the drafted tokens that equal the target's, up to the first that does not: [bs] int32.
+    """Count the drafted tokens up to the first that is not the target's: [bs] int32.
 
     Lossless for any draft. Greedy: every accepted token equals the argmax given the tokens before it.
     Sampled: slot k is a draw from the target's distribution given the prefix, independent of the draft.
@@ -98,7 +98,7 @@ def accept_greedy_torch(block, target_tokens, max_logits, committed, broken_toke
 
 
 def complete_blocks_torch(accept_len, tokens, max_logits, committed, broken_token) -> AcceptedBlocks:
-    """Run `complete_blocks` in PyTorch, on any device. Reads on the host whether any logit is broken."""
+    """Run `complete_blocks` in PyTorch, on any device, with a read on the host."""
     commit_lens = accept_len + 1
     bonus = tokens.gather(1, accept_len.long()[:, None]).squeeze(1)
     reported, is_broken = tokens, ~max_logits.isfinite()
@@ -122,7 +122,7 @@ def complete_blocks_triton(accept_len, tokens, max_logits, committed, broken_tok
 def _launch(
     block, accept_len, tokens, max_logits, committed, broken_token, is_decided: bool
 ) -> AcceptedBlocks:
-    """Launch one program per request. `accept_len` is read if `is_decided`, and written otherwise."""
+    """Launch one program per request, which reads `accept_len` if `is_decided`."""
     assert all(t.is_contiguous() for t in (block, tokens, max_logits, committed, accept_len))
     bs, block_size = tokens.shape
     accepted = AcceptedBlocks(

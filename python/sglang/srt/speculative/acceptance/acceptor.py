@@ -37,7 +37,7 @@ class RejectionRule(Protocol):
 
 
 def rejection_rule(spec: Any) -> RejectionRule | None:
-    """Choose the rule for drawn drafts by SGLang's speculative arguments. None: drafts are never drawn."""
+    """Choose the rule for drawn drafts. None: drafts are never drawn."""
     if not spec.speculative_use_rejection_sampling:
         return None
     return accept_by_block_verification if spec.speculative_use_block_verification else accept_by_rejection
@@ -74,7 +74,7 @@ class Acceptor:
 
     @property
     def can_draw(self) -> bool:
-        """Whether blocks that were drawn from the draft's distribution can be verified."""
+        """True if blocks drawn from the draft's distribution can be verified."""
         return self._rule is not None
 
     def draws_drafts(self, sampling_info: Any) -> bool:
@@ -96,7 +96,10 @@ class Acceptor:
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, block.tokens)
 
     def accept(self, batch: Any, cycle: Cycle, block: DraftBlock, logits: torch.Tensor) -> AcceptedBlocks:
-        """Accept verified blocks. logits: [bs * B, vocab], biased and masked. Sampling overwrites them."""
+        """Accept verified blocks.
+
+        logits: [bs * B, vocab], biased and masked. Sampling overwrites them.
+        """
         if batch.return_logprob and not batch.sampling_info.is_all_greedy:
             logits = logits.clone()  # log probabilities are still to be read
         if block.probs is not None:

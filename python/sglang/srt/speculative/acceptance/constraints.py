@@ -1,4 +1,4 @@
-"""Apply what a request demands of logits beside sampling: penalties, logit bias, its grammar."""
+"""Apply penalties, logit bias and grammars to logits."""
 
 from typing import Any
 

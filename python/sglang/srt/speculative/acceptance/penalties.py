@@ -1,4 +1,4 @@
-"""Frequency, presence and repetition penalties, and min_new_tokens, at every position of a block.
+"""Penalties and min_new_tokens at every position of a block.
 
 SGLang adds a request's penalties up once per step, which without speculation is once per token. In a block
 each position must include the drafted tokens before it, and in the end only output tokens count. So the

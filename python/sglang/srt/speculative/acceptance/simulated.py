@@ -1,4 +1,4 @@
-"""SGLang's benchmark switch `SGLANG_SIMULATE_ACC_LEN`: every cycle accepts a drawn number of tokens.
+"""SGLang's benchmark switch `SGLANG_SIMULATE_ACC_LEN`: drawn accept lengths.
 
 It measures speed at an assumed accept length, with random weights. The output is then not the target's."""
 

@@ -114,7 +114,7 @@ def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor], sampling_info
 
 
 def replace_broken_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Replace rows of logits [n, vocab] whose maximum is not finite by zeros. Returns the maxima, [n].
+    """Zero rows of logits [n, vocab] whose maximum is not finite; return all maxima [n].
 
     Such a row holds NaN or infinity, or nothing that its grammar allows, and a sampler does not survive it.
     SGLANG_SANITIZE_NAN_LOGITS has SGLang replace NaN and infinity first, and then no such row is broken.

@@ -39,7 +39,7 @@ class CyclesInFlight:
         self._cycles.append(cycle)
 
     def land(self, accept_lens: Sequence[int]) -> CycleInFlight:
-        """Remove and return the oldest cycle, which accepted so many drafted tokens of each request."""
+        """Remove and return the oldest cycle, whose accept lengths are now known."""
         cycle = self._cycles.popleft()
         assert len(accept_lens) == cycle.num_requests, "SGLang reports every cycle once, in order"
         return cycle

@@ -31,10 +31,16 @@ class CycleObserver:
         """Note how many slots of each block the step verifies, the anchor included."""
 
     def on_drafted(self, batch: Any, cycle: "Cycle", block: "DraftBlock") -> None:
-        """Note a drafted block. If nothing is drawn, `block.tokens` after column 0 may be overwritten."""
+        """Note a drafted block.
+
+        If nothing is drawn, `block.tokens` after column 0 may be overwritten.
+        """
 
     def on_verified(self, batch: Any, block: "DraftBlock", logits: "torch.Tensor") -> None:
-        """Note the target's logits [bs * B, vocab], before penalties and grammars. May overwrite them."""
+        """Note the target's logits [bs * B, vocab], which may be overwritten.
+
+        Penalties and grammars are applied afterwards.
+        """
 
     def on_accepted(self, batch: Any, cycle: "Cycle", accepted: "AcceptedBlocks") -> None:
         """Note which tokens are output."""

@@ -6,7 +6,7 @@ from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts
 
 
 class RowListener(Protocol):
-    """Owner of a table that is indexed by request row, for example penalty counts or copied texts."""
+    """Owner of a table indexed by request row, for example penalty counts."""
 
     def begin_prefill(self, prompts: Prompts) -> None:
         """Take in the requests of a prefill, before the target's forward."""

@@ -66,7 +66,7 @@ class Drafter(Protocol):
         """
 
     def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
-        """Do the part of `commit` that does not depend on acceptance, at the end of a verify graph.
+        """Do the part of `commit` that needs no acceptance, at the end of a verify graph.
 
         Args:
             aux_hidden: [n, num_aux * hidden] of whole blocks. Blocks that pad a batch come last.

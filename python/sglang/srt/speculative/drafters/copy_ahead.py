@@ -1,4 +1,6 @@
-"""`--speculative-copy-ahead`: propose what followed a request's last tokens earlier in its own text.
+"""`--speculative-copy-ahead`: propose copies of a request's own text.
+
+A copy is what followed the request's last tokens earlier in its prompt or output.
 
 Per request and cycle the proposal is such a copy, or the draft's block. The choice depends on the request's
 text and on earlier copies in it, never on the draft's tokens. So it is lossless for sampled requests: a
@@ -186,7 +188,7 @@ class CopyAhead:
 
 
 def overlay_copies(block: DraftBlock, copied: torch.Tensor) -> DraftBlock:
-    """Put copied tokens [bs, B] int64 into a drafted block. Negative ids leave the drafted token."""
+    """Put copied tokens [bs, B] int64 into a drafted block; skip negative ids."""
     is_copied = copied >= 0
     tokens, probs = torch.where(is_copied, copied, block.tokens), block.probs
     if probs is not None:

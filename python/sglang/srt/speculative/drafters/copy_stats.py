@@ -1,4 +1,4 @@
-"""Outcomes of proposals by their source, on the host: for metrics, and to skip drafts that nobody needs.
+"""Outcomes of proposals by their source, for metrics and to skip unneeded drafts.
 
 Nothing here waits for the device. The lengths a cycle proposed are copied to the host as it begins, and read
 when SGLang reports its accept lengths, which is later on the same stream."""
@@ -51,7 +51,7 @@ class CopyStats:
 
     @property
     def all_copy(self) -> bool:
-        """Whether, as far as the host knows, every running request is in the middle of a copy."""
+        """True if, as far as the host knows, every running request is inside a copy."""
         return self._whole >= WHOLE_CYCLES
 
     def on_admission(self) -> None:
@@ -69,7 +69,7 @@ class CopyStats:
         return Proposals(lengths, copied, was_drafted, self._admissions)
 
     def on_accept_lens(self, cycle: Proposals, accept_lens: Sequence[int], num_drafted: int) -> None:
-        """Count a cycle that accepted so many of the `num_drafted` proposed tokens of each request."""
+        """Count the accepted ones of `num_drafted` proposed tokens of each request."""
         self._cycles += 1
         if cycle.lengths is None:
             self._whole = 0

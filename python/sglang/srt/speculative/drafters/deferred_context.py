@@ -7,7 +7,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ContextRows:
-    """Inputs of a draft's context. aux_hidden: [n, num_aux * hidden]; positions, cache_loc: [n] int64."""
+    """Inputs of a draft's context.
+
+    aux_hidden: [n, num_aux * hidden]; positions, cache_loc: [n] int64.
+    """
 
     aux_hidden: torch.Tensor
     positions: torch.Tensor

@@ -1,4 +1,4 @@
-"""The DFlash2 drafter: a DFlash drafter whose tokens come from the candidate selector's walk."""
+"""The DFlash2 drafter: its tokens come from the candidate selector's walk."""
 
 from typing import Any
 

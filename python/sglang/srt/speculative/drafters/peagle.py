@@ -51,7 +51,7 @@ from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_
 
 @dataclass
 class PEagleVerifyInput(DFlashVerifyInput):
-    """The spec_info of a draft forward: SGLang plans with the block size, the model reads `draft_rows`."""
+    """Spec info of a draft forward: the model reads `draft_rows`."""
 
     draft_rows: PEagleRows | None = None
 

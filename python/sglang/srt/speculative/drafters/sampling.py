@@ -45,7 +45,7 @@ class DraftSampling:
 def likeliest(
     logits: torch.Tensor, temperature: torch.Tensor, sampling: DraftSampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the candidates of n slots, most likely first, and their probabilities before any filter.
+    """Find the candidates of n slots and their probabilities, most likely first.
 
     Args:
         logits: [n, V_draft] float.
@@ -104,7 +104,7 @@ def choose_tokens(
 
 
 def selector_draw(sampling_info, sampling: DraftSampling, num_slots: int) -> Draw:
-    """Build a draw over `num_slots` slots under each request's parameters, with fresh uniforms."""
+    """Build a draw over `num_slots` slots by each request's parameters."""
     info, temperature = sampling_info, sampling_info.temperatures.squeeze(1) * sampling.temperature_scale
     uniforms = torch.rand(temperature.shape[0], num_slots, device=temperature.device)
     slots = num_slots if sampling.sampled_slots is None else sampling.sampled_slots

@@ -1,4 +1,4 @@
-"""`--speculative-draft-window-size`: the draft sees only the last W committed tokens of a request.
+"""`--speculative-draft-window-size`: the draft sees the last W committed tokens.
 
 The draft reads through its own request table, rewritten before each block, over the KV slots it shares with
 the target. Nothing before the window is read. Keys keep the positions they were rotated at."""
@@ -34,7 +34,7 @@ class FullView:
 
 
 class WindowView:
-    """The last `size` committed tokens, and up to a page more if the attention backend reads whole pages."""
+    """The last `size` committed tokens, and up to a page more with paged backends."""
 
     def __init__(
         self, size: int, target_runner: Any, draft_runner: Any, attention_backend: str, num_draft_rows: int

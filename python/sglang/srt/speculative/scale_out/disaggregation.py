@@ -38,7 +38,7 @@ arrivals = Arrivals()
 def build_disagg_draft_input(
     batch: Any, last_tokens_tensor: torch.Tensor, future_map: Any
 ) -> DFlashDraftInput:
-    """Replace SGLang's function: carry the requests of a "prebuilt" batch into their first cycle."""
+    """Carry the requests of a "prebuilt" batch into their first cycle."""
     arrivals.note(
         PrefilledRequests(
             reqs=list(batch.reqs),

@@ -23,7 +23,7 @@ from sglang_dflash.srt.speculative.drafters.base import Drafter
 
 
 class DraftRanks:
-    """Ranks that run the draft: the target's, or with DP attention the ones that share requests."""
+    """Ranks of the draft: the target's, or with DP attention those sharing requests."""
 
     def __init__(self) -> None:
         self.layout = resolve_draft_parallel_layout(
@@ -58,7 +58,7 @@ class DraftRanks:
 
 
 class SubgroupDrafter:
-    """A drafter whose draft is on fewer ranks than the target: to its layers, these ranks are all there are.
+    """A drafter on fewer ranks than the target, which to its layers are all ranks.
 
     The part inside the target's graphs (`absorb`) exchanges nothing, and needs no context.
     """

@@ -1,4 +1,4 @@
-"""Weight updates at run time (`/update_weights_from_disk`), for the one of two models they were made for.
+"""Weight updates at run time (`/update_weights_from_disk`), for target or draft.
 
 SGLang loads the one checkpoint into the target and then into the draft. A checkpoint that fits one does not
 fit the other. If a checkpoint does not load, SGLang loads "the old one" from the new path, which ends the

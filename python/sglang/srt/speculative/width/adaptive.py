@@ -67,7 +67,7 @@ class _Batch(NamedTuple):
 
 
 class PlannedCycle(NamedTuple):
-    """A choice, to be given back when the cycle is launched and when its accept lengths are known."""
+    """A chosen width, to be passed to `on_launched` and `on_accept_lens`."""
 
     width: int  # slots to verify, the anchor included
     num_tokens: int  # committed tokens of its requests, as far as the host knew

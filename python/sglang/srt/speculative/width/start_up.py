@@ -204,7 +204,7 @@ def _wait(device: str) -> None:
 
 
 def _make_batch(worker: Any, num_requests: int, context: int) -> ScheduleBatch:
-    """Make the scheduler's decode batch of greedy requests with `context` committed tokens each."""
+    """Make a decode batch of greedy requests with `context` committed tokens each."""
     runner = worker.target_worker.model_runner
     params = SamplingParams(temperature=0)
     params.normalize(None)
