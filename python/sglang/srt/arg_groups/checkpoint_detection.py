@@ -98,11 +98,8 @@ def locate_verifier(name_or_path: str, checkpoint: str) -> str:
 
     Raises ValueError for a name that can only be a path and does not exist.
     """
-    beside = (
-        os.path.join(checkpoint, name_or_path),
-        os.path.join(os.path.dirname(checkpoint.rstrip("/")), name_or_path),
-    )
-    for candidate in (os.path.expanduser(name_or_path), *beside):
+    folders = ("", checkpoint, os.path.dirname(checkpoint.rstrip("/")))
+    for candidate in (os.path.join(folder, os.path.expanduser(name_or_path)) for folder in folders):
         if os.path.isdir(candidate):
             return os.path.normpath(candidate)
     if os.path.isabs(name_or_path) or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1:

@@ -45,28 +45,28 @@ DEFAULT_MAX_RUNNING_REQUESTS = 48
 
 # (ServerArgs field, allowed values, description for the user)
 _NOT_SUPPORTED = (
-    ("pp_size", 1, "pipeline parallelism (--pp-size)"),
-    ("attn_cp_size", 1, "context parallelism (--attn-cp-size)"),
+    ("pp_size", (1,), "pipeline parallelism (--pp-size)"),
+    ("attn_cp_size", (1,), "context parallelism (--attn-cp-size)"),
     (
         "grammar_backend",
         (None, "xgrammar", "llguidance", "none"),
         "--grammar-backend: only xgrammar, llguidance, none roll back",
     ),
     ("enable_lora", (None, False), "LoRA adapters (--enable-lora)"),
-    ("enable_hierarchical_cache", False, "hierarchical KV cache (--enable-hierarchical-cache)"),
-    ("enable_unified_memory", False, "the unified memory pool (--enable-unified-memory)"),
-    ("enable_hisparse", False, "hierarchical sparse attention (--enable-hisparse)"),
-    ("enable_two_batch_overlap", False, "two-batch overlap (--enable-two-batch-overlap)"),
-    ("enable_pdmux", False, "PD multiplexing (--enable-pdmux)"),
-    ("enable_watermark", False, "watermarking (--enable-watermark)"),
-    (
-        "speculative_num_steps",
-        (None, 1),
-        "--speculative-num-steps: a DFlash draft fills its block in one step",
-    ),
+    ("enable_hierarchical_cache", (False,), "hierarchical KV cache (--enable-hierarchical-cache)"),
+    ("enable_unified_memory", (False,), "the unified memory pool (--enable-unified-memory)"),
+    ("enable_hisparse", (False,), "hierarchical sparse attention (--enable-hisparse)"),
+    ("enable_two_batch_overlap", (False,), "two-batch overlap (--enable-two-batch-overlap)"),
+    ("enable_pdmux", (False,), "PD multiplexing (--enable-pdmux)"),
+    ("enable_watermark", (False,), "watermarking (--enable-watermark)"),
+    ("speculative_num_steps", (None, 1), "--speculative-num-steps: a DFlash draft has one step"),
     ("speculative_eagle_topk", (None, 1), "--speculative-eagle-topk: a DFlash block is a chain, not a tree"),
-    ("speculative_draft_sink_size", None, "--speculative-draft-sink-size"),
-    ("speculative_token_map", None, "--speculative-token-map: a DFlash draft shares the target's vocabulary"),
+    ("speculative_draft_sink_size", (None,), "--speculative-draft-sink-size"),
+    (
+        "speculative_token_map",
+        (None,),
+        "--speculative-token-map: a DFlash draft shares the target's vocabulary",
+    ),
 )
 
 
@@ -215,21 +215,14 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
     """
     from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
 
-    overrides = json.loads(args.json_model_override_args)
-    target = get_config(
-        args.model_path,
-        trust_remote_code=args.trust_remote_code,
-        revision=args.revision,
-        model_override_args=overrides,
-    )
-    draft = get_config(
-        args.speculative_draft_model_path,
-        trust_remote_code=args.trust_remote_code,
-        revision=args.speculative_draft_model_revision,
-        model_override_args=overrides,
-    )
-    target_kind(target.architectures)  # refuse what no draft could read before looking for faults in this one
+    options = {
+        "trust_remote_code": args.trust_remote_code,
+        "model_override_args": json.loads(args.json_model_override_args),
+    }
     checkpoint = args.speculative_draft_model_path
+    target = get_config(args.model_path, revision=args.revision, **options)
+    draft = get_config(checkpoint, revision=args.speculative_draft_model_revision, **options)
+    target_kind(target.architectures)  # refuse what no draft could read before looking for faults in this one
     config = read_draft_config(draft, checkpoint)
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint)
@@ -269,25 +262,19 @@ def _target_dtype(given: str, target_text_config: Any) -> str:
 
 
 def _refuse_unsupported(args: Any) -> None:
-    found = []
-    for field, allowed, description in _NOT_SUPPORTED:
-        value = getattr(args, field)
-        if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
-            found.append(description)
+    found = [text for field, allowed, text in _NOT_SUPPORTED if getattr(args, field) not in allowed]
+    window, backend = args.speculative_draft_window_size, args.attention_backend
     if args.speculative_use_block_verification and not args.speculative_use_rejection_sampling:
         found.append(
             "--speculative-use-block-verification without --speculative-draft-sample-method probabilistic: "
             "greedy drafts gain nothing from it"
         )
-    window = args.speculative_draft_window_size
     if window is not None and window < 1:
-        found.append(
-            f"--speculative-draft-window-size {window}: leave it out for a draft that sees all tokens"
-        )
+        found.append(f"--speculative-draft-window-size {window}: leave it out for a draft without a window")
     if args.device != "cpu" and not args.device.startswith("cuda"):
         found.append(f"device {args.device!r} (only cuda and cpu)")
-    if args.device == "cpu" and args.attention_backend != CPU_ATTENTION_BACKEND:
-        found.append(f"--attention-backend {args.attention_backend} on a CPU (only {CPU_ATTENTION_BACKEND})")
+    if args.device == "cpu" and backend != CPU_ATTENTION_BACKEND:
+        found.append(f"--attention-backend {backend} on a CPU (only {CPU_ATTENTION_BACKEND})")
     if found:
         raise ValueError("DFLASH does not support:\n  - " + "\n  - ".join(found))
 

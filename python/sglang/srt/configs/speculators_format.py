@@ -8,7 +8,15 @@ draft models read.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from sglang_dflash.srt.configs.peagle_config import PEAGLE_ARCHITECTURE
 from sglang_dflash.srt.configs.validation import (
@@ -45,24 +53,31 @@ class _Proposal(_Object):
     speculative_tokens: Positive
 
 
+def _choose_default(methods: Any, info: ValidationInfo) -> Any:
+    if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
+        return methods
+    default = info.data["default_proposal_method"]
+    return [method for method in methods if method.get("proposal_type") == default][:1] or methods[:1]
+
+
 class _Speculators(_Object):
     algorithm: str
     default_proposal_method: Any = None
-    proposal_methods: Annotated[list[_Proposal], Field(min_length=1)]
+    proposal_methods: Annotated[list[_Proposal], Field(min_length=1), BeforeValidator(_choose_default)]
     verifier: _Verifier
-
-    @field_validator("proposal_methods", mode="before")
-    @classmethod
-    def _choose_default(cls, methods: Any, info: ValidationInfo) -> Any:
-        if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
-            return methods
-        default = info.data["default_proposal_method"]
-        return [method for method in methods if method.get("proposal_type") == default][:1] or methods[:1]
 
     @property
     def speculative_tokens(self) -> int:
         """Drafted tokens a step, by the checkpoint's default proposal method."""
         return self.proposal_methods[0].speculative_tokens
+
+
+def _choose_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Take one of the sets by layer type; layers that rotate differently are refused."""
+    nested = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value]
+    if any(value != nested[0] for value in nested):
+        raise ValueError("differ between layer types, which is not supported")
+    return nested[0] if nested else rope
 
 
 class _Layers(_Object):
@@ -71,16 +86,7 @@ class _Layers(_Object):
     num_hidden_layers: Positive
     num_attention_heads: Positive
     vocab_size: Positive
-    rope_parameters: dict[str, Any] = {}
-
-    @field_validator("rope_parameters")
-    @classmethod
-    def _choose_rope(cls, rope: dict[str, Any]) -> dict[str, Any]:
-        """Take one of the sets by layer type; layers that rotate differently are refused."""
-        nested = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value]
-        if any(value != nested[0] for value in nested):
-            raise ValueError("differ between layer types, which is not supported")
-        return nested[0] if nested else rope
+    rope_parameters: Annotated[dict[str, Any], AfterValidator(_choose_rope)] = {}
 
 
 class _PEagleLayers(_Layers):
@@ -90,9 +96,35 @@ class _PEagleLayers(_Layers):
 def _check_layer_inputs(ids: tuple[int, ...]) -> tuple[int, ...]:
     if min(ids) < 1:
         raise ValueError(
-            f"{shown(ids)} names layer 0 or less: id 0 is the embedding, which SGLang does not capture"
+            f"{shown(list(ids))} names layer 0 or less: id 0 is the embedding, which SGLang does not capture"
         )
     return ids
+
+
+def _check_width(value: int | None, info: ValidationInfo) -> int | None:
+    layers = info.data.get("transformer_layer_config")
+    if layers is not None and value not in (None, layers.hidden_size):
+        raise ValueError(
+            f"is {value}, but the draft's hidden_size is {layers.hidden_size}: the library's own model "
+            "reads aux hidden states of the draft's width only"
+        )
+    return value
+
+
+def _check_block(value: int, info: ValidationInfo) -> int:
+    drafted = value if info.data.get("sample_from_anchor") else value - 1
+    speculators = info.data.get("speculators_config")
+    if speculators is not None and speculators.speculative_tokens > drafted:
+        raise ValueError(
+            f"is {value} and drafts {drafted}, but speculative_tokens is {speculators.speculative_tokens}"
+        )
+    return value
+
+
+def _check_norms(value: bool, info: ValidationInfo) -> bool:
+    if value and info.data.get("norm_before_fc"):
+        raise ValueError("is not possible: norm_before_fc and fc_norm are both true")
+    return value
 
 
 LayerInputs = Annotated[LayerIds, AfterValidator(_check_layer_inputs)]
@@ -108,7 +140,7 @@ class _Draft(_Object):
     draft_vocab_size: Positive
     speculators_config: _Speculators
     transformer_layer_config: _Layers
-    target_hidden_size: int | None = None
+    target_hidden_size: Annotated[int | None, AfterValidator(_check_width)] = None
     layer_inputs: LayerInputs  # each kind has a name of its own for it
 
     @field_validator("speculators_config")
@@ -116,17 +148,6 @@ class _Draft(_Object):
     def _check_algorithm(cls, value: _Speculators) -> _Speculators:
         if value.algorithm != cls.kind:
             raise ValueError(f"has algorithm {value.algorithm!r}, but speculators_model_type is {cls.kind!r}")
-        return value
-
-    @field_validator("target_hidden_size")
-    @classmethod
-    def _check_width(cls, value: int | None, info: ValidationInfo) -> int | None:
-        layers = info.data.get("transformer_layer_config")
-        if layers is not None and value not in (None, layers.hidden_size):
-            raise ValueError(
-                f"is {value}, but the draft's hidden_size is {layers.hidden_size}: the library's own model "
-                "reads aux hidden states of the draft's width only"
-            )
         return value
 
     def flatten(self, layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,19 +179,8 @@ class _DFlash(_Draft):
 
     sample_from_anchor: bool = False
     sliding_window_non_causal: bool = False
-    block_size: Positive
+    block_size: Annotated[Positive, AfterValidator(_check_block)]
     layer_inputs: LayerInputs = Field(alias="aux_hidden_state_layer_ids")
-
-    @field_validator("block_size")
-    @classmethod
-    def _check_block(cls, value: int, info: ValidationInfo) -> int:
-        drafted = value if info.data.get("sample_from_anchor") else value - 1
-        speculators = info.data.get("speculators_config")
-        if speculators is not None and speculators.speculative_tokens > drafted:
-            raise ValueError(
-                f"is {value} and drafts {drafted}, but speculative_tokens is {speculators.speculative_tokens}"
-            )
-        return value
 
     def flatten(self, layers: Mapping[str, Any]) -> dict[str, Any]:
         return self._flatten(
@@ -194,15 +204,8 @@ class _PEagle(_Draft):
     transformer_layer_config: _PEagleLayers
     norm_before_residual: bool = False
     norm_before_fc: bool = False
-    fc_norm: bool = False
+    fc_norm: Annotated[bool, AfterValidator(_check_norms)] = False
     layer_inputs: LayerInputs = Field(alias="eagle_aux_hidden_state_layer_ids")
-
-    @field_validator("fc_norm")
-    @classmethod
-    def _check_norms(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("norm_before_fc"):
-            raise ValueError("excludes norm_before_fc: norm_before_fc and fc_norm are both true")
-        return value
 
     def flatten(self, layers: Mapping[str, Any]) -> dict[str, Any]:
         return self._flatten(
