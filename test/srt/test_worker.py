@@ -32,7 +32,7 @@ def worker(**fields) -> DFlashWorker:
     defaults = {
         "_target_worker": MagicMock(),
         "device": "cpu",
-        "_gpu_id": 0,
+        "gpu_id": 0,
         "block_size": 4,
         "observers": (),
     }
@@ -60,8 +60,8 @@ def test_grammars_run_beside_verify(monkeypatch):
     drafter.propose.return_value = DraftBlock(torch.zeros(1, 4, dtype=torch.int64))
     acceptor.accept.side_effect = lambda *_: events.append("accept") or accepted
     made = worker(
-        drafter=drafter, acceptor=acceptor, _target_states=MagicMock(), _verify_tail=MagicMock(),
-        _penalties=MagicMock(),
+        drafter=drafter, acceptor=acceptor, target_states=MagicMock(), verify_tail=MagicMock(),
+        penalties=MagicMock(),
     )  # fmt: skip
     info = SimpleNamespace(logit_bias=None, is_all_greedy=True)
     made.run_cycle(MagicMock(has_grammar=True, sampling_info=info, return_logprob=False), 4, draws=False)
@@ -145,12 +145,13 @@ def test_nothing_is_captured_if_nothing_is_drafted(block_size, monkeypatch):
     ranks = SimpleNamespace(as_draft=contextlib.nullcontext, may_capture=lambda *_: True)
     monkeypatch.setattr(dflash_worker, "get_spec", MagicMock())
     monkeypatch.setattr(dflash_worker, "get_parallel", MagicMock())
+    draft_worker = MagicMock()
     made = worker(
-        block_size=block_size, drafter=MagicMock(num_draft_rows=block_size), _tp_sync=Sync(None),
-        _draft_worker=MagicMock(), _ranks=ranks, _metrics=None, _penalties=None,
+        block_size=block_size, drafter=MagicMock(num_draft_rows=block_size), tp_sync=Sync(None),
+        _draft_worker=draft_worker, ranks=ranks, metrics=None, penalties=None,
     )  # fmt: skip
     made.init_cuda_graphs()
-    made._draft_worker.init_cuda_graphs.assert_called_once_with(capture_decode_cuda_graph=block_size > 1)
+    draft_worker.init_cuda_graphs.assert_called_once_with(capture_decode_cuda_graph=block_size > 1)
 
 
 def test_a_drafts_graphs_hold_no_logits(monkeypatch):

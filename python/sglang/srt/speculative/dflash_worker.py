@@ -61,27 +61,27 @@ class DFlashWorker(BaseSpecWorker):
         self._target_worker = target_worker
         target_runner = target_worker.model_runner
         self.device = target_worker.device
-        self._gpu_id = gpu_id
+        self.gpu_id = gpu_id
         spec = get_spec()
         # SGLang's metrics read the two other names.
         self.block_size = self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
         self.speculative_num_steps = spec.speculative_num_steps
-        self._ranks = DraftRanks()
-        self.draft_parallel_layout = self._ranks.layout  # SGLang sizes the draft's KV by it
-        self._draft_worker = load_draft(server_args, gpu_id, nccl_port, target_worker, self._ranks)
+        self.ranks = DraftRanks()
+        self.draft_parallel_layout = self.ranks.layout  # SGLang sizes the draft's KV by it
+        self._draft_worker = load_draft(server_args, gpu_id, nccl_port, target_worker, self.ranks)
         draft_runner = self._draft_worker.model_runner
-        self._metrics = DFlashMetrics.from_server(self.block_size - 1)
+        self.metrics = DFlashMetrics.from_server(self.block_size - 1)
         self.drafter, self._copies = build_drafter(
-            draft_runner, target_runner.model, self.block_size, self._ranks, self._metrics
+            draft_runner, target_runner.model, self.block_size, self.ranks, self.metrics
         )
-        self._tp_sync = SpecTpSync(get_dp_tp_group())
+        self.tp_sync = SpecTpSync(get_dp_tp_group())
         self.acceptor = Acceptor(
             target_runner.sampler,
             target_runner.model_config.vocab_size,
-            self._tp_sync,
+            self.tp_sync,
             rejection_rule(spec),
             SimulatedAcceptance.from_environment(),
-            self._metrics,
+            self.metrics,
         )
         self._width = FixedWidth(self.block_size)
         self._in_flight = CyclesInFlight()
@@ -113,34 +113,34 @@ class DFlashWorker(BaseSpecWorker):
         """Allocate the draft's KV pool on the target's slots, and the tables of request rows."""
         # If no request table is given, the draft's runner makes its own.
         table = None if self.drafter.has_own_table else req_to_token_pool
-        with self._ranks.as_draft():
+        with self.ranks.as_draft():
             super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
         target_runner = self._target_worker.model_runner
         check_kv_budget(target_runner, self._draft_worker.model_runner)
         self.drafter.attach_pools(target_runner)
-        self._verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
+        self.verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
         num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
-        self._penalties = Penalties(num_rows, target_runner.model_config.vocab_size, self.device)
+        self.penalties = Penalties(num_rows, target_runner.model_config.vocab_size, self.device)
 
     def init_attention_backends(self):
         """Make the attention backends of both models."""
-        with self._ranks.as_draft(), self._with_draft_rows():
+        with self.ranks.as_draft(), self._with_draft_rows():
             super().init_attention_backends()
-        self._target_states = make_target_states(self._target_worker, self.block_size)
+        self.target_states = make_target_states(self._target_worker, self.block_size)
 
     def init_cuda_graphs(self):
         """Capture the draft's CUDA graphs, and measure cycles if the verify length is adaptive."""
-        captures = self.block_size > 1 and self._ranks.may_capture(self._tp_sync, self.device, self._gpu_id)
-        with self._ranks.as_draft(), self._with_draft_rows():
+        captures = self.block_size > 1 and self.ranks.may_capture(self.tp_sync, self.device, self.gpu_id)
+        with self.ranks.as_draft(), self._with_draft_rows():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
-        self._width = make_width(self, get_parallel().tp_group, self._metrics)
-        self._rows = RequestRows(self._width, self.drafter, self._penalties)
+        self._width = make_width(self, get_parallel().tp_group, self.metrics)
+        self._rows = RequestRows(self._width, self.drafter, self.penalties)
 
     def prewarm_sampling(self):
         """Allocate temporary memory of sampling. SGLang calls this when both models' graphs exist."""
         result = super().prewarm_sampling()
         if self.acceptor.can_draw and self.device == "cuda" and self.block_size > 1:
-            with self._ranks.as_draft():
+            with self.ranks.as_draft():
                 prewarm_probabilistic_step(
                     self.drafter.draw, self._target_worker.model_runner, self.block_size
                 )
@@ -178,7 +178,7 @@ class DFlashWorker(BaseSpecWorker):
             return  # an idle rank
         cycle = self._in_flight.land(accept_lens)
         self._width.on_accept_lens(cycle.plan, accept_lens)
-        self._metrics.count_verified(accept_lens, cycle.num_drafted)
+        self.metrics.count_verified(accept_lens, cycle.num_drafted)
         if self._copies is not None and cycle.proposals is not None:
             self._copies.stats.on_accept_lens(cycle.proposals, accept_lens, cycle.num_drafted)
 
@@ -206,7 +206,7 @@ class DFlashWorker(BaseSpecWorker):
         self._rows.begin_prefill(prompts)
         is_penalized = Penalties.are_requested(batch.sampling_info)
         if is_penalized:
-            self._penalties.penalize_prefill(batch)
+            self.penalties.penalize_prefill(batch)
         if prompts.num_running and batch.has_grammar and grammar_barrier is not None:
             # Under overlap the running requests' grammars may be a step behind, and this forward samples.
             grammar_barrier()
@@ -221,9 +221,9 @@ class DFlashWorker(BaseSpecWorker):
         # Tensor parallelism may pad the token dimension. Padding rows come last.
         aux_hidden = result.logits_output.hidden_states[: prompts.positions.numel()]
         cache_loc = plan.write_ids(self._draft_worker.model_runner.kv_index_translator)
-        next_tokens = self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids).long()
+        next_tokens = self.tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids).long()
         if is_penalized:
-            self._penalties.count_prefill(batch, next_tokens)
+            self.penalties.count_prefill(batch, next_tokens)
         self._notify("on_prefilled", batch, prompts, aux_hidden)
         self.drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
         result.logits_output.hidden_states = None  # SGLang would copy them to the host
@@ -264,21 +264,21 @@ class DFlashWorker(BaseSpecWorker):
         self._notify("on_drafted", batch, cycle, block)
         # The copy to the host starts before verify, so that grammars run beside it on the host.
         grammar_tree = GrammarTree.from_linear_chain(block.tokens) if batch.has_grammar else None
-        target_out = verify(self._target_worker, self._target_states, batch, cycle, block)
+        target_out = verify(self._target_worker, self.target_states, batch, cycle, block)
         logits_output = target_out.logits_output
         logits = logits_output.next_token_logits
         self._notify("on_verified", batch, block, logits)
-        constrain(batch, block.tokens, logits, self._penalties, grammar_tree, grammar_barrier)
+        constrain(batch, block.tokens, logits, self.penalties, grammar_tree, grammar_barrier)
         accepted = self.acceptor.accept(batch, cycle, block, logits)
         if Penalties.are_requested(batch.sampling_info):
-            self._penalties.count_block(batch, accepted)
-        self._target_states.commit(batch, accepted.commit_lens)
+            self.penalties.count_block(batch, accepted)
+        self.target_states.commit(batch, accepted.commit_lens)
         if on_publish is not None:
             on_publish(accepted.committed)
         if batch.return_logprob:
             compute_spec_logprobs(batch, logits_output, accepted.tokens.flatten(), chain_stride=verify_len)
         self._notify("on_accepted", batch, cycle, accepted)
-        aux_hidden = self._verify_tail.states_to_commit(target_out)
+        aux_hidden = self.verify_tail.states_to_commit(target_out)
         self.drafter.commit(cycle, aux_hidden, accepted)
         self._notify("on_committed", batch, cycle, aux_hidden, accepted)
         logits_output.hidden_states = None

@@ -1,8 +1,8 @@
 """Checks of request fields that could end the server.
 
-Such a field reaches an index, a number of fixed width or an allocation, and SGLang does not check it. Here the
-request is refused by name, in two places:
-the front end sees a request as it was sent, the scheduler knows the vocabulary.
+Such a field reaches an index, a number of fixed width or an allocation, and SGLang does not check it. The
+request is refused by name, in two places: the front end sees it as it was sent, and the scheduler knows the
+vocabulary.
 """
 
 import functools
