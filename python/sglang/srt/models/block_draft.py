@@ -119,10 +119,7 @@ class BlockDraftModel(nn.Module):
         return None if self.draft.sliding_window is None else self.draft.tokens_before_window_start
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a checkpoint.
-
-        Raises ValueError naming every tensor that is missing, unknown or of another shape.
-        """
+        """Load a checkpoint; raise ValueError naming every missing, unknown or misshapen tensor."""
         loaded = load_checkpoint(self, weights)
         for layer in self.layers:
             layer.self_attn._qk_weight = None

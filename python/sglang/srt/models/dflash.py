@@ -127,11 +127,7 @@ class DFlashAttention(nn.Module):
         return True
 
     def _norm_and_rotate(self, qkv: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Norm and rotate query and key heads together on a CPU; return q, k, v.
-
-        A third of the operations of SGLang's separate modules; on a CPU each small operation costs its
-        launch.
-        """
+        """Norm and rotate all heads together on a CPU: a third of SGLang's operations."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         normed = self.num_heads + self.num_kv_heads
         qk = heads[:, :normed]
@@ -279,10 +275,7 @@ class DFlashDraftModel(BlockDraftModel):
         write_context_kv(kv, *norm, *rows, self._kv_pointers, accept_len, block_size)
 
     def use_pool(self, kv_pool) -> None:
-        """Read the addresses of SGLang's pool of the draft.
-
-        Raises ValueError for a layout that cannot be written to.
-        """
+        """Read the addresses of SGLang's draft pool; raise ValueError for another layout."""
         if not isinstance(getattr(kv_pool, "k_buffer", None), list):
             kind = type(kv_pool).__name__
             raise ValueError(f"DFLASH cannot write its draft's context into a KV pool of type {kind}")
@@ -291,10 +284,7 @@ class DFlashDraftModel(BlockDraftModel):
 
     @torch.no_grad()
     def stack_kv_weights(self) -> None:
-        """Stack the weights that `write_context_kv` reads, at addresses that CUDA graphs keep.
-
-        Raises ValueError if they are quantized.
-        """
+        """Stack K/V weights where CUDA graphs read them; raise ValueError if quantized."""
         weights, biases = zip(*(layer.self_attn.context_kv_weight() for layer in self.layers), strict=True)
         self._kv_weight = torch.cat(weights, out=self._kv_weight)
         self._kv_bias = None if biases[0] is None else torch.cat(biases, out=self._kv_bias)

@@ -24,10 +24,7 @@ from sglang_dflash.srt.models.dflash import DFlashDecoderLayer, DFlashDraftModel
 
 @dataclass
 class DFlash2Output(DraftOutput):
-    """Draft output with every slot's candidates, for sampled walks. A CUDA graph pads them.
-
-    Shapes: [num_blocks, B - 1, ...] as in `Candidates`.
-    """
+    """Draft output and `Candidates` [num_blocks, B - 1, ...]; a CUDA graph pads them."""
 
     candidate_ids: torch.Tensor | None = None
     unary: torch.Tensor | None = None

@@ -20,10 +20,7 @@ _FUSED: dict[str, tuple[str, str | int]] = {
 
 
 def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Load a checkpoint into a BlockDraftModel and return the names of its parameters.
-
-    Raises ValueError naming every tensor that is missing, unknown or of another shape.
-    """
+    """Load a checkpoint, or raise ValueError with all problems; return parameter names."""
     tensors = {name.removeprefix("model."): tensor for name, tensor in weights}
     tensors = {name: t for name, t in tensors.items() if not is_ignored(name)}
     if not model.draft.has_own_vocabulary:
@@ -50,10 +47,7 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
 
 
 def _pad_to_rounded_width(tensors: dict[str, torch.Tensor], inner: int, ranks: int) -> None:
-    """Pad the MLP with zeros, which add nothing, to the width that SGLang gives it on a CPU.
-
-    There SGLang rounds a config's `intermediate_size` up, to a multiple of 32 per rank.
-    """
+    """Pad the MLP with zeros as SGLang does on a CPU: to a multiple of 32 per rank."""
     rounding = 32 * ranks
     matrices = [name for name, tensor in tensors.items() if ".mlp." in name and tensor.ndim == 2]
     dims = {name: int(name.endswith("down_proj.weight")) for name in matrices}  # of the MLP's width

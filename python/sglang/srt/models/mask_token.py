@@ -37,10 +37,7 @@ def find_mask_token(draft: DFlashDraftConfig, tokenizer: Any, checkpoint: str = 
 
 
 def read_mask_embedding(checkpoint: str, revision: str | None = None) -> MaskEmbedding | None:
-    """Read `mask_embedding.pt` of a checkpoint, a directory or a hub id, if it has one.
-
-    Raises DraftConfigError for a file that we cannot use.
-    """
+    """Read `mask_embedding.pt` of a folder or hub id; raise DraftConfigError if unusable."""
     from transformers.utils import cached_file
 
     path = cached_file(

@@ -43,10 +43,7 @@ class PEagleRows:
 
 
 class PEagleFirstLayer(DFlashDecoderLayer):
-    """First layer: its input is the token's embedding beside the fused hidden state.
-
-    Only the hidden state is in the residual stream.
-    """
+    """First layer: reads embedding and fused state; only the latter is in the residual."""
 
     def __init__(self, hf_config, draft: PEagleDraftConfig, *options, **attention):
         super().__init__(hf_config, draft, *options, input_size=2 * hf_config.hidden_size, **attention)

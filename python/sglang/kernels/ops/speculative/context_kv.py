@@ -215,10 +215,7 @@ def write_context_kv_kernel(
     SLOT_ALIGNMENT: tl.constexpr,
     FP8_MAX: tl.constexpr,
 ):
-    """One program per row and layer.
-
-    Grid: slots of a block, blocks, layers; in prefill rows, 1, layers.
-    """
+    """One program per row and layer. Grid: slots, blocks, layers; prefill rows, 1, layers."""
     slot_in_block = tl.program_id(0)
     block = tl.program_id(1)
     layer = tl.program_id(2)

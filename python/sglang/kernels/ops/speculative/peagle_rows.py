@@ -1,7 +1,4 @@
-"""Pending rows of each request, and the rows of a P-EAGLE draft block built from them.
-
-`srt/speculative/drafters/peagle.py` says what a block holds.
-"""
+"""Pending rows of requests, and P-EAGLE draft blocks of `drafters/peagle.py` made of them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

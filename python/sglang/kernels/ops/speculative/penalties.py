@@ -1,7 +1,4 @@
-"""Penalties at every position of a block, and counts of emitted tokens, as kernels.
-
-The PyTorch twins, with a dozen launches per position, are in `srt/speculative/acceptance/penalties.py`.
-"""
+"""Penalties and token counts as kernels; the twins are in `acceptance/penalties.py`."""
 
 import torch
 import triton

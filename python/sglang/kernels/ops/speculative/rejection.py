@@ -1,8 +1,4 @@
-"""Accepted length of each block, by rejection or by block verification, in one launch.
-
-The PyTorch twins are the walks in `srt/speculative/acceptance/rejection.py`. There block verification takes a
-dozen launches per slot.
-"""
+"""Accepted lengths in one launch; the twins are the walks in `acceptance/rejection.py`."""
 
 import torch
 import triton

@@ -1,7 +1,4 @@
-"""A DFlash2 selector's walk along a block, in one launch.
-
-The PyTorch twin and the rule are in `srt/layers/candidate_selector.py`.
-"""
+"""Walk of a DFlash2 selector in one launch; the rule is in `layers/candidate_selector.py`."""
 
 from dataclasses import dataclass
 

@@ -22,10 +22,7 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, eps, hea
 
 
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, num_heads_qk, num_heads_v, head_qk, head_v):
-    """Split [tokens, q | k | v | z] and [tokens, b | a] into q | k | v, z, b and a.
-
-    z: [tokens, value heads, value dim].
-    """
+    """Split q | k | v | z and b | a, [tokens, ...]; z becomes [tokens, heads, value dim]."""
     qkv, z = qkvz.split([2 * num_heads_qk * head_qk + num_heads_v * head_v, num_heads_v * head_v], dim=-1)
     b, a = ba.split([num_heads_v, num_heads_v], dim=-1)
     return qkv.contiguous(), z.reshape(-1, num_heads_v, head_v), b.contiguous(), a.contiguous()

@@ -80,8 +80,7 @@ def causal_conv1d_update_cpu(
     slots = conv_state_indices.long()
     inputs = mixed_qkv if mixed_qkv.dim() == 3 else mixed_qkv[..., None]
     steps, past = inputs.shape[2], conv_weights.shape[1] - 1
-    # Inputs are rounded to the state's dtype inside a block too, so a block computes the same as its tokens
-    # one by one.
+    # Rounding to the state's dtype inside a block makes it equal to its tokens one by one.
     extended = torch.cat([conv_states[slots], inputs.to(conv_states.dtype)], dim=2)
     history = extended.to(inputs.dtype)
     taps = [history[..., i : i + steps] for i in range(past)] + [inputs]

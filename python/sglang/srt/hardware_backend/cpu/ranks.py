@@ -34,8 +34,5 @@ def groups_of_cpus(cpus: list[int], count: int) -> list[str]:
 
 
 def find_nccl_library() -> str:
-    """Replace SGLang's: report that there is no NCCL, so that SGLang uses `torch.distributed`.
-
-    SGLang would find the library of PyTorch's CUDA build, whose communicators need a CUDA device.
-    """
+    """Report that there is no NCCL: its communicators need a CUDA device, unlike gloo."""
     raise OSError("no CUDA driver on this machine: ranks talk through gloo")

@@ -64,10 +64,7 @@ def host_register(buffer: torch.Tensor, registration_granularity_bytes: int | No
 def back_up_all_layers(
     self: Any, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
 ) -> None:
-    """Save a retracted request's KV, as `backup_from_device_all_layer` of the host pool.
-
-    host_indices, device_indices: [n] int64, rows of the host's and of the running pool.
-    """
+    """Save a retracted request's KV: rows device_indices [n] to host_indices [n], int64."""
     sides = ((self.k_data_refs, self.device_k_buffers), (self.v_data_refs, self.device_v_buffers))
     for host_layers, layers in sides:
         for host_rows, rows in zip(host_layers, layers, strict=True):
@@ -84,10 +81,7 @@ def restore_layer(
     *,
     is_draft: bool = False,
 ) -> None:
-    """Restore one layer at other rows, as `load_to_device_per_layer` of the host pool.
-
-    SGLang calls it for layers that this pool lacks as well; then it does nothing, as SGLang's does.
-    """
+    """Restore one layer at other rows; like SGLang's, do nothing for layers it lacks."""
     if is_draft or 0 <= layer_id < self.target_layer_num:
         self.device_k_buffers[layer_id][device_indices] = self.k_data_refs[layer_id][host_indices]
         self.device_v_buffers[layer_id][device_indices] = self.v_data_refs[layer_id][host_indices]

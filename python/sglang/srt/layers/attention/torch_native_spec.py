@@ -124,10 +124,7 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
     """`torch_native` with verify chains, draft blocks and every layer option named above."""
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """Return the length of requests that pad a batch, which use row 0 of the request table.
-
-        SGLang's DP attention reads it without a graph as well.
-        """
+        """Return the length of padding requests (row 0); DP attention reads it without a graph."""
         return 1
 
     def init_forward_metadata(self, forward_batch) -> None:
@@ -222,10 +219,7 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
 
     @staticmethod
     def _attend(segment: _Segment, q, keys, values, layer, sinks) -> torch.Tensor:
-        """Attend with q [bs, width, q_heads, dim], keys and values [bs, kv_heads, longest, dim].
-
-        Returns [bs * width, q_heads, v_dim].
-        """
+        """Attend with q [bs, width, heads, dim], k, v [bs, kv_heads, longest, dim], by request."""
         visibility = _Visibility.from_layer(layer)
         bs, width, heads, _ = q.shape
         kv_heads = keys.shape[1]

@@ -1,7 +1,4 @@
-"""SGLang's norm and rotation in fewer PyTorch operators, with bitwise equal results.
-
-On a CPU, the number of operators decides a small model's time.
-"""
+"""SGLang's norm and rotation in fewer operators, with bitwise equal results."""
 
 import functools
 import inspect

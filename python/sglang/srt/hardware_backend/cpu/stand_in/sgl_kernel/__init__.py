@@ -59,11 +59,7 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
 def _murmur_hash32_cpu(
     seed: _torch.Tensor, positions: _torch.Tensor, col_indices: _torch.Tensor
 ) -> _torch.Tensor:
-    """Hash (seed, position, column) by MurmurHash3 (x86, 32 bit), for seeded draws.
-
-    seed [n] uint64, positions [n], col_indices [m] -> [n, m] uint32. Used with
-    --enable-deterministic-inference.
-    """
+    """Hash uint64 seeds [n], positions [n], columns [m] by MurmurHash3 to uint32 [n, m]."""
     low_half = 0xFFFFFFFF
     seed = seed.view(_torch.int64)[:, None]
     words = (
