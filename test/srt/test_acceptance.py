@@ -1,4 +1,4 @@
-"""The acceptance rule: what it keeps, and that it leaves the target's distribution exactly as it is."""
+"""The greedy acceptance rule keeps the right tokens and the target's exact distribution."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from support.decisions import Decision, accept_matching_prefix
 
 
 def accept_by_loop(block: list[int], target_tokens: list[int]) -> tuple[int, int]:
-    """(drafts kept, bonus token) of one request."""
+    """Return (drafts kept, bonus token) of one request."""
     kept = 0
     for drafted, wanted in zip(block[1:], target_tokens[:-1], strict=True):
         if drafted != wanted:
@@ -22,7 +22,7 @@ def accept_by_loop(block: list[int], target_tokens: list[int]) -> tuple[int, int
 
 @st.composite
 def batches(draw):
-    """(block, target_tokens), both [bs, B]; few token values, so that prefixes match by chance."""
+    """Draw (block, target_tokens), both [bs, B]; prefixes match by chance."""
     bs, width = draw(st.integers(1, 6)), draw(st.integers(1, 17))
     rows = st.lists(st.lists(st.integers(0, 2), min_size=width, max_size=width), min_size=bs, max_size=bs)
     return torch.tensor(draw(rows)), torch.tensor(draw(rows))
@@ -50,8 +50,7 @@ def test_shapes_and_dtypes():
 
 @pytest.mark.parametrize("width", [1, 2, 16])
 def test_everything_and_nothing_kept(width):
-    """The bonus token comes on top of whatever is kept: a perfect block of width B yields B tokens, a wrong
-    one 1."""
+    """The bonus token is extra: a perfect block of B yields B tokens, a wrong one 1."""
     right = torch.arange(10, 10 + width)[None]
     block = torch.cat([torch.tensor([[5]]), right[:, :-1]], dim=1)
     perfect = accept_matching_prefix(block, right)
@@ -67,16 +66,16 @@ def test_a_late_match_does_not_count():
 
 # -- losslessness, by enumeration
 #
-# A target over a tiny vocabulary is a table: for every sequence of up to LENGTH tokens the distribution of
-# the next. A draft is another: for every sequence the block it proposes. Following every outcome of every
-# verify draw with its probability gives the exact distribution of output sequences, which must be the
-# target's own.
+# A target over a tiny vocabulary is a table: for every sequence of up to LENGTH tokens, the distribution of
+# the next one. A draft is another table: for every sequence, its proposed block. Every outcome of every
+# verify draw is followed with its probability. That gives the exact distribution of output sequences, which
+# must be the target's own.
 
 VOCABULARY, LENGTH, WIDTH = 3, 4, 3
 
 
 def random_target(rng) -> dict[tuple, np.ndarray]:
-    """Next-token distributions by prefix; some tokens impossible, some certain."""
+    """Return next-token distributions by prefix; some tokens impossible, some certain."""
     sequences = [s for n in range(LENGTH) for s in itertools.product(range(VOCABULARY), repeat=n)]
     table = {}
     for sequence in sequences:
@@ -94,7 +93,7 @@ def random_draft(rng) -> dict[tuple, tuple[int, ...]]:
 
 
 def target_distribution(target) -> dict[tuple, float]:
-    """Probability of every sequence of LENGTH tokens under plain decoding."""
+    """Return the probability of every sequence of LENGTH tokens under plain decoding."""
     result = {}
     for sequence in itertools.product(range(VOCABULARY), repeat=LENGTH):
         result[sequence] = float(np.prod([target[sequence[:i]][sequence[i]] for i in range(LENGTH)]))
@@ -102,8 +101,10 @@ def target_distribution(target) -> dict[tuple, float]:
 
 
 def speculative_distribution(target, draft, accept) -> dict[tuple, float]:
-    """The same under speculative decoding. accept: (blocks, draws) -> Decision, as
-    `accept_matching_prefix`."""
+    """Return the probability of every sequence under speculative decoding.
+
+    accept: (blocks, draws) -> Decision, as `accept_matching_prefix`.
+    """
     result = dict.fromkeys(itertools.product(range(VOCABULARY), repeat=LENGTH), 0.0)
     pending = {(0,): 1.0}  # (anchor, *output so far): the first anchor belongs to the prompt
     while pending:
@@ -112,7 +113,7 @@ def speculative_distribution(target, draft, accept) -> dict[tuple, float]:
             drafted = draft[tuple(output)]
             draws = list(itertools.product(range(VOCABULARY), repeat=WIDTH))
             # Slot k is drawn from the target's distribution after the output and the first k drafted tokens,
-            # whether or not these turn out to be kept.
+            # kept or not.
             prefixes = [(*output, *drafted[:k]) for k in range(WIDTH)]
             slots = [target[p] if len(p) < LENGTH else np.eye(VOCABULARY)[0] for p in prefixes]
             chances = [float(np.prod([slots[k][draw[k]] for k in range(WIDTH)])) for draw in draws]
@@ -145,7 +146,7 @@ def test_sampled_verification_leaves_the_targets_distribution(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_good_and_a_hopeless_draft(seed):
-    """A draft that always says the likeliest token, and one that only says impossible ones."""
+    """One draft always proposes the likeliest token, the other one only impossible ones."""
     target = random_target(np.random.default_rng(seed))
 
     def follow(pick):
@@ -162,7 +163,7 @@ def test_a_good_and_a_hopeless_draft(seed):
 
 
 def keep_one_too_many(block, draws):
-    """The first differing draft is kept as well."""
+    """Also keep the first differing draft."""
     kept = accept_matching_prefix(block, draws).accept_len
     kept = (kept + 1).clamp(max=block.shape[1] - 1)
     out = torch.cat([block[:, 1:], draws[:, -1:]], dim=1)
@@ -172,14 +173,14 @@ def keep_one_too_many(block, draws):
 
 
 def count_late_matches(block, draws):
-    """Matches after a mismatch count too."""
+    """Also count matches after a mismatch."""
     kept = (block[:, 1:] == draws[:, :-1]).sum(dim=1, dtype=torch.int32)
     return Decision(kept, draws, draws.gather(1, kept.long()[:, None]).squeeze(1))
 
 
 @pytest.mark.parametrize("wrong_rule", [keep_one_too_many, count_late_matches])
 def test_a_wrong_rule_is_caught(wrong_rule):
-    """The enumeration must be able to fail."""
+    """The enumeration can fail."""
     generators = [np.random.default_rng(seed) for seed in range(12)]
     differences = [
         largest_difference(random_target(rng), random_draft(rng), wrong_rule) for rng in generators

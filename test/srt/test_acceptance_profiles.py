@@ -1,5 +1,7 @@
-"""The bundled drafts are accepted as often as benchmark/expected_acceptance.json says, by the harness
-itself."""
+"""The bundled drafts reach the acceptance of benchmark/expected_acceptance.json.
+
+The harness itself measures it.
+"""
 
 import contextlib
 import json
@@ -26,11 +28,11 @@ def test_the_arithmetic():
 @pytest.mark.server
 @pytest.mark.parametrize(
     "profile",
-    # Of the speculators draft test_speculators_parity.py compares every cycle.
+    # test_speculators_parity.py compares every cycle of the speculators draft.
     [pytest.param(name, marks=pytest.mark.long if "speculators" in name else ()) for name in BUNDLED],
 )
 def test_a_bundled_draft(profile, servers):
-    """The first one through the server that the harness starts by itself."""
+    """Measure a draft; the harness starts the first one's server by itself."""
     servers.close()
     if profile == BUNDLED[0]:
         check(profile)

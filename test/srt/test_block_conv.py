@@ -1,5 +1,7 @@
-"""The convolution along a block against its twin, on a GPU where there is one, else in the interpreter; the
-twin is held against reference_dflash2.py in test_dflash2_model.py."""
+"""The convolution along a block against its twin, on a GPU or in the interpreter.
+
+The twin is compared with reference_dflash2.py in test_dflash2_model.py.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from sglang_dflash.kernels.ops.speculative import block_conv as kernels
 
 
 def inputs(blocks: int, width: int, hidden: int, groups: int, taps: int, dtype: torch.dtype = torch.float32):
-    """x, base, and the deltas of the second side, which do not lie side by side."""
+    """Return x, base, and the deltas of the second side, which are not contiguous."""
     generator = torch.Generator().manual_seed(0)
     tensors = (
         torch.randn(blocks * width, hidden, generator=generator),
@@ -35,7 +37,7 @@ def test_the_kernel_equals_its_twin(blocks, width, hidden, groups, taps):
 
 @against_twin
 def test_bfloat16_equals_its_twin():
-    """Rounded once here and several times there."""
+    """The kernel rounds once, bfloat16 PyTorch several times."""
     x, base, deltas = inputs(2, 8, 64, 4, 2, torch.bfloat16)
     want = kernels.block_conv_torch(x.float(), base.float(), deltas.float(), 8)
     got = kernels.block_conv_triton(x.to(DEVICE), base.to(DEVICE), deltas.to(DEVICE), 8)
@@ -46,7 +48,7 @@ def test_bfloat16_equals_its_twin():
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_kernel_compiles(arch, monkeypatch):
-    """For GPUs that need not be here; of published size."""
+    """Compile for GPUs that need not be present, at published sizes."""
     launch = Launch(kernels.block_conv_kernel)
     monkeypatch.setattr(kernels, "block_conv_kernel", launch)
     kernels.block_conv_triton(*inputs(4, 8, 5120, 320, 2, torch.bfloat16), 8)

@@ -1,4 +1,4 @@
-"""A request whose target says NaN or infinity ends with that reason; the server and everybody else go on."""
+"""A request with NaN or infinite target logits ends with that reason; all others go on."""
 
 import pytest
 from serving import PEAGLE_DRAFT, dflash_arguments, heldout_prompts
@@ -31,7 +31,7 @@ def test_broken_logits_end_their_request_alone(flags, servers, reference):
     answers = server.generate_many([one for pair in zip(fine, broken) for one in pair], 8)
     for answer in answers[1::2]:
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "NaN happened"}
-        # The prefill's token, and the one in whose place the request ended.
+        # The prefill's token, and the one at whose position the request ended.
         assert answer["meta_info"]["completion_tokens"] == 2
     assert_same(fine, answers[::2], reference.answers(fine))
     assert_same(fine, server.generate_many(fine, 8), reference.answers(fine))

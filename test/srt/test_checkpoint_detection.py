@@ -1,4 +1,4 @@
-"""`--model-path <speculators checkpoint>`: what is served, whose flags win, what is contradictory."""
+"""`--model-path <speculators checkpoint>`: model served, precedence, contradictions."""
 
 import copy
 import json
@@ -14,7 +14,7 @@ from sglang_dflash.srt.configs.draft_config import DraftConfigError
 
 
 def write_checkpoint(tmp_path: Path, good: dict) -> Path:
-    """A speculators checkpoint whose verifier lies beside it, named by its folder's name."""
+    """Write a speculators checkpoint next to its verifier, which it names by folder."""
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text('{"model_type": "qwen3"}')
     config = copy.deepcopy(good)
@@ -36,7 +36,7 @@ def peagle(tmp_path) -> Path:
 
 
 def detect(**arguments):
-    """The arguments after detection, and how often SGLang's own step ran."""
+    """Return the arguments after detection; SGLang's own step must run once."""
     record, calls = ServerArgs(**arguments), []
     detect_speculators_model(record, calls.append)
     assert calls == [record]
@@ -116,7 +116,7 @@ def test_where_a_verifier_is_looked_for(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("named", [None, "PEAGLE", "peagle", "EAGLE3", "DFLASH"])
 def test_a_peagle_checkpoint_alone(peagle, named, caplog):
-    """Whatever it is called, to SGLang it is DFLASH; one log line says what it is."""
+    """SGLang serves it as DFLASH under any name; one log line names P-EAGLE."""
     with caplog.at_level("INFO"):
         args = detect(model_path=str(peagle), speculative_algorithm=named)
     assert args.speculative_algorithm == "DFLASH"

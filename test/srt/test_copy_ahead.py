@@ -1,5 +1,4 @@
-"""Copies from a request's own text: kernels against twins, twins against a search by hand, and what is
-learned of them."""
+"""Copies from a request's own text: kernels, search, learned trust, and the drafter."""
 
 from types import SimpleNamespace
 
@@ -25,7 +24,10 @@ CPU = torch.device("cpu")
 
 
 def random_texts(seed: int, bs: int, longest: int, vocabulary: int, device: str):
-    """Texts of few different tokens, some of them nobody may copy, in the rows of a history."""
+    """Return texts of few different tokens in the rows of a history.
+
+    Some tokens may not be copied.
+    """
     rng = torch.Generator().manual_seed(seed)
     lengths = 1 + torch.randint(longest, (bs,), generator=rng)
     history = torch.randint(
@@ -37,8 +39,10 @@ def random_texts(seed: int, bs: int, longest: int, vocabulary: int, device: str)
 
 
 def match_by_hand(text: list[int]) -> tuple[int, int]:
-    """(length, last position) of the longest earlier occurrence of the text's last tokens, the most recent of
-    several."""
+    """Return (length, last position) of the longest earlier match of the text's end.
+
+    The most recent one, if there are several.
+    """
     found = (0, 0)
     for end in range(len(text) - 1):
         length = 0
@@ -54,7 +58,7 @@ def match_by_hand(text: list[int]) -> tuple[int, int]:
 
 
 def copy_by_hand(text: list[int], end: int, count: int) -> list[int]:
-    """The tokens after `end`, going on in what was just copied; up to the first that cannot be."""
+    """Return the tokens after `end`, copied ones too, up to the first that must not be."""
     tokens = list(text)
     for k in range(count):
         tokens.append(tokens[end + 1 + k])
@@ -107,7 +111,7 @@ def test_copying_equals_its_twin(seed, bs, longest, vocabulary, block_size):
 
 @against_twin
 def test_a_text_of_many_tiles_equals_its_twin(monkeypatch):
-    """More tiles than the second kernel looks at in one step; the matches are far back."""
+    """The second kernel reads fewer tiles in one step; the matches are far back."""
     monkeypatch.setattr(copy_ahead, "TILE", 16)
     monkeypatch.setattr(copy_ahead, "PARTS", 4)
     rng = torch.Generator().manual_seed(0)
@@ -144,7 +148,7 @@ def test_appending_equals_its_twin(seed, bs, width, was_drafted):
         assert torch.equal(outcomes[0][1], records)  # nothing was proposed, so nothing is learned
 
 
-# -- what is learned
+# -- learned trust
 
 
 def play(
@@ -154,8 +158,11 @@ def play(
     length: int = RULE.long,
     known: float = RULE.drafts_start,
 ) -> list[bool]:
-    """Whether a request with a match in every cycle copies, where of a copied block such a share is kept, and
-    of a drafted one. known: what the record says of drafts at first."""
+    """Return whether a request with a match in every cycle copies.
+
+    The arguments give the share kept of a copied block and of a drafted one. known: what the record says of
+    drafts at first.
+    """
     history = torch.arange(30, dtype=torch.int32)[None]
     history[0, 20 - length + 1 : 21] = history[0, 1 : length + 1]
     records, rows, seq_lens = (
@@ -232,7 +239,7 @@ SILENT = DFlashMetrics(3, None)
 
 
 class Simulation:
-    """Requests in the rows of a request table, as the worker would tell a drafter of them."""
+    """Requests in the rows of a request table, as the worker reports them to a drafter."""
 
     def __init__(self, **fields):
         self.inner = Drafted()
@@ -388,7 +395,7 @@ def test_a_draft_that_writes_its_context_runs_every_time():
 
 
 def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
-    """As the host knows them; and what copies nothing then proposes its anchor."""
+    """The host's knowledge decides; a cycle that copies nothing then proposes its anchor."""
     played = Simulation()
     played.drafter.knows_matches_on_host = False
     loop = [*range(1, 9)] * 4

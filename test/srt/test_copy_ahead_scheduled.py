@@ -1,5 +1,7 @@
-"""Copies on SGLang's own scheduler: after every cycle the device knows each request's text, and a draft that
-is left out too long changes no output."""
+"""Copies on SGLang's own scheduler.
+
+After every cycle the device knows each request's text. Leaving out a draft for too long changes no output.
+"""
 
 import json
 

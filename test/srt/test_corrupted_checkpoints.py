@@ -1,9 +1,9 @@
-"""Mutated draft checkpoints: each is refused by an error that names the checkpoint, or describes a draft that
-loads.
+"""Mutated draft checkpoints: each is refused by a named error, or its draft loads.
 
-In start-up's order: config.json as JSON, through our parser as SGLang reads it, against the target, against
-the headers of the tensors; what passes is loaded. `CORRUPTED_CHECKPOINTS=10000` asks for more of them than
-`make test` does."""
+The error names the checkpoint. Checks run in start-up's order: config.json as JSON, through our parser as
+SGLang reads it, against the target, against the headers of the tensors; a valid checkpoint is loaded.
+`CORRUPTED_CHECKPOINTS=10000` requests more of them than `make test` does.
+"""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ NAMES = ("z-lab", "DFlash2", "speculators", "P-EAGLE", "P-EAGLE, llama")
 
 @functools.cache
 def checkpoint(name: str) -> tuple[dict, bytes]:
-    """config.json, model.safetensors"""
+    """Return config.json and model.safetensors of an intact checkpoint."""
     if name == "z-lab":
         return BASE, save(random_weights(BASE, 2))
     if name == "DFlash2":
@@ -60,7 +60,7 @@ def checkpoint(name: str) -> tuple[dict, bytes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def parser() -> Iterator[None]:
-    """Where SGLang looks for it."""
+    """Register our parser as SGLang finds it."""
     before, PARSERS["hf"] = PARSERS["hf"], DraftConfigParser
     logging.disable(logging.WARNING)  # transformers has one for nearly every mutation
     yield
@@ -70,7 +70,7 @@ def parser() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory) -> dict[str, Path]:
-    """Of the sizes that the untouched checkpoints were made for."""
+    """Return targets of the sizes for which the intact checkpoints were made."""
     found = {}
     for name in NAMES:
         config, _ = checkpoint(name)
@@ -84,7 +84,7 @@ def targets(tmp_path_factory) -> dict[str, Path]:
 
 
 def read(folder: Path, target: Path) -> Any:
-    """What start-up reads, in its order. Returns the draft's config, of transformers' kind."""
+    """Read a checkpoint in start-up's order; return the draft's config."""
     check_draft_config(str(folder))
     arguments = SimpleNamespace(
         model_path=str(target),
@@ -116,7 +116,7 @@ def write(folder: Path, config: bytes, weights: bytes, index: bytes | None = Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_untouched_they_load(name, targets, tmp_path):
-    """Or the search below shows nothing."""
+    """Intact checkpoints load, or the search below shows nothing."""
     config, weights = checkpoint(name)
     write(tmp_path, json.dumps(config).encode(), weights, json.dumps(index_of(weights)).encode())
     load_draft(tmp_path, targets[name])
@@ -136,7 +136,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=4,
 )
-# Fields that a checkpoint may have and these have not.
+# Fields that a checkpoint may have and these do not.
 MORE_FIELDS = (
     "architectures",
     "auto_map",
@@ -161,7 +161,7 @@ MORE_FIELDS = (
 
 
 def places(value: Any, before: tuple = ()) -> list[tuple]:
-    """Every place in a JSON value, as the keys that lead there."""
+    """Return every place in a JSON value, as the keys that lead there."""
     found = [before] if before else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, nested in items:
@@ -170,7 +170,7 @@ def places(value: Any, before: tuple = ()) -> list[tuple]:
 
 
 def spoil(value: Any, data) -> Any:
-    """One place of a JSON value removed, replaced, nudged, or given a neighbour."""
+    """Remove, replace or nudge one place of a JSON value, or give it a neighbour."""
     if not places(value):
         return value
     value = copy.deepcopy(value)
@@ -189,7 +189,7 @@ def spoil(value: Any, data) -> Any:
 
 
 def spoil_bytes(content: bytes, data, within: int) -> bytes:
-    """Cut off, or some of the first `within` bytes changed."""
+    """Cut the bytes off, or change some of the first `within` bytes."""
     if data.draw(st.booleans()):
         return content[: data.draw(st.integers(0, len(content)))]
     changed = bytearray(content)
@@ -199,7 +199,7 @@ def spoil_bytes(content: bytes, data, within: int) -> bytes:
 
 
 def header_of(weights: bytes) -> tuple[dict, bytes]:
-    """And the tensors' bytes."""
+    """Return the header and the tensors' bytes."""
     length = int.from_bytes(weights[:8], "little")
     return json.loads(weights[8 : 8 + length]), weights[8 + length :]
 

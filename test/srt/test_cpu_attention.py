@@ -1,7 +1,8 @@
-"""Every mode and layer option of our CPU attention (TorchNativeSpecAttnBackend) against a plain softmax loop.
+"""Every mode and layer option of our CPU attention against a plain softmax loop.
 
-float32 against float64, values of order 1: tolerance 1e-5. Slots nobody wrote hold NaN, so a read out of
-bounds shows."""
+TorchNativeSpecAttnBackend in float32 is compared with float64; values are of order 1, tolerance 1e-5.
+Unwritten slots hold NaN, so a read out of bounds shows.
+"""
 
 import math
 
@@ -23,8 +24,7 @@ HEAD_DIM = 16
 
 @pytest.fixture(params=[1, 1 << 20], ids=["many segments", "one segment"], autouse=True, scope="module")
 def segment_cost(request):
-    """All of this file twice: requests of unequal length cut into segments wherever they can be, and
-    never."""
+    """Run this file twice: unequal requests cut into segments everywhere, and nowhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_native_spec, "SEGMENT_COST", request.param)
         yield
@@ -37,7 +37,7 @@ def padding(lengths, cuts) -> int:
 
 @given(lengths=st.lists(st.integers(0, 900), min_size=1, max_size=20).map(sorted), cost=st.integers(0, 600))
 def test_cuts_spare_padding(lengths, cost):
-    """The cuts pay for themselves, and after the last one no other would."""
+    """The cuts pay for themselves, and no further cut would."""
     cuts = cuts_by_length(lengths, cost)
     assert cuts == sorted(set(cuts)) and all(0 < cut < len(lengths) for cut in cuts)
     assert padding(lengths, []) - padding(lengths, cuts) >= cost * len(cuts)
@@ -46,7 +46,10 @@ def test_cuts_spare_padding(lengths, cost):
 
 
 def sees(query: int, key: int, causal: bool, window: int | None) -> bool:
-    """window: positions before the query still in sight, and after it where attention is not causal."""
+    """Return whether a query sees a key.
+
+    window: positions in sight before the query, and after it if attention is not causal.
+    """
     if causal:
         return key <= query and (window is None or key >= query - window)
     return window is None or abs(key - query) <= window
@@ -55,9 +58,12 @@ def sees(query: int, key: int, causal: bool, window: int | None) -> bool:
 def attend(
     q, k, v, anchor: int, causal: bool, window: int | None, cap: float = 0.0, sinks=None
 ) -> torch.Tensor:
-    """One request. q: [B, heads, dim]; k, v: [anchor + B, kv_heads, dim or another]; returns [B, heads * dim]
-    in float64. cap: scores s become cap * tanh(s / cap). sinks: [heads], a score of each head whose weight
-    goes nowhere."""
+    """Attend for one request.
+
+    q: [B, heads, dim]; k, v: [anchor + B, kv_heads, dim or another]; returns [B, heads * dim] in float64.
+    cap: scores s become cap * tanh(s / cap). sinks: [heads], a score of each head whose weight goes
+    nowhere.
+    """
     q, k, v = q.double(), k.double(), v.double()
     output = q.new_empty(*q.shape[:2], v.shape[2])
     for slot in range(q.shape[0]):
@@ -74,7 +80,7 @@ def attend(
 
 
 def compare(lengths, width, *, heads=4, kv_heads=2, causal=True, window=None, page_size=1, seed=0) -> float:
-    """Largest difference over a batch of blocks behind committed contexts of these lengths."""
+    """Return the largest difference over a batch of blocks behind contexts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     pools = Pools(
         len(lengths),
@@ -130,7 +136,7 @@ def test_contexts(lengths, causal):
 @pytest.mark.parametrize("window", [1, 3, 8, 100])
 @pytest.mark.parametrize("lengths", [[20], [0, 33, 2], [6, 6]], ids=str)
 def test_windows(lengths, window, causal):
-    """Smaller than the block, between block and context, larger than everything."""
+    """Windows are smaller than the block, between block and context, larger than everything."""
     assert compare(lengths, width=5, causal=causal, window=window) < TOLERANCE
 
 
@@ -162,8 +168,11 @@ def test_anything(lengths, width, group, kv_heads, causal, window, page_size, se
 
 
 def test_a_request_does_not_depend_on_its_neighbours():
-    """The batch is padded to its longest request. Rounding aside (a longer padded row may sum in another
-    order), a request's output is the same alone as beside a long one."""
+    """A request's output is the same alone as next to a long one.
+
+    The batch is padded to its longest request, and a longer padded row may sum in another order, so
+    rounding may differ.
+    """
 
     def output(lengths):
         pools = Pools(2, 64, layers=1, kv_heads=1, head_dim=HEAD_DIM)
@@ -189,8 +198,10 @@ HEADS, KV_HEADS = 6, 2
 
 
 def run_mode(mode: str, lengths, widths, *, window=None, cap=0.0, sinks=False, seed=0) -> float:
-    """Largest difference over a batch of requests with these committed lengths and this many queries each: a
-    decode step, a prefill, or verify chains."""
+    """Return the largest difference over a batch: a decode step, a prefill, or verify chains.
+
+    Requests have these committed lengths and this many queries each.
+    """
     generator = torch.Generator().manual_seed(seed)
     pools = Pools(len(lengths), 128, layers=1, kv_heads=KV_HEADS, head_dim=HEAD_DIM, seed=seed)
     layer = RadixAttention(
@@ -247,8 +258,10 @@ def test_modes_and_options(mode, lengths, widths, options):
 
 
 def test_latent_keys():
-    """MLA as SGLang's models absorb it: one latent per token is the key of every head, and its first part the
-    value."""
+    """MLA as SGLang's models absorb it: one latent per token is the key of every head.
+
+    Its first part is the value.
+    """
     rank, rope, heads, lengths, width = 24, 8, 4, [7, 0, 19], 3
     generator = torch.Generator().manual_seed(2)
     pools = Pools(len(lengths), 32, layers=1, kv_heads=1, head_dim=HEAD_DIM)

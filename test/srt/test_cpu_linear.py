@@ -1,4 +1,4 @@
-"""float32 linears on oneDNN against PyTorch's own, and everything else left alone."""
+"""float32 linears on oneDNN against PyTorch's own; all other linears stay unchanged."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from sglang_dflash.srt.hardware_backend.cpu.speedups import linear
 
 @pytest.fixture
 def as_if(monkeypatch):
-    """`apply` as it is on a CPU of this kind."""
+    """Return `apply` as it is on a CPU of this kind."""
 
     def of(has_avx512: bool, multiplies_bfloat16: bool):
         monkeypatch.setattr(linear, "has_avx512", lambda: has_avx512)
@@ -51,12 +51,12 @@ def test_converted_bfloat16_is_rounded_once(rows, has_bias, as_if):
         x.double(), layer.weight.double(), None if bias is None else bias.double()
     )
     assert found.dtype == torch.bfloat16
-    # Half a unit in the last place, and what float32 adds up differently.
+    # Half a unit in the last place, and the order of float32 additions.
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
 
 
 def test_which_runs_on_onednn(as_if, monkeypatch):
-    """Many rows of float32 where there is AVX-512, and nothing else."""
+    """Only many rows of float32 on a CPU with AVX-512 do."""
     called = []
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, *rest: called.append(tuple(x.shape)))
     cases = (
@@ -75,7 +75,7 @@ def test_which_runs_on_onednn(as_if, monkeypatch):
 
 
 def test_which_is_multiplied_in_float32(as_if, monkeypatch):
-    """Several rows of bfloat16 where the CPU cannot multiply them."""
+    """Several rows of bfloat16 are, if the CPU cannot multiply them."""
     calls, plain = [], torch.nn.functional.linear
     monkeypatch.setattr(
         torch.nn.functional, "linear", lambda x, *rest: calls.append((x.shape[0], x.dtype)) or plain(x, *rest)

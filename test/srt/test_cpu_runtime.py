@@ -1,5 +1,4 @@
-"""The CPU runtime: when it switches itself on, what its stand-in for `sgl_kernel` computes, and what it says
-about what it lacks."""
+"""The CPU runtime: activation, its stand-in for `sgl_kernel`, and missing functions."""
 
 import importlib.util
 import logging
@@ -19,7 +18,7 @@ NOTICE = "no CUDA driver on this machine"
 
 
 def load_stand_in():
-    """The stand-in, whichever `sgl_kernel` this process runs on."""
+    """Load the stand-in, whichever `sgl_kernel` this process runs on."""
     path = Path(runtime.STAND_IN_DIR) / "sgl_kernel" / "__init__.py"
     spec = importlib.util.spec_from_file_location("sgl_kernel_stand_in", path)
     module = importlib.util.module_from_spec(spec)
@@ -31,7 +30,10 @@ stand_in = load_stand_in()
 
 
 def murmur3_32(data: bytes) -> int:
-    """MurmurHash3_x86_32 of whole 4-byte words, seed 0 (Appleby's public-domain algorithm)."""
+    """Return MurmurHash3_x86_32 of whole 4-byte words, seed 0.
+
+    Appleby's public-domain algorithm.
+    """
 
     def rotate(x: int, r: int) -> int:
         return (x << r | x >> (32 - r)) & 0xFFFFFFFF
@@ -64,7 +66,7 @@ def test_seeded_draws_hash_seed_position_and_column(rows, columns):
 
 @st.composite
 def tables(draw):
-    """(rows, table [reqs, pool_len], start, end): each request's columns start..end-1 are to be moved."""
+    """Draw (rows, table [reqs, pool_len], start, end): columns start..end-1 move."""
     pool_len = draw(st.integers(1, 12))
     num_rows = draw(st.integers(1, 6))
     rows = draw(st.permutations(range(num_rows)))[: draw(st.integers(1, num_rows))]
@@ -109,14 +111,14 @@ def test_copy_all_layer_kv_cache():
 
 
 def test_an_unknown_function_names_itself_when_called():
-    """Not when imported: SGLang imports many kernels it never launches on a CPU."""
+    """Not at import: SGLang imports many kernels that it never launches on a CPU."""
     function = stand_in.verify_tree_greedy_cpu
     with pytest.raises(NotImplementedError, match=r"sgl_kernel\.verify_tree_greedy_cpu.*CPU"):
         function(1, candidates=2)
 
 
 def test_dunder_names_are_not_invented():
-    """Or import machinery and copying would take the stand-in's answer for a real attribute."""
+    """Import machinery and copying would take the stand-in's answer for an attribute."""
     assert not hasattr(stand_in, "__wrapped__")
     assert not hasattr(stand_in, "__file_of_another__")
 
@@ -126,8 +128,7 @@ def test_dunder_names_are_not_invented():
 
 @pytest.fixture
 def bare_machine(monkeypatch):
-    """A process as it was before any activation, on a machine with the CUDA kernels installed and no
-    driver."""
+    """A process before activation, on a machine with CUDA kernels and without driver."""
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != runtime.STAND_IN_DIR])
     for variable in (runtime.CPU_ENGINE_SWITCH, runtime.SPIN_VARIABLE, "OMP_WAIT_POLICY"):
         monkeypatch.setenv(variable, "")  # so that what is set meanwhile is undone
@@ -148,7 +149,7 @@ def test_not_needed_with_a_driver_or_another_accelerator(what, bare_machine, mon
 
 
 def test_not_needed_without_the_cuda_kernels(bare_machine, monkeypatch):
-    """A CPU build of SGLang brings kernels of its own."""
+    """A CPU build of SGLang brings its own kernels."""
     monkeypatch.setattr(runtime, "has_cuda_kernels", lambda: False)
     assert not runtime.needs_stand_in()
 
@@ -181,7 +182,7 @@ def test_the_entry_point_activates_only_where_needed(needed, bare_machine, monke
 
 
 def test_activation_speaks_once(bare_machine, caplog):
-    """A child inherits `sys.path`, and with it the knowledge that the notice has been given."""
+    """A child inherits `sys.path`, and with it the fact that the notice was printed."""
     with caplog.at_level(logging.WARNING):
         runtime.activate()
         runtime.activate()
@@ -226,7 +227,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(not runtime.needs_stand_in(), reason="this machine can load the real kernels")
 def test_spawned_children_run_on_the_stand_in_and_keep_quiet(tmp_path):
-    """Also: pure-Python submodules come from the installed package."""
+    """Pure-Python submodules come from the installed package."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     environment = {name: value for name, value in os.environ.items() if name != runtime.CPU_ENGINE_SWITCH}

@@ -1,5 +1,4 @@
-"""Disaggregation on a CPU, without servers: KV of retracted requests to host memory and back, and whose KV is
-sent."""
+"""Disaggregation on a CPU without servers: KV to host memory and back, KV to send."""
 
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ LAYERS, SLOTS, HEADS, DIM = 3, 20, 2, 4
 
 
 def host_pool(layout: str) -> SimpleNamespace:
-    """As SGLang lays it out, with a device pool of random KV."""
+    """Return a host pool as SGLang lays it out, for a device pool of random KV."""
     shape = (SLOTS, LAYERS) if layout == "page_first" else (LAYERS, SLOTS)
     sides = torch.zeros(2, *shape, HEADS, DIM)
     views = [side.transpose(0, 1) if layout == "page_first" else side for side in sides]
@@ -43,8 +42,8 @@ def test_kv_comes_back_to_other_slots(layout):
     others = [i for i in range(SLOTS) if i not in now.tolist()]
     before = torch.stack(pool.device_k_buffers)[:, others].clone()
     for buffer in (*pool.device_k_buffers, *pool.device_v_buffers):
-        buffer[was] = torch.nan  # somebody else's by now
-    for layer in range(LAYERS + 2):  # more than there are, as SGLang asks where the draft's pool is smaller
+        buffer[was] = torch.nan  # another request has it now
+    for layer in range(LAYERS + 2):  # more than exist, as SGLang requests if the draft's pool is smaller
         restore_layer(pool, None, host, now, layer, "kernel")
     assert torch.equal(torch.stack(pool.device_k_buffers)[:, now], k)
     assert torch.equal(torch.stack(pool.device_v_buffers)[:, now], v)

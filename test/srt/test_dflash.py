@@ -1,6 +1,6 @@
-"""The server as the README starts it: it lives, answers every endpoint and tells true numbers.
+"""The server as the README starts it: endpoints answer, and numbers are consistent.
 
-How many of its drafts are taken is test_acceptance_profiles.py's.
+test_acceptance_profiles.py measures its acceptance.
 """
 
 import json
@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server
 
-# Two ways of batching the same bf16 sums may round differently in every layer. Logits of 8 to 16, as the
-# bundled target's are, lie 1/16 apart in bf16: a gap of up to four such steps is called a near-tie.
+# Two ways of batching the same bf16 sums may round differently in every layer. The bundled target's logits, 8
+# to 16, are 1/16 apart in bf16: a gap of up to four such steps is a near-tie.
 BF16_NEAR_TIE = 0.25
 
 BLOCK_SIZE = json.loads((DRAFT / "config.json").read_text())["block_size"]
@@ -29,7 +29,7 @@ BLOCK_SIZE = json.loads((DRAFT / "config.json").read_text())["block_size"]
 
 @pytest.fixture(scope="module")
 def server(servers) -> Server:
-    """Only the flags the README gives: bf16, defaults for everything else."""
+    """A server with only the README's flags: bf16, defaults for everything else."""
     return servers.get(*dflash_arguments(), environment=UNCOUNTED)
 
 
@@ -64,9 +64,11 @@ def test_server_info_tells_what_runs(server):
 
 
 def test_bf16_differs_from_the_target_only_at_near_ties(server, capsys):
-    """As shipped. Every token of every answer is the bf16 target's best at its place, or rounding tipped a
-    near-tie: the target alone, asked to score prompt and answer, says how far its best token is ahead there.
-    Every such place is printed."""
+    """Every token is the bf16 target's best at its position, or rounding tipped a near-tie.
+
+    The target alone scores prompt and answer, and so gives the lead of its best token there. Every such
+    position is printed.
+    """
     requests = requests_from_prompts()
     requests = random.Random(0).sample(requests, len(requests) // 3)  # bf16 is slow on many a CPU
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
@@ -102,8 +104,7 @@ def test_bf16_differs_from_the_target_only_at_near_ties(server, capsys):
 
 
 def test_numbers_of_an_answer_fit_together(server):
-    """`spec_verify_ct`, the histogram of drafts kept per cycle, and the tokens that came out tell one
-    story."""
+    """`spec_verify_ct`, the histogram of kept drafts per cycle, and the emitted tokens agree."""
     for prompt in [p["text"] for p in heldout_prompts() if p["num_tokens"] >= 8][::40]:
         answer = server.generate(
             text=prompt, sampling_params={"temperature": 0, "max_new_tokens": 50, "ignore_eos": True}
@@ -153,7 +154,7 @@ def test_chat_completions(server):
     answer = server.post("/v1/chat/completions", request)
     text = answer["choices"][0]["message"]["content"]
     assert text
-    server.flush_cache()  # a cached prefix is added up in another order, which may tip a near-tie in bf16
+    server.flush_cache()  # sums over a cached prefix have another order, which may tip a near-tie in bf16
     chunks = stream(server, request, "/v1/chat/completions")
     deltas = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]]
     assert "".join(deltas) == text
@@ -161,7 +162,7 @@ def test_chat_completions(server):
 
 
 def _grows(seen: list[int], output_ids: list[int]) -> bool:
-    """Each chunk carries everything so far, never taking a token back."""
+    """Assert that each chunk carries everything so far, and never takes a token back."""
     assert output_ids[: len(seen)] == seen, f"a streamed token changed: {seen} became {output_ids}"
     seen[:] = output_ids
     return True
@@ -172,8 +173,8 @@ class TestSGLangKits(
 ):
     """SGLang's own checks of a speculative server.
 
-    Left out: kits that ask for the capital of France, for tokens a vocabulary of 2,048 lacks, or
-    for a pool of most of the machine's memory (SpecParityKit; test_lossless.py is the stricter form).
+    Left out: kits that ask for the capital of France, for tokens a vocabulary of 2,048 lacks, or for a pool
+    of most of the machine's memory (SpecParityKit; test_lossless.py is the stricter form).
     """
 
     abort_all_max_new_tokens = 3000
@@ -192,7 +193,7 @@ class TestSGLangKits(
 
 
 class _KitTokenizer:
-    """What SpecCorrectnessKit asks of a tokenizer."""
+    """The part of a tokenizer that SpecCorrectnessKit needs."""
 
     def __init__(self, server: Server):
         path = server.get("/get_model_info")["model_path"]

@@ -1,6 +1,8 @@
-"""Our DFlash2 draft on SGLang's layers against an independent plain-PyTorch reading of the format
-(reference_dflash2.py): block logits, and walks step by step. float32 against float64; tolerances as in
-test_draft_model.py."""
+"""Our DFlash2 draft on SGLang's layers against a plain-PyTorch reading of the format.
+
+Block logits, and walks step by step, against reference_dflash2.py. float32 against float64; tolerances as
+in test_draft_model.py.
+"""
 
 import os
 import subprocess
@@ -35,7 +37,7 @@ def test_block_logits(name, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_best_path(name, tmp_path):
-    """What the forward drafts, slot by slot, of several requests with other contexts."""
+    """The forward's drafts, slot by slot, of several requests with other contexts."""
     case = make(name, tmp_path)
     tokens, contexts, output = case.run_blocks([17, 3, 11])
     drafted = output.draft_tokens.view(3, -1)
@@ -46,15 +48,14 @@ def test_the_best_path(name, tmp_path):
             hidden, case.head, int(tokens[request, 0])
         )
     if name in ("as published", "all candidates"):
-        assert (drafted != base).any()  # the transitions were worth something
+        assert (drafted != base).any()  # the transitions made a difference
 
 
 @pytest.mark.parametrize(
     "name", ["as published", "capped logits", "all candidates", pytest.param(BUNDLED, marks=needs_bundled)]
 )
 def test_drawn_paths(name, tmp_path):
-    """Each slot's declared distribution is softmax(scores / temperature) given the token really drawn before
-    it."""
+    """Each slot's distribution is softmax(scores / temperature) after the drawn token."""
     case = make(name, tmp_path)
     tokens, contexts, output = case.run_blocks([17, 3, 11])
     slots = tokens.shape[1] - 1
@@ -85,7 +86,7 @@ def test_drawn_paths(name, tmp_path):
 
 
 def test_a_narrower_block_is_the_first_part_of_a_causal_one(tmp_path):
-    """`--speculative-num-draft-tokens` below the block size: convolutions look back only."""
+    """Convolutions only look back: --speculative-num-draft-tokens cuts the block off."""
     case = DFlash2Case.variant("causal in a window", tmp_path)
     wide = case.run_blocks([12, 5])[2].draft_tokens.view(2, -1)
     case.config = case.config | {"block_size": 3}
@@ -116,8 +117,10 @@ def test_tensors_of_another_shape_are_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["capped logits", pytest.param(BUNDLED, marks=needs_bundled)])
 def test_sglangs_own_model_says_the_same(name, tmp_path):
-    """float32 on both sides, SGLang's class in a process of its own: hidden states, candidates, both kinds of
-    walk."""
+    """Hidden states, candidates and both kinds of walk, float32 on both sides.
+
+    SGLang's class runs in a process of its own.
+    """
     case = make(name, tmp_path)
     tokens, contexts, ours = case.run_blocks([17, 3, 11])
     slots = tokens.shape[1] - 1
@@ -147,7 +150,7 @@ def test_sglangs_own_model_says_the_same(name, tmp_path):
         ours.hidden_states.view(*tokens.shape, -1)[:, 1:], theirs["hidden"], rtol=0, atol=LOGITS_TOLERANCE
     )
     torch.testing.assert_close(found.unary, theirs["unary"], rtol=0, atol=LOGITS_TOLERANCE)
-    # In order of ids: two logits may be as close as rounding.
+    # In order of ids: two logits may be as close as a rounding error.
     assert torch.equal(found.ids.sort().values, theirs["ids"].sort().values)
     assert torch.equal(ours.draft_tokens.view(3, -1), theirs["best"])
     draw = Draw(

@@ -1,4 +1,4 @@
-"""Our own flags: on the command line, in a --config file, and as the environment variables they end up in."""
+"""Our own flags: on the command line, in a --config file, and as environment variables."""
 
 import argparse
 from types import SimpleNamespace

@@ -1,8 +1,8 @@
-"""Prefill/decode disaggregation over nixl on loopback: a prefill and a decode server, both with the draft,
-say what one server says, in as many cycles. This file does what SGLang's router does: it sends a request to
-both.
+"""Prefill/decode disaggregation over nixl on loopback, both servers with the draft.
 
-Slow parts are starts: each pair is started once per draft. P-EAGLE, retraction and the router are `-m long`.
+Answers and cycle counts are one server's. This file does what SGLang's router does: it sends a request to
+both. Starts are slow: each pair is started once per draft. P-EAGLE, retraction and the router are `-m
+long`.
 """
 
 import concurrent.futures
@@ -31,8 +31,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
 ]
 
-# A peer that is gone is noticed in seconds rather than minutes. So is one that is busy: for requests that do
-# not queue alone.
+# A dead peer is noticed in seconds, not minutes; so is a busy one, so requests must not queue.
 PATIENCE = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
@@ -55,7 +54,7 @@ class Pair:
     rooms: Iterator[int]
 
     def somewhere(self) -> dict:
-        """What names the place where both servers meet for a request."""
+        """Name the place at which both servers meet for a request."""
         return {
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.bootstrap_port,
@@ -63,7 +62,7 @@ class Pair:
         }
 
     def generate(self, **request) -> dict:
-        """The decode server's answer. A request goes to both."""
+        """Send a request to both servers; return the decode server's answer."""
         request |= self.somewhere()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             first = pool.submit(self.prefill.generate, **request)
@@ -107,14 +106,14 @@ def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
     requests += [greedy(ids, ignore_eos=False, **GRAMMARS[i % 2]) for i, ids in enumerate(prompts[:6])]
     with_logprobs = [{**greedy(ids), "return_logprob": True, "top_logprobs_num": 2} for ids in prompts[:4]]
     penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
-    # Texts that copies are looked up in are made anew by the decode server.
+    # The decode server rebuilds the texts that copies are found in.
     flags = [*dflash_arguments(draft), *["--speculative-copy-ahead"] * (draft == PEAGLE_DRAFT)]
     one = servers.get(*FLOAT32, *flags)
     alone = one.generate_many(requests, 8)
     alone_penalized = one.generate_many(penalized, 8)
     alone_with_logprobs = one.generate_many(with_logprobs, 4)
     servers.close()
-    # Only where a peer is to die: a busy one is no more patient with its live one.
+    # Only if a peer is to die: with it, a busy server would give up a live peer too.
     with pair_of(*flags, environment=PATIENCE if draft == DRAFT else None) as pair:
         # The decode server starts with less than 10 GiB of free memory.
         assert pair.decode.get("/server_info")["hicache_host_memory_fraction"] is None
@@ -143,8 +142,10 @@ TIGHT = ("--max-total-tokens", "896", "--num-reserved-decode-tokens", "4")
 @pytest.mark.long
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_a_decode_server_retracts(draft, servers, reference, prompts):
-    """The KV of target and draft goes to host memory and comes back to other slots: the answers are the same,
-    and nothing is drafted any worse."""
+    """The KV of target and draft goes to host memory and comes back to other slots.
+
+    Answers are the same, and drafts are as good.
+    """
     requests = [greedy(ids, max_new_tokens=200) for ids in prompts[:12]]
     penalized = [greedy(ids, max_new_tokens=160, **PENALTIES) for ids in prompts[:7]]
     servers.close()
@@ -164,8 +165,10 @@ def test_a_decode_server_retracts(draft, servers, reference, prompts):
 @pytest.mark.long
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_a_decode_server_verifies_what_is_worth_it(draft, servers, reference, prompts):
-    """Widths that change, down to none, while requests are retracted. The prefill server, which verifies
-    nothing, knows of none."""
+    """Widths change, down to none, while requests are retracted.
+
+    The prefill server verifies nothing, and knows of no widths.
+    """
     requests = [greedy(ids, max_new_tokens=200) for ids in prompts[:12]]
     servers.close()
     with pair_of(*dflash_arguments(draft), decode=(*TIGHT, *WIDTHS_CHANGE)) as pair:
@@ -183,8 +186,7 @@ def retractions(answers: list[dict]) -> int:
 
 @pytest.mark.long
 def test_a_prefill_server_without_a_draft(servers, reference, prompts):
-    """Plain SGLang computes the prompts. Their draft KV is missing, which costs acceptance and nothing
-    else."""
+    """Plain SGLang computes the prompts; their missing draft KV costs acceptance only."""
     requests = [greedy(ids) for ids in prompts[:12]]
     servers.close()
     with pair_of(decode=tuple(dflash_arguments())) as pair:
@@ -198,7 +200,7 @@ def test_a_prefill_server_without_a_draft(servers, reference, prompts):
 
 @contextlib.contextmanager
 def routed(pair: Pair) -> Iterator[Server]:
-    """SGLang's router before both."""
+    """Start SGLang's router in front of both servers."""
     workers = "--prefill", pair.prefill.url, pair.bootstrap_port, "--decode", pair.decode.url
     with serve(
         "--pd-disaggregation", *map(str, workers), launcher=("-m", "sglang_router.launch_router")
@@ -221,7 +223,7 @@ def routed(pair: Pair) -> Iterator[Server]:
     reason="not installed: pip install --no-deps sglang-router==0.3.2",
 )
 def test_behind_sglangs_router(servers, prompts):
-    """Greedy, and sampled with seeds, which both servers draw by."""
+    """Greedy, and sampled with seeds that both servers use."""
     flags, environment = (
         (*dflash_arguments(), "--enable-deterministic-inference"),
         patched("deterministic_on_cpu"),
@@ -247,8 +249,10 @@ def test_behind_sglangs_router(servers, prompts):
 
 
 def check_abort(pair: Pair, reference, prompts) -> None:
-    """One request is cut off on the decode side, others go on. It has begun to answer: before that SGLang
-    ends it with HTTP 500."""
+    """Abort one request on the decode side; others go on.
+
+    It has begun to answer: before that SGLang ends it with HTTP 500.
+    """
     others = [greedy(ids) for ids in prompts[:6]]
     victim = {**greedy(prompts[7], max_new_tokens=2000), **pair.somewhere(), "rid": "victim"}
     with concurrent.futures.ThreadPoolExecutor(7) as pool:
@@ -264,7 +268,7 @@ def check_abort(pair: Pair, reference, prompts) -> None:
 
 
 def check_dead_peer(pair: Pair, prompts) -> None:
-    """The prefill server is gone: requests end with an error, the decode server lives."""
+    """Stop the prefill server: requests end with an error, the decode server lives."""
     os.killpg(pair.prefill.process.pid, signal.SIGKILL)
     with pytest.raises(urllib.error.HTTPError) as failure:
         pair.decode.post("/generate", {**greedy(prompts[0]), **pair.somewhere()}, timeout=120)

@@ -1,4 +1,4 @@
-"""The doctor names what is wrong with a checkpoint, and finds nothing wrong with the bundled ones."""
+"""The doctor names faults of a checkpoint, and finds none in the bundled ones."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def examine(draft: Path, *more: str, target: Path = TARGET) -> int:
 
 
 def make_target(folder: Path, **changes) -> Path:
-    """The bundled target without its weights, with `changes` to its config."""
+    """Write the bundled target without its weights, with `changes` to its config."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET / name, folder)
@@ -39,7 +39,7 @@ def make_target(folder: Path, **changes) -> Path:
 
 
 def with_tensors(**tensors):
-    """Tensors replaced; None takes one away."""
+    """Replace tensors; None removes one."""
 
     def change(found):
         return {name: t for name, t in (found | tensors).items() if t is not None}
@@ -68,7 +68,7 @@ def cut(tensors):
 
 
 def shuffled_d2t(tensors):
-    """Every id still in the target's vocabulary, none where it was."""
+    """Shuffle the ids: each is still in the target's vocabulary, none at its old place."""
     count = tensors["d2t"].numel()
     ids = (torch.arange(count) + tensors["d2t"]).flip(0)
     return tensors | {"d2t": ids - torch.arange(count)}
@@ -78,7 +78,7 @@ def absolute_d2t(tensors):
     return tensors | {"d2t": torch.arange(tensors["d2t"].numel()) + tensors["d2t"]}
 
 
-# What is broken -> (how the checkpoint is made, what the doctor says).
+# fault -> (how the checkpoint is made, the words of the doctor)
 BROKEN = {
     "layer ids one too high": (
         lambda folder: make_draft(folder, dflash_config={"target_layer_ids": [2, 5, 8, 11]}),
@@ -199,7 +199,7 @@ def test_another_targets_head_is_named(tmp_path, capsys):
     ],
 )
 def test_the_usual_ids_off_by_one_are_noted(draft, ids, said, tmp_path, capsys):
-    """It may be as intended, so it is no fault."""
+    """It may be intended, so it is no fault."""
     assert examine(make_draft(tmp_path / "draft", base=draft, **ids)) == 0
     assert re.search(f"note: .*{said}", capsys.readouterr().out)
 
@@ -290,13 +290,13 @@ def test_a_draft_is_no_target(capsys):
 
 @pytest.fixture(scope="module")
 def observed() -> measure.Observed:
-    """What the bundled target says; no draft is in it, so all tests share it."""
+    """The bundled target's answers; they involve no draft, so all tests share them."""
     torch.set_num_threads(1)
     return measure.observe(Checkpoint.open(str(TARGET), with_tensors=False), PROMPTS, 64, "cpu")
 
 
 def few(observed: measure.Observed) -> measure.Observed:
-    """Enough to show what is grossly wrong."""
+    """Few texts, enough to show gross faults."""
     return replace(observed, texts=observed.texts[::3], branches=observed.branches[::6])
 
 
@@ -320,7 +320,7 @@ def test_nothing_is_found_by_measuring_a_bundled_draft(bundled):
 
 
 def test_what_was_kept_is_the_targets_text(bundled):
-    """Blocks tile an answer: each keeps what equals the text, the next begins after the bonus token."""
+    """Blocks tile an answer: the kept part equals the text, the next follows the bonus token."""
     _, found = bundled
     for text, drafts in zip(found.texts, found.drafts, strict=True):
         tokens, at = text.tokens.tolist(), text.prompt_length
@@ -374,7 +374,7 @@ def test_a_fault_that_only_measuring_shows(what, observed, tmp_path):
     "golden, checkpoint", [("tiny-speculators", SPECULATORS_DRAFT), ("tiny-peagle", PEAGLE_DRAFT)]
 )
 def test_the_plain_drafts_are_the_librarys(golden, checkpoint, observed):
-    """Logits of one block against those of the speculators library's own model."""
+    """Logits of one block equal those of the speculators library's own model."""
     pair = static_checks.Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(checkpoint), True))
     draft = measure.load_draft(pair, observed.target)
     data = np.load(Path(__file__).parent / "golden" / golden / "block_logits.npz")
@@ -383,7 +383,7 @@ def test_the_plain_drafts_are_the_librarys(golden, checkpoint, observed):
     for i in range(count):
         text = measure.capture(observed.target, data[f"prompt_{i}"].tolist(), 1)
         aux_hidden = torch.cat([text.states[k + 1] for k in draft.draft.target_layer_ids], dim=-1)
-        # Among other anchors, which must make no difference to it.
+        # Other anchors in the batch must make no difference to it.
         anchors = torch.tensor([1, len(text.tokens) // 2, len(text.tokens) - 1])
         with torch.no_grad():
             logits = draft.logits(text.tokens, aux_hidden, anchors)[-1]
@@ -429,7 +429,7 @@ def test_the_page_of_a_draft_that_cannot_be_loaded(tmp_path, capsys):
 
 
 def test_the_program(tmp_path, capsys):
-    """All of it, once, as `python -m sglang_dflash.doctor` runs it."""
+    """Run all of it once, as `python -m sglang_dflash.doctor` does."""
     (tmp_path / "prompts.jsonl").write_text(
         '{"text": "def main():\\n"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n'
     )
@@ -455,7 +455,7 @@ def test_the_program(tmp_path, capsys):
 
 
 def test_copies_are_shown_as_such(bundled):
-    """The text is the same; its repeated part is copied, in no more blocks than it was drafted in."""
+    """The text is the same; its repeated part is copied, in no more blocks than were drafted."""
     pair, found = bundled
     with_copies = replace(found, copies=list(map(copies.blocks_with_copies, found.texts, found.drafts)))
     root = ElementTree.fromstring(page(pair, [], with_copies))

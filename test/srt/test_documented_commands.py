@@ -1,7 +1,8 @@
-"""What the README, the pages under docs/ and the examples tell people to run does run, as written.
+"""The documented commands run as written: README, pages under docs/, examples.
 
-A server's command line goes through SGLang's own arguments up to where processes would start; requests run
-against a server; other commands are known by name below, and one that is not known fails."""
+A server's command line goes through SGLang's own arguments up to the start of processes. Requests run
+against a server. The other commands are known by name below, and an unknown one fails.
+"""
 
 import json
 import os
@@ -44,20 +45,15 @@ LIBRARY = ("speculators prepare-data", "speculators train", "speculators generat
 DOCTOR = ["python", "-m", "sglang_dflash.doctor"]
 PACKAGE = ROOT / "python" / "sglang"
 DOCTOR_FILES = [path for path in PACKAGE.rglob("*.py") if "doctor" in path.relative_to(PACKAGE).as_posix()]
-# Resolves every list of server arguments as launch_server does, each in a fork of a process that has SGLang
-# imported.
+# Resolves every list of server arguments as launch_server does, each in a fork of a process with SGLang.
 RESOLVE = """
 import json, os, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
 os.chdir(sys.argv[2])
-import argparse
 import sglang.srt.arg_groups.pipeline, sglang.srt.configs.model_config, sglang.srt.utils.hf_transformers_utils
 from sglang.srt.arg_groups.model_override_base import resolved_view
-from sglang.srt.server_args import ServerArgs, prepare_server_args
-parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-print("FLAGS", json.dumps(sorted(parser._option_string_actions)), flush=True)
+from sglang.srt.server_args import prepare_server_args
 for arguments in json.load(open(sys.argv[1])):
     child = os.fork()
     if child == 0:
@@ -78,7 +74,7 @@ for arguments in json.load(open(sys.argv[1])):
 
 
 def kind_of(command: Command) -> str:
-    """What a command is, as far as this test knows it; else the empty string."""
+    """Return a command's kind, or an empty string if this test does not know it."""
     words = command.words
     if is_server(command):
         return "server"
@@ -115,14 +111,14 @@ def test_json_blocks_are_settings_of_the_verify_width():
 
 
 def make(*words: str) -> str:
-    """What `make` would run."""
+    """Return what `make` would run."""
     command = [
         "make",
         "--dry-run",
         "PYTHON=python3",
         *words,
     ]  # a Python given is one that make need not look for
-    # As typed, though `make test` runs this.
+    # As typed by a user, although `make test` runs this.
     theirs = ("MAKE", "MFLAGS", "ARGS", "WORKERS")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
     done = subprocess.run(
@@ -151,8 +147,8 @@ def test_the_doctor_exists_and_knows_its_flags(command):
 
 
 @pytest.fixture(scope="module")
-def resolved(tmp_path_factory) -> tuple[dict[str, dict], set[str]]:
-    """(server command -> what SGLang made of its arguments, every flag SGLang and we define)"""
+def resolved(tmp_path_factory) -> dict[str, dict]:
+    """Map each server command to its resolved arguments."""
     servers = of_kind("server")
     file = tmp_path_factory.mktemp("commands") / "arguments.json"
     (serve,) = [line for line in make("serve").splitlines() if "sglang.launch_server" in line]
@@ -162,13 +158,12 @@ def resolved(tmp_path_factory) -> tuple[dict[str, dict], set[str]]:
     output = done.output.splitlines()
     found = [json.loads(line.partition(" ")[2]) for line in output if line.startswith("RESOLVED")]
     assert len(found) == len(texts), done.output[-4000:]
-    (flags,) = [json.loads(line.partition(" ")[2]) for line in output if line.startswith("FLAGS")]
-    return dict(zip(texts, found)), set(flags)
+    return dict(zip(texts, found))
 
 
 @pytest.mark.parametrize("text", [*(command.text for command in of_kind("server")), "make serve"])
 def test_a_server_command_resolves_to_dflash_with_its_draft(text, resolved):
-    found = resolved[0][text]
+    found = resolved[text]
     assert "error" not in found, found["error"]
     assert found["speculative_algorithm"] == "DFLASH"
     assert (ROOT / found["model_path"]).resolve() == TARGET
@@ -190,7 +185,7 @@ def test_metrics_in_the_text_exist():
 
 
 def client_blocks() -> list[str]:
-    """The Python blocks that talk to a server."""
+    """Return the Python blocks that talk to a server."""
     return [
         block for page in PAGES for language, block in blocks(page) if language == "python" and URL in block
     ]
@@ -198,7 +193,7 @@ def client_blocks() -> list[str]:
 
 @pytest.mark.server
 def test_requests_are_answered(servers):
-    """curl commands and client code, against a server of the bundled pair."""
+    """curl commands and client code work against a server of the bundled pair."""
     server = servers.get(*FLOAT32, *dflash_arguments(), "--enable-metrics")
     for command in of_kind("request"):
         words = [word.replace(URL, server.url) for word in command.words]
@@ -220,7 +215,7 @@ def test_requests_are_answered(servers):
 
 
 def test_the_training_pages_code_runs(tmp_path):
-    """Its hidden states, and its `sitecustomize.py`: without the library, which they only prepare."""
+    """Its hidden states and its `sitecustomize.py` work, without the library."""
     page = ROOT / "docs" / "training-with-speculators.md"
     states, accelerator = [block for language, block in blocks(page) if language == "python"]
     (tmp_path / "models").symlink_to(ROOT / "models")

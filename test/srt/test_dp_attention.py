@@ -1,8 +1,8 @@
-"""DP attention (`--enable-dp-attention --enable-dp-lm-head`): ranks with requests of their own that run the
-target's MLPs together, on two ranks over loopback.
+"""DP attention (`--enable-dp-attention --enable-dp-lm-head`) on two ranks over loopback.
 
-Which rank gets a request, and what the other one does meanwhile, must not be seen in its answer, nor in its
-cycles."""
+Ranks have requests of their own and run the target's MLPs together. Neither the rank of a request nor the
+other rank's work may show in its answer or its cycles.
+"""
 
 import contextlib
 import re
@@ -39,7 +39,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def dp_attention_arguments() -> list[str]:
-    """With an address of its own: SGLang's choice is among the ports that the system hands out to anybody."""
+    """Arguments with a fixed address: SGLang would choose among the system's ephemeral ports."""
     for first in range(20_000, 30_000, 16):
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
             for port in range(first, first + 16):
@@ -49,7 +49,7 @@ def dp_attention_arguments() -> list[str]:
 
 
 def uneven(prompts: list[list[int]]) -> list[dict]:
-    """Requests of which some end long before others; every sixth under a grammar."""
+    """Return requests of which some end long before others; every sixth has a grammar."""
     requests = [greedy(ids, max_new_tokens=(8, 40, 17, 64)[number % 4]) for number, ids in enumerate(prompts)]
     for number in range(0, len(requests), 6):
         grammar = GRAMMARS[number // 6 % len(GRAMMARS)]
@@ -58,7 +58,7 @@ def uneven(prompts: list[list[int]]) -> list[dict]:
 
 
 def serve_staggered(server: Server, requests: list[dict], at_once: int, pause_s: float = 0.12) -> list[dict]:
-    """`at_once` at a time, begun one after the other, so that prompts arrive while others are verified."""
+    """Serve `at_once` at a time, started one by one, so that prompts join running batches."""
     answers: list[Any] = [None] * len(requests)
     room = threading.Semaphore(at_once)
 
@@ -110,8 +110,7 @@ def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prom
 
 
 def check_abort(server: Server, reference: Reference, requests: list[dict]) -> None:
-    """A request is aborted while both ranks have some, then the one that is left is; nothing is left
-    behind."""
+    """Abort a request while both ranks have some, then the remaining one; no state is left."""
     endless = {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}
     cut: dict[str, dict] = {}
 
@@ -131,7 +130,7 @@ def check_abort(server: Server, reference: Reference, requests: list[dict]) -> N
     server.flush_cache()
 
 
-# -- what is refused
+# -- refusals
 
 
 def arguments_of(**changes) -> SimpleNamespace:
@@ -193,7 +192,7 @@ def test_no_rank_replays_a_graph_beside_an_idle_one(requests, may_replay):
 
 @pytest.mark.parametrize("in_prefill", [True, False])
 def test_an_idle_rank_takes_part_in_the_others_forward(in_prefill, monkeypatch):
-    """With their number of rows per request, without sampling, and with nothing to show for it."""
+    """It takes their number of rows per request, without sampling and without output."""
     forward = SimpleNamespace(original_global_num_tokens_cpu=[0, 3], can_run_decode_cuda_graph=True)
     monkeypatch.setattr(dp_attention.ForwardBatch, "init_new", lambda batch, runner, **_: forward)
     target_worker = MagicMock(device="cpu")

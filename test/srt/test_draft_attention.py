@@ -1,4 +1,4 @@
-"""Which attention backend a draft is given on a GPU."""
+"""The attention backend chosen for a draft on a GPU."""
 
 import logging
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def test_the_targets(target):
 
 @pytest.mark.parametrize("target", ["trtllm_mha", "trtllm_mla", "flashmla"])
 def test_a_target_whose_backend_runs_no_drafts(target, caplog):
-    """SGLang's default on Blackwell is trtllm_mha: plain flags have to start there."""
+    """SGLang's default on Blackwell is trtllm_mha; plain flags have to start there."""
     with caplog.at_level(logging.INFO):
         assert choose(target, FULL) == "flashinfer"
     [record] = caplog.records

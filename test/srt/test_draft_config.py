@@ -1,5 +1,4 @@
-"""Reading and checking a draft's config.json: what is valid, what is named when it is not, and that nothing
-an author may put there crashes us in any other way."""
+"""A draft's config.json: valid fields, named errors, and no other crash for any input."""
 
 import itertools
 import json
@@ -35,7 +34,7 @@ SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 16}
 
 
 def parse(changes: dict | None = None, nested: dict | None = None) -> DFlashDraftConfig:
-    """Parse VALID with these changes; None as a value removes the field."""
+    """Parse VALID with changes; None as a value removes the field."""
     merged = {**VALID, **(changes or {})}
     if nested is not None:
         merged["dflash_config"] = {**VALID["dflash_config"], **nested}
@@ -71,15 +70,17 @@ def test_bundled_pair_is_valid():
 
 @pytest.mark.parametrize("causal, expected", [(None, True), (True, True), (False, False)])
 def test_sliding_layers(causal, expected):
-    """Without `is_causal` a sliding layer is causal inside the block, as SGLang and the published drafts have
-    it."""
+    """Without `is_causal`, a sliding layer is causal inside the block.
+
+    SGLang and the published drafts have it so.
+    """
     draft = parse({**SLIDING, "is_causal": causal})
     assert draft.sliding_window == 16
     assert draft.sliding_is_causal is expected
 
 
 def test_fields_may_be_nested_or_at_the_top():
-    """`dflash_config` wins, the top level fills in."""
+    """`dflash_config` wins; the top level fills in."""
     nested = parse({"block_size": None}, {"block_size": 4})
     top = parse({"mask_token_id": 1}, {"mask_token_id": None})
     both = parse({"block_size": 4}, {"block_size": 2})
@@ -91,7 +92,7 @@ REQUIRED = ["hidden_size", "num_hidden_layers", "vocab_size", "block_size", "num
 
 @pytest.mark.parametrize("field", REQUIRED)
 def test_a_missing_field_is_named(field):
-    """The target's depth is needed to spread layer ids over it, so only where the checkpoint names none."""
+    """Only spreading unnamed layer ids needs the target's depth."""
     problems = problems_of(
         {field: None}, {"target_layer_ids": None} if field == "num_target_layers" else None
     )
@@ -130,7 +131,7 @@ def test_a_field_that_is_no_positive_integer_is_named(field, value):
         ({"output_multiplier": "2"}, ["output_multiplier", "'2'"]),
         ({"final_logit_softcapping": float("inf")}, ["final_logit_softcapping", "inf"]),
         ({"hc_mult": 0}, ["hc_mult", "0"]),
-        # What makes another model of it, where SGLang and other engines look for it.
+        # Fields that make it another model, in the places that SGLang and other engines read.
         ({"projector_type": "domino"}, ["dflash_config.projector_type", "Domino"]),
         ({"attention_mode": "mla"}, ["dflash_config.attention_mode", "mla"]),
         ({"selector_rank": 64}, ["dflash_config.selector_rank"]),
@@ -176,8 +177,7 @@ def test_what_the_top_level_may_not_say(changes, words):
 
 
 def test_fields_that_say_no_are_no_variant():
-    """As exporters write them: zero, null or false where the draft has none, and a rotary width that is the
-    head's."""
+    """Exporters write zero, null or false, and a rotary width equal to the head's."""
     nested = {"conv_kernel_size": 0, "selector_rank": 0, "projector_type": None, "attention_sink_bias": False}
     parse(
         {
@@ -250,7 +250,7 @@ def test_an_unknown_field_is_named_in_a_warning(caplog):
 
 
 def test_a_mask_token_by_name():
-    """The id wins where both are there."""
+    """The id wins if both are present."""
     named = parse(nested={"mask_token_id": None, "mask_token": "<|MASK|>"})
     both = parse(nested={"mask_token": "<|MASK|>"})
     assert (named.mask_token, named.mask_token_id) == ("<|MASK|>", None)
@@ -258,7 +258,7 @@ def test_a_mask_token_by_name():
 
 
 class Tokenizer:
-    """90 tokens, one of them a mask."""
+    """A tokenizer of 90 tokens, one of them a mask."""
 
     def __len__(self):
         return 90
@@ -268,7 +268,7 @@ class Tokenizer:
 
 
 def test_a_mask_token_is_looked_up_in_the_targets_tokenizer():
-    """z-lab's code adds a token that is not there, which makes it the next one."""
+    """z-lab's code adds a missing token, which makes it the next one."""
 
     def found(name, **changes):
         return find_mask_token(parse(changes, {"mask_token_id": None, "mask_token": name}), Tokenizer())
@@ -307,7 +307,7 @@ def test_logit_scales():
 
 
 def test_several_streams():
-    """Of a target whose residual has several streams, a layer's output is as many hidden states wide."""
+    """A target with several residual streams has layer outputs that many hidden states wide."""
     draft = parse(nested={"hc_mult": 4})
     assert draft.aux_width == 3 * 4 * 64 and parse().aux_width == 3 * 64
     check_draft_fits_target(draft, target(hc_mult=4), "some/draft")
@@ -360,7 +360,7 @@ def test_every_mismatch_with_the_target_is_named_at_once():
     assert len(caught.value.problems) == 3
 
 
-# (target layers, draft layers): what z-lab's `build_target_layer_ids` returns.
+# (target layers, draft layers): the result of z-lab's `build_target_layer_ids`
 KNOWN_SPREADS = {
     (36, 5): (1, 9, 17, 25, 33),
     (48, 8): (1, 7, 14, 20, 26, 32, 39, 45),
@@ -380,9 +380,11 @@ def test_spread_of_layer_ids(shape):
 
 
 def test_the_engine_spreads_alike():
-    """SGLang resolves missing ids itself when it tells the target what to capture: both must name the same
-    layers. Ties between two layers fall as floating point has it, so the formulas must match to the last
-    bit."""
+    """SGLang and we must spread missing layer ids alike.
+
+    SGLang resolves them itself when it tells the target what to capture. Ties between two layers are
+    decided by floating point, so the formulas must match to the last bit.
+    """
     different = []
     for num_target_layers, num_draft_layers in itertools.product(range(4, 130), range(1, 20)):
         hf_config = SimpleNamespace(
@@ -405,14 +407,12 @@ def test_a_spread_is_even_and_stays_inside(num_target_layers, num_draft_layers):
 
 
 def test_a_spread_that_repeats_a_layer_is_refused():
-    """More draft layers than target layers to read: SGLang would capture each once, and `fc` would not
-    fit."""
+    """SGLang would capture a repeated layer once, and `fc` would not fit."""
     assert problems_of({"num_target_layers": 5, "num_hidden_layers": 4}, {"target_layer_ids": None})
 
 
 def test_a_spread_that_ends_on_the_last_layer_is_refused():
-    """A one-layer draft reads the middle layer; of two layers that is the last one, which SGLang cannot
-    capture."""
+    """A one-layer draft reads the middle layer; of two layers SGLang cannot capture the last."""
     assert problems_of({"num_target_layers": 2, "num_hidden_layers": 1}, {"target_layer_ids": None})
 
 
@@ -471,7 +471,7 @@ def test_whatever_a_config_says_it_is_valid_or_refused_by_name(top, nested, star
 
 
 def check_valid(draft: DFlashDraftConfig) -> None:
-    """What the rest of the code takes for granted of a parsed config."""
+    """Check what other code assumes of a parsed config."""
     sizes = (
         draft.hidden_size,
         draft.num_hidden_layers,
@@ -502,7 +502,7 @@ def check_valid(draft: DFlashDraftConfig) -> None:
 
 
 def test_the_search_reaches_valid_configs():
-    """Guards the fuzzing above: mutations of one field must leave some configs valid."""
+    """Some configs with one mutated field stay valid, or the fuzzing above shows little."""
     rng = random.Random(0)
     valid = 0
     for _ in range(200):

@@ -1,8 +1,9 @@
-"""Our DFlash draft on SGLang's layers against an independent plain-PyTorch forward (reference_dflash.py).
+"""Our DFlash draft on SGLang's layers against plain PyTorch (reference_dflash.py).
 
-float32 against float64. Hidden states and logits here are of order 1 to 10; tolerance 1e-4 absolute on logits
-and 1e-5 on keys and values. Errors of substance (a wrong mask, position, norm or head order) show at 1e-2 and
-more."""
+float32 against float64. Hidden states and logits here are of order 1 to 10; tolerance 1e-4 absolute on
+logits and 1e-5 on keys and values. Errors of substance (a wrong mask, position, norm or head order) show at
+1e-2 and more.
+"""
 
 import pytest
 import torch
@@ -31,13 +32,15 @@ def test_block_logits_of_the_bundled_draft(page_size, tmp_path):
 @pytest.mark.parametrize("name", ["plain", "sliding, causal", "sliding, not causal"])
 @pytest.mark.parametrize("lengths", [[1], [12], [12, 12, 12], [2, 30]])
 def test_batch_shapes(name, lengths, tmp_path):
-    """One request; equal lengths, for which the backend drops its mask; lengths far apart."""
+    """One request; equal lengths, for which the backend drops its mask; very unequal lengths."""
     assert Case.variant(name, tmp_path).compare_blocks(lengths) <= LOGITS_TOLERANCE
 
 
 def test_a_context_written_in_pieces(tmp_path):
-    """Chunked prefill and commits write a context piecewise: the same keys and values must result, bit for
-    bit or nearly (GEMMs of other sizes may round differently)."""
+    """Chunked prefill and commits write a context piecewise, with the same keys and values.
+
+    Equal up to rounding: GEMMs of other sizes may round differently.
+    """
     case = Case.variant("attention bias", tmp_path)
     aux_hidden = case.aux_hidden(20, seed=3)
     whole = case.context_kv(aux_hidden)
@@ -64,7 +67,7 @@ def test_context_kv(name, tmp_path):
 
 @pytest.mark.parametrize("softcap, multiplier", [(None, 1.0), (2.0, 1.0), (None, 0.5), (2.0, 0.5)])
 def test_logits_to_draw_from(softcap, multiplier, tmp_path):
-    """Scaled, then capped. Which token is best stays."""
+    """Logits are scaled, then capped; the best token stays."""
     nested = {"final_logit_softcapping": softcap, "output_multiplier": multiplier}
     case = Case.variant("plain", tmp_path, **nested)
     hidden = torch.randn(5, case.config["hidden_size"], generator=torch.Generator().manual_seed(0)) * 3
@@ -86,8 +89,10 @@ def test_several_streams(tmp_path):
 
 
 def test_rope_fields_of_the_target(tmp_path):
-    """M-RoPE sections and a partial factor, copied from the target's config: the draft rotates its whole
-    heads by the text's positions, as `rope_dim` says."""
+    """M-RoPE sections and a partial factor are copied from the target's config.
+
+    The draft still rotates its whole heads by the text's positions, as `rope_dim` says.
+    """
     copied = {"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True, "rope_dim": 16}
     plain = Case.variant("plain", tmp_path)
     config = plain.config | {"rope_scaling": copied, "partial_rotary_factor": 0.25}
@@ -110,8 +115,10 @@ class ScaledEmbedding(torch.nn.Embedding):
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, ScaledEmbedding])
 def test_a_mask_embedding_of_its_own(kind, tmp_path):
-    """It stands for the mask token in blocks, scaled as the table's rows are; the table, which prompts are
-    looked up in as well, stays."""
+    """It replaces the mask token in blocks, scaled as the table's rows are.
+
+    The table, in which prompts are looked up too, stays.
+    """
     case = Case.variant("plain", tmp_path)
     table = kind(case.config["vocab_size"], case.config["hidden_size"])
     before = table.weight.detach().clone()
@@ -134,8 +141,10 @@ def test_a_mask_embedding_of_another_draft(token, width, words, tmp_path):
 
 
 def test_rejected_rows_do_not_matter(tmp_path):
-    """A cycle leaves draft KV of rejected positions behind. The next block starts at the first of them, so
-    nothing of it may shine through."""
+    """Draft KV of rejected positions must not influence the next block.
+
+    The next block starts at the first of them.
+    """
     case = Case.variant("plain", tmp_path)
     length = 10
     tokens = case.block_tokens([4])
@@ -155,7 +164,7 @@ def test_rejected_rows_do_not_matter(tmp_path):
 
 
 def test_new_weights_reach_the_context_projection(tmp_path):
-    """`write_context_kv` reads stacked copies of the K/V weights; a weight update must renew them."""
+    """A weight update renews the stacked K/V weights that `write_context_kv` reads."""
     case = Case.variant("plain", tmp_path)
     aux_hidden = case.aux_hidden(6, seed=0)
     case.context_kv(aux_hidden)
@@ -171,7 +180,7 @@ def test_new_weights_reach_the_context_projection(tmp_path):
     "scaling", [None, YARN, YARN | {"factor": 40.0, "original_max_position_embeddings": 4096}]
 )
 def test_the_reference_rotates_as_hugging_face_does(scaling):
-    """The reference itself, held against transformers: frequencies to 1e-6 relative (theirs are float32)."""
+    """Frequencies equal transformers' to 1e-6 relative (theirs are float32)."""
     from transformers import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 

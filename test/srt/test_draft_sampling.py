@@ -1,4 +1,4 @@
-"""Drafted tokens come from exactly the distribution that is declared, and that one is the intended one."""
+"""Drafted tokens come from the declared distribution, and it is the intended one."""
 
 import pytest
 import torch
@@ -15,13 +15,12 @@ WHOLE = DraftSampling(candidates=1000)
 
 
 def dense(draft: DraftProbs, vocabulary: int) -> torch.Tensor:
-    """[bs, B - 1, vocabulary] float32."""
+    """Return dense probabilities [bs, B - 1, vocabulary] float32."""
     return torch.zeros(*draft.ids.shape[:2], vocabulary).scatter(2, draft.ids, draft.probs)
 
 
 def draw(logits, uniforms=None, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, sampling=WHOLE, d2t=None):
-    """What is drafted from logits [bs, B - 1, V], every request with the same parameters unless they are
-    given as lists."""
+    """Draft from logits [bs, B - 1, V]; parameters are shared, or lists with one per request."""
     bs, slots = logits.shape[:2]
     uniforms = torch.zeros(bs, slots) if uniforms is None else uniforms
 
@@ -36,7 +35,7 @@ def draw(logits, uniforms=None, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, samp
 def intended(
     logits: torch.Tensor, temperature: float, top_k: int, top_p: float, candidates: int
 ) -> torch.Tensor:
-    """One slot's distribution, token by token: logits [V] -> [V]."""
+    """Return one slot's distribution, token by token: logits [V] -> [V]."""
     probs = (logits.double() / temperature).softmax(dim=0).tolist()
     kept, before = [0.0] * len(probs), 0.0
     for rank, token in enumerate(sorted(range(len(probs)), key=lambda token: -probs[token])):
@@ -76,7 +75,7 @@ def test_the_distribution_is_the_intended_one(temperature, top_k, top_p, candida
 
 @pytest.mark.parametrize("sampling", [WHOLE, DraftSampling(0.5, 1, 3), DraftSampling(candidates=4)])
 def test_tokens_are_drawn_from_the_declared_distribution(sampling):
-    """The uniforms are integrated exactly: each token's interval is as long as its declared probability."""
+    """Uniforms are integrated exactly: a token's interval is as long as its probability."""
     logits = 2 * torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(1))
     _, draft = draw(logits, None, 0.8, 4, 0.95, sampling)
 
@@ -105,7 +104,7 @@ def test_every_proposal_is_lossless(sampling, rule):
 
 
 def test_sharper_and_deeper():
-    """A lower temperature sharpens every slot; from the first slot that is not drawn on all is the argmax."""
+    """A lower temperature sharpens every slot; slots that are not sampled take the argmax."""
     logits = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(3))
     best = logits.argmax(dim=2)
     plain = dense(draw(logits)[1], 9)
@@ -129,7 +128,7 @@ def test_greedy_requests_draft_the_argmax_next_to_others():
         best = logits[::2].argmax(dim=2)
         assert torch.equal(tokens[::2], best)
         assert torch.equal(dense(draft, 9)[::2], torch.nn.functional.one_hot(best, 9).float())
-        # Their blocks are then judged as without any draft probabilities.
+        # Their blocks are then verified as without any draft probabilities.
         certain = torch.nn.functional.one_hot(torch.randint(9, (4, 7)), 9).float()
         block = torch.nn.functional.pad(tokens, (1, 0))
         verdict = accept_by_rejection(block, certain, draft, uniforms, uniforms[:, 0])
@@ -138,7 +137,7 @@ def test_greedy_requests_draft_the_argmax_next_to_others():
 
 
 def test_a_reduced_vocabulary():
-    """Draft token 0, 1, 2, 3 is target token 2, 3, 7, 8: the same draw, under the target's names."""
+    """Draft tokens 0, 1, 2, 3 are the target's 2, 3, 7, 8: the same draw, renamed."""
     d2t = torch.tensor([2, 2, 5, 5])
     logits, uniforms = torch.randn(3, 2, 4), torch.rand(3, 2)
     tokens, draft = draw(logits, uniforms)
@@ -150,7 +149,7 @@ def test_a_reduced_vocabulary():
 
 @given(st.data())
 def test_a_draft_makes_sense(data):
-    """Valid probabilities, possible tokens, and no effect of one request on another, at any parameters."""
+    """Probabilities are valid, tokens possible, and requests independent, at any parameters."""
     bs, slots, vocabulary = (data.draw(st.integers(1, top)) for top in (4, 4, 7))
     torch.manual_seed(data.draw(st.integers(0, 2**32)))
     logits = torch.randn(bs, slots, vocabulary) * data.draw(st.sampled_from([0.0, 1.0, 30.0]))

@@ -1,5 +1,7 @@
-"""Loading a draft's weights: whatever is missing, unknown or of another shape is named, and nothing is left
-as uninitialised memory."""
+"""Loading a draft's weights: missing, unknown or misshapen tensors are named.
+
+No memory stays uninitialised.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ FUSED_PARTS = (
 
 @pytest.fixture
 def plain(tmp_path):
-    """A config as SGLang reads it, and its weights, to be spoiled."""
+    """A config as SGLang reads it, and its weights, which tests change."""
     return read_config(BASE, tmp_path), random_weights(BASE, 2)
 
 
@@ -57,7 +59,7 @@ def test_an_unknown_tensor_is_named(unknown, plain):
 
 
 def test_new_weights_come_to_where_graphs_read_them(plain):
-    """The stacked K/V weights are captured in the verify graphs by their address."""
+    """Verify graphs capture the stacked K/V weights by address."""
     config, weights = plain
     model = build(DFlashDraftModel, config, iter(weights.items()))
     model.stack_kv_weights()
@@ -89,7 +91,7 @@ def test_a_tensor_of_another_shape_is_named(part, how, plain):
 
 
 def test_a_width_that_sglang_rounds_up_on_a_cpu(tmp_path):
-    """Its config then says 96 of a checkpoint of 80: the rows added are zeros, and the model is the same."""
+    """A checkpoint of width 80 gets 96: the added rows are zeros, and the model is the same."""
     weights = random_weights(BASE, 2)
     rounded = build(
         DFlashDraftModel, read_config(BASE | {"intermediate_size": 96}, tmp_path), iter(weights.items())

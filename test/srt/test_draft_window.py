@@ -1,5 +1,7 @@
-"""`--speculative-draft-window-size`: drafted tokens are those of a reference that sees the window alone, and
-what lies before it is not read: its slots hold NaN here."""
+"""`--speculative-draft-window-size`: drafts equal a reference that sees only the window.
+
+Slots before the window hold NaN, so they are not read.
+"""
 
 import copy
 from types import SimpleNamespace
@@ -36,7 +38,7 @@ def cycle_of(case: Case, pools, width: int) -> Cycle:
 
 
 def pools_with_a_table_of_its_own(pools):
-    """The same KV slots, read through another request table, as the draft's runner has it."""
+    """Return the same KV slots under another request table, as the draft's runner has."""
     own = copy.copy(pools)
     rows, columns = pools.req_to_token_pool.req_to_token.shape
     own.req_to_token_pool = ReqToTokenPool(rows - 1, columns, "cpu", enable_memory_saver=False)
@@ -92,8 +94,10 @@ def test_drafted_tokens_see_the_window_alone(name, page_size, window, tmp_path):
 
 @pytest.mark.parametrize("backend, page", [("flashinfer", 1), ("triton", 1), ("fa3", 16)])
 def test_lengths_in_sight(backend, page):
-    """Exactly the window, unless the backend reads whole pages: then it begins on one. Host lengths, which
-    FlashInfer plans with, are the device's plus the block, and never below them."""
+    """Exactly the window, unless the backend reads whole pages: then it begins on one.
+
+    Host lengths, which FlashInfer plans with, are the device's plus the block, and never below them.
+    """
     window, width = 20, 8
     table = torch.arange(4 * 96, dtype=torch.int32).view(4, 96)
     own = torch.full_like(table, -1)

@@ -1,8 +1,8 @@
-"""The DFlash drafter: prefill, propose and commit around the draft model, and the argmax of the borrowed
-head.
+"""The DFlash drafter: prefill, propose, commit, and the argmax of the borrowed head.
 
-Drafted tokens are argmaxes, compared exactly with those of reference_dflash.py; seeds are fixed, and no two
-logits of these drafts lie as close as rounding."""
+Drafted tokens are argmaxes, compared exactly with reference_dflash.py. Seeds are fixed, and no two logits
+of these drafts are as close as a rounding error.
+"""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ def test_greedy_tokens_never_come_from_the_heads_padding():
 
 
 def test_an_embedding_for_a_head():
-    """What Gemma ties its head to: rows without padding, and no quant method."""
+    """Gemma ties its head to an embedding: rows without padding, and no quant method."""
     embedding = torch.nn.Embedding(61, 16)
     hidden = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
     expected = hidden @ embedding.weight.T
@@ -35,8 +35,10 @@ def test_an_embedding_for_a_head():
 
 
 class PackedMethod:
-    """A quant method as SGLang's are: it alone can read the weight, here int8 rows, transposed, with a scale
-    each."""
+    """A quant method as SGLang's: it alone can read the weight.
+
+    Here int8 rows, transposed, with a scale each.
+    """
 
     def apply(self, layer, hidden):
         return hidden @ (layer.weight.float() * layer.scale)
@@ -58,7 +60,7 @@ def test_a_quantized_head():
 
 
 def drafter_on(pools, case: Case, block_size: int) -> DFlashDrafter:
-    """A drafter whose model runner is nothing but the model and these pools."""
+    """Return a drafter whose model runner is only the model and these pools."""
     target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
     runner = SimpleNamespace(
         model=case.model,
@@ -71,9 +73,11 @@ def drafter_on(pools, case: Case, block_size: int) -> DFlashDrafter:
 
 @pytest.mark.parametrize("name", ["plain", "sample from anchor"])
 def test_draft_probabilities_belong_to_their_request(name, tmp_path):
-    """Random batches of requests that come, go and change places: every row's distribution is the reference's
-    for that request's own context and parameters, and every drafted token has a probability above zero in
-    it."""
+    """Random batches of requests that come, go and change places.
+
+    Every row's distribution is the reference's for that request's own context and parameters, and every
+    drafted token has a positive probability in it.
+    """
     case = Case.variant(name, tmp_path)
     rows = case.config["block_size"]
     width = case.model.draft.num_drafting_rows + 1
@@ -136,10 +140,12 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
     "verified", [(0, 0), (3, 0), (1,) * 10 + (0,)], ids=["whole blocks", "narrow", "a pause"]
 )
 def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
-    """Cycles through the drafter's own interface: prefill, a block, a commit of all its rows of which two
-    count, and the next block, which must rest on the committed rows alone. `verified`: slots of each cycle, 0
-    for the whole block; those of one slot draft nothing, and what is drafted behind them is as if they
-    had."""
+    """Cycles through the drafter's own interface.
+
+    Prefill, a block, a commit of all its rows of which two count, and the next block, which must use the
+    committed rows alone. `verified`: slots of each cycle, 0 for the whole block. Cycles of one slot draft
+    nothing, and later drafts are as if they had.
+    """
     case = Case.variant(name, tmp_path)
     # A draft that samples from its anchor drafts a token with every row, so one more position is verified
     # than it has rows.
@@ -212,8 +218,10 @@ def commit_an_anchor(
 
 
 def test_rows_that_wait_are_the_slots_last_owners(tmp_path):
-    """A request ends with rows not written yet, and its slot goes to another one: by a cycle without drafts,
-    or by a prefill."""
+    """A request ends with unwritten rows, and its slot goes to another one.
+
+    The next one arrives in a cycle without drafts, or in a prefill.
+    """
     case = Case.variant("plain", tmp_path)
     pools = case.pools(2, 40)
     drafter = drafter_on(pools, case, case.config["block_size"])

@@ -1,5 +1,7 @@
-"""The examples, run as a user runs them. `offline_engine.py` starts an engine of its own:
-test_stock_sglang.py."""
+"""The examples, run as a user runs them.
+
+`offline_engine.py` starts an engine of its own: test_stock_sglang.py.
+"""
 
 import json
 import os
@@ -20,7 +22,7 @@ BLOCK_SIZE = 8
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
-    """What an example printed."""
+    """Run an example; return what it printed."""
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, timeout=300, cwd=cwd, env=environment

@@ -1,5 +1,4 @@
-"""What goes wrong around a running server, and what it promises then: the target's own answers, or an error
-by name."""
+"""Faults around a running server: the target's own answers, or a named error."""
 
 import concurrent.futures
 import contextlib
@@ -27,7 +26,7 @@ pytestmark = [pytest.mark.server, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory) -> Path:
-    """A copy of the bundled draft, for tests to spoil."""
+    """A copy of the bundled draft, which tests change."""
     return Path(shutil.copytree(DRAFT, tmp_path_factory.mktemp("faults") / "draft"))
 
 
@@ -110,7 +109,7 @@ def test_a_flush_during_decode_is_refused_or_harmless(server, requests, referenc
 
 
 def test_a_stalled_client_holds_up_nobody(server, requests, reference):
-    """It asks for a long stream and reads none of it; then it walks away."""
+    """It requests a long stream, reads none of it, and disconnects."""
     host, port = server.url.removeprefix("http://").split(":")
     body = {**requests[0], "stream": True, "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
     payload = json.dumps(body).encode()
@@ -133,7 +132,7 @@ def test_a_client_that_leaves_in_mid_stream(server, requests, reference):
 
 
 def check_idle(server: Server) -> None:
-    """Nothing runs and no KV slot is taken, once what was left alone has ended."""
+    """Check that nothing runs and no KV slot is taken once all requests have ended."""
     deadline = time.monotonic() + 120
     while (load := server.get("/v1/loads")["loads"][0])["num_running_reqs"] and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -152,8 +151,7 @@ def test_a_draft_deleted_after_the_start(server, draft, requests, reference):
 
 @pytest.mark.parametrize("who", ["scheduler", "detokenizer"])
 def test_a_killed_process_ends_the_server(who, servers, draft, requests):
-    """Nothing hangs: whoever waits for an answer is told, and the server ends, for its supervisor to start it
-    again."""
+    """Waiting clients get an error, and the server ends, for its supervisor to restart."""
     # Cold: a fork keeps the process title of its fork server.
     server = servers.get(*FLOAT32, *dflash_arguments(draft), is_cold=True)
     long = {**requests[0], "sampling_params": {**requests[0]["sampling_params"], "max_new_tokens": 3000}}
@@ -170,7 +168,7 @@ def test_a_killed_process_ends_the_server(who, servers, draft, requests):
 
 
 def process_named(server: Server, who: str) -> int:
-    """SGLang gives its processes titles."""
+    """Return the process with this title, which SGLang sets."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it ended meanwhile
             if entry.name.isdigit() and os.getsid(int(entry.name)) == server.process.pid:

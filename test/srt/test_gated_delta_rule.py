@@ -1,5 +1,7 @@
-"""The CPU stand-in's GatedDeltaNet operators against transformers' own functions, batched, ragged and in
-scattered slots."""
+"""The CPU stand-in's GatedDeltaNet operators against transformers' own functions.
+
+Batched, ragged, and in scattered slots.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ def seeded():
 
 
 def random_inputs(tokens):
-    """q, k, v, a, b of packed tokens; A_log and dt_bias."""
+    """Return q, k, v, a, b of packed tokens, A_log and dt_bias."""
     heads = [(KEY_HEADS, KEY_DIM), (KEY_HEADS, KEY_DIM), (VALUE_HEADS, VALUE_DIM)]
     q, k, v = (torch.randn(1, tokens, *shape) for shape in heads)
     a, b = torch.randn(tokens, VALUE_HEADS), torch.randn(tokens, VALUE_HEADS)
@@ -33,7 +35,7 @@ def random_inputs(tokens):
 
 
 def expected_rule(function, q, k, v, a, b, A_log, dt_bias, state):
-    """transformers' answer for one request: its state is [heads, key dim, value dim]."""
+    """Return transformers' answer for one request; its state is [heads, key dim, value dim]."""
     repeat = VALUE_HEADS // KEY_HEADS
     outputs, state = function(
         q.repeat_interleave(repeat, dim=2),
@@ -120,8 +122,10 @@ def test_token_by_token(steps, verify):
 
 
 def test_a_block_computes_what_its_tokens_do_one_by_one():
-    """Within PyTorch's last bit: its exp and sigmoid round differently where an array's length leaves a
-    remainder."""
+    """Equal up to the last bit.
+
+    PyTorch's exp and sigmoid round differently if an array's length leaves a remainder.
+    """
     bs, steps, slots = 3, 6, torch.tensor([4, 1, 7], dtype=torch.int32)
     q, k, v, a, b, A_log, dt_bias = random_inputs(bs * steps)
     states = torch.randn(NUM_SLOTS, VALUE_HEADS, VALUE_DIM, KEY_DIM)
@@ -215,8 +219,10 @@ def test_norms_gates_and_splits():
 
 
 def test_what_is_committed_is_what_was_accepted():
-    """Per request: the last kept step into its own slot, the tracked one into the cache's, nothing where step
-    or slot is -1."""
+    """Each request's last kept step goes into its own slot, the tracked one into the cache's.
+
+    Nothing is written if the step or slot is -1.
+    """
     layers, rows, steps = 2, 3, 4
 
     class Caches:

@@ -1,4 +1,4 @@
-"""The GPU benchmark, as far as a machine without a GPU can tell: its commands, its memory, its arithmetic."""
+"""The GPU benchmark without a GPU: its commands, its memory, its arithmetic."""
 
 import contextlib
 import dataclasses
@@ -67,7 +67,7 @@ def test_our_worker_still_says_the_line_that_tells_it_from_the_built_in():
 
 @pytest.fixture
 def shapes(tmp_path, monkeypatch):
-    """The configs of a pair, written where its servers look for them."""
+    """The configs of a pair, written where its servers read them."""
     monkeypatch.setattr(plans, "SCRATCH", tmp_path)
 
     def write(pair, variant=DFLASH):
@@ -98,7 +98,7 @@ def test_dry_run_sees_a_variable_sglang_does_not_read(shapes):
 
 
 def test_dry_run_sees_an_attention_backend_that_does_not_run_a_draft():
-    """The bundled P-EAGLE draft has windows of 2048, which FlashInfer counts otherwise."""
+    """The bundled P-EAGLE draft has windows of 2048, which FlashInfer counts differently."""
     [part] = [
         part for part in plans.rehearsed_parts("flashinfer") if part.name == "rehearsed/flashinfer-peagle"
     ]
@@ -135,7 +135,7 @@ class Counting:
 
 
 def go_on(parts, path: Path, seconds=None, retry_failed=False) -> tuple[int, dict]:
-    """One call of the program; what it leaves behind."""
+    """Call the program once; return its status and records."""
     results = state.Results(path, SETTING)
     status = run.go_on(parts, results, TimeLimit(seconds), retry_failed)
     return status, json.loads(path.with_suffix(".json").read_text())["parts"]
@@ -208,8 +208,11 @@ def event(cat: str, name: str, ts: float, dur: float, correlation: int | None = 
 
 
 def synthetic_trace(cycles: int) -> dict:
-    """Cycles of 1000 us: the verify graph's two kernels of 400 and 300 us with 10 idle between them, 100 us
-    later a copy of 20, 30 later the draft graph's kernel of 120, 20 later the next cycle."""
+    """Return a trace of cycles of 1000 us.
+
+    The verify graph's two kernels of 400 and 300 us with 10 idle between them, 100 us later a copy of 20,
+    30 later the draft graph's kernel of 120, 20 later the next cycle.
+    """
     events = [{"ph": "M", "name": "process_name", "args": {}}]
     for i in range(cycles):
         t, id_ = 1000.0 * i, 10 * i
@@ -286,7 +289,7 @@ class Answering:
 
 
 def test_penalised_answers_are_held_against_their_best_choices():
-    """After 7 was said once, it costs 0.9."""
+    """After 7 was emitted once, it costs 0.9."""
     ranked = [(-0.2, 7, None), (-0.9, 8, None), (-3.0, 9, None)]
     scored = answer([])
     scored["meta_info"]["input_top_logprobs"] = [None, ranked, ranked]
@@ -298,7 +301,7 @@ def test_penalised_answers_are_held_against_their_best_choices():
 
 
 def test_rehearsed_configurations_are_held_against_the_target_and_a_cpu(tmp_path, monkeypatch):
-    """The target is asked once on a machine."""
+    """The target gets its requests once per machine."""
     tops = [[(-0.5, 1, None), (-1.0, 9, None)]] * 4
     right, finished = answer([1, 2, 3, 4], tops), {"finish_reason": {"type": "length"}}
     right["meta_info"] |= finished | {"spec_correct_drafts_histogram": [0, 1, 1]}
@@ -364,7 +367,7 @@ def load(variant: str, concurrency: int, seconds: float, accepted: list[int]) ->
 
 
 def finished(tmp_path, results: dict[str, dict]) -> str:
-    """The page for these results, as the program writes it."""
+    """Return the page that the program writes for these results."""
     parts = [Part(name, (STOCK,), lambda limit, r=r: r, 1) for name, r in results.items()]
     go_on(parts, tmp_path / "gpu")
     return (tmp_path / "gpu.md").read_text()

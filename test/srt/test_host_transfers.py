@@ -1,4 +1,4 @@
-"""No step of the decode path waits for the GPU: every call that could is listed here, with why it does not.
+"""No step of the decode path waits for the GPU: every possible wait has a reason here.
 
 Static, so it holds without a GPU; the marked test lets CUDA itself object to a synchronisation.
 """
@@ -52,7 +52,7 @@ DECODE_PATH = (
     "kernels/ops/speculative/rejection.py",
     "kernels/ops/speculative/selector_walk.py",
 )
-# Methods that copy to the host or whose result's shape depends on values, and functions that do on tensors.
+# Methods and tensor functions that copy to the host, or whose result's shape depends on values.
 METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "unique", "masked_select"}
 FUNCTIONS = {"int", "float", "bool", "nonzero", "synchronize"}
 
@@ -125,7 +125,7 @@ ALLOWED = {
 
 
 def possible_transfers(name: str, source: str) -> set[tuple[str, str, str]]:
-    """Every call in a file that may wait for the device: (file, function it is in, the call)."""
+    """Return every call in a file that may wait for the device: (file, function, call)."""
     found = set()
 
     def visit(node: ast.AST, function: str) -> None:
@@ -169,8 +169,7 @@ def test_the_files_of_the_decode_path_exist():
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["DFlash", "P-EAGLE"])
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_cuda_sees_no_synchronisation_in_a_decode_step(method, draft):
-    """The server puts CUDA into error mode around `DFlashWorker.decode`, and dies of the first
-    synchronisation."""
+    """In CUDA's error mode, `DFlashWorker.decode` would die of a synchronisation."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     arguments = "--model-path", TARGET, *dflash_arguments(draft), "--attention-backend", "triton"

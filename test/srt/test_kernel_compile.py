@@ -1,4 +1,7 @@
-"""Every kernel compiled for three generations of GPU, none of which need be here: spills, access widths."""
+"""Every kernel compiled for three generations of GPU: spills and access widths.
+
+No GPU need be present.
+"""
 
 import os
 import re
@@ -114,7 +117,7 @@ def launch_accept(is_decided: bool):
 
 
 def launch_write_context_kv(head_dim: int, pool_dtype: torch.dtype, prefill: bool):
-    """Qwen3-8B's draft: 5 layers, 8 KV heads, block 16, bfloat16."""
+    """Launch for Qwen3-8B's draft: 5 layers, 8 KV heads, block 16, bfloat16."""
     bs, block_size, layers, heads = 4, 16, 5, 8
     rows = bs * block_size
     kv = torch.zeros(rows, layers, 2, heads, head_dim, dtype=torch.bfloat16)
@@ -171,8 +174,8 @@ CASES = {
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path, capfd):
-    """(case, arch) -> (PTX, what ptxas says about it)."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # a cached kernel would say nothing
+    """Map (case, arch) to (PTX, ptxas' report)."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # a cached kernel would give no report
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
 
     def compile_case(case: str, arch: int) -> tuple[str, str]:
@@ -204,7 +207,7 @@ def test_registers_and_spills(case, arch, compiled):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", ["dim 128", "dim 128, prefill", "dim 80"])
 def test_context_states_move_16_bytes_at_a_time(name, arch, compiled):
-    """Two halves of the keys and of the values, in and out; on the way no thread waits for another."""
+    """Two halves of the keys and of the values, in and out; no thread waits for another."""
     ptx, _ = compiled(f"write_context_kv, {name}", arch)
     stores = re.findall(r"st\.global\S*", ptx)
     assert stores == ["st.global.v4.b32"] * 4
@@ -215,7 +218,7 @@ def test_context_states_move_16_bytes_at_a_time(name, arch, compiled):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_product_of_a_rotation_is_rounded(arch, compiled):
-    """As the twin rounds it, which a fused multiply-add does not."""
+    """The twin rounds it too; a fused multiply-add does not."""
     ptx, _ = compiled("write_context_kv, dim 128", arch)
     assert "fma" not in ptx.replace("fma.rn.bf16", "")  # sm_80 multiplies bfloat16 by adding -0
 

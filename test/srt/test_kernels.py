@@ -1,7 +1,6 @@
-"""Triton kernels against their PyTorch twins, and the twins against the code they stand for.
+"""Triton kernels against their PyTorch twins, and the twins against SGLang's code.
 
-Every comparison of a kernel with its twin runs compiled where there is a GPU, and everywhere in Triton's
-interpreter, in a process of its own: Triton decides between the two when it is first imported.
+Comparisons run compiled on a GPU, and everywhere in Triton's interpreter (test_kernel_comparisons.py).
 """
 
 import inspect
@@ -23,7 +22,10 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def random_blocks(seed: int, bs: int, block_size: int, device: str) -> tuple:
-    """Arguments of prepare_block. The table is a slice of a wider one, as its rows need not be contiguous."""
+    """Return arguments of prepare_block.
+
+    The table is a slice of a wider one, as its rows need not be contiguous.
+    """
     rng = torch.Generator().manual_seed(seed)
     max_len = 40 + block_size
     table = torch.randint(2**31 - 1, (bs + 3, max_len + 5), generator=rng, dtype=torch.int32)[:, :max_len]
@@ -111,8 +113,10 @@ def test_a_prepared_window():
 def random_rows(
     seed: int, bs: int, block_size: int, hidden: int, device: str, last_start: int | None = None
 ) -> list:
-    """Arguments of prepare_rows: texts of all lengths, some at the end of the table, anything from 1 to B
-    rows pending."""
+    """Return arguments of prepare_rows.
+
+    Texts have all lengths, some at the end of the table, and 1 to B rows are pending.
+    """
     rng = torch.Generator().manual_seed(seed)
     slots, max_len, width = bs + 3, 40, 2 * (block_size - 1)
     lengths = 1 + torch.randint(max_len - block_size, (bs,), generator=rng)
@@ -159,8 +163,11 @@ def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden, last_start):
 def two_blocks_of_rows(
     last_start: int | None,
 ) -> tuple[peagle_rows.Rows, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks of 4 with two drafted tokens kept (three rows pending), and of a text of two tokens (one
-    pending). Also what was written: the table, the fused states and the first drafting rows."""
+    """Prepare two blocks of 4, with three rows and one row pending.
+
+    The first kept two drafted tokens; the second has a text of two tokens. Also returns what was written:
+    the table, the fused states and the first drafting rows.
+    """
     pending = peagle_rows.Pending(
         tokens=torch.tensor([[51, 52, 0, 0], [61, 62, 63, 0]]),
         fused=torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0]]).float()[..., None],
@@ -202,8 +209,7 @@ def test_prepared_rows_that_begin_with_what_is_pending():
 
 
 def test_prepared_rows_at_the_end_of_the_context():
-    """Nothing reaches behind row 4 + 6: the first block begins with rows that are in the KV, which keep
-    theirs."""
+    """No row lies behind row 4 + 6; rows that are already in the KV keep theirs."""
     rows, table, fused, first = two_blocks_of_rows(4)
     assert rows.positions.tolist() == [[4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6]]
     assert rows.tokens[0].tolist() == [99, 99, 61, 62, 63, 99]
@@ -212,7 +218,7 @@ def test_prepared_rows_at_the_end_of_the_context():
 
 
 def random_commit(seed: int, bs: int, width: int, block_size: int, hidden: int, device: str) -> list:
-    """Arguments of commit_rows."""
+    """Return arguments of commit_rows."""
     pending = random_rows(seed, bs, block_size, hidden, device)[2]
     rng = torch.Generator().manual_seed(seed)
     requests = torch.randperm(bs + 3, generator=rng)[:bs].to(device)
@@ -244,7 +250,7 @@ def test_commit_rows_equals_its_twin(seed, bs, block_size, appends, hidden):
 @against_twin
 @pytest.mark.parametrize("heads", [(4, 2), (1, 1)])
 def test_sglangs_norm_and_rotation_equals_its_twin(heads):
-    """Of a draft layer in bfloat16: what the model does on a CPU, but for the last bit."""
+    """For a draft layer in bfloat16, equal to the model's CPU path but for the last bit."""
     from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 
     rng, (q_heads, kv_heads), dim, rows = torch.Generator().manual_seed(0), heads, 64, 7
@@ -268,8 +274,10 @@ def test_sglangs_norm_and_rotation_equals_its_twin(heads):
 
 
 def random_verdicts(seed: int, bs: int, block_size: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Arguments of accept_greedy: rows that agree up to a random slot, and by chance beyond it. Some logits
-    are broken."""
+    """Return arguments of accept_greedy.
+
+    Rows agree up to a random slot, and by chance beyond it. Some logits are broken.
+    """
     rng = torch.Generator().manual_seed(seed)
     values = torch.tensor([0, 1, 2**40])  # the last beyond int32
     target = values[torch.randint(3, (bs, block_size), generator=rng)]
@@ -320,8 +328,10 @@ def test_accepted_blocks():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_broken_logits_end_a_request_where_they_are_output(value):
-    """Of two equal requests the first kept three tokens, the second one: it never said what follows on broken
-    logits."""
+    """Of two equal requests the first kept three tokens, the second one.
+
+    The second never emitted a token after broken logits.
+    """
     tokens, target_tokens = torch.tensor([[5, 1, 2, 8], [5, 9, 2, 8]]), torch.tensor([[1, 2, 3, 4]] * 2)
     best = torch.zeros(2, 4)
     best[:, 1] = value
@@ -337,7 +347,7 @@ EPS = 1e-6
 
 
 class Context:
-    """Random arguments of write_context_kv, and pools whose slots hold NaN until they are written."""
+    """Random arguments of write_context_kv, and pools whose unwritten slots hold NaN."""
 
     def __init__(self, seed, rows, layers, heads, head_dim, kv_dtype, pool_dtype, table_dtype, device):
         page_size, rng = 4, torch.Generator().manual_seed(seed)
@@ -357,7 +367,7 @@ class Context:
         self.pool_dtype = pool_dtype
 
     def written_by(self, write, **options) -> torch.Tensor:
-        """The pool's contents, float32 [layers, 2, slots, heads, head_dim]."""
+        """Return the pool's contents, float32 [layers, 2, slots, heads, head_dim]."""
         buffers = torch.full(self.pool_shape, torch.nan).to(self.kv.device, self.pool_dtype)
         pool = KVPoolPointers.of(list(buffers[:, 0]), list(buffers[:, 1]))
         write(self.kv, self.weight, EPS, self.table, self.positions, self.cache_loc, pool, **options)
@@ -366,7 +376,7 @@ class Context:
 
 @st.composite
 def contexts(draw):
-    """Arguments of Context and options of write_context_kv, with few enough programs for the interpreter."""
+    """Draw arguments of Context and options of write_context_kv, with few programs."""
     bs, block_size = draw(st.integers(0, 9)), draw(st.integers(1, 17))
     rows = bs * block_size
     layers = draw(st.integers(1, min(6, max(1, 100 // max(rows, 1)))))
@@ -394,7 +404,7 @@ def contexts(draw):
 
 
 def slots_to_write(context: Context, options: dict) -> list[int]:
-    """By a plain loop."""
+    """Return the slots, by a plain loop."""
     slots, accept_len = context.cache_loc.tolist(), options.get("accept_len")
     if accept_len is None:
         return sorted(slots)
@@ -403,11 +413,11 @@ def slots_to_write(context: Context, options: dict) -> list[int]:
 
 
 def assert_same_pool(got: torch.Tensor, want: torch.Tensor, coarsest: torch.dtype) -> None:
-    """Equal but for rounding.
+    """Assert equality up to rounding.
 
     The kernel adds the squares of the norm in another order (and a GPU approximates its rsqrt and fuses
-    multiplications into additions), so a float32 intermediate may be off by a few units in the last place. In
-    a narrower format that rarely shows; then a value moves to its neighbour, before two are subtracted.
+    multiplications into additions), so a float32 intermediate may be off by a few units in the last place.
+    In a narrower format that rarely shows; then a value moves to its neighbour, before two are subtracted.
     """
     step = torch.finfo(coarsest).eps * (16 if coarsest == torch.float32 else 1)
     largest = want.nan_to_num().abs().max().item() if want.numel() else 0.0
@@ -433,7 +443,7 @@ def test_write_context_kv_equals_its_twin(case):
 
 @against_twin
 def test_a_large_pool_equals_its_twin():
-    """Slots beyond 2**31 elements. The memory between them is never touched."""
+    """Slots lie beyond 2**31 elements. The memory between them is never touched."""
     context = Context(0, 2, 1, 2, 64, torch.bfloat16, torch.float8_e5m2, torch.float32, DEVICE)
     context.cache_loc = torch.tensor([2, 1], device=DEVICE)
     memory, stride = torch.empty(2**31 + 4096, dtype=torch.uint8, device=DEVICE), 2**30 + 128
@@ -452,7 +462,7 @@ def test_a_large_pool_equals_its_twin():
 @against_twin
 @pytest.mark.parametrize("dtype", FP8)
 def test_saturation_equals_its_twin(dtype):
-    """What fp8 cannot hold becomes its largest value, not NaN and not infinity."""
+    """fp8 overflow becomes the largest value, not NaN and not infinity."""
     if not INTERPRETED and torch.cuda.get_device_capability() < (8, 9) and dtype == torch.float8_e4m3fn:
         pytest.skip("e4m3 needs sm_89")
     context = Context(0, 3, 1, 1, 64, torch.float32, dtype, torch.float32, DEVICE)
@@ -466,7 +476,7 @@ def test_saturation_equals_its_twin(dtype):
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, *FP8])
 def test_the_twin_stores_what_the_model_and_sglang_do(kv_dtype, pool_dtype):
-    """What `DFlashDraftModel.write_context_kv` does after its GEMM, with SGLang's own pool: bit for bit."""
+    """Bit for bit as the model's `write_context_kv` after its GEMM, in SGLang's pool."""
     from support import engine
 
     engine.start()
@@ -541,7 +551,7 @@ def test_alignment_is_what_all_buffers_have():
 @pytest.mark.gpu
 @needs_gpu
 def test_no_kernel_synchronises_with_the_host():
-    """And all of them are captured into one CUDA graph, which replays on other data."""
+    """One CUDA graph captures all of them, and replays on other data."""
     blocks, verdicts = random_blocks(0, 3, 16, "cuda"), random_verdicts(0, 3, 16, "cuda")
     committed = random_commit(0, 3, 16, 16, 64, "cuda")
     context = Context(0, 48, 5, 8, 128, torch.bfloat16, torch.bfloat16, torch.float32, "cuda")

@@ -1,4 +1,4 @@
-"""Lengths that the host knows by itself: which, and that nobody asks the device for them."""
+"""Lengths that the host knows by itself, without a read from the device."""
 
 from types import SimpleNamespace
 
