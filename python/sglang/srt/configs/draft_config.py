@@ -156,9 +156,10 @@ class DFlashDraftConfig(StrictModel):
         Raises DraftConfigError naming every missing or contradictory field at once.
         """
         problems, draft = [], None
-        nested = getattr(hf_config, "dflash_config", None) or {}
+        nested = getattr(hf_config, "dflash_config", None)
         if not isinstance(nested, dict):
-            problems.append(f"dflash_config must be an object, got {type(nested).__name__}")
+            if nested is not None:
+                problems.append(f"dflash_config must be an object, got {type(nested).__name__}")
             nested = {}
         try:
             draft = cls.model_validate(cls._values(hf_config, nested))
@@ -206,9 +207,9 @@ class DFlashDraftConfig(StrictModel):
 
     @property
     def tokens_before_window_start(self) -> int:
-        """Tokens that a sliding layer sees before the start of its window.
+        """Tokens a sliding layer sees before the query, or before the anchor.
 
-        The window includes the query's own token; the speculators library's lies before the anchor.
+        A window that is counted from the query includes the query's own token.
         """
         assert self.sliding_window is not None, "this draft has no sliding layers"
         return self.sliding_window if self.window_from_anchor else self.sliding_window - 1
