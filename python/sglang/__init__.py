@@ -1,7 +1,7 @@
-"""DFlash speculative decoding for SGLang 0.5.23, installed beside it as a plugin.
+"""DFlash speculative decoding for SGLang 0.5.23, as a plugin.
 
-The tree mirrors SGLang's own: a file lies where it would lie upstream. Nothing here is imported until
-SGLang loads its plugins; `srt/plugins/entry_points.py` is the door.
+The tree mirrors SGLang's: each file has the path that it would have upstream. Nothing here is imported until
+SGLang loads its plugins, through `srt/plugins/entry_points.py`.
 """
 
 __version__ = "0.1.0"
