@@ -27,6 +27,7 @@ from gpu.shapes import LLAMA_3_1_8B, PAIRS, QWEN3_8B
 from serving import ROOT
 
 from sglang_dflash.srt.speculative import dflash_worker
+from sglang_dflash.srt.speculative.drafters import build
 
 SETTING = {"machine": "a GPU", "versions": {"sglang": "0"}, "options": {"attention_backend": "flashinfer"}}
 OURS = Plan(DFLASH, ("--model-path", "models/x"), {"SGLANG_PLUGINS": "dflash"})
@@ -61,7 +62,8 @@ def test_our_worker_still_says_the_line_that_tells_it_from_the_built_in():
     source = inspect.getsource(dflash_worker)
     for line in work.WORKER_LINES:
         names, rest = line.split(": ")
-        assert all(hasattr(dflash_worker, name) for name in names.split(" with "))
+        worker, drafter = names.split(" with ")
+        assert hasattr(dflash_worker, worker) and hasattr(build, drafter)
         assert f"sglang-dflash %s with %s: {rest} %d" in source
 
 
