@@ -11,7 +11,6 @@ CORE = (
     "test_kernel_comparisons.py",
     "test_kernel_compile.py",
     "test_kernels.py",
-    "test_package.py",
     "test_rejection.py",
     "test_rejection_kernel.py",
     "test_roofline.py",
