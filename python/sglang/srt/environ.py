@@ -45,34 +45,18 @@ def _switch(name: str) -> Option[bool]:
     return Option(name, False, {"0": False, "1": True}.__getitem__, "1 or 0")
 
 
-def _positive_number(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError
-    return value
-
-
 class DFlashOptions:
-    """Every option. A value is validated when it is read."""
+    """Every option. The settings classes that use an option check its range."""
 
     # Serve a target whose captured hidden states have not been compared with a reference.
     ALLOW_UNTESTED_TARGET = _switch("SGLANG_DFLASH_ALLOW_UNTESTED_TARGET")
     # --speculative-copy-ahead: propose what followed a request's last tokens earlier in its own text.
     COPY_AHEAD = _switch("SGLANG_DFLASH_COPY_AHEAD")
     # --speculative-draft-temperature-scale: the draft's temperature as a multiple of the request's.
-    DRAFT_TEMPERATURE_SCALE = Option(
-        "SGLANG_DFLASH_DRAFT_TEMPERATURE_SCALE", 1.0, _positive_number, "a positive number"
-    )
+    DRAFT_TEMPERATURE_SCALE = Option("SGLANG_DFLASH_DRAFT_TEMPERATURE_SCALE", 1.0, float, "a number")
     # --speculative-draft-sampled-slots: slots of a block that are sampled, from the first one on; None: all.
     DRAFT_SAMPLED_SLOTS: Option[int | None] = Option(
-        "SGLANG_DFLASH_DRAFT_SAMPLED_SLOTS", None, _count, "an integer that is not negative"
+        "SGLANG_DFLASH_DRAFT_SAMPLED_SLOTS", None, int, "an integer"
     )
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
