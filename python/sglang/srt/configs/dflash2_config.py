@@ -4,7 +4,7 @@ Format: z-lab/dflash, `DFlash2DraftModel`: four more entries in `dflash_config`,
 `conv_group_size`, `selector_rank` and `selector_top_k`.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
@@ -13,6 +13,12 @@ from sglang_dflash.srt.configs.layer_fields import Shapes
 
 # One format under three names, as SGLang has them.
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
+
+
+def _check_anchor(value: bool) -> bool:
+    if value:
+        raise ValueError("is true: a selector that drafts from the anchor's row is not supported")
+    return value
 
 
 def _check_groups(value: int, info: ValidationInfo) -> int:
@@ -51,7 +57,7 @@ class DFlash2DraftConfig(DFlashDraftConfig):
 
     kind: ClassVar[str] = "DFlash2"
 
-    sample_from_anchor: Literal[False] = False  # no selector drafts from the anchor's row
+    sample_from_anchor: Annotated[bool, AfterValidator(_check_anchor)] = False
     conv_kernel_size: Count = 0
     conv_group_size: Annotated[Count, AfterValidator(_check_groups)] = 0
     selector_rank: Annotated[Count, AfterValidator(_check_selector)] = 0

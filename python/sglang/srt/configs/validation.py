@@ -61,10 +61,7 @@ def problems_of(error: ValidationError, where: str = "") -> list[str]:
         elif kind == "value_error":  # raised by a validator of ours
             problems.append(f"{name} {fault['ctx']['error']}")
         else:
-            wanted = (
-                f"must be {_WANTED[kind]}"
-                if kind in _WANTED
-                else re.sub(r"^\w+ should", "must", fault["msg"])
-            )
+            message = re.sub(r"^\w+ should", "must", fault["msg"])
+            wanted = f"must be {_WANTED[kind]}" if kind in _WANTED else message
             problems.append(f"{name} {wanted}, got {shown(fault['input'])}")
     return problems
