@@ -69,7 +69,7 @@ def requests(draw):
 
 
 def begin_prefill(penalties: Penalties, batch, num_new: int) -> None:
-    """Do what the worker does before the target's prefill of `num_new` requests and running ones."""
+    """Prepare the batch as the worker does before `num_new` requests are prefilled."""
     new = batch.reqs[:num_new]
     penalties.begin_prefill(SimpleNamespace(new_reqs=new, req_pool_indices=batch.req_pool_indices))
     penalties.penalize_prefill(batch)
