@@ -253,9 +253,10 @@ class DFlashWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """Draft, verify, accept and commit. Start-up measures this too.
 
-        Args: batch: the scheduler's decode batch. verify_len: slots of each block to verify, the anchor
-            included. The draft fills the whole block, or does
-                not run if only the anchor is verified.
+        Args:
+            batch: the scheduler's decode batch.
+            verify_len: slots of each block to verify, the anchor included. The draft fills whole blocks, and
+                does not run for the anchor alone.
             draws: whether drafted tokens are drawn instead of the draft's argmax.
             on_publish: called with the new lengths as soon as they exist.
             grammar_barrier: SGLang's, waits until grammars are up to date.

@@ -13,12 +13,14 @@ import triton.language as tl
 class AcceptedBlocks(NamedTuple):
     """Verified blocks and the lengths that follow from them.
 
-    Attributes: accept_len: [bs] int32, accepted drafted tokens. The bonus token is not counted. commit_lens:
-        [bs] int32, accept_len + 1. bonus: [bs] int64, the target's token after the accepted ones. It is the
-        next block's anchor. committed: [bs] int64, tokens with committed KV after this block. tokens: [bs, B]
-        int64. The first commit_lens[i] of row i are its output. Later entries have no meaning. reported: [bs,
-        B] int64, `tokens` as the scheduler gets them. A request with broken logits among its
-            output reports `broken_token` alone.
+    Attributes:
+        accept_len: [bs] int32, accepted drafted tokens. The bonus token is not counted.
+        commit_lens: [bs] int32, accept_len + 1.
+        bonus: [bs] int64, the target's token after the accepted ones. It is the next block's anchor.
+        committed: [bs] int64, tokens with committed KV after this block.
+        tokens: [bs, B] int64. The first commit_lens[i] of row i are its output. Others have no meaning.
+        reported: [bs, B] int64, `tokens` for the scheduler. A request with broken logits among its output
+            reports `broken_token` alone.
     """
 
     accept_len: torch.Tensor

@@ -50,8 +50,11 @@ class CycleObserver:
     ) -> None:
         """Note the end of a step.
 
-        Args: batch: the scheduler's. cycle: the step's blocks. aux_hidden: [bs * B, num_aux * hidden], the
-            target's captured states. None: its CUDA graph absorbed them. accepted: the step's output.
+        Args:
+            batch: the scheduler's.
+            cycle: the step's blocks.
+            aux_hidden: [bs * B, num_aux * hidden], captured states. None: the CUDA graph absorbed them.
+            accepted: the step's output.
         """
 
 

@@ -12,10 +12,12 @@ from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock, Prefill
 class Drafter(Protocol):
     """Drafts blocks and keeps the draft's context. The cycle around it is the worker's.
 
-    Attributes: mask_token_id: token of the slots to fill. num_draft_rows: rows of the draft's forward per
-        request. has_own_table: whether the draft reads through its own request table, which SGLang then
-        makes. writes_context_apart: whether context is written without the draft's forward, so that a cycle
-        may skip it.
+    Attributes:
+        mask_token_id: token of the slots to fill.
+        num_draft_rows: rows of the draft's forward per request.
+        has_own_table: whether the draft reads through its own request table, which SGLang then makes.
+        writes_context_apart: whether context is written without the draft's forward, which a cycle may then
+            skip.
     """
 
     mask_token_id: int
@@ -27,7 +29,7 @@ class Drafter(Protocol):
         """Allocate what depends on the pools of both runners. Called once, when they exist."""
 
     def begin_prefill(self, prompts: Prompts) -> None:
-        """Prepare a prefill. The target's forward may be followed by writes to the request table."""
+        """Prepare a prefill, before its forward. Later the scheduler may rewrite the request table."""
 
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
@@ -47,8 +49,9 @@ class Drafter(Protocol):
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
         """Draft a block per request. A cycle of one slot drafts nothing.
 
-        Args: cycle: the blocks to fill. sampling_info: SGLang's. If given, tokens are drawn under the
-            requests' parameters. Else by argmax.
+        Args:
+            cycle: the blocks to fill.
+            sampling_info: SGLang's. If given, tokens are drawn under the requests' parameters.
         """
 
     def draw(

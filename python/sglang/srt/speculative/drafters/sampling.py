@@ -18,10 +18,10 @@ class DraftSampling:
 
     Any setting is lossless: the acceptance rule gets the resulting probabilities.
 
-    Attributes: temperature_scale: multiplies the request's temperature. Below 1 the draft prefers its
-        likeliest tokens. sampled_slots: slots that are drawn, from the first on. Deeper slots take the
-        argmax. None: all are drawn. candidates: tokens considered per slot, the likeliest. They are kept for
-        the verify.
+    Attributes:
+        temperature_scale: multiplies the request's temperature. Below 1 the draft prefers likely tokens.
+        sampled_slots: slots that are drawn, from the first on. Deeper slots take the argmax. None: all.
+        candidates: tokens considered per slot, the likeliest. They are kept for the verify.
     """
 
     temperature_scale: float = 1.0
@@ -77,11 +77,14 @@ def choose_tokens(
     `likeliest` makes NaN and infinite logits finite (SGLang warns of NaN on CUDA, once). Such a draft is
     verified with the probabilities it was then drawn from, so it costs acceptance and nothing else.
 
-    Args: ids: [bs * (B - 1), C] int64, candidates as `likeliest` returns them. probs: [bs * (B - 1), C]
-        float32, their probabilities. top_k: [bs] int. A greedy request has 1 and drafts the argmax, one-hot.
-        May exceed the vocabulary. top_p: [bs] float. The filters are joint, as in SGLang's sampler: top_p
-        looks at the unfiltered softmax. uniforms: [bs, B - 1] in [0, 1). sampling: says which slots are
-        drawn. d2t: [V_draft] int64, target token id minus draft token id. None: the vocabularies are one.
+    Args:
+        ids: [bs * (B - 1), C] int64, candidates as `likeliest` returns them.
+        probs: [bs * (B - 1), C] float32, their probabilities.
+        top_k: [bs] int. A greedy request has 1 and drafts the argmax, one-hot. May exceed the vocabulary.
+        top_p: [bs] float. As in SGLang's sampler the filters are joint: it looks at the unfiltered softmax.
+        uniforms: [bs, B - 1] in [0, 1).
+        sampling: says which slots are drawn.
+        d2t: [V_draft] int64, target token id minus draft token id. None: the vocabularies are one.
 
     Returns:
         Target token ids [bs, B - 1] int64, and the distributions they come from.

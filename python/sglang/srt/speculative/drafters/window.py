@@ -19,9 +19,9 @@ class DraftView(Protocol):
     def read(self, cycle: Cycle) -> tuple[torch.Tensor, torch.Tensor, KVLocPlan]:
         """Prepare the read of a cycle's blocks.
 
-        Returns: Committed tokens in sight [bs] int64; the same on the host [bs]; the plan of the block's
-            slots. The host's numbers are exact if the cycle's are and the window may begin anywhere, else
-            upper bounds.
+        Returns:
+            Committed tokens in sight [bs] int64; the same on the host [bs]; the plan of the block's slots.
+            If the cycle is not exact, or windows begin with pages, the host's numbers are upper bounds.
         """
 
 
