@@ -1,16 +1,17 @@
-"""Committed lengths that the host knows before the device has said them."""
+"""Committed lengths that the host knows before the device reports them."""
 
 import functools
 import inspect
 
 
 def resolving_known_lengths():
-    """`FutureMap.resolve_seq_lens_cpu` that asks the device only for what depends on it.
+    """Wrap `FutureMap.resolve_seq_lens_cpu`: the device is asked only for lengths that depend on it.
 
-    Attention backends that plan on the host (FlashInfer) want exact lengths there. For those SGLang waits,
-    before each step, until the one before has accepted: the device then idles while the host plans and
-    launches. After a prefill or a step that verified nothing, a request has the tokens the host has counted,
-    and plain decoding overlaps as it does without speculation."""
+    Attention backends that plan on the host (FlashInfer) need exact lengths there. For them SGLang waits before
+    each step until the last one has accepted, and the device idles while the host plans and launches. After a
+    prefill or a plain decode step the host has counted each request's tokens. So plain decoding overlaps as it
+    does without speculation.
+    """
     from sglang.srt.managers.overlap_utils import FutureMap
 
     original = inspect.unwrap(FutureMap.resolve_seq_lens_cpu)
@@ -20,7 +21,7 @@ def resolving_known_lengths():
         known = getattr(batch.spec_info, "new_seq_lens_cpu", None)
         if known is None or batch.spec_info.future_indices is None or not self.needs_cpu_seq_lens:
             return original(self, batch, stream_ordered)
-        assert len(known) == len(batch.reqs), "lengths of every request, or of none"
+        assert len(known) == len(batch.reqs), "lengths are known for every request or for none"
         self.needs_cpu_seq_lens = False
         try:
             original(self, batch, stream_ordered)  # gathers them on the device
