@@ -7,10 +7,10 @@ import inspect
 def resolving_known_lengths():
     """Wrap `FutureMap.resolve_seq_lens_cpu`: the device is asked only for lengths that depend on it.
 
-    Attention backends that plan on the host (FlashInfer) need exact lengths there. For them SGLang waits before
-    each step until the last one has accepted, and the device idles while the host plans and launches. After a
-    prefill or a plain decode step the host has counted each request's tokens. So plain decoding overlaps as it
-    does without speculation.
+    Attention backends that plan on the host (FlashInfer) need exact lengths there. For them SGLang waits
+    before each step until the last one has accepted, and the device idles while the host plans and launches.
+    After a prefill or a plain decode step the host has counted each request's tokens. So plain decoding
+    overlaps as it does without speculation.
     """
     from sglang.srt.managers.overlap_utils import FutureMap
 
