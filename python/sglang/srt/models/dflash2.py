@@ -68,7 +68,7 @@ class DFlash2DecoderLayer(DFlashDecoderLayer):
 
     def __init__(self, hf_config, draft: DFlash2DraftConfig, layer_id: int, quant_config, prefix: str):
         super().__init__(hf_config, draft, layer_id, quant_config, prefix)
-        self.has_convolutions = bool(draft.conv_kernel_size)
+        self.has_convolutions = draft.conv_kernel_size > 0
         if not self.has_convolutions:
             return
         sizes = hf_config.hidden_size, draft.conv_kernel_size, draft.conv_group_size
