@@ -131,12 +131,12 @@ class Chooser(WidthChooser):
         return super().on_cycle_time(*timing)
 
 
-class States:
+class Backends:
     def __init__(self):
         self.applied = []
 
-    def apply(self, width, num_requests):
-        self.applied.append((width, num_requests))
+    def apply(self, width):
+        self.applied.append(width)
 
 
 def request(row: int | None, grammar=None, **params) -> SimpleNamespace:
@@ -159,15 +159,15 @@ def prompts_of(*reqs: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(new_reqs=reqs)
 
 
-def adaptive(schedule=(), chooser=None, states=None, group=None, **more) -> AdaptiveWidth:
+def adaptive(schedule=(), chooser=None, backends=None, group=None, **more) -> AdaptiveWidth:
     group = group or SimpleNamespace(world_size=1, rank_in_group=0)
     clock = Clock((1.0, 1.2, 1.3, 1.6))
-    return AdaptiveWidth(chooser or Chooser(), states or States(), clock, 32, group, schedule, **more)
+    return AdaptiveWidth(chooser or Chooser(), backends or Backends(), clock, 32, group, schedule, **more)
 
 
 def test_accept_lengths_arrive_one_cycle_late():
-    states = States()
-    width, batch = adaptive(states=states), batch_of(*(request(row) for row in range(4)))
+    backends = Backends()
+    width, batch = adaptive(backends=backends), batch_of(*(request(row) for row in range(4)))
     width.begin_prefill(prompts_of(*batch.reqs))
     cycles = []
     for number in range(60):
@@ -177,7 +177,7 @@ def test_accept_lengths_arrive_one_cycle_late():
             width.on_accept_lens(cycles[-2], [0, 0, 0, 0])
     chosen = [cycle.width for cycle in cycles]
     assert chosen[0] == 8 and chosen[-20:].count(1) > 15, "a useless draft ends as plain decoding"
-    assert states.applied == [(w, 4) for w in chosen]
+    assert backends.applied == chosen
     report = width.report()
     assert report["width"] == chosen[-1] and sum(report["cycles_per_width"].values()) == 60
     json.dumps(report)
@@ -295,10 +295,10 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
         lambda values, src, group: broadcasts.append((src, group)) or values.fill_(4),
     )
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
-    states, chooser = States(), Chooser()
-    width = adaptive(chooser=chooser, states=states, group=group, log_every=1)
+    backends, chooser = Backends(), Chooser()
+    width = adaptive(chooser=chooser, backends=backends, group=group, log_every=1)
     assert width.choose_width(batch_of(request(0)), False).width == 4
-    assert broadcasts == [(6, "host")] and states.applied == [(4, 1)] and not chooser.batches
+    assert broadcasts == [(6, "host")] and backends.applied == [4] and not chooser.batches
     assert width.report()["expected"] == {}
 
 

@@ -31,7 +31,7 @@ DECODE_PATH = (
     "srt/speculative/acceptance/target_sampling.py",
     "srt/speculative/width/adaptive.py",
     "srt/speculative/width/clock.py",
-    "srt/speculative/width/states.py",
+    "srt/speculative/width/backends.py",
     "srt/speculative/drafters/window.py",
     "srt/speculative/drafters/deferred_context.py",
     "srt/speculative/drafters/dflash.py",

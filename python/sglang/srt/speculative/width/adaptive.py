@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts
+from sglang_dflash.srt.speculative.width.backends import TargetBackends
 from sglang_dflash.srt.speculative.width.chooser import Choice, WidthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
 from sglang_dflash.srt.speculative.width.estimates import MODES
-from sglang_dflash.srt.speculative.width.states import WidthStates
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class AdaptiveWidth:
 
     Args:
         chooser: the policy. If there is a `schedule`, it still learns and decides, but is not obeyed.
-        states: the target's backend and graphs per width.
+        backends: the target's, per width.
         clock: times the cycles.
         num_rows: of the request table.
         tp_group: rank 0 chooses for all of it.
@@ -91,7 +91,7 @@ class AdaptiveWidth:
     def __init__(
         self,
         chooser: WidthChooser,
-        states: WidthStates,
+        backends: TargetBackends,
         clock: CycleClock,
         num_rows: int,
         tp_group: Any,
@@ -99,7 +99,7 @@ class AdaptiveWidth:
         log_every: int = 40,
         metrics: Any = None,
     ):
-        self._chooser, self._states, self._clock, self._tp_group = chooser, states, clock, tp_group
+        self._chooser, self._backends, self._clock, self._tp_group = chooser, backends, clock, tp_group
         self._schedule, self._log_every, self._metrics = schedule, log_every, metrics
         self._row_generation = np.zeros(num_rows, dtype=np.int64)
         self._num_prefills = self._num_cycles = self._num_probes = self._width = 0
@@ -139,7 +139,7 @@ class AdaptiveWidth:
             self._metrics.count_width(width)
         if self._num_cycles % self._log_every == 0:
             self._log(width, len(batch.reqs))
-        self._states.apply(width, len(batch.reqs))
+        self._backends.apply(width)
         self._clock.start()
         return PlannedCycle(width, num_tokens, requests)
 

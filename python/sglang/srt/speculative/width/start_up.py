@@ -17,12 +17,12 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth
+from sglang_dflash.srt.speculative.width.backends import TargetBackends, captured_sizes
 from sglang_dflash.srt.speculative.width.chooser import WidthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock
 from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
-from sglang_dflash.srt.speculative.width.states import WidthStates, captured_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -38,55 +38,46 @@ _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}
 
 
 def make_width(worker: Any, tp_group: Any, metrics: Any) -> AdaptiveWidth | FixedWidth:
-    """Choose verify lengths by the server's options: measured and adaptive, or whole blocks."""
-    settings = AdaptiveSettings.from_environment()
-    if settings is None:
-        return FixedWidth(worker.block_size)
-    return start_adaptive(worker, settings, tp_group, metrics)
+    """Choose verify lengths by the server's options: measured and adaptive, or whole blocks.
 
-
-def start_adaptive(
-    worker: Any, settings: AdaptiveSettings, tp_group: Any, metrics: Any
-) -> AdaptiveWidth | FixedWidth:
-    """Measure all widths once the runners have their pools, backends and graphs.
-
-    worker: the `DFlashWorker`.
+    worker: the `DFlashWorker`, whose runners have their pools, backends and graphs.
     """
-    runner, block_size = worker.target_worker.model_runner, worker.block_size
-    widths = settings.widths(block_size)
-    if widths == (block_size,):
+    settings, block_size = AdaptiveSettings.from_environment(), worker.block_size
+    if settings is None or (widths := settings.widths(block_size)) == (block_size,):
         return FixedWidth(block_size)
-    states = WidthStates(runner, widths, block_size)
-    states.begin()
-    loads = _loads(runner)
-    start = time.perf_counter()
-    context = _feasible_context(runner, block_size, _CONTEXT)
-    budget = _BUDGET_S if tp_group.world_size == 1 else float("inf")
-    with _own_kv_slots(runner, loads[-1], context + 2 * block_size):
-        seconds = _measure(worker, states, loads, context, widths, budget)
-    measured = loads[: len(seconds)]
-    few = max(n for n in measured if n <= max(_FEW_REQUESTS, measured[0]))
-    reads = _measure_reads(worker, states, few, context, widths, budget / 4)
-    states.apply(block_size, 1)
-    logger.info(
-        "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle: %s; us for each further "
-        "committed token: %s.",
-        list(widths),
-        measured,
-        time.perf_counter() - start,
-        (1e3 * seconds).round(2).tolist(),
-        (1e6 * reads).round(3).tolist(),
-    )
-    padded = bool(captured_sizes(runner))
-    waits = worker.device != "cpu" and any(
-        backend.needs_cpu_seq_lens for backend in worker.spec_v2_attn_backends
-    )
-    costs = CostTable(np.array(measured), np.array(widths), seconds, padded, reads, context, waits)
+    runner = worker.target_worker.model_runner
+    backends = TargetBackends(runner, widths, block_size)
+    costs = _measure(worker, backends, widths, float("inf") if tp_group.world_size > 1 else _BUDGET_S)
+    backends.apply(block_size)
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     chooser = WidthChooser(costs, SurvivalEstimate(num_rows, block_size - 1), settings)
     clock = CycleClock(runner.device)
     log_every = get_observability().decode_log_interval
-    return AdaptiveWidth(chooser, states, clock, num_rows, tp_group, settings.schedule, log_every, metrics)
+    return AdaptiveWidth(chooser, backends, clock, num_rows, tp_group, settings.schedule, log_every, metrics)
+
+
+def _measure(worker: Any, backends: TargetBackends, widths: tuple[int, ...], budget: float) -> CostTable:
+    timer, start = _CycleTimer(worker, backends, widths), time.perf_counter()
+    loads = _loads(timer.runner)
+    context = timer.feasible_context(_CONTEXT)
+    seconds = timer.time_loads(loads, context, budget)
+    loads = loads[: len(seconds)]
+    few = max(n for n in loads if n <= max(_FEW_REQUESTS, loads[0]))
+    reads = timer.time_reads(few, context, budget / 4)
+    logger.info(
+        "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle: %s; us for each further "
+        "committed token: %s.",
+        list(widths),
+        loads,
+        time.perf_counter() - start,
+        (1e3 * seconds).round(2).tolist(),
+        (1e6 * reads).round(3).tolist(),
+    )
+    waits = worker.device != "cpu" and any(
+        backend.needs_cpu_seq_lens for backend in worker.spec_v2_attn_backends
+    )
+    padded = bool(captured_sizes(timer.runner))
+    return CostTable(np.array(loads), np.array(widths), seconds, padded, reads, context, waits)
 
 
 def _loads(runner: Any) -> list[int]:
@@ -101,106 +92,96 @@ def _loads(runner: Any) -> list[int]:
     return loads
 
 
-def _feasible_context(runner: Any, block_size: int, wanted: int) -> int:
-    """Return so many committed tokens of a request, or as many as there may be."""
-    longest = min(runner.model_config.context_len, runner.max_total_num_tokens)
-    return min(wanted, longest - 2 * block_size)
+class _CycleTimer:
+    """Times the worker's cycles at each width. n: requests. context: committed tokens of each."""
 
+    def __init__(self, worker: Any, backends: TargetBackends, widths: tuple[int, ...]):
+        self._worker, self._backends, self._widths = worker, backends, widths
+        self.runner = worker.target_worker.model_runner
 
-@contextmanager
-def _own_kv_slots(runner: Any, requests: int, length: int) -> Iterator[None]:
-    """Point the first rows of the request table at unused slots of the pool.
+    def feasible_context(self, wanted: int) -> int:
+        longest = min(self.runner.model_config.context_len, self.runner.max_total_num_tokens)
+        return min(wanted, longest - 2 * self._worker.block_size)
 
-    There may be fewer slots than needed. Requests that all read one slot are cheaper than they will be.
-    """
-    table, page = runner.req_to_token_pool.req_to_token, runner.page_size or 1
-    whole_pool = runner.max_total_num_tokens // page * page
-    length = min(-(-length // page) * page, table.shape[1], whole_pool)
-    places = whole_pool // length
-    starts = page + torch.arange(requests, device=table.device) % places * length
-    before = table[:requests, :length].clone()
-    table[:requests, :length] = starts[:, None] + torch.arange(length, device=table.device)
-    yield
-    table[:requests, :length] = before
+    @contextmanager
+    def _own_kv_slots(self, requests: int, context: int) -> Iterator[None]:
+        """Point the first rows of the request table at unused slots of the pool.
 
+        There may be fewer slots than needed. Requests that all read one slot are cheaper than they will be.
+        """
+        table, page = self.runner.req_to_token_pool.req_to_token, self.runner.page_size or 1
+        whole_pool = self.runner.max_total_num_tokens // page * page
+        length = -(-(context + 2 * self._worker.block_size) // page) * page
+        length = min(length, table.shape[1], whole_pool)
+        starts = page + torch.arange(requests, device=table.device) % (whole_pool // length) * length
+        before = table[:requests, :length].clone()
+        table[:requests, :length] = starts[:, None] + torch.arange(length, device=table.device)
+        yield
+        table[:requests, :length] = before
 
-def _measure(
-    worker: Any, states: WidthStates, loads: list[int], context: int, widths: tuple[int, ...], budget: float
-) -> np.ndarray:
-    """Return the seconds of a cycle, the least of some samples. [loads, widths]
+    def time_loads(self, loads: list[int], context: int, budget: float) -> np.ndarray:
+        """Return the seconds of a cycle, the least of some samples. [loads, widths]
 
-    Loads take turns, so that a second in which the machine does something else spoils one sample of each and
-    not all samples of one.
-    """
-    deadline = time.perf_counter() + budget
-    samples: list[list[list[float]]] = []  # of each load, [repeats][widths]
-    for n in loads:
-        _time_widths(worker, states, n, context, widths)  # warms up
-        samples.append([_time_widths(worker, states, n, context, widths)])
-        if time.perf_counter() >= deadline:
-            break
-    for n, of_load in [*zip(loads, samples, strict=False)] * (_REPEATS - 1):
-        if time.perf_counter() >= deadline:
-            break
-        of_load.append(_time_widths(worker, states, n, context, widths))
-    return np.array([np.min(of_load, axis=0) for of_load in samples])
-
-
-def _measure_reads(
-    worker: Any, states: WidthStates, n: int, context: int, widths: tuple[int, ...], budget: float
-) -> np.ndarray:
-    """Return the seconds that a committed token beyond `context` adds. [widths]
-
-    Zeros if contexts can hardly be longer. Attention reads a context once, however many rows query it, and a
-    cycle that drafts also reads the draft's. So the cost of a byte is measured at all widths together: at one
-    width and moment, memory time says little if other processes use it.
-    """
-    runner, block_size = worker.target_worker.model_runner, worker.block_size
-    longer = _feasible_context(runner, block_size, _MANY_TOKENS[worker.device] // n)
-    if longer < 2 * context:
-        return np.zeros(len(widths))
-    deadline = time.perf_counter() + budget
-    added: list[float] = []  # seconds of all widths together
-    with _own_kv_slots(runner, n, longer + 2 * block_size):
-        for repeat in range(1 + _REPEATS):
-            short, long = (
-                sum(_time_widths(worker, states, n, length, widths)) for length in (context, longer)
-            )
-            if repeat > 0:  # the first warms up
-                added.append(long - short)
+        Loads take turns, so that a second in which the machine does something else spoils one sample of each
+        and not all samples of one.
+        """
+        deadline = time.perf_counter() + budget
+        samples: list[list[list[float]]] = []  # of each load, [repeats][widths]
+        with self._own_kv_slots(loads[-1], context):
+            for n in loads:
+                self._time_widths(n, context)  # warms up
+                samples.append([self._time_widths(n, context)])
                 if time.perf_counter() >= deadline:
                     break
-    draft_runner = worker.draft_worker.model_runner
-    draft_share = draft_runner.token_to_kv_pool.mem_usage / runner.token_to_kv_pool.mem_usage
-    reads = np.where(np.array(widths) > 1, 1 + draft_share, 1.0)
-    return max(float(np.median(added)), 0.0) / (n * (longer - context)) * reads / reads.sum()
+            for n, of_load in [*zip(loads, samples, strict=False)] * (_REPEATS - 1):
+                if time.perf_counter() >= deadline:
+                    break
+                of_load.append(self._time_widths(n, context))
+        return np.array([np.min(of_load, axis=0) for of_load in samples])
 
+    def time_reads(self, n: int, context: int, budget: float) -> np.ndarray:
+        """Return the seconds that a committed token beyond `context` adds. [widths]
 
-@torch.no_grad()
-def _time_widths(
-    worker: Any, states: WidthStates, n: int, context: int, widths: tuple[int, ...]
-) -> list[float]:
-    """Return the seconds of a cycle at each width.
+        Zeros if contexts can hardly be longer. Attention reads a context once, however many rows query it,
+        and a cycle that drafts also reads the draft's. So the cost of a byte is measured at all widths
+        together: at one width and moment, memory time says little if other processes use it.
+        """
+        longer = self.feasible_context(_MANY_TOKENS[self._worker.device] // n)
+        if longer < 2 * context:
+            return np.zeros(len(self._widths))
+        deadline = time.perf_counter() + budget
+        added: list[float] = []  # seconds of all widths together
+        with self._own_kv_slots(n, longer):
+            for repeat in range(1 + _REPEATS):
+                short, long = (sum(self._time_widths(n, length)) for length in (context, longer))
+                if repeat > 0:  # the first warms up
+                    added.append(long - short)
+                    if time.perf_counter() >= deadline:
+                        break
+        draft_pool = self._worker.draft_worker.model_runner.token_to_kv_pool
+        draft_share = draft_pool.mem_usage / self.runner.token_to_kv_pool.mem_usage
+        reads = np.where(np.array(self._widths) > 1, 1 + draft_share, 1.0)
+        return max(float(np.median(added)), 0.0) / (n * (longer - context)) * reads / reads.sum()
 
-    The widest comes first: what a narrow cycle leaves to the next costs that one least. Of two cycles the
-    second is timed: the first may have to run what the previous one left, and finds memory laid out for
-    another width.
-    """
-    seconds = []
-    for width in reversed(widths):
-        states.apply(width, n)
-        for _ in range(2):
-            batch = _make_batch(worker, n, context)
-            start = time.perf_counter()
-            worker.run_cycle(batch, width, draws=False)
-            _wait(worker.device)
-        seconds.append(time.perf_counter() - start)
-    return seconds[::-1]
+    @torch.no_grad()
+    def _time_widths(self, n: int, context: int) -> list[float]:
+        """Return the seconds of a cycle at each width.
 
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
+        The widest comes first: what a narrow cycle leaves to the next costs that one least. Of two cycles the
+        second is timed: the first may have to run what the previous one left, and finds memory laid out for
+        another width.
+        """
+        seconds = []
+        for width in reversed(self._widths):
+            self._backends.apply(width)
+            for _ in range(2):
+                batch = _make_batch(self._worker, n, context)
+                start = time.perf_counter()
+                self._worker.run_cycle(batch, width, draws=False)
+                if self._worker.device != "cpu":
+                    torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return seconds[::-1]
 
 
 def _make_batch(worker: Any, num_requests: int, context: int) -> ScheduleBatch:
