@@ -1,16 +1,14 @@
-"""Is adaptive speculation ever slower than the best fixed width, or than none? On the bundled target, in one
-run.
+"""Compare adaptive speculation with the best fixed width and with none, on the bundled target, in one run.
 
-    python benchmark/adaptive.py                                   # everything: two hours on two cores, a third with --starts 1
+    python benchmark/adaptive.py          # everything: two hours on two cores, a third with --starts 1
     python benchmark/adaptive.py --cases trained random --concurrency 1 16 --rounds 20
 
-For each draft two servers: one without speculation, and an adaptive one that verifies each fixed width in
-turn and twice its own choice, each for some cycles (width_switch/sitecustomize.py): the draft fills its block
-and so many of its tokens are verified. So every request goes through every width, and neither where a process
-lies in memory nor what else the machine does for a while counts for one of them: two servers, or slices of
-seconds, differ by 10 % here where they do the same work. The schedulers count the time and tokens of their
-decode steps. The server without speculation is measured before and after the other, and both are started
-several times.
+There are two servers per draft: one without speculation, and an adaptive one that verifies each fixed width
+in turn and its own choice twice, each for some cycles (width_switch/sitecustomize.py). So every request
+goes through every width, and neither the process's place in memory nor other load on the machine favours a
+width. Two servers, or slices of seconds, differ by 10 % here if they do the same work. The schedulers count
+the time and tokens of their decode steps. The server without speculation is measured before and after the
+other, and both are started several times.
 
 Writes benchmark/results/adaptive.md and .json.
 """
@@ -62,7 +60,7 @@ SERVED = (NONE, *map(str, STEPS), ADAPTIVE)
 
 @dataclass(frozen=True)
 class Case:
-    """A draft and how requests are sampled. make: writes the draft into a folder; None is the trained one."""
+    """A draft, and how requests are sampled."""
 
     name: str
     temperature: float = 0.0
@@ -111,21 +109,19 @@ CASES = {
 
 @dataclass
 class Cell:
-    """A draft at one concurrency. speeds: tokens per second of decode steps in each round, by what was
-    served: "none", a number of drafted tokens verified, "adaptive". seconds, tokens, cycles: of all rounds.
-    widths: adaptive cycles per number of drafted tokens verified. deciding: seconds in which these were
-    chosen and learned from. kept: blocks verified whole in turn, by how many of their drafted tokens were
-    kept. prompt_ms: of a prefill, per request, in each start of the servers: without speculation, with."""
+    """A draft at one concurrency. Keys are in `SERVED`: "none", verified drafted tokens, "adaptive"."""
 
     case: str
     concurrency: int
+    # Tokens per second of decode steps in each round; totals of all rounds.
     speeds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SERVED})
     seconds: Counter = field(default_factory=Counter)
     tokens: Counter = field(default_factory=Counter)
     cycles: Counter = field(default_factory=Counter)
-    widths: Counter = field(default_factory=Counter)
-    deciding: float = 0.0
-    kept: Counter = field(default_factory=Counter)
+    widths: Counter = field(default_factory=Counter)  # adaptive cycles per number of verified drafted tokens
+    deciding: float = 0.0  # seconds of choosing these and learning from them
+    accepted: Counter = field(default_factory=Counter)  # blocks verified whole in turn, by accept length
+    # Of a prefill, per request, in each start of the servers.
     prompt_ms: dict[str, list[float]] = field(default_factory=lambda: {NONE: [], ADAPTIVE: []})
 
     def add(self, name: str, seconds: float, tokens: int, cycles: int) -> None:
@@ -145,12 +141,12 @@ class Cell:
         return self.tokens[name] / self.seconds[name]
 
     def _on_same_texts(self, k: int) -> float:
-        """Tokens that a cycle commits for a request where it verifies k: what it would have kept of blocks
-        verified whole."""
-        return 1 + sum(count * min(kept, k) for kept, count in self.kept.items()) / self.kept.total()
+        """Return the tokens that a cycle commits per request if it verifies k, of blocks verified whole."""
+        accepted = sum(count * min(length, k) for length, count in self.accepted.items())
+        return 1 + accepted / self.accepted.total()
 
     def _of_chosen(self, worth: Callable[[int], float]) -> float:
-        """What an adaptive cycle would come to if each were worth what one of its width is."""
+        """Return the mean worth of adaptive cycles, given the worth of a cycle of each width."""
         return sum(count * worth(int(k)) for k, count in self.widths.items()) / self.widths.total()
 
     def _turn_seconds(self, k: int) -> float:
@@ -158,13 +154,15 @@ class Cell:
 
     @property
     def deciding_seconds(self) -> float:
-        """Of an adaptive cycle."""
+        """Seconds of choosing and learning per adaptive cycle."""
         return self.deciding / self.widths.total()
 
     @property
     def evened(self) -> float:
-        """Adaptive against the best fixed width if all met the same texts and the same moments of the
-        machine: what the chosen widths commit and take in turn, and deciding."""
+        """Adaptive speed over the best fixed width's, with the same texts and moments of the machine.
+
+        Tokens and times of the chosen widths are those in turn, plus the time of deciding.
+        """
         best = max(self._on_same_texts(k) / self._turn_seconds(k) for k in STEPS)
         return (
             self._of_chosen(self._on_same_texts)
@@ -174,7 +172,7 @@ class Cell:
 
     @property
     def of_none(self) -> list[float]:
-        """Adaptive against no speculation, in each start of the servers."""
+        """Adaptive speed over that without speculation, in each start of the servers."""
         starts = len(self.prompt_ms[NONE])
         none, ours = (
             np.median(np.reshape(self.speeds[name], (starts, -1)), axis=1) for name in (NONE, ADAPTIVE)
@@ -183,12 +181,12 @@ class Cell:
 
     @property
     def cycle_time(self) -> float:
-        """Of adaptive cycles, against cycles of the same widths in turn."""
+        """Time of adaptive cycles over that of cycles of the same widths in turn."""
         return self.seconds[ADAPTIVE] / self.cycles[ADAPTIVE] / self._of_chosen(self._turn_seconds)
 
 
 class Load:
-    """Requests without end, `concurrency` at a time, while the block runs."""
+    """Sends requests without end, `concurrency` at a time, while the block runs."""
 
     def __init__(self, server: Server, prompts: list[str], concurrency: int, params: dict):
         self._server, self._prompts, self._params = server, itertools.cycle(prompts), params
@@ -212,7 +210,7 @@ class Load:
 
 
 class Busy:
-    """What a server's decode steps have done since the last look."""
+    """Totals of a server's decode steps since the previous look."""
 
     def __init__(self, server: Server):
         self._server = server
@@ -234,7 +232,7 @@ class Busy:
 
 
 def servers(stack: ExitStack, case: Case, start: int, args) -> tuple[Server, Server]:
-    """Without speculation, and the one that takes turns."""
+    """Start the server without speculation and the one that takes turns."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     steps = folder / "steps.json"
     steps.write_text(json.dumps({"candidate_steps": STEPS}))
@@ -266,11 +264,12 @@ def servers(stack: ExitStack, case: Case, start: int, args) -> tuple[Server, Ser
 def measure(
     server: Server, names: dict[str, str], cell: Cell, prompts: list[str], rounds: int, case: Case, args
 ) -> float:
-    """Add so many rounds to the cell. names: of a turn's number, what it serves. Returns a prefill's ms per
-    request."""
-    seconds = args.seconds * max(
-        1, cell.concurrency / _LONGER_BEYOND
-    )  # so that hundreds of cycles are adaptive, whose first ones learn
+    """Add some rounds to the cell and return a prefill's ms per request.
+
+    names: what each turn's number serves.
+    """
+    # Long enough for hundreds of adaptive cycles, whose first ones learn.
+    seconds = args.seconds * max(1, cell.concurrency / _LONGER_BEYOND)
     params = {"temperature": case.temperature, "max_new_tokens": args.new_tokens, "ignore_eos": True}
     with Load(server, prompts, cell.concurrency, params):
         busy = Busy(server)
@@ -287,7 +286,7 @@ def measure(
                 cell.add(name, *(gained[what][number] for what in ("seconds", "tokens", "cycles")))
             cell.widths += Counter({str(int(width) - 1): count for width, count in gained["widths"].items()})
             cell.deciding += gained["decided"]["seconds"]
-            cell.kept += Counter({int(kept): count for kept, count in gained["accepted_of_widest"].items()})
+            cell.accepted += Counter({int(k): count for k, count in gained["accepted_of_widest"].items()})
             prefill += gained["seconds"]["prefill"]
             prefilled += gained["prefilled"]["n"]
     return 1e3 * prefill / max(prefilled, 1)
@@ -301,8 +300,7 @@ def run(case: Case, args, say: Callable[[str], None]) -> list[Cell]:
 
 
 def start_and_measure(case: Case, cells: list[Cell], start: int, args, say: Callable[[str], None]) -> None:
-    """Add what one start of both servers shows to the cells. Each has an order of prompts and turns of its
-    own."""
+    """Measure all cells in one start of both servers, with its own order of prompts and turns."""
     prompts = [p["text"] for p in text_prompts()]
     random.Random(start).shuffle(prompts)
     turns = {str(k + 1): str(k) for k in STEPS} | {"0": ADAPTIVE}
@@ -317,27 +315,25 @@ def start_and_measure(case: Case, cells: list[Cell], start: int, args, say: Call
 
 
 def measured(ratios: list[float]) -> str:
-    """The median, and 1.25 standard errors of a mean, which is a median's."""
+    """Format the median and its standard error, which is 1.25 times that of a mean."""
     error = f" ± {1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios)):.2f}" if len(ratios) > 1 else ""
-    return held(statistics.median(ratios)) + error
+    return mark(statistics.median(ratios)) + error
 
 
-def held(ratio: float) -> str:
+def mark(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio >= BAR else f"**{ratio:.2f}**"
 
 
 def table(cells: list[Cell]) -> str:
     head = "| draft | requests | no speculation | " + " | ".join(f"{k} verified" for k in STEPS)
-    rows = [
-        head
-        + " | adaptive | of the best fixed: measured | evened out | cycle time | deciding, ms | of none | adaptive cycles, by k | ms a prompt: none, ours |"
-    ]
+    head += " | adaptive | of the best fixed: measured | evened out | cycle time | deciding, ms | of none"
+    rows = [head + " | adaptive cycles, by k | ms a prompt: none, ours |"]
     rows.append("|---|" + "---:|" * (len(STEPS) + 8) + "---|---:|")
     for cell in cells:
         speeds = " | ".join(f"{cell.speed(name):.0f}" for name in SERVED)
         widths = ", ".join(f"{k}: {count}" for k, count in sorted(cell.widths.items()))
         pairs = zip(cell.speeds[ADAPTIVE], cell.speeds[cell.best_fixed], strict=True)
-        of = f"{measured([ours / theirs for ours, theirs in pairs])} | {held(cell.evened)}"
+        of = f"{measured([ours / theirs for ours, theirs in pairs])} | {mark(cell.evened)}"
         of += f" | {cell.cycle_time:.2f} | {1e3 * cell.deciding_seconds:.2f} | {measured(cell.of_none)}"
         prompts = ", ".join(f"{statistics.median(ms):.1f}" for ms in cell.prompt_ms.values())
         rows.append(f"| {cell.case} | {cell.concurrency} | {speeds} | {of} | {widths} | {prompts} |")
@@ -350,26 +346,31 @@ def page(cells: list[Cell], args, command: str) -> str:
     gpu = machine()
     return f"""# Adaptive verify width against fixed ones
 
-{date.today()}; {f"{gpu}; " if gpu else ""}{platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
+{date.today()}; {f"{gpu}; " if gpu else ""}{platform.machine()}, {os.cpu_count()} CPU cores,
+{args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
 sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request;
-{args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, in proportion longer with more than {_LONGER_BEYOND} requests,
-turns of {args.turn} cycles. `{command}`.
+{args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, in proportion longer with more than
+{_LONGER_BEYOND} requests, turns of {args.turn} cycles. `{command}`.
 
-Tokens per second of decode steps, medians of all rounds. "k verified": the draft fills its block of 8 and k of its tokens are
-verified, 0 is plain decoding that writes the draft's context. Drafts: `trained` and `peagle` are the bundled ones, `weakened`
-has noise on every weight, `random` is noise, `sampled` is `trained` at temperature 1, `drawn` the same with probabilistic
-drafting. Every request goes through all widths.
+Tokens per second of decode steps, medians of all rounds. "k verified": the draft fills its block of 8 and k
+of its tokens are verified; 0 is plain decoding that writes the draft's context. Drafts: `trained` and
+`peagle` are the bundled ones, `weakened` has noise on every weight, `random` is noise, `sampled` is
+`trained` at temperature 1, `drawn` the same with probabilistic drafting. Every request goes through all
+widths.
 
 How to read the columns:
 
-- **Of the best fixed, measured**: the ratio per round, its median and standard error. It is noisy and biased: by chance one width gets
-  harder texts or a slower moment of the machine, and the comparison is with the best of four widths.
-- **Evened out**: the same ratio without that noise. Tokens: each width commits its accepted tokens of the same blocks, namely those
-  that were verified whole. Times: those of the same widths in turn. Adaptive cycles count with the widths that they had, plus the
-  measured time of choosing and learning ("deciding").
-- **Cycle time**: time of adaptive cycles over that of cycles of the same widths in turn. Over all cells: {statistics.mean(times):.3f} ± {error:.3f}.
-- **Of none**: compared with no speculation, which was another process, before and after. So it has the noise of starts: speed depends
-  on where a process lies in memory.
+- **Of the best fixed, measured**: the ratio per round, its median and standard error. It is noisy and biased:
+  by chance one width gets harder texts or a slower moment of the machine, and the comparison is with the best
+  of four widths.
+- **Evened out**: the same ratio without that noise. Tokens: each width commits its accepted tokens of the
+  same blocks, namely those that were verified whole. Times: those of the same widths in turn. Adaptive
+  cycles count with the widths that they had, plus the measured time of choosing and learning
+  ("deciding").
+- **Cycle time**: time of adaptive cycles over that of cycles of the same widths in turn. Over all cells:
+  {statistics.mean(times):.3f} ± {error:.3f}.
+- **Of none**: compared with no speculation, which was another process, before and after. So it has the noise
+  of starts: speed depends on where a process lies in memory.
 - Prompts are not in these times. In the time of a prompt, ours also writes the draft's context.
 
 Bold: below {BAR}.

@@ -1,10 +1,10 @@
-"""Which slots may be verified: whatever is known before a token is drawn may say so, the drawn token itself
-may not.
+"""Any verify width that is chosen before a token is drawn is lossless; one chosen by the drawn token is not.
 
 Many requests are simulated at once with the acceptance rules of the project, over a vocabulary small enough
 that the target's probability of every sequence is known. A request's width may differ in every cycle and from
-its neighbours'. What comes out is held against the target's law with the chi-square test; verifying by the
-drawn token must fail it."""
+its neighbours'. The chi-square test compares the emitted sequences with the target's distribution. Verifying
+by the drawn token must fail it.
+"""
 
 import itertools
 
@@ -17,30 +17,30 @@ from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 
 FALSE_ALARM = 1e-6
 REQUESTS, LENGTH, VOCABULARY, BLOCK = 60_000, 4, 2, 4
-# The next token's law after token 0 and after token 1; a draft per block slot, which knows only the anchor.
+# The next token's distribution after token 0 and after token 1; a draft per slot, given only the anchor.
 TARGET = torch.tensor([[0.9, 0.1], [0.35, 0.65]])
 DRAFT = torch.tensor(
     [[[0.9, 0.1], [0.8, 0.2], [0.6, 0.4]], [[0.35, 0.65], [0.5, 0.5], [0.7, 0.3]]]
 )  # [anchor, slot, token]
 
 
-def by_schedule(cycle, anchor, kept, drafted):
+def by_schedule(cycle, anchor, accepted, drafted):
     return torch.full_like(anchor, (4, 1, 2, 3, 1)[cycle % 5])
 
 
-def by_history(cycle, anchor, kept, drafted):
-    """What the cycle before kept, as acceptance estimates do."""
-    return (kept + 1 + anchor).clamp(1, BLOCK)
+def by_history(cycle, anchor, accepted, drafted):
+    """By the previous accept length, as acceptance estimates do."""
+    return (accepted + 1 + anchor).clamp(1, BLOCK)
 
 
-def by_confidence(cycle, anchor, kept, drafted):
-    """The draft's own probabilities, which are those of a slot before anything is drawn from it."""
+def by_confidence(cycle, anchor, accepted, drafted):
+    """By the draft's own probabilities of a slot, before anything is drawn from it."""
     is_sure = DRAFT[anchor].amax(dim=2) > 0.65
     return 1 + is_sure.int().cumprod(dim=1).sum(dim=1)
 
 
-def by_drawn_token(cycle, anchor, kept, drafted):
-    """The trap: verify only what looks likely now that it is drawn, else take the target's own sample."""
+def by_drawn_token(cycle, anchor, accepted, drafted):
+    """The trap: verify only drawn tokens that are likely, otherwise take the target's own sample."""
     is_likely = DRAFT[anchor].gather(2, drafted[..., None]).squeeze(2) > 0.5
     return 1 + is_likely.int().cumprod(dim=1).sum(dim=1)
 
@@ -56,66 +56,65 @@ def rejection(rule):
     return accept
 
 
-def draws_of_the_target(block, width, anchor):
-    """One-hot drafts: what was drafted stands against a draw of the target's."""
+def draw_from_target(block, width, anchor):
+    """One-hot drafts: compare drafted tokens with a draw from the target."""
     draws = torch.multinomial(TARGET[block[:, :width]].flatten(0, 1), 1).view(-1, width)
     return accept_matching_prefix(block[:, :width], draws)
 
 
 def sequences(choose_width, accept) -> torch.Tensor:
-    """[REQUESTS, LENGTH] tokens after a token 0."""
-    said = torch.zeros(REQUESTS, LENGTH + BLOCK, dtype=torch.int64)
+    """Return the emitted tokens after a token 0. [REQUESTS, LENGTH]"""
+    emitted = torch.zeros(REQUESTS, LENGTH + BLOCK, dtype=torch.int64)
     length = torch.zeros(REQUESTS, dtype=torch.int64)
-    anchor, kept = torch.zeros_like(length), torch.zeros_like(length)
+    anchor, accepted = torch.zeros_like(length), torch.zeros_like(length)
     for cycle in range(LENGTH):
         uniforms = torch.rand(REQUESTS * (BLOCK - 1))
         drafted = draw_by_inverse_cdf(DRAFT[anchor].flatten(0, 1), uniforms).view(REQUESTS, -1)
-        widths = choose_width(cycle, anchor, kept, drafted)
+        widths = choose_width(cycle, anchor, accepted, drafted)
         block = torch.cat([anchor[:, None], drafted], dim=1)
         is_running = length < LENGTH
         for width in range(1, BLOCK + 1):
             rows = torch.nonzero(is_running & (widths == width)).squeeze(1)
             if not len(rows):
                 continue
-            verdict = accept(block[rows], width, anchor[rows])
+            blocks = accept(block[rows], width, anchor[rows])
             columns = length[rows][:, None] + torch.arange(width)
-            said[rows[:, None], columns] = verdict.out_tokens
-            kept[rows], anchor[rows] = verdict.accept_len.long(), verdict.bonus
-            length[rows] += kept[rows] + 1
+            emitted[rows[:, None], columns] = blocks.out_tokens
+            accepted[rows], anchor[rows] = blocks.accept_len.long(), blocks.bonus
+            length[rows] += accepted[rows] + 1
     assert (length >= LENGTH).all()
-    return said[:, :LENGTH]
+    return emitted[:, :LENGTH]
 
 
 def p_value(tokens: torch.Tensor) -> float:
     code = (tokens * VOCABULARY ** torch.arange(LENGTH)).sum(dim=1)
     counts = torch.bincount(code, minlength=VOCABULARY**LENGTH)
-    law = torch.zeros(VOCABULARY**LENGTH, dtype=torch.float64)
+    probabilities = torch.zeros(VOCABULARY**LENGTH, dtype=torch.float64)
     for sequence in itertools.product(range(VOCABULARY), repeat=LENGTH):
-        law[sum(token * VOCABULARY**k for k, token in enumerate(sequence))] = (
+        probabilities[sum(token * VOCABULARY**k for k, token in enumerate(sequence))] = (
             torch.tensor([TARGET[before, token] for before, token in zip((0, *sequence), sequence)])
             .double()
             .prod()
         )
-    mean = law * REQUESTS
+    mean = probabilities * REQUESTS
     assert mean.min() > 8
-    return float(chi2.sf(((counts - mean) ** 2 / mean).sum().item(), len(law) - 1))
+    return float(chi2.sf(((counts - mean) ** 2 / mean).sum().item(), len(probabilities) - 1))
 
 
 @pytest.mark.parametrize("choose_width", [by_schedule, by_history, by_confidence])
 @pytest.mark.parametrize(
     "accept",
-    [rejection(accept_by_rejection), rejection(accept_by_block_verification), draws_of_the_target],
+    [rejection(accept_by_rejection), rejection(accept_by_block_verification), draw_from_target],
     ids=["rejection", "block verification", "one-hot"],
 )
 def test_any_width_known_beforehand_is_lossless(choose_width, accept):
     torch.manual_seed(0)
-    found = p_value(sequences(choose_width, accept))
-    assert found > FALSE_ALARM, f"not the target's distribution, p = {found:.2g}"
+    p = p_value(sequences(choose_width, accept))
+    assert p > FALSE_ALARM, f"not the target's distribution, p = {p:.2g}"
 
 
-def test_verifying_by_the_drawn_token_is_not():
-    """The negative control. Draft and target agree on the first slot, and still the likely token comes out
-    too often."""
+def test_verifying_by_the_drawn_token_is_not_lossless():
+    """Draft and target agree on the first slot, and still the likely token is emitted too often."""
     torch.manual_seed(0)
-    found = p_value(sequences(by_drawn_token, rejection(accept_by_rejection)))
-    assert found < FALSE_ALARM, f"trimming by the drawn token passes, p = {found:.2g}"
+    p = p_value(sequences(by_drawn_token, rejection(accept_by_rejection)))
+    assert p < FALSE_ALARM, f"trimming by the drawn token passes, p = {p:.2g}"

@@ -1,7 +1,7 @@
-"""Adaptive verify widths through a live server: what else a block carries, pauses, and what a person sees.
+"""Adaptive verify widths through a live server: grammars, log probabilities, pauses and reports.
 
-That the output is the target's at any width: rows of test_lossless.py, test_penalties.py, test_seeds.py and
-test_sampled_sequences.py.
+The output is the target's at any width: rows of test_lossless.py, test_penalties.py, test_seeds.py and
+test_sampled_sequences.py test that.
 """
 
 import json
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.server
 
 # Cycles without drafts, then with; longer than what P-EAGLE may leave pending, twice.
 PAUSES = {"schedule": [0] * 24 + [7] * 40}
-PAUSE = 12  # single tokens in a row that are no bad luck
+PAUSE = 12  # single tokens in a row that are not rejections by chance
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +43,10 @@ def test_log_probabilities(server, reference, prompts):
     logprob_checks.check_same(server, reference, [logprob_checks.greedy(prompt, 30) for prompt in prompts])
 
 
-def test_what_a_person_sees(server, prompts):
-    """Widths in the log, in /server_info and in /metrics, and they agree."""
-    asked = {"sampling_params": {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}}
-    server.generate_many([{"text": prompt, **asked} for prompt in prompts], 4)
+def test_widths_in_log_server_info_and_metrics(server, prompts):
+    """The three agree."""
+    sampling = {"sampling_params": {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}}
+    server.generate_many([{"text": prompt, **sampling} for prompt in prompts], 4)
     [state, *_] = server.get("/server_info")["internal_states"]
     report = state["speculative_width"]
     assert report["candidates"] == [1, 2, 4, 8] and set(report["cycles_per_width"]) == {"1", "2", "4", "8"}
@@ -68,10 +68,11 @@ def test_what_a_person_sees(server, prompts):
 def cycles_of(
     server: Server, start: dict, length: int, also: Callable = lambda cycles: None
 ) -> tuple[list[int], list[int]]:
-    """Output ids, and how many of them each cycle committed; the first is the prefill's one.
+    """Return output ids, and how many of them each cycle committed; the first is the prefill's.
 
-    A chunk is a cycle, except on a busy machine, which may put several into one; the request is then asked
-    again."""
+    A chunk is a cycle, except on a busy machine, which may put several into one. The request is then sent
+    again.
+    """
     sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
     for _ in range(5):
         ids: list[int] = []
@@ -87,8 +88,8 @@ def cycles_of(
 
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["DFlash", "P-EAGLE"])
-def test_acceptance_after_a_pause_is_that_without_one(draft, servers, tmp_path_factory):
-    """Cycle by cycle. Another request's prefill falls into the pause."""
+def test_acceptance_after_a_pause_equals_that_without_a_pause(draft, servers, tmp_path_factory):
+    """Compared cycle by cycle. Another request's prefill falls into the pause."""
     path = tmp_path_factory.mktemp("widths") / "pauses.json"
     path.write_text(json.dumps(PAUSES))
     adaptive = ("--speculative-adaptive", "--speculative-adaptive-config", path)
@@ -111,10 +112,10 @@ def test_acceptance_after_a_pause_is_that_without_one(draft, servers, tmp_path_f
     resumed = next(
         i for i in range(PAUSE, len(cycles)) if set(cycles[i - PAUSE : i]) == {1} and cycles[i] > 1
     )
-    said = sum(cycles[:resumed])
+    num_emitted = sum(cycles[:resumed])
     fixed = servers.get(*FLOAT32, *dflash_arguments(draft), "--disable-radix-cache")
-    # The last token before it resumed is the anchor; here a prefill says it.
+    # The last token before it resumed is the anchor; here a prefill emits it.
     after = cycles[resumed : resumed + 12]
-    _, expected = cycles_of(fixed, {"input_ids": prompt_ids + ids[: said - 1]}, 1 + sum(after))
+    _, expected = cycles_of(fixed, {"input_ids": prompt_ids + ids[: num_emitted - 1]}, 1 + sum(after))
     assert expected[1:] == after
-    assert max(after) > 2, "hardly anything was kept: this shows little"
+    assert max(after) > 2, "hardly anything was accepted: this shows little"
