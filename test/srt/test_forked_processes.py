@@ -1,4 +1,7 @@
-"""The fork server that starts the tests' servers (support/warm_start.py), without SGLang in it."""
+"""The fork server that starts the tests' servers (support/warm_start.py).
+
+Here it has no SGLang in it.
+"""
 
 import json
 import os
@@ -82,7 +85,7 @@ def test_a_killed_process(server, log):
 
 
 def test_a_spawned_process_is_forked_too(server, log):
-    """It is its parent's child, and has the environment of that moment and the passed connection."""
+    """It has the right parent, the environment of that moment, and its connection."""
     process = server.run_main(["-c", SPAWN], {"COLOUR": "red"}, log)
     written = output(process, log)
     assert process.returncode == 0, written

@@ -1,4 +1,4 @@
-"""Every comparison of a Triton kernel with its PyTorch twin, in one process with Triton's interpreter."""
+"""All comparisons of Triton kernels with their twins, in one interpreter process."""
 
 from pathlib import Path
 

@@ -328,7 +328,7 @@ def test_accepted_blocks():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_broken_logits_end_a_request_where_they_are_output(value):
-    """Of two equal requests the first kept three tokens, the second one.
+    """Two equal requests: the first kept three tokens, the second one.
 
     The second never emitted a token after broken logits.
     """

@@ -1,4 +1,4 @@
-"""Hidden states that the worker captures for one request, on a scheduler of scheduled.py's."""
+"""Hidden states that the worker captures for one request, under scheduled.py."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Comparison of the texts on the device with those on the host, on a scheduler of scheduled.py's."""
+"""Comparison of the texts on the device with those on the host, under scheduled.py."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,9 @@ from sglang_dflash.srt.speculative.drafters import copy_stats
 
 
 class Watch(CycleObserver):
-    """Compares texts after each cycle, and skips drafts as on a GPU: by what is known a cycle or two late.
+    """Compares texts after each cycle, and skips drafts as on a GPU.
 
-    path: file for the outcomes.
+    It decides by what is known a cycle or two late. path: file for the outcomes.
     """
 
     def __init__(self, path: Path):

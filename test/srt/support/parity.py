@@ -9,17 +9,17 @@ FLOAT32_TIE = 1e-5
 
 
 def near_tie(reference_answer: dict, position: int) -> float:
-    """Return the gap in log probability between the target's best two tokens at an output position."""
+    """Return the log probability gap of the target's best two tokens at an output position."""
     top = reference_answer["meta_info"]["output_top_logprobs"][position] or []
     values = [value for value, *_ in top if value is not None]
     return values[0] - values[1] if len(values) > 1 else math.inf
 
 
 def undecided_from(reference_answer: dict) -> int | None:
-    """Return the first output position at which float32 cannot separate the target's best two tokens.
+    """Return the first position at which float32 cannot separate the best two tokens.
 
-    From there on the target has no single answer: it depends on the order of additions. The position is known
-    before any tested server answers.
+    From there on the target has no single answer: it depends on the order of additions. The position is
+    known before any tested server answers.
     """
     count = len(reference_answer["meta_info"]["output_top_logprobs"])
     return next((i for i in range(count) if near_tie(reference_answer, i) < FLOAT32_TIE), None)
@@ -61,7 +61,7 @@ def differences(requests: Sequence[dict], answers: Sequence[dict], expected: Seq
 
 
 def assert_same(requests: Sequence[dict], answers: Sequence[dict], expected: Sequence[dict]) -> None:
-    """Assert the lossless claim: no token, character or finish reason differs from the target's own."""
+    """Assert that no token, character or finish reason differs from the target's own."""
     found = differences(requests, answers, expected)
     lines = [
         f"first difference at position {d['position']}, the target's best two tokens are {d['gap']} apart\n"

@@ -115,10 +115,11 @@ class ReferenceDFlash:
 
 
 def rope_frequencies(config: dict, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Radians per position of each pair of dimensions [head_dim / 2], and the factor on queries and keys.
+    """Return radians per position of each pair [head_dim / 2], and the factor on q and k.
 
-    Plain RoPE, or YaRN (arXiv 2309.00071): pairs that turn often enough within the original length keep their
-    speed, slow ones are slowed by `factor`, those between blend linearly."""
+    Plain RoPE, or YaRN (arXiv 2309.00071): pairs that turn often enough within the original length keep
+    their speed, slow ones are slowed by `factor`, those between blend linearly.
+    """
     theta, pairs = config["rope_theta"], head_dim // 2
     frequencies = theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
     scaling = config.get("rope_scaling")

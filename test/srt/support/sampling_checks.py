@@ -23,7 +23,7 @@ Filter = Callable[[Sequence[float]], int]
 
 
 def joint_filter(top_k: int, top_p: float, edge: float = EDGE) -> Filter:
-    """Return the filter of SGLang's sampler: top-k and top-p both see the unfiltered probabilities."""
+    """Return SGLang's filter: top-k and top-p both see the unfiltered probabilities."""
 
     def count(probs: Sequence[float]) -> int:
         before = 0.0
@@ -38,7 +38,7 @@ def joint_filter(top_k: int, top_p: float, edge: float = EDGE) -> Filter:
 
 @dataclass
 class Draw:
-    """One sampled token, and the target's best tokens at its position with their probabilities.
+    """One sampled token, and the target's best tokens there with their probabilities.
 
     Probabilities are at temperature 1, descending.
     """
@@ -75,7 +75,7 @@ def score(reference, prompts: list[list[int]], outputs: list[list[int]]) -> list
 
 
 def places(draws: Sequence[Draw], kept: Filter, temperature: float) -> tuple[list[float], list[Draw]]:
-    """Return each draw's place in the running sum of the filtered distribution, and the excluded draws."""
+    """Return the draws' places in the filtered distribution's running sum, and excluded draws."""
     dice = random.Random(3)
     found, outside = [], []
     for draw in draws:

@@ -1,4 +1,4 @@
-"""Sampling parameters of a batch: as SGLang's SamplingBatchInfo, or as the columns a drafter reads."""
+"""Sampling parameters of a batch, as SGLang's type or as the columns a drafter reads."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ def sampling_info(*requests: dict, seeds: list[int] | None = None) -> SamplingBa
 
 
 def sampling_parameters(**columns) -> SimpleNamespace:
-    """Build the columns that a drafter reads: temperatures [bs, 1], top_ks [bs] int32, top_ps [bs]."""
+    """Build a drafter's columns: temperatures [bs, 1], top_ks [bs] int32, top_ps [bs]."""
     return SimpleNamespace(
         temperatures=torch.tensor(columns["temperature"])[:, None],
         top_ks=torch.tensor(columns["top_k"], dtype=torch.int32),

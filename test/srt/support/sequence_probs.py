@@ -23,7 +23,7 @@ Probs = dict[tuple[int, ...], float]
 
 @torch.no_grad()
 def sequence_probs(model, prompt: tuple[int, ...]) -> Probs:
-    """Return the probability of every sequence of LENGTH tokens that top_k = 2 allows after a prompt."""
+    """Return the probability of each sequence of LENGTH tokens that top_k = 2 allows."""
     probs: Probs = {(): 1.0}
     for _ in range(LENGTH):
         logits = model(torch.tensor([prompt + prefix for prefix in probs])).logits[:, -1].double()
@@ -48,7 +48,7 @@ def sample(server, prompt: tuple[int, ...], samples: int) -> Counter:
 
 
 def p_value(server, expected: dict[tuple[int, ...], Probs], samples: int = SAMPLES) -> float:
-    """Return the probability that a correct server's counts differ at least this much from `expected`."""
+    """Return the p-value of a server's counts of sequences against `expected`."""
     statistic = freedom = 0.0
     for prompt, probs in expected.items():
         counts = sample(server, prompt, samples)
@@ -63,7 +63,10 @@ def p_value(server, expected: dict[tuple[int, ...], Probs], samples: int = SAMPL
 
 
 def pooled(cells: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Pool the (count, mean) of rare sequences until each mean is at least 8, as chi-square needs."""
+    """Pool the (count, mean) of rare sequences until each mean is at least 8.
+
+    The chi-square test needs that.
+    """
     done, count, mean = [], 0, 0.0
     for more_count, more_mean in sorted(cells, key=lambda cell: cell[1]):
         count, mean = count + more_count, mean + more_mean

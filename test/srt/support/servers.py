@@ -56,7 +56,10 @@ def fork_server() -> ForkServer:
 
 
 def warm_start() -> Start | None:
-    """Return `serve`'s way to start a server by a fork; None on a GPU, as CUDA survives no fork."""
+    """Return `serve`'s way to start a server by a fork, or None on a GPU.
+
+    CUDA does not survive a fork.
+    """
     if not runtime.needs_stand_in():
         return None
     return fork_server().run_main
@@ -99,7 +102,7 @@ class Reference:
         self._answers: dict[str, Any] = {}
 
     def answers(self, requests: Sequence[dict], concurrency: int = 48) -> list[dict]:
-        """Return one answer per request, with the target's two best log probabilities at every position."""
+        """Return an answer per request, with two top log probabilities at every position."""
         keys = [json.dumps(request, sort_keys=True) for request in requests]
         missing = [key for key in dict.fromkeys(keys) if key not in self._answers]
         new = [{"return_logprob": True, "top_logprobs_num": 2, **json.loads(key)} for key in missing]
@@ -111,7 +114,7 @@ class Reference:
 
 
 class Servers:
-    """Starts the requested server, or reuses the previous test's if its configuration is the same."""
+    """Starts the requested server, or reuses the last one if it is configured the same."""
 
     def __init__(self):
         self._stack = contextlib.ExitStack()

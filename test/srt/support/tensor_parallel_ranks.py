@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel draft: the model without a server, in a process of its own."""
+"""One rank of a tensor-parallel draft, without a server, in a process of its own."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def draft_block(name: str, folder, world_size: int) -> torch.Tensor:
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Draft with every variant in a process group of WORLD ranks, and save the tokens under `folder`."""
+    """Draft with every variant in a group of WORLD ranks, and save the tokens."""
     folder = Path(folder)
     from sglang.srt.distributed.device_communicators import pynccl
 

@@ -1,6 +1,7 @@
-"""Comparison of a Triton kernel with its twin: compiled on a GPU, elsewhere in Triton's interpreter.
+"""Comparison of a Triton kernel with its twin, compiled on a GPU or interpreted.
 
-Triton decides at its import whether it interprets, so a process of its own runs the comparisons.
+Triton decides at its import whether it interprets, so a process of its own runs the interpreted
+comparisons.
 """
 
 import os
@@ -20,7 +21,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA
 
 
 def round_to_nearest(data: np.ndarray, source: tl.dtype, target: tl.dtype, _rounding_mode) -> np.ndarray:
-    """Convert floats as the hardware does; `data` and the result hold the bits of their formats."""
+    """Convert floats as the hardware does; data and result hold the formats' bits."""
     formats = {
         tl.float32: torch.float32,
         tl.float16: torch.float16,
@@ -39,12 +40,12 @@ if INTERPRETED:
 
 
 def against_twin(test):
-    """Mark a comparison, named `..._equals_its_twin`, to run on a GPU and in the interpreter's process."""
+    """Mark a comparison, named `..._equals_its_twin`, for a GPU and the interpreter."""
     return test if INTERPRETED else pytest.mark.gpu(needs_gpu(test))
 
 
 def run_comparisons(files: Sequence[Path], *options: str) -> None:
-    """Run the comparisons of all files in one interpreter process, and fail unless all of them pass."""
+    """Run the files' comparisons in one interpreter process; fail unless all pass."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "equals_its_twin"]
     done = subprocess.run([*command, *options, *files], env=environment, capture_output=True, text=True)

@@ -8,7 +8,7 @@ ARCHITECTURES = (80, 90, 100)  # CUDA compute capabilities, times ten
 
 
 class Launch:
-    """A stand-in for a kernel that records its launch, so that the compiled variant is the launched one."""
+    """A stand-in for a kernel that records its launch, to compile exactly that variant."""
 
     def __init__(self, kernel):
         self.kernel = kernel

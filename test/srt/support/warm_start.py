@@ -100,7 +100,7 @@ class ForkServer:
 
     @classmethod
     def start(cls, environment: dict[str, str], modules: Sequence[str] = MODULES) -> "ForkServer":
-        """Start a process that imports `modules` under `environment` and waits; it ends with this one."""
+        """Start a process that imports `modules` and waits; it ends with this one."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), *modules]
@@ -108,7 +108,7 @@ class ForkServer:
         return cls(ours)
 
     def run_main(self, argv: Sequence[str], environment: dict[str, str], log: BinaryIO) -> ForkedProcess:
-        """Run `python ARGV` in a session of its own, output to `log`. ARGV: -m MODULE ... or -c CODE."""
+        """Run `python ARGV` (-m MODULE ... or -c CODE) in a session of its own, output to `log`."""
         job = "main", (list(argv), {**os.environ, **environment}, os.getcwd())
         return ForkedProcess(self.fork(pickle.dumps(job), [log.fileno()]))
 
@@ -226,7 +226,7 @@ def _run_main(connection: socket.socket, argv: list, environment: dict, folder: 
 
 
 class _SpawnedPopen(popen_fork.Popen):
-    """`multiprocessing`'s spawn start method through the fork server, with the same data and functions."""
+    """`multiprocessing`'s spawn start method, through the fork server."""
 
     method = "spawn"
     DupFd = popen_forkserver.Popen.DupFd

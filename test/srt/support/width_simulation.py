@@ -38,7 +38,10 @@ def best_speed(cost, accept_probs: np.ndarray, n: int, widths=WIDTHS) -> float:
 
 @dataclass
 class Simulation:
-    """A server whose requests answer with 128 tokens each; another request follows in the same row."""
+    """A server whose requests answer with 128 tokens each, and are then replaced.
+
+    The next request takes the same row.
+    """
 
     cost: Callable[[int, int], float]  # seconds of (requests, width) with no committed tokens
     noise: float = 0.0  # standard deviation of the logarithm of a cycle's time

@@ -22,14 +22,15 @@ VARIABLE = "REHEARSAL"
 
 @dataclass(frozen=True)
 class Scene:
-    """What to rehearse.
+    """A server to rehearse.
 
-    backend: flashinfer, fa3 or triton, for target and draft.
-    buckets: batch sizes to capture graphs for.
-    fault: one of `faults.AT_START`.
-    interprets_context_kv: the one kernel with a program per token and layer is left to its twin unless asked
-        for: a third of a second for each step.
-    is_built_in: SGLang's own worker instead of ours.
+    Attributes:
+        backend: flashinfer, fa3 or triton, for target and draft.
+        buckets: Batch sizes to capture graphs for.
+        fault: One of `faults.AT_START`.
+        interprets_context_kv: Interpret also the kernel with a program per token and layer, which takes a
+            third of a second per step. Its twin runs otherwise.
+        is_built_in: SGLang's own worker instead of ours.
     """
 
     backend: str
