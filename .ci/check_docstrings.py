@@ -1,7 +1,7 @@
 """Check the docstrings that `ruff` cannot: length of the first line, and noun clauses as openings.
 
-Usage: `python .ci/check_docstrings.py python`. Exit status 1 if a first line is longer than 88 characters, or if
-2 % of all docstrings or more open with a noun clause ("What ...", "Of ...", "Those ...").
+Usage: `python .ci/check_docstrings.py python`. Exit status 1 if a first line is longer than 88 characters, or
+if 2 % of all docstrings or more open with a noun clause ("What ...", "Of ...", "Those ...").
 """
 
 import ast

@@ -237,7 +237,13 @@ def write_context_kv_kernel(
     k2 = tl.load(k_in + second, mask=inside, other=0.0)
     v1 = tl.load(v_in + first, mask=inside)
     v2 = tl.load(v_in + second, mask=inside)
-    # Values that the heads share are read once per head as well (from cache). Each thread then holds what it
+    # Values are written first, which frees their registers for the keys.
+    v_out = tl.load(v_addresses + layer).to(tl.pointer_type(POOL_DTYPE)) + slot * slot_stride
+    # The compiler knows nothing of a loaded address: without the hint it writes element by element.
+    v_out = tl.multiple_of(v_out, SLOT_ALIGNMENT)
+    tl.store(v_out + first, _as_stored(v1, FP8_MAX, POOL_DTYPE), mask=inside)
+    tl.store(v_out + second, _as_stored(v2, FP8_MAX, POOL_DTYPE), mask=inside)
+    # Factors that the heads share are read once per head (from cache). Each thread then holds what it
     # needs, without an exchange through shared memory.
     cols = tl.broadcast_to(col, (BLOCK_HEADS, BLOCK_HALF))
     weight = k_norm_weight + layer * (2 * HALF) + cols
@@ -258,14 +264,9 @@ def write_context_kv_kernel(
     k2 = ((wide2 * cos).to(dtype).to(tl.float32) + (wide1 * sin).to(dtype).to(tl.float32)).to(dtype)
 
     k_out = tl.load(k_addresses + layer).to(tl.pointer_type(POOL_DTYPE)) + slot * slot_stride
-    v_out = tl.load(v_addresses + layer).to(tl.pointer_type(POOL_DTYPE)) + slot * slot_stride
-    # The compiler knows nothing of a loaded address: without the hint it writes element by element.
     k_out = tl.multiple_of(k_out, SLOT_ALIGNMENT)
-    v_out = tl.multiple_of(v_out, SLOT_ALIGNMENT)
     tl.store(k_out + first, _as_stored(k1, FP8_MAX, POOL_DTYPE), mask=inside)
     tl.store(k_out + second, _as_stored(k2, FP8_MAX, POOL_DTYPE), mask=inside)
-    tl.store(v_out + first, _as_stored(v1, FP8_MAX, POOL_DTYPE), mask=inside)
-    tl.store(v_out + second, _as_stored(v2, FP8_MAX, POOL_DTYPE), mask=inside)
 
 
 @triton.jit
