@@ -5,7 +5,7 @@ import inspect
 
 
 def resolving_known_lengths():
-    """Wrap `FutureMap.resolve_seq_lens_cpu`: the device is asked only for lengths that depend on it.
+    """Wrap `FutureMap.resolve_seq_lens_cpu` to ask the device for unknown lengths only.
 
     Attention backends that plan on the host (FlashInfer) need exact lengths there. For them SGLang waits
     before each step until the last one has accepted, and the device idles while the host plans and launches.

@@ -29,7 +29,7 @@ class Drafter(Protocol):
         """Allocate what depends on the pools of both runners. Called once, when they exist."""
 
     def begin_prefill(self, prompts: Prompts) -> None:
-        """Prepare a prefill, before its forward. Later the scheduler may rewrite the request table."""
+        """Prepare a prefill, before the scheduler may rewrite the request table."""
 
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
