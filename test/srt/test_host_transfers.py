@@ -73,7 +73,7 @@ ALLOWED = {
     (
         "srt/speculative/drafters/copy_stats.py",
         "on_accept_lens",
-        "cycle.copied.synchronize()",
+        "cycle.transferred.synchronize()",
     ): "over: SGLang waited for later work",
     (
         "srt/speculative/drafters/copy_stats.py",

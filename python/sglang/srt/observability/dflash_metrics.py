@@ -66,7 +66,9 @@ class DFlashMetrics:
         ).labels(**labels)
         self._blocks = counter("source_blocks", "Blocks verified, by what proposed their tokens.", "source")
         self._proposed = counter("source_proposed_tokens", "Proposed tokens verified, by source.", "source")
-        self._kept = counter("source_accepted_tokens", "Proposed tokens accepted, by source.", "source")
+        self._accepted_by_source = counter(
+            "source_accepted_tokens", "Proposed tokens accepted, by source.", "source"
+        )
         self._undrafted = counter(
             "cycles_without_draft", "Cycles without a draft forward, as all requests copied."
         )
@@ -115,7 +117,7 @@ class DFlashMetrics:
         """Count a cycle's blocks from one source, `draft` or `copy`, if there are two."""
         if not self._enabled:
             return
-        counts = ((self._blocks, blocks), (self._proposed, proposed), (self._kept, accepted))
+        counts = ((self._blocks, blocks), (self._proposed, proposed), (self._accepted_by_source, accepted))
         for counter, count in counts:
             counter.labels(**self._labels, source=source).inc(count)
 

@@ -337,7 +337,7 @@ class DraftBlock:
 class DFlashVerifyInput(SpecInput):
     """Attention input for the target's chains and the draft's blocks.
 
-    There is no mask: the lengths say everything, and the draft's layers declare that they are not causal.
+    There is no mask: the lengths determine it, and the draft's layers declare that they are not causal.
     SGLang builds one too, to capture CUDA graphs with.
     """
 

@@ -33,9 +33,8 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
     if getattr(req, "return_sampling_mask", False):
         refused.append("return_sampling_mask")
     if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
-        refused.append(
-            "min_p with --enable-deterministic-inference"
-        )  # would end the server in SGLang's sampler
+        # SGLang's sampler would end the server.
+        refused.append("min_p with --enable-deterministic-inference")
         req.sampling_params.min_p = 0.0
     if req.multimodal_inputs is not None and not served_kind().takes_images:
         refused.append(f"images, videos and audio with {served_kind().architecture}")

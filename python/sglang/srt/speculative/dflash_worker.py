@@ -29,7 +29,7 @@ from sglang_dflash.srt.speculative.acceptance.constraints import constrain
 from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
-from sglang_dflash.srt.speculative.cycle.observer import observers_from_environment
+from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.cycle.rows import RequestRows
 from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts
@@ -85,7 +85,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         self._width = FixedWidth(self.block_size)
         self._in_flight = CyclesInFlight()
-        self.observers = observers_from_environment()
+        self.observers: list[CycleObserver] = []
         route_weight_updates(target_runner, draft_runner)
         draft = draft_runner.model.draft
         logger.info(
@@ -134,7 +134,10 @@ class DFlashWorker(BaseSpecWorker):
         with self.ranks.as_draft(), self._with_draft_rows():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
         self._width = make_width(self, get_parallel().tp_group, self.metrics)
+        if self._copies is not None:
+            self._copies.allocate_texts(self._target_worker.model_runner)
         self._rows = RequestRows(self._width, self.drafter, self.penalties)
+        self.observers = observers_from_environment()  # cycles that are measured above are nobody's
 
     def prewarm_sampling(self):
         """Allocate temporary memory of sampling. SGLang calls this when both models' graphs exist."""
@@ -238,7 +241,8 @@ class DFlashWorker(BaseSpecWorker):
         for requests in arrivals.take():
             self._rows.admit_prefilled(requests)
         draws = self.acceptor.draws_drafts(batch.sampling_info)
-        # Chosen before anything is drafted: the length may not depend on drawn tokens.
+        # The width is the number of slots to verify. It may not depend on drawn tokens, so it is chosen
+        # before anything is drafted.
         plan = self._width.choose_width(batch, draws)
         verify_len = self.speculative_num_draft_tokens = plan.width
         self._notify("on_length_chosen", batch, verify_len)

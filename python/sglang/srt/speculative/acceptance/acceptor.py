@@ -1,6 +1,7 @@
 """Decide which drafted tokens of verified blocks become output."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
@@ -21,19 +22,10 @@ from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptan
 from sglang_dflash.srt.speculative.acceptance.target_sampling import draw_target_tokens, target_probs
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock
 
-
-class RejectionRule(Protocol):
-    """`accept_by_rejection` or `accept_by_block_verification`."""
-
-    def __call__(
-        self,
-        block: torch.Tensor,
-        target_probs: torch.Tensor,
-        draft: DraftProbs,
-        accept_uniforms: torch.Tensor,
-        final_uniforms: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return accept lengths [bs] int32 and output tokens [bs, B] int64."""
+# `accept_by_rejection` or `accept_by_block_verification`.
+RejectionRule = Callable[
+    [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]
 
 
 def rejection_rule(spec: Any) -> RejectionRule | None:

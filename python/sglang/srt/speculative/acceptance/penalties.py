@@ -1,6 +1,6 @@
 """Penalties and min_new_tokens at every position of a block.
 
-SGLang adds a request's penalties up once per step, which without speculation is once per token. In a block
+SGLang sums a request's penalties once per step, which without speculation is once per token. In a block
 each position must include the drafted tokens before it, and in the end only output tokens count. So the
 counts are kept here, on the device, and replace SGLang's own."""
 
@@ -103,7 +103,7 @@ class Penalties:
 
     @staticmethod
     def are_requested(sampling_info: Any) -> bool:
-        """Tell whether a request of the batch has a penalty. SGLang has then added its own up."""
+        """Tell whether a request of the batch has a penalty. SGLang has then summed its own."""
         return sampling_info.acc_additive_penalties is not None
 
     @property

@@ -1,4 +1,4 @@
-"""Rows of SGLang's request table, and who keeps something of its own in them."""
+"""Rows of SGLang's request table, and the tables that are indexed by them."""
 
 from typing import Protocol
 

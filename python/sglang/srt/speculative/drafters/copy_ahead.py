@@ -69,8 +69,10 @@ class CopyAhead:
         self.draw, self.absorb = drafter.draw, drafter.absorb
 
     def attach_pools(self, target_runner: Any) -> None:
-        """See `Drafter`. Allocates the texts."""
         self._drafter.attach_pools(target_runner)
+
+    def allocate_texts(self, target_runner: Any) -> None:
+        """Allocate texts for the request table, when all graphs have their memory."""
         rows, context_len = target_runner.req_to_token_pool.req_to_token.shape
         self.allocate(
             rows, context_len, target_runner.model_config.vocab_size, torch.device(target_runner.device)
@@ -113,7 +115,6 @@ class CopyAhead:
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
-        """See `Drafter`."""
         ends = [prefix + new for prefix, new in zip(prompts.prefix_lens, prompts.extend_lens, strict=True)]
         at = on_device(ends, torch.int64, next_tokens.device)
         self.history[prompts.req_pool_indices, at] = next_tokens.int()

@@ -26,13 +26,13 @@ class Proposals:
 
     Attributes:
         lengths: [bs] int32 on the host, copied tokens of each request. None: nothing was proposed.
-        copied: end of the transfer of `lengths` to the host.
+        transferred: end of the transfer of `lengths` to the host.
         was_drafted: whether the draft ran.
         admissions: prefills and arrivals before the cycle.
     """
 
     lengths: torch.Tensor | None
-    copied: torch.cuda.Event | None
+    transferred: torch.cuda.Event | None
     was_drafted: bool
     admissions: int
 
@@ -61,12 +61,12 @@ class CopyStats:
 
     def proposals(self, lengths: torch.Tensor | None, was_drafted: bool) -> Proposals:
         """Record a cycle that begins. lengths: [bs] int32, on the device."""
-        copied = None
+        transferred = None
         if lengths is not None and lengths.is_cuda:
             lengths = lengths.to("cpu", non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        return Proposals(lengths, copied, was_drafted, self._admissions)
+            transferred = torch.cuda.Event()
+            transferred.record()
+        return Proposals(lengths, transferred, was_drafted, self._admissions)
 
     def on_accept_lens(self, cycle: Proposals, accept_lens: Sequence[int], num_drafted: int) -> None:
         """Count the accepted ones of `num_drafted` proposed tokens of each request."""
@@ -74,8 +74,8 @@ class CopyStats:
         if cycle.lengths is None:
             self._whole = 0
             return
-        if cycle.copied is not None:
-            cycle.copied.synchronize()  # over already: SGLang has waited for later work
+        if cycle.transferred is not None:
+            cycle.transferred.synchronize()  # over already: SGLang has waited for later work
         self._without_draft += not cycle.was_drafted
         is_copied = [length > 0 for length in cycle.lengths.tolist()]
         by_source = {

@@ -21,7 +21,7 @@ class DeferredContext:
     """Context rows of cycles that verified the anchor alone, to be written together.
 
     Nobody reads them before the next block is drafted or another request is prefilled. All rows are of one
-    set of requests: if the set changes, a slot may get another owner, whose rows come later."""
+    set of requests: a changed set may give a slot to another request, whose rows are written later."""
 
     def __init__(self, max_cycles: int):
         self._max_cycles = max_cycles

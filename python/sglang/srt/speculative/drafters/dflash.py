@@ -73,14 +73,12 @@ class DFlashDrafter:
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
-        """See `Drafter`."""
         self._write(ContextRows(aux_hidden, prompts.positions, cache_loc))
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
         """See `Drafter`. All of the context is in the pool already."""
 
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
-        """See `Drafter`."""
         if cycle.verify_len == 1:
             return DraftBlock(tokens=cycle.tokens)
         self._write_deferred()
@@ -102,15 +100,12 @@ class DFlashDrafter:
     def draw(
         self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
     ) -> tuple[torch.Tensor, DraftProbs]:
-        """See `Drafter`."""
         return draw_drafts(self._model, hidden, sampling_info, self._sampling)
 
     def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
-        """See `Drafter`."""
         self._write(ContextRows(aux_hidden, positions, cache_loc))
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
-        """See `Drafter`."""
         if aux_hidden is None:
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)

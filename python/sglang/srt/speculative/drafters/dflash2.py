@@ -26,7 +26,6 @@ class DFlash2Drafter(DFlashDrafter):
     def draw(
         self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
     ) -> tuple[torch.Tensor, DraftProbs]:
-        """See `Drafter`."""
         return self._walk(self._model.candidates(hidden), anchors, sampling_info)
 
     def _walk(

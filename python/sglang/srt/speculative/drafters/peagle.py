@@ -78,7 +78,6 @@ class PEagleDrafter:
         self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
 
     def attach_pools(self, target_runner: Any) -> None:
-        """See `Drafter`."""
         self._source = target_runner.req_to_token_pool.req_to_token
         self._table = self._runner.req_to_token_pool.req_to_token
         weight = self._model.norm.weight
@@ -121,7 +120,6 @@ class PEagleDrafter:
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
-        """See `Drafter`."""
         if not self._drafted:
             return
         requests, device = prompts.req_pool_indices, aux_hidden.device
@@ -140,7 +138,6 @@ class PEagleDrafter:
         self._run_prompts(prompts, before, cache_loc)
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
-        """See `Drafter`."""
         if not self._drafted:
             return
         rows, longest = requests.req_pool_indices, max(requests.lengths) - 1
@@ -152,7 +149,6 @@ class PEagleDrafter:
         self._pending.count[rows] = 1
 
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
-        """See `Drafter`."""
         if cycle.verify_len == 1:
             return DraftBlock(tokens=cycle.tokens)
         requests, probs = cycle.req_pool_indices, None
@@ -169,16 +165,13 @@ class PEagleDrafter:
     def draw(
         self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
     ) -> tuple[torch.Tensor, DraftProbs]:
-        """See `Drafter`."""
         return draw_drafts(self._model, hidden, sampling_info, self._sampling)
 
     def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
-        """See `Drafter`."""
         if self._drafted:
             self._absorbed[: aux_hidden.shape[0]] = self._model.fuse(aux_hidden)
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
-        """See `Drafter`."""
         if not self._drafted:
             return
         requests, rows = cycle.req_pool_indices, cycle.bs * cycle.verify_len

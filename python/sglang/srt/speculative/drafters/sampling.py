@@ -21,7 +21,7 @@ class DraftSampling:
     Attributes:
         temperature_scale: multiplies the request's temperature. Below 1 the draft prefers likely tokens.
         sampled_slots: slots that are drawn, from the first on. Deeper slots take the argmax. None: all.
-        candidates: tokens considered per slot, the likeliest. They are kept for the verify.
+        candidates: tokens considered per slot, the likeliest. They are stored for verification.
     """
 
     temperature_scale: float = 1.0

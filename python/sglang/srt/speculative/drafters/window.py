@@ -20,8 +20,8 @@ class DraftView(Protocol):
         """Prepare the read of a cycle's blocks.
 
         Returns:
-            Committed tokens in sight [bs] int64; the same on the host [bs]; the plan of the block's slots.
-            If the cycle is not exact, or windows begin with pages, the host's numbers are upper bounds.
+            Committed tokens to read [bs] int64; the same on the host [bs]; the plan of the block's slots.
+            The host's are upper bounds if the cycle is not exact or windows start at page boundaries.
         """
 
 
@@ -29,7 +29,6 @@ class FullView:
     """All committed tokens, through the target's request table."""
 
     def read(self, cycle: Cycle) -> tuple[torch.Tensor, torch.Tensor, KVLocPlan]:
-        """See `DraftView`."""
         return cycle.committed, cycle.committed_host, cycle.kv_loc_plan
 
 
@@ -50,7 +49,6 @@ class WindowView:
         self._longest = min(size + self._page - 1, self._table.shape[1] - num_draft_rows)
 
     def read(self, cycle: Cycle) -> tuple[torch.Tensor, torch.Tensor, KVLocPlan]:
-        """See `DraftView`."""
         # The whole width for every request: past its block a row holds entries that nobody reads.
         columns = self._longest + self._num_draft_rows
         seq_lens = prepare_window(

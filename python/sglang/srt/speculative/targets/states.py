@@ -50,11 +50,9 @@ class RecurrentStates:
         self._rows = rows.view(max_requests, block_size)
 
     def begin_verify(self, batch: Any) -> None:
-        """See `TargetStates`."""
         prepare_mamba_track_for_verify(batch)
 
     def commit(self, batch: Any, commit_lens: torch.Tensor) -> None:
-        """See `TargetStates`."""
         rows = self._rows[: commit_lens.numel()]
         commit_mamba_states_after_verify(self._target_worker, batch, commit_lens, rows, self._block_size)
 

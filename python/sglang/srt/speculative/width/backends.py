@@ -22,6 +22,7 @@ class TargetBackends:
 
     def __init__(self, runner: Any, widths: tuple[int, ...], block_size: int):
         self._runner = runner
+        self._width: int | None = None
         self._per_width = {block_size: (runner.attn_backend, runner.decode_cuda_graph_runner)}
         for width in widths:
             if width != block_size:
@@ -29,8 +30,13 @@ class TargetBackends:
         self.apply(block_size)
 
     def apply(self, width: int) -> None:
-        """Have the target verify blocks of this width from now on."""
-        self._runner.attn_backend, self._runner.decode_cuda_graph_runner = self._per_width[width]
+        """Have the target verify blocks of this width from now on.
+
+        If the width stays, so does the runner's backend: SGLang may have captured new graphs for it.
+        """
+        if width != self._width:
+            self._width = width
+            self._runner.attn_backend, self._runner.decode_cuda_graph_runner = self._per_width[width]
 
     def _build(self, width: int) -> tuple[Any, Any]:
         runner = self._runner
