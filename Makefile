@@ -21,7 +21,7 @@ test: $(READY)
 
 # The inner loop: tests that need no server.
 test-fast: $(READY)
-	@$(MAKE) --no-print-directory test ARGS='-m "not server" $(ARGS)'
+	@$(MAKE) --no-print-directory test ARGS='-m "not server and not long and not rehearsal_full" $(ARGS)'
 
 # Tests that need no SGLang: its import is blocked, and a test that tries it is skipped. Under a minute on two cores.
 test-core: $(READY)

@@ -164,7 +164,11 @@ class DFlashDraftConfig(StrictModel):
         try:
             draft = cls.model_validate(cls._values(hf_config, nested))
         except ValidationError as error:
-            problems += problems_of(error)
+            # A field is named where the file has it.
+            names = {key: f"dflash_config.{key}" for key in (*nested, *_NESTED_ONLY)}
+            if "is_causal" not in names and not hasattr(hf_config, "is_causal"):
+                names["is_causal"] = names.get("causal", "causal")
+            problems += problems_of(error, names=names)
         problems += variant_problems(hf_config, nested, {"causal", *cls._keys()})
         if draft is None or problems:
             raise DraftConfigError(checkpoint, problems)

@@ -1,7 +1,7 @@
 """Field types and error messages that the configs share."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -50,11 +50,18 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def problems_of(error: ValidationError, where: str = "") -> list[str]:
-    """List what is wrong, a line for each field. where: a prefix for the fields' names."""
+def problems_of(error: ValidationError, where: str = "", names: Mapping[str, str] | None = None) -> list[str]:
+    """List what is wrong, a line for each field.
+
+    Args:
+        error: of one model.
+        where: prefix for the fields' names.
+        names: names of fields in the file, if they differ.
+    """
     problems = []
     for fault in error.errors(include_url=False):
-        name = where + ".".join(map(str, fault["loc"]))
+        first, *rest = map(str, fault["loc"])
+        name = where + ".".join(((names or {}).get(first, first), *rest))
         kind = fault["type"]
         if kind == "missing":
             problems.append(f"{name} is missing")

@@ -4,8 +4,7 @@ Format: z-lab/dflash, `DFlash2DraftModel`. A slot's K candidates are the largest
 After the token p, candidate c of slot e scores unary[e, c] + <A[p] * gate[e], B[c]>. A and B are the
 codebooks, gate[e] is a projection of the slot's hidden state, and the token before slot 0 is the anchor. A
 walk takes the best candidate, or samples from softmax(scores / temperature) over the K candidates, given the
-token it has just
-taken. Verification uses this distribution: conditional on the drafted prefix, and exact.
+token it has just taken. Verification uses this distribution: conditional on the drafted prefix, and exact.
 
 Pure functions; every random number is passed in. Shapes: bs requests, S drafted slots, K candidates, rank r.
 """

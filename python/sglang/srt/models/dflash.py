@@ -1,10 +1,9 @@
 """The DFlash draft model (arXiv 2602.06036, section 3) on SGLang's layers.
 
 A few Qwen3-style layers fill a block of mask tokens in one forward. It differs from a language model in two
-ways.
-Its context is hidden states captured from the target, not its own tokens: `write_context_kv` writes their
-keys and values straight into the KV pool of every layer. And the block's tokens attend to each other in both
-directions. Embedding and LM head are the target's.
+ways. Its context is hidden states captured from the target, not its own tokens: `write_context_kv` writes
+their keys and values straight into the KV pool of every layer. And the block's tokens attend to each other in
+both directions. Embedding and LM head are the target's.
 """
 
 from collections.abc import Iterable

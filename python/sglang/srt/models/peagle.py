@@ -2,9 +2,9 @@
 
 An EAGLE-3 draft that drafts all its tokens in one causal forward. A row is a token and the target's fused
 hidden state of the position before it, and predicts the token after its own. Rows whose token and hidden
-state are not
-known yet carry the mask token and a learned state, `mask_hidden`. Positions count rows: the token at position
-p of the text is row p - 1. The first token of a text has no row, as no hidden state precedes it.
+state are not known yet carry the mask token and a learned state, `mask_hidden`. Positions count rows: the
+token at position p of the text is row p - 1. The first token of a text has no row, as no hidden state
+precedes it.
 """
 
 from collections.abc import Iterable

@@ -1,9 +1,8 @@
 """Stand-in for `sgl_kernel` where its CUDA build cannot be loaded (see ../../runtime.py).
 
 Pure-Python submodules come from the installed package; the few functions SGLang's CPU path calls are written
-here
-in PyTorch. Any other name resolves to a function that raises an error when it is called: SGLang imports many
-kernels it never launches on a CPU. Operators of `torch.ops.sgl_kernel` are in ../../operators.py.
+here in PyTorch. Any other name resolves to a function that raises an error when it is called: SGLang imports
+many kernels it never launches on a CPU. Operators of `torch.ops.sgl_kernel` are in ../../operators.py.
 """
 
 import os as _os
