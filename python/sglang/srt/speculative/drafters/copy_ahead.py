@@ -53,9 +53,7 @@ class CopyAhead:
         knows_matches_on_host: whether the host reads from the device who copies. `allocate` sets it on a CPU.
     """
 
-    def __init__(
-        self, drafter: Drafter, block_size: int, stats: CopyStats, reads_matches: bool | None = None
-    ):
+    def __init__(self, drafter: Drafter, block_size: int, stats: CopyStats):
         self._drafter = drafter
         self._block_size = block_size
         self.stats = stats
