@@ -211,3 +211,12 @@ def load_draft(directory: Path, dtype: torch.dtype) -> DFlashDraft:
     draft = DFlashDraft(json.loads((Path(directory) / "config.json").read_text()))
     draft.load_state_dict(load_file(str(Path(directory) / "model.safetensors")))
     return draft.to(dtype).eval()
+
+
+def initialize(draft: nn.Module) -> None:
+    """Give a draft fresh weights, with which every layer at first adds nothing to its input."""
+    for name, parameter in draft.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.02)

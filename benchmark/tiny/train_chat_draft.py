@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from chat_rollouts import spread_layers
 from dflash2_model import DFlash2Draft, dflash2_config
-from draft_model import DFlashDraft
+from draft_model import DFlashDraft, initialize
 from safetensors.torch import load_file
 from train_target import MasterWeights, join_processes, seconds_since, write_checkpoint
 
@@ -216,11 +216,7 @@ def new_draft(config: dict, target: dict, plain: Path | None):
     """Return a draft with fresh weights, or a DFlash2 one that starts as the plain draft."""
     if plain is None:
         draft = DFlashDraft(config)
-        for name, parameter in draft.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                torch.nn.init.zeros_(parameter)
-            elif parameter.ndim == 2:
-                torch.nn.init.normal_(parameter, std=0.02)
+        initialize(draft)
         draft.norm.weight.data.copy_(target["model.norm.weight"])  # the scale that the borrowed head expects
         return draft
     draft = DFlash2Draft(config)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from draft_model import BLOCK_SIZE, DFlashDraft, block_token_ids, draft_config
+from draft_model import BLOCK_SIZE, DFlashDraft, block_token_ids, draft_config, initialize
 from kinds import kind_of
 from safetensors.torch import load_file
 from train_target import MasterWeights, join_processes, learning_rate_scale, seconds_since, write_checkpoint
@@ -103,11 +103,7 @@ def main() -> None:
     kind = kind_of(target_config)
     config = draft_config(target_config, args.layers or kind.draft_layers)
     draft = DFlashDraft(config)
-    for name, parameter in draft.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            torch.nn.init.zeros_(parameter)
-        elif parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=0.02)
+    initialize(draft)
     # The borrowed head expects the scale of the target's final norm.
     draft.norm.weight.data.copy_(target["model.norm.weight"] + kind.zero_centered_norm)
     if args.init:
