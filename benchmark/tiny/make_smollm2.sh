@@ -16,7 +16,7 @@ export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 export MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1000000000
 
 cd "$here"
-[ -f "$target/model.safetensors" ] || $python fetch_target.py "$target"
+$python ../../models/fetch_smollm2.py "$target"
 [ -f "$work/prompts/train.jsonl" ] || $python open_prompts.py "$work/prompts"
 $python chat_rollouts.py "$target" "$work/prompts/heldout.jsonl" "$work/heldout" --greedy-share 1 --limit 60
 $python chat_rollouts.py "$target" "$work/prompts/train.jsonl" "$work/rollouts" --tokens "${TOKENS:-400000}"

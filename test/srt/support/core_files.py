@@ -6,6 +6,7 @@ CORE = (
     "test_cpu_runtime.py",
     "test_cpu_transfer.py",
     "test_draft_attention.py",
+    "test_fetch_smollm2.py",
     "test_forked_processes.py",
     "test_gated_delta_rule.py",
     "test_kernel_comparisons.py",
