@@ -43,6 +43,8 @@ COMMANDS = commands()
 INSTALLS = ("pip install .", "pip install sglang==0.5.23", "pip uninstall sglang-dflash")
 LIBRARY = ("speculators prepare-data", "speculators train", "speculators generate-offline-data")
 DOCTOR = ["python", "-m", "sglang_dflash.doctor"]
+SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
+SMOLLM2_DRAFTS = [SMOLLM2.with_name(f"{SMOLLM2.name}-{kind}") for kind in ("dflash2", "dflash")]
 PACKAGE = ROOT / "python" / "sglang"
 DOCTOR_FILES = [path for path in PACKAGE.rglob("*.py") if "doctor" in path.relative_to(PACKAGE).as_posix()]
 # Resolves every list of server arguments as launch_server does, each in a fork of a process with SGLang.
@@ -146,14 +148,24 @@ def test_the_doctor_exists_and_knows_its_flags(command):
     assert set(command.flags) <= set().union(*map(defined_flags, DOCTOR_FILES))
 
 
+def make_serve() -> list[str]:
+    """Return the server arguments of `make serve`."""
+    (serve,) = [line for line in make("serve").splitlines() if "sglang.launch_server" in line]
+    return serve.split()[3:]
+
+
+def has_smollm2() -> bool:
+    drafts = [draft for draft in SMOLLM2_DRAFTS if (draft / "model.safetensors").is_file()]
+    return SMOLLM2.is_dir() and bool(drafts)
+
+
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory) -> dict[str, dict]:
     """Map each server command to its resolved arguments."""
     servers = of_kind("server")
     file = tmp_path_factory.mktemp("commands") / "arguments.json"
-    (serve,) = [line for line in make("serve").splitlines() if "sglang.launch_server" in line]
     texts = [command.text for command in servers] + ["make serve"]
-    file.write_text(json.dumps([*map(server_arguments, servers), serve.split()[3:]]))
+    file.write_text(json.dumps([*map(server_arguments, servers), make_serve()]))
     done = run_to_end("-c", RESOLVE, file, ROOT, environment=DEFAULT_WIDTHS)
     output = done.output.splitlines()
     found = [json.loads(line.partition(" ")[2]) for line in output if line.startswith("RESOLVED")]
@@ -166,9 +178,12 @@ def test_a_server_command_resolves_to_dflash_with_its_draft(text, resolved):
     found = resolved[text]
     assert "error" not in found, found["error"]
     assert found["speculative_algorithm"] == "DFLASH"
-    assert (ROOT / found["model_path"]).resolve() == TARGET
-    drafts = {(ROOT / path).resolve() for path in (DRAFT, DFLASH2_DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)}
-    assert (ROOT / found["speculative_draft_model_path"]).resolve() in drafts
+    target, draft = ROOT / found["model_path"], ROOT / found["speculative_draft_model_path"]
+    if text == "make serve" and has_smollm2():
+        assert target == SMOLLM2 and draft in SMOLLM2_DRAFTS
+    else:
+        assert target == TARGET
+        assert draft in (DRAFT, DFLASH2_DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)
     assert found["is_adaptive"] == runtime.needs_stand_in(), (
         "the default is to verify what is worth it, on a CPU"
     )
@@ -191,17 +206,26 @@ def client_blocks() -> list[str]:
     ]
 
 
+def answer(command: Command, url: str) -> str:
+    """Run a curl command against another server; return the text of its answer, streamed or not."""
+    words = [word.replace(URL, url) for word in command.words]
+    done = subprocess.run(
+        [*words, "--silent", "--fail"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout} {done.stderr}"
+    if not done.stdout.startswith("data: "):
+        return json.loads(done.stdout)["choices"][0]["text"]
+    *events, end = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
+    assert end == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events)
+
+
 @pytest.mark.server
 def test_requests_are_answered(servers):
     """curl commands and client code work against a server of the bundled pair."""
     server = servers.get(*FLOAT32, *dflash_arguments(), "--enable-metrics")
     for command in of_kind("request"):
-        words = [word.replace(URL, server.url) for word in command.words]
-        done = subprocess.run(
-            [*words, "--silent", "--fail"], capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, f"{command}: {done.stdout} {done.stderr}"
-        assert json.loads(done.stdout)["choices"][0]["text"].strip(), command
+        assert answer(command, server.url).strip(), command
     assert len(client_blocks()) == 1
     for block in client_blocks():
         done = subprocess.run(
@@ -212,6 +236,16 @@ def test_requests_are_answered(servers):
             check=False,
         )
         assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+@pytest.mark.server
+@pytest.mark.skipif(not has_smollm2(), reason="SmolLM2-135M-Instruct or its draft is not there: make model")
+def test_the_first_answer(servers):
+    """`make serve` answers the README's request as the README says, by DFLASH."""
+    server = servers.get(*(ROOT / word if "/" in word else word for word in make_serve()))
+    (first,) = [command for command in of_kind("request") if command.where == "README.md"]
+    assert answer(first, server.url) == "The capital of France is Paris."
+    assert "sglang-dflash DFlashWorker" in server.log()
 
 
 def test_the_training_pages_code_runs(tmp_path):
