@@ -20,6 +20,7 @@ from support.servers import PLAIN_FLOAT32, Reference, Servers, plain_target  # n
 # Files that take minutes, longest first: the workers of `make test` start them in this order.
 LONGEST = (
     "test_lossless.py",
+    "test_real_model.py",
     "test_acceptance_profiles.py",
     "test_sampled_requests.py",
     "test_seeds.py",
