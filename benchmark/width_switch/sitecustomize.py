@@ -105,15 +105,15 @@ def time_decisions(module) -> None:
             decided["seconds"] += time.perf_counter() - since
         return result
 
-    def choose(self, batch, draws_drafts):
+    def choose(self, *arguments):
         numbers.append(turns.number)
-        return timed(turns.number, choose_width, self, batch, draws_drafts)
+        return timed(turns.number, choose_width, self, *arguments)
 
-    def launched(self, cycle):
-        timed(turns.number, on_launched, self, cycle)
+    def launched(self, *arguments):
+        timed(turns.number, on_launched, self, *arguments)
 
-    def learn(self, cycle, accepted):
-        return timed(numbers.popleft(), on_accept_lens, self, cycle, accepted)
+    def learn(self, *arguments):
+        return timed(numbers.popleft(), on_accept_lens, self, *arguments)
 
     adaptive.choose_width, adaptive.on_launched, adaptive.on_accept_lens = choose, launched, learn
 

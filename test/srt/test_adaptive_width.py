@@ -189,17 +189,17 @@ def test_cycle_times_are_learned_some_at_a_time_and_by_kind():
     for _ in range(17):
         width.on_launched(width.choose_width(batch, draws_drafts=False))
     times = chooser.cycle_times
-    assert [(num_requests, verified, cycles) for num_requests, verified, _, cycles, _ in times[:5]] == [
+    assert [(num_requests, verified, cycles) for num_requests, verified, _, cycles, *_ in times[:5]] == [
         (2, 8, 2),
         (2, 2, 1),
         (2, 8, 2),
         (2, 2, 1),
         (2, 8, 2),
     ]
-    assert sum(cycles for _, _, _, cycles, _ in times) == 16
+    assert sum(cycles for _, _, _, cycles, *_ in times) == 16
     assert all(
         (seconds, tokens) == (pytest.approx({8: 1.6, 2: 1.2}[verified]), 200)
-        for _, verified, seconds, _, tokens in times
+        for _, verified, seconds, _, tokens, _ in times
     )
 
 
@@ -292,12 +292,13 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     monkeypatch.setattr(
         torch.distributed,
         "broadcast",
-        lambda values, src, group: broadcasts.append((src, group)) or values.fill_(4),
+        lambda values, src, group: broadcasts.append((src, group)) or values.copy_(torch.tensor([4, 0])),
     )
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
     backends, chooser = Backends(), Chooser()
     width = adaptive(chooser=chooser, backends=backends, group=group, log_every=1)
-    assert width.choose_width(batch_of(request(0)), False).width == 4
+    cycle = width.choose_width(batch_of(request(0)), False)
+    assert (cycle.width, cycle.drafts) == (4, False)
     assert broadcasts == [(6, "host")] and backends.applied == [4] and not chooser.batches
     assert width.report()["expected"] == {}
 

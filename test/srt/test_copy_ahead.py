@@ -278,7 +278,7 @@ class Simulation:
         for row in rows:
             self.texts[row].append(said)
 
-    def propose(self, *rows: int, width: int = 4, sampling_info=None) -> DraftBlock:
+    def propose(self, *rows: int, width: int = 4, sampling_info=None, drafts: bool = True) -> DraftBlock:
         lengths = torch.tensor([len(self.texts[row]) - 1 for row in rows])
         tokens = torch.full((len(rows), width), 999)
         tokens[:, 0] = torch.tensor([self.texts[row][-1] for row in rows])
@@ -286,16 +286,21 @@ class Simulation:
             bs=len(rows), verify_len=width, tokens=tokens, committed=lengths, committed_host=lengths,
             req_pool_indices=torch.tensor(rows),
         )  # fmt: skip
-        return self.drafter.propose(self.cycle, sampling_info)
+        self.matches = self.drafter.look_up(
+            SimpleNamespace(
+                req_pool_indices=self.cycle.req_pool_indices, seq_lens=lengths, seq_lens_cpu=lengths
+            )
+        )
+        propose = self.drafter.propose if drafts else self.drafter.propose_copies
+        return propose(self.cycle, sampling_info)
 
     def commit(self, out_tokens: list[list[int]], kept: list[int], tells: bool = True) -> None:
         out = torch.tensor(out_tokens)
-        proposals = self.drafter.proposals
         self.drafter.commit(self.cycle, None, accepted_blocks(torch.tensor(kept, dtype=torch.int32), out))
         for row, tokens, count in zip(self.cycle.req_pool_indices.tolist(), out_tokens, kept):
             self.texts[row] += tokens[: count + 1]
         if tells:
-            self.drafter.stats.on_accept_lens(proposals, kept, self.cycle.verify_len - 1)
+            self.drafter.stats.on_accept_lens(self.drafter.proposals, kept, self.cycle.verify_len - 1)
 
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -394,6 +399,39 @@ def test_a_draft_that_writes_its_context_runs_every_time():
     assert played.inner.forwards == 1
 
 
+def test_without_the_draft_every_match_is_copied():
+    """A request whose short copies give way to a good draft, next to one without a match."""
+    played = Simulation()
+    short = [1, 2, 3, 60, 61, *range(20, 40), 1]
+    played.prefill({2: (short, 0), 4: (list(range(20, 40)), 0)}, said=2)
+    for _ in range(12):
+        played.propose(2)
+        played.commit([[900, 901, 902, 700]], [3])
+    played.texts[2] += [1, 2, 3]
+    played.drafter.history[2, len(played.texts[2]) - 3 : len(played.texts[2])] = torch.tensor([1, 2, 3])
+    assert played.propose(2, 4).tokens[0].tolist() == [3, 900, 901, 902]
+    assert played.matches.tolist() == [3, 0]
+    forwards = played.inner.forwards
+    block = played.propose(2, 4, drafts=False)
+    assert block.tokens.tolist() == [[3, 60, 61, 20], [2, 2, 2, 2]] and block.probs is None
+    drawn = played.propose(2, 4, drafts=False, sampling_info=object())
+    assert drawn.probs.ids[:, :, 0].tolist() == [[60, 61, 20], [2, 2, 2]]
+    assert (drawn.probs.probs[:, :, 0] == 1).all()
+    assert played.inner.forwards == forwards
+
+
+@pytest.mark.parametrize(("emitted", "length"), [(10, 9), (700, -9)])
+def test_a_plain_cycle_shows_whether_its_copy_was_right(emitted, length):
+    played = Simulation()
+    played.prefill({2: (LONG, 0), 4: (list(range(20, 40)), 0)}, said=9)
+    assert played.propose(2, 4, width=1).tokens.tolist() == [[9], [9]]
+    assert played.matches.tolist() == [9, 0]
+    played.commit([[emitted], [600]], [0, 0])
+    assert played.drafter.proposals.lengths.tolist() == [length, 0]
+    assert played.inner.forwards == 0 and not played.drafter.proposals.was_drafted
+    assert played.drafter.stats.report()["blocks"] == {}, "nothing was verified"
+
+
 def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
     """The host's knowledge decides; a cycle that copies nothing then proposes its anchor."""
     played = Simulation()
@@ -407,8 +445,8 @@ def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
     assert played.inner.forwards == WHOLE_CYCLES
     played.propose(2)
     assert played.inner.forwards == WHOLE_CYCLES
-    unreported = played.drafter.proposals
     played.commit([[700, 444, 444, 444]], [0], tells=False)  # not known yet
+    unreported = played.drafter.proposals
     assert played.propose(2).tokens.tolist() == [[700, 700, 700, 700]]
     assert played.inner.forwards == WHOLE_CYCLES
     played.commit([[701, 444, 444, 444]], [0], tells=False)

@@ -62,14 +62,20 @@ def draw_from_target(block, width, anchor):
     return accept_matching_prefix(block[:, :width], draws)
 
 
-def sequences(choose_width, accept) -> torch.Tensor:
-    """Return the emitted tokens after a token 0. [REQUESTS, LENGTH]"""
+def sequences(choose_width, accept, copies: bool = False) -> torch.Tensor:
+    """Return the emitted tokens after a token 0. [REQUESTS, LENGTH]
+
+    copies: propose what followed the anchor before, or itself; else draw from the draft.
+    """
     emitted = torch.zeros(REQUESTS, LENGTH + BLOCK, dtype=torch.int64)
     length = torch.zeros(REQUESTS, dtype=torch.int64)
     anchor, accepted = torch.zeros_like(length), torch.zeros_like(length)
+    followed = torch.arange(VOCABULARY).repeat(REQUESTS, 1)  # by request and token
     for cycle in range(LENGTH):
         uniforms = torch.rand(REQUESTS * (BLOCK - 1))
         drafted = draw_by_inverse_cdf(DRAFT[anchor].flatten(0, 1), uniforms).view(REQUESTS, -1)
+        if copies:
+            drafted = followed.gather(1, anchor[:, None]).expand(-1, BLOCK - 1)
         widths = choose_width(cycle, anchor, accepted, drafted)
         block = torch.cat([anchor[:, None], drafted], dim=1)
         is_running = length < LENGTH
@@ -80,6 +86,7 @@ def sequences(choose_width, accept) -> torch.Tensor:
             blocks = accept(block[rows], width, anchor[rows])
             columns = length[rows][:, None] + torch.arange(width)
             emitted[rows[:, None], columns] = blocks.out_tokens
+            followed[rows, anchor[rows]] = blocks.out_tokens[:, 0]
             accepted[rows], anchor[rows] = blocks.accept_len.long(), blocks.bonus
             length[rows] += accepted[rows] + 1
     assert (length >= LENGTH).all()
@@ -110,6 +117,34 @@ def p_value(tokens: torch.Tensor) -> float:
 def test_any_width_known_beforehand_is_lossless(choose_width, accept):
     torch.manual_seed(0)
     p = p_value(sequences(choose_width, accept))
+    assert p > FALSE_ALARM, f"not the target's distribution, p = {p:.2g}"
+
+
+def by_copied_token(cycle, anchor, accepted, drafted):
+    """By the token that the text proposes, and by the previous accept length."""
+    return 1 + (drafted == anchor[:, None]).sum(dim=1).clamp(max=2) + accepted.clamp(max=1)
+
+
+def certain(rule):
+    """Run a rejection rule on proposals of probability 1."""
+
+    def accept(block, width, anchor):
+        uniforms = torch.rand(len(block), width)
+        probs = DraftProbs.one_hot(block[:, 1:width])
+        return rule(block[:, :width], TARGET[block[:, :width]], probs, uniforms[:, 1:], uniforms[:, 0])
+
+    return accept
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [certain(accept_by_rejection), certain(accept_by_block_verification), draw_from_target],
+    ids=["rejection", "block verification", "one-hot"],
+)
+def test_a_width_by_the_copied_token_is_lossless(accept):
+    """The text determines a copy: it is known before anything is drawn."""
+    torch.manual_seed(0)
+    p = p_value(sequences(by_copied_token, accept, copies=True))
     assert p > FALSE_ALARM, f"not the target's distribution, p = {p:.2g}"
 
 

@@ -1,10 +1,11 @@
-"""Comparison of the texts on the device with those on the host, under scheduled.py."""
+"""Comparison of the texts on the device with those on the host, and costs by rule, under scheduled.py."""
 
 import json
 from pathlib import Path
 
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.drafters import copy_stats
+from sglang_dflash.srt.speculative.width.costs import CostTable
 
 
 class Watch(CycleObserver):
@@ -36,3 +37,29 @@ class Watch(CycleObserver):
             known = known[: length + 1]
             text = self.worker.drafter.history[slot, : len(known)].tolist()
             assert text == known, f"request {req.rid}"
+
+
+class KnownCosts(Watch):
+    """Also makes widths cost the same on every machine: a row a hundredth, a draft 0.3 of a plain cycle.
+
+    late: whether the host learns of matches a cycle or two late, as on a GPU.
+    """
+
+    def __init__(self, path: Path, late: bool):
+        super().__init__(path)
+        self.late = late
+
+    def __call__(self, scheduler) -> None:
+        """Register in the scheduler's process."""
+        super().__call__(scheduler)
+        self.worker.drafter.knows_matches_on_host = not self.late
+        CostTable.seconds = _seconds
+        CostTable.draft_share = lambda table, n: 0.3 * (table.widths > 1) / _seconds(table, n)
+
+    def on_begun(self, batch):
+        """Write the outcomes, with those of the widths."""
+        self.path.write_text(json.dumps({**self.worker.copy_report, "widths": self.worker.width_report}))
+
+
+def _seconds(table, num_requests, num_tokens=None):
+    return 1 + 0.01 * num_requests * (table.widths - 1) + 0.3 * (table.widths > 1)

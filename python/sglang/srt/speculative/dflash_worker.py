@@ -133,7 +133,8 @@ class DFlashWorker(BaseSpecWorker):
         captures = self.block_size > 1 and self.ranks.may_capture(self.tp_sync, self.device, self.gpu_id)
         with self.ranks.as_draft(), self._with_draft_rows():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
-        self._width = make_width(self, get_parallel().tp_group, self.metrics)
+        has_copies = self._copies is not None
+        self._width = make_width(self, get_parallel().tp_group, self.metrics, has_copies)
         if self._copies is not None:
             self._copies.allocate_texts(self._target_worker.model_runner)
         self._rows = RequestRows(self._width, self.drafter, self.penalties)
@@ -180,10 +181,10 @@ class DFlashWorker(BaseSpecWorker):
         if not accept_lens:
             return  # an idle rank
         cycle = self._in_flight.land(accept_lens)
-        self._width.on_accept_lens(cycle.plan, accept_lens)
         self.metrics.count_verified(accept_lens, cycle.num_drafted)
         if self._copies is not None and cycle.proposals is not None:
             self._copies.stats.on_accept_lens(cycle.proposals, accept_lens, cycle.num_drafted)
+        self._width.on_accept_lens(cycle.plan, accept_lens, cycle.proposals)
 
     # -- one step
 
@@ -241,19 +242,20 @@ class DFlashWorker(BaseSpecWorker):
         for requests in arrivals.take():
             self._rows.admit_prefilled(requests)
         draws = self.acceptor.draws_drafts(batch.sampling_info)
+        matches = self._copies.look_up(batch) if self._copies is not None else None
         # The width is the number of slots to verify. It may not depend on drawn tokens, so it is chosen
-        # before anything is drafted.
-        plan = self._width.choose_width(batch, draws)
+        # before anything is drafted. A copy is not drawn: the text determines it.
+        plan = self._width.choose_width(batch, draws, matches)
         verify_len = self.speculative_num_draft_tokens = plan.width
         self._notify("on_length_chosen", batch, verify_len)
-        result = self.run_cycle(batch, verify_len, draws, on_publish, grammar_barrier)
+        result = self.run_cycle(batch, verify_len, draws, on_publish, grammar_barrier, plan.drafts)
         proposals = self._copies.proposals if self._copies is not None else None
         self._in_flight.launch(CycleInFlight(len(batch.reqs), plan, proposals))
-        self._width.on_launched(plan)
+        self._width.on_launched(plan, proposals is None or proposals.was_drafted)
         return result
 
     def run_cycle(
-        self, batch, verify_len: int, draws: bool, on_publish=None, grammar_barrier=None
+        self, batch, verify_len: int, draws: bool, on_publish=None, grammar_barrier=None, drafts: bool = True
     ) -> GenerationBatchResult:
         """Draft, verify, accept and commit. Start-up measures this too.
 
@@ -264,8 +266,9 @@ class DFlashWorker(BaseSpecWorker):
             draws: whether drafted tokens are drawn instead of the draft's argmax.
             on_publish: called with the new lengths as soon as they exist.
             grammar_barrier: SGLang's, waits until grammars are up to date.
+            drafts: False to propose copies alone, without the draft.
         """
-        cycle, block = self._draft(batch, verify_len, batch.sampling_info if draws else None)
+        cycle, block = self._draft(batch, verify_len, batch.sampling_info if draws else None, drafts)
         self._notify("on_drafted", batch, cycle, block)
         # The copy to the host starts before verify, so that grammars run beside it on the host.
         grammar_tree = GrammarTree.from_linear_chain(block.tokens) if batch.has_grammar else None
@@ -302,12 +305,15 @@ class DFlashWorker(BaseSpecWorker):
             indexer_topk_output=target_out.indexer_topk_output,
         )
 
-    def _draft(self, batch, verify_len: int, sampling_info: Any) -> tuple[Cycle, DraftBlock]:
+    def _draft(self, batch, verify_len: int, sampling_info: Any, drafts: bool) -> tuple[Cycle, DraftBlock]:
         """Draft the first slots of each block; with `sampling_info`, draw them."""
         num_slots = self.block_size if verify_len > 1 else 1
         runner = self._target_worker.model_runner
         cycle = Cycle.begin(batch, runner, self.drafter.mask_token_id, num_slots)
-        block = self.drafter.propose(cycle, sampling_info)
+        if drafts or self._copies is None:
+            block = self.drafter.propose(cycle, sampling_info)
+        else:
+            block = self._copies.propose_copies(cycle, sampling_info)
         self.acceptor.share_drawn_tokens(block)
         return cycle.narrowed(verify_len), block.narrowed(verify_len)
 

@@ -40,8 +40,11 @@ class CopyAhead:
     per row and position. A row is rewritten when a request takes it.
 
     The draft's forward is skipped if all running requests copy. On a CPU that is read from the device.
-    Elsewhere it is predicted from what the host knows (`CopyStats.all_copy`). P-EAGLE's forward also writes
-    context, and runs every time.
+    Elsewhere it is predicted from what the host knows (`CopyStats.all_copy`). Adaptive width also skips it if
+    it verifies for the sake of copies alone. P-EAGLE's forward also writes context, and runs every time.
+
+    Matches are looked up in plain cycles too. Compared with the tokens that the target then emits, they show
+    what copies are worth while nothing is verified.
 
     Args:
         drafter: the inner drafter.
@@ -58,7 +61,9 @@ class CopyAhead:
         self._block_size = block_size
         self.stats = stats
         self.knows_matches_on_host = False
-        self._lengths: torch.Tensor | None = None
+        self._keys: torch.Tensor | None = None  # of the next cycle's matches
+        self._copied: torch.Tensor | None = None  # of the cycle under way
+        self._lengths: torch.Tensor | None = None  # likewise
         self._was_drafted = True
         self._has_texts = False
         self.proposals = stats.proposals(None, False)
@@ -85,6 +90,8 @@ class CopyAhead:
         )
         self._start = torch.tensor([RULE.copies_start, RULE.drafts_start]).to(device)
         self._records = self._start.repeat(rows, 1)
+        # By these, a copy is never worse than the draft.
+        self._no_records = torch.zeros_like(self._records)
         self.knows_matches_on_host = device.type == "cpu"
         logger.info(
             "DFLASH copy-ahead: texts of %d requests take %.1f MB.", rows, self.history.numel() * 4 / 1e6
@@ -127,36 +134,63 @@ class CopyAhead:
         self._records[requests.req_pool_indices] = self._start
         self._drafter.admit_prefilled(requests)
 
+    def look_up(self, batch: Any) -> np.ndarray | None:
+        """Find the matches of the next cycle, before its width is chosen.
+
+        Returns their lengths [bs], 0 without a match, if the host can read them. Else None.
+        """
+        if not self._has_texts:  # cycles that measure at start-up
+            return None
+        known = batch.seq_lens_cpu
+        longest = int((batch.spec_info.reserved_lens_cpu if known is None else known).max()) + 1
+        self._keys = find_match(self.history, batch.req_pool_indices, batch.seq_lens, longest, RULE)
+        return (self._keys.amax(dim=1) >> 32).numpy() if self.knows_matches_on_host else None
+
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
-        """See `Drafter`. `proposals` says afterwards where the blocks come from."""
-        self._lengths, self._was_drafted = None, True
-        # Cycles that measure at start-up have no texts.
-        if cycle.verify_len == 1 or not self._has_texts:
-            self.proposals = self.stats.proposals(None, False)
+        """See `Drafter`. Copies what `look_up` found, if the request's record prefers copies."""
+        self._choose_copies(cycle, beside_draft=cycle.verify_len > 1)
+        if self._copied is None or cycle.verify_len == 1:
             return self._drafter.propose(cycle, sampling_info)
-        rows, committed = cycle.req_pool_indices, cycle.committed
-        longest = int(cycle.committed_host.max()) + cycle.verify_len
-        keys = find_match(self.history, rows, committed, longest, RULE)
-        copied, self._lengths = choose_copies(
-            self.history, self._records, rows, committed, keys, cycle.verify_len, RULE
-        )
-        self._was_drafted = not self._needs_no_draft(self._lengths)
-        self.proposals = self.stats.proposals(self._lengths, self._was_drafted)
+        self._was_drafted = not self._needs_no_draft()
         if self._was_drafted:
-            return overlay_copies(self._drafter.propose(cycle, sampling_info), copied)
-        # If a request copies nothing after all, the anchor fills its slots.
-        tokens = torch.where(copied >= 0, copied, cycle.tokens[:, :1])
+            return overlay_copies(self._drafter.propose(cycle, sampling_info), self._copied)
+        return self._without_draft(cycle, sampling_info)
+
+    def propose_copies(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
+        """Propose every match, without the draft. Arguments as of `propose`."""
+        self._choose_copies(cycle, beside_draft=False)
+        self._was_drafted = False
+        return self._without_draft(cycle, sampling_info)
+
+    def _choose_copies(self, cycle: Cycle, beside_draft: bool) -> None:
+        self._copied = self._lengths = None
+        self._was_drafted = cycle.verify_len > 1
+        if self._keys is None:
+            return
+        records = self._records if beside_draft else self._no_records
+        # A plain cycle shows whether the first token of a copy is right.
+        width = max(cycle.verify_len, 2)
+        self._copied, self._lengths = choose_copies(
+            self.history, records, cycle.req_pool_indices, cycle.committed, self._keys, width, RULE
+        )
+        self._keys = None
+
+    def _without_draft(self, cycle: Cycle, sampling_info: Any) -> DraftBlock:
+        """Fill the slots of requests that copy nothing with the anchor."""
+        tokens = cycle.tokens[:, :1].repeat(1, cycle.verify_len)
+        if self._copied is not None:
+            tokens = torch.where(self._copied >= 0, self._copied, tokens)
         return DraftBlock(tokens, None if sampling_info is None else DraftProbs.one_hot(tokens[:, 1:]))
 
-    def _needs_no_draft(self, lengths: torch.Tensor) -> bool:
-        if not self.writes_context_apart:
+    def _needs_no_draft(self) -> bool:
+        if not self.writes_context_apart or self._lengths is None:
             return False
-        return bool((lengths > 0).all()) if self.knows_matches_on_host else self.stats.all_copy
+        return bool((self._lengths > 0).all()) if self.knows_matches_on_host else self.stats.all_copy
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
-        """See `Drafter`. Appends the output to the texts."""
+        """See `Drafter`. Appends the output to the texts, and notes the sources in `proposals`."""
+        lengths = self._lengths
         if self._has_texts:
-            lengths = torch.zeros_like(accepted.accept_len) if self._lengths is None else self._lengths
             append_tokens(
                 self.history,
                 self._records,
@@ -164,10 +198,13 @@ class CopyAhead:
                 cycle.committed,
                 accepted.tokens,
                 accepted.accept_len,
-                lengths,
+                torch.zeros_like(accepted.accept_len) if lengths is None else lengths,
                 self._was_drafted,
                 RULE,
             )
+        if lengths is not None and self._copied is not None and cycle.verify_len == 1:
+            lengths = torch.where(self._copied[:, 1] == accepted.tokens[:, 0], lengths, -lengths)
+        self.proposals = self.stats.proposals(lengths, self._was_drafted)
         self._drafter.commit(cycle, aux_hidden, accepted)
 
     def _valid(self, tokens: torch.Tensor) -> torch.Tensor:

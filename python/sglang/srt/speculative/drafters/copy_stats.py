@@ -25,7 +25,8 @@ class Proposals:
     """Sources of the blocks of one cycle.
 
     Attributes:
-        lengths: [bs] int32 on the host, copied tokens of each request. None: nothing was proposed.
+        lengths: [bs] int32 on the host, lengths of the requests' matches. 0: none. Negative: passed over for
+            the draft or, in a plain cycle, followed by another token than the copy's. None: no lookup.
         transferred: end of the transfer of `lengths` to the host.
         was_drafted: whether the draft ran.
         admissions: prefills and arrivals before the cycle.
@@ -76,6 +77,9 @@ class CopyStats:
             return
         if cycle.transferred is not None:
             cycle.transferred.synchronize()  # over already: SGLang has waited for later work
+        if num_drafted == 0:
+            self._whole = 0
+            return
         self._without_draft += not cycle.was_drafted
         is_copied = [length > 0 for length in cycle.lengths.tolist()]
         by_source = {

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts
+from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
 from sglang_dflash.srt.speculative.width.backends import TargetBackends
 from sglang_dflash.srt.speculative.width.chooser import Choice, WidthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
+from sglang_dflash.srt.speculative.width.copies import CopyWidths
 from sglang_dflash.srt.speculative.width.estimates import MODES
 
 logger = logging.getLogger(__name__)
@@ -41,14 +43,18 @@ class FixedWidth:
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
         """Do nothing."""
 
-    def choose_width(self, batch: Any, draws_drafts: bool) -> "PlannedCycle":
+    def choose_width(
+        self, batch: Any, draws_drafts: bool, matches: np.ndarray | None = None
+    ) -> "PlannedCycle":
         """Plan a whole block."""
         return self._plan
 
-    def on_launched(self, cycle: "PlannedCycle") -> None:
+    def on_launched(self, cycle: "PlannedCycle", was_drafted: bool = True) -> None:
         """Do nothing."""
 
-    def on_accept_lens(self, cycle: "PlannedCycle", accept_lens: Sequence[int]) -> None:
+    def on_accept_lens(
+        self, cycle: "PlannedCycle", accept_lens: Sequence[int], proposals: Proposals | None = None
+    ) -> None:
         """Do nothing."""
 
     def report(self) -> dict:
@@ -72,6 +78,8 @@ class PlannedCycle(NamedTuple):
     width: int  # slots to verify, the anchor included
     num_tokens: int  # committed tokens of its requests, as far as the host knew
     batch: _Batch | None  # None: nothing is learned
+    drafts: bool = True  # False: copies are verified without running the draft
+    matches: np.ndarray | None = None  # lengths that the choice knew of, 0 without a match. [n]
 
 
 class AdaptiveWidth:
@@ -86,6 +94,7 @@ class AdaptiveWidth:
         schedule: numbers of drafted tokens, verified cycle by cycle in turn.
         log_every: cycles from one log line to the next.
         metrics: counts widths, if given.
+        copies: widens cycles for copies, if there are any.
     """
 
     def __init__(
@@ -98,9 +107,11 @@ class AdaptiveWidth:
         schedule: Sequence[int] = (),
         log_every: int = 40,
         metrics: Any = None,
+        copies: CopyWidths | None = None,
     ):
         self._chooser, self._backends, self._clock, self._tp_group = chooser, backends, clock, tp_group
         self._schedule, self._log_every, self._metrics = schedule, log_every, metrics
+        self._copies, self._num_undrafted = copies, 0
         self._row_generation = np.zeros(num_rows, dtype=np.int64)
         self._num_prefills = self._num_cycles = self._num_probes = self._width = 0
         self._batch: _Batch | None = None
@@ -125,14 +136,22 @@ class AdaptiveWidth:
         self._row_generation[rows] += 1
         self._num_prefills += 1
         self._chooser.on_prefill(rows, np.array([len(req.output_ids) for req in new], dtype=np.int64))
+        if self._copies is not None:
+            self._copies.reset(rows)
 
-    def choose_width(self, batch: Any, draws_drafts: bool) -> PlannedCycle:
-        """Choose how many slots the next cycle verifies."""
+    def choose_width(self, batch: Any, draws_drafts: bool, matches: np.ndarray | None = None) -> PlannedCycle:
+        """Choose how many slots the next cycle verifies.
+
+        matches: lengths of the requests' matches, if copies are on and the host knows them. [n]
+        """
         self._learn_timings(self._clock.finished())
         self._batch = requests = self._describe(batch.reqs, draws_drafts)
         # As of a cycle or two ago; the batch's own lengths may not be on the host.
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
-        self._width = width = self._agree(requests, num_tokens)
+        if matches is None and self._copies is not None:
+            matches = self._copies.expected_matches(requests.rows)
+        width, drafts = self._agree(requests, num_tokens, matches)
+        self._width = width
         self._num_cycles += 1
         self._cycles_per_width[width] += 1
         if self._metrics is not None:
@@ -141,7 +160,7 @@ class AdaptiveWidth:
             self._log(width, len(batch.reqs))
         self._backends.apply(width)
         self._clock.start()
-        return PlannedCycle(width, num_tokens, requests)
+        return PlannedCycle(width, num_tokens, requests, drafts, matches)
 
     def _describe(self, reqs: Sequence[Any], draws_drafts: bool) -> _Batch:
         key = [req.kv.req_pool_idx for req in reqs], draws_drafts, self._num_prefills
@@ -151,26 +170,55 @@ class AdaptiveWidth:
         modes = np.array([_mode(req, draws_drafts) for req in reqs])
         return _Batch(key, rows, self._row_generation[rows], modes)
 
-    def on_launched(self, cycle: PlannedCycle) -> None:
-        """Stop timing."""
+    def on_launched(self, cycle: PlannedCycle, was_drafted: bool = True) -> None:
+        """Stop timing. was_drafted: whether the draft ran."""
         assert cycle.batch is not None
-        self._clock.stop(len(cycle.batch.rows), cycle.width, cycle.num_tokens)
+        self._num_undrafted += cycle.width > 1 and not was_drafted
+        self._clock.stop(len(cycle.batch.rows), cycle.width, cycle.num_tokens, was_drafted)
 
-    def on_accept_lens(self, cycle: PlannedCycle, accept_lens: Sequence[int]) -> None:
-        """Learn from the accepted drafted tokens of each request."""
+    def on_accept_lens(
+        self, cycle: PlannedCycle, accept_lens: Sequence[int], proposals: Proposals | None = None
+    ) -> None:
+        """Learn from the accepted drafted tokens of each request.
+
+        proposals: sources of the blocks, on the host, if copies are on.
+        """
         batch, accepted = cycle.batch, np.asarray(accept_lens)
         assert batch is not None
         rows, modes = batch.rows, batch.modes
+        same: Any = slice(None)
         if batch.key[2] != self._num_prefills:
             same = self._row_generation[rows] == batch.generations
             rows, modes, accepted = rows[same], modes[same], accepted[same]
-        self._chooser.on_accept_lens(rows, modes, cycle.width, accepted)
+        if self._copies is None or cycle.matches is None or proposals is None or proposals.lengths is None:
+            self._chooser.on_accept_lens(rows, modes, cycle.width, accepted)
+            return
+        lengths = proposals.lengths.numpy()[same]
+        self._copies.on_accept_lens(rows, modes, cycle.matches[same], lengths, cycle.width - 1, accepted)
+        is_drafted = (lengths <= 0) & proposals.was_drafted
+        self._learn_drafts(rows, modes, cycle.width, accepted, is_drafted)
+
+    def _learn_drafts(
+        self, rows: np.ndarray, modes: np.ndarray, width: int, accepted: np.ndarray, is_drafted: np.ndarray
+    ) -> None:
+        """Learn acceptance where the draft made the block, and everywhere the emitted tokens."""
+        on_accept_lens = self._chooser.on_accept_lens
+        if width == 1 or is_drafted.all():
+            on_accept_lens(rows, modes, width, accepted)
+        elif not is_drafted.any():
+            on_accept_lens(rows, modes, 1, accepted)
+        else:
+            for verified, part in ((width, is_drafted), (1, ~is_drafted)):
+                on_accept_lens(rows[part], modes[part], verified, accepted[part])
 
     def report(self) -> dict:
         """Return plain numbers for /server_info."""
         estimate = self._chooser.estimate
         time_ratio = round(self._measured / self._expected, 3) if self._expected else None
-        return {
+        copies = {}
+        if self._copies is not None:
+            copies = {"undrafted": self._num_undrafted, "copy_accept_probs": self._copies.report()}
+        return copies | {
             "width": self._width,
             "candidates": self._chooser.costs.widths.tolist(),
             "cycles_per_width": {str(width): n for width, n in sorted(self._cycles_per_width.items())},
@@ -201,35 +249,46 @@ class AdaptiveWidth:
     def _learn_timings(self, timings: Sequence[CycleTiming]) -> None:
         self._timings += timings
         if len(self._timings) >= _TIMINGS:
-            for (num_requests, width), alike in itertools.groupby(self._timings, lambda t: t[:2]):
-                self._learn_equal_timings(num_requests, width, list(alike))
+            for _, alike in itertools.groupby(self._timings, lambda t: (*t[:2], t.was_drafted)):
+                self._learn_equal_timings(list(alike))
             self._timings = []
 
-    def _learn_equal_timings(self, num_requests: int, width: int, timings: list[CycleTiming]) -> None:
+    def _learn_equal_timings(self, timings: list[CycleTiming]) -> None:
+        num_requests, width, was_drafted = timings[0].num_requests, timings[0].width, timings[0].was_drafted
         count, seconds = len(timings), sum(timing.seconds for timing in timings)
         num_tokens = sum(timing.num_tokens for timing in timings) // count
-        surprise = self._chooser.on_cycle_time(num_requests, width, seconds / count, count, num_tokens)
+        surprise = self._chooser.on_cycle_time(
+            num_requests, width, seconds / count, count, num_tokens, was_drafted
+        )
         gaps = [(t.previous_width, t.gap) for t in timings if t.gap is not None]
         for previous_width, alike in itertools.groupby(gaps, lambda gap: gap[0]):
             self._chooser.costs.observe_gaps(num_requests, previous_width, [gap for _, gap in alike])
         self._measured += seconds
         self._expected += seconds / math.exp(surprise)
 
-    def _agree(self, batch: _Batch, num_tokens: int) -> int:
-        """Return rank 0's width: others may differ, and ranks that disagree hang."""
-        width = self._choose(batch, num_tokens) if self._tp_group.rank_in_group == 0 else 0
-        if self._tp_group.world_size > 1:
-            shared = torch.tensor([width])
-            torch.distributed.broadcast(shared, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
-            width = int(shared)
-        return width
+    def _agree(self, batch: _Batch, num_tokens: int, matches: np.ndarray | None) -> tuple[int, bool]:
+        """Return rank 0's width, and whether to draft.
 
-    def _choose(self, batch: _Batch, num_tokens: int) -> int:
-        self._choice = choice = self._chooser.choose(batch.rows, batch.modes, num_tokens)
+        Others may differ, and ranks that disagree hang.
+        """
+        width, drafts = 0, True
+        if self._tp_group.rank_in_group == 0:
+            width, drafts = self._choose(batch, num_tokens, matches)
+        if self._tp_group.world_size > 1:
+            shared = torch.tensor([width, drafts])
+            torch.distributed.broadcast(shared, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
+            width, drafts = int(shared[0]), bool(shared[1])
+        return width, drafts
+
+    def _choose(self, batch: _Batch, num_tokens: int, matches: np.ndarray | None) -> tuple[int, bool]:
+        choice = self._chooser.choose(batch.rows, batch.modes, num_tokens)
+        if self._copies is not None and matches is not None:
+            choice = self._copies.choose(choice, batch.modes, matches)
+        self._choice = choice
         if self._schedule:
-            return self._schedule[self._num_cycles % len(self._schedule)] + 1
+            return self._schedule[self._num_cycles % len(self._schedule)] + 1, True
         self._num_probes += choice.is_probe
-        return choice.width
+        return choice.width, choice.drafts
 
     def _log(self, width: int, num_requests: int) -> None:
         choice = self._choice

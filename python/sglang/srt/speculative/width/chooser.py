@@ -33,6 +33,7 @@ class Choice:
     is_probe: bool  # verified to learn, not because it is the fastest
     tokens: np.ndarray  # expected of a cycle of these requests, per candidate. [W]
     seconds: np.ndarray  # likewise. [W]
+    drafts: bool = True  # whether the draft runs, if anything is verified
 
 
 class WidthChooser:
@@ -123,7 +124,13 @@ class WidthChooser:
             self._learn()
 
     def on_cycle_time(
-        self, num_requests: int, width: int, seconds: float, cycles: int = 1, num_tokens: int | None = None
+        self,
+        num_requests: int,
+        width: int,
+        seconds: float,
+        cycles: int = 1,
+        num_tokens: int | None = None,
+        was_drafted: bool = True,
     ) -> float:
         """Learn from cycle times, as `CostTable.observe` does."""
-        return self.costs.observe(num_requests, width, seconds, cycles, num_tokens)
+        return self.costs.observe(num_requests, width, seconds, cycles, num_tokens, was_drafted)

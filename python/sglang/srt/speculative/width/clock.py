@@ -16,6 +16,7 @@ class CycleTiming(NamedTuple):
     seconds: float
     gap: float | None  # seconds since the end of the previous cycle; None if something else ran in between
     previous_width: int | None = None
+    was_drafted: bool = True  # False: the draft was left out
 
 
 class CycleClock:
@@ -27,7 +28,7 @@ class CycleClock:
 
     def __init__(self, device: str):
         self._is_cuda = device != "cpu"
-        self._pending: deque[tuple[int, int, int, Any, Any, Any]] = deque()
+        self._pending: deque[tuple[int, int, int, bool, Any, Any, Any]] = deque()
         self._previous: tuple[Any, int] | None = None  # end and width of the previous cycle
         self._start: Any = None
 
@@ -41,9 +42,9 @@ class CycleClock:
     def start(self) -> None:
         self._start = self._now()
 
-    def stop(self, num_requests: int, width: int, num_tokens: int) -> None:
+    def stop(self, num_requests: int, width: int, num_tokens: int, was_drafted: bool = True) -> None:
         end = self._now()
-        self._pending.append((num_requests, width, num_tokens, self._previous, self._start, end))
+        self._pending.append((num_requests, width, num_tokens, was_drafted, self._previous, self._start, end))
         self._previous = end, width
 
     def interrupt(self) -> None:
@@ -52,11 +53,13 @@ class CycleClock:
     def finished(self) -> list[CycleTiming]:
         timings = []
         while self._pending and (not self._is_cuda or self._pending[0][-1].query()):
-            num_requests, width, num_tokens, previous, start, end = self._pending.popleft()
+            num_requests, width, num_tokens, was_drafted, previous, start, end = self._pending.popleft()
             previous_end, previous_width = previous or (None, None)
             gap = None if previous_end is None else self._between(previous_end, start)
             seconds = self._between(start, end)
-            timings.append(CycleTiming(num_requests, width, num_tokens, seconds, gap, previous_width))
+            timings.append(
+                CycleTiming(num_requests, width, num_tokens, seconds, gap, previous_width, was_drafted)
+            )
         return timings
 
     def _between(self, start: Any, end: Any) -> float:

@@ -15,6 +15,7 @@ _NOISE = 0.13  # of a cycle's time
 # A cycle that took more than e^0.7, twice, the expected time counts as that: the rest is a pause.
 _LARGEST_SURPRISE = 0.7
 _GAP_RATE = 0.05
+_LARGEST_DRAFT_SHARE = 0.9  # beyond it is noise of the measurement
 
 
 class CostTable:
@@ -43,6 +44,7 @@ class CostTable:
         reads: seconds per committed token beyond `context`. [W]
         context: committed tokens per request in the measurement.
         waits_for_accept_lens: whether the host waits for accept lengths.
+        draft: seconds of the draft's forward in these. [L]
     """
 
     def __init__(
@@ -54,11 +56,14 @@ class CostTable:
         reads: np.ndarray | float = 0.0,
         context: int = 0,
         waits_for_accept_lens: bool = False,
+        draft: np.ndarray | float = 0.0,
     ):
         self.loads, self.widths, self._padded = np.asarray(loads), np.asarray(widths), padded
         self._base = np.stack([never_cheaper_when_wider(row) for row in np.asarray(seconds, dtype=float)])
         self._reads = never_cheaper_when_wider(np.maximum(np.broadcast_to(reads, self.widths.shape), 0.0))
         self._context = context
+        runs_draft = self.widths > 1
+        self._draft = np.broadcast_to(draft, (len(self.loads),))[:, None] * runs_draft
         # [2 + L * W]: log r, log q, then log c row by row; and its covariance.
         self._state = np.zeros(2 + self._base.size)
         self._covariance = np.diag([_COMMON**2, _READS**2] + [_CELL**2] * self._base.size)
@@ -95,6 +100,11 @@ class CostTable:
         corrections = np.exp(self._state[0] + self._state[2:].reshape(base.shape))
         return never_cheaper_when_wider(self._load_weights(num_requests) @ (corrections * seconds))
 
+    def draft_share(self, num_requests: int) -> np.ndarray:
+        """Return the draft's share of a cycle, as measured at start-up, per width. [W]"""
+        weights = self._load_weights(num_requests)
+        return np.minimum((weights @ self._draft) / (weights @ self._base), _LARGEST_DRAFT_SHARE)
+
     def _reading_seconds(self, num_requests: int, num_tokens: int | None) -> np.ndarray:
         """Return what contexts beyond those at start-up add, before r and c. [W]"""
         further = 0 if num_tokens is None else num_tokens - num_requests * self._context
@@ -128,10 +138,21 @@ class CostTable:
         return np.sqrt(np.maximum(variance, 0.0))
 
     def observe(
-        self, num_requests: int, width: int, seconds: float, cycles: int = 1, num_tokens: int | None = None
+        self,
+        num_requests: int,
+        width: int,
+        seconds: float,
+        cycles: int = 1,
+        num_tokens: int | None = None,
+        was_drafted: bool = True,
     ) -> float:
-        """Learn the mean time of cycles, without gaps; return log(measured / expected)."""
+        """Learn the mean time of cycles, without gaps; return log(measured / expected).
+
+        Cycles without the draft teach what the same cycles with it would take.
+        """
         index = self._index(width)
+        if not was_drafted:
+            seconds = seconds / (1 - self.draft_share(num_requests)[index])
         expected = self.cycle_seconds(num_requests, num_tokens)[index]
         reading = math.exp(self._state[0]) * self._reading_seconds(num_requests, num_tokens)[index] / expected
         surprise = math.log(max(seconds, 1e-9) / expected)

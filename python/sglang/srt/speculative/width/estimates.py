@@ -33,7 +33,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def _logit(p: np.ndarray) -> np.ndarray:
+def logit(p: np.ndarray) -> np.ndarray:
     return np.log(p) - np.log1p(-p)
 
 
@@ -101,7 +101,7 @@ class SurvivalEstimate:
             previous = (accepted[:, 0, k] + _PRIOR_WEIGHT * previous) / weight[:, 0, k]
             averages[:, 0, k] = previous
         for age in range(1, len(_AGES)):
-            expected = sigmoid(_logit(averages[:, age - 1]) + _BETTER_WITH_AGE)
+            expected = sigmoid(logit(averages[:, age - 1]) + _BETTER_WITH_AGE)
             averages[:, age] = (accepted[:, age] + _PRIOR_WEIGHT * expected) / weight[:, age]
         self._averages = averages = np.clip(averages, 1e-3, 1 - 1e-3)
         variance = averages * (1 - averages)
@@ -118,7 +118,7 @@ class SurvivalEstimate:
         base = self._optimistic[self._groups(self._num_emitted[rows], modes)]
         deviation = self._surprise[rows] / (self._information[rows] + _DEVIATION_PRECISION)
         bounded = np.clip(deviation, -_DEVIATION_LIMIT, _DEVIATION_LIMIT)
-        probs = sigmoid(_logit(base) + bounded[:, None])
+        probs = sigmoid(logit(base) + bounded[:, None])
         probs[self.lacks_data(modes)] = self._guess
         return probs
 

@@ -20,6 +20,7 @@ from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWid
 from sglang_dflash.srt.speculative.width.backends import TargetBackends, captured_sizes
 from sglang_dflash.srt.speculative.width.chooser import WidthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock
+from sglang_dflash.srt.speculative.width.copies import CopyWidths
 from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
@@ -37,47 +38,61 @@ _FEW_REQUESTS = 8
 _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}
 
 
-def make_width(worker: Any, tp_group: Any, metrics: Any) -> AdaptiveWidth | FixedWidth:
+def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> AdaptiveWidth | FixedWidth:
     """Choose verify lengths by the server's options: measured and adaptive, or whole blocks.
 
-    worker: the `DFlashWorker`, whose runners have their pools, backends and graphs.
+    worker: the `DFlashWorker`, whose runners have their pools, backends and graphs. has_copies: whether it
+    proposes copies.
     """
     settings, block_size = AdaptiveSettings.from_environment(), worker.block_size
     if settings is None or (widths := settings.widths(block_size)) == (block_size,):
         return FixedWidth(block_size)
     runner = worker.target_worker.model_runner
     backends = TargetBackends(runner, widths, block_size)
-    costs = _measure(worker, backends, widths, float("inf") if tp_group.world_size > 1 else _BUDGET_S)
+    skips_draft = has_copies and worker.drafter.writes_context_apart
+    budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
+    costs = _measure(worker, backends, widths, skips_draft, budget)
     backends.apply(block_size)
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     chooser = WidthChooser(costs, SurvivalEstimate(num_rows, block_size - 1), settings)
     clock = CycleClock(runner.device)
     log_every = get_observability().decode_log_interval
-    return AdaptiveWidth(chooser, backends, clock, num_rows, tp_group, settings.schedule, log_every, metrics)
+    copies = CopyWidths(costs, num_rows, block_size - 1, skips_draft) if has_copies else None
+    return AdaptiveWidth(
+        chooser, backends, clock, num_rows, tp_group, settings.schedule, log_every, metrics, copies
+    )
 
 
-def _measure(worker: Any, backends: TargetBackends, widths: tuple[int, ...], budget: float) -> CostTable:
+def _measure(
+    worker: Any, backends: TargetBackends, widths: tuple[int, ...], skips_draft: bool, budget: float
+) -> CostTable:
     timer, start = _CycleTimer(worker, backends, widths), time.perf_counter()
     loads = _loads(timer.runner)
     context = timer.feasible_context(_CONTEXT)
-    seconds = timer.time_loads(loads, context, budget)
+    cycles = [(width, True) for width in widths]
+    if skips_draft:
+        cycles.append((widths[-1], False))
+    seconds = timer.time_loads(cycles, loads, context, budget)
     loads = loads[: len(seconds)]
+    draft = np.maximum(seconds[:, len(widths) - 1] - seconds[:, -1], 0.0)  # zeros if it is always run
+    seconds = seconds[:, : len(widths)]
     few = max(n for n in loads if n <= max(_FEW_REQUESTS, loads[0]))
     reads = timer.time_reads(few, context, budget / 4)
     logger.info(
         "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle: %s; us for each further "
-        "committed token: %s.",
+        "committed token: %s; ms of a draft that copies may replace: %s.",
         list(widths),
         loads,
         time.perf_counter() - start,
         (1e3 * seconds).round(2).tolist(),
         (1e6 * reads).round(3).tolist(),
+        (1e3 * draft).round(2).tolist(),
     )
     waits = worker.device != "cpu" and any(
         backend.needs_cpu_seq_lens for backend in worker.spec_v2_attn_backends
     )
     padded = bool(captured_sizes(timer.runner))
-    return CostTable(np.array(loads), np.array(widths), seconds, padded, reads, context, waits)
+    return CostTable(np.array(loads), np.array(widths), seconds, padded, reads, context, waits, draft)
 
 
 def _loads(runner: Any) -> list[int]:
@@ -93,7 +108,10 @@ def _loads(runner: Any) -> list[int]:
 
 
 class _CycleTimer:
-    """Times the worker's cycles at each width. n: requests. context: committed tokens of each."""
+    """Times the worker's cycles. n: requests. context: committed tokens of each.
+
+    A cycle is its width, and whether the draft runs.
+    """
 
     def __init__(self, worker: Any, backends: TargetBackends, widths: tuple[int, ...]):
         self._worker, self._backends, self._widths = worker, backends, widths
@@ -119,24 +137,26 @@ class _CycleTimer:
         yield
         table[:requests, :length] = before
 
-    def time_loads(self, loads: list[int], context: int, budget: float) -> np.ndarray:
-        """Return the seconds of a cycle, the least of some samples. [loads, widths]
+    def time_loads(
+        self, cycles: list[tuple[int, bool]], loads: list[int], context: int, budget: float
+    ) -> np.ndarray:
+        """Return the seconds of each cycle, the least of some samples. [loads, cycles]
 
         Loads take turns, so that a second in which the machine does something else spoils one sample of each
         and not all samples of one.
         """
         deadline = time.perf_counter() + budget
-        samples: list[list[list[float]]] = []  # of each load, [repeats][widths]
+        samples: list[list[list[float]]] = []  # of each load, [repeats][cycles]
         with self._own_kv_slots(loads[-1], context):
             for n in loads:
-                self._time_widths(n, context)  # warms up
-                samples.append([self._time_widths(n, context)])
+                self._time_cycles(cycles, n, context)  # warms up
+                samples.append([self._time_cycles(cycles, n, context)])
                 if time.perf_counter() >= deadline:
                     break
             for n, of_load in [*zip(loads, samples, strict=False)] * (_REPEATS - 1):
                 if time.perf_counter() >= deadline:
                     break
-                of_load.append(self._time_widths(n, context))
+                of_load.append(self._time_cycles(cycles, n, context))
         return np.array([np.min(of_load, axis=0) for of_load in samples])
 
     def time_reads(self, n: int, context: int, budget: float) -> np.ndarray:
@@ -151,9 +171,10 @@ class _CycleTimer:
             return np.zeros(len(self._widths))
         deadline = time.perf_counter() + budget
         added: list[float] = []  # seconds of all widths together
+        cycles = [(width, True) for width in self._widths]
         with self._own_kv_slots(n, longer):
             for repeat in range(1 + _REPEATS):
-                short, long = (sum(self._time_widths(n, length)) for length in (context, longer))
+                short, long = (sum(self._time_cycles(cycles, n, length)) for length in (context, longer))
                 if repeat > 0:  # the first warms up
                     added.append(long - short)
                     if time.perf_counter() >= deadline:
@@ -164,20 +185,20 @@ class _CycleTimer:
         return max(float(np.median(added)), 0.0) / (n * (longer - context)) * reads / reads.sum()
 
     @torch.no_grad()
-    def _time_widths(self, n: int, context: int) -> list[float]:
-        """Return the seconds of a cycle at each width.
+    def _time_cycles(self, cycles: list[tuple[int, bool]], n: int, context: int) -> list[float]:
+        """Return the seconds of each cycle.
 
-        The widest comes first: what a narrow cycle leaves to the next costs that one least. Of two cycles the
-        second is timed: the first may have to run what the previous one left, and finds memory laid out for
-        another width.
+        The last, which is a widest, comes first: what a narrow cycle leaves to the next costs that one least.
+        Of two cycles the second is timed: the first may have to run what the previous one left, and finds
+        memory laid out for another width.
         """
         seconds = []
-        for width in reversed(self._widths):
+        for width, drafts in reversed(cycles):
             self._backends.apply(width)
             for _ in range(2):
                 batch = _make_batch(self._worker, n, context)
                 start = time.perf_counter()
-                self._worker.run_cycle(batch, width, draws=False)
+                self._worker.run_cycle(batch, width, draws=False, drafts=drafts)
                 if self._worker.device != "cpu":
                     torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
