@@ -128,7 +128,7 @@ class Attention(nn.Module):
         )
         context_scores = context_scores.masked_fill(~context_mask[:, None, None, :, None, :], float("-inf"))
         block_scores = to_blocks(queries) @ to_blocks(block_keys)[:, :, None].transpose(-1, -2)
-        weights = torch.cat((context_scores, block_scores), dim=-1).float().softmax(-1).to(rows.dtype)
+        weights = torch.cat((context_scores, block_scores), dim=-1).softmax(-1)
         context_weights, block_weights = weights.split((context.shape[1], block_scores.shape[-1]), -1)
         out = (context_weights.flatten(2, 4) @ context_values).unflatten(2, (groups, -1))
         out = out + (block_weights @ to_blocks(block_values)[:, :, None]).flatten(3, 4)

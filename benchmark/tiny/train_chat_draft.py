@@ -30,7 +30,7 @@ from train_target import MasterWeights, join_processes, seconds_since, write_che
 BLOCK_SIZE = 8
 DECAY = 4.0  # slot k weighs exp(-(k - 1) / DECAY), the paper's choice for short blocks
 PROMPT_SHARE = 0.15  # of the anchors, from the prompt instead of the answer
-FREQUENT, RANDOM = 6144, 1024
+FREQUENT, RANDOM = 2048, 512
 BASE_WEIGHT, UNCOVERED_WEIGHT = 0.5, 1.0
 
 
@@ -179,11 +179,20 @@ def weighted(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (losses * weights).sum() / weights.sum()
 
 
-def plain_loss(draft, hidden, head, labels, weights):
-    """Return cross entropy towards the target's best tokens, and hits [R, N, B - 1]."""
-    logits = F.linear(hidden.flatten(0, 2), head)
-    losses = F.cross_entropy(logits.float(), labels.flatten(), reduction="none").view_as(labels)
-    return weighted(losses, weights), logits.argmax(-1).view_as(labels) == labels
+def plain_loss(hidden, head, labels, weights, last):
+    """Return cross entropy towards the target's tokens, and hits [R, N, B - 1].
+
+    Half of it towards the target's best tokens, half towards its distribution.
+    """
+    used = weights > 0
+    with torch.no_grad():
+        target = F.linear(last[used], head).float().softmax(-1).mul_(0.5)
+        target.scatter_add_(-1, labels[used][:, None], torch.full((len(target), 1), 0.5))
+    logits = F.linear(hidden[used], head)
+    losses = -(target * logits.float().log_softmax(-1)).sum(-1)
+    hits = torch.zeros_like(used)
+    hits[used] = logits.argmax(-1) == labels[used]
+    return (losses * weights[used]).sum() / weights.sum(), hits
 
 
 def dflash2_loss(draft, hidden, head, labels, weights, ids, previous, last):
@@ -212,12 +221,36 @@ def dflash2_loss(draft, hidden, head, labels, weights, ids, previous, last):
     return loss, found.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1) == labels
 
 
+def borrow_layers(draft, target: dict) -> None:
+    """Start from weights of the target, which saves the first hundreds of steps.
+
+    The first layer takes the MLP of the target's first layer, the last one all of the layer after the last
+    captured one. Its keys and values of the context are then the target's own.
+    """
+    first, last = draft.layers[0], draft.layers[-1]
+    behind = draft.config["dflash_config"]["target_layer_ids"][-1] + 1
+    mlp = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm", "input_layernorm"]
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    with torch.no_grad():
+        for layer, number, names in ((first, 0, mlp), (last, behind, mlp + attention)):
+            for name in names:
+                weight = target[f"model.layers.{number}.{name}.weight"]
+                layer.get_submodule(name).weight.copy_(weight)
+        hidden = draft.config["hidden_size"]
+        draft.fc.weight.zero_()
+        draft.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
+        draft.hidden_norm.weight.copy_(target[f"model.layers.{behind}.input_layernorm.weight"])
+        draft.norm.weight.copy_(target["model.norm.weight"])  # the scale that the borrowed head expects
+        for norm in (last.self_attn.q_norm, last.self_attn.k_norm):  # Llama has none: about its scale
+            norm.weight.fill_(2.0)
+
+
 def new_draft(config: dict, target: dict, plain: Path | None):
     """Return a draft with fresh weights, or a DFlash2 one that starts as the plain draft."""
     if plain is None:
         draft = DFlashDraft(config)
         initialize(draft)
-        draft.norm.weight.data.copy_(target["model.norm.weight"])  # the scale that the borrowed head expects
+        borrow_layers(draft, target)
         return draft
     draft = DFlash2Draft(config)
     for module in draft.modules():  # the convolutions begin as the identity, the selector's gate small
@@ -279,10 +312,10 @@ def main() -> None:
     parser.add_argument("draft_dir", type=Path)
     parser.add_argument("--plain", type=Path, help="train a DFlash2 draft that starts as this DFlash draft")
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--rows", type=int, default=8, help="per step, over all processes")
-    parser.add_argument("--anchors", type=int, default=40, help="per row")
+    parser.add_argument("--rows", type=int, default=12, help="per step, over all processes")
+    parser.add_argument("--anchors", type=int, default=64, help="per row")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--intermediate-size", type=int, default=896)
+    parser.add_argument("--intermediate-size", type=int, default=1536)
     parser.add_argument("--selector-rank", type=int, default=16)
     parser.add_argument("--mask-id", type=int, default=16, help="a token that the target never writes")
     parser.add_argument("--muon-lr", type=float, default=0.02)
@@ -326,12 +359,12 @@ def main() -> None:
         embeds = block_embeddings(tokens.gather(1, anchors), embedding, config)
         hidden = draft(embeds, states[..., :aux_width], anchors)[:, :, 1:]
         weights = slot_weights * valid
+        index = torch.arange(len(tokens))[:, None, None]
+        last = states[..., aux_width:][index, before]
         if args.plain:
-            index = torch.arange(len(tokens))[:, None, None]
-            last = states[..., aux_width:][index, before]
             loss, hits = dflash2_loss(draft, hidden, head, placed, weights, ids, tokens[index, before], last)
         else:
-            loss, hits = plain_loss(draft, hidden, head, placed, weights)
+            loss, hits = plain_loss(hidden, head, placed, weights, last)
         loss.backward()
         seconds = seconds_since(began)
         done = seconds / (60 * args.minutes)

@@ -1,0 +1,81 @@
+"""An FP8 copy of an LM head, for drafting.
+
+A draft step reads the whole head once, which is a large part of its time on a GPU. The copy halves the bytes.
+Verification uses the target's own head, so the output stays the target's. Only acceptance can change.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+DTYPE = torch.float8_e4m3fn
+_LARGEST = torch.finfo(DTYPE).max
+_ALIGNMENT = 16  # of both sizes of the weight, in torch._scaled_mm
+_MIN_CAPABILITY = (8, 9)
+
+
+def quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values [n, k] in FP8 (E4M3), and a float32 scale [n, 1] for each row."""
+    scale = values.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12) / _LARGEST
+    return (values.float() / scale).to(DTYPE), scale
+
+
+def reason_against(head: nn.Module) -> str | None:
+    """Say why a head cannot be copied, or return None."""
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return f"the head has no plain weight ({type(head).__name__})"
+    if weight.element_size() < 2:
+        return f"the head is quantized already ({weight.dtype})"
+    if weight.is_cuda:
+        capability = torch.cuda.get_device_capability(weight.device)
+        if capability < _MIN_CAPABILITY:
+            return "FP8 needs compute capability {}.{}, this GPU has {}.{}".format(
+                *_MIN_CAPABILITY, *capability
+            )
+        if any(size % _ALIGNMENT for size in weight.shape):
+            return f"the head is {tuple(weight.shape)}, and FP8 needs multiples of {_ALIGNMENT}"
+    return None
+
+
+class Fp8Head(nn.Module):
+    """Logits of a head from an FP8 copy of its weight, one scale per row and one per token.
+
+    A CPU has no FP8 product. There the copy is kept in the head's dtype, which holds every E4M3 value.
+
+    Args:
+        head: an LM head or an embedding with weight [vocab, hidden], without `reason_against`.
+    """
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self._source = (head,)  # in a tuple, outside the module tree: it is the target's
+        self.shard_indices = getattr(head, "shard_indices", None)
+        self.org_vocab_size = getattr(head, "org_vocab_size", None)
+        weight, scale = self._quantized()
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+
+    def refresh(self) -> None:
+        """Copy the head again after a weight update, in place, as CUDA graphs read the copy."""
+        weight, scale = self._quantized()
+        self.weight.copy_(weight)
+        self.scale.copy_(scale)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [n, vocab] of hidden [n, hidden], in the dtype of `hidden`."""
+        rows, row_scale = quantize_rows(hidden)
+        if hidden.is_cuda:
+            logits = torch._scaled_mm(
+                rows, self.weight.t(), scale_a=row_scale, scale_b=self.scale, out_dtype=torch.bfloat16
+            )
+            return logits.to(hidden.dtype)
+        product = F.linear(rows.to(hidden.dtype), self.weight.to(hidden.dtype))
+        return (product.float() * row_scale * self.scale).to(hidden.dtype)
+
+    @torch.no_grad()
+    def _quantized(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the copy [vocab, hidden], and its scales [1, vocab]."""
+        source = self._source[0].weight.detach()
+        weight, scale = quantize_rows(source)
+        return weight if source.is_cuda else weight.to(source.dtype), scale.t().contiguous()
