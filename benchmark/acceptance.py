@@ -5,7 +5,7 @@
         --prompts mt-bench=mtbench.jsonl
 
 benchmark/expected_acceptance.json holds an accept length per profile and prompt set, and the share of it that
-must be reached. Exits with 1 below that, naming the set.
+must be reached. Exits with 1 below that, naming the set. The sets of prompt_sets.py need no file.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving import ROOT, Server, serve, text_prompts
+from prompt_sets import CHAT_SETS, TEXT_SETS, PromptSet, RequestMaker, load
+from serving import ROOT, Server, serve
 
 EXPECTED = ROOT / "benchmark" / "expected_acceptance.json"
 
@@ -55,11 +56,9 @@ class Acceptance:
         return [blocks / self.drafts for blocks in list(itertools.accumulate(padded[::-1]))[::-1][1:]]
 
 
-def measure(server: Server, prompts: list[dict], max_new_tokens: int, concurrency: int = 96) -> Acceptance:
-    """Send every prompt greedily, and add up the outcomes of the drafts."""
-    params = {"temperature": 0, "max_new_tokens": max_new_tokens}
-    requests = [{"text": prompt["text"], "sampling_params": params} for prompt in prompts]
-    answers = [answer["meta_info"] for answer in server.generate_many(requests, concurrency)]
+def measure(server: Server, bodies: Sequence[dict], concurrency: int = 96) -> Acceptance:
+    """Send every request, and add up the outcomes of the drafts."""
+    answers = [answer["meta_info"] for answer in server.generate_many(bodies, concurrency)]
     drafts = sum(answer["spec_verify_ct"] for answer in answers)
     proposed = sum(answer["spec_num_proposed_drafts"] for answer in answers)
     return Acceptance(proposed // drafts, sum_histograms(answers))
@@ -99,7 +98,9 @@ def main() -> int:
     )
     parser.add_argument("--profile", default="tiny-dflash", help="an entry of expected_acceptance.json")
     parser.add_argument("--url", help="a running server; default: start one with the profile's arguments")
-    parser.add_argument("--prompts", nargs="+", default=[], metavar="SET=FILE", help='JSON lines with "text"')
+    parser.add_argument(
+        "--prompts", nargs="+", default=[], metavar="SET=FILE", help="JSON lines with text or messages"
+    )
     parser.add_argument("--max-new-tokens", type=int)
     args = parser.parse_args()
     profile = json.loads(EXPECTED.read_text())[args.profile]
@@ -108,7 +109,8 @@ def main() -> int:
     running = (
         contextlib.nullcontext(Server(args.url, None, None)) if args.url else serve(*profile["server_args"])
     )
-    failures = []
+    failures, maker = [], RequestMaker(_target(profile["server_args"]))
+    params = {"temperature": 0, "max_new_tokens": args.max_new_tokens or profile["max_new_tokens"]}
     with running as server:
         if any("speculative_width" in state for state in server.get("/server_info")["internal_states"]):
             parser.error(
@@ -116,11 +118,11 @@ def main() -> int:
                 "start it with --no-speculative-adaptive"
             )
         for name, expected in profile["sets"].items():
-            prompts = _prompts(name, files)
-            if prompts is None:
+            chosen = _prompts(name, files)
+            if chosen is None:
                 print(f"{name}: skipped, no prompts given (--prompts {name}=FILE)")
                 continue
-            measured = measure(server, prompts, args.max_new_tokens or profile["max_new_tokens"])
+            measured = measure(server, [maker.body(prompt, params) for prompt in chosen.prompts])
             print(report(name, measured), flush=True)
             failures.append(shortfall(name, measured, expected))
     failures = [failure for failure in failures if failure]
@@ -128,12 +130,14 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def _prompts(name: str, files: dict[str, Path]) -> list[dict] | None:
+def _target(arguments: Sequence[str]) -> str:
+    return arguments[arguments.index("--model-path") + 1]
+
+
+def _prompts(name: str, files: dict[str, Path]) -> PromptSet | None:
     if name in files:
-        return [json.loads(line) for line in files[name].read_text().splitlines()]
-    if name == "heldout":
-        return text_prompts()
-    return None
+        return load(f"{name}={files[name]}")
+    return load(name) if name in (*CHAT_SETS, *TEXT_SETS) else None
 
 
 if __name__ == "__main__":

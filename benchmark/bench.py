@@ -1,29 +1,43 @@
-"""Throughput and acceptance with and without DFLASH, same settings, same prompts, one run.
+"""Tokens per second and accept length with and without DFLASH, in alternating runs of the same prompts.
 
-    python benchmark/bench.py                       # the bundled pairs, one by one; what `make bench` runs
-    python benchmark/bench.py --target T --draft D --concurrency 1 8 --max-new-tokens 256
-    python benchmark/bench.py --draft D1 D2         # drafts side by side, such as a DFlash and a P-EAGLE one
+    python benchmark/bench.py             # what `make bench` runs: SmolLM2-135M-Instruct, or the tiny pairs
+    python benchmark/bench.py --quick     # the same with few and short answers: a smoke test
+    python benchmark/bench.py --check     # float32 answers equal those without speculation, on every prompt
+    python benchmark/bench.py --target T --draft D --prompts humaneval mine=FILE --concurrency 1 8
+    python benchmark/bench.py --draft D1 D2                     # drafts side by side
     python benchmark/bench.py --peer-env SGLANG_PLUGINS=none    # also SGLang's built-in DFLASH (needs a GPU)
 
-Writes a table, the raw figures and a plot to benchmark/results/.
+All servers run at the same time and are measured in turn, A B C A B C. A ratio is of two runs of the same
+round, which have the same prompts. On a GPU the servers share its memory: choose few with --servers, and give
+each its part with --server-args "--mem-fraction-static 0.25".
+
+Writes a page, the raw figures and a plot to benchmark/results/.
 """
 
 import argparse
-import itertools
+import contextlib
 import json
 import os
 import platform
+import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
+import check
+import prompt_sets
 import report
+import torch
 from acceptance import Acceptance, sum_histograms
+from prompt_sets import PromptSet, RequestMaker
 from serving import (
+    CHAT_DRAFT,
+    CHAT_TARGET,
     DRAFT,
     HYBRID_DRAFT,
     HYBRID_TARGET,
@@ -33,20 +47,44 @@ from serving import (
     dflash_arguments,
     importing,
     serve,
-    text_prompts,
 )
 
 RESULTS = ROOT / "benchmark" / "results"
-BUNDLED_PAIRS = (TARGET, DRAFT), (HYBRID_TARGET, HYBRID_DRAFT)
+TINY_PAIRS = (TARGET, DRAFT), (HYBRID_TARGET, HYBRID_DRAFT)
+LEAST_REQUESTS = 4  # of a run
+COPY_AHEAD = "--speculative-copy-ahead"
+SPECULATIVE = {
+    "whole": (report.WHOLE_BLOCKS, ("--no-speculative-adaptive",)),
+    "adaptive": (report.ADAPTIVE, ("--speculative-adaptive",)),
+    "whole-copies": (report.WHOLE_BLOCKS + report.COPIES, ("--no-speculative-adaptive", COPY_AHEAD)),
+    "adaptive-copies": (report.ADAPTIVE + report.COPIES, ("--speculative-adaptive", COPY_AHEAD)),
+}
+# Sets of prompts whose answers do not repeat them: servers that copy are not measured on these.
+NOT_REPEATED = ("humaneval", "chat", "heldout")
+QUICK = {
+    "rounds": 1,
+    "concurrency": [4],
+    "requests_per_slot": 1,
+    "max_new_tokens": 48,
+}
+REMARKS = {
+    TARGET.name: "The tiny target repeats itself, which flatters every draft.",
+    HYBRID_TARGET.name: "The tiny target repeats itself, which flatters every draft.",
+    CHAT_TARGET.name: (
+        "A target of 135M parameters answers briefly and often repeats itself, which is easy to draft. Its "
+        "forward is cheap, so the draft, the scheduler and HTTP weigh more than beside a large target: read "
+        "the ratios as a lower bound on what this accept length is worth."
+    ),
+}
 
 
 @dataclass
 class Load:
-    """One server at one concurrency.
+    """One run: one server, one set of prompts, one temperature, one concurrency.
 
     `seconds` is the wall time of the whole request set. `accepted[k]` counts the blocks that kept exactly k
     drafted tokens. `phase_ms` are milliseconds per cycle by phase; "rest" is everything outside our worker
-    (scheduler, detokenizer, HTTP).
+    (scheduler, detokenizer, HTTP). `stopped` counts the answers that the target ended itself.
     """
 
     server: str
@@ -57,9 +95,15 @@ class Load:
     cycles: int = 0
     accepted: list[int] = field(default_factory=list)
     phase_ms: dict[str, float] = field(default_factory=dict)
+    prompts: str = ""
+    temperature: float = 0.0
+    round: int = 0
+    stopped: int = 0
 
     @classmethod
-    def from_answers(cls, server: str, concurrency: int, answers: list[dict], seconds: float) -> "Load":
+    def from_answers(
+        cls, server: str, concurrency: int, answers: list[dict], seconds: float, **where
+    ) -> "Load":
         """Build from the answers to a request set and its wall time."""
         infos = [answer["meta_info"] for answer in answers]
         return cls(
@@ -69,6 +113,8 @@ class Load:
             output_tokens=sum(info["completion_tokens"] for info in infos),
             seconds=seconds,
             accepted=sum_histograms(infos),
+            stopped=sum(info["finish_reason"]["type"] == "stop" for info in infos),
+            **where,
         )
 
     @property
@@ -86,13 +132,85 @@ class Load:
         return self.acceptance and self.acceptance.accept_length
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Variant:
+    """A server of the plan.
+
+    Attributes:
+        name: As in the results.
+        arguments: Its command line.
+        env: Its environment.
+        python: Its interpreter.
+        phase_file: The file that its phase times are written to, if they are.
+        skips: Sets of prompts that it is not measured on.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    python: str = sys.executable
+    phase_file: Path | None = None
+    skips: tuple[str, ...] = ()
+
+    def serve(self) -> contextlib.AbstractContextManager[Server]:
+        return serve(*self.arguments, env=self.env, python=self.python)
+
+
+def main() -> int:
     args = _parse_arguments()
+    failures = 0
+    for target, drafts, file_name in _pairs(args):
+        failures += (run_check if args.check else run)(args, target, drafts, file_name)
+    return 1 if failures else 0
+
+
+def _pairs(args: argparse.Namespace) -> list[tuple[str, list[str], str]]:
+    """Return (target, drafts, name of the results) of each pair to measure."""
     if args.draft:
-        run(args, args.target or str(TARGET.relative_to(ROOT)), args.draft, args.name)
-        return
-    for target, draft in BUNDLED_PAIRS:
-        run(args, str(target.relative_to(ROOT)), [str(draft.relative_to(ROOT))], f"{args.name}-{target.name}")
+        return [(args.target or _shown(TARGET), args.draft, args.name)]
+    if all((folder / "model.safetensors").exists() for folder in (CHAT_TARGET, CHAT_DRAFT)):
+        return [(_shown(CHAT_TARGET), [_shown(CHAT_DRAFT)], args.name)]
+    print(f"{_shown(CHAT_TARGET)} or its draft is absent (`make model`): the tiny pairs are measured")
+    return [(_shown(t), [_shown(d)], f"{args.name}-{t.name}") for t, d in TINY_PAIRS]
+
+
+def _shown(folder: Path) -> str:
+    return str(folder.relative_to(ROOT))
+
+
+def _chosen_sets(args: argparse.Namespace, target: str) -> list[PromptSet]:
+    is_tiny = any(Path(target).resolve() == tiny for tiny, _ in TINY_PAIRS)
+    names = args.prompts or (prompt_sets.TEXT_SETS if is_tiny else prompt_sets.CHAT_SETS)
+    return [prompt_sets.load(name, args.max_new_tokens) for name in names]
+
+
+def plan(
+    args: argparse.Namespace, target: str, drafts: Sequence[str], sets: Sequence[PromptSet], scratch: Path
+) -> list[Variant]:
+    """Return the servers to measure, the one without speculation first."""
+    common = ["--model-path", target, "--dtype", "float32" if args.check else args.dtype]
+    # All servers are up at once: an idle one must sleep. On a CPU the default pool of each would be large.
+    common += ["--sleep-on-idle", "--random-seed", "1"]
+    common += [] if torch.cuda.is_available() else ["--max-total-tokens", "32768"]
+    common += shlex.split(args.server_args)
+    threads = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
+    variants = [Variant(report.NO_SPECULATION, tuple(common), threads)] if "none" in args.servers else []
+    for draft in drafts:
+        for key in (key for key in SPECULATIVE if key in args.servers):
+            name, flags = SPECULATIVE[key]
+            name = name if len(drafts) == 1 else f"{Path(draft).name}, {name}"
+            skips = NOT_REPEATED if COPY_AHEAD in flags else ()
+            if all(chosen.name in skips for chosen in sets):
+                continue
+            file = scratch / f"phases-{len(variants)}.json"
+            env = {**threads, **phase_times(file)}
+            arguments = (*common, *dflash_arguments(draft), *flags)
+            variants.append(Variant(name, arguments, env, phase_file=file, skips=skips))
+    if args.peer_env or args.peer_python:
+        env = {**threads, **dict(pair.split("=", 1) for pair in args.peer_env)}
+        arguments = (*common, *dflash_arguments(drafts[0]), *shlex.split(args.peer_args))
+        variants.append(Variant("built-in DFLASH", arguments, env, args.peer_python or sys.executable))
+    return variants
 
 
 def phase_times(path: Path) -> dict[str, str]:
@@ -101,56 +219,89 @@ def phase_times(path: Path) -> dict[str, str]:
     return {**folder, "SGLANG_DFLASH_OBSERVERS": "phase_clock:PhaseClock", "PHASE_TIMES": str(path)}
 
 
-def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str) -> None:
-    """Measure all servers of one target, one after the other, and write the results."""
-    prompts = [p["text"] for p in text_prompts()]
-    common = ["--model-path", target, "--dtype", args.dtype, *args.server_args.split()]
-    plans = [("no speculation", common, {}, {})]
+def cells(args: argparse.Namespace) -> Iterator[tuple[float, int]]:
+    """Yield (temperature, concurrency) of each cell of a set of prompts."""
+    for temperature in args.temperature:
+        for concurrency in args.sampled_concurrency if temperature else args.concurrency:
+            yield temperature, concurrency
+
+
+def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str) -> int:
+    """Measure all servers of one target in turn, and write the results after each cell."""
+    started = time.perf_counter()
+    sets, maker, loads = _chosen_sets(args, target), RequestMaker(target), []
+    heading = _heading(args, target, drafts, sets)
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        variants = plan(args, target, drafts, sets, scratch)
+        servers = [(variant, stack.enter_context(variant.serve())) for variant in variants]
+        for variant, server in servers:
+            bodies = [maker.body(prompt, sets[0].sampling(0)) for prompt in sets[0].slice(0, 4)]
+            measure(server, bodies, 4, variant.name)  # warm up
+        for chosen in sets:
+            measured = [(variant, server) for variant, server in servers if chosen.name not in variant.skips]
+            for temperature, concurrency in cells(args):
+                count = max(LEAST_REQUESTS, concurrency * args.requests_per_slot)
+                for number in range(args.rounds):
+                    where = {"prompts": chosen.name, "temperature": temperature, "round": number}
+                    prompts = chosen.slice(number, count)
+                    bodies = [maker.body(prompt, chosen.sampling(temperature)) for prompt in prompts]
+                    for variant, server in measured:
+                        load = measure_with_phases(
+                            server, bodies, concurrency, variant.name, variant.phase_file, **where
+                        )
+                        loads.append(load)
+                        print(report.line(load, loads), flush=True)
+                heading["minutes"] = round((time.perf_counter() - started) / 60, 1)
+                _write(heading, loads, file_name)
+    print(f"\n{report.table(loads)}\n{report.acceptance_table(loads)}")
+    print(f"{heading['minutes']} minutes; written: benchmark/results/{file_name}.md, .json, .png")
+    return 0
+
+
+def run_check(args: argparse.Namespace, target: str, drafts: list[str], file_name: str) -> int:
+    """Compare the float32 answers of all servers with those of plain SGLang; return the differences."""
+    sets = _chosen_sets(args, target)
     with tempfile.TemporaryDirectory() as scratch:
-        phase_file = Path(scratch) / "phases.json"
-        for draft in drafts:
-            name = "DFLASH" if len(drafts) == 1 else Path(draft).name
-            plans.append((name, [*common, *dflash_arguments(draft)], phase_times(phase_file), {}))
-        if args.peer_env or args.peer_python:
-            peer_env = dict(pair.split("=", 1) for pair in args.peer_env)
-            options = {"python": args.peer_python or sys.executable}
-            dflash = [*common, *dflash_arguments(drafts[0])]
-            plans.append(("built-in DFLASH", [*dflash, *args.peer_args.split()], peer_env, options))
-        loads = []
-        for name, arguments, env, options in plans:
-            threads = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
-            phase_file.unlink(missing_ok=True)
-            with serve(*arguments, env={**threads, **env}, **options) as server:
-                measure(server, prompts[:4], 4, args.max_new_tokens, name)  # warm up
-                for concurrency in args.concurrency:
-                    load = measure_with_phases(server, prompts, concurrency, args, name, phase_file)
-                    loads.append(load)
-                    print(report.line(load, loads), flush=True)
+        [plain, *others] = plan(args, target, drafts, sets, Path(scratch))
+        return check.run(plain, others, sets, RequestMaker(target), max(args.concurrency))
+
+
+def _heading(args, target: str, drafts: Sequence[str], sets: Sequence[PromptSet]) -> dict:
     # The interpreter's path is private to the machine.
     shown = ["PEER_PYTHON" if word == args.peer_python else word for word in args.raw]
-    heading = {
+    return {
         "date": str(date.today()),
         "target": Path(target).name,
-        "command": "make bench" if args.is_default else "python benchmark/bench.py " + " ".join(shown),
+        "drafts": [Path(draft).name for draft in drafts],
+        "command": "make bench" if not args.raw else "python benchmark/bench.py " + shlex.join(shown),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "load_before": round(os.getloadavg()[0], 1),
         "versions": {name: version(name) for name in ("sglang", "sglang-dflash", "torch")},
         "threads": args.threads or "default",
         "dtype": args.dtype,
-        "max_new_tokens": args.max_new_tokens,
+        "rounds": args.rounds,
+        "max_new_tokens": {chosen.name: chosen.max_new_tokens for chosen in sets},
+        "ignore_eos": [chosen.name for chosen in sets if chosen.ignore_eos],
+        "remark": REMARKS.get(Path(target).name, ""),
     }
+
+
+def _write(heading: dict, loads: list[Load], file_name: str) -> None:
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / file_name
-    stem.with_suffix(".json").write_text(
-        json.dumps({**heading, "loads": [asdict(load) for load in loads]}, indent=1)
-    )
-    stem.with_suffix(".md").write_text(report.markdown(heading, loads, stem.name))
-    report.plot(loads, stem.with_suffix(".png"))
-    print(f"\n{report.table(loads)}\nwritten: {stem.relative_to(ROOT)}.md, .json, .png")
+    raw = {**heading, "loads": [asdict(load) for load in loads]}
+    # The name may hold dots, which with_suffix would take for a suffix.
+    stem.with_name(f"{file_name}.json").write_text(json.dumps(raw, indent=1) + "\n")
+    stem.with_name(f"{file_name}.md").write_text(report.markdown(heading, loads, file_name))
+    report.plot(loads, stem.with_name(f"{file_name}.png"))
 
 
-def measure_with_phases(server: Server, prompts, concurrency: int, args, name: str, phase_file: Path) -> Load:
+def measure_with_phases(
+    server: Server, bodies: list[dict], concurrency: int, name: str, phase_file: Path | None, **where
+) -> Load:
     before = _read_phases(phase_file)
-    load = measure(server, prompts, concurrency, args.max_new_tokens, name, args.requests_per_slot)
+    load = measure(server, bodies, concurrency, name, **where)
     after = _read_phases(phase_file)
     if after["cycles"] > before["cycles"]:
         load.cycles = after["cycles"] - before["cycles"]
@@ -160,41 +311,51 @@ def measure_with_phases(server: Server, prompts, concurrency: int, args, name: s
     return load
 
 
-def measure(
-    server: Server,
-    prompts: list[str],
-    concurrency: int,
-    max_new_tokens: int,
-    name: str,
-    requests_per_slot: int = 6,
-) -> Load:
-    """Send a fixed set of greedy requests, `concurrency` at a time, and time the set."""
+def measure(server: Server, bodies: Sequence[dict], concurrency: int, name: str, **where) -> Load:
+    """Send the requests, `concurrency` at a time, and time them as a whole."""
     server.flush_cache()
-    chosen = list(itertools.islice(itertools.cycle(prompts), max(24, concurrency * requests_per_slot)))
-    params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    requests = [{"text": text, "sampling_params": params} for text in chosen]
     start = time.perf_counter()
-    answers = server.generate_many(requests, concurrency)
+    answers = server.generate_many(bodies, concurrency)
     seconds = time.perf_counter() - start
-    return Load.from_answers(name, concurrency, answers, seconds)
+    return Load.from_answers(name, concurrency, answers, seconds, **where)
 
 
-def _read_phases(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.exists() else {"cycles": 0, "seconds": {}}
+def _read_phases(path: Path | None) -> dict:
+    return json.loads(path.read_text()) if path and path.exists() else {"cycles": 0, "seconds": {}}
 
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", help="default: the bundled Qwen3 target")
+    parser.add_argument("--target", help="default: the bundled tiny Qwen3 target")
     parser.add_argument(
-        "--draft", nargs="+", help="default, without --target: both bundled pairs, one after the other"
+        "--draft", nargs="+", help="default, without --target: see the first line of the output"
     )
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--requests-per-slot", type=int, default=6)
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        metavar="SET",
+        help=f"{', '.join((*prompt_sets.CHAT_SETS, *prompt_sets.TEXT_SETS))}, or NAME=FILE of JSON lines "
+        "with text or messages; default: the first three, and the last one for a tiny target",
+    )
+    parser.add_argument(
+        "--servers", nargs="+", choices=("none", *SPECULATIVE), default=["none", *SPECULATIVE]
+    )
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument(
+        "--sampled-concurrency", type=int, nargs="+", default=[4], help="with a temperature above 0"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of each cell; each has prompts of its own")
+    parser.add_argument(
+        "--requests-per-slot",
+        type=int,
+        default=2,
+        help=f"requests of a run, per request in flight; at least {LEAST_REQUESTS} in all",
+    )
+    parser.add_argument("--max-new-tokens", type=int, help="default: 256, 128 for held-out text")
     parser.add_argument("--threads", type=int, help="PyTorch threads of each server; default: PyTorch's own")
     parser.add_argument("--server-args", default="", help="more flags, for every server")
     parser.add_argument(
@@ -203,13 +364,22 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peer-python", help="its interpreter, if another one")
     parser.add_argument("--peer-args", default="", help="its additional flags")
     parser.add_argument("--name", default="bench", help="of the files in benchmark/results/")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: one round of short answers")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare the float32 answers of all prompts with plain SGLang's; exit status 1 if any differs",
+    )
+    if parser.parse_args().quick:
+        parser.set_defaults(**QUICK)
     args = parser.parse_args()
     if args.target and not args.draft:
         parser.error("--target needs its --draft")
+    if args.check and "none" not in args.servers:
+        parser.error("--check compares with the server without speculation: --servers needs none")
     args.raw = sys.argv[1:]
-    args.is_default = not args.raw
     return args
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

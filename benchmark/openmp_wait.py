@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     args = parser.parse_args()
+    params = {"temperature": 0, "max_new_tokens": args.max_new_tokens, "ignore_eos": True}
     prompts = [p["text"] for p in heldout_prompts() if not p.get("chat") and 16 <= p["num_tokens"] <= 128]
+    bodies = [{"text": text, "sampling_params": params} for text in prompts[: max(24, args.concurrency)]]
     speeds = {(setting, place): [] for setting in args.settings for place in (IDLE, BUSY)}
     with contextlib.ExitStack() as stack:
         servers = {}
@@ -60,12 +62,12 @@ def main() -> None:
             env = dict([setting.split("=", 1)])
             flags = ("--model-path", TARGET, "--sleep-on-idle", *dflash_arguments())
             servers[setting] = stack.enter_context(serve(*flags, env=env))
-            measure(servers[setting], prompts, args.concurrency, args.max_new_tokens, setting, 1)
+            measure(servers[setting], bodies, args.concurrency, setting)
         for number in range(args.rounds):
             for place, num_busy in ((IDLE, 0), (BUSY, 1))[: 2 if number < args.busy_rounds else 1]:
                 with busy_process(num_busy):
                     for setting, server in servers.items():
-                        measured = measure(server, prompts, args.concurrency, args.max_new_tokens, setting, 1)
+                        measured = measure(server, bodies, args.concurrency, setting)
                         speeds[setting, place].append(measured.tokens_per_second)
                         print(
                             f"{setting:>32} {place:>22} {measured.tokens_per_second:8.1f} tokens/s",

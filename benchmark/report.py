@@ -1,111 +1,262 @@
-"""Output of the benchmark: a line per measurement, a Markdown page, a plot."""
+"""Output of the benchmark: a line per run, a Markdown page, a plot.
 
+A cell is a set of prompts at one temperature and concurrency. In each of its rounds every server answers the
+same prompts, one server after the other. So a ratio is one of two runs of the same round, and a cell has the
+median of its ratios and half their range.
+
+    python benchmark/report.py benchmark/results/FILE.json    # prints the table of the README
+"""
+
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from acceptance import Acceptance
+
 PHASES = ("prepare", "draft", "verify", "accept", "commit", "rest")
+NO_SPECULATION, WHOLE_BLOCKS, ADAPTIVE = "no speculation", "whole blocks", "adaptive"
+COPIES = ", copies"  # at the end of a server's name
 
 
-def speedup(load, loads) -> float | None:
-    """Return output tokens/s relative to no speculation, at the same concurrency."""
-    for other in loads:
-        if other.server == "no speculation" and other.concurrency == load.concurrency:
-            return load.tokens_per_second / other.tokens_per_second
-    return None
+def cell(load) -> tuple[str, float, int]:
+    """Return the cell that a run belongs to."""
+    return load.prompts, load.temperature, load.concurrency
+
+
+def in_cell(loads, where: tuple, server: str) -> list:
+    """Return a server's runs in a cell, by round."""
+    return sorted((x for x in loads if cell(x) == where and x.server == server), key=lambda x: x.round)
+
+
+def ratios(loads, where: tuple, server: str, base: str = NO_SPECULATION) -> list[float]:
+    """Return output tokens/s relative to `base`, one ratio for each round that both served."""
+    ours, theirs = ({x.round: x for x in in_cell(loads, where, name)} for name in (server, base))
+    return [
+        ours[number].tokens_per_second / theirs[number].tokens_per_second
+        for number in sorted(ours.keys() & theirs.keys())
+    ]
+
+
+def half_range(values: Sequence[float]) -> float:
+    return (max(values) - min(values)) / 2
+
+
+def formatted(values: Sequence[float]) -> str:
+    """Format ratios: their median, and from two rounds on half their range."""
+    spread = f" ±{half_range(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.median(values):.2f}x{spread}"
 
 
 def line(load, loads) -> str:
+    """Format one run; the ratio is that of its round."""
+    same_round = [x for x in loads if x.round == load.round]
+    found = ratios(same_round, cell(load), load.server) if load.server != NO_SPECULATION else []
+    ratio = f"{found[0]:5.2f}x" if found else " " * 6
     accept = f"accept length {load.accept_length:.2f}" if load.acceptance else ""
-    ratio = speedup(load, loads)
-    speed = f"{load.tokens_per_second:8.1f} tokens/s"
-    return f"{load.server:>16}  x{load.concurrency:<3} {speed}  {ratio:5.2f}x  {accept}"
+    where = f"{load.prompts} T={load.temperature:g} x{load.concurrency}"
+    return f"{where:>20}  {load.server:>20}  {load.tokens_per_second:8.1f} tokens/s  {ratio}  {accept}"
+
+
+def names(loads) -> list[str]:
+    """Return the servers, in the order of their first runs."""
+    return list(dict.fromkeys(load.server for load in loads))
+
+
+def cells(loads) -> list[tuple[str, float, int]]:
+    return list(dict.fromkeys(map(cell, loads)))
 
 
 def table(loads) -> str:
-    """Format the speeds: one row per concurrency, one column group per server."""
-    servers = list(dict.fromkeys(load.server for load in loads))
-    by_key = {(load.server, load.concurrency): load for load in loads}
-    rows = ["| concurrency | " + " | ".join(f"{s}, tokens/s" for s in servers) + " | "]
-    rows[0] += " | ".join(f"{s}: speedup" for s in servers[1:]) + " | "
-    rows[0] += " | ".join(f"{s}: accept length" for s in servers[1:]) + " |"
-    rows.append("|" + "---:|" * (3 * len(servers) - 1))
-    for concurrency in dict.fromkeys(load.concurrency for load in loads):
-        row = [by_key[s, concurrency] for s in servers]
-        cells = [str(concurrency)] + [f"{load.tokens_per_second:.1f}" for load in row]
-        cells += [f"{speedup(load, loads):.2f}x" for load in row[1:]]
-        cells += [f"{load.accept_length:.2f}" for load in row[1:]]
-        rows.append("| " + " | ".join(cells) + " |")
+    """Format the speeds: one row per cell, one column per server."""
+    servers = names(loads)
+    rows = [
+        "| prompts | T | requests | " + " | ".join(servers) + " |",
+        "|---|" + "---:|" * (2 + len(servers)),
+    ]
+    for where in cells(loads):
+        values = []
+        for server in servers:
+            runs = in_cell(loads, where, server)
+            found = ratios(loads, where, server) if server != NO_SPECULATION else []
+            speed = f"{statistics.median(x.tokens_per_second for x in runs):.0f}" if runs else "–"
+            values.append(f"{speed} ({formatted(found)})" if found else speed)
+        prompts, temperature, concurrency = where
+        rows.append(f"| {prompts} | {temperature:g} | {concurrency} | " + " | ".join(values) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def merged(loads) -> Iterator[tuple[str, float, str, Acceptance, list]]:
+    """Yield (prompts, T, server, outcomes of all its blocks, its runs) for each speculative server.
+
+    What is accepted does not depend on the concurrency, so runs at all of them count.
+    """
+    drafted = [load for load in loads if load.acceptance]
+    for prompts, temperature, server in dict.fromkeys((x.prompts, x.temperature, x.server) for x in drafted):
+        runs = [x for x in drafted if (x.prompts, x.temperature, x.server) == (prompts, temperature, server)]
+        kept = [sum(column) for column in itertools.zip_longest(*(x.accepted for x in runs), fillvalue=0)]
+        yield prompts, temperature, server, Acceptance(len(kept) - 1, kept), runs
+
+
+def verifies_whole_blocks(server: str) -> bool:
+    return ADAPTIVE not in server
+
+
+def acceptance_table(loads) -> str:
+    """Format accept lengths, and the acceptance of each position if whole blocks are verified."""
+    found = list(merged(loads))
+    deepest = max((len(acceptance.by_position) for *_, acceptance, _ in found), default=0)
+    head = "| prompts | T | server | answers | accept length | "
+    rows = [head + " | ".join(str(k) for k in range(1, deepest + 1)) + " |"]
+    rows.append("|---|---:|---|" + "---:|" * (2 + deepest))
+    for prompts, temperature, server, acceptance, runs in found:
+        shares = ["–"] * deepest
+        if verifies_whole_blocks(server):  # no block kept more tokens than its histogram has
+            kept = acceptance.by_position
+            shares = [f"{share:.2f}" for share in kept + [0.0] * (deepest - len(kept))]
+        answers = sum(x.requests for x in runs)
+        values = [f"{answers}", f"{acceptance.accept_length:.2f}", *shares]
+        rows.append(f"| {prompts} | {temperature:g} | {server} | " + " | ".join(values) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def phase_table(loads) -> str:
+    """Format milliseconds per greedy cycle; cycles of all prompts and rounds count alike."""
+    timed = [load for load in loads if load.phase_ms and not load.temperature]
+    rows = [
+        "| server | requests | " + " | ".join(PHASES) + " |",
+        "|---|" + "---:|" * (len(PHASES) + 1),
+    ]
+    for server, concurrency in dict.fromkeys((x.server, x.concurrency) for x in timed):
+        runs = [x for x in timed if (x.server, x.concurrency) == (server, concurrency)]
+        cycles = sum(x.cycles for x in runs)
+        means = [sum(x.cycles * x.phase_ms.get(phase, 0.0) for x in runs) / cycles for phase in PHASES]
+        rows.append(f"| {server} | {concurrency} | " + " | ".join(f"{ms:.2f}" for ms in means) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def answers_table(loads) -> str:
+    """Format how long the answers of the first server are, and how many of them the target ended."""
+    first = names(loads)[0]
+    rows = ["| prompts | T | answers | tokens an answer | ended by the target |", "|---|" + "---:|" * 4]
+    for prompts, temperature in dict.fromkeys((x.prompts, x.temperature) for x in loads):
+        runs = [x for x in loads if (x.prompts, x.temperature, x.server) == (prompts, temperature, first)]
+        if not runs:
+            continue
+        answers = sum(x.requests for x in runs)
+        tokens, stopped = sum(x.output_tokens for x in runs) / answers, sum(x.stopped for x in runs) / answers
+        rows.append(f"| {prompts} | {temperature:g} | {answers} | {tokens:.0f} | {100 * stopped:.0f} % |")
+    return "\n".join(rows) + "\n"
+
+
+def readme_table(loads) -> str:
+    """Format greedy speeds and accept lengths for the README, the edits with and without copies."""
+    loads = [load for load in loads if not load.temperature]
+    lengths = {(prompts, server): found.accept_length for prompts, _, server, found, _ in merged(loads)}
+    rows = [
+        f"| prompts | requests | {NO_SPECULATION} | {WHOLE_BLOCKS} | {ADAPTIVE} | accept length |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for prompts, suffix in itertools.product(dict.fromkeys(load.prompts for load in loads), ("", COPIES)):
+        servers = [NO_SPECULATION, WHOLE_BLOCKS + suffix, ADAPTIVE + suffix]
+        for where in (where for where in cells(loads) if where[0] == prompts):
+            runs = [in_cell(loads, where, server) for server in servers]
+            if not all(runs):
+                continue
+            speeds = [f"{statistics.median(x.tokens_per_second for x in of):.0f}" for of in runs]
+            found = [formatted(ratios(loads, where, server)) for server in servers[1:]]
+            values = [speeds[0], *(f"{s} ({r})" for s, r in zip(speeds[1:], found))]
+            values.append(f"{lengths[prompts, WHOLE_BLOCKS + suffix]:.2f}")
+            rows.append(f"| {prompts}{suffix} | {where[2]} | " + " | ".join(values) + " |")
     return "\n".join(rows) + "\n"
 
 
 def markdown(heading: dict, loads, stem: str) -> str:
-    drafted = [load for load in loads if load.acceptance]
-    deepest = max(len(load.acceptance.by_position) for load in drafted)
+    limits = ", ".join(f"{count} for {name}" for name, count in heading["max_new_tokens"].items())
+    ignored = f" Stop tokens are ignored in: {', '.join(heading['ignore_eos'])}." * bool(
+        heading["ignore_eos"]
+    )
     parts = [
         f"# {heading['command']}: {heading['target']}",
         f"{heading['date']}; {heading['machine']}; PyTorch threads per server: {heading['threads']}; "
-        f"{heading['dtype']}; greedy, {heading['max_new_tokens']} new tokens a request; "
+        f"{heading['dtype']}; "
         + ", ".join(f"{name} {number}" for name, number in heading["versions"].items())
-        + ". Servers run one after the other with the same settings; "
-        "speedup is relative to no speculation in this run.",
+        + f". Draft: {', '.join(heading['drafts'])}. The load average before the run was "
+        f"{heading['load_before']}; the run took {heading['minutes']} minutes.",
+        *([heading["remark"]] if heading["remark"] else []),
+        "## Tokens per second",
+        f"All servers are up and are measured in turn, in {heading['rounds']} rounds a cell. In brackets: "
+        "relative to no speculation in the same round, median and half the range. An answer ends at the "
+        f"target's stop token or at a limit of new tokens: {limits}.{ignored}",
         table(loads),
-        f"![throughput and acceptance]({stem}.png)",
+        f"![tokens per second and acceptance]({stem}.png)",
+        "## Accept length and acceptance per position",
+        "Tokens per verified block, bonus token included, over the runs at all concurrencies. Then the share "
+        "of blocks in which the k-th drafted token was kept. Adaptive servers verify parts of blocks, and "
+        "their accept length is of these.",
+        acceptance_table(loads),
         "## Milliseconds per cycle",
-        "`rest` is the time outside the worker: scheduler, prefill, detokenizer, HTTP.",
-        "| server | concurrency | " + " | ".join(PHASES) + " |\n|---|" + "---:|" * (len(PHASES) + 1),
+        "Greedy. `rest` is the time outside the worker: scheduler, prefill, detokenizer, HTTP.",
+        phase_table(loads),
+        "## Answers",
+        f"Of the server `{names(loads)[0]}`. [The prompts](../prompts/README.md).",
+        answers_table(loads),
     ]
-    timed = [load for load in loads if load.phase_ms]
-    parts[-1] += "".join(
-        f"\n| {load.server} | {load.concurrency} | "
-        + " | ".join(f"{load.phase_ms[p]:.2f}" for p in PHASES)
-        + " |"
-        for load in timed
-    )
-    parts += [
-        "## Acceptance per position",
-        "Share of blocks in which the k-th drafted token was kept.",
-        "| server | concurrency | "
-        + " | ".join(str(k) for k in range(1, deepest + 1))
-        + " |\n|---|"
-        + "---:|" * (deepest + 1),
-    ]
-    parts[-1] += "".join(
-        f"\n| {load.server} | {load.concurrency} | "
-        + " | ".join(f"{a:.2f}" for a in load.acceptance.by_position)
-        + " |"
-        for load in drafted
-    )
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
 def plot(loads, path: Path) -> None:
+    """Draw greedy tokens/s of each set of prompts over the concurrency, and its acceptance per position."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (speed, acceptance) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    servers = list(dict.fromkeys(load.server for load in loads))
-    for server in servers:
-        mine = [load for load in loads if load.server == server]
-        speed.plot(
-            [load.concurrency for load in mine],
-            [load.tokens_per_second for load in mine],
-            marker="o",
-            label=server,
-        )
-    speed.set(xlabel="concurrent requests", ylabel="output tokens/s", ylim=(0, None))
-    speed.set_xscale("log", base=2)
-    ticks = sorted({load.concurrency for load in loads})
-    speed.set_xticks(ticks, [str(t) for t in ticks])
-    speed.legend(frameon=False)
-    for load in loads:
-        if load.phase_ms:
-            shares = load.acceptance.by_position
-            label = f"{load.server}, {load.concurrency} concurrent, accept length {load.accept_length:.2f}"
+    coldest = min(load.temperature for load in loads)
+    loads = [load for load in loads if load.temperature == coldest]
+    sets = list(dict.fromkeys(load.prompts for load in loads))
+    size = {"figsize": (3.6 * (len(sets) + 1), 3.8), "layout": "constrained"}
+    figure, (*panels, acceptance) = plt.subplots(1, len(sets) + 1, **size)
+    colors = {server: f"C{number}" for number, server in enumerate(names(loads))}
+    for prompts, axes in zip(sets, panels):
+        for server in names([load for load in loads if load.prompts == prompts]):
+            where = [c for c in cells(loads) if c[0] == prompts and in_cell(loads, c, server)]
+            speeds = [
+                statistics.median(x.tokens_per_second for x in in_cell(loads, c, server)) for c in where
+            ]
+            axes.plot([c[2] for c in where], speeds, marker="o", label=server, color=colors[server])
+        ticks = sorted({load.concurrency for load in loads})
+        axes.set(xlabel="requests at once", ylabel="output tokens/s", ylim=(0, None), title=prompts)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(t) for t in ticks])
+        axes.legend(frameon=False, fontsize=8)
+    for prompts, _, server, outcome, _ in merged(loads):
+        if verifies_whole_blocks(server):
+            shares = outcome.by_position
+            label = f"{prompts}, {server}: {outcome.accept_length:.2f}"
             acceptance.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
-    acceptance.set(xlabel="position in the block", ylabel="share of blocks kept to here", ylim=(0, 1))
-    acceptance.legend(frameon=False, fontsize=8)
-    for axes in (speed, acceptance):
+    acceptance.set(
+        xlabel="position in the block",
+        ylabel="share of blocks kept to here",
+        ylim=(0, 1),
+        title="accept length",
+    )
+    if acceptance.lines:
+        acceptance.legend(frameon=False, fontsize=8)
+    for axes in (*panels, acceptance):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def main() -> None:
+    from bench import Load
+
+    raw = json.loads(Path(sys.argv[1]).read_text())
+    print(readme_table([Load(**load) for load in raw["loads"]]), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 CORE = (
     "test_acceptance.py",
+    "test_bench.py",
     "test_block_conv.py",
     "test_cpu_runtime.py",
     "test_cpu_transfer.py",

@@ -1,0 +1,327 @@
+"""The benchmark: prompt sets, alternating rounds, ratios, the page, and the comparison of answers."""
+
+import contextlib
+import hashlib
+import json
+import subprocess
+import sys
+
+import bench
+import check
+import prompt_sets
+import pytest
+import report
+import ties
+from bench import Load
+from prompt_sets import CHAT_SETS, PromptSet
+from serving import ROOT
+
+# -- prompt sets
+
+
+def test_humaneval_is_the_packages_file():
+    digest = hashlib.sha256(prompt_sets.HUMANEVAL.read_bytes()).hexdigest()
+    assert digest == "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef"
+
+
+@pytest.mark.parametrize("name, count", [("humaneval", 164), ("chat", 40), ("edits", 73)])
+def test_a_set_has_chats_that_end_with_a_request(name, count):
+    prompts = prompt_sets.load(name).prompts
+    assert len({prompt["id"] for prompt in prompts}) == len(prompts) == count
+    for prompt in prompts:
+        roles = [message["role"] for message in prompt["messages"]]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
+        assert all(message["content"].strip() for message in prompt["messages"])
+
+
+def test_chats_stop_where_the_target_stops_and_text_goes_on():
+    for name in CHAT_SETS:
+        assert prompt_sets.load(name).sampling(1.0) == {"temperature": 1.0, "max_new_tokens": 256}
+    assert prompt_sets.load("heldout", 32).sampling(0) == {
+        "temperature": 0,
+        "max_new_tokens": 32,
+        "ignore_eos": True,
+    }
+
+
+def test_edits_name_what_the_code_has_and_leave_out_its_docstring():
+    for prompt in prompt_sets.load("edits").prompts:
+        request, _, code = prompt["messages"][0]["content"].partition("\n\n```python\n")
+        code = code.removesuffix("\n```")
+        compile(code, prompt["id"], "exec")
+        assert len(code.split("\n")) >= prompt_sets.LEAST_EDIT_LINES
+        assert ">>>" not in code
+        for name in request.split("`")[1:2]:
+            assert name == "logging.debug" or name == "solve" or name in code
+    instructions = {p["messages"][0]["content"][:12] for p in prompt_sets.load("edits").prompts}
+    assert len(instructions) == len(prompt_sets.EDITS)
+
+
+def test_rounds_have_prompts_of_their_own_until_the_set_is_used_up():
+    chosen = PromptSet("five", tuple({"id": n} for n in range(5)))
+    assert [p["id"] for n in range(3) for p in chosen.slice(n, 2)] == [0, 1, 2, 3, 4, 0]
+
+
+def test_own_prompts(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"id": "a", "text": "x"}\n\n{"id": "b", "messages": []}\n')
+    assert [p["id"] for p in prompt_sets.load(f"mine={file}").prompts] == ["a", "b"]
+    file.write_text('{"id": "a", "text": "x"}\n{"id": "b", "prompt": "y"}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        prompt_sets.load(f"mine={file}")
+    with pytest.raises(ValueError, match="no such prompt set"):
+        prompt_sets.load("mine")
+
+
+def test_a_shared_run_of_words_is_found():
+    ours = [{"id": "o", "messages": [{"role": "user", "content": "Please: one two, THREE four five"}]}]
+    theirs = [{"id": "t", "text": "zero one two three\nfour six"}]
+    assert prompt_sets.overlaps(ours, theirs, words=4) == [("o", "t", "one two three four")]
+    assert prompt_sets.overlaps(ours, theirs, words=5) == []
+
+
+@pytest.mark.long
+def test_no_prompt_is_training_data(tmp_path):
+    """Compare with the training prompts that this machine's packages yield."""
+    subprocess.run(
+        [sys.executable, ROOT / "benchmark" / "tiny" / "open_prompts.py", tmp_path], check=True, timeout=900
+    )
+    training = prompt_sets.load(f"training={tmp_path / 'train.jsonl'}").prompts
+    assert len(training) > 10_000
+    for name in CHAT_SETS:
+        assert prompt_sets.overlaps(prompt_sets.load(name).prompts, training) == []
+
+
+# -- rounds
+
+
+class FakeServer:
+    """Answers with canned outputs, and records which server was sent what."""
+
+    sent: list[tuple[str, list[dict], int]]
+
+    def __init__(self, name: str, answer):
+        self.name, self._answer = name, answer
+
+    def flush_cache(self) -> None:
+        pass
+
+    def generate_many(self, bodies, concurrency) -> list[dict]:
+        self.sent.append((self.name, list(bodies), concurrency))
+        return [self._answer(self.name, body) for body in bodies]
+
+
+def served_by(monkeypatch, answer) -> list:
+    """Replace all servers by fake ones; returns what they are sent."""
+    FakeServer.sent = []
+
+    @contextlib.contextmanager
+    def serve(*arguments, env, python):
+        options = [argument for argument in arguments if argument.startswith("--")]
+        kind = "whole" if "--no-speculative-adaptive" in options else "adaptive"
+        kind += "-copies" * ("--speculative-copy-ahead" in options)
+        yield FakeServer(kind if "--speculative-algorithm" in options else "none", answer)
+
+    monkeypatch.setattr(bench, "serve", serve)
+    return FakeServer.sent
+
+
+def answer(name: str, body: dict, ids=(7, 8, 9), reason="stop") -> dict:
+    meta = {"completion_tokens": len(ids), "finish_reason": {"type": reason}}
+    if name != "none":
+        meta["spec_correct_drafts_histogram"] = [1, 0, 1]
+    if body.get("return_logprob"):
+        meta["output_top_logprobs"] = [[(-0.1, 1, None), (-2.0, 2, None)] for _ in ids]
+    return {"output_ids": list(ids), "text": str(ids), "meta_info": meta}
+
+
+def own_prompts(tmp_path, count: int = 40) -> str:
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps({"id": f"{n}", "text": f"prompt {n}"}) + "\n" for n in range(count)))
+    return f"own={file}"
+
+
+def started(monkeypatch, tmp_path, *flags: str) -> int:
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench, "version", lambda name: f"{name}'s version")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--target", "t", "--draft", "d", *flags])
+    return bench.main()
+
+
+def test_servers_take_turns_with_the_same_prompts(monkeypatch, tmp_path):
+    sent = served_by(monkeypatch, answer)
+    flags = ("--rounds", "2", "--concurrency", "1", "4", "--temperature", "0", "1", "--name", "x.y")
+    assert started(monkeypatch, tmp_path, "--prompts", own_prompts(tmp_path), *flags) == 0
+    order = ["none", "whole", "adaptive", "whole-copies", "adaptive-copies"]
+    assert [name for name, *_ in sent] == order + 6 * order  # the first ones warm up
+    runs = sent[len(order) :]
+    for first in range(0, len(runs), len(order)):
+        assert all(run[1:] == runs[first][1:] for run in runs[first : first + len(order)])
+    cells = [(len(bodies), at, bodies[0]["sampling_params"]["temperature"]) for _, bodies, at in runs[::5]]
+    assert cells == [(4, 1, 0)] * 2 + [(8, 4, 0)] * 2 + [(8, 4, 1)] * 2
+    assert runs[0][1][0]["text"] == "prompt 0" and runs[5][1][0]["text"] == "prompt 4"
+    loads = json.loads((tmp_path / "x.y.json").read_text())["loads"]
+    assert len(loads) == len(runs) and {load["round"] for load in loads} == {0, 1}
+    assert "| own | 0 | 4 |" in (tmp_path / "x.y.md").read_text()
+    assert (tmp_path / "x.y.png").stat().st_size > 1000
+
+
+def test_copies_are_measured_on_edits_only(tmp_path):
+    monkey = ["bench.py", "--target", "t", "--draft", "d"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", monkey)
+        args = bench._parse_arguments()
+    sets = [prompt_sets.load(name) for name in CHAT_SETS]
+    plan = bench.plan(args, "t", ["d"], sets, tmp_path)
+    assert [v.name for v in plan if "humaneval" not in v.skips] == [
+        "no speculation",
+        "whole blocks",
+        "adaptive",
+    ]
+    assert [v.name for v in plan if "edits" not in v.skips][3:] == [
+        "whole blocks, copies",
+        "adaptive, copies",
+    ]
+    assert len(bench.plan(args, "t", ["d"], sets[:2], tmp_path)) == 3
+
+
+def load(server: str, seconds: float, number: int = 0, tokens: int = 100, **more) -> Load:
+    where = {"prompts": "chat", "temperature": 0.0, "round": number} | more
+    return Load(server, where.pop("concurrency", 4), 4, tokens, seconds, **where)
+
+
+def test_a_ratio_is_of_the_same_round():
+    """The machine is twice as slow in the second round, which no ratio may show."""
+    loads = [
+        load("no speculation", 10, 0),
+        load("adaptive", 5, 0),
+        load("no speculation", 20, 1),
+        load("adaptive", 8, 1),
+        load("no speculation", 10, 0, concurrency=16),
+        load("no speculation", 10, 2),  # no partner
+    ]
+    assert report.ratios(loads, ("chat", 0.0, 4), "adaptive") == [2.0, 2.5]
+    assert report.formatted([2.0, 2.5]) == "2.25x ±0.25" and report.formatted([2.0]) == "2.00x"
+    assert "| chat | 0 | 4 | 10 | 16 (2.25x ±0.25) |" in report.table(loads)
+    assert report.ratios(loads, ("chat", 0.0, 16), "adaptive") == []
+    assert "| chat | 0 | 16 | 10 | – |" in report.table(loads)
+    assert "2.50x" in report.line(loads[3], loads)
+
+
+def test_acceptance_is_of_all_blocks_and_per_position_of_whole_ones():
+    loads = [
+        load("whole blocks", 1, 0, accepted=[2, 1, 0, 1]),
+        load("whole blocks", 1, 1, accepted=[0, 1, 1, 2], concurrency=16),
+        load("adaptive", 1, 0, accepted=[1, 1]),
+        load("no speculation", 1, 0),
+        load("whole blocks", 1, 0, accepted=[1], prompts="edits"),
+    ]
+    rows = report.acceptance_table(loads).splitlines()[2:]
+    assert rows == [
+        "| chat | 0 | whole blocks | 8 | 2.62 | 0.75 | 0.50 | 0.38 |",
+        "| chat | 0 | adaptive | 4 | 1.50 | – | – | – |",
+        "| edits | 0 | whole blocks | 4 | 1.00 | 0.00 | 0.00 | 0.00 |",
+    ]
+
+
+def test_the_readme_has_greedy_speeds_with_and_without_copies():
+    whole = {"accepted": [1, 1]}
+    loads = [
+        load(server, seconds, prompts="edits", temperature=temperature, **more)
+        for temperature in (0.0, 1.0)
+        for server, seconds, more in (
+            ("no speculation", 10, {}),
+            ("whole blocks", 5, whole),
+            ("adaptive", 4, whole),
+            ("whole blocks, copies", 2.5, {"accepted": [1, 0, 0, 1]}),
+            ("adaptive, copies", 2, whole),
+        )
+    ]
+    loads += [load("no speculation", 10), load("whole blocks", 5, accepted=[1])]  # no adaptive server
+    assert report.readme_table(loads).splitlines()[2:] == [
+        "| edits | 4 | 10 | 20 (2.00x) | 25 (2.50x) | 1.50 |",
+        "| edits, copies | 4 | 10 | 40 (4.00x) | 50 (5.00x) | 2.50 |",
+    ]
+
+
+def test_phases_are_means_over_cycles():
+    loads = [
+        load("adaptive", 1, 0, cycles=10, phase_ms={"draft": 1.0, "rest": 4.0}),
+        load("adaptive", 1, 1, cycles=30, phase_ms={"draft": 2.0, "rest": 0.0}),
+        load("adaptive", 1, 1, cycles=30, phase_ms={"draft": 9.0}, temperature=1.0),
+    ]
+    assert report.phase_table(loads).splitlines()[2:] == [
+        "| adaptive | 4 | 0.00 | 1.75 | 0.00 | 0.00 | 0.00 | 1.00 |"
+    ]
+
+
+def test_the_real_pair_is_measured_if_it_is_here(monkeypatch, tmp_path, capsys):
+    for name in ("CHAT_TARGET", "CHAT_DRAFT"):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.setattr(bench, name, folder)
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(bench, "TINY_PAIRS", ((tmp_path / "t", tmp_path / "d"),))
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    args = bench._parse_arguments()
+    (tmp_path / "CHAT_TARGET" / "model.safetensors").touch()
+    assert bench._pairs(args) == [("t", ["d"], "bench-t")]
+    assert "absent" in capsys.readouterr().out
+    (tmp_path / "CHAT_DRAFT" / "model.safetensors").touch()
+    assert bench._pairs(args) == [("CHAT_TARGET", ["CHAT_DRAFT"], "bench")]
+    assert capsys.readouterr().out == ""
+
+
+# -- answers compared with plain SGLang's
+
+
+def reference(ids, gaps, text="x", reason="stop") -> dict:
+    top = [[(-0.1, 1, None), (-0.1 - gap, 2, None)] for gap in gaps]
+    meta = {"output_top_logprobs": top, "finish_reason": {"type": reason}}
+    return {"output_ids": ids, "text": text, "meta_info": meta}
+
+
+def test_nothing_is_compared_from_the_first_tie_on():
+    want = reference([1, 2, 3, 4], [1.0, 1.0, 1e-6, 1.0])
+    assert ties.undecided_from(want) == 2 and ties.undecided_from(want, tie=1e-7) is None
+
+    def different(ids, **options) -> int:
+        return len(ties.differences([{}], [reference(ids, [])], [want], **options))
+
+    assert different([1, 2, 9, 4]) == different([1, 2, 9]) == 0
+    assert different([1, 9, 3, 4]) == different([1]) == different([1, 2, 9, 4], tie=1e-7) == 1
+
+
+def test_equal_tokens_need_the_same_text_and_finish_reason():
+    want = reference([1, 2], [1.0, 1.0])
+    assert ties.differences([{}], [want], [want]) == []
+    assert ties.differences([{}], [reference([1, 2], [], text="y")], [want])
+    assert ties.differences([{}], [reference([1, 2], [], reason="length")], [want])
+
+
+def test_rounding_is_the_largest_change_before_a_different_token():
+    one, other = reference([1, 2, 3], [1.0, 0.5, 0.1]), reference([1, 2, 4], [1.25, 0.5, 9.0])
+    assert ties.rounding([one], [other]) == pytest.approx(0.25)
+    assert check.tie_margin(0.25) == 1.0 and check.tie_margin(0.0) == ties.FLOAT32_TIE
+
+
+def test_check_counts_and_fails_on_a_difference(monkeypatch, tmp_path, capsys):
+    flags = ("--check", "--prompts", own_prompts(tmp_path, 10), "--servers", "none", "whole")
+    sent = served_by(monkeypatch, answer)
+    assert started(monkeypatch, tmp_path, *flags) == 0
+    assert "own: 10 answers, 10 compared in full, 0 up to a tie; 30 of 30 tokens" in capsys.readouterr().out
+    assert [(name, len(bodies)) for name, bodies, _ in sent] == [("none", 10), ("none", 4), ("whole", 10)]
+
+    def wrong_once(name: str, body: dict) -> dict:
+        is_wrong = name == "whole" and body["text"] == "prompt 3"
+        return answer(name, body, ids=(7, 8, 1) if is_wrong else (7, 8, 9))
+
+    served_by(monkeypatch, wrong_once)
+    assert started(monkeypatch, tmp_path, *flags) == 1
+    output = capsys.readouterr().out
+    assert "1 answers different" in output and "token 2: [1] for [9]" in output
+
+
+def test_check_needs_plain_sglang(monkeypatch, tmp_path):
+    with pytest.raises(SystemExit):
+        started(monkeypatch, tmp_path, "--check", "--servers", "whole")
