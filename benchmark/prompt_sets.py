@@ -5,8 +5,8 @@ the target's chat template. The sets:
 
 - `humaneval`: the 164 tasks of HumanEval, as chat requests.
 - `chat`: 40 chats written for this benchmark.
-- `edits`: HumanEval's longer solutions, each with an instruction to change it and print it again. The answer
-  repeats most of the code.
+- `edits`: HumanEval's longer solutions, each with an instruction to change it and print it again. A good
+  answer repeats most of the code. SmolLM2-135M-Instruct repeats about half of the lines.
 - `heldout`: the bundled tiny targets' held-out files, as plain text. They are continued past the end of text.
 
 Files of your own are JSON lines with `text` or `messages`: NAME=FILE.
@@ -36,13 +36,16 @@ LEAST_EDIT_LINES = 8
 OVERLAP_WORDS = 13  # a run of words that two texts rarely share by chance
 
 COMPLETE = "Here is the beginning of a Python function. Write the whole function in a code block.\n\n{code}"
-EDITS = (
-    "In the function below, the argument `{argument}` should be called `{argument}_in`. "
-    "Show the function with this change.\n\n{code}",
-    "This function has no docstring. Write one, and show the whole function with it.\n\n{code}",
-    "Annotate the arguments and the return value of this function with types, and show it in full.\n\n{code}",
-    "Call this function `solve` instead of `{name}`. Show the changed function.\n\n{code}",
-    "Put a call of `logging.debug` on the first line of this function, and show it in full.\n\n{code}",
+EDIT = (
+    "Copy the function below into your answer, line by line, and {change}. Keep everything else as it is."
+    "\n\n{code}"
+)
+CHANGES = (
+    "rename the argument `{argument}` to `{argument}_in`",
+    "add a docstring to it",
+    "add type annotations to its arguments and its return value",
+    "rename the function from `{name}` to `solve`",
+    "call `logging.debug` on its first line",
 )
 
 
@@ -137,10 +140,11 @@ def chats() -> list[dict]:
 def edits() -> list[dict]:
     """Return requests to change one of HumanEval's solutions and print it again."""
     solutions = [found for task in _humaneval_tasks() if (found := _solution(task))]
-    return [
-        _chat(f"edit/{task_id}", EDITS[number % len(EDITS)].format(code=_fenced(code), **names))
-        for number, (task_id, code, names) in enumerate(solutions)
-    ]
+    requests = []
+    for number, (task_id, code, names) in enumerate(solutions):
+        change = CHANGES[number % len(CHANGES)].format(**names)
+        requests.append(_chat(f"edit/{task_id}", EDIT.format(change=change, code=_fenced(code))))
+    return requests
 
 
 def overlaps(prompts: Sequence[dict], others: Sequence[dict], words: int = OVERLAP_WORDS) -> list[tuple]:

@@ -52,9 +52,7 @@ def test_edits_name_what_the_code_has_and_leave_out_its_docstring():
         assert len(code.split("\n")) >= prompt_sets.LEAST_EDIT_LINES
         assert ">>>" not in code
         for name in request.split("`")[1:2]:
-            assert name == "logging.debug" or name == "solve" or name in code
-    instructions = {p["messages"][0]["content"][:12] for p in prompt_sets.load("edits").prompts}
-    assert len(instructions) == len(prompt_sets.EDITS)
+            assert name in code or name == "logging.debug"
 
 
 def test_rounds_have_prompts_of_their_own_until_the_set_is_used_up():
