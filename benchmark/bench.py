@@ -52,6 +52,7 @@ from serving import (
 RESULTS = ROOT / "benchmark" / "results"
 TINY_PAIRS = (TARGET, DRAFT), (HYBRID_TARGET, HYBRID_DRAFT)
 LEAST_REQUESTS = 4  # of a run
+TOKENS_PER_REQUEST = 1024  # room for a prompt and its answer in a server's KV pool
 COPY_AHEAD = "--speculative-copy-ahead"
 SPECULATIVE = {
     "whole": (report.WHOLE_BLOCKS, ("--no-speculative-adaptive",)),
@@ -192,7 +193,9 @@ def plan(
     common = ["--model-path", target, "--dtype", "float32" if args.check else args.dtype]
     # All servers are up at once: an idle one must sleep. On a CPU the default pool of each would be large.
     common += ["--sleep-on-idle", "--random-seed", "1"]
-    common += [] if torch.cuda.is_available() else ["--max-total-tokens", "32768"]
+    if not torch.cuda.is_available():
+        pool = TOKENS_PER_REQUEST * max(8, *args.concurrency, *args.sampled_concurrency)
+        common += ["--max-total-tokens", str(pool)]
     common += shlex.split(args.server_args)
     threads = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
     variants = [Variant(report.NO_SPECULATION, tuple(common), threads)] if "none" in args.servers else []
