@@ -379,8 +379,10 @@ def _parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.target and not args.draft:
         parser.error("--target needs its --draft")
-    if args.check and "none" not in args.servers:
-        parser.error("--check compares with the server without speculation: --servers needs none")
+    if args.check and not {"none"} < set(args.servers):
+        parser.error(
+            "--check compares servers with the one without speculation: --servers needs none and others"
+        )
     args.raw = sys.argv[1:]
     return args
 

@@ -320,6 +320,7 @@ def test_check_counts_and_fails_on_a_difference(monkeypatch, tmp_path, capsys):
     assert "1 answers different" in output and "token 2: [1] for [9]" in output
 
 
-def test_check_needs_plain_sglang(monkeypatch, tmp_path):
+@pytest.mark.parametrize("server", ["none", "whole"])
+def test_check_needs_plain_sglang_and_another_server(monkeypatch, tmp_path, server):
     with pytest.raises(SystemExit):
-        started(monkeypatch, tmp_path, "--check", "--servers", "whole")
+        started(monkeypatch, tmp_path, "--check", "--servers", server)
