@@ -53,12 +53,12 @@ RESULTS = ROOT / "benchmark" / "results"
 TINY_PAIRS = (TARGET, DRAFT), (HYBRID_TARGET, HYBRID_DRAFT)
 LEAST_REQUESTS = 4  # of a run
 TOKENS_PER_REQUEST = 1024  # room for a prompt and its answer in a server's KV pool
-COPY_AHEAD = "--speculative-copy-ahead"
+COPY_AHEAD, ADAPTIVE_WIDTH = "--speculative-copy-ahead", "--speculative-adaptive"
 SPECULATIVE = {
     "whole": (report.WHOLE_BLOCKS, ("--no-speculative-adaptive",)),
-    "adaptive": (report.ADAPTIVE, ("--speculative-adaptive",)),
+    "adaptive": (report.ADAPTIVE, (ADAPTIVE_WIDTH,)),
     "whole-copies": (report.WHOLE_BLOCKS + report.COPIES, ("--no-speculative-adaptive", COPY_AHEAD)),
-    "adaptive-copies": (report.ADAPTIVE + report.COPIES, ("--speculative-adaptive", COPY_AHEAD)),
+    "adaptive-copies": (report.ADAPTIVE + report.COPIES, (ADAPTIVE_WIDTH, COPY_AHEAD)),
 }
 # Sets of prompts whose answers do not repeat them: servers that copy are not measured on these.
 NOT_REPEATED = ("humaneval", "chat", "heldout")
@@ -204,6 +204,11 @@ def plan(
             name, flags = SPECULATIVE[key]
             name = name if len(drafts) == 1 else f"{Path(draft).name}, {name}"
             skips = NOT_REPEATED if COPY_AHEAD in flags else ()
+            if ADAPTIVE_WIDTH in flags and _is_hybrid(target):
+                print(
+                    f"{target}: {name} is left out, as adaptive width needs a target without recurrent states"
+                )
+                continue
             if all(chosen.name in skips for chosen in sets):
                 continue
             file = scratch / f"phases-{len(variants)}.json"
@@ -215,6 +220,12 @@ def plan(
         arguments = (*common, *dflash_arguments(drafts[0]), *shlex.split(args.peer_args))
         variants.append(Variant("built-in DFLASH", arguments, env, args.peer_python or sys.executable))
     return variants
+
+
+def _is_hybrid(target: str) -> bool:
+    """Return whether a local target is known to have recurrent states."""
+    config = Path(target) / "config.json"
+    return config.exists() and '"linear_attention"' in config.read_text()
 
 
 def phase_times(path: Path) -> dict[str, str]:

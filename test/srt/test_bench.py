@@ -14,7 +14,7 @@ import report
 import ties
 from bench import Load
 from prompt_sets import CHAT_SETS, PromptSet
-from serving import ROOT
+from serving import HYBRID_TARGET, ROOT
 
 # -- prompt sets
 
@@ -164,7 +164,7 @@ def test_servers_take_turns_with_the_same_prompts(monkeypatch, tmp_path):
     assert (tmp_path / "x.y.png").stat().st_size > 1000
 
 
-def test_copies_are_measured_on_edits_only(tmp_path):
+def test_a_server_is_measured_on_what_it_is_for(tmp_path):
     monkey = ["bench.py", "--target", "t", "--draft", "d"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", monkey)
@@ -181,6 +181,8 @@ def test_copies_are_measured_on_edits_only(tmp_path):
         "adaptive, copies",
     ]
     assert len(bench.plan(args, "t", ["d"], sets[:2], tmp_path)) == 3
+    hybrid = bench.plan(args, str(HYBRID_TARGET), ["d"], sets[:2], tmp_path)
+    assert [v.name for v in hybrid] == ["no speculation", "whole blocks"]
 
 
 def load(server: str, seconds: float, number: int = 0, tokens: int = 100, **more) -> Load:
