@@ -29,11 +29,9 @@ def test_the_arithmetic():
 @pytest.mark.server
 @pytest.mark.parametrize(
     "profile",
-    # test_speculators_parity.py compares every cycle of the speculators draft. Chats take minutes.
+    # Every cycle of the others is compared elsewhere: test_lossless_hybrid.py, test_speculators_parity.py.
     [
-        pytest.param(
-            name, marks=() if name.startswith("tiny-") and "speculators" not in name else pytest.mark.long
-        )
+        pytest.param(name, marks=() if name in ("tiny-dflash", "tiny-dflash2") else pytest.mark.long)
         for name in BUNDLED
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sglang_dflash.srt.layers.fp8_head import Fp8Head, quantize_rows, reason_against
+from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_updates
 
 VOCAB, HIDDEN = 160, 64
 
@@ -43,7 +44,9 @@ def test_logits_are_those_of_the_rounded_factors(dtype, tolerance):
     expected = dequantized(hidden) @ dequantized(head.weight).T
     logits = Fp8Head(head)(hidden)
     assert logits.dtype == dtype
-    torch.testing.assert_close(logits.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max())
+    torch.testing.assert_close(
+        logits.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max()
+    )
     assert not torch.allclose(logits.double(), hidden.double() @ head.weight.double().T, rtol=1e-3, atol=0)
 
 
@@ -66,3 +69,27 @@ def test_heads_that_cannot_be_copied_are_named():
     assert "quantized already" in reason_against(small)
     assert "no plain weight" in reason_against(SimpleNamespace())
     assert reason_against(new_head()) is None
+
+
+class Updater:
+    """SGLang's WeightUpdater, as far as it is called here."""
+
+    def __init__(self, log: list[str]):
+        self._log = log
+
+    def __getattr__(self, name):
+        return lambda *args: self._log.append(name)
+
+
+@pytest.mark.parametrize(
+    "way", ["update_weights_from_tensor", "load_weights_from_distributed", "end_weight_update"]
+)
+def test_every_way_of_updating_weights_renews_the_copy(way):
+    log: list[str] = []
+    runners = [SimpleNamespace(weight_updater=Updater(log), model_config=None) for _ in range(2)]
+    runners[1].model = SimpleNamespace(refresh_head=lambda: log.append("renewed"))
+    route_weight_updates(*runners)
+    getattr(runners[0].weight_updater, way)("weights")
+    assert log == [way, "renewed"]
+    runners[0].weight_updater.init_weights_update_group("group")
+    assert log[2:] == ["init_weights_update_group"]

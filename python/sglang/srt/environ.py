@@ -58,6 +58,10 @@ class DFlashOptions:
     DRAFT_SAMPLED_SLOTS: Option[int | None] = Option(
         "SGLANG_DFLASH_DRAFT_SAMPLED_SLOTS", None, int, "an integer"
     )
+    # --speculative-draft-head-dtype: "fp8" drafts with an FP8 copy of the LM head.
+    DRAFT_HEAD_DTYPE = Option(
+        "SGLANG_DFLASH_DRAFT_HEAD_DTYPE", "auto", {"auto": "auto", "fp8": "fp8"}.__getitem__, "auto or fp8"
+    )
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
     # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.

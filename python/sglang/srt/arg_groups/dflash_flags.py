@@ -9,6 +9,7 @@ from typing import Any
 from sglang_dflash.srt.environ import DFlashOptions
 
 SAMPLE_METHODS = ("greedy", "probabilistic")
+HEAD_DTYPES = ("auto", "fp8")
 
 
 class _SetSampleMethod(argparse.Action):
@@ -69,6 +70,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action=_SetOption,
         dest="DRAFT_SAMPLED_SLOTS",
         type=int,
+    )
+    add(
+        "--speculative-draft-head-dtype",
+        "LM head used for drafting: as it is (default), or an FP8 copy of half the size (sm_89 and later). "
+        "Lossless: verification uses the head as it is.",
+        action=_SetOption,
+        dest="DRAFT_HEAD_DTYPE",
+        choices=HEAD_DTYPES,
     )
     add(
         "--speculative-copy-ahead",

@@ -2,12 +2,14 @@
 
 A head is SGLang's ParallelLMHead, or the embedding that a target is tied to: its VocabParallelEmbedding, or a
 plain `nn.Embedding`, which every rank holds whole. A quantized head multiplies through its quant method, as
-only that can read its weight.
+only that can read its weight. `Fp8Head` is a copy of one of these.
 """
 
 import torch
 import torch.nn.functional as F
 from sglang.srt.runtime_context import get_parallel
+
+from sglang_dflash.srt.layers.fp8_head import Fp8Head
 
 
 def greedy_tokens(hidden: torch.Tensor, lm_head) -> torch.Tensor:
@@ -69,6 +71,8 @@ def full_logits(hidden: torch.Tensor, lm_head) -> torch.Tensor:
 
 def _local_logits(hidden: torch.Tensor, lm_head) -> torch.Tensor:
     """Return logits over this rank's rows of the head, padding included."""
+    if isinstance(lm_head, Fp8Head):
+        return lm_head(hidden)
     quant_method = getattr(lm_head, "quant_method", None)
     if quant_method is None:
         return F.linear(hidden, lm_head.weight)

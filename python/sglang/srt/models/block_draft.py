@@ -13,6 +13,7 @@ from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.layers.fp8_head import Fp8Head, reason_against
 from sglang_dflash.srt.layers.vocab_argmax import full_logits
 from sglang_dflash.srt.models.dflash_weights import load_checkpoint
 from sglang_dflash.srt.models.mask_token import MASK_EMBEDDING_FILE, MaskEmbedding, find_mask_token
@@ -54,6 +55,7 @@ class BlockDraftModel(nn.Module):
         # [hidden], the mask token's embedding in place of its row of the table.
         self.mask_embedding: torch.Tensor | None = None
         self._borrowed: tuple[Any, Any] = (None, None)
+        self._fp8_head: tuple[Fp8Head] | None = None  # a tuple, because it is no part of the checkpoint
 
     def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         """Use the target's embedding and head if the checkpoint brought none of its own."""
@@ -86,7 +88,21 @@ class BlockDraftModel(nn.Module):
     @property
     def head(self) -> nn.Module:
         """LM head of the draft, over `draft_vocab_size` tokens."""
+        if self._fp8_head is not None:
+            return self._fp8_head[0]
         return self.lm_head if self.lm_head is not None else self._borrowed[1]
+
+    def use_fp8_head(self) -> str | None:
+        """Draft with an FP8 copy of the head. If that cannot be, return why and change nothing."""
+        reason = reason_against(self.head)
+        if reason is None:
+            self._fp8_head = (Fp8Head(self.head),)
+        return reason
+
+    def refresh_head(self) -> None:
+        """Follow an update of the weights that the head was copied from."""
+        if self._fp8_head is not None:
+            self._fp8_head[0].refresh()
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Map draft token ids [n] int64 to target token ids."""
@@ -121,6 +137,7 @@ class BlockDraftModel(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint; raise ValueError naming every missing, unknown or misshapen tensor."""
         loaded = load_checkpoint(self, weights)
+        self.refresh_head()
         for layer in self.layers:
             layer.self_attn._qk_weight = None
         return loaded

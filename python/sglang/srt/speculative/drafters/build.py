@@ -1,5 +1,6 @@
 """Assemble the drafter of a server."""
 
+import logging
 from typing import Any
 
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -19,6 +20,8 @@ from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.dflash2 import DFlash2Drafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
 from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, SubgroupDrafter
+
+logger = logging.getLogger(__name__)
 
 _DRAFTERS = {
     DFlashDraftModel: DFlashDrafter,
@@ -67,6 +70,10 @@ def build_drafter(
     ranks cannot borrow the target's layers."""
     ranks.check_target(target_model)
     drafter: Drafter = drafter_class(draft_runner.model)(draft_runner, target_model, block_size)
+    if DFlashOptions.DRAFT_HEAD_DTYPE.get() == "fp8":
+        reason = draft_runner.model.use_fp8_head()
+        if reason is not None:
+            logger.warning("--speculative-draft-head-dtype fp8 is off: %s.", reason)
     if ranks.layout.local_dp:
         drafter = SubgroupDrafter(drafter, ranks.layout)
     if not DFlashOptions.COPY_AHEAD.get():
