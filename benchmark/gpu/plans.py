@@ -1,16 +1,32 @@
-"""Servers with their flags and environment, and the parts that use them."""
+"""Plans of a GPU run: servers with their steps, and checks for the time in which they start."""
 
 import json
-import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from acceptance import EXPECTED
-from gpu import work
-from gpu.shapes import PAIRS, Pair
+from gpu import checks, estimates, measure
+from gpu.estimates import check_s, load_s
+from gpu.measure import GPU_SIZES, Running, Sizes
+from gpu.servers import (
+    ADAPTIVE_DFLASH,
+    BUILT_IN_DFLASH,
+    CPU_BACKEND,
+    DFLASH,
+    NO_SPECULATION,
+    OURS,
+    SCRATCH,
+    ServerSpec,
+    bundled_servers,
+    bundled_target,
+    draft_arguments,
+    from_root,
+    shape_server,
+)
+from gpu.shapes import LLAMA_3_1_8B, QWEN3_8_27B, QWEN3_8B, Pair
 from serving import (
     DFLASH2_DRAFT,
     DRAFT,
@@ -20,31 +36,17 @@ from serving import (
     ROOT,
     SPECULATORS_DRAFT,
     TARGET,
-    dflash_arguments,
 )
 
-SCRATCH = Path("build/gpu")  # below the repository's root, where the servers run; ignored by git
-CONCURRENCIES = (1, 4, 16, 48)
-PROFILED_CONCURRENCIES = (1, 16)
-ACCEPT_LENGTH = 6.5
+from sglang_dflash.srt.environ import DFlashOptions
 
-# Simulated acceptance of a DFLASH server. "fixed" puts one token id everywhere; the other mode,
-# "real-draft-token", would accept the draft's own tokens at their cost.
-SIMULATION = {
-    "SGLANG_SIMULATE_ACC_LEN": str(ACCEPT_LENGTH),
-    "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
-    "SGLANG_SIMULATE_ACC_TOKEN_MODE": "fixed",
-}
-# SGLang loads only the plugins this names, and no plugin is called "none".
-OURS, BUILT_IN = {"SGLANG_PLUGINS": "dflash"}, {"SGLANG_PLUGINS": "none"}
-
-NO_SPECULATION, DFLASH, BUILT_IN_DFLASH = "no-speculation", "ours", "built-in"
-VARIANTS = (NO_SPECULATION, BUILT_IN_DFLASH, DFLASH)
-# Its draft has dummy weights and nothing is accepted: it shows the least cost of speculation.
-ADAPTIVE_DFLASH = "adaptive"
+# Ends a server whose plan does not hold for the device's lengths.
+CHECK_PLANS = "SGLANG_DFLASH_CHECK_PLANS"
+CONTEXT = 1024  # tokens of a prompt, if a load names no other number
+LONG_CONTEXTS = ((1, 8192), (4, 8192), (1, 24_576), (4, 24_576))
 
 # The configurations that tests rehearse on CPU tensors (docs/rehearsal.md), here with the real kernels:
-# attention backend, draft, further arguments. FA3 last, as not every machine has its kernels.
+# attention backend, draft, further arguments.
 REHEARSED = {
     "flashinfer-dflash": ("flashinfer", DRAFT),
     "flashinfer-peagle": ("flashinfer", PEAGLE_DRAFT),
@@ -55,13 +57,8 @@ REHEARSED = {
     "widths": ("flashinfer", DRAFT, "--speculative-adaptive"),
     "pages": ("flashinfer", PEAGLE_DRAFT, "--page-size", "16"),
     "mixed-chunks": (
-        "flashinfer",
-        DRAFT,
-        "--enable-mixed-chunk",
-        "--chunked-prefill-size",
-        "64",
-        "--max-total-tokens",
-        "2048",
+        *("flashinfer", DRAFT, "--enable-mixed-chunk"),
+        *("--chunked-prefill-size", "64", "--max-total-tokens", "2048"),
     ),
     "window": ("flashinfer", DRAFT, "--speculative-draft-window-size", "64"),
     "dflash2": ("flashinfer", DFLASH2_DRAFT),
@@ -74,163 +71,260 @@ OTHER_ACCEPTANCE = ("widths", "window")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One server: its `sglang.launch_server` arguments and its additions to the environment.
-
-    variant: one of VARIANTS or ADAPTIVE_DFLASH; compared with the server's log when it runs.
-    """
-
-    variant: str
-    arguments: tuple[str, ...]
-    environment: dict[str, str]
-
-    @property
-    def is_ours(self) -> bool:
-        return self.variant in (DFLASH, ADAPTIVE_DFLASH)
-
-    def command(self) -> str:
-        variables = [f"{name}={value}" for name, value in self.environment.items()]
-        return " ".join([*variables, "python", "-m", "sglang.launch_server", shlex.join(self.arguments)])
-
-
-@dataclass(frozen=True)
 class Part:
     """A unit of work with one recorded result.
 
-    run: called with limit=TimeLimit; returns the result, JSON-ready. Its list "problems", if any, names the
-        failures.
-    seconds: how long it may well take, servers included; it is not begun with less than that left.
+    seconds: its estimated time on a GPU, without the start of a step's server.
     """
 
     name: str
-    servers: tuple[Plan, ...]
-    run: Callable[[Any], dict]
-    seconds: int
+    servers: tuple[ServerSpec, ...]
+    seconds: float
 
     @property
     def runs_our_code(self) -> bool:
-        return not self.servers or any(plan.is_ours for plan in self.servers)
+        return not self.servers or any(spec.is_ours for spec in self.servers)
 
 
-def all_parts(backend: str) -> list[Part]:
-    """List the parts by importance: correctness, speed, profiles, then the rest."""
-    first, *others = PAIRS
-    return [
-        *rehearsed_parts(backend),
-        *speed_parts(first, backend),
-        *profile_parts(first, backend),
-        *test_parts(),
-        *(part for pair in others for part in speed_parts(pair, backend)),
-        *lossless_parts(backend),
-    ]
+@dataclass(frozen=True)
+class Step(Part):
+    """A measurement on a running server.
+
+    run: returns the result, JSON-ready. Its list "problems", if any, names the failures.
+    """
+
+    run: Callable[[Running], dict]
 
 
-def rehearsed_parts(backend: str) -> list[Part]:
-    """List the rehearsed parts. backend: torch_native replaces every other, for trials."""
-    expected = {
-        Path(profile["server_args"][-1]).name: profile["sets"]["heldout"]["accept_length"]
-        for profile in json.loads(EXPECTED.read_text()).values()
-        if "heldout" in profile["sets"]
-    }
-    parts = []
-    for name, (own, draft, *more) in REHEARSED.items():
-        chosen = backend if backend == "torch_native" else own
-        target = HYBRID_TARGET if draft == HYBRID_DRAFT else TARGET
-        reference = Plan(
-            NO_SPECULATION,
-            tuple(_bundled_target("flashinfer" if chosen == own else backend, target)),
-            dict(OURS),
+@dataclass(frozen=True)
+class Check(Part):
+    """Work with servers of its own, or with none. run: as a step's, called with limit=TimeLimit."""
+
+    run: Callable[[Any], dict]
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One server and its steps. start_seconds: its estimated start and end."""
+
+    name: str
+    spec: ServerSpec
+    steps: tuple[Step, ...]
+    start_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.start_seconds + sum(step.seconds for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call does, most valuable first.
+
+    seconds: its time limit. A machine lends ten minutes a call, and the call's end takes a few seconds.
+    """
+
+    name: str
+    visits: tuple[Visit, ...]
+    checks: tuple[Check, ...]
+    seconds: int | None
+
+    @property
+    def measured_seconds(self) -> float:
+        return sum(visit.seconds for visit in self.visits)
+
+
+class Builder:
+    """Makes the plans for a GPU, or for a rehearsal on a CPU with small models of the same kind."""
+
+    def __init__(self, sizes: Sizes = GPU_SIZES):
+        self._sizes = sizes
+
+    def plans(self) -> tuple[Plan, ...]:
+        return self.plan_a(), self.plan_b(), self.plan_c(), self.rest()
+
+    def plan_a(self) -> Plan:
+        """FA3, SGLang's default on Hopper, against the built-in and no speculation."""
+        visit = partial(self._visit, QWEN3_8B, "fa3")
+        visits = (
+            visit(DFLASH, (1, 4, 16, 48, 96), LONG_CONTEXTS, profiles=(1, 16)),
+            visit(BUILT_IN_DFLASH, (1, 4, 16, 48, 96), LONG_CONTEXTS, profiles=(1,)),
+            visit(ADAPTIVE_DFLASH, (1, 16, 48)),
+            visit(NO_SPECULATION, (1, 16, 48), ((1, 24_576),)),
         )
-        arguments = *_bundled_target(chosen, target), *_dflash(_from_root(draft), chosen), *more
-        plans = reference, Plan(DFLASH, arguments, dict(OURS))
-        accept_length = None if name in OTHER_ACCEPTANCE else expected[draft.name]
-        run = partial(work.check_rehearsed, *plans, SCRATCH / f"{target.name}.json", accept_length)
-        parts.append(Part(f"rehearsed/{name}", plans, run, 150))
-    return parts
+        names = ("tests/test_host_transfers", "tests/test_selector_walk", "tests/test_kernels")
+        names += ("rehearsed/fa3-dflash", "rehearsed/widths", "rehearsed/dflash2")
+        names += ("rehearsed/pages", "rehearsed/mixed-chunks")
+        return Plan("A", visits, self._checks(names), 565)
+
+    def plan_b(self) -> Plan:
+        """FlashInfer, with its plans checked, and adaptive width with a useless and a good draft."""
+        visit = partial(self._visit, QWEN3_8B, "flashinfer")
+        known = {option.variable for name, option in vars(DFlashOptions).items() if name.isupper()}
+        checked = (
+            (visit(DFLASH, (1, 16, 48), name="ours-checked", environment={CHECK_PLANS: "1"}, repeats=1),)
+            if CHECK_PLANS in known
+            else ()
+        )
+        visits = (
+            visit(DFLASH, (1, 4, 16, 48, 96), LONG_CONTEXTS[:1], profiles=(1,)),
+            visit(BUILT_IN_DFLASH, (1, 16, 48)),
+            visit(ADAPTIVE_DFLASH, (1, 16, 48)),
+            *checked,
+            self._good_draft(),
+        )
+        names = ("rehearsed/flashinfer-dflash", "rehearsed/flashinfer-peagle", "rehearsed/hybrid")
+        names += ("rehearsed/probabilistic", "rehearsed/triton-dflash")
+        names += ("tests/test_block_conv", "tests/test_copy_ahead")
+        return Plan("B", visits, self._checks(names), 545)
+
+    def plan_c(self) -> Plan:
+        """The hybrid target with a DFlash2 draft."""
+        large = partial(self._visit, QWEN3_8_27B, "fa3", start_s=estimates.LARGE_START_S)
+        visits = large(DFLASH, (1, 4)), large(NO_SPECULATION, (1, 4), repeats=1)
+        return Plan("C", visits, self._checks(("rehearsed/fa3-peagle", "lossless/eager")), 360)
+
+    def rest(self) -> Plan:
+        """Everything else, without a time limit of its own."""
+        llama = partial(self._visit, LLAMA_3_1_8B, "fa3")
+        variants = (DFLASH, BUILT_IN_DFLASH, NO_SPECULATION)
+        compiled = self._visit(
+            *(QWEN3_8B, "fa3", DFLASH, (1,)),
+            name="ours-compiled",
+            more=("--enable-torch-compile",),
+            start_s=estimates.COMPILED_START_S,
+        )
+        visits = (
+            compiled,
+            *(llama(variant, (1, 16, 48)) for variant in variants),
+            self._visit(QWEN3_8_27B, "fa3", BUILT_IN_DFLASH, (1, 4), start_s=estimates.LARGE_START_S),
+            *(self._visit(QWEN3_8B, "triton", variant, (1, 16, 48)) for variant in variants),
+            self._visit(QWEN3_8B, "flashinfer", NO_SPECULATION, (1, 16, 48)),
+        )
+        planned = {
+            check.name for plan in (self.plan_a(), self.plan_b(), self.plan_c()) for check in plan.checks
+        }
+        others = tuple(check for check in self.all_checks() if check.name not in planned)
+        return Plan("rest", visits, others, None)
+
+    def all_checks(self) -> list[Check]:
+        return [*self._rehearsed(), *self._tests(), self._lossless()]
+
+    def _checks(self, names: Sequence[str]) -> tuple[Check, ...]:
+        by_name = {check.name: check for check in self.all_checks()}
+        return tuple(by_name[name] for name in names)
+
+    def _backend(self, backend: str) -> str:
+        return CPU_BACKEND if self._sizes.is_rehearsal else backend
+
+    def _visit(
+        self,
+        pair: Pair,
+        backend: str,
+        variant: str,
+        loads: Sequence[int],
+        contexts: Sequence[tuple[int, int]] = (),
+        profiles: Sequence[int] = (),
+        *,
+        name: str | None = None,
+        more: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        repeats: int | None = None,
+        start_s: float | None = None,
+    ) -> Visit:
+        """Plan a server of a shape.
+
+        loads: requests at CONTEXT tokens. contexts: further loads, (requests, tokens). profiles: requests.
+        """
+        spec = shape_server(
+            pair, variant, self._backend(backend), *(() if self._sizes.is_rehearsal else more)
+        )
+        spec = ServerSpec(spec.variant, spec.arguments, spec.environment | (environment or {}))
+        prefix = f"speed/{backend}/{pair.name}/{name or variant}"
+        steps = [Step(f"{prefix}/start", (spec,), 0.0, measure.start_up)]
+        scale = estimates.LARGE if pair is QWEN3_8_27B else 1.0
+        for requests, context in [*((load, CONTEXT) for load in loads), *contexts]:
+            times = repeats or (3 if requests <= 4 else 2)
+            seconds = load_s(variant, requests, context, self._sizes.new_tokens, times, scale)
+            run = partial(measure.measure_load, requests=requests, context=context, repeats=times)
+            at = "" if context == CONTEXT else f"-{context // 1024}k"
+            steps.append(Step(f"{prefix}/load-{requests}{at}", (spec,), seconds, run))
+        for requests in profiles:
+            run = partial(measure.profile, requests=requests, context=CONTEXT)
+            steps.append(Step(f"{prefix}/profile-{requests}", (spec,), estimates.PROFILE_S, run))
+        usual = estimates.ADAPTIVE_START_S if variant == ADAPTIVE_DFLASH else estimates.START_S
+        return Visit(prefix, spec, tuple(steps), (start_s or usual) + estimates.STOP_S)
+
+    def _good_draft(self) -> Visit:
+        """Plan adaptive width with the bundled pair: simulated acceptance excludes it."""
+        backend = self._backend("flashinfer")
+        arguments = *bundled_target(backend), *draft_arguments(from_root(DRAFT), backend)
+        spec = ServerSpec(ADAPTIVE_DFLASH, (*arguments, "--speculative-adaptive"), dict(OURS))
+        prefix = "speed/flashinfer/bundled/adaptive"
+        steps = [Step(f"{prefix}/start", (spec,), 0.0, measure.start_up)]
+        for concurrency in (1, 16):
+            run = partial(measure.measure_texts, concurrency=concurrency)
+            seconds = estimates.TEXTS_S if concurrency == 1 else estimates.TEXTS_S / 5
+            steps.append(Step(f"{prefix}/texts-{concurrency}", (spec,), seconds, run))
+        return Visit(prefix, spec, tuple(steps), estimates.BUNDLED_START_S + estimates.STOP_S)
+
+    def _rehearsed(self) -> list[Check]:
+        expected = {
+            Path(profile["server_args"][-1]).name: profile["sets"]["heldout"]["accept_length"]
+            for profile in json.loads(EXPECTED.read_text()).values()
+            if "heldout" in profile["sets"]
+        }
+        found = []
+        for name, (own, draft, *more) in REHEARSED.items():
+            backend = self._backend(own)
+            target = HYBRID_TARGET if draft == HYBRID_DRAFT else TARGET
+            reference = ServerSpec(
+                NO_SPECULATION, tuple(bundled_target(self._backend("flashinfer"), target)), dict(OURS)
+            )
+            arguments = *bundled_target(backend, target), *draft_arguments(from_root(draft), backend), *more
+            specs = reference, ServerSpec(DFLASH, arguments, dict(OURS))
+            accept_length = None if name in OTHER_ACCEPTANCE else expected[draft.name]
+            if self._sizes.is_rehearsal:
+                accept_length = None  # of a few texts it is another
+            known = SCRATCH / f"{target.name}.json"
+            run = partial(checks.check_rehearsed, *specs, known, accept_length, self._sizes)
+            found.append(Check(f"rehearsed/{name}", specs, check_s(f"rehearsed/{name}"), run))
+        return found
+
+    def _tests(self) -> list[Check]:
+        return [
+            Check(
+                *(f"tests/{file.stem}", (), check_s(f"tests/{file.stem}")),
+                partial(checks.run_tests, file.relative_to(ROOT)),
+            )
+            for file in sorted((ROOT / "test" / "srt").glob("test_*.py"))
+            if "pytest.mark.gpu" in file.read_text() or "against_twin" in file.read_text()
+        ]
+
+    def _lossless(self) -> Check:
+        """Check losslessness without graphs; the rehearsed configurations do it with graphs."""
+        specs = bundled_servers(self._backend("flashinfer"))
+        run = partial(checks.check_lossless, specs, self._sizes)
+        return Check("lossless/eager", specs, check_s("lossless/eager"), run)
 
 
-def speed_parts(pair: Pair, backend: str) -> list[Part]:
-    parts = []
-    for variant in (*VARIANTS, ADAPTIVE_DFLASH):
-        plan = shape_server(pair, variant, backend)
-        accept_length = ACCEPT_LENGTH if variant in (DFLASH, BUILT_IN_DFLASH) else None
-        run = partial(work.measure_speed, plan, CONCURRENCIES, accept_length)
-        parts.append(Part(f"speed/{pair.name}/{variant}", (plan,), run, 240))
-    return parts
-
-
-def profile_parts(pair: Pair, backend: str) -> list[Part]:
-    parts = []
-    for variant in (DFLASH, BUILT_IN_DFLASH):
-        plan = shape_server(pair, variant, backend)
-        run = partial(work.profile, plan, PROFILED_CONCURRENCIES, SCRATCH / "traces")
-        parts.append(Part(f"profile/{pair.name}/{variant}", (plan,), run, 200))
-    return parts
-
-
-def test_parts() -> list[Part]:
-    return [
-        Part(f"tests/{file.stem}", (), partial(work.run_tests, file.relative_to(ROOT)), 120)
-        for file in sorted((ROOT / "test" / "srt").glob("test_*.py"))
-        if "pytest.mark.gpu" in file.read_text() or "against_twin" in file.read_text()
-    ]
-
-
-def lossless_parts(backend: str) -> list[Part]:
-    """Check losslessness without graphs; `rehearsed_parts` does it with graphs."""
-    plans = bundled_servers(backend)
-    return [Part("lossless/eager", plans, partial(work.check_lossless, plans), 200)]
-
-
-def shape_server(pair: Pair, variant: str, backend: str) -> Plan:
-    """Plan a server with dummy weights in a real model's shape."""
-    folder = SCRATCH / pair.name
-    arguments = ["--model-path", str(folder / "target"), "--load-format", "dummy", "--skip-tokenizer-init"]
-    arguments += ["--dtype", "bfloat16", "--attention-backend", backend]
-    # The same limits for all: every request of every part fits, so none is retracted. Prefill graphs would
-    # only lengthen the start.
-    arguments += ["--max-running-requests", "48", "--max-total-tokens", "131072"]
-    arguments += ["--cuda-graph-max-bs-decode", "48", "--disable-prefill-cuda-graph"]
-    if variant == NO_SPECULATION:
-        return Plan(variant, tuple(arguments), dict(OURS))
-    arguments += _dflash(folder / "draft", backend)
-    if variant == ADAPTIVE_DFLASH:
-        return Plan(variant, (*arguments, "--speculative-adaptive"), dict(OURS))
-    switch = OURS if variant == DFLASH else BUILT_IN
-    return Plan(variant, tuple(arguments), switch | SIMULATION)
-
-
-def _bundled_target(backend: str, target: Path = TARGET, graphs: bool = True) -> list[str]:
-    arguments = ["--model-path", _from_root(target), "--dtype", "bfloat16", "--attention-backend", backend]
-    arguments += [
-        "--max-total-tokens",
-        "65536",
-        "--max-running-requests",
-        "16",
-        "--disable-prefill-cuda-graph",
-    ]
-    # No longer than the bundled drafts' windows: every backend counts them alike then.
-    arguments += ["--context-length", "1024"]
-    # A small model in a JSON grammar otherwise goes on with white space for ever.
-    arguments += ["--constrained-json-disable-any-whitespace"]
-    return arguments + (["--cuda-graph-max-bs-decode", "16"] if graphs else ["--disable-decode-cuda-graph"])
-
-
-def bundled_servers(backend: str) -> tuple[Plan, ...]:
-    """Plan the bundled target alone, then with each bundled draft: bf16, no graphs."""
-    arguments = _bundled_target(backend, graphs=False)
-    drafts = [_dflash(_from_root(draft), backend) for draft in (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT)]
-    return (
-        Plan(NO_SPECULATION, tuple(arguments), dict(OURS)),
-        *(Plan(DFLASH, tuple(arguments + draft), dict(OURS)) for draft in drafts),
-    )
-
-
-def _dflash(draft: str | Path, backend: str) -> list[str]:
-    # On a CPU there is no choice, and the plugin refuses the flag's other values.
-    choice = [] if backend == "torch_native" else ["--speculative-draft-attention-backend", backend]
-    return [*dflash_arguments(draft), *choice]
-
-
-def _from_root(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def estimate_table(plans: Sequence[Plan]) -> str:
+    """Tabulate the estimated seconds of the plans that have a time limit."""
+    lines, total = [], float(estimates.PREPARATION_S)
+    lines.append(f"{estimates.PREPARATION_S:6.0f} s  machine, transfers, unpacking, smoke test")
+    for plan in plans:
+        if plan.seconds is None:
+            continue
+        total += plan.measured_seconds
+        lines.append(f"{plan.measured_seconds:6.0f} s  plan {plan.name}, stops at {plan.seconds} s")
+        for visit in plan.visits:
+            parts = ", ".join(f"{step.name.rsplit('/', 1)[1]} {step.seconds:.0f}" for step in visit.steps[1:])
+            lines.append(f"{visit.seconds:6.0f} s    {visit.name}: start {visit.start_seconds:.0f}, {parts}")
+        starts = sum(visit.start_seconds for visit in plan.visits)
+        wanted = sum(check.seconds for check in plan.checks)
+        lines.append(
+            f"            in the background: {wanted:.0f} s of {len(plan.checks)} checks, "
+            f"several at a time, in {starts:.0f} s of starts"
+        )
+    lines.append(f"{total:6.0f} s  in all, {total / 60:.1f} minutes")
+    return "\n".join(lines)

@@ -5,7 +5,7 @@ speed does not depend on their values, and no checkpoint has to reach the machin
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 
@@ -23,10 +23,31 @@ class Model:
 
 
 @dataclass(frozen=True)
+class HybridModel(Model):
+    """A decoder whose layers are GatedDeltaNet, but every `full_attention_interval`-th."""
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    full_attention_interval: int
+
+    @property
+    def layer_types(self) -> list[str]:
+        period = self.full_attention_interval
+        return [
+            "linear_attention" if (layer + 1) % period else "full_attention"
+            for layer in range(self.num_hidden_layers)
+        ]
+
+
+@dataclass(frozen=True)
 class Pair:
     """A target and its DFlash draft.
 
-    block_size counts the anchor. target_layer_ids are 0-based outputs.
+    block_size counts the anchor. target_layer_ids are 0-based outputs. limits: arguments of its servers that
+    bound requests and tokens.
     """
 
     name: str
@@ -37,6 +58,9 @@ class Pair:
     mask_token_id: int
     target_config: dict
     rope_theta: float
+    limits: tuple[str, ...]
+    draft_config: dict = field(default_factory=dict)
+    dflash_config: dict = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write both config.json files, to `folder`/target and `folder`/draft."""
@@ -47,17 +71,50 @@ class Pair:
             "model_type": "qwen3",
             "block_size": self.block_size,
             "num_target_layers": self.target.num_hidden_layers,
-            "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids},
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": self.target_layer_ids,
+                **self.dflash_config,
+            },
             "layer_types": ["full_attention"] * self.draft.num_hidden_layers,
             "max_position_embeddings": self.target_config["max_position_embeddings"],
         }
+        target = common | asdict(self.target) | self.target_config
+        if isinstance(self.target, HybridModel):
+            target["layer_types"] = self.target.layer_types
         for name, config in (
-            ("target", common | asdict(self.target) | self.target_config),
-            ("draft", common | asdict(self.draft) | draft),
+            ("target", target),
+            ("draft", common | asdict(self.draft) | draft | self.draft_config),
         ):
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / "config.json").write_text(json.dumps(config, indent=1))
 
+
+def shrunk(pair: Pair) -> Pair:
+    """Return a pair of the same kind that a CPU runs: narrow, few layers, few requests.
+
+    Vocabulary, block and config fields stay, so that requests and checks are the same.
+    """
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    target = replace(pair.target, **small, num_hidden_layers=4, head_dim=32)
+    if isinstance(target, HybridModel):
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        target = replace(target, **heads, linear_key_head_dim=32, linear_value_head_dim=32)
+    draft = replace(pair.draft, **small, num_hidden_layers=1, head_dim=32)
+    changed = {"layer_types": ["sliding_attention"]} if "layer_types" in pair.draft_config else {}
+    few = ("--max-running-requests", "4", "--max-total-tokens", "8192")
+    return replace(
+        pair,
+        target=target,
+        draft=draft,
+        target_layer_ids=(1, 2),
+        limits=few,
+        draft_config=pair.draft_config | changed,
+    )
+
+
+# 96 requests of 1536 tokens, or 4 of 25,000.
+DENSE_LIMITS = ("--max-running-requests", "96", "--max-total-tokens", "230000")
 
 # Qwen/Qwen3-8B and z-lab/Qwen3-8B-DFlash-b16.
 QWEN3_8B = Pair(
@@ -73,6 +130,7 @@ QWEN3_8B = Pair(
         "max_position_embeddings": 40960,
     },
     rope_theta=1e6,
+    limits=DENSE_LIMITS,
 )
 
 # meta-llama/Llama-3.1-8B with a draft of the same kind: its depth and block, the target's widths.
@@ -97,6 +155,49 @@ LLAMA_3_1_8B = Pair(
         },
     },
     rope_theta=5e5,
+    limits=DENSE_LIMITS,
 )
 
-PAIRS = (QWEN3_8B, LLAMA_3_1_8B)
+# Qwen/Qwen3.8-27B, text only, and z-lab/Qwen3.8-27B-DFlash2. Weights are 53.8 and 3.8 GB in bfloat16. A
+# request's recurrent states and their copies while a block is verified are large: in bfloat16, 4 requests fit
+# beside the weights on 80 GB.
+QWEN3_8_27B = Pair(
+    name="qwen3.8-27b",
+    target=HybridModel(64, 5120, 17408, 24, 4, 256, 248320, 16, 48, 128, 128, 4, 4),
+    draft=Model(5, 5120, 17408, 32, 8, 128, 248320),
+    block_size=8,
+    target_layer_ids=(5, 19, 33, 47, 61),
+    mask_token_id=248070,
+    target_config={
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "max_position_embeddings": 262144,
+        "attn_output_gate": True,
+        "output_gate_type": "swish",
+        "mamba_ssm_dtype": "float32",
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+    },
+    rope_theta=1e7,
+    limits=(
+        *("--max-running-requests", "4", "--max-total-tokens", "40960"),
+        *("--mamba-ssm-dtype", "bfloat16"),
+    ),
+    draft_config={
+        "architectures": ["DFlash2DraftModel"],
+        "layer_types": ["sliding_attention"] * 5,
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+        "is_causal": False,
+    },
+    dflash_config={"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
+)
+
+DENSE_PAIRS = (QWEN3_8B, LLAMA_3_1_8B)
+PAIRS = (*DENSE_PAIRS, QWEN3_8_27B)

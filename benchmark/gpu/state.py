@@ -6,16 +6,19 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from gpu import page
 from gpu.plans import Part
 from serving import ROOT
 
+AnyPart = TypeVar("AnyPart", bound=Part)
 PACKAGES = ("sglang", "sglang-dflash", "torch", "triton", "flashinfer-python")
 
 
@@ -31,7 +34,7 @@ class Results:
     """
 
     def __init__(self, path: Path, setting: dict | None):
-        self._path = path
+        self._path, self._lock = path, threading.RLock()
         self._source = source_fingerprint()
         setting = setting or {}
         self.data = {**setting, "invocations": [], "planned": [], "parts": {}}
@@ -43,7 +46,7 @@ class Results:
             if other:
                 raise OtherRun(f"{file.name} is of another run (use --name or --restart): {'; '.join(other)}")
 
-    def pending(self, parts: Sequence[Part], retry_failed: bool) -> list[Part]:
+    def pending(self, parts: Sequence[AnyPart], retry_failed: bool) -> list[AnyPart]:
         """List parts without a result, or with a result from other code of ours."""
         records = self.data["parts"]
         return [
@@ -55,27 +58,34 @@ class Results:
         ]
 
     def store(self, part: Part, outcome: dict, seconds: float) -> None:
-        """Record a part. outcome: {"result": its return value} or {"error": why it has none}."""
+        """Record a part; threads may call it at once.
+
+        outcome: {"result": its return value} or {"error": why it has none}.
+        """
         record = {"date": str(date.today()), "seconds": round(seconds, 1), **outcome}
         record["source"] = self._source if part.runs_our_code else None
         if "error" in record:
             record["error"] = without_folders(record["error"])
         elif "problems" in record["result"]:
             record["result"]["problems"] = [without_folders(line) for line in record["result"]["problems"]]
-        record["commands"] = [plan.command() for plan in part.servers]
-        self.data["parts"][part.name] = record
-        self.write([part.name])
+        record["commands"] = [spec.command() for spec in part.servers]
+        record["estimated_seconds"] = round(part.seconds, 1)
+        with self._lock:
+            self.data["parts"][part.name] = record
+            self.write([part.name])
 
     def write(self, names: Sequence[str] = (), invocation: str | None = None) -> None:
         """Write both files. names: of all parts, so that the page lists the missing ones."""
-        if invocation is not None:
-            self.data["invocations"].append(invocation)
-        self.data["planned"] = list(dict.fromkeys([*self.data["planned"], *names]))
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix, text in ((".json", json.dumps(self.data, indent=1)), (".md", page.markdown(self.data))):
-            partial = self._path.with_suffix(suffix + ".part")
-            partial.write_text(text + "\n" if suffix == ".json" else text)
-            os.replace(partial, self._path.with_suffix(suffix))
+        with self._lock:
+            if invocation is not None:
+                self.data["invocations"].append(invocation)
+            self.data["planned"] = list(dict.fromkeys([*self.data["planned"], *names]))
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            texts = {".json": json.dumps(self.data, indent=1) + "\n", ".md": page.markdown(self.data)}
+            for suffix, text in texts.items():
+                partial = self._path.with_suffix(suffix + ".part")
+                partial.write_text(text)
+                os.replace(partial, self._path.with_suffix(suffix))
 
 
 def problems_of(record: dict) -> list[str]:

@@ -1,6 +1,7 @@
 """One decoding cycle in a torch profiler trace: GPU time, gaps, launches."""
 
 import bisect
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -11,7 +12,26 @@ GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 HOST_CALLS = {"cuda_runtime", "cuda_driver"}
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 STEP = "step["  # SGLang names each forward: step[VERIFY bs=4], step[DRAFT bs=4], step[DECODE bs=4]
-SHOWN_GAPS, SHOWN_KERNELS = 5, 10
+SHOWN_GAPS, SHOWN_KERNELS = 5, 60
+# Templates that every kernel of a library is launched through: only their arguments tell one from another.
+WRAPPERS = re.compile(
+    r"cutlass::(device_kernel|Kernel2?)$|enable_sm\w*$|(vectorized_|unrolled_|index_)?elementwise_kernel\w*$"
+    r"|reduce_kernel$|gpu_kernel_impl\w*$"
+)
+PLAIN_TYPES = {
+    "int",
+    "bool",
+    "float",
+    "double",
+    "char",
+    "long",
+    "unsigned",
+    "void",
+    "const",
+    "short",
+    "true",
+    "false",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +60,7 @@ def summarize(trace: dict, step: str) -> dict:
       kernels: of the GPU, copies and fills included. launches, waits: host calls, by name.
       forward_us: GPU time by the forward that launched it; "between": launched by no forward.
       gaps: the longest gaps between launches: the GPU's work before and after, count, duration.
-      top_kernels: name, count, duration.
+      kernel_table: forward, name, count, duration of the SHOWN_KERNELS that take longest.
     Raises ValueError if the trace does not hold two such forwards.
     """
     events = sorted((e for e in trace["traceEvents"] if e.get("ph") == "X"), key=lambda e: e["ts"])
@@ -72,8 +92,9 @@ def summarize(trace: dict, step: str) -> dict:
                     gaps[_short(latest.name), _short(item.name)].append(gap)
             latest = max(latest, item, key=lambda w: w.end)
         for item in inside:
-            by_forward[item.forward["name"] if item.forward else "between"] += item.end - item.start
-            kernels[_short(item.name)].append(item.end - item.start)
+            forward = item.forward["name"] if item.forward else "between"
+            by_forward[forward] += item.end - item.start
+            kernels[forward, _short(item.name)].append(item.end - item.start)
         walls.append(end - begin)
         in_graph.append(idle[True])
         between.append(idle[False])
@@ -92,9 +113,9 @@ def summarize(trace: dict, step: str) -> dict:
             {"before": before, "after": after, "times": len(each) / count, "us": sum(each) / count}
             for (before, after), each in _longest(gaps, SHOWN_GAPS)
         ],
-        "top_kernels": [
-            {"name": name, "times": len(each) / count, "us": sum(each) / count}
-            for name, each in _longest(kernels, SHOWN_KERNELS)
+        "kernel_table": [
+            {"forward": forward, "name": name, "times": len(each) / count, "us": sum(each) / count}
+            for (forward, name), each in _longest(kernels, SHOWN_KERNELS)
         ],
     }
 
@@ -124,6 +145,21 @@ def _longest(groups: dict, shown: int) -> list[tuple]:
     return sorted(groups.items(), key=lambda item: -sum(item[1]))[:shown]
 
 
+def forwards(trace: dict) -> dict[str, int]:
+    """Count a trace's forwards on the host, by name."""
+    names = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"]
+    return dict(Counter(name for name in names if name.startswith(STEP)))
+
+
 def _short(name: str) -> str:
-    """Shorten a kernel's name, which may be a template of hundreds of characters."""
-    return name if len(name) <= 72 else name[:69] + "..."
+    """Return a kernel's name without template arguments and parameters.
+
+    A wrapper's name is followed by the first name in its arguments that is none.
+    """
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    base = re.split(r"[<(]", name, maxsplit=1)[0].strip()
+    if WRAPPERS.search(base):
+        inner = re.findall(r"[A-Za-z_][\w:]*", name[len(base) :])
+        told = [found for found in inner if found not in PLAIN_TYPES and not WRAPPERS.search(found)]
+        base += f"<{told[0]}>" if told else ""
+    return base if len(base) <= 120 else base[:117] + "..."

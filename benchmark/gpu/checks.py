@@ -1,63 +1,32 @@
-"""Work of the parts, each with its own servers, and their results."""
+"""Checks: the bundled pairs with the real kernels, and the suite's tests marked gpu."""
 
 import contextlib
-import gzip
 import json
 import math
-import random
+import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
 from bench import Load
 from gpu.limit import OutOfTime, TimeLimit
-from gpu.trace import summarize
-from serving import Server, heldout_prompts, serve, text_prompts
+from gpu.measure import GPU_SIZES, Sizes, running
+from serving import Server, heldout_prompts, text_prompts
 
-PROMPT_TOKENS, NEW_TOKENS = 1024, 512
-REPEATS = 2
-START_TIMEOUT_S = 480  # kernels are compiled on their first use
-# A simulated accept length holds except for the last block of a request, which is cut at its end.
-ACCEPT_LENGTH_SLACK = 0.2
-PROFILED_STEPS = 30
-LOG_END = 6000  # characters of a server's log that an error carries
 # Two ways of batching the same bf16 sums may round differently in every layer. The bundled target's logits
 # are 1/16 apart in bf16. Up to four such steps between its best two tokens is a near-tie, as in the tests.
 NEAR_TIE = 0.25
 # Share of the accept length on a CPU, in bf16 as here, with the same prompts and draft. The target's
 # near-ties may be resolved differently; drafts that attend to the wrong rows lose more.
 LEAST_OF_EXPECTED = 0.97
-# Log lines of this plugin's worker when it is built.
-DRAFTERS = ("DFlashDrafter", "DFlash2Drafter", "PEagleDrafter")
-WORKER_LINES = tuple(f"DFlashWorker with {drafter}: block size" for drafter in DRAFTERS)
 # SGLang is no reference for these: under overlap scheduling its counts are a token behind.
 PENALTIES = {"frequency_penalty": 0.6, "presence_penalty": 0.3}
 RANKED = 128  # of a position's tokens, the likeliest, among which a penalised choice is looked for
-
-
-@contextlib.contextmanager
-def running(plan, limit: TimeLimit) -> Iterator[Server]:
-    """Run the plan's server; raise RuntimeError for a wrong variant or an error."""
-    with serve(*plan.arguments, env=plan.environment, timeout=START_TIMEOUT_S) as server:
-        limit.guard(server.process)
-        log = server.log()
-        if any(line in log for line in WORKER_LINES) != plan.is_ours:
-            raise RuntimeError(f"not a server of {plan.variant}; its log ends:\n{log[-2000:]}")
-        try:
-            yield server
-        except Exception as error:
-            # The log goes with the server, and says why it stopped answering.
-            raise RuntimeError(
-                f"{type(error).__name__}: {error}; the server's log ends:\n{server.log()[-LOG_END:]}"
-            ) from error
 
 
 def run_tests(file: Path, limit: TimeLimit) -> dict:
@@ -65,7 +34,7 @@ def run_tests(file: Path, limit: TimeLimit) -> dict:
 
     Interrupted at the time limit, it can still end the servers that its fixtures started.
     """
-    report = Path("build/gpu/junit.xml")
+    report = Path("build/gpu") / f"{file.stem}.xml"
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(file), f"--junitxml={report}"]
@@ -95,108 +64,33 @@ def read_junit(xml: str) -> dict:
     return {**counts, "problems": problems}
 
 
-def measure_speed(plan, concurrencies: Sequence[int], accept_length: float | None, limit: TimeLimit) -> dict:
-    """Return {"loads": a `bench.Load` per concurrency, repeats together}.
-
-    An adaptive server adds "widths", its report after each load. accept_length: the simulated one.
-    """
-    loads, problems, widths = [], [], []
-    with running(plan, limit) as server:
-        for concurrency in concurrencies:
-            load = _measure(server, plan.variant, concurrency, REPEATS)
-            loads.append(asdict(load))
-            if accept_length and abs((load.accept_length or 0) - accept_length) > ACCEPT_LENGTH_SLACK:
-                got = f"accept length {load.accept_length} at concurrency {concurrency}"
-                problems.append(f"{got}, but the server simulates {accept_length} accepted tokens per block")
-            widths.append(_said_of_widths(server))
-    return {"loads": loads, "problems": problems} | ({"widths": widths} if any(widths) else {})
-
-
-def _said_of_widths(server: Server) -> dict:
-    return server.get("/server_info")["internal_states"][0].get("speculative_width", {})
-
-
-def _measure(server: Server, name: str, concurrency: int, repeats: int) -> Load:
-    """Time greedy requests of random token ids, two rounds of `concurrency`, as a whole."""
-    requests = random_requests(max(4, 2 * concurrency), NEW_TOKENS)
-    server.generate_many(random_requests(concurrency, 64, seed=1), concurrency)  # warm up
-    seconds, answers = 0.0, []
-    for _ in range(repeats):
-        server.flush_cache()
-        start = time.perf_counter()
-        answers += server.generate_many(requests, concurrency)
-        seconds += time.perf_counter() - start
-    return Load.from_answers(name, concurrency, answers, seconds)
-
-
-def random_requests(count: int, new_tokens: int, seed: int = 0) -> list[dict]:
-    """Make `count` prompts without a common prefix, of ids that every vocabulary here has."""
-    draw = random.Random(seed)
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    prompts = ([draw.randrange(1000, 100_000) for _ in range(PROMPT_TOKENS)] for _ in range(count))
-    return [{"input_ids": prompt, "sampling_params": sampling} for prompt in prompts]
-
-
-def profile(plan, concurrencies: Sequence[int], folder: Path, limit: TimeLimit) -> dict:
-    """Return {"profiles": [a `trace.summarize` per concurrency]}; keep trace files."""
-    profiles = []
-    with running(plan, limit) as server:
-        for concurrency in concurrencies:
-            load = _measure(server, plan.variant, concurrency, 1)
-            traces = folder.absolute() / f"{plan.variant}-{concurrency}"
-            summary = summarize(_record_trace(server, concurrency, traces), f"step[VERIFY bs={concurrency}]")
-            profiles.append({"concurrency": concurrency, "load": asdict(load), **summary})
-    return {"profiles": profiles}
-
-
-def _record_trace(server: Server, concurrency: int, folder: Path) -> dict:
-    """Record a torch profiler trace of PROFILED_STEPS scheduler steps, all requests decoding."""
-    for old in folder.glob("*.trace.json.gz"):
-        old.unlink()
-    requests = random_requests(concurrency, 8 * NEW_TOKENS, seed=2)
-    load = threading.Thread(target=server.generate_many, args=(requests, concurrency))
-    load.start()
-    while load.is_alive() and not _all_decoding(server, concurrency):
-        time.sleep(0.05)
-    # Stacks and shapes would slow the host down several times over, and we measure the host.
-    options = {"activities": ["CPU", "GPU"], "with_stack": False, "record_shapes": False}
-    server.post("/start_profile", {"output_dir": str(folder), "num_steps": PROFILED_STEPS, **options})
-    load.join()  # the scheduler writes the trace between two of its steps
-    [file] = folder.glob("*.trace.json.gz")
-    return json.loads(gzip.decompress(file.read_bytes()))
-
-
-def _all_decoding(server: Server, concurrency: int) -> bool:
-    load = server.get("/v1/loads")["loads"][0]
-    return load["num_running_reqs"] == concurrency and load["num_waiting_reqs"] == 0
-
-
-def check_lossless(plans: Sequence, limit: TimeLimit) -> dict:
-    """Compare other plans' answers with the first's: {"drafts": a `compare` each}."""
-    sampling = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
-    requests = [{"text": prompt["text"], "sampling_params": sampling} for prompt in heldout_prompts()]
-    reference, *drafted = plans
+def check_lossless(servers: Sequence, sizes: Sizes, limit: TimeLimit) -> dict:
+    """Compare other servers' answers with the first's: {"drafts": a `compare` each}."""
+    sampling = {"temperature": 0, "max_new_tokens": sizes.text_tokens // 2, "ignore_eos": True}
+    texts = [prompt["text"] for prompt in heldout_prompts()][: sizes.texts]
+    requests = [{"text": text, "sampling_params": sampling} for text in texts]
+    reference, *drafted = servers
     with running(reference, limit) as server:
         scored = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
         expected = server.generate_many(scored, 16)
     drafts, problems = [], []
-    for plan in drafted:
-        with running(plan, limit) as server:
+    for spec in drafted:
+        with running(spec, limit) as server:
             found = compare(server.generate_many(requests, 16), expected)
-        name = Path(plan.arguments[plan.arguments.index("--speculative-draft-model-path") + 1]).name
+        name = draft_name(spec)
         drafts.append({"draft": name, **found})
         if wide := wide_of(found):
             problems.append(f"{name}: {len(wide)} answers differ where the target is near no tie: {wide[:3]}")
     return {"drafts": drafts, "problems": problems}
 
 
-def rehearsed_requests() -> tuple[list[dict], list[dict], list[dict]]:
+def rehearsed_requests(sizes: Sizes = GPU_SIZES) -> tuple[list[dict], list[dict], list[dict]]:
     """Return three lists: greedy requests, kinds on other code paths, penalised requests.
 
     The greedy ones are those of benchmark/acceptance.py. Every kind has one answer of the target.
     """
-    length = {"temperature": 0, "max_new_tokens": 128}
-    texts = [p["text"] for p in text_prompts()]
+    length = {"temperature": 0, "max_new_tokens": sizes.text_tokens}
+    texts = [p["text"] for p in text_prompts()][: sizes.texts]
     greedy = [{"text": text, "sampling_params": length} for text in texts]
     more = {"regex": "[a-z ]{8,48}"}, {"min_new_tokens": 40}, {"logit_bias": {"13": 1.5}}
     kinds = [
@@ -205,7 +99,7 @@ def rehearsed_requests() -> tuple[list[dict], list[dict], list[dict]]:
     ]
     with_prompt = {"return_logprob": True, "logprob_start_len": 0}
     penalized = [
-        {"text": text, "sampling_params": length | PENALTIES, **with_prompt} for text in texts[24:32]
+        {"text": text, "sampling_params": length | PENALTIES, **with_prompt} for text in texts[:32][-8:]
     ]
     return greedy, kinds, penalized
 
@@ -243,22 +137,27 @@ def _penalty(times: int) -> float:
     return PENALTIES["frequency_penalty"] * times + PENALTIES["presence_penalty"] * (times > 0)
 
 
-def check_rehearsed(reference, plan, known: Path, accept_length: float | None, limit: TimeLimit) -> dict:
+def check_rehearsed(
+    reference, server_spec, known: Path, accept_length: float | None, sizes: Sizes, limit: TimeLimit
+) -> dict:
     """Return {"drafts": [a `compare`], "kinds": differences, "penalized_gaps"}.
 
-    The plan's answers are compared with the target's own, which the file `known` keeps for all parts on a
+    The server's answers are compared with the target's own, which the file `known` keeps for all parts on a
     machine. accept_length: the expected one, from a CPU; None if it differs there.
     """
-    greedy, kinds, penalized = rehearsed_requests()
+    greedy, kinds, penalized = rehearsed_requests(sizes)
     scored = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in (*greedy, *kinds)]
     answered = json.loads(known.read_text()) if known.exists() else {}
     if answered.get("requests") != scored:
         with running(reference, limit) as server:
             answered = {"requests": scored, "answers": server.generate_many(scored, 16)}
         known.parent.mkdir(parents=True, exist_ok=True)
-        known.write_text(json.dumps(answered))
+        # Two checks of one target may run at once.
+        partial = known.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(answered))
+        os.replace(partial, known)
     expected = answered["answers"]
-    with running(plan, limit) as server:
+    with running(server_spec, limit) as server:
         answers = server.generate_many(greedy, 16)
         others = server.generate_many(kinds, 16)
         gaps = penalized_gaps(server, server.generate_many(penalized, 16))
@@ -268,7 +167,7 @@ def check_rehearsed(reference, plan, known: Path, accept_length: float | None, l
         ]
         sampled = server.generate_many(hot, 16)
     # Blocks cut at the end of an answer count whole, as in the figures of a CPU.
-    accepted = Load.from_answers(plan.variant, 16, answers, 1.0).accept_length
+    accepted = Load.from_answers(server_spec.variant, 16, answers, 1.0).accept_length
     found = {**compare(answers, expected[: len(greedy)]), "accept_length": accepted}
     of_kinds = compare(others, expected[len(greedy) :])["differences"]
     problems = (
@@ -286,13 +185,17 @@ def check_rehearsed(reference, plan, known: Path, accept_length: float | None, l
     ends = [answer["meta_info"]["finish_reason"] for answer in sampled]
     if broken := [end for end in ends if end.get("matched") == "NaN happened" or end["type"] == "abort"]:
         problems.append(f"{len(broken)} sampled requests ended with {broken[0]}")
-    draft = Path(plan.arguments[plan.arguments.index("--speculative-draft-model-path") + 1]).name
+    draft = draft_name(server_spec)
     return {
         "drafts": [{"draft": draft, **found}],
         "kinds": of_kinds,
         "penalized_gaps": gaps,
         "problems": problems,
     }
+
+
+def draft_name(spec) -> str:
+    return Path(spec.arguments[spec.arguments.index("--speculative-draft-model-path") + 1]).name
 
 
 def wide_of(found: dict) -> list[dict]:

@@ -1,0 +1,155 @@
+"""Times the host's part of each decode cycle in a rehearsed server, for `host_time.py`.
+
+Python imports this file at start-up if its folder is on PYTHONPATH. It runs the tests' server patches, which
+set the rehearsal's stage, and changes two things there. Graphs do nothing when they are replayed, and the
+time of stand-ins for kernels is taken out. What is left is the scheduler thread's CPU time for Python, plans
+and copies. HOST_TIME names the file that times are written to. HOST_TIME_PLAIN=1: no speculation.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import runpy
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+LATEST = 400  # cycles of which the figures are
+WRITE_EVERY_S = 0.5
+
+
+class Clock:
+    """CPU time of the calling thread without its operations of a GPU."""
+
+    def __init__(self):
+        self._spent, self._depth = 0.0, 0
+
+    def now(self) -> float:
+        return time.thread_time() - self._spent
+
+    @contextlib.contextmanager
+    def uncounted(self, name: str):
+        """Take the block out; in the rehearsal it is one operation on a GPU."""
+        self._depth += 1
+        begun = time.thread_time()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._spent += time.thread_time() - begun
+
+
+CLOCK = Clock()
+
+
+class Loop:
+    """Iterations of the scheduler's loop that launched a decode batch."""
+
+    def __init__(self):
+        self.seconds: dict[int, list[float]] = {}  # by batch size
+        self._begun, self._size = 0.0, None
+
+    def next(self) -> None:
+        now = CLOCK.now()
+        if self._size is not None:
+            self.seconds.setdefault(self._size, []).append(now - self._begun)
+        self._begun, self._size = now, None
+
+    def ran(self, batch) -> None:
+        self._size = len(batch.reqs) if batch.forward_mode.is_decode() else None
+
+    def summary(self) -> dict[str, dict]:
+        found = {}
+        for size, seconds in self.seconds.items():
+            latest = sorted(seconds[-LATEST:])
+            found[str(size)] = {
+                "cycles": len(seconds),
+                "ms": 1e3 * statistics.median(latest),
+                "ms_p10": 1e3 * latest[len(latest) // 10],
+                "ms_p90": 1e3 * latest[len(latest) * 9 // 10],
+            }
+        return found
+
+
+def watch_scheduler(module) -> None:
+    """Time every pass of the loop, from one look for new requests to the next."""
+    loop, scheduler = Loop(), module.Scheduler
+    ingest, run_batch = scheduler.ingest_requests, scheduler.run_batch
+
+    @functools.wraps(ingest)
+    def timed_ingest(self, *args, **kwargs):
+        loop.next()
+        return ingest(self, *args, **kwargs)
+
+    @functools.wraps(run_batch)
+    def noted_run(self, batch, *args, **kwargs):
+        loop.ran(batch)
+        return run_batch(self, batch, *args, **kwargs)
+
+    scheduler.ingest_requests, scheduler.run_batch = timed_ingest, noted_run
+    threading.Thread(target=_write, args=(loop,), daemon=True).start()
+
+
+def _write(loop: Loop) -> None:
+    path = Path(os.environ["HOST_TIME"])
+    while True:
+        time.sleep(WRITE_EVERY_S)
+        if loop.seconds:
+            partial = path.with_suffix(".part")
+            partial.write_text(json.dumps(loop.summary()))
+            os.replace(partial, path)
+
+
+def free_the_gpu(launches, graphs) -> None:
+    """Take the GPU's work out of the rehearsal."""
+
+    def replay(self, shape_key, *_, **__):
+        with CLOCK.uncounted("replay"):
+            self.replays[self._role] += 1
+            return self._outputs[shape_key]
+
+    launches.one_operation = CLOCK.uncounted
+    launches.watch_decode_steps = lambda worker: None
+    graphs.GraphBackend.replay = replay
+
+
+def set_a_plain_stage(stage, ledger) -> None:
+    """Set the stage of a server without speculation: SGLang's backend and graphs for the target."""
+    scene = stage.Scene.from_environment()
+
+    def build():
+        stage._interpret_triton()
+        attend = stage.flash_attn_with_kvcache
+
+        def attend_plainly(*args, **kwargs):
+            unread = ("scheduler_metadata", "max_seqlen_k", "sinks", "k_descale", "v_descale")
+            with CLOCK.uncounted("attention"):
+                return attend(*args, **{name: value for name, value in kwargs.items() if name not in unread})
+
+        stage.flash_attn_with_kvcache = attend_plainly
+        backend = {"flashinfer": stage._flashinfer, "fa3": stage._fa3}[scene.backend]()
+        stage._capture_graphs(scene.buckets)
+        return backend
+
+    def changed(change):
+        return dataclasses.replace(change, build=build) if change.key == "torch_native" else change
+
+    ledger.AT_LOAD = tuple(map(changed, ledger.AT_LOAD))
+
+
+if "HOST_TIME" in os.environ:
+    runpy.run_path(str(ROOT / "test" / "srt" / "support" / "server_patches" / "sitecustomize.py"))
+    sys.path.append(str(ROOT / "benchmark"))
+    from after_import import after_import
+    from support.rehearsal import graphs, launches, stage
+
+    free_the_gpu(launches, graphs)
+    if os.environ.get("HOST_TIME_PLAIN"):
+        stage.set_the_stage = functools.partial(set_a_plain_stage, stage)
+    after_import({"sglang.srt.managers.scheduler": watch_scheduler})
