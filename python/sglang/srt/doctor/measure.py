@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
 from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
 from sglang_dflash.srt.doctor.copies import blocks_with_copies
 from sglang_dflash.srt.doctor.findings import Finding, fault, note
@@ -269,10 +268,6 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
     from safetensors.torch import load_file
 
     config = pair.parsed.config
-    if isinstance(config, DFlash2DraftConfig):
-        raise BadInput(
-            f"{pair.draft.name}: a DFlash2 draft is examined by its files alone; leave out --measure"
-        )
     embedding = target.get_input_embeddings().weight.detach()
     head = target.get_output_embeddings().weight.detach()
     weights = {}

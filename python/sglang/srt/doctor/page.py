@@ -115,8 +115,11 @@ def _answers(measured: Measurement) -> Iterator[tuple[str, list[Span]]]:
 def _answer(number: int, prompt: str, spans: Sequence[Span]) -> str:
     tokens = []
     for kind, text, remark in spans:
-        tabbed = ' tabindex="0"' if kind == "b r" else ""
-        tokens.append(f'<span class="{kind}" data-r="{_text(remark)}"{tabbed}>{_text(text)}</span>')
+        more = ' tabindex="0"' if kind == "b r" else ""
+        # A line break has no area to colour or to hover, nor has a part of a character: page.css adds a mark.
+        if not text or text.isspace() and "\n" in text:
+            more += f' data-mark="{"⏎" if text else "·"}"'
+        tokens.append(f'<span class="{kind}" data-r="{_text(remark)}"{more}>{_text(text)}</span>')
     prompt = f'<span class="prompt">{_text(prompt)}</span>'
     return f"<article><h2>{number}</h2><pre>{prompt}{''.join(tokens)}</pre></article>"
 

@@ -1,18 +1,19 @@
 """The drafts in plain PyTorch, for `doctor --measure`.
 
 No cache and no engine: many blocks of one text at once. Simple rather than fast: a second implementation of
-both formats beside `models/dflash.py` and `models/peagle.py`, without SGLang's layers, kernels or attention.
-Attention runs over all rows of a forward with a mask. Tests compare it with the `speculators` library's own
-logits.
+the formats beside `models/dflash.py`, `models/dflash2.py` and `models/peagle.py`, without SGLang's layers,
+kernels or attention. Attention runs over all rows of a forward with a mask. Tests compare it with the
+`speculators` library's own logits, and DFlash2 with the tests' reference.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
+from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 
@@ -24,6 +25,14 @@ class Rows:
     positions: torch.Tensor  # [R] int64, for RoPE
     blocks: torch.Tensor  # [R] int64, the block of each row, -1 for none
     anchors: torch.Tensor  # [R] int64, the position before which a row of a block sees everything
+
+
+@dataclass(frozen=True)
+class DraftedBlocks:
+    """Blocks of N anchors, K tokens each; entry [i, k] is for the position anchors[i] + 1 + k."""
+
+    tokens: torch.Tensor  # [N, K] int64, target ids of the drafted tokens
+    logits: torch.Tensor  # [N, K, draft vocab] float32, given the text's own tokens before
 
 
 class PlainDraft:
@@ -61,18 +70,33 @@ class PlainDraft:
         ids = torch.arange(self._head.shape[0], device=self._head.device)
         return ids if self._offsets is None else ids + self._offsets
 
-    def logits(self, tokens: torch.Tensor, aux_hidden: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        """Compute draft logits.
+    def draft_blocks(
+        self, tokens: torch.Tensor, aux_hidden: torch.Tensor, anchors: torch.Tensor
+    ) -> DraftedBlocks:
+        """Draft the blocks after some tokens of a text.
 
         Args:
-            tokens: [T] int64.
+            tokens: [T] int64, target ids.
             aux_hidden: [T, num_aux * hidden], captured states; those from an anchor on are not read.
             anchors: [N] int64, positions of the newest tokens.
+        """
+        logits = self._base_logits(self.hidden_states(tokens, aux_hidden, anchors))
+        return DraftedBlocks(self.target_ids[logits.argmax(dim=-1)], logits)
 
-        Returns:
-            [N, K, draft vocab]; entry [i, k] predicts the token at position anchors[i] + 1 + k.
+    def hidden_states(
+        self, tokens: torch.Tensor, aux_hidden: torch.Tensor, anchors: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the states [N, K, hidden] of the drafting rows, after the final norm.
+
+        The arguments are those of `draft_blocks`.
         """
         raise NotImplementedError
+
+    def _base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [..., draft vocab], scaled and capped as the config says."""
+        logits = F.linear(hidden, self._head).float() * self.draft.output_multiplier
+        cap = self.draft.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _block_rows(self, anchors: torch.Tensor, offsets: torch.Tensor) -> Rows:
         positions = (anchors[:, None] + offsets).flatten()
@@ -88,9 +112,29 @@ class PlainDraft:
         and context [C, *] more input for keys and values, in front of the rows' own, or None.
         """
         name = f"layers.{layer}"
+
+        def attention(x: torch.Tensor) -> torch.Tensor:
+            return self._attend(layer, x, rows, keys, context)
+
+        def mlp(x: torch.Tensor) -> torch.Tensor:
+            gated = F.silu(self._linear(f"{name}.mlp.gate_proj", x))
+            return self._linear(f"{name}.mlp.down_proj", gated * self._linear(f"{name}.mlp.up_proj", x))
+
+        hidden = hidden + self._run_sublayer(f"{name}.attention_conv", attention, attention_input)
+        normed = self._norm(f"{name}.post_attention_layernorm", hidden)
+        return hidden + self._run_sublayer(f"{name}.mlp_conv", mlp, normed)
+
+    def _run_sublayer(
+        self, conv: str, sublayer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
+        """Run a sublayer on x [R, *]; `conv` names the tensors of a DFlash2 draft around it."""
+        return sublayer(x)
+
+    def _attend(self, layer: int, x: torch.Tensor, rows: Rows, keys: Rows, context) -> torch.Tensor:
+        name = f"layers.{layer}"
         heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
-        sources = attention_input if context is None else torch.cat((context, attention_input))
-        query = self._rotated(f"{name}.self_attn.q", attention_input, heads, rows.positions)
+        sources = x if context is None else torch.cat((context, x))
+        query = self._rotated(f"{name}.self_attn.q", x, heads, rows.positions)
         key = self._rotated(f"{name}.self_attn.k", sources, kv_heads, keys.positions)
         value = self._heads(f"{name}.self_attn.v_proj", sources, kv_heads)
         groups = heads // kv_heads
@@ -100,12 +144,7 @@ class PlainDraft:
             value.repeat_interleave(groups, dim=0),
             attn_mask=self._visible(layer, rows, keys),
         )
-        hidden = hidden + self._linear(f"{name}.self_attn.o_proj", attended.transpose(0, 1).flatten(1))
-        normed = self._norm(f"{name}.post_attention_layernorm", hidden)
-        gated = F.silu(self._linear(f"{name}.mlp.gate_proj", normed)) * self._linear(
-            f"{name}.mlp.up_proj", normed
-        )
-        return hidden + self._linear(f"{name}.mlp.down_proj", gated)
+        return self._linear(f"{name}.self_attn.o_proj", attended.transpose(0, 1).flatten(1))
 
     def _visible(self, layer: int, rows: Rows, keys: Rows) -> torch.Tensor:
         """Return [R, keys] bool, True if a row of this layer sees a key."""
@@ -142,7 +181,7 @@ class PlainDraft:
 class PlainDFlash(PlainDraft):
     """DFlash: only blocks have rows, and every layer's context is the target's fused states."""
 
-    def logits(self, tokens, aux_hidden, anchors):
+    def hidden_states(self, tokens, aux_hidden, anchors):
         draft, device = self.draft, tokens.device
         context = self._norm("hidden_norm", self._linear("fc", aux_hidden))
         rows = self._block_rows(anchors, torch.arange(draft.block_size, device=device))
@@ -154,10 +193,69 @@ class PlainDFlash(PlainDraft):
         for layer in self.layer_order:
             normed = self._norm(f"layers.{layer}.input_layernorm", hidden)
             hidden = self._run_layer(layer, hidden, normed, rows, keys, context)
-        hidden = self._norm("norm", hidden).view(*ids.shape, -1)[:, draft.num_idle_rows :][
-            :, : draft.speculative_tokens
+        hidden = self._norm("norm", hidden).view(*ids.shape, -1)
+        return hidden[:, draft.num_idle_rows :][:, : draft.speculative_tokens]
+
+
+class PlainDFlash2(PlainDFlash):
+    """DFlash2: DFlash with convolutions along the block and a selector.
+
+    The selector chains the block's tokens: it scores candidates by the token before them.
+    `codebooks` names the selector's tables, of the token before and of the candidate, and may be changed as
+    `mask_token_id` may. None leaves the selector out.
+    """
+
+    draft: DFlash2DraftConfig
+    codebooks: tuple[str, str] | None = ("predecessor", "successor")
+
+    def draft_blocks(self, tokens, aux_hidden, anchors):
+        hidden = self.hidden_states(tokens, aux_hidden, anchors)
+        logits = self._base_logits(hidden)
+        if self.codebooks is None:
+            return DraftedBlocks(logits.argmax(dim=-1), logits)
+        unary, ids = logits.topk(self.draft.selector_top_k, dim=-1)
+        gate = self._linear("candidate_selector.hidden_projection", hidden).float()
+        path, previous = [], tokens[anchors]
+        for slot in range(hidden.shape[1]):
+            scores = self._scores(gate[:, slot], previous, ids[:, slot], unary[:, slot])
+            previous = ids[:, slot].gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
+            path.append(previous)
+        before = anchors[:, None] + torch.arange(hidden.shape[1], device=anchors.device)
+        scores = self._scores(gate, tokens[before.clamp(max=len(tokens) - 1)], ids, unary)
+        # Scores are trained among the candidates alone. So these share the probability that the base logits
+        # give to all of them, and every other token keeps its own: none has probability zero.
+        scores = scores + unary.logsumexp(-1, keepdim=True) - scores.logsumexp(-1, keepdim=True)
+        return DraftedBlocks(torch.stack(path, dim=1), logits.scatter(-1, ids, scores))
+
+    def _scores(self, gate, previous, ids, unary) -> torch.Tensor:
+        """Return the scores [..., K] of candidates after the tokens `previous` [...].
+
+        gate: [..., rank], the projected hidden states. ids, unary: [..., K], the candidates and their logits.
+        """
+        assert self.codebooks is not None
+        before, after = (self._weights[f"candidate_selector.{name}_codebook"] for name in self.codebooks)
+        query = before[previous].float() * gate
+        return unary + (after[ids].float() @ query[..., None])[..., 0]
+
+    def _run_sublayer(self, conv, sublayer, x):
+        taps = self.draft.conv_kernel_size
+        if not taps:
+            return sublayer(x)
+        # [R, 2, taps, hidden]: what each row adds to the kernels, the same for the channels of a group.
+        added = self._linear(f"{conv}.kernel_projection", x).view(len(x), 2, taps, -1)
+        kernels = self._weights[f"{conv}.base_kernel"] + added.repeat_interleave(
+            self.draft.conv_group_size, dim=-1
+        )
+        return self._convolve(sublayer(self._convolve(x, kernels[:, 0])), kernels[:, 1])
+
+    def _convolve(self, x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+        """Convolve rows x [R, hidden] along their blocks by kernels [R, taps, hidden]."""
+        blocks = x.view(-1, self.draft.block_size, x.shape[-1])
+        shifted = [
+            F.pad(blocks, (0, 0, tap, 0))[:, : blocks.shape[1]].reshape(x.shape)
+            for tap in range(kernels.shape[1])
         ]
-        return F.linear(hidden, self._head)
+        return (kernels * torch.stack(shifted, dim=1)).sum(dim=1)
 
 
 class PlainPEagle(PlainDraft):
@@ -165,7 +263,7 @@ class PlainPEagle(PlainDraft):
 
     draft: PEagleDraftConfig
 
-    def logits(self, tokens, aux_hidden, anchors):
+    def hidden_states(self, tokens, aux_hidden, anchors):
         drafted, device, last = self.draft.speculative_tokens, tokens.device, int(anchors.max())
         # Row p holds the token at p + 1 and the state at p, so row anchor - 1 holds the newest token.
         places = torch.arange(last, device=device)
@@ -190,7 +288,7 @@ class PlainPEagle(PlainDraft):
             hidden = self._run_layer(layer, hidden, attention_input, rows, rows, None)
         first = hidden[anchors - 1][:, None]
         hidden = torch.cat((first, hidden[last:].view(len(anchors), drafted - 1, hidden.shape[-1])), dim=1)
-        return F.linear(self._norm("norm", hidden), self._head)
+        return self._norm("norm", hidden)
 
     def _fuse(self, states: torch.Tensor) -> torch.Tensor:
         if self.draft.norm_before_fc:
@@ -203,7 +301,9 @@ class PlainPEagle(PlainDraft):
 
 def plain_draft(draft: DFlashDraftConfig, *args) -> PlainDraft:
     """Build the plain model of a draft, with the arguments of PlainDraft."""
-    return (PlainPEagle if isinstance(draft, PEagleDraftConfig) else PlainDFlash)(draft, *args)
+    if isinstance(draft, PEagleDraftConfig):
+        return PlainPEagle(draft, *args)
+    return (PlainDFlash2 if isinstance(draft, DFlash2DraftConfig) else PlainDFlash)(draft, *args)
 
 
 def _after(first: Rows, second: Rows) -> Rows:

@@ -1,19 +1,20 @@
-"""Other readings of a checkpoint's layer ids, layer order and mask token.
+"""Other readings of a checkpoint's layer ids, layer order, mask token and selector.
 
 Acceptance does not distinguish neighbouring layers of a target: it moves by a few percent, in either
 direction. The likelihood that the draft gives to the target's tokens does, over the same positions, if there
 are enough of them.
 """
 
+import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
-from sglang_dflash.srt.doctor.plain_drafts import PlainDraft
+from sglang_dflash.srt.doctor.plain_drafts import PlainDFlash2, PlainDraft
 
 # A draft that has seen little of a text is over-confident on it, and any blur of its input then looks like an
 # improvement. So each reading is compared at the temperature that suits it best.
@@ -48,7 +49,7 @@ class Reading:
     """One way to read the checkpoint.
 
     `problem` and `advice` describe the fault if this reading is the right one. `shift` is added to the layer
-    ids; the other fields replace what the config says.
+    ids, and `changes` are attributes that the plain draft gets.
     """
 
     label: str
@@ -56,8 +57,7 @@ class Reading:
     advice: str = ""
     shift: int = 0
     reversed_states: bool = False
-    layer_order: tuple[int, ...] | None = None
-    mask_token_id: int | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     def boundaries(self, layer_ids: Sequence[int]) -> list[int]:
         """Return indices into a text's states, in the order of their concatenation."""
@@ -86,13 +86,35 @@ def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Readi
     if order != tuple(range(depth)):
         problem = "the draft fits better with its own layers in reversed order"
         advice = "Rename layers.* of the checkpoint, which were saved last to first"
-        found.append(Reading("draft layers reversed", problem, advice, layer_order=order))
+        found.append(Reading("draft layers reversed", problem, advice, changes={"layer_order": order}))
     for token_id, name in mask_tokens.items():
         if token_id != draft.mask_token_id:
             problem = f"the draft fits better with {name} ({token_id}) as its mask token"
             advice = f"Set mask_token_id to {token_id}"
-            found.append(Reading(f"mask token {name}", problem, advice, mask_token_id=token_id))
+            found.append(Reading(f"mask token {name}", problem, advice, changes={"mask_token_id": token_id}))
+    if isinstance(draft, PlainDFlash2):
+        found += _selector_readings(draft)
     return found
+
+
+def _selector_readings(draft: PlainDFlash2) -> list[Reading]:
+    assert draft.codebooks is not None
+    swapped = {"codebooks": draft.codebooks[::-1]}
+    return [
+        Reading(
+            "selector codebooks swapped",
+            "the draft fits better with its selector's codebooks swapped",
+            "Swap predecessor_codebook and successor_codebook in the checkpoint",
+            changes=swapped,
+        ),
+        Reading(
+            "selector left out",
+            "the draft fits better without its selector",
+            "The tensors candidate_selector.* are damaged, in another layout or another draft's: fetch the "
+            "draft again",
+            changes={"codebooks": None},
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -117,26 +139,24 @@ def draft_everywhere(draft: PlainDraft, text: Text, reading: Reading) -> Drafts:
     draft_ids = torch.full((draft.draft.vocab_size,), -1, device=device)
     draft_ids[target_ids] = torch.arange(len(target_ids), device=device)
     first = max(text.prompt_length, 1)
-    configured = draft.mask_token_id, draft.layer_order
-    draft.mask_token_id = configured[0] if reading.mask_token_id is None else reading.mask_token_id
-    draft.layer_order = reading.layer_order or configured[1]
+    draft = copy.copy(draft)  # shares its weights
+    for name, value in reading.changes.items():
+        setattr(draft, name, value)
     tokens, nll = [], []
-    try:
-        for anchors in torch.arange(first, end - 1, device=device).split(_ANCHORS_AT_ONCE):
-            logits = draft.logits(text.tokens, aux_hidden, anchors).float()
-            tokens.append(target_ids[logits.argmax(dim=-1)])
-            positions = anchors[:, None] + 1 + torch.arange(logits.shape[1], device=device)
-            # The target's choice after the anchor, and the text after it if it continues with that choice.
-            wanted = text.tokens[positions.clamp(max=end - 1)]
-            continues = wanted[:, :1] == text.choices[anchors, None]
-            wanted[:, 0] = text.choices[anchors]
-            ids = draft_ids[wanted]
-            known = (positions < end) & (ids >= 0) & (continues | (positions == anchors[:, None] + 1))
-            chosen = logits.gather(-1, ids.clamp(min=0)[..., None])[..., 0]
-            by_temperature = [torch.logsumexp(logits / t, dim=-1) - chosen / t for t in TEMPERATURES]
-            nll.append(torch.stack(by_temperature).where(known, math.nan))
-    finally:
-        draft.mask_token_id, draft.layer_order = configured
+    for anchors in torch.arange(first, end - 1, device=device).split(_ANCHORS_AT_ONCE):
+        drafted = draft.draft_blocks(text.tokens, aux_hidden, anchors)
+        tokens.append(drafted.tokens)
+        logits = drafted.logits
+        positions = anchors[:, None] + 1 + torch.arange(logits.shape[1], device=device)
+        # The target's choice after the anchor, and the text after it if it continues with that choice.
+        wanted = text.tokens[positions.clamp(max=end - 1)]
+        continues = wanted[:, :1] == text.choices[anchors, None]
+        wanted[:, 0] = text.choices[anchors]
+        ids = draft_ids[wanted]
+        known = (positions < end) & (ids >= 0) & (continues | (positions == anchors[:, None] + 1))
+        chosen = logits.gather(-1, ids.clamp(min=0)[..., None])[..., 0]
+        by_temperature = [torch.logsumexp(logits / t, dim=-1) - chosen / t for t in TEMPERATURES]
+        nll.append(torch.stack(by_temperature).where(known, math.nan))
     return Drafts(first, torch.cat(tokens), torch.cat(nll, dim=1))
 
 
