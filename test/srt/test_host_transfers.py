@@ -62,13 +62,18 @@ ALLOWED = {
     ("srt/speculative/drafters/dflash.py", "_run_block", "int(seq_lens_cpu.sum())"): "lies on the host",
     (
         "srt/speculative/drafters/copy_ahead.py",
-        "propose",
-        "int(cycle.committed_host.max())",
+        "look_up",
+        "int((batch.spec_info.reserved_lens_cpu if known is None else known).max())",
     ): "lies on the host",
     (
         "srt/speculative/drafters/copy_ahead.py",
+        "look_up",
+        "(self._keys.amax(dim=1) >> 32).numpy()",
+    ): "the CPU's alone",
+    (
+        "srt/speculative/drafters/copy_ahead.py",
         "_needs_no_draft",
-        "bool((lengths > 0).all())",
+        "bool((self._lengths > 0).all())",
     ): "the CPU's alone",
     (
         "srt/speculative/drafters/copy_stats.py",
@@ -97,7 +102,9 @@ ALLOWED = {
     ): "numpy, for /server_info",
     ("srt/speculative/width/adaptive.py", "_expected_per_width", "float(tokens)"): "numpy, for /server_info",
     ("srt/speculative/width/adaptive.py", "_expected_per_width", "float(seconds)"): "numpy, for /server_info",
-    ("srt/speculative/width/adaptive.py", "_agree", "int(shared)"): "lies on the host",
+    ("srt/speculative/width/adaptive.py", "_agree", "int(shared[0])"): "lies on the host",
+    ("srt/speculative/width/adaptive.py", "_agree", "bool(shared[1])"): "lies on the host",
+    ("srt/speculative/width/adaptive.py", "on_accept_lens", "proposals.lengths.numpy()"): "lies on the host",
     (
         "srt/speculative/width/adaptive.py",
         "report",
