@@ -15,6 +15,8 @@ DECODE_PATH = (
     "srt/speculative/dflash_worker.py",
     "srt/speculative/dflash_info.py",
     "srt/speculative/acceptance/acceptor.py",
+    "srt/layers/attention/flashinfer_plans.py",
+    "srt/layers/attention/kv_chunks.py",
     "srt/layers/candidate_selector.py",
     "srt/layers/draft_probs.py",
     "srt/speculative/drafters/sampling.py",
@@ -23,6 +25,7 @@ DECODE_PATH = (
     "srt/speculative/drafters/copy_stats.py",
     "srt/speculative/acceptance/penalties.py",
     "srt/speculative/cycle/in_flight.py",
+    "srt/speculative/cycle/known_lengths.py",
     "srt/speculative/cycle/observer.py",
     "srt/speculative/cycle/rows.py",
     "srt/speculative/cycle/verify.py",
@@ -57,7 +60,16 @@ METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "unique",
 FUNCTIONS = {"int", "float", "bool", "nonzero", "synchronize"}
 
 # (file, function, source of the call) -> why it does not wait
+PLANS = "srt/layers/attention/flashinfer_plans.py"
 ALLOWED = {
+    (PLANS, "init_forward_metadata_out_graph", "forward_batch.seq_lens_cpu.tolist()"): "lies on the host",
+    (PLANS, "__call__", "kv_indptr.diff().cpu()"): "no plan holds; logged and counted",
+    (PLANS, "__call__", "kv_indptr.diff().cpu().tolist()"): "no plan holds; logged and counted",
+    (PLANS, "next", "copied.synchronize()"): "over: SGLang waited for later work; else logged and counted",
+    (PLANS, "_plan", "int(number)"): "FlashInfer's plan information, on the host",
+    (PLANS, "_plan", "int(chunk_host)"): "lies on the host",
+    (PLANS, "_compare", "copied.synchronize()"): "a switch for debugging; over unless 8 plans are unread",
+    (PLANS, "_compare", "arrived.tolist()"): "lies on the host; a switch for debugging",
     ("srt/speculative/cycle/verify.py", "verify", "int(seq_lens_cpu.sum())"): "lies on the host",
     ("srt/speculative/drafters/dflash.py", "_run_block", "int(seq_lens_cpu.sum())"): "lies on the host",
     (

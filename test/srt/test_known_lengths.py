@@ -1,4 +1,4 @@
-"""Lengths that the host knows by itself, without a read from the device."""
+"""Bounds of lengths that the host knows by itself, without a read from the device."""
 
 from types import SimpleNamespace
 
@@ -8,16 +8,33 @@ from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.engine import start
 
-from sglang_dflash.srt.speculative.cycle.known_lengths import resolving_known_lengths
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, Prompts
+from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
+from sglang_dflash.srt.speculative.cycle.known_lengths import (
+    bounds_of,
+    plans_within_bounds,
+    resolving_known_lengths,
+)
+from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, Prompts
+from sglang_dflash.srt.speculative.width.adaptive import PlannedCycle
 
 ON_DEVICE = torch.tensor([5, 6, 7, 8])
 
 
-def draft_input(known: list[int] | None, rows: list[int]) -> DFlashDraftInput:
-    lens = None if known is None else torch.tensor(known)
+def draft_input(known: list | None, rows: list[int]) -> DFlashDraftInput:
     nothing = torch.zeros(len(rows), dtype=torch.int64)
-    return DFlashDraftInput(nothing, nothing, future_indices=torch.tensor(rows), new_seq_lens_cpu=lens)
+    return DFlashDraftInput(nothing, nothing, future_indices=torch.tensor(rows), known_lens=known)
+
+
+def decode_batch(known: list | None, rows: list[int], committed: list[int]) -> SimpleNamespace:
+    """Make a batch of requests with `committed` tokens, as far as the host has processed them."""
+    reqs = [SimpleNamespace(kv=SimpleNamespace(kv_committed_len=n)) for n in committed]
+    return SimpleNamespace(
+        spec_info=draft_input(known, rows), reqs=reqs, seq_lens_cpu="stale", seq_lens_sum=0
+    )
+
+
+def launched(ring: CyclesInFlight, width: int, num_requests: int = 2) -> CycleInFlight:
+    return ring.launch(CycleInFlight(num_requests, PlannedCycle(width, 0, None), None))
 
 
 @pytest.fixture
@@ -31,18 +48,24 @@ def relay() -> FutureMap:
 
 @pytest.mark.parametrize("known", [[60, 80], None])
 def test_the_device_is_asked_for_what_is_not_known(relay, known):
-    batch = SimpleNamespace(
-        spec_info=draft_input(known, [1, 3]), reqs=[1, 2], seq_lens_cpu="stale", seq_lens_sum="stale"
-    )
+    batch = decode_batch(known, [1, 3], [0, 0])
     resolving_known_lengths()(relay, batch)
     assert batch.seq_lens.tolist() == [6, 8], "there it is the device's in any case"
     assert batch.seq_lens_cpu.tolist() == (known or [6, 8]) and batch.seq_lens_sum == sum(known or [6, 8])
+    assert batch.spec_info.spread == ([0, 0] if known else None)
     assert relay.needs_cpu_seq_lens
+
+
+def test_a_cycle_in_flight_gives_bounds(relay):
+    cycle = launched(CyclesInFlight(), 8)
+    batch = decode_batch([cycle, 80], [1, 3], [50, 0])
+    resolving_known_lengths()(relay, batch)
+    assert batch.seq_lens_cpu.tolist() == [58, 80] and batch.spec_info.spread == [7, 0]
 
 
 def test_backends_that_want_no_lengths_get_none(relay):
     relay.needs_cpu_seq_lens = False
-    batch = SimpleNamespace(spec_info=draft_input([60, 80], [1, 3]), reqs=[1, 2])
+    batch = decode_batch([60, 80], [1, 3], [0, 0])
     resolving_known_lengths()(relay, batch)
     assert batch.seq_lens_cpu is None and not relay.needs_cpu_seq_lens
 
@@ -54,32 +77,42 @@ def test_a_prefill_has_its_own(relay, spec_info):
     assert batch.seq_lens_cpu == "its own"
 
 
+def test_bounds_follow_the_cycles_in_flight():
+    ring = CyclesInFlight()
+    first = launched(ring, 8)
+    assert bounds_of(decode_batch([first] * 2, [0, 1], [50, 60])) == ([58, 68], [7, 7])
+    second = launched(ring, 1)
+    assert bounds_of(decode_batch([second] * 2, [0, 1], [50, 60])) is None, "two cycles are in flight"
+    assert ring.land([3, 0]) is first
+    assert bounds_of(decode_batch([second] * 2, [0, 1], [54, 61])) == ([55, 62], [0, 0]), "a plain cycle"
+    assert ring.land([0, 0]) is second
+    assert bounds_of(decode_batch([second] * 2, [0, 1], [55, 62])) == ([55, 62], [0, 0]), "a pause"
+
+
 def test_what_is_known_stays_with_its_requests():
     batch = draft_input([60, 70, 80], [1, 2, 3])
     batch.filter_batch(torch.tensor([0, 2]), [0, 2])
-    assert batch.new_seq_lens_cpu.tolist() == [60, 80]
+    assert batch.known_lens == [60, 80]
     batch.merge_batch(draft_input([9], [0]))
-    assert batch.new_seq_lens_cpu.tolist() == [60, 80, 9] and batch.future_indices.tolist() == [1, 3, 0]
+    assert batch.known_lens == [60, 80, 9] and batch.future_indices.tolist() == [1, 3, 0]
     batch.filter_batch(torch.tensor([1]))  # nobody says on the host which
-    assert batch.new_seq_lens_cpu is None
+    assert batch.known_lens is None
     batch.merge_batch(draft_input([9], [0]))
-    assert batch.new_seq_lens_cpu is None
+    assert batch.known_lens is None
 
 
-def test_a_plain_cycle_commits_one_token_and_a_prefill_its_own():
-    def cycle(width: int, is_exact: bool) -> Cycle:
-        tokens = torch.zeros(2, 4, dtype=torch.int64)
-        lens = torch.tensor([5, 7])
-        whole = Cycle(2, lens, lens, lens, tokens, tokens, tokens.flatten(), None, True, is_exact=is_exact)
-        return whole.narrowed(width)
-
-    assert cycle(1, True).next_committed_host.tolist() == [6, 8]
-    assert cycle(2, True).next_committed_host is None and cycle(1, False).next_committed_host is None
+def test_a_prefill_ends_at_known_lengths():
     prompts = Prompts(
-        None, None, None, prefix_lens=[4, 0], extend_lens=[3, 2], num_running=0, is_continued=[True, False]
+        None, None, None, prefix_lens=[4, 0, 9], extend_lens=[3, 2, 1], num_running=1, is_continued=[True] * 3
     )
-    assert prompts.lens_cpu.tolist() == [7, 2] and prompts.lens_cpu.dtype == torch.int64
-    mixed = Prompts(
-        None, None, None, prefix_lens=[4, 9], extend_lens=[3, 1], num_running=1, is_continued=[True, True]
-    )
-    assert mixed.lens_cpu is None
+    assert prompts.ends == [7, 2, 10]
+
+
+def test_other_backends_wait_for_exact_lengths(caplog):
+    without = SimpleNamespace(needs_cpu_seq_lens=False)
+    with caplog.at_level("INFO"):
+        assert plans_within_bounds([without, without], "cuda")
+        assert not plans_within_bounds([without, SimpleNamespace()], "cpu")
+        assert not caplog.messages
+        assert not plans_within_bounds([without, SimpleNamespace()], "cuda")
+    assert "plans with exact lengths, so each cycle waits" in caplog.text

@@ -5,7 +5,7 @@ draft changes acceptance only, because the output is always the target's. test_r
 configurations.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from serving import DRAFT, PEAGLE_DRAFT
@@ -18,6 +18,7 @@ from support.rehearsal.compare import (
     assert_as_expected,
     assert_launches,
     greedy_requests,
+    requests_across_chunks,
 )
 from support.rehearsal.play import Rehearsal, on_cpu, rehearse
 from support.rehearsal.stage import Scene
@@ -41,17 +42,28 @@ def flashinfer(expected) -> Iterator[Rehearsal]:
 def test_dflash_on_flashinfer(flashinfer, expected, reference):
     assert_as_expected(flashinfer, DRAFT, greedy_requests(), expected, reference)
     assert_launches(flashinfer, "flashinfer-dflash")
+    assert flashinfer.waits() == []
+
+
+def test_plans_hold_for_lengths_that_the_host_does_not_know(flashinfer, reference):
+    """Keys cross the edges of FlashInfer's chunks, and no decode step waits for a length."""
+    requests = requests_across_chunks()
+    flashinfer.forget()
+    answers = flashinfer.server.generate_many(requests, 2)
+    assert_same(requests, answers, reference.answers(requests))
+    assert flashinfer.problems() == [] and flashinfer.waits() == []
+    [state] = flashinfer.server.get("/server_info")["internal_states"]
+    assert state["speculative_plans"].keys() == {"plans"}
 
 
 @pytest.fixture
 def plant(flashinfer) -> Iterator:
     """Plant a fault, send two requests, and return the answers."""
-    requests = greedy_requests()[:2]
 
-    def plant_and_send(fault: str) -> list[dict]:
+    def plant_and_send(fault: str, requests: Sequence[dict] | None = None) -> list[dict]:
         flashinfer.forget()
         flashinfer.plant(fault)
-        return flashinfer.server.generate_many(requests, 2)
+        return flashinfer.server.generate_many(requests or greedy_requests()[:2], 2)
 
     yield plant_and_send
     flashinfer.plant("")
@@ -60,6 +72,16 @@ def plant(flashinfer) -> Iterator:
 def test_a_wrong_host_length_is_noticed(flashinfer, plant):
     plant("wrong host length")
     assert any("keys on the host" in problem for problem in flashinfer.problems())
+
+
+def test_plans_with_plain_upper_bounds_are_noticed(flashinfer, plant):
+    plant("plain upper bounds", requests_across_chunks())
+    assert any("chunks of" in problem for problem in flashinfer.problems())
+
+
+def test_an_overwritten_plan_is_noticed(flashinfer, plant):
+    plant("one staging buffer")
+    assert any("overwritten before its copy is over" in problem for problem in flashinfer.problems())
 
 
 def test_stale_states_are_noticed(plant, expected, reference):

@@ -49,18 +49,23 @@ def expected(servers) -> Expected:
 @pytest.fixture(scope="session")
 def sliding_drafts(tmp_path_factory) -> dict[str, Path]:
     """Copies of the bundled drafts with a short sliding window in every layer."""
-    copies = {}
-    for name, draft in DRAFTS.items():
-        folder = tmp_path_factory.mktemp(name) / draft.name
-        shutil.copytree(draft, folder, copy_function=lambda source, target: Path(target).symlink_to(source))
-        config = json.loads((draft / "config.json").read_text())
-        layers = config.get("transformer_layer_config", config)
-        kinds = ["sliding_attention"] * layers["num_hidden_layers"]
-        layers |= {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": kinds}
-        (folder / "config.json").unlink()
-        (folder / "config.json").write_text(json.dumps(config))
-        copies[name] = folder
-    return copies
+    return {
+        name: copy_with_layers(draft, tmp_path_factory.mktemp(name), "sliding_attention", WINDOW)
+        for name, draft in DRAFTS.items()
+    }
+
+
+def copy_with_layers(draft: Path, folder: Path, kind: str, window: int | None) -> Path:
+    """Copy a draft with attention of one kind in every layer."""
+    copy = folder / draft.name
+    shutil.copytree(draft, copy, copy_function=lambda source, target: Path(target).symlink_to(source))
+    config = json.loads((draft / "config.json").read_text())
+    layers = config.get("transformer_layer_config", config)
+    kinds = [kind] * layers["num_hidden_layers"]
+    layers |= {"sliding_window": window, "use_sliding_window": window is not None, "layer_types": kinds}
+    (copy / "config.json").unlink()
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -70,6 +75,8 @@ def test_backend_and_draft(backend, draft, expected, reference):
     expected.answers(DRAFTS[draft], requests)
     with rehearse(Scene(backend), DRAFTS[draft], NO_CACHE) as played:
         assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
+        if draft in ("dflash", "dflash2"):  # the others have sliding layers, for which FlashInfer waits
+            assert played.waits() == []
         if draft in ("dflash", "peagle"):  # the other drafts run as DFlash
             assert_launches(played, f"{backend}-{draft}")
 
@@ -102,6 +109,16 @@ def test_sliding_layers(backend, draft, sliding_drafts, expected, reference):
     expected.answers(sliding_drafts[draft], requests)
     with rehearse(Scene(backend), sliding_drafts[draft], NO_CACHE) as played:
         assert_as_expected(played, sliding_drafts[draft], requests, expected, reference)
+
+
+def test_peagle_on_flashinfer_without_sliding_layers(expected, reference, tmp_path):
+    """Blocks that end at a bound of the length. The bundled draft has a sliding layer, and waits."""
+    draft = copy_with_layers(PEAGLE_DRAFT, tmp_path, "full_attention", None)
+    requests = greedy_requests()
+    expected.answers(draft, requests)
+    with rehearse(Scene("flashinfer"), draft, NO_CACHE) as played:
+        assert_as_expected(played, draft, requests, expected, reference)
+        assert played.waits() == []
 
 
 SETTINGS = {

@@ -66,6 +66,8 @@ class DFlashOptions:
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
     # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.
     ADAPTIVE: Option[str | None] = Option("SGLANG_DFLASH_ADAPTIVE", None, str)
+    # Compare FlashInfer's chunk counts with the device's lengths; a difference ends the server.
+    CHECK_PLANS = _switch("SGLANG_DFLASH_CHECK_PLANS")
     # Observers of the cycle (`cycle/observer.py`), `module:Class` each, separated by commas.
     OBSERVERS: Option[tuple[str, ...]] = Option(
         "SGLANG_DFLASH_OBSERVERS", (), lambda text: tuple(text.split(","))

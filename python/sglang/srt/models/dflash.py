@@ -264,6 +264,9 @@ class DFlashDraftModel(BlockDraftModel):
             self.use_pool(kv_pool)
         assert self._kv_weight is not None and self._k_norm_weight is not None
         assert self._kv_pointers is not None
+        # SGLang may grow a pool after graphs with these addresses were captured. It does so in place.
+        is_in_place = kv_pool.k_buffer[0].data_ptr() == self._kv_pointers.k_buffers[0].data_ptr()
+        assert is_in_place, "the draft's KV pool has moved since its addresses were taken"
         attention = self.layers[0].self_attn
         context = self.hidden_norm(self.fc(aux_hidden)[0])
         kv = F.linear(context, self._kv_weight, self._kv_bias)

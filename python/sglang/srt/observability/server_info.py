@@ -8,7 +8,7 @@ def adding_worker_reports():
     """Return SGLang's `_add_speculative`, extended by the worker's reports.
 
     `speculative_width` is added if the width is chosen per cycle, `speculative_copy_ahead` if copies are
-    proposed.
+    proposed, `speculative_plans` if FlashInfer plans blocks.
     """
     from sglang.srt.managers.scheduler_components.internal_state import SchedulerInternalStateController
 
@@ -21,6 +21,7 @@ def adding_worker_reports():
         reports = {
             "speculative_width": worker.width_report,
             "speculative_copy_ahead": worker.copy_report,
+            "speculative_plans": worker.plan_report,
         }
         state.update({name: report for name, report in reports.items() if report})
 

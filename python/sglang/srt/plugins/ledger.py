@@ -270,8 +270,14 @@ AT_WORKER = (
     Change(
         target="sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu",
         signature="(self, batch, stream_ordered)",
-        why="after a prefill or a plain decode step the host knows all lengths without the device",
+        why="the host has bounds of all lengths without the device, exact ones after a prefill",
         build=_made_by("srt.speculative.cycle.known_lengths.resolving_known_lengths"),
+    ),
+    Change(
+        target="sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_forward_metadata_out_graph",
+        signature="(self, forward_batch, in_capture)",
+        why="FlashInfer plans on the host with exact lengths; bounds do, if the chunks are chosen by them",
+        build=_made_by("srt.layers.attention.flashinfer_plans.planning_within_bounds"),
     ),
 )
 

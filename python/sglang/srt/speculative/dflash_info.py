@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
@@ -14,6 +14,9 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sglang_dflash.kernels.ops.speculative.block import pack_blocks, prepare_block
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
+
+if TYPE_CHECKING:
+    from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight
 
 
 @dataclass
@@ -28,16 +31,19 @@ class DFlashDraftInput(SpecInput):
         new_seq_lens: [bs] int64, tokens with committed KV. The bonus token is at this position.
         future_indices: SGLang's rows of the relay.
         reserved_lens_cpu: [bs] int32 on the host, slots reserved per request: an upper bound of the lengths,
-            for attention backends that need no exact ones. Valid in the step of `prepare_for_decode` only.
-        new_seq_lens_cpu: [bs] int64 on the host, `new_seq_lens` if it is known before the step, as after a
-            prefill or a plain decode step. The next step then does not wait for the device.
+            for attention backends that need none on the host. Valid in the step of `prepare_for_decode` only.
+        known_lens: [bs], what the host knows of `new_seq_lens`: the length after a prefill, or else the cycle
+            that decides it (`cycle/known_lengths.py`). None: nothing, and the next step waits for the device.
+        spread: [bs], by how much `batch.seq_lens_cpu` may exceed a length. None: it is exact. Valid in one
+            step only.
     """
 
     bonus_tokens: torch.Tensor
     new_seq_lens: torch.Tensor
     future_indices: torch.Tensor | None = None
     reserved_lens_cpu: torch.Tensor | None = None
-    new_seq_lens_cpu: torch.Tensor | None = None
+    known_lens: list["int | CycleInFlight"] | None = None
+    spread: list[int] | None = None
 
     # SGLang's relay reads these for every algorithm. They are EAGLE's state, and DFLASH has none.
     topk_p = topk_index = hidden_states = None
@@ -91,8 +97,9 @@ class DFlashDraftInput(SpecInput):
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
         """Keep these rows of the batch."""
         self.reserved_lens_cpu = None
-        known = self.new_seq_lens_cpu
-        self.new_seq_lens_cpu = None if known is None or new_indices_cpu is None else known[new_indices_cpu]
+        known = self.known_lens
+        if known is not None:
+            self.known_lens = None if new_indices_cpu is None else [known[i] for i in new_indices_cpu]
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
             return
@@ -102,8 +109,8 @@ class DFlashDraftInput(SpecInput):
     def merge_batch(self, other: "DFlashDraftInput") -> None:
         """Append the rows of another batch."""
         self.reserved_lens_cpu = None
-        mine, theirs = self.new_seq_lens_cpu, other.new_seq_lens_cpu
-        self.new_seq_lens_cpu = None if mine is None or theirs is None else torch.cat((mine, theirs))
+        mine, theirs = self.known_lens, other.known_lens
+        self.known_lens = None if mine is None or theirs is None else mine + theirs
         if self.future_indices is not None:
             assert other.future_indices is not None
             self.future_indices = torch.cat([self.future_indices, other.future_indices])
@@ -143,16 +150,9 @@ class Prompts:
         return self.reqs[: len(self.reqs) - self.num_running]
 
     @property
-    def lens_cpu(self) -> torch.Tensor | None:
-        """Tokens of each request with KV after this prefill, [bs] int64 on the host.
-
-        None with running requests: the host may know their lengths a step late.
-        """
-        if self.num_running:
-            return None
-        return torch.tensor(self.prefix_lens, dtype=torch.int64) + torch.tensor(
-            self.extend_lens, dtype=torch.int64
-        )
+    def ends(self) -> list[int]:
+        """Tokens of each request with KV after this prefill."""
+        return [prefix + new for prefix, new in zip(self.prefix_lens, self.extend_lens, strict=True)]
 
     @classmethod
     def from_batch(cls, batch: Any) -> "Prompts":
@@ -221,8 +221,9 @@ class Cycle:
         bs: number of requests.
         req_pool_indices: [bs] int64, rows of the request table.
         committed: [bs] int64, tokens with committed KV, n. The block covers positions n .. n+B-1.
-        committed_host: [bs] on the host. Equal to `committed` if `is_exact`, else an upper bound.
-        is_exact: whether the host knows the lengths.
+        committed_host: [bs] on the host, upper bounds of `committed`.
+        spread: [bs], by how much `committed_host` may exceed `committed`. None: it is exact, or no attention
+            backend plans with it.
         tokens: [bs, B] int64, the anchor (the last cycle's bonus token), then mask tokens.
         positions: [bs, B] int64.
         cache_loc: [bs * B] int64, KV slots of these positions.
@@ -240,7 +241,7 @@ class Cycle:
     cache_loc: torch.Tensor
     kv_loc_plan: KVLocPlan
     can_run_cuda_graph: bool
-    is_exact: bool = False
+    spread: list[int] | None = None
     write_cols: slice | None = None
 
     @classmethod
@@ -255,13 +256,12 @@ class Cycle:
             mask_token_id,
             num_slots,
         )
-        exact = batch.seq_lens_cpu
-        if exact is None:
+        if batch.seq_lens_cpu is None:
             assert draft_input.reserved_lens_cpu is not None, "prepare_for_decode comes first"
             seq_lens_cpu = draft_input.reserved_lens_cpu
             committed_host = seq_lens_cpu - num_slots
         else:
-            seq_lens_cpu = committed_host = exact
+            seq_lens_cpu = committed_host = batch.seq_lens_cpu
         plan = target_runner.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
@@ -279,18 +279,13 @@ class Cycle:
             cache_loc=cache_loc,
             kv_loc_plan=plan,
             can_run_cuda_graph=batch.can_run_decode_cuda_graph,
-            is_exact=exact is not None,
+            spread=draft_input.spread,
         )
 
     @property
     def verify_len(self) -> int:
         """Slots of each block, the anchor included."""
         return self.tokens.shape[1]
-
-    @property
-    def next_committed_host(self) -> torch.Tensor | None:
-        """Lengths after this cycle, [bs] int64 on the host, if it can only add one token to each."""
-        return self.committed_host + 1 if self.is_exact and self.verify_len == 1 else None
 
     def narrowed(self, verify_len: int) -> "Cycle":
         """Keep the first `verify_len` slots of each block."""
@@ -349,13 +344,16 @@ class DFlashVerifyInput(SpecInput):
     topk: int = 1
     custom_mask: torch.Tensor | None = None
     ragged_verify_layout: Any = None  # for algorithms with a verify length per request
+    # [bs], by how much `ForwardBatch.seq_lens_cpu` may exceed a length. None: it is exact. Read by our plans.
+    spread: list[int] | None = None
 
     @classmethod
     def for_target(
-        cls, verify_len: int, tokens: torch.Tensor, positions: torch.Tensor
+        cls, verify_len: int, tokens: torch.Tensor, positions: torch.Tensor, spread: list[int] | None = None
     ) -> "DFlashVerifyInput":
         """Describe a verify forward. tokens, positions: [bs * verify_len] int64."""
-        return cls(verify_len, CaptureHiddenMode.FULL, draft_token=tokens, positions=positions)
+        mode = CaptureHiddenMode.FULL
+        return cls(verify_len, mode, draft_token=tokens, positions=positions, spread=spread)
 
     def __post_init__(self):
         super().__init__(spec_input_type=SpecInputType.DFLASH_VERIFY)

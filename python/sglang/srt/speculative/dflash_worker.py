@@ -23,12 +23,14 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree
 
+from sglang_dflash.srt.layers.attention.flashinfer_plans import counts
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.constraints import constrain
 from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
+from sglang_dflash.srt.speculative.cycle.known_lengths import plans_within_bounds
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.cycle.rows import RequestRows
 from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
@@ -127,6 +129,7 @@ class DFlashWorker(BaseSpecWorker):
         with self.ranks.as_draft(), self._with_draft_rows():
             super().init_attention_backends()
         self.target_states = make_target_states(self._target_worker, self.block_size)
+        self._plans_within_bounds = plans_within_bounds(self.spec_v2_attn_backends, self.device)
 
     def init_cuda_graphs(self):
         """Capture the draft's CUDA graphs, and measure cycles if the verify length is adaptive."""
@@ -165,6 +168,11 @@ class DFlashWorker(BaseSpecWorker):
     def width_report(self) -> dict[str, Any]:
         """Verify length in force and its reasons, for `/server_info`."""
         return self._width.report()
+
+    @property
+    def plan_report(self) -> dict[str, Any]:
+        """Counts of FlashInfer plans and of waits for lengths, for `/server_info`."""
+        return counts.report()
 
     @property
     def copy_report(self) -> dict[str, Any]:
@@ -232,7 +240,7 @@ class DFlashWorker(BaseSpecWorker):
         self.drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
         result.logits_output.hidden_states = None  # SGLang would copy them to the host
         result.next_draft_input = DFlashDraftInput(
-            next_tokens, result.new_seq_lens, new_seq_lens_cpu=prompts.lens_cpu
+            next_tokens, result.new_seq_lens, known_lens=[*prompts.ends]
         )
         return result
 
@@ -250,7 +258,9 @@ class DFlashWorker(BaseSpecWorker):
         self._notify("on_length_chosen", batch, verify_len)
         result = self.run_cycle(batch, verify_len, draws, on_publish, grammar_barrier, plan.drafts)
         proposals = self._copies.proposals if self._copies is not None else None
-        self._in_flight.launch(CycleInFlight(len(batch.reqs), plan, proposals))
+        cycle = self._in_flight.launch(CycleInFlight(len(batch.reqs), plan, proposals))
+        if self._plans_within_bounds or verify_len == 1:
+            result.next_draft_input.known_lens = [cycle] * cycle.num_requests
         self._width.on_launched(plan, proposals is None or proposals.was_drafted)
         return result
 
@@ -290,14 +300,11 @@ class DFlashWorker(BaseSpecWorker):
         self.drafter.commit(cycle, aux_hidden, accepted)
         self._notify("on_committed", batch, cycle, aux_hidden, accepted)
         logits_output.hidden_states = None
-        next_input = DFlashDraftInput(
-            accepted.bonus, accepted.committed, new_seq_lens_cpu=cycle.next_committed_host
-        )
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=accepted.reported.flatten(),
             accept_lens=accepted.commit_lens,
-            next_draft_input=next_input,
+            next_draft_input=DFlashDraftInput(accepted.bonus, accepted.committed),
             new_seq_lens=accepted.committed,
             can_run_cuda_graph=target_out.can_run_cuda_graph,
             speculative_num_draft_tokens=verify_len,

@@ -22,6 +22,14 @@ def greedy_requests(count: int = 5, tokens: int = 32, **sampling) -> list[dict]:
     return [{"text": prompt, "sampling_params": sampling} for prompt in prompts]
 
 
+def requests_across_chunks() -> list[dict]:
+    """Return requests whose keys pass 128, where FlashInfer's first chunk ends, while they decode."""
+    prompts = [prompt["text"] for prompt in heldout_prompts() if 90 <= prompt["num_tokens"] <= 110][:3]
+    sampling = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
+    assert len(prompts) == 3
+    return [{"text": prompt, "sampling_params": sampling} for prompt in prompts]
+
+
 def acceptance(answers: Sequence[dict]) -> list[list[int]]:
     """Return, per request, how many of its blocks kept 0, 1, 2, ... drafted tokens."""
     return [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in answers]

@@ -47,6 +47,35 @@ def _stale_states() -> None:
     VerifyTail.states_to_commit = stale
 
 
+def _plain_upper_bounds() -> None:
+    """Plan with the longest lengths alone, as if a plan for more keys held for fewer."""
+    from sglang_dflash.srt.layers.attention import flashinfer_plans as plans
+    from sglang_dflash.srt.layers.attention.kv_chunks import ChunkChoice, searched_chunk
+
+    choose, holds = plans.choose_chunk, plans.holds
+
+    def longest(least, most, tiles, capacity):
+        if not _is_planted("plain upper bounds"):
+            return choose(least, most, tiles, capacity)
+        return ChunkChoice(most, None, searched_chunk(most, tiles, capacity))
+
+    plans.choose_chunk = longest
+    plans.holds = lambda *args: _is_planted("plain upper bounds") or holds(*args)
+
+
+def _one_staging_buffer() -> None:
+    """Write every plan of a backend to the same pinned buffer."""
+    from sglang_dflash.srt.layers.attention.flashinfer_plans import Staging
+
+    take, first = Staging.next, {}
+
+    def same(self):
+        buffer = take(self)
+        return first.setdefault(id(self), buffer) if _is_planted("one staging buffer") else buffer
+
+    Staging.next = same
+
+
 def _host_read() -> None:
     """Let a decode step wait for the device."""
     from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
@@ -89,5 +118,11 @@ def _forgotten_buffer() -> None:
     DFlashDraftModel.embed = lambda self, input_ids: embed(self, input_ids) * self.of_this_step
 
 
-PLANTED = {"wrong host length": _wrong_host_length, "stale states": _stale_states, "host read": _host_read}
+PLANTED = {
+    "wrong host length": _wrong_host_length,
+    "plain upper bounds": _plain_upper_bounds,
+    "one staging buffer": _one_staging_buffer,
+    "stale states": _stale_states,
+    "host read": _host_read,
+}
 AT_START = {"causal draft": _causal_draft, "forgotten buffer": _forgotten_buffer}

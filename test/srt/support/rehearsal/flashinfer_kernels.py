@@ -1,28 +1,36 @@
 """FlashInfer's kernels, below its own Python wrappers.
 
-`plan` leaves a schedule in the wrapper's workspace, where a captured kernel finds it. Like the kernel, a
-run takes from the schedule's host lengths how far it reads, and everything else from the device's arrays.
-If the two differ, a GPU would silently read too little or too much: here it is reported.
+`plan` leaves a schedule in pinned memory and in the wrapper's workspace, where a captured kernel finds it.
+Like the kernel, a run takes the size and the planned number of chunks from the schedule, and everything else
+from the device's arrays. If the chunks of the device's lengths are not as many, a GPU would silently merge
+the partial results of other rows: here it is reported. So is a length outside the bounds that our plans
+assume, and pinned memory that is overwritten while its copy may still wait behind other work.
 """
 
 import math
 from dataclasses import dataclass
 
 import torch
-from support.rehearsal import launches, report
+from support.rehearsal import flashinfer_planner, launches, report, steps
 from support.rehearsal.attention import attend
 from support.rehearsal.graphs import kernel
+
+# So few that the keys of short requests fill the grid.
+NUM_PROCESSORS = 8
 
 
 @dataclass
 class Schedule:
     qo_indptr: list[int]
-    lengths: list[int]
+    made: flashinfer_planner.Plan
     heads: tuple[int, int]
     in_graph: bool
 
 
 _schedules: dict[int, Schedule] = {}  # by the address of the workspace
+_steps: dict[int, int] = {}  # the step that planned last in pinned memory at an address
+# Least and most keys of each request, by the address of the workspace. Without an entry lengths are exact.
+bounds: dict[int, tuple[list[int], list[int]]] = {}
 
 
 class PrefillModule:
@@ -55,15 +63,35 @@ class PrefillModule:
         d_vo,
         causal,
         window_left,
-        *_,
+        fixed_chunk,
+        disable_split_kv,
+        num_colocated_ctas,
+        uniform_queries,
     ):
         for given in (qo_host, kv_host, lengths):
             assert given.device.type == "cpu" and given.dtype == torch.int32, given.dtype
+        assert not disable_split_kv and not num_colocated_ctas and page == 1
         with launches.one_operation("flashinfer:plan"):
-            _schedules[int_workspace.data_ptr()] = Schedule(
-                qo_host.tolist(), lengths.tolist()[:bs], (q_heads, kv_heads), in_graph
+            if steps.is_running(_steps.get(pinned.data_ptr(), 0)):
+                report.problem("FlashInfer: pinned memory of a plan is overwritten before its copy is over")
+            _steps[pinned.data_ptr()] = steps.launched
+            made = flashinfer_planner.plan(
+                kv_host.diff().tolist(),
+                qo_host.diff().tolist(),
+                (q_heads, kv_heads),
+                num_processors=NUM_PROCESSORS,
+                max_rows=rows,
+                head_dim=d_qk,
+                in_graph=in_graph,
+                fixed_chunk=fixed_chunk,
+                uniform_queries=uniform_queries,
             )
-        return [bs, rows]
+            start = made.information[flashinfer_planner.CHUNK_OFFSET]
+            pinned[start : start + 4].view(torch.int32).fill_(made.chunk)
+            _schedules[int_workspace.data_ptr()] = Schedule(
+                qo_host.tolist(), made, (q_heads, kv_heads), in_graph
+            )
+        return made.information
 
     def _run(
         self,
@@ -100,22 +128,32 @@ class PrefillModule:
             report.problem(f"FlashInfer was planned for {schedule.heads} heads and is run with {heads}")
         pools = [cache.reshape(-1, *cache.shape[-2:]) for cache in (k_cache, v_cache)]
         qo, kv = qo.tolist(), kv.tolist()
-        if schedule.qo_indptr != qo[: len(schedule.lengths) + 1]:
+        made = schedule.made
+        if schedule.qo_indptr != qo[: len(made.lengths) + 1]:
             report.problem(f"FlashInfer: qo_indptr on the host {schedule.qo_indptr}, on the device {qo}")
+        if made.information != list(plan_info):
+            report.problem(f"FlashInfer: planned with layout {made.information}, captured with {plan_info}")
+        least, most = bounds.get(int_workspace.data_ptr(), (made.lengths, made.lengths))
         out.zero_()
-        for lane, host_length in enumerate(schedule.lengths):
+        for lane, host_length in enumerate(made.lengths):
             rows, length = slice(qo[lane], qo[lane + 1]), kv[lane + 1] - kv[lane]
             slots = indices[kv[lane] : kv[lane + 1]].long()
             causal = mask_mode == 1
             window = window_left if self._use_window else -1
             is_padding = schedule.in_graph and host_length == 1  # SGLang's lanes that pad a graph
-            if (
-                not is_padding and host_length != length and (length, host_length) != (0, 1)
-            ):  # FlashInfer's empty prefix
+            is_empty = (length, host_length) == (0, 1)  # FlashInfer's empty prefix
+            if not is_padding and not is_empty and not least[lane] <= length <= most[lane]:
                 report.problem(
-                    f"FlashInfer, lane {lane}: {host_length} keys on the host, {length} on the device"
+                    f"FlashInfer, lane {lane}: {least[lane]} to {most[lane]} keys on the host, "
+                    f"{length} on the device"
                 )
-                slots, causal, window = slots[:host_length], False, -1
+            found = flashinfer_planner.ceil_div(max(length, 1), made.chunk)
+            if found != made.counts[lane]:
+                report.problem(
+                    f"FlashInfer, lane {lane}: planned for {made.counts[lane]} chunks of {made.chunk} keys, "
+                    f"{found} on the device"
+                )
+                slots, causal, window = slots[: made.chunk], False, -1
             keys, values = (pool[slots] for pool in pools)
             attended, sums = attend(
                 q[rows],

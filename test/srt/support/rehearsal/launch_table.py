@@ -12,7 +12,14 @@ LISTS = Path(__file__).parent / "launch_lists"
 # metadata.
 MOST_LAUNCHES = 8
 
-_METADATA_FILES = ("flashinfer_backend.py", "metadata.py", "kv_index_translator.py", "prefill.py", "page.py")
+_METADATA_FILES = (
+    "flashinfer_backend.py",
+    "flashinfer_plans.py",
+    "metadata.py",
+    "kv_index_translator.py",
+    "prefill.py",
+    "page.py",
+)
 _METADATA_FUNCTIONS = ("generate_attn_arg_prefill", "pack_blocks")
 # An operation on host tensors has one in its line.
 _ON_HOST = re.compile(r"host|_cpu|\bint\(")

@@ -107,6 +107,11 @@ def one_operation(name: str):
         counting.paused -= 1
 
 
+def in_decode_step() -> bool:
+    """Return whether a decode step is being launched."""
+    return _counting is not None
+
+
 def watch_decode_steps(worker: type) -> None:
     """Report each decode step's graph replays, and every new set of operations."""
     replay = graphs.GraphBackend.replay

@@ -54,6 +54,10 @@ class Rehearsal:
         """Return decode steps that did not replay one graph of the target and one of the draft."""
         return [step for step in self.notes("step") if step["replays"] != {"target": 1, "draft": 1}]
 
+    def waits(self) -> list[str]:
+        """Return what the host waited for in decode steps."""
+        return [note["what"] for note in self.notes("wait")]
+
     def operations(self) -> list[dict[str, int]]:
         """Return every set of operations of a step, each with its count.
 

@@ -13,7 +13,7 @@ import types
 from dataclasses import dataclass
 
 import torch
-from support.rehearsal import built_in, faults, flashinfer_kernels, graphs, launches, report
+from support.rehearsal import built_in, faults, flashinfer_kernels, graphs, launches, report, steps
 from support.rehearsal.attention import merge
 from support.rehearsal.fa3_kernels import flash_attn_with_kvcache
 
@@ -70,6 +70,7 @@ def set_the_stage(ledger) -> None:
     def build():
         _interpret_triton()
         backend = {"flashinfer": _flashinfer, "fa3": _fa3, "triton": _triton}[scene.backend]()
+        steps.watch()
         _capture_graphs(scene.buckets)
         if not scene.is_built_in:
             _prepare_our_worker(scene)
@@ -97,6 +98,7 @@ def _prepare_our_worker(scene: Scene) -> None:
         context_kv.write_context_kv_triton = _operation(
             "triton:write_context_kv_kernel", context_kv.write_context_kv_torch
         )
+    _note_bounds()
     for install in faults.PLANTED.values():
         install()
     if scene.fault is not None:
@@ -104,6 +106,20 @@ def _prepare_our_worker(scene: Scene) -> None:
     from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 
     launches.watch_decode_steps(DFlashWorker)
+
+
+def _note_bounds() -> None:
+    """Let the kernels compare the host's bounds of lengths with the device's lengths."""
+    from sglang_dflash.srt.layers.attention.flashinfer_plans import BlockPlan
+
+    expect = BlockPlan.expect
+
+    def noted(self, *args):
+        expect(self, *args)
+        workspace = self.wrapper._int_workspace_buffer.data_ptr()
+        flashinfer_kernels.bounds[workspace] = self.least, self.most
+
+    BlockPlan.expect = noted
 
 
 def _operation(name: str, body):
@@ -137,6 +153,8 @@ def _flashinfer():
 
     flashinfer.prefill.get_batch_prefill_module = flashinfer_kernels.PrefillModule
     flashinfer.prefill.torch = module.torch = TorchOnCPU()
+    wrapper = flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper
+    wrapper.plan = wrapper.begin_forward = steps.waiting("FlashInfer's own plan", wrapper.plan)
     module.BatchPrefillWithPagedKVCacheWrapper = flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper
     module.BatchPrefillWithRaggedKVCacheWrapper = flashinfer_kernels.Ragged
     module.BatchDecodeWithPagedKVCacheWrapper = flashinfer_kernels.Decode

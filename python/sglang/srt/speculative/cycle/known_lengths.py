@@ -1,32 +1,90 @@
-"""Committed lengths that the host knows before the device reports them."""
+"""Bounds of committed lengths that the host knows before the device reports them.
+
+Attention backends that plan on the host (FlashInfer) need lengths there. SGLang waits for them before each
+step until the last one has accepted, and the device idles while the host plans and launches.
+
+The host has processed every cycle but the last when it prepares a step. That one adds between one token and
+as many as it verifies. So the host has bounds, and plans hold for every length within them
+(`layers/attention/flashinfer_plans.py`). Lengths are exact after a prefill, after a plain cycle and after a
+pause.
+"""
 
 import functools
 import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_dflash.srt.layers.attention.flashinfer_plans import accepts_bounds, counts
+
+logger = logging.getLogger(__name__)
+
+
+class LengthBounds(NamedTuple):
+    """Bounds of each request's length: `most` [bs], and at most `spread` [bs] less."""
+
+    most: list[int]
+    spread: list[int]
+
+
+def plans_within_bounds(backends: Sequence[Any], device: str) -> bool:
+    """Tell whether attention backends plan with bounds; log if one waits for a GPU."""
+    waiting = [type(backend).__name__ for backend in backends if not accepts_bounds(backend)]
+    if waiting and device != "cpu":
+        logger.info(
+            "DFLASH: %s plans with exact lengths, so each cycle waits for the accept lengths of the last one "
+            "that verified drafted tokens.",
+            " and ".join(waiting),
+        )
+    return not waiting
+
+
+def bounds_of(batch: Any) -> LengthBounds | None:
+    """Return the bounds of a decode batch's lengths. None: the host cannot tell."""
+    known_lens = batch.spec_info.known_lens
+    if known_lens is None:
+        return None
+    most, spread = [], []
+    for req, known in zip(batch.reqs, known_lens, strict=True):
+        if isinstance(known, int):
+            added, length = 0, known
+        elif known.has_landed:
+            added, length = 0, req.kv.kv_committed_len
+        elif known.previous is None:
+            added, length = known.verify_len, req.kv.kv_committed_len
+        else:
+            return None  # two cycles are in flight
+        most.append(length + added)
+        spread.append(max(added - 1, 0))
+    return LengthBounds(most, spread)
 
 
 def resolving_known_lengths():
-    """Wrap `FutureMap.resolve_seq_lens_cpu` to ask the device for unknown lengths only.
-
-    Attention backends that plan on the host (FlashInfer) need exact lengths there. For them SGLang waits
-    before each step until the last one has accepted, and the device idles while the host plans and launches.
-    After a prefill or a plain decode step the host has counted each request's tokens. So plain decoding
-    overlaps as it does without speculation.
-    """
+    """Wrap `FutureMap.resolve_seq_lens_cpu` to ask the device only for lengths without bounds."""
     from sglang.srt.managers.overlap_utils import FutureMap
 
     original = inspect.unwrap(FutureMap.resolve_seq_lens_cpu)
 
     @functools.wraps(original)
     def resolve_seq_lens_cpu(self, batch, stream_ordered=False):
-        known = getattr(batch.spec_info, "new_seq_lens_cpu", None)
-        if known is None or batch.spec_info.future_indices is None or not self.needs_cpu_seq_lens:
+        draft_input = batch.spec_info
+        if not self.needs_cpu_seq_lens or getattr(draft_input, "future_indices", None) is None:
             return original(self, batch, stream_ordered)
-        assert len(known) == len(batch.reqs), "lengths are known for every request or for none"
+        bounds = bounds_of(batch)
+        if bounds is None:
+            if draft_input.known_lens is not None:
+                counts.add("waits_for_lengths", "two cycles of a request are in flight")
+            draft_input.spread = None
+            return original(self, batch, stream_ordered)
         self.needs_cpu_seq_lens = False
         try:
             original(self, batch, stream_ordered)  # gathers them on the device
         finally:
             self.needs_cpu_seq_lens = True
-        batch.seq_lens_cpu, batch.seq_lens_sum = known, int(known.sum())
+        batch.seq_lens_cpu = torch.tensor(bounds.most, dtype=torch.int64)
+        batch.seq_lens_sum = sum(bounds.most)
+        draft_input.spread = bounds.spread
 
     return resolve_seq_lens_cpu

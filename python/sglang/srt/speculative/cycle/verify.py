@@ -71,7 +71,8 @@ def verify(
     batch.forward_mode = ForwardMode.TARGET_VERIFY
     batch.seq_lens_cpu = seq_lens_cpu
     batch.seq_lens_sum = int(seq_lens_cpu.sum())
-    batch.spec_info = DFlashVerifyInput.for_target(cycle.verify_len, tokens, cycle.positions.flatten())
+    positions = cycle.positions.flatten()
+    batch.spec_info = DFlashVerifyInput.for_target(cycle.verify_len, tokens, positions, cycle.spread)
     states.begin_verify(batch)
     forward_batch = ForwardBatch.init_new(
         batch,

@@ -136,6 +136,7 @@ class DFlashDrafter:
         columns = None if width == self._block_size else slice(0, width)
         seq_lens, committed_host, plan = self.view.read(cycle)
         seq_lens_cpu = committed_host + width
+        self._block_input.spread = cycle.spread
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=cycle.bs,

@@ -12,8 +12,8 @@ block is D = 2 (B - 1) rows for every request, whatever was accepted:
     [pending rows] [B - 2 mask rows] [idle rows]
 
 Idle rows draft nothing, nobody reads them, and their keys go to SGLang's padding slot 0. Only the device
-knows where such a block begins. An attention backend that plans with exact host lengths (FlashInfer) gets
-another block, which ends at a row that the host knows:
+knows where such a block begins. An attention backend that plans on the host (FlashInfer) gets another block,
+which ends at a row that the length alone decides:
 
     [rows with KV] [pending rows] [B - 2 mask rows]
 
@@ -56,9 +56,11 @@ class PEagleVerifyInput(DFlashVerifyInput):
     draft_rows: PEagleRows | None = None
 
     @classmethod
-    def of_rows(cls, block_rows: int, rows: PEagleRows) -> "PEagleVerifyInput":
+    def of_rows(
+        cls, block_rows: int, rows: PEagleRows, spread: list[int] | None = None
+    ) -> "PEagleVerifyInput":
         """Build the spec_info of blocks of `block_rows` rows."""
-        return cls(block_rows, CaptureHiddenMode.NULL, draft_rows=rows)
+        return cls(block_rows, CaptureHiddenMode.NULL, draft_rows=rows, spread=spread)
 
 
 class PEagleDrafter:
@@ -78,6 +80,7 @@ class PEagleDrafter:
         self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
 
     def attach_pools(self, target_runner: Any) -> None:
+        self._target_runner = target_runner
         self._source = target_runner.req_to_token_pool.req_to_token
         self._table = self._runner.req_to_token_pool.req_to_token
         weight = self._model.norm.weight
@@ -115,7 +118,7 @@ class PEagleDrafter:
             # The prefill adds one row to a running request. Its pending rows run first.
             lengths = torch.tensor(prompts.prefix_lens[-prompts.num_running :])
             device_lengths = lengths.to(self._source.device, non_blocking=True)
-            self._run_blocks(requests[-prompts.num_running :], device_lengths, lengths, False)
+            self._run_blocks(requests[-prompts.num_running :], device_lengths, lengths, None, False)
 
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
@@ -151,8 +154,8 @@ class PEagleDrafter:
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
         if cycle.verify_len == 1:
             return DraftBlock(tokens=cycle.tokens)
-        requests, probs = cycle.req_pool_indices, None
-        output = self._run_blocks(requests, cycle.committed, cycle.committed_host, cycle.can_run_cuda_graph)
+        probs = None
+        output = self._run_cycle_blocks(cycle)
         assert output.draft_tokens is not None and output.hidden_states is not None
         count = cycle.bs * self._drafted  # a CUDA graph pads its output
         if sampling_info is None:
@@ -176,7 +179,10 @@ class PEagleDrafter:
             return
         requests, rows = cycle.req_pool_indices, cycle.bs * cycle.verify_len
         if cycle.verify_len == 1 and self._max_pending == self._block_size:
-            self._run_blocks(requests, cycle.committed, cycle.committed_host, cycle.can_run_cuda_graph)
+            # SGLang lets the next batch rewrite the request table once verify has read it. This forward reads
+            # it again, so without that event SGLang waits for the whole step.
+            self._target_runner.shared_read_done_event = None
+            self._run_cycle_blocks(cycle)
             self._pending.count[requests] = self._max_pending = 0
         # Column k holds the token after block position k and the state of that position. The count excludes
         # columns beyond the accepted ones.
@@ -184,11 +190,21 @@ class PEagleDrafter:
         commit_rows(requests, accepted.accept_len, accepted.tokens, fused, self._pending)
         self._max_pending = self._max_pending + 1 if cycle.verify_len == 1 else cycle.verify_len
 
+    def _run_cycle_blocks(self, cycle: Cycle) -> DraftOutput:
+        return self._run_blocks(
+            cycle.req_pool_indices,
+            cycle.committed,
+            cycle.committed_host,
+            cycle.spread,
+            cycle.can_run_cuda_graph,
+        )
+
     def _run_blocks(
         self,
         requests: torch.Tensor,
         committed: torch.Tensor,
         committed_host: torch.Tensor,
+        spread: list[int] | None,
         can_run_cuda_graph: bool,
     ) -> DraftOutput:
         """Run one forward over a block per request.
@@ -196,7 +212,8 @@ class PEagleDrafter:
         Args:
             requests: [bs] int64, rows of the request table.
             committed: [bs] int64, lengths n: rows 0 .. n - 1 are verified.
-            committed_host: [bs], the same or an upper bound, on the host.
+            committed_host: [bs], the same or upper bounds, on the host.
+            spread: see `Cycle`.
             can_run_cuda_graph: SGLang's permission for this batch.
         """
         bs, width = requests.numel(), self.num_draft_rows
@@ -226,7 +243,7 @@ class PEagleDrafter:
             seq_lens_cpu=seq_lens_cpu,
             positions=positions.flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=PEagleVerifyInput.of_rows(width, blocks),
+            spec_info=PEagleVerifyInput.of_rows(width, blocks, spread),
             capture_hidden_mode=CaptureHiddenMode.NULL,
             global_num_token_non_padded_cpu=bs * width,
             can_run_decode_cuda_graph=can_run_cuda_graph,

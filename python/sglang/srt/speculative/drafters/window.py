@@ -21,7 +21,8 @@ class DraftView(Protocol):
 
         Returns:
             Committed tokens to read [bs] int64; the same on the host [bs]; the plan of the block's slots.
-            The host's are upper bounds if the cycle is not exact or windows start at page boundaries.
+            The host's are upper bounds. They exceed the others by the cycle's spread at most, unless windows
+            start at page boundaries.
         """
 
 

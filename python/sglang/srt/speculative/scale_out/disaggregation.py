@@ -48,7 +48,7 @@ def build_disagg_draft_input(
             output_ids=[list(req.output_ids) for req in batch.reqs],
         )
     )
-    draft_input = DFlashDraftInput(bonus_tokens=last_tokens_tensor, new_seq_lens=batch.seq_lens)
+    draft_input = DFlashDraftInput(last_tokens_tensor, batch.seq_lens, known_lens=batch.seq_lens_cpu.tolist())
     if batch.enable_overlap:
         draft_input.future_indices = batch.req_pool_indices
         future_map.publish(batch.req_pool_indices, batch.seq_lens)

@@ -1,0 +1,290 @@
+"""FlashInfer plans of blocks, made before the host knows exact lengths.
+
+FlashInfer plans a forward on the host. If the host waits for exact lengths, the device idles meanwhile. Here
+a plan is made from bounds of the lengths instead (`kv_chunks.py`). The device's own lengths decide what a
+captured kernel reads.
+
+This covers CUDA graphs of one wrapper. Everything else keeps FlashInfer's own plan, which waits: batches
+beyond the captured sizes, and layouts of two wrappers (sliding windows).
+"""
+
+import functools
+import inspect
+import logging
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.layers.attention.kv_chunks import choose_chunk, holds, num_chunks
+
+logger = logging.getLogger(__name__)
+
+# SGLang's length of a lane that pads a batch, on the host and on the device.
+_PADDING_LENGTH = 1
+# Positions in FlashInfer's plan information.
+_PADDED_BATCH_SIZE, _CTA_TILE_Q, _CHUNK_OFFSET = 0, 3, 9
+# Cycles after which a check of chunk counts is waited for.
+_MOST_UNREAD_CHECKS = 8
+
+
+def accepts_bounds(backend: Any) -> bool:
+    """Tell whether a backend plans with upper bounds of lengths, or with none."""
+    if not getattr(backend, "needs_cpu_seq_lens", True):
+        return True
+    parts = getattr(backend, "full_attn_backend", None), getattr(backend, "linear_attn_backend", None)
+    if None not in parts:  # a hybrid target
+        return all(map(accepts_bounds, parts))
+    return _plans_blocks(backend)
+
+
+def _plans_blocks(backend: Any) -> bool:
+    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+    return (
+        type(backend) is FlashInferAttnBackend
+        and backend.dispatch_reason is None
+        and backend.prefill_backend == "fa2"
+        and not backend.use_sliding_window_kv_pool
+        and not backend.is_nvfp4_kvcache
+    )
+
+
+def planning_within_bounds():
+    """Wrap `init_forward_metadata_out_graph` to plan blocks within bounds of their lengths.
+
+    `spec_info.spread` has, per request, by how much the host's length may exceed the device's.
+    """
+    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+    original = inspect.unwrap(FlashInferAttnBackend.init_forward_metadata_out_graph)
+
+    @functools.wraps(original)
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        spec_info = forward_batch.spec_info
+        is_block = (
+            forward_batch.forward_mode.is_target_verify()
+            and hasattr(spec_info, "spread")
+            and spec_info.custom_mask is None
+            and _plans_blocks(self)
+        )
+        if not is_block:
+            return original(self, forward_batch, in_capture)
+        bs, width = forward_batch.batch_size, spec_info.draft_token_num
+        if in_capture:
+            # FlashInfer's own plan selects the kernel. The graph is captured with ours.
+            original(self, forward_batch, in_capture=True)
+            [wrapper] = self.prefill_cuda_graph_metadata[bs]
+            wrapper.begin_forward = BlockPlan(wrapper, width, _staging_of(self, wrapper))
+        [wrapper] = self.prefill_cuda_graph_metadata[bs]
+        wrapper.begin_forward.expect(forward_batch.seq_lens_cpu.tolist(), spec_info.spread)
+        return original(self, forward_batch)
+
+    return init_forward_metadata_out_graph
+
+
+class Staging:
+    """Two pinned buffers for the plans of one backend, used in turn.
+
+    FlashInfer writes a plan to pinned memory and copies it asynchronously. The copy runs behind all earlier
+    work of the stream, so the buffer may be overwritten only after it. SGLang processes a step before it
+    launches the next but one. So with two buffers the copy is over, and the host does not wait here.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device):
+        is_cuda = device.type == "cuda"
+        self._buffers = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+        self._copied = [torch.get_device_module(device).Event() for _ in range(2)]
+        self._turn = 0
+
+    def next(self) -> torch.Tensor:
+        """Return the buffer for the next plan. [num_bytes] uint8, on the host"""
+        self._turn = 1 - self._turn
+        copied = self._copied[self._turn]
+        if not copied.query():
+            counts.add("waits_for_a_buffer", "the plan before the last is still being copied")
+            copied.synchronize()
+        return self._buffers[self._turn]
+
+    def on_planned(self) -> None:
+        """Note that the copy of the latest buffer is launched."""
+        self._copied[self._turn].record()
+
+
+class PlanCounts:
+    """Counts of plans, and of exceptions. Each kind of exception is logged once."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, kind: str, reason: str = "") -> None:
+        """Count an event. reason: why the host waits for the device, for the log."""
+        if reason and not self._counts[kind]:
+            logger.warning("DFLASH: the host waits for the device before it plans: %s.", reason)
+        self._counts[kind] += 1
+
+    def report(self) -> dict[str, int]:
+        """Return the counts for `/server_info`."""
+        return dict(self._counts)
+
+
+# A process has one worker.
+counts = PlanCounts()
+
+
+class BlockPlan:
+    """Plans a captured graph of blocks, in place of `begin_forward` of its wrapper.
+
+    Args:
+        wrapper: FlashInfer's paged prefill wrapper, which has been planned once.
+        width: queries of each request.
+        staging: buffers of the backend.
+
+    Attributes:
+        wrapper: as given.
+        least, most: [bs], bounds of the keys of each request in the next plan.
+    """
+
+    def __init__(self, wrapper: Any, width: int, staging: Staging):
+        self.wrapper, self._width, self._staging = wrapper, width, staging
+        self._bs = wrapper._fixed_batch_size
+        self._queries_host = torch.arange(0, (self._bs + 1) * width, width, dtype=torch.int32)
+        self._layout: list[int] | None = None  # plan information that the graph is captured with
+        self._check = ChunkCheck() if DFlashOptions.CHECK_PLANS.get() else None
+        self.least: list[int] = []
+        self.most: list[int] = []
+
+    def expect(self, lengths: Sequence[int], spread: Sequence[int] | None) -> None:
+        """Set the bounds of the next plan.
+
+        Args:
+            lengths: [bs], upper bounds of the keys of each request.
+            spread: by how much a length may be below its bound, for the first lanes. None: the lengths are
+                exact.
+        """
+        # A lane that pads the batch has the keys of its block too, which the host's length leaves out.
+        self.most = [n + self._width if n == _PADDING_LENGTH else n for n in lengths]
+        self.least = self.most.copy()
+        for lane, below in enumerate(spread or ()):
+            self.least[lane] -= below
+
+    def __call__(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        **_options: Any,
+    ) -> None:
+        """Plan a forward. The arguments are those of the wrapper's `begin_forward`.
+
+        The offsets of queries and the last page lengths are constant. The capture's first plan wrote them.
+        """
+        assert page_size == 1 and len(kv_indptr) == self._bs + 1
+        wrapper, heads = self.wrapper, (num_qo_heads, num_kv_heads, head_dim)
+        wrapper._paged_kv_indptr_buf.copy_(kv_indptr, non_blocking=True)
+        # The upper bounds of the lengths may exceed the buffer, the keys do not.
+        indices = kv_indices[: wrapper._paged_kv_indices_buf.numel()]
+        wrapper._paged_kv_indices_buf[: len(indices)].copy_(indices, non_blocking=True)
+        if self._layout is None:
+            self._layout, _ = self._plan(self.most, None, heads)
+            return
+        tiles = -(-self._width * (num_qo_heads // num_kv_heads) // self._layout[_CTA_TILE_Q])
+        choice = choose_chunk(self.least, self.most, tiles, self._layout[_PADDED_BATCH_SIZE])
+        if choice is not None:
+            layout, chunk = self._plan(choice.lengths, choice.fixed_chunk, heads)
+            counts.add("plans")
+        if choice is None or layout != self._layout or not holds(chunk, self.least, self.most):
+            self.most = self.least = kv_indptr.diff().cpu().tolist()
+            counts.add("exact_plans", f"no plan holds for every length within the bounds ({choice})")
+            layout, chunk = self._plan(self.most, None, heads)
+            assert layout == self._layout, "FlashInfer's layout of a graph's plans has changed"
+        if self._check is not None:
+            self._check.start(kv_indptr, self.most, chunk)
+
+    def _plan(
+        self, lengths: Sequence[int], fixed_chunk: int | None, heads: tuple[int, int, int]
+    ) -> tuple[list[int], int]:
+        """Have FlashInfer plan, and return its layout and the chunk that it has chosen.
+
+        lengths: keys of each request. heads: of queries, of keys, and their dimension.
+        """
+        wrapper, staging = self.wrapper, self._staging.next()
+        lengths_host = torch.tensor(lengths, dtype=torch.int32)
+        offsets_host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        information = wrapper._cached_module.plan(
+            wrapper._float_workspace_buffer,
+            wrapper._int_workspace_buffer,
+            staging,
+            self._queries_host,
+            offsets_host,
+            lengths_host,
+            self._bs * self._width,
+            self._bs,
+            *heads[:2],
+            1,  # page size
+            True,  # for a CUDA graph
+            heads[2],
+            heads[2],
+            False,  # the mask is chosen when the kernel is launched
+            -1,  # no window
+            fixed_chunk or -1,
+            False,  # chunks are not disabled
+            0,  # no other kernel shares the device
+            self._width,  # every request has as many queries
+        )
+        self._staging.on_planned()
+        wrapper._plan_info = information
+        layout = [int(number) for number in information]
+        start = layout[_CHUNK_OFFSET]
+        chunk_host = staging[start : start + 4].view(torch.int32)
+        return layout, int(chunk_host)
+
+
+class ChunkCheck:
+    """Compares planned chunk counts with the device's, some cycles late."""
+
+    def __init__(self) -> None:
+        self._unread: deque[tuple[Any, torch.Tensor, list[int]]] = deque()
+
+    def start(self, kv_indptr: torch.Tensor, lengths: Sequence[int], chunk: int) -> None:
+        """Copy the device's lengths to the host, and compare those that have arrived.
+
+        kv_indptr: [bs + 1] int32. lengths: upper bounds of the keys of each request. chunk: as planned.
+        Raises RuntimeError if an earlier plan was wrong.
+        """
+        self._compare()
+        device = kv_indptr.device
+        arrived = torch.empty(len(lengths), dtype=torch.int32, pin_memory=device.type == "cuda")
+        arrived.copy_(kv_indptr.diff(), non_blocking=True)
+        copied = torch.get_device_module(device).Event()
+        copied.record()
+        planned = [num_chunks(length, chunk) for length in lengths]
+        self._unread.append((copied, arrived, [chunk, *planned]))
+
+    def _compare(self) -> None:
+        while self._unread and (len(self._unread) > _MOST_UNREAD_CHECKS or self._unread[0][0].query()):
+            copied, arrived, (chunk, *planned) = self._unread.popleft()
+            copied.synchronize()
+            found = [num_chunks(length, chunk) for length in arrived.tolist()]
+            if found != planned:
+                raise RuntimeError(
+                    f"DFLASH: FlashInfer was planned for {planned} chunks of {chunk} keys, and the device "
+                    f"found {found}: its output was wrong. Please report this."
+                )
+            counts.add("checked_plans")
+
+
+def _staging_of(backend: Any, wrapper: Any) -> Staging:
+    """Return the backend's buffers for plans, as large as the wrapper's own."""
+    if not hasattr(backend, "dflash_staging"):
+        size = wrapper._int_workspace_buffer.numel()
+        backend.dflash_staging = Staging(size, wrapper._int_workspace_buffer.device)
+    return backend.dflash_staging

@@ -1,0 +1,112 @@
+"""FlashInfer plans of blocks, with a planner in Python (`support/rehearsal/flashinfer_planner.py`)."""
+
+from itertools import accumulate
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.rehearsal import flashinfer_planner as planner
+
+from sglang_dflash.srt.layers.attention.flashinfer_plans import BlockPlan, ChunkCheck, Staging, counts
+from sglang_dflash.srt.layers.attention.kv_chunks import num_chunks
+
+WIDTH, HEADS = 8, (4, 2, 64)
+CPU = torch.device("cpu")
+
+
+class Planner:
+    """FlashInfer's compiled module. Keeps what it planned."""
+
+    def __init__(self):
+        self.made: list[planner.Plan] = []
+
+    def plan(
+        self, float_workspace, int_workspace, pinned, qo, kv, lengths, rows, bs, q_heads, kv_heads, *rest
+    ):
+        _, in_graph, head_dim, _, _, _, fixed_chunk, _, _, uniform = rest
+        assert kv.diff().tolist() == lengths.tolist()
+        made = planner.plan(
+            lengths.tolist(), qo.diff().tolist(), (q_heads, kv_heads), num_processors=66, max_rows=rows,
+            head_dim=head_dim, in_graph=in_graph, fixed_chunk=fixed_chunk, uniform_queries=uniform,
+        )  # fmt: skip
+        start = made.information[planner.CHUNK_OFFSET]
+        pinned[start : start + 4].view(torch.int32).fill_(made.chunk)
+        self.made.append(made)
+        return made.information
+
+
+def offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+class Graph:
+    """A captured graph of `bs` blocks and its plan."""
+
+    def __init__(self, bs: int):
+        self.module = Planner()
+        self.wrapper = SimpleNamespace(
+            _fixed_batch_size=bs,
+            _paged_kv_indptr_buf=torch.zeros(bs + 1, dtype=torch.int32),
+            _paged_kv_indices_buf=torch.zeros(10000, dtype=torch.int32),
+            _float_workspace_buffer=None,
+            _int_workspace_buffer=None,
+            _cached_module=self.module,
+        )
+        self.plan = BlockPlan(self.wrapper, WIDTH, Staging(1 << 16, CPU))
+        self.replay([1] * bs, None, [1 + WIDTH] * bs)  # captures
+
+    def replay(self, host: list[int], spread: list[int] | None, device: list[int]) -> planner.Plan:
+        """Plan with the host's lengths, and return the last plan. device: the true numbers of keys."""
+        self.plan.expect(host, spread)
+        indices = torch.arange(sum(device), dtype=torch.int32)
+        self.plan(None, offsets(device), indices, None, *HEADS, 1, q_data_type=torch.bfloat16)
+        assert self.wrapper._paged_kv_indptr_buf.tolist() == offsets(device).tolist()
+        return self.module.made[-1]
+
+
+def test_a_plan_holds_where_a_chunk_ends():
+    graph = Graph(4)
+    made = graph.replay([135, 500, 1, 1], [7, 7], [128, 493, 1 + WIDTH, 1 + WIDTH])
+    assert made.information == graph.module.made[0].information, "the layout of the capture"
+    for first in range(128, 136):
+        device = [first, 500, 1 + WIDTH, 1 + WIDTH]
+        assert planner.wrong_rows(made, device) == 0
+
+
+def test_exact_lengths_are_planned_as_they_are():
+    made = Graph(2).replay([400, 40], None, [400, 40])
+    assert made.lengths == [400, 40] and made.chunk == 128
+
+
+def test_without_a_plan_the_device_is_asked(caplog, monkeypatch):
+    monkeypatch.setattr("sglang_dflash.srt.layers.attention.flashinfer_plans.choose_chunk", lambda *_: None)
+    graph, before = Graph(1), counts.report().get("exact_plans", 0)
+    made = graph.replay([300], [40], [270])
+    assert made.lengths == [270] and counts.report()["exact_plans"] == before + 1
+
+
+def test_a_plan_that_does_not_hold_is_made_again(monkeypatch):
+    """FlashInfer may search for another chunk than this project expects of it."""
+    from sglang_dflash.srt.layers.attention import flashinfer_plans, kv_chunks
+
+    monkeypatch.setattr(
+        flashinfer_plans, "choose_chunk", lambda least, most, *_: kv_chunks.ChunkChoice(most, None, 999)
+    )
+    graph = Graph(1)
+    assert graph.replay([135], [7], [128]).lengths == [128]
+    assert graph.replay([127], [7], [125]).lengths == [127], "this one holds as it is"
+
+
+def test_two_buffers_take_turns():
+    staging = Staging(16, CPU)
+    first, second, third = (staging.next().data_ptr() for _ in range(3))
+    assert first == third != second
+
+
+def test_the_check_ends_the_server_a_plan_later():
+    check = ChunkCheck()
+    check.start(offsets([130, 60]), [135, 60], 128)
+    check.start(offsets([128, 60]), [135, 60], 128)
+    with pytest.raises(RuntimeError, match=r"planned for \[2, 1\] chunks of 128 keys, .* found \[1, 1\]"):
+        check.start(offsets([130, 60]), [135, 60], 128)
+    assert num_chunks(135, 128) == 2

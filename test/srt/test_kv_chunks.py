@@ -1,0 +1,140 @@
+"""Chunks that hold for every length within bounds, against FlashInfer's arithmetic.
+
+The arithmetic is that of `support/rehearsal/flashinfer_planner.py`: our reading of FlashInfer, which needs a
+GPU.
+"""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.rehearsal import flashinfer_planner as planner
+
+from sglang_dflash.srt.layers.attention.kv_chunks import choose_chunk, holds, num_chunks, searched_chunk
+
+
+@dataclass
+class Case:
+    """Blocks of `width` queries per request, with keys between bounds. heads: of queries and of keys."""
+
+    least: list[int]
+    most: list[int]
+    width: int
+    heads: tuple[int, int]
+    num_processors: int = 132
+
+    def plan(self, lengths: list[int], fixed_chunk: int | None = None) -> planner.Plan:
+        return planner.plan(
+            lengths,
+            [self.width] * len(lengths),
+            self.heads,
+            num_processors=self.num_processors,
+            fixed_chunk=fixed_chunk or -1,
+            uniform_queries=self.width,
+        )
+
+    def choose(self):
+        """Choose as `BlockPlan` does: with what the capture's plan says of the kernel's grid."""
+        captured = self.plan([1 + self.width] * len(self.most))
+        capacity, tile = captured.information[0], captured.information[3]
+        tiles = planner.ceil_div(self.width * self.heads[0] // self.heads[1], tile)
+        return choose_chunk(self.least, self.most, tiles, capacity), captured
+
+    def lengths(self, rng: random.Random) -> list[int]:
+        return [rng.randint(*bounds) for bounds in zip(self.least, self.most, strict=True)]
+
+
+def random_case(rng: random.Random) -> Case:
+    """Draw a batch: the last cycle verified `before` slots, this one `width`. Lanes may be padding."""
+    kv_heads = rng.choice([1, 2, 4, 8, 16, 32])
+    heads = kv_heads * rng.choice([1, 2, 4, 8, 16]), kv_heads
+    block = rng.choice([4, 8, 16, 32])
+    before, width = rng.choice([1, 2, block]), rng.choice([1, 2, block])
+    bs, context = rng.choice([1, 2, 4, 8, 16, 24, 48]), rng.choice([60, 300, 1200, 8000, 32000])
+    committed = [max(20, int(rng.gauss(context, context / 8))) for _ in range(bs)]
+    launched = [rng.random() < 0.8 for _ in range(bs)]  # else the length is exact
+    padding = [1 + width] * rng.choice([0, 0, bs])
+    least = [n + width + is_launched for n, is_launched in zip(committed, launched, strict=True)] + padding
+    most = [n + width + before * is_launched for n, is_launched in zip(committed, launched, strict=True)]
+    return Case(least, most + padding, width, heads, rng.choice([8, 46, 132]))
+
+
+def test_a_plan_exists_and_is_right_for_every_length():
+    """Plain upper bounds are wrong for some of the same lengths: the arithmetic can tell."""
+    rng = random.Random(20261123)
+    num_wrong_with_upper_bounds = 0
+    for _ in range(2000):
+        case = random_case(rng)
+        choice, captured = case.choose()
+        assert choice is not None, case
+        made = case.plan(choice.lengths, choice.fixed_chunk)
+        assert made.chunk == choice.chunk and made.information == captured.information, case
+        device = case.lengths(rng)
+        assert planner.wrong_rows(made, device) == 0, (case, device)
+        num_wrong_with_upper_bounds += planner.wrong_rows(case.plan(case.most), device) > 0
+    assert num_wrong_with_upper_bounds > 20
+
+
+def test_chunks_are_not_much_larger_than_with_exact_lengths():
+    rng = random.Random(7)
+    ratios = []
+    for _ in range(500):
+        case = random_case(rng)
+        choice, _ = case.choose()
+        ratios.append(choice.chunk / case.plan(case.lengths(rng)).chunk)
+    ratios.sort()
+    assert ratios[len(ratios) // 2] <= 1.05 and ratios[-len(ratios) // 20] <= 1.5
+
+
+lengths = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
+
+
+@given(lengths, st.integers(1, 4), st.integers(1, 300))
+def test_the_searched_chunk_is_flashinfers(lengths, tiles, capacity):
+    queries = [64 * tiles] * len(lengths)
+    made = planner.plan(
+        lengths, queries, (1, 1), num_processors=capacity, uniform_queries=64 * tiles, head_dim=256
+    )
+    assert searched_chunk(lengths, tiles, made.information[0]) == made.chunk
+
+
+@given(lengths, st.integers(0, 40), st.integers(1, 4), st.integers(1, 300))
+def test_a_choice_holds_fits_and_splits(most, spread, tiles, capacity):
+    least = [max(1, n - spread) for n in most]
+    capacity = max(capacity, tiles * len(most))  # the grid has a block for every tile
+    choice = choose_chunk(least, most, tiles, capacity)
+    if choice is None:
+        return
+    assert holds(choice.chunk, least, most)
+    assert all(planned >= high for planned, high in zip(choice.lengths, most, strict=True))
+    blocks = [num_chunks(n, choice.chunk) for n in choice.lengths]
+    assert tiles * sum(blocks) <= capacity
+    assert [num_chunks(n, choice.chunk) for n in most] == blocks
+    if choice.fixed_chunk is not None:
+        assert max(blocks) > 1, "FlashInfer would lay out a plan without merging"
+
+
+def test_exact_lengths_keep_flashinfers_chunk():
+    choice = choose_chunk([300, 5000], [300, 5000], 1, 30)
+    assert choice.fixed_chunk is None and choice.chunk == searched_chunk([300, 5000], 1, 30)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "capacity", "fixed"),
+    [
+        ([100], [110], 66, None),  # both lengths are one chunk of 128
+        ([120, 1000], [135, 1015], 66, 135),  # one chunk for the first, eight for the second
+        ([120], [135], 66, 119),  # a fixed chunk has to split some request, so two smaller ones
+        ([120] * 48, [135] * 48, 66, None),  # no room to split: all are planned with the longest
+    ],
+)
+def test_choices(least, most, capacity, fixed):
+    choice = choose_chunk(least, most, 1, capacity)
+    assert choice.fixed_chunk == fixed and holds(choice.chunk, least, most)
+
+
+def test_no_choice():
+    """Two chunks for one length and three for another, and no chunk in between."""
+    assert choose_chunk([2], [200], 1, 66) is None
