@@ -9,17 +9,18 @@ from support.rehearsal import launches, report
 from torch.overrides import TorchFunctionMode
 
 launched = 0  # the number of the step that is being launched, or was launched last
-_over = 0  # steps that the host knows to be over
+_processed = 0  # steps whose results were processed
+_waited_for = 0  # the last step that the host has waited for
 
 
 def is_running(step: int) -> bool:
     """Return whether an earlier step may still be running."""
-    return _over < step < launched
+    return max(_processed, _waited_for) < step < launched
 
 
 def _on_wait(what: str, in_decode: bool) -> None:
-    global _over
-    _over = max(_over, launched - 1)
+    global _waited_for
+    _waited_for = launched - 1
     if in_decode:
         report.note("wait", what=what)
 
@@ -61,9 +62,9 @@ def watch() -> None:
         return run(self, *args, **kwargs)
 
     def counted_process(self, *args, **kwargs):
-        global _over
+        global _processed
         result = process(self, *args, **kwargs)
-        _over += 1
+        _processed += 1
         return result
 
     def watched_resolve(self, batch, *args, **kwargs):
