@@ -4,6 +4,8 @@ A draft step reads the whole head once, which is a large part of its time on a G
 Verification uses the target's own head, so the output stays the target's. Only acceptance can change.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -38,7 +40,7 @@ def reason_against(head: nn.Module) -> str | None:
     return None
 
 
-class Fp8Head(nn.Module):
+class Fp8Head:
     """Logits of a head from an FP8 copy of its weight, one scale per row and one per token.
 
     A CPU has no FP8 product. There the copy is kept in the head's dtype, which holds every E4M3 value.
@@ -48,13 +50,10 @@ class Fp8Head(nn.Module):
     """
 
     def __init__(self, head: nn.Module):
-        super().__init__()
-        self._source = (head,)  # in a tuple, outside the module tree: it is the target's
+        self._source: Any = head
         self.shard_indices = getattr(head, "shard_indices", None)
         self.org_vocab_size = getattr(head, "org_vocab_size", None)
-        weight, scale = self._quantized()
-        self.register_buffer("weight", weight, persistent=False)
-        self.register_buffer("scale", scale, persistent=False)
+        self.weight, self.scale = self._quantized()
 
     def refresh(self) -> None:
         """Copy the head again after a weight update, in place, as CUDA graphs read the copy."""
@@ -62,7 +61,7 @@ class Fp8Head(nn.Module):
         self.weight.copy_(weight)
         self.scale.copy_(scale)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [n, vocab] of hidden [n, hidden], in the dtype of `hidden`."""
         rows, row_scale = quantize_rows(hidden)
         if hidden.is_cuda:
@@ -76,6 +75,6 @@ class Fp8Head(nn.Module):
     @torch.no_grad()
     def _quantized(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the copy [vocab, hidden], and its scales [1, vocab]."""
-        source = self._source[0].weight.detach()
+        source = self._source.weight.detach()
         weight, scale = quantize_rows(source)
         return weight if source.is_cuda else weight.to(source.dtype), scale.t().contiguous()

@@ -55,7 +55,7 @@ class BlockDraftModel(nn.Module):
         # [hidden], the mask token's embedding in place of its row of the table.
         self.mask_embedding: torch.Tensor | None = None
         self._borrowed: tuple[Any, Any] = (None, None)
-        self._fp8_head: tuple[Fp8Head] | None = None  # a tuple, because it is no part of the checkpoint
+        self._fp8_head: Fp8Head | None = None
 
     def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         """Use the target's embedding and head if the checkpoint brought none of its own."""
@@ -86,23 +86,24 @@ class BlockDraftModel(nn.Module):
         self.mask_embedding = embedding.vector.to(self.norm.weight)
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> nn.Module | Fp8Head:
         """LM head of the draft, over `draft_vocab_size` tokens."""
-        if self._fp8_head is not None:
-            return self._fp8_head[0]
+        return self._fp8_head or self._plain_head()
+
+    def _plain_head(self) -> nn.Module:
         return self.lm_head if self.lm_head is not None else self._borrowed[1]
 
     def use_fp8_head(self) -> str | None:
         """Draft with an FP8 copy of the head. If that cannot be, return why and change nothing."""
-        reason = reason_against(self.head)
+        reason = reason_against(self._plain_head())
         if reason is None:
-            self._fp8_head = (Fp8Head(self.head),)
+            self._fp8_head = Fp8Head(self._plain_head())
         return reason
 
     def refresh_head(self) -> None:
         """Follow an update of the weights that the head was copied from."""
         if self._fp8_head is not None:
-            self._fp8_head[0].refresh()
+            self._fp8_head.refresh()
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Map draft token ids [n] int64 to target token ids."""
