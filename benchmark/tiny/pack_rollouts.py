@@ -1,7 +1,7 @@
 """Keep the rollouts of `chat_rollouts.py` as tokens alone, and make shards of them again.
 
 A shard holds six hidden states of every position, 500 times the size of its tokens. One forward pass of the
-target over each row makes the states again, three times faster than writing the answers did.
+target over each row makes the states again.
 
     python pack_rollouts.py pack SHARD_DIR FILE.npz
     python pack_rollouts.py unpack FILE.npz TARGET_DIR SHARD_DIR [--part 0/2]
