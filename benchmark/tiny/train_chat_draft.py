@@ -222,7 +222,7 @@ def dflash2_loss(draft, hidden, head, labels, weights, ids, previous, last):
 
 
 def borrow_layers(draft, target: dict) -> None:
-    """Start from weights of the target, which saves the first hundreds of steps.
+    """Start from weights of the target. Tried once: loss 8.4 after 40 steps, 15.5 without.
 
     The first layer takes the MLP of the target's first layer, the last one all of the layer after the last
     captured one. Its keys and values of the context are then the target's own.

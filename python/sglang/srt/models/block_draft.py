@@ -101,7 +101,7 @@ class BlockDraftModel(nn.Module):
         return reason
 
     def refresh_head(self) -> None:
-        """Follow an update of the weights that the head was copied from."""
+        """Copy the head again after a weight update; `route_weight_updates` calls this."""
         if self._fp8_head is not None:
             self._fp8_head.refresh()
 
@@ -138,7 +138,6 @@ class BlockDraftModel(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint; raise ValueError naming every missing, unknown or misshapen tensor."""
         loaded = load_checkpoint(self, weights)
-        self.refresh_head()
         for layer in self.layers:
             layer.self_attn._qk_weight = None
         return loaded
