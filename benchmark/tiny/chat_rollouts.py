@@ -108,8 +108,8 @@ class BatchedLlama:
         """
         n, end = len(tokens), int(positions.max()) + 1
         x = F.embedding(tokens, self.embedding)
-        mask = torch.arange(end) <= positions[:, None]
-        slot = int(slots[0])
+        mask = torch.arange(end) <= positions[:, None] if chunk else None
+        slot, ends = int(slots[0]), (positions + 1).tolist()
         kept = []
         for number, (norm1, qkv, out, norm2, gate_up, down) in enumerate(self.layers):
             heads = qkv(self._norm(x, norm1)).unflatten(-1, (-1, self.head_dim))
@@ -125,12 +125,15 @@ class BatchedLlama:
                     attn_mask=mask,
                     enable_gqa=True,
                 )[0].transpose(0, 1)
-            else:  # the query heads of one KV head are rows of one product
-                attended = F.scaled_dot_product_attention(
-                    query.unflatten(1, (self.kv_heads, -1)),
-                    keys[:, :, :end],
-                    values[:, :, :end],
-                    attn_mask=mask[:, None, None],
+            else:  # slot by slot: a batch would read every slot up to the longest one's end
+                grouped = query.unflatten(1, (self.kv_heads, -1))  # the query heads of one KV head
+                attended = torch.cat(
+                    [
+                        F.scaled_dot_product_attention(
+                            grouped[s : s + 1], keys[s : s + 1, :, :e], values[s : s + 1, :, :e]
+                        )
+                        for s, e in enumerate(ends)
+                    ]
                 )
             x = x + out(attended.reshape(n, -1))
             gate, up = gate_up(self._norm(x, norm2)).chunk(2, dim=-1)
