@@ -144,6 +144,17 @@ def test_sampled_verification_leaves_the_targets_distribution(seed):
     assert largest_difference(random_target(rng), random_draft(rng), accept_matching_prefix) < 1e-9
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cap", range(WIDTH))
+def test_a_cap_leaves_the_targets_distribution(seed, cap):
+    def capped(block, draws):
+        verdict = accept_matching_prefix(block, draws)
+        return verdict._replace(accept_len=verdict.accept_len.clamp(max=cap))
+
+    rng = np.random.default_rng(seed)
+    assert largest_difference(random_target(rng), random_draft(rng), capped) < 1e-9
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_good_and_a_hopeless_draft(seed):
     """One draft always proposes the likeliest token, the other one only impossible ones."""

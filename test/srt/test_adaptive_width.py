@@ -118,9 +118,9 @@ class Chooser(WidthChooser):
         self.new_rows.append(rows.tolist())
         super().on_prefill(rows, num_emitted)
 
-    def choose(self, rows, modes, num_tokens=None):
+    def choose(self, rows, modes, num_tokens=None, caps=None):
         self.batches.append((rows, modes))
-        return super().choose(rows, modes, num_tokens)
+        return super().choose(rows, modes, num_tokens, caps)
 
     def on_accept_lens(self, rows, modes, width, accepted):
         self.learned.append((rows.tolist(), accepted.tolist()))
@@ -183,6 +183,33 @@ def test_accept_lengths_arrive_one_cycle_late():
     json.dumps(report)
 
 
+@pytest.mark.parametrize("cap, expected", [(0, 1), (1, 2), (7, 8)])
+def test_no_more_is_verified_than_the_caps_let_through(cap, expected):
+    """Without caps this perfect draft would get whole blocks. The other widths are probes."""
+    width, batch, caps = adaptive(), batch_of(request(0), request(1)), np.array([cap, cap], dtype=np.int32)
+    width.begin_prefill(prompts_of(*batch.reqs))
+    chosen = []
+    for _ in range(40):
+        cycle = width.choose_width(batch, False, None, caps)
+        width.on_launched(cycle)
+        width.on_accept_lens(cycle, [min(cap, cycle.width - 1)] * 2)
+        chosen.append(cycle.width)
+    assert chosen.count(expected) > 30, chosen
+
+
+def test_a_capped_block_teaches_only_what_it_could_accept():
+    """All tokens before the cap were accepted: that is no rejection."""
+    chooser = Chooser()
+    width, batch = adaptive((7,), chooser), batch_of(request(0), request(1), request(2))
+    width.begin_prefill(prompts_of(*batch.reqs))
+    for _ in range(30):
+        cycle = width.choose_width(batch, False, None, np.array([0, 3, 7], dtype=np.int32))
+        width.on_accept_lens(cycle, [0, 3, 7])
+    assert chooser.learned[:3] == [([0], [0]), ([1], [3]), ([2], [7])]
+    averages = chooser.estimate.averages(0)
+    assert all((probs > 0.7).all() for probs in averages.values()), averages
+
+
 def test_cycle_times_are_learned_some_at_a_time_and_by_kind():
     chooser = Chooser()
     width, batch = adaptive((7, 7, 1), chooser), batch_of(request(0), request(1))
@@ -233,7 +260,7 @@ def test_an_unchanged_batch_is_described_once():
     assert [batch.tolist() for batch in rows[1:]] == [[0, 1], [1], [1, 0], [1, 0], [1, 0]]
     for cycle, accepted in zip(cycles, ([1, 2], [1, 2], [3], [4, 5], [6, 7]), strict=True):
         width.on_accept_lens(cycle, accepted)
-    assert chooser.learned[2:] == [([], []), ([0], [5]), ([1, 0], [6, 7])], "row 1 has a new request"
+    assert chooser.learned[2:] == [([0], [5]), ([1, 0], [6, 7])], "row 1 has a new request"
 
 
 def test_tokens_in_the_log_are_of_the_requests_decided_for(caplog):

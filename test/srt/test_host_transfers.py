@@ -15,6 +15,7 @@ DECODE_PATH = (
     "srt/speculative/dflash_worker.py",
     "srt/speculative/dflash_info.py",
     "srt/speculative/acceptance/acceptor.py",
+    "srt/speculative/acceptance/caps.py",
     "srt/layers/attention/flashinfer_plans.py",
     "srt/layers/attention/kv_chunks.py",
     "srt/layers/candidate_selector.py",
@@ -117,6 +118,9 @@ ALLOWED = {
     ("srt/speculative/width/adaptive.py", "_agree", "int(shared[0])"): "lies on the host",
     ("srt/speculative/width/adaptive.py", "_agree", "bool(shared[1])"): "lies on the host",
     ("srt/speculative/width/adaptive.py", "on_accept_lens", "proposals.lengths.numpy()"): "lies on the host",
+    ("srt/speculative/width/adaptive.py", "_learn_drafts", "np.unique(verified)"): "numpy",
+    ("srt/speculative/width/adaptive.py", "_learn_drafts", "int(depths[0])"): "numpy",
+    ("srt/speculative/width/adaptive.py", "_learn_drafts", "int(depth)"): "numpy",
     (
         "srt/speculative/width/adaptive.py",
         "report",

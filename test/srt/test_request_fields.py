@@ -30,6 +30,8 @@ def request(sampling=None, **fields) -> SimpleNamespace:
         {"n": None, "temperature": 1, "top_p": 0.5, "stop": "a", "stop_token_ids": ["5", 7, None]},
         {"n": MAX_ANSWERS, "stop": ["a", "b"], "logit_bias": {"5": 1, "7": -100.0}, "ignore_eos": True},
         {"json_schema": "{}", "custom_params": {"a": [1, None], "b": {"c": "d"}, "thinking_budget": 5}},
+        {"custom_params": {"speculative_max_tokens": 0}},
+        {"custom_params": {"speculative_max_tokens": 10**6}},
         {"sampling_seed": INT64 - 1, "max_new_tokens": 10**9, "stream_interval": 4, "min_p": 0},
     ],
 )
@@ -64,6 +66,10 @@ def test_names_of_requests_as_sglang_takes_them(fields):
         ({"sampling": {"sampling_seed": 2**70}}, "sampling_seed"),
         ({"sampling": {"stop_regex": ["a", "["]}}, "stop_regex"),
         ({"sampling": {"nonsense": 1}}, "nonsense"),
+        *(
+            ({"sampling": {"custom_params": {"speculative_max_tokens": cap}}}, "speculative_max_tokens is a")
+            for cap in (-1, 2.5, True, "3", None, [1])
+        ),
         ({"sampling": ["x"]}, "sampling_params"),
         ({"sampling": [{}], "text": "one prompt"}, "a list of prompts"),
         ({"sampling": [{}], "input_ids": [1, 2]}, "a list of prompts"),

@@ -69,6 +69,20 @@ def test_stop_tokens_end_an_answer_at_every_slot_of_a_block(server, reference, p
         assert answer["meta_info"]["finish_reason"]["type"] == "stop", answer
 
 
+def test_a_request_caps_its_drafted_tokens(server, reference, prompts):
+    """Caps of all sizes beside each other. An answer without speculation takes a cycle per token."""
+    caps = [0, 1, 3, BLOCK_SIZE - 1, 10**6, None] * 2
+    params = [{} if cap is None else {"custom_params": {"speculative_max_tokens": cap}} for cap in caps]
+    requests = [greedy(prompt, ignore_eos=True, **extra) for prompt, extra in zip(prompts, params)]
+    answers = server.generate_many(requests, 6)
+    plain = [greedy(prompt, ignore_eos=True) for prompt in prompts]
+    assert_same(plain, answers, reference.answers(plain))
+    for cap, answer in zip(caps, answers):
+        most = len(answer["meta_info"]["spec_correct_drafts_histogram"]) - 1
+        assert most <= (BLOCK_SIZE - 1 if cap is None else cap), (cap, answer["meta_info"])
+    assert any(len(a["meta_info"]["spec_correct_drafts_histogram"]) > 2 for a in answers[3::6])
+
+
 @pytest.mark.parametrize("token", [-1, 1_000_000_000, 2**40])
 def test_a_token_id_outside_the_vocabulary_is_refused(token, server, reference, prompts):
     """Only the faulty request ends; in stock SGLang the server ends."""
@@ -90,6 +104,7 @@ FIELDS = (
     ("top_k", {"temperature": 1.0, "top_k": 2**31}, {}),
     ("stop_regex", {"stop_regex": "["}, {}),
     ("custom_params", {"custom_params": [1]}, {}),
+    ("speculative_max_tokens", {"custom_params": {"speculative_max_tokens": -1}}, {}),
     ("n is 1000000000", {"n": 10**9}, {}),
     ("n is 0", {"n": 0}, {}),
     ("n is -2", {"n": -2}, {}),

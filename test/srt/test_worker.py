@@ -17,6 +17,7 @@ from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
 from sglang_dflash.srt.speculative.acceptance import constraints
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
+from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
 from sglang_dflash.srt.speculative.cycle.verify import VerifyTail
 from sglang_dflash.srt.speculative.dflash_info import DraftBlock, packed_ranges
 from sglang_dflash.srt.speculative.dflash_utils import (
@@ -129,6 +130,34 @@ def test_ranks_agree_on_a_verdict_in_one_broadcast(agrees):
     for got, wanted in zip((agreed.accept_len, agreed.tokens, agreed.bonus), want, strict=True):
         assert torch.equal(got, wanted) and got.dtype == wanted.dtype
     assert sync.broadcasts == agrees
+
+
+def test_a_cap_cuts_the_accepted_prefix_and_keeps_the_targets_token():
+    logits = torch.full((8, VOCABULARY), -5.0)
+    target = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    logits.scatter_(1, target.view(-1, 1), 5.0)
+    block = DraftBlock(torch.tensor([[0, 1, 2, 3], [0, 5, 6, 7]]))
+    info = sampling_info({"top_k": 1}, {"top_k": 1})
+    batch = SimpleNamespace(sampling_info=info, return_logprob=False)
+    cycle = SimpleNamespace(
+        positions=torch.arange(8).view(2, 4), verify_len=4, committed=torch.tensor([5, 7])
+    )
+    sync = SimpleNamespace(enabled=lambda site: False, sync=lambda site, values: values)
+    acceptor = Acceptor(None, VOCABULARY, sync)
+    caps = torch.tensor([1, 3], dtype=torch.int32)
+    accepted = acceptor.accept(batch, cycle, block, logits.clone(), caps)
+    assert (accepted.accept_len.tolist(), accepted.bonus.tolist()) == ([1, 3], [2, 8])
+    assert accepted.accept_len.dtype == torch.int32 and accepted.committed.tolist() == [7, 11]
+
+
+def test_caps_of_a_batch():
+    def reqs(*params):
+        return [SimpleNamespace(sampling_params=SimpleNamespace(custom_params=p)) for p in params]
+
+    assert requested_caps(reqs(None, {}), 8) is None
+    assert requested_caps(reqs(None, {"other": 1}, {"speculative_max_tokens": 9}), 8) is None
+    caps = requested_caps(reqs({"speculative_max_tokens": 0}, None, {"speculative_max_tokens": 9}), 8)
+    assert caps is not None and caps.tolist() == [0, 7, 7]
 
 
 def test_a_draft_gets_graphs_if_there_is_room(monkeypatch, caplog):

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_schedule, get_serving
 
@@ -13,6 +14,7 @@ logger = logging.getLogger(__name__)
 # text of the log line.
 FALLBACKS = {
     "sampling_seed": "a request has a sampling seed, so its batch drafts by argmax instead of sampling",
+    "speculative_max_tokens": "a request has a cap, so its batch drafts by argmax instead of sampling",
 }
 
 
@@ -98,12 +100,16 @@ class DFlashMetrics:
             labels["dp_rank"] = parallel.dp_rank
         return cls(drafted_per_block, {**labels, **(observability.extra_metric_labels or {})})
 
-    def count_verified(self, accept_lens: Sequence[int], drafted: int) -> None:
-        """Count a verified batch: `drafted` tokens per block, `accept_lens` of them accepted."""
+    def count_verified(
+        self, accept_lens: Sequence[int], drafted: int, caps: np.ndarray | None = None
+    ) -> None:
+        """Count a verified batch: `drafted` tokens per block or its cap, `accept_lens` of them accepted."""
         if not self._enabled:
             return
         self._drafts.inc(len(accept_lens))
-        self._drafted.inc(len(accept_lens) * drafted)
+        self._drafted.inc(
+            len(accept_lens) * drafted if caps is None else int(np.minimum(caps, drafted).sum())
+        )
         self._accepted.inc(sum(accept_lens))
         for before, at_position in enumerate(self._by_position):
             at_position.inc(sum(accept_len > before for accept_len in accept_lens))

@@ -13,6 +13,8 @@ this step's verify."""
 import logging
 from typing import Any
 
+import numpy as np
+import torch
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -26,6 +28,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang_dflash.srt.layers.attention.flashinfer_plans import counts
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, rejection_rule
+from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
 from sglang_dflash.srt.speculative.acceptance.constraints import constrain
 from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
@@ -34,7 +37,7 @@ from sglang_dflash.srt.speculative.cycle.known_lengths import plans_within_bound
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.cycle.rows import RequestRows
 from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts
+from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts, on_device
 from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
 from sglang_dflash.srt.speculative.drafters.prewarm import prewarm_probabilistic_step
@@ -189,7 +192,7 @@ class DFlashWorker(BaseSpecWorker):
         if not accept_lens:
             return  # an idle rank
         cycle = self._in_flight.land(accept_lens)
-        self.metrics.count_verified(accept_lens, cycle.num_drafted)
+        self.metrics.count_verified(accept_lens, cycle.num_drafted, cycle.plan.caps)
         if self._copies is not None and cycle.proposals is not None:
             self._copies.stats.on_accept_lens(cycle.proposals, accept_lens, cycle.num_drafted)
         self._width.on_accept_lens(cycle.plan, accept_lens, cycle.proposals)
@@ -249,14 +252,15 @@ class DFlashWorker(BaseSpecWorker):
         self._notify("on_begun", batch)
         for requests in arrivals.take():
             self._rows.admit_prefilled(requests)
-        draws = self.acceptor.draws_drafts(batch.sampling_info)
+        caps = requested_caps(batch.reqs, self.block_size)
+        draws = self.acceptor.draws_drafts(batch.sampling_info, caps is not None)
         matches = self._copies.look_up(batch) if self._copies is not None else None
         # The width is the number of slots to verify. It may not depend on drawn tokens, so it is chosen
         # before anything is drafted. A copy is not drawn: the text determines it.
-        plan = self._width.choose_width(batch, draws, matches)
+        plan = self._width.choose_width(batch, draws, matches, caps)
         verify_len = self.speculative_num_draft_tokens = plan.width
         self._notify("on_length_chosen", batch, verify_len)
-        result = self.run_cycle(batch, verify_len, draws, on_publish, grammar_barrier, plan.drafts)
+        result = self.run_cycle(batch, verify_len, draws, on_publish, grammar_barrier, plan.drafts, caps)
         proposals = self._copies.proposals if self._copies is not None else None
         cycle = self._in_flight.launch(CycleInFlight(len(batch.reqs), plan, proposals))
         if self._plans_within_bounds or verify_len == 1:
@@ -265,7 +269,14 @@ class DFlashWorker(BaseSpecWorker):
         return result
 
     def run_cycle(
-        self, batch, verify_len: int, draws: bool, on_publish=None, grammar_barrier=None, drafts: bool = True
+        self,
+        batch,
+        verify_len: int,
+        draws: bool,
+        on_publish=None,
+        grammar_barrier=None,
+        drafts: bool = True,
+        caps: np.ndarray | None = None,
     ) -> GenerationBatchResult:
         """Draft, verify, accept and commit. Start-up measures this too.
 
@@ -277,6 +288,7 @@ class DFlashWorker(BaseSpecWorker):
             on_publish: called with the new lengths as soon as they exist.
             grammar_barrier: SGLang's, waits until grammars are up to date.
             drafts: False to propose copies alone, without the draft.
+            caps: [bs] int32, the most drafted tokens of each request to accept. None: no limits.
         """
         cycle, block = self._draft(batch, verify_len, batch.sampling_info if draws else None, drafts)
         self._notify("on_drafted", batch, cycle, block)
@@ -287,7 +299,8 @@ class DFlashWorker(BaseSpecWorker):
         logits = logits_output.next_token_logits
         self._notify("on_verified", batch, block, logits)
         constrain(batch, block.tokens, logits, self.penalties, grammar_tree, grammar_barrier)
-        accepted = self.acceptor.accept(batch, cycle, block, logits)
+        limits = None if caps is None else on_device(caps, torch.int32, self.device)
+        accepted = self.acceptor.accept(batch, cycle, block, logits, limits)
         if Penalties.are_requested(batch.sampling_info):
             self.penalties.count_block(batch, accepted)
         self.target_states.commit(batch, accepted.commit_lens)

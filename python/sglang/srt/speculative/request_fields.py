@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from sglang_dflash.srt.configs.validation import shown
+from sglang_dflash.srt.speculative.acceptance.caps import check_cap
 
 # Answers to one prompt. Each is a request of its own, and all of them are made at once.
 MAX_ANSWERS = 4096
@@ -85,6 +86,7 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
             raise ValueError(f"sampling_params: {name} cannot be {shown(value)}: {error}.") from error
         if any(not -INT64 <= number < INT64 for number in _integers(value)):
             raise ValueError(f"sampling_params: {name} has a number beyond 64 bits.")
+    check_cap(sampling.get("custom_params"))
     for pattern in _each(sampling.get("stop_regex")):
         try:
             re.compile(pattern)

@@ -69,17 +69,19 @@ class Acceptor:
         """True if blocks drawn from the draft's distribution can be verified."""
         return self._rule is not None
 
-    def draws_drafts(self, sampling_info: Any) -> bool:
+    def draws_drafts(self, sampling_info: Any, is_capped: bool = False) -> bool:
         """Tell whether a batch's blocks are drawn: if the server draws and some request samples.
 
         Seeded draws are the target's alone, by position, so that other requests of the batch do not matter.
+        A cap shortens a block, which the rules for drawn blocks do not provide for.
         """
         if not self.can_draw or sampling_info.is_all_greedy:
             return False
-        if sampling_info.sampling_seed is None:
+        if sampling_info.sampling_seed is None and not is_capped:
             return True
         if self._metrics is not None:
-            self._metrics.count_fallback("sampling_seed", blocks=len(sampling_info))
+            reason = "speculative_max_tokens" if is_capped else "sampling_seed"
+            self._metrics.count_fallback(reason, blocks=len(sampling_info))
         return False
 
     def share_drawn_tokens(self, block: DraftBlock) -> None:
@@ -87,22 +89,37 @@ class Acceptor:
         if block.is_drawn:
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, block.tokens)
 
-    def accept(self, batch: Any, cycle: Cycle, block: DraftBlock, logits: torch.Tensor) -> AcceptedBlocks:
+    def accept(
+        self,
+        batch: Any,
+        cycle: Cycle,
+        block: DraftBlock,
+        logits: torch.Tensor,
+        caps: torch.Tensor | None = None,
+    ) -> AcceptedBlocks:
         """Accept verified blocks.
 
-        logits: [bs * B, vocab], biased and masked. Sampling overwrites them.
+        Args:
+            batch: the scheduler's.
+            cycle: the step's blocks.
+            block: the drafted tokens. Not drawn if there are caps.
+            logits: [bs * B, vocab], biased and masked. Sampling overwrites them.
+            caps: [bs] int32, the most drafted tokens of each request to accept. None: no limits.
         """
         if batch.return_logprob and not batch.sampling_info.is_all_greedy:
             logits = logits.clone()  # log probabilities are still to be read
         if block.probs is not None:
+            assert caps is None, "drawn blocks have no caps"
             accept_len, tokens, max_logits = self._reject(
                 batch.sampling_info, block.tokens, block.probs, logits
             )
         else:
             tokens, max_logits = self._target_tokens(batch.sampling_info, cycle, logits)
-            if self._simulated is None:
+            if self._simulated is None and caps is None:
                 return accept_greedy(block.tokens, tokens, max_logits, cycle.committed, self._broken_token)
             accept_len = accept_matching_prefix(block.tokens, tokens)
+            if caps is not None:
+                accept_len = accept_len.minimum(caps)
         if self._simulated is not None:
             accept_len, tokens = self._simulated.override(accept_len, tokens, block.tokens)
             max_logits = torch.zeros_like(max_logits)  # random weights may give any logits

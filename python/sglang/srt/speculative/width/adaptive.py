@@ -44,10 +44,14 @@ class FixedWidth:
         """Do nothing."""
 
     def choose_width(
-        self, batch: Any, draws_drafts: bool, matches: np.ndarray | None = None
+        self,
+        batch: Any,
+        draws_drafts: bool,
+        matches: np.ndarray | None = None,
+        caps: np.ndarray | None = None,
     ) -> "PlannedCycle":
         """Plan a whole block."""
-        return self._plan
+        return self._plan if caps is None else self._plan._replace(caps=caps)
 
     def on_launched(self, cycle: "PlannedCycle", was_drafted: bool = True) -> None:
         """Do nothing."""
@@ -80,6 +84,12 @@ class PlannedCycle(NamedTuple):
     batch: _Batch | None  # None: nothing is learned
     drafts: bool = True  # False: copies are verified without running the draft
     matches: np.ndarray | None = None  # lengths that the choice knew of, 0 without a match. [n]
+    caps: np.ndarray | None = None  # most drafted tokens to accept per request. None: no limits. [n]
+
+    def verified_drafts(self, num_requests: int) -> np.ndarray:
+        """Return how many drafted tokens could be accepted of each request. [n]"""
+        depth = np.full(num_requests, self.width - 1)
+        return depth if self.caps is None else np.minimum(self.caps, depth)
 
 
 class AdaptiveWidth:
@@ -139,10 +149,20 @@ class AdaptiveWidth:
         if self._copies is not None:
             self._copies.reset(rows)
 
-    def choose_width(self, batch: Any, draws_drafts: bool, matches: np.ndarray | None = None) -> PlannedCycle:
+    def choose_width(
+        self,
+        batch: Any,
+        draws_drafts: bool,
+        matches: np.ndarray | None = None,
+        caps: np.ndarray | None = None,
+    ) -> PlannedCycle:
         """Choose how many slots the next cycle verifies.
 
-        matches: lengths of the requests' matches, if copies are on and the host knows them. [n]
+        Args:
+            batch: the scheduler's.
+            draws_drafts: whether drafted tokens are drawn.
+            matches: lengths of the requests' matches, if copies are on and the host knows them. [n]
+            caps: most drafted tokens that each request may accept. None: no limits. [n]
         """
         self._learn_timings(self._clock.finished())
         self._batch = requests = self._describe(batch.reqs, draws_drafts)
@@ -150,7 +170,7 @@ class AdaptiveWidth:
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
         if matches is None and self._copies is not None:
             matches = self._copies.expected_matches(requests.rows)
-        width, drafts = self._agree(requests, num_tokens, matches)
+        width, drafts = self._agree(requests, num_tokens, matches, caps)
         self._width = width
         self._num_cycles += 1
         self._cycles_per_width[width] += 1
@@ -160,7 +180,7 @@ class AdaptiveWidth:
             self._log(width, len(batch.reqs))
         self._backends.apply(width)
         self._clock.start()
-        return PlannedCycle(width, num_tokens, requests, drafts, matches)
+        return PlannedCycle(width, num_tokens, requests, drafts, matches, caps)
 
     def _describe(self, reqs: Sequence[Any], draws_drafts: bool) -> _Batch:
         key = [req.kv.req_pool_idx for req in reqs], draws_drafts, self._num_prefills
@@ -185,31 +205,33 @@ class AdaptiveWidth:
         """
         batch, accepted = cycle.batch, np.asarray(accept_lens)
         assert batch is not None
-        rows, modes = batch.rows, batch.modes
+        rows, modes, verified = batch.rows, batch.modes, cycle.verified_drafts(len(accepted))
         same: Any = slice(None)
         if batch.key[2] != self._num_prefills:
             same = self._row_generation[rows] == batch.generations
-            rows, modes, accepted = rows[same], modes[same], accepted[same]
-        if self._copies is None or cycle.matches is None or proposals is None or proposals.lengths is None:
-            self._chooser.on_accept_lens(rows, modes, cycle.width, accepted)
-            return
-        lengths = proposals.lengths.numpy()[same]
-        self._copies.on_accept_lens(rows, modes, cycle.matches[same], lengths, cycle.width - 1, accepted)
-        is_drafted = (lengths <= 0) & proposals.was_drafted
-        self._learn_drafts(rows, modes, cycle.width, accepted, is_drafted)
+            rows, modes, accepted, verified = rows[same], modes[same], accepted[same], verified[same]
+        if not (
+            self._copies is None or cycle.matches is None or proposals is None or proposals.lengths is None
+        ):
+            lengths = proposals.lengths.numpy()[same]
+            is_capped = verified < cycle.width - 1
+            # A copy that was passed over teaches nothing, nor does a capped one.
+            taught = np.where(is_capped, -np.abs(lengths), lengths)
+            self._copies.on_accept_lens(rows, modes, cycle.matches[same], taught, cycle.width - 1, accepted)
+            verified = np.where((lengths <= 0) & proposals.was_drafted, verified, 0)
+        self._learn_drafts(rows, modes, verified, accepted)
 
     def _learn_drafts(
-        self, rows: np.ndarray, modes: np.ndarray, width: int, accepted: np.ndarray, is_drafted: np.ndarray
+        self, rows: np.ndarray, modes: np.ndarray, verified: np.ndarray, accepted: np.ndarray
     ) -> None:
-        """Learn acceptance where the draft made the block, and everywhere the emitted tokens."""
-        on_accept_lens = self._chooser.on_accept_lens
-        if width == 1 or is_drafted.all():
-            on_accept_lens(rows, modes, width, accepted)
-        elif not is_drafted.any():
-            on_accept_lens(rows, modes, 1, accepted)
-        else:
-            for verified, part in ((width, is_drafted), (1, ~is_drafted)):
-                on_accept_lens(rows[part], modes[part], verified, accepted[part])
+        """Learn acceptance from the `verified` tokens of the draft, and the emitted tokens everywhere."""
+        depths = np.unique(verified)
+        if len(depths) == 1:  # the same arrays as before are learned from together
+            self._chooser.on_accept_lens(rows, modes, int(depths[0]) + 1, accepted)
+            return
+        for depth in depths:
+            part = verified == depth
+            self._chooser.on_accept_lens(rows[part], modes[part], int(depth) + 1, accepted[part])
 
     def report(self) -> dict:
         """Return plain numbers for /server_info."""
@@ -266,23 +288,29 @@ class AdaptiveWidth:
         self._measured += seconds
         self._expected += seconds / math.exp(surprise)
 
-    def _agree(self, batch: _Batch, num_tokens: int, matches: np.ndarray | None) -> tuple[int, bool]:
+    def _agree(
+        self, batch: _Batch, num_tokens: int, matches: np.ndarray | None, caps: np.ndarray | None
+    ) -> tuple[int, bool]:
         """Return rank 0's width, and whether to draft.
 
         Others may differ, and ranks that disagree hang.
         """
         width, drafts = 0, True
         if self._tp_group.rank_in_group == 0:
-            width, drafts = self._choose(batch, num_tokens, matches)
+            width, drafts = self._choose(batch, num_tokens, matches, caps)
         if self._tp_group.world_size > 1:
             shared = torch.tensor([width, drafts])
             torch.distributed.broadcast(shared, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
             width, drafts = int(shared[0]), bool(shared[1])
         return width, drafts
 
-    def _choose(self, batch: _Batch, num_tokens: int, matches: np.ndarray | None) -> tuple[int, bool]:
-        choice = self._chooser.choose(batch.rows, batch.modes, num_tokens)
+    def _choose(
+        self, batch: _Batch, num_tokens: int, matches: np.ndarray | None, caps: np.ndarray | None
+    ) -> tuple[int, bool]:
+        choice = self._chooser.choose(batch.rows, batch.modes, num_tokens, caps)
         if self._copies is not None and matches is not None:
+            if caps is not None:  # a capped copy would look longer than it may be
+                matches = np.where(caps < self._chooser.estimate.depth, 0, matches)
             choice = self._copies.choose(choice, batch.modes, matches)
         self._choice = choice
         if self._schedule:

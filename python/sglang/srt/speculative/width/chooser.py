@@ -67,13 +67,20 @@ class WidthChooser:
             self._estimate.learn(rows, modes, drafted, np.array([accepted for *_, accepted in cycles]))
         self._unlearned.clear()
 
-    def choose(self, rows: np.ndarray, modes: np.ndarray, num_tokens: int | None = None) -> Choice:
+    def choose(
+        self,
+        rows: np.ndarray,
+        modes: np.ndarray,
+        num_tokens: int | None = None,
+        caps: np.ndarray | None = None,
+    ) -> Choice:
         """Choose the width of the next cycle.
 
         Args:
             rows: of the request table. [n]
             modes: of `MODES`. [n]
             num_tokens: committed tokens of all requests; None: as many as costs were measured with.
+            caps: the most drafted tokens that each request may accept. None: no limits. [n]
         """
         self._cycles += 1
         held, num_requests = self._held, len(rows)
@@ -81,15 +88,27 @@ class WidthChooser:
             num_left = abs(held.num_requests + self._num_new - num_requests)
             if max(self._num_new, num_left) <= _MAY_CHANGE * num_requests:
                 return held
-        choice = self._decide(rows, modes, num_tokens, self._cycles)
+        choice = self._decide(rows, modes, num_tokens, caps, self._cycles)
         self._cycles = self._num_new = 0
         return choice
 
-    def _decide(self, rows: np.ndarray, modes: np.ndarray, num_tokens: int | None, cycles: int) -> Choice:
+    def _decide(
+        self,
+        rows: np.ndarray,
+        modes: np.ndarray,
+        num_tokens: int | None,
+        caps: np.ndarray | None,
+        cycles: int,
+    ) -> Choice:
         num_requests, widths, constants = len(rows), self.costs.widths, self._constants
         estimate = self.estimate
-        lacks_data = bool(estimate.lacks_data(modes).any())
-        tokens = expected_tokens(estimate.accept_probs(rows, modes), widths)
+        accept_probs = estimate.accept_probs(rows, modes)
+        lacks_data = estimate.lacks_data(modes)
+        if caps is not None:
+            accept_probs[np.arange(estimate.depth) >= caps[:, None]] = 0.0
+            lacks_data &= caps > 0
+        lacks_data = bool(lacks_data.any())
+        tokens = expected_tokens(accept_probs, widths)
         seconds = self.costs.seconds(num_requests, num_tokens)
         if self._state is None or lacks_data:
             best = fastest_width(tokens, seconds, constants.free_rows)

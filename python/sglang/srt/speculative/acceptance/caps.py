@@ -1,0 +1,33 @@
+"""Caps on the drafted tokens of a request: the field that turns speculation off for one.
+
+A cap does not depend on any drawn token, so the output stays the target's: an accepted prefix is cut at the
+cap, and the token after it is the target's own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+# In a request's `custom_params`. SGLang passes these on from every endpoint.
+FIELD = "speculative_max_tokens"
+
+
+def check_cap(custom_params: Any) -> None:
+    """Raise ValueError unless the cap among a request's `custom_params`, if any, is a count."""
+    cap = custom_params.get(FIELD, 0) if isinstance(custom_params, dict) else 0
+    if not isinstance(cap, int) or isinstance(cap, bool) or cap < 0:
+        raise ValueError(f"custom_params: {FIELD} is a number of drafted tokens, 0 or more, not {cap!r:.60}.")
+
+
+def requested_caps(reqs: Sequence[Any], block_size: int) -> np.ndarray | None:
+    """Return the most drafted tokens that each request may accept in a cycle, [n] int32.
+
+    None if no request has a cap, which is the usual case.
+    """
+    found = [req.sampling_params.custom_params for req in reqs]
+    if not any(found):
+        return None
+    largest = block_size - 1
+    caps = [min((params or {}).get(FIELD, largest), largest) for params in found]
+    return np.array(caps, dtype=np.int32) if min(caps) < largest else None
