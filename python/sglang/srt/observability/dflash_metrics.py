@@ -103,7 +103,13 @@ class DFlashMetrics:
     def count_verified(
         self, accept_lens: Sequence[int], drafted: int, caps: np.ndarray | None = None
     ) -> None:
-        """Count a verified batch: `drafted` tokens per block or its cap, `accept_lens` of them accepted."""
+        """Count a verified batch.
+
+        Args:
+            accept_lens: accepted drafted tokens of each block.
+            drafted: drafted tokens of each block.
+            caps: most tokens of each block to accept. None: no limits. [n]
+        """
         if not self._enabled:
             return
         self._drafts.inc(len(accept_lens))

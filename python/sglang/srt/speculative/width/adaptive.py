@@ -224,7 +224,7 @@ class AdaptiveWidth:
     def _learn_drafts(
         self, rows: np.ndarray, modes: np.ndarray, verified: np.ndarray, accepted: np.ndarray
     ) -> None:
-        """Learn acceptance from the `verified` tokens of the draft, and the emitted tokens everywhere."""
+        """Learn the acceptance of `verified` drafted tokens, and every emitted token."""
         depths = np.unique(verified)
         if len(depths) == 1:  # the same arrays as before are learned from together
             self._chooser.on_accept_lens(rows, modes, int(depths[0]) + 1, accepted)

@@ -103,11 +103,11 @@ class WidthChooser:
         num_requests, widths, constants = len(rows), self.costs.widths, self._constants
         estimate = self.estimate
         accept_probs = estimate.accept_probs(rows, modes)
-        lacks_data = estimate.lacks_data(modes)
+        is_unknown = estimate.lacks_data(modes)
         if caps is not None:
             accept_probs[np.arange(estimate.depth) >= caps[:, None]] = 0.0
-            lacks_data &= caps > 0
-        lacks_data = bool(lacks_data.any())
+            is_unknown &= caps > 0  # the others teach nothing
+        lacks_data = bool(is_unknown.any())
         tokens = expected_tokens(accept_probs, widths)
         seconds = self.costs.seconds(num_requests, num_tokens)
         if self._state is None or lacks_data:
