@@ -140,8 +140,11 @@ def scheduled(**fields) -> SimpleNamespace:
         top_logprobs_num=fields.pop("top_logprobs_num", 0),
         token_ids_logprob=fields.pop("token_ids_logprob", None),
     )
+    processor = fields.pop("custom_logit_processor", None)
     params = SimpleNamespace(**{"stop_token_ids": None, "top_k": 1, **fields})
-    return SimpleNamespace(vocab_size=100, logprob=logprob, sampling_params=params)
+    return SimpleNamespace(
+        vocab_size=100, logprob=logprob, sampling_params=params, custom_logit_processor=processor
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,6 +171,8 @@ def test_fields_within_the_vocabulary(fields):
         {"top_logprobs_num": -1},
         {"token_ids_logprob": [5, 100]},
         {"token_ids_logprob": [-1]},
+        {"custom_logit_processor": "nonsense"},
+        {"custom_logit_processor": '{"callable": "00"}'},
     ],
 )
 def test_fields_outside_the_vocabulary_are_named_and_removed(fields):

@@ -159,7 +159,7 @@ def test_the_plain_server_agrees_with_transformers(reference):
 
 @pytest.mark.server
 def test_sglang_serve_runs_our_worker(reference, servers):
-    """Refuse unsupported fields although SGLang's switches for them are on."""
+    """Run logit processors, and refuse unsupported fields, with SGLang's switches for both on."""
     servers.close()
     launcher = (str(Path(sys.executable).with_name("sglang")), "serve")
     flags = ("--enable-return-hidden-states", "--enable-custom-logit-processor")
@@ -173,11 +173,10 @@ def test_sglang_serve_runs_our_worker(reference, servers):
         assert_same(requests, answers, reference.answers(requests))
         assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in answers)
         assert "sglang-dflash DFlashWorker" in server.log()
-        sampling = {**requests[0]["sampling_params"], "custom_params": {"token_ids": []}}
-        refused = {**requests[0], "sampling_params": sampling}
-        for name, value in (("return_hidden_states", True), ("custom_logit_processor", _keep_logits())):
+        _check_logit_processors(server, requests, reference.answers(requests))
+        for name, value in (("return_hidden_states", True), ("custom_logit_processor", '{"callable": "00"}')):
             with pytest.raises(urllib.error.HTTPError) as refusal:
-                server.generate(**refused, **{name: value})
+                server.generate(**requests[0], **{name: value})
             message = refusal.value.read().decode()
             assert refusal.value.code == 400 and name in message, f"{name}: {refusal.value.code} {message}"
         assert_same(requests[:1], [server.generate(**requests[0])], reference.answers(requests[:1]))
@@ -217,8 +216,43 @@ def _requests() -> list[dict]:
     return [{"text": text, "sampling_params": sampling} for text in texts]
 
 
-def _keep_logits() -> str:
-    """Serialize a custom logit processor that, without token ids, changes nothing."""
-    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+def _check_logit_processors(server, requests: list[dict], plain: list[dict]) -> None:
+    """Compare requests whose processor takes over after some tokens, beside others that speculate.
 
-    return DisallowedTokensLogitsProcessor.to_str()
+    The processor counts its calls: one call too many or too few per emitted token moves its first token.
+    """
+    processor, count, token = _takes_over(), 24, 7
+    mixed, expected = [], []
+    for number, (request, answer) in enumerate(zip(requests, plain)):
+        after = (None, 0, 1, 5, 11)[number % 5]
+        temperature = 1.0 if after == 0 else 0
+        sampling = {**request["sampling_params"], "temperature": temperature}
+        ids, more = answer["output_ids"], {}
+        if after is not None:
+            more = {"custom_logit_processor": processor}
+            sampling["custom_params"] = {"after": after, "token": token}
+            ids = ids[:after] + [token] * (count - after)
+        mixed.append({**request, "sampling_params": sampling, **more})
+        expected.append(ids)
+    answers = server.generate_many(mixed, 8)
+    assert [answer["output_ids"] for answer in answers] == expected
+    for number, answer in enumerate(answers):
+        histogram = answer["meta_info"]["spec_correct_drafts_histogram"]
+        assert number % 5 == 0 or len(histogram) <= 1, "a drafted token was accepted without the processor"
+
+
+def _takes_over() -> str:
+    """Serialize a custom logit processor that forces a token from its call number `after` on."""
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    class TakesOver(CustomLogitProcessor):
+        def __call__(self, logits, custom_param_list=None):
+            for row, params in zip(logits, custom_param_list):
+                params["calls"] = params.get("calls", 0) + 1
+                if params["calls"] > params["after"]:
+                    row.fill_(float("-inf"))
+                    row[params["token"]] = 0.0
+            return logits
+
+    TakesOver.__module__ = "__main__"  # so that its code travels, not its name
+    return TakesOver.to_str()

@@ -64,7 +64,7 @@ def test_grammars_run_beside_verify(monkeypatch):
         drafter=drafter, acceptor=acceptor, target_states=MagicMock(), verify_tail=MagicMock(),
         penalties=MagicMock(),
     )  # fmt: skip
-    info = SimpleNamespace(logit_bias=None, is_all_greedy=True)
+    info = SimpleNamespace(logit_bias=None, is_all_greedy=True, has_custom_logit_processor=False)
     made.run_cycle(MagicMock(has_grammar=True, sampling_info=info, return_logprob=False), 4, draws=False)
     assert events == ["copy", "verify", "mask", "accept"]
 
@@ -151,13 +151,20 @@ def test_a_cap_cuts_the_accepted_prefix_and_keeps_the_targets_token():
 
 
 def test_caps_of_a_batch():
-    def reqs(*params):
-        return [SimpleNamespace(sampling_params=SimpleNamespace(custom_params=p)) for p in params]
+    def reqs(*params, processor=None):
+        return [
+            SimpleNamespace(
+                sampling_params=SimpleNamespace(custom_params=p), custom_logit_processor=processor
+            )
+            for p in params
+        ]
 
     assert requested_caps(reqs(None, {}), 8) is None
     assert requested_caps(reqs(None, {"other": 1}, {"speculative_max_tokens": 9}), 8) is None
     caps = requested_caps(reqs({"speculative_max_tokens": 0}, None, {"speculative_max_tokens": 9}), 8)
     assert caps is not None and caps.tolist() == [0, 7, 7]
+    caps = requested_caps(reqs(None) + reqs(None, {}, processor="serialized"), 8)
+    assert caps is not None and caps.tolist() == [7, 0, 0]
 
 
 def test_a_draft_gets_graphs_if_there_is_room(monkeypatch, caplog):

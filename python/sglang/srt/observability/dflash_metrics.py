@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 # text of the log line.
 FALLBACKS = {
     "sampling_seed": "a request has a sampling seed, so its batch drafts by argmax instead of sampling",
-    "speculative_max_tokens": "a request has a cap, so its batch drafts by argmax instead of sampling",
+    "speculative_max_tokens": "a request has a cap or a logit processor, so its batch drafts by argmax "
+    "instead of sampling",
 }
 
 

@@ -24,16 +24,12 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
     Returns the message of an HTTP 400, or None to serve the request. A request that DFLASH cannot serve
     exactly as the target alone would is refused by name."""
     refused = []
-    # A refused request still gets one forward from SGLang, so harmful fields are removed.
-    if req.custom_logit_processor is not None:
-        refused.append("custom_logit_processor")
-        req.custom_logit_processor = None
     if req.return_hidden_states:
         refused.append("return_hidden_states")
     if getattr(req, "return_sampling_mask", False):
         refused.append("return_sampling_mask")
     if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
-        # SGLang's sampler would end the server.
+        # SGLang's sampler would end the server, and even a refused request gets one forward.
         refused.append("min_p with --enable-deterministic-inference")
         req.sampling_params.min_p = 0.0
     if req.multimodal_inputs is not None and not served_kind().takes_images:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_dflash.srt.configs.validation import shown
 from sglang_dflash.srt.speculative.acceptance.caps import check_cap
@@ -142,6 +143,12 @@ def remove_out_of_range(req: Any) -> list[str]:
     Returns a message for each. SGLang runs even a refused request through one forward, so they must go.
     """
     found, params, last = [], req.sampling_params, req.vocab_size - 1
+    if req.custom_logit_processor is not None:
+        try:
+            CustomLogitProcessor.from_str(req.custom_logit_processor)
+        except Exception as error:  # whatever the sender's bytes raise; SGLang would end the server
+            found.append(f"custom_logit_processor: cannot be read: {type(error).__name__}: {error}")
+            req.custom_logit_processor = None
     if outside := [token for token in params.stop_token_ids or () if not 0 <= token <= last]:
         found.append(f"stop_token_ids: {outside[0]} is outside the vocabulary, 0 to {last}")
         params.stop_token_ids = None

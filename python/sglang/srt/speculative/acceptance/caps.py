@@ -1,4 +1,4 @@
-"""Caps on the drafted tokens of a request: the field that turns speculation off for one.
+"""Caps on the drafted tokens of a request: speculation less, or off, for one request.
 
 A cap does not depend on any drawn token, so the output stays the target's: an accepted prefix is cut at the
 cap, and the token after it is the target's own.
@@ -23,11 +23,16 @@ def check_cap(custom_params: Any) -> None:
 def requested_caps(reqs: Sequence[Any], block_size: int) -> np.ndarray | None:
     """Return the most drafted tokens that each request may accept in a cycle, [n] int32.
 
-    None if no request has a cap, which is the usual case.
+    None if no request has a cap, which is the usual case. A request with a custom logit processor gets one
+    token a cycle.
     """
-    found = [req.sampling_params.custom_params for req in reqs]
-    if not any(found):
-        return None
     largest = block_size - 1
-    caps = [min((params or {}).get(FIELD, largest), largest) for params in found]
+    caps = [_cap(req, largest) for req in reqs]
     return np.array(caps, dtype=np.int32) if min(caps) < largest else None
+
+
+def _cap(req: Any, largest: int) -> int:
+    if req.custom_logit_processor is not None:
+        return 0  # its logits may depend on all earlier tokens, and its state on every call
+    params = req.sampling_params.custom_params
+    return min(params.get(FIELD, largest), largest) if params else largest

@@ -1,8 +1,9 @@
-"""Apply penalties, logit bias and grammars to logits."""
+"""Apply penalties, logit bias, grammars and custom logit processors to logits."""
 
 from typing import Any
 
 import torch
+from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
@@ -16,7 +17,10 @@ def constrain(
     grammar_tree: GrammarTree | None,
     grammar_barrier: Any,
 ) -> None:
-    """Apply penalties, logit bias and grammars to the verify logits, in place.
+    """Apply all that shapes a request's logits to the verify logits, in place.
+
+    Custom logit processors come last, as in plain SGLang. Their requests accept no drafted token, so each one
+    is called once per emitted token, for the anchor's logits alone.
 
     Args:
         batch: the scheduler's.
@@ -41,3 +45,5 @@ def constrain(
         )
         if mask is not None:
             mask.apply(logits)
+    if info.has_custom_logit_processor:
+        apply_custom_logit_processor(logits.view(*block.shape, -1)[:, 0], info)

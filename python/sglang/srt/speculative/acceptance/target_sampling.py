@@ -40,7 +40,8 @@ def draw_target_tokens(
     per_row["sampling_seed"] = repeat_rows(sampling_info.sampling_seed, block_size)
     drawn = sampler(
         LogitsProcessorOutput(next_token_logits=logits),
-        dataclasses.replace(sampling_info, **per_row),
+        # Custom processors are applied already, and know nothing of blocks.
+        dataclasses.replace(sampling_info, **per_row, has_custom_logit_processor=False),
         return_logprob=False,
         top_logprobs_nums=[],
         token_ids_logprobs=[],
