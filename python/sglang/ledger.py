@@ -136,7 +136,7 @@ def _open(against: str | None, folder: Path) -> SourceTree:
 
 
 def _download(version: str, folder: Path) -> Path:
-    """Download a wheel from the package index. Raises NotSGLang if there is none, or no network."""
+    """Download a wheel from the package index. Raises NotSGLang if that fails."""
     requirement = "sglang" if version == "latest" else f"sglang=={version}"
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command = [*pip, "--no-deps", "--only-binary=:all:", "--dest", str(folder), requirement]

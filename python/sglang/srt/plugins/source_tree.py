@@ -186,7 +186,7 @@ def installed_version() -> str:
 
 
 def parameters(tree: SourceTree, found: Found) -> list[str] | None:
-    """List the parameters of a function or of a class's constructor. None: it has no readable ones."""
+    """List the parameters of a function or of a constructor. None: it has none to read."""
     if isinstance(found.node, ast.ClassDef):
         return _constructor(tree, found)
     if not isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -199,7 +199,10 @@ def parameters(tree: SourceTree, found: Found) -> list[str] | None:
 
 
 def fingerprint(node: ast.AST) -> str:
-    """Return a hash of what a definition does: no comments, docstrings, annotations or line breaks."""
+    """Return a hash of what a definition does.
+
+    Comments, docstrings, annotations and line breaks are left out.
+    """
     return hashlib.sha256(repr(_essence(node)).encode()).hexdigest()[:12]
 
 

@@ -24,7 +24,7 @@ BROKEN = (OTHER_PARAMETERS, GONE)
 
 
 class Row(NamedTuple):
-    """What became of one target or of one imported name.
+    """The state of one target or of one imported name.
 
     label: the target with its key, or `module:name`. detail: for the reader, may be empty. where: the file
     and line in SGLang. change: None for an imported name.
@@ -79,7 +79,10 @@ def baseline_for(version: str) -> str:
 
 
 def is_as_recorded(tree: SourceTree) -> bool:
-    """Tell whether every file that matters is that of the supported release. Takes milliseconds."""
+    """Tell whether every file that matters is that of a supported release.
+
+    Takes milliseconds.
+    """
     recorded = records().get(tree.version)
     return recorded is not None and all(
         tree.digest(file) == digest for file, digest in recorded["files"].items()
@@ -127,7 +130,10 @@ def body_of(tree: SourceTree, change: Change) -> Found | None:
 
 @functools.cache
 def imported_names() -> tuple[ImportedName, ...]:
-    """List all names that our files import from SGLang, except those with a substitute (compat.py)."""
+    """List all names that our files import from SGLang.
+
+    Those with a substitute are left out (compat.py).
+    """
     names = set()
     for path in sorted(OURS.rglob("*.py")):
         for statement in _imports(ast.parse(path.read_text(encoding="utf-8")).body):
@@ -213,7 +219,10 @@ def _place(tree: SourceTree, found: Found) -> str:
 
 
 def _as_numbers(version: str) -> tuple[int, ...]:
-    """Return the release numbers of a version, for sorting. A version without any is the newest."""
+    """Return the release numbers of a version, for sorting.
+
+    A version without any is the newest.
+    """
     numbers = []
     for part in version.split("."):
         if not part.isdigit():
