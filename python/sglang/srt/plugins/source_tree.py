@@ -108,8 +108,8 @@ class SourceTree:
     def text_of(self, found: Found) -> str:
         """Return the source of a definition."""
         file = self.file_of(found.module)
-        content = self._read(file) if file and found.node is not None else None
-        if content is None:
+        content = self._read(file) if file else None
+        if content is None or found.node is None:
             return ""
         return (ast.get_source_segment(content.decode(), found.node, padded=True) or "") + "\n"
 
