@@ -7,7 +7,9 @@ WORKERS ?= 2
 # Any Python from 3.11 on; override with `make PYTHON=...`.
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
 
-VENV := .venv
+# The SGLang to install. Another than the default gets an environment of its own: `make test SGLANG=0.5.22`.
+SGLANG ?= 0.5.23
+VENV := .venv$(if $(filter-out 0.5.23,$(SGLANG)),-$(SGLANG))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -72,8 +74,8 @@ $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "sglang-dflash needs Python 3.11 or newer; give one with make PYTHON=..."; exit 1; }
 	@test -d $(VENV) || echo "Setting up $(VENV): SGLang and its dependencies, about 9 GB, a few minutes."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[model,test,bench,lint]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[model,test,bench,lint]' sglang==$(SGLANG)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SMOLLM2) models/.smollm2-*
+	rm -rf .venv .venv-* $(SMOLLM2) models/.smollm2-*

@@ -3,6 +3,7 @@
 test_acceptance_profiles.py measures its acceptance.
 """
 
+import importlib.metadata
 import json
 import random
 import unittest
@@ -58,7 +59,7 @@ def test_server_info_tells_what_runs(server):
         "speculative_algorithm": "DFLASH",
         "speculative_draft_model_path": str(DRAFT),
         "speculative_num_draft_tokens": BLOCK_SIZE,
-        "version": "0.5.23",
+        "version": importlib.metadata.version("sglang"),
     }
     assert "sglang-dflash DFlashWorker" in server.log(), "another worker than ours serves"
 

@@ -40,9 +40,10 @@ from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 COMMANDS = commands()
 # Commands that nothing runs here: they need a network, or the training library's own environment.
-INSTALLS = ("pip install .", "pip install sglang==0.5.23", "pip uninstall sglang-dflash")
+INSTALLS = ("pip install .", "pip install sglang-dflash", "pip uninstall sglang-dflash")
 LIBRARY = ("speculators prepare-data", "speculators train", "speculators generate-offline-data")
 DOCTOR = ["python", "-m", "sglang_dflash.doctor"]
+LEDGER = ["python", "-m", "sglang_dflash.ledger"]
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
 SMOLLM2_DRAFTS = [SMOLLM2.with_name(f"{SMOLLM2.name}-{kind}") for kind in ("dflash2", "dflash")]
 PACKAGE = ROOT / "python" / "sglang"
@@ -86,6 +87,8 @@ def kind_of(command: Command) -> str:
         return "library"
     if words[:3] == DOCTOR:
         return "doctor"
+    if words[:3] == LEDGER:
+        return "ledger"
     if words[0] == "make":
         return "make"
     if words[0] == "curl":
@@ -103,7 +106,7 @@ def test_every_command_is_known():
     unknown = [str(command) for command in COMMANDS if not kind_of(command)]
     assert not unknown, "no test runs these; say in this file how they are checked:\n" + "\n".join(unknown)
     assert len(COMMANDS) > 25
-    for kind in ("server", "install", "library", "make", "request", "script"):
+    for kind in ("server", "ledger", "install", "library", "make", "request", "script"):
         assert of_kind(kind), f"no {kind} command found any more: is it still recognised?"
 
 
@@ -146,6 +149,11 @@ def test_scripts_exist_and_know_their_flags(command):
 def test_the_doctor_exists_and_knows_its_flags(command):
     assert (PACKAGE / "doctor.py").is_file() or (PACKAGE / "doctor" / "__main__.py").is_file()
     assert set(command.flags) <= set().union(*map(defined_flags, DOCTOR_FILES))
+
+
+@pytest.mark.parametrize("command", of_kind("ledger"), ids=str)
+def test_the_ledger_command_knows_its_flags(command):
+    assert set(command.flags) <= defined_flags(PACKAGE / "ledger.py")
 
 
 def make_serve() -> list[str]:

@@ -247,7 +247,7 @@ def test_a_drafter_on_fewer_ranks_runs_as_if_they_were_all(tp_group, monkeypatch
         entered.append(layout)
         yield
 
-    monkeypatch.setattr(dp_attention, "draft_tp_context", context)
+    monkeypatch.setattr(dp_attention, "run_as_draft", context)
     monkeypatch.setattr(build, "drafter_class", lambda model: lambda *_: inner)
     monkeypatch.delenv("SGLANG_DFLASH_COPY_AHEAD", raising=False)
     own = ranks(tp_group)

@@ -250,6 +250,19 @@ def test_what_is_committed_is_what_was_accepted():
             assert torch.equal(pool[:, slot], want)
 
 
+def test_a_target_without_one_kind_of_state():
+    """Pools of states that a target lacks are empty, and nothing was set aside for them."""
+
+    class Caches:
+        temporal, intermediate_ssm = torch.zeros(2, 8, 0), None
+        conv = [torch.zeros(2, 8, 3), torch.zeros(2, 8, 0)]
+        intermediate_conv_window = [torch.ones(2, 3, 4, 3), None]
+
+    slots, steps = torch.tensor([5, 2, 7]), torch.tensor([0, 3, -1])
+    recurrent_states.scatter_mamba_states_after_mtp_verify(Caches, slots, steps, None, None)
+    assert Caches.conv[0].sum(dim=(0, 2)).nonzero().flatten().tolist() == [2, 5]
+
+
 def test_states_are_tracked_where_the_mask_says():
     conv, ssm = torch.randn(2, 6, 3), torch.randn(2, 6, 4)
     before = conv.clone(), ssm.clone()

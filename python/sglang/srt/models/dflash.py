@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -30,6 +29,7 @@ from sglang_dflash.kernels.ops.speculative.context_kv import (
     rotate,
     write_context_kv,
 )
+from sglang_dflash.srt.compat import table_qk_norm_rope_
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
@@ -113,7 +113,11 @@ class DFlashAttention(nn.Module):
         return output
 
     def _norm_and_rotate_in_place(self, qkv: torch.Tensor, positions: torch.Tensor) -> bool:
-        """Run SGLang's kernel if it can: bfloat16, heads of a power of two. Return if it did."""
+        """Run SGLang's kernel if it can: bfloat16, heads of a power of two. Return if it did.
+
+        0.5.22 has no such kernel."""
+        if table_qk_norm_rope_ is None:
+            return False
         if self.q_norm is None or self.head_dim & (self.head_dim - 1) or not self.rotary_emb.is_neox_style:
             return False
         weights = self.q_norm.weight, self.k_norm.weight

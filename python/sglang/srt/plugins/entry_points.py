@@ -3,10 +3,11 @@
 Both entry points are named `dflash`, so SGLANG_PLUGINS switches both.
 """
 
-import importlib.metadata
+import logging
 
-from sglang_dflash import SGLANG_VERSION
 from sglang_dflash.srt.hardware_backend.cpu import runtime
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_platform() -> None:
@@ -21,21 +22,14 @@ def prepare_platform() -> None:
 def install() -> None:
     """Install the plugin: runs in the main process and again in every child.
 
-    Called as group `sglang.srt.plugins`. SGLang logs other exceptions of a plugin and goes on, which would
-    serve with half of our changes in place.
-
-    Raises:
-        SystemExit: The installed SGLang is not the supported release, or a change cannot be made.
+    Called as group `sglang.srt.plugins`. If DFLASH cannot be served with this SGLang, SGLang serves as if the
+    plugin were not installed, and one line says so. A server that never asked for DFLASH goes on.
     """
-    installed = importlib.metadata.version("sglang")
-    if installed != SGLANG_VERSION:
-        raise SystemExit(
-            f"sglang-dflash supports SGLang {SGLANG_VERSION} and nothing else, but {installed} is installed. "
-            f"Run `pip install sglang=={SGLANG_VERSION}`, or `pip uninstall sglang-dflash`."
-        )
     try:
         from sglang_dflash.srt.plugins.install import install_at_load
 
         install_at_load()
     except Exception as error:
-        raise SystemExit(f"sglang-dflash could not be installed into SGLang: {error!r}") from error
+        from sglang_dflash.srt.plugins.compatibility import switch_off
+
+        switch_off(error)

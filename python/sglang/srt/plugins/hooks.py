@@ -5,12 +5,50 @@ unchanged, the ledger names it directly.
 """
 
 
+def detect_speculators_model():
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    from sglang_dflash.srt.arg_groups import checkpoint_detection
+    from sglang_dflash.srt.plugins import compatibility
+
+    def detect(server_args, previous):
+        given = resolving_view(server_args).speculative_algorithm
+
+        def go_on(server_args):
+            is_ours_alone = resolving_view(server_args).speculative_algorithm != given
+            if is_ours_alone and (reason := compatibility.why_off()):
+                raise ValueError(
+                    "SGLang's built-in DFLASH reads no speculators checkpoint and no P-EAGLE draft, and "
+                    f"sglang-dflash does not fit this SGLang ({reason}). {compatibility.HELP}"
+                )
+            previous(server_args)
+
+        checkpoint_detection.detect_speculators_model(server_args, go_on)
+
+    return detect
+
+
+def check_draft_path():
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    from sglang_dflash.srt.arg_groups import dflash_args
+    from sglang_dflash.srt.plugins import compatibility
+
+    def check(server_args, previous):
+        algorithm = resolving_view(server_args).speculative_algorithm or ""
+        if algorithm.upper() == "DFLASH" and compatibility.leave_to_sglang(server_args):
+            return previous(server_args)
+        return dflash_args.check_draft_path(server_args, previous)
+
+    return check
+
+
 def handle_server_args():
     from sglang_dflash.srt.arg_groups.dflash_args import resolve_dflash_args
-    from sglang_dflash.srt.plugins import install, ledger
+    from sglang_dflash.srt.plugins import compatibility, install, ledger
 
     def handle(original, self, server_args):
-        if not self.is_dflash():
+        if not self.is_dflash() or compatibility.leave_to_sglang(server_args):
             return original(self, server_args)
         install.install(ledger.AT_FRONT_END)
         return resolve_dflash_args(server_args)
@@ -29,13 +67,17 @@ def add_cli_args():
 
 
 def create_worker():
-    from sglang_dflash.srt.plugins import install, ledger
+    from sglang_dflash.srt.plugins import compatibility, install, ledger
 
     def create(original, self, server_args):
-        if not self.is_dflash():
+        if not self.is_dflash() or compatibility.is_left_to_sglang(server_args):
             return original(self, server_args)
         is_disaggregated = server_args.disaggregation_mode != "null"
-        install.install(ledger.AT_WORKER + (ledger.AT_DISAGGREGATION if is_disaggregated else ()))
+        try:
+            install.install(ledger.AT_WORKER + (ledger.AT_DISAGGREGATION if is_disaggregated else ()))
+        except install.Mismatch as mismatch:
+            # The arguments are resolved by our rules, so SGLang's own worker cannot take over here.
+            raise SystemExit(f"sglang-dflash: {mismatch} {compatibility.HELP}") from mismatch
         from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 
         return DFlashWorker

@@ -1,7 +1,7 @@
 """Checks and applies the ledger's changes to SGLang.
 
-Each target is looked up and its signature compared before any is touched. A mismatch ends the process,
-because a half-hooked server would answer with the wrong implementation.
+Each target is looked up and its signature compared before any is touched. If a change that DFLASH needs
+cannot be made, none of its table is made. If another cannot be made, the feature that it belongs to is off.
 
 SGLang's own HookRegistry is not used. For every hook it walks all attributes of all loaded modules, in each
 process of a server, which takes ten times as long as the rest of our installation.
@@ -9,20 +9,34 @@ process of a server, which takes ten times as long as the rest of our installati
 
 import functools
 import inspect
+import logging
+import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 from sglang_dflash.srt.plugins import ledger
 from sglang_dflash.srt.plugins.ledger import Change, resolve
 
+logger = logging.getLogger(__name__)
+
+
+class Mismatch(Exception):
+    """The installed SGLang lacks what a change needs."""
+
 
 def install_at_load() -> None:
-    """Apply AT_LOAD, also in modules of SGLang that imported a replaced name before us."""
-    replaced = install(ledger.AT_LOAD)
-    if replaced:  # only on a CPU: the walk over all modules costs time
-        _rebind_importers(replaced)
+    """Apply AT_LOAD, also in modules of SGLang that imported a replaced name before us.
+
+    Raises Mismatch if DFLASH cannot be served. Nothing has been changed then, except what a CPU needs.
+    """
+    try:
+        replaced = install(ledger.AT_LOAD)
+    except Mismatch:
+        _rebind_importers(install([change for change in ledger.AT_LOAD if change.cpu_only]))
+        raise
+    _rebind_importers(replaced)
 
 
 def install(table: Sequence[Change]) -> list[tuple[Any, Any]]:
@@ -30,50 +44,71 @@ def install(table: Sequence[Change]) -> list[tuple[Any, Any]]:
 
     Returns:
         The old and the new value of every replaced name.
-    """
-    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    changes = _relevant(table)
-    for change in changes:
-        check(change)
+    Raises:
+        Mismatch: A required change cannot be made. None is.
+    """
+    changes = _that_fit(_relevant(table))
+    # Building imports our modules. It comes first, so that a failure leaves SGLang as it is.
+    built = [(change, change.build()) for change in changes]
     replaced = []
-    for change in changes:
+    for change, value in built:
         if change.kind == "resolution":
-            register_resolution_hook(change.name)(change.build())
+            _register(change, value)
         elif change.kind == "around":
-            _wrap(change)
+            _wrap(change, value)
         else:
-            old_and_new = _rebind(change)
+            old_and_new = _rebind(change, value)
             if change.kind == "replace":
                 replaced.append(old_and_new)
     return replaced
 
 
 def check(change: Change) -> None:
-    """Raise SystemExit unless the target exists with the expected parameters."""
+    """Raise Mismatch unless the target exists with the expected parameters."""
     try:
         _, target = resolve(change.target)
     except (ImportError, AttributeError) as error:
-        raise SystemExit(
-            f"sglang-dflash: SGLang has no {change.target} to change ({error}). Reason: {change.why}"
-        ) from error
+        raise Mismatch(f"SGLang has no {change.target} to change ({error}). Reason: {change.why}") from error
     if change.signature is None:
         if change.kind == "entry" and not hasattr(target, "__setitem__"):
-            raise SystemExit(f"sglang-dflash: {change.target} is not a registry. Reason: {change.why}")
+            raise Mismatch(f"{change.target} is not a registry. Reason: {change.why}")
         return
     parameters = list(inspect.signature(inspect.unwrap(target)).parameters)
-    expected = change.parameters
-    matches = set(expected) <= set(parameters) if change.kind == "class" else parameters == expected
-    if not matches:
+    if not change.accepts(parameters):
         found = f"({', '.join(parameters)})"
-        raise SystemExit(
-            f"sglang-dflash: {change.target} takes {found}, expected {change.signature}. Reason: {change.why}"
-        )
+        raise Mismatch(f"{change.target} takes {found}, expected {change.signature}. Reason: {change.why}")
 
 
-def _wrap(change: Change) -> None:
+def is_main_process() -> bool:
+    """Tell whether SGLang started this process itself: what a user reads once is logged there."""
+    return multiprocessing.parent_process() is None
+
+
+def _that_fit(changes: Sequence[Change]) -> list[Change]:
+    """Leave out the features that lack a target, with a warning for each. Raises Mismatch."""
+    missing: dict[str, str] = {}  # by feature
+    for change in changes:
+        try:
+            check(change)
+        except Mismatch as mismatch:
+            if change.feature is None:
+                raise
+            missing.setdefault(change.feature, str(mismatch))
+    level = logging.WARNING if is_main_process() else logging.DEBUG
+    for feature, reason in missing.items():
+        logger.log(level, "sglang-dflash: without %s on this SGLang: %s", feature, reason)
+    return [change for change in changes if change.feature not in missing]
+
+
+def _register(change: Change, hook: Callable[..., None]) -> None:
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    register_resolution_hook(change.name)(hook)
+
+
+def _wrap(change: Change, hook: Callable[..., Any]) -> None:
     owner, original = resolve(change.target)
-    hook = change.build()
 
     @functools.wraps(original)
     def wrapped(*args, **kwargs):
@@ -83,9 +118,8 @@ def _wrap(change: Change) -> None:
     setattr(owner, change.name, staticmethod(wrapped) if is_static else wrapped)
 
 
-def _rebind(change: Change) -> tuple[Any, Any]:
+def _rebind(change: Change, value: Any) -> tuple[Any, Any]:
     """Write a registry's entry, or a name; return the target before and the new value."""
-    value = change.build()
     owner, target = resolve(change.target)
     if change.kind == "entry":
         target[change.key] = value
@@ -96,6 +130,8 @@ def _rebind(change: Change) -> tuple[Any, Any]:
 
 def _rebind_importers(replaced: list[tuple[Any, Any]]) -> None:
     """Rebind each old value to its new one in all loaded modules of SGLang."""
+    if not replaced:  # only on a CPU is there any: the walk over all modules costs time
+        return
     new = {id(old): value for old, value in replaced}
     for path, module in list(sys.modules.items()):
         if path.startswith("sglang.") and isinstance(module, ModuleType):

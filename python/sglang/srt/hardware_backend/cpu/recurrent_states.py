@@ -54,6 +54,8 @@ def scatter_mamba_states_after_mtp_verify(
     bs = last_correct_step_indices.numel()
     rows = torch.arange(bs) if src_indices_raw is None else src_indices_raw.long()
     for pool, steps in pairs:
+        if not pool.numel():  # a target without this kind of state: its steps may be shaped otherwise
+            continue
         _copy_step(pool, steps, rows, state_indices_tensor[:bs].long(), last_correct_step_indices.long())
         if mamba_track_indices is not None:
             _copy_step(pool, steps, rows, mamba_track_indices.long(), mamba_steps_to_track.long())

@@ -68,19 +68,19 @@ def resolving_known_lengths():
     original = inspect.unwrap(FutureMap.resolve_seq_lens_cpu)
 
     @functools.wraps(original)
-    def resolve_seq_lens_cpu(self, batch, stream_ordered=False):
+    def resolve_seq_lens_cpu(self, batch, *options, **named):  # `stream_ordered` from 0.5.23 on
         draft_input = batch.spec_info
         if not self.needs_cpu_seq_lens or getattr(draft_input, "future_indices", None) is None:
-            return original(self, batch, stream_ordered)
+            return original(self, batch, *options, **named)
         bounds = bounds_of(batch)
         if bounds is None:
             if draft_input.known_lens is not None:
                 counts.add("waits_for_lengths", "two cycles of a request are in flight")
             draft_input.spread = None
-            return original(self, batch, stream_ordered)
+            return original(self, batch, *options, **named)
         self.needs_cpu_seq_lens = False
         try:
-            original(self, batch, stream_ordered)  # gathers them on the device
+            original(self, batch, *options, **named)  # gathers them on the device
         finally:
             self.needs_cpu_seq_lens = True
         batch.seq_lens_cpu = torch.tensor(bounds.most, dtype=torch.int64)

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from sglang.srt.configs.draft_parallel import DraftParallelLayout, DraftParallelSpec, DraftTPExecution
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
-from sglang.srt.speculative.draft_parallel import resolve_draft_parallel_layout
-from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
+from sglang.srt.speculative.spec_utils import draft_pp_context
 
+from sglang_dflash.srt.compat import resolve_draft_layout, run_as_draft
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import has_room_for_draft_graphs
 from sglang_dflash.srt.speculative.drafters.base import Drafter
@@ -26,14 +25,12 @@ class DraftRanks:
     """Ranks of the draft: the target's, or with DP attention those sharing requests."""
 
     def __init__(self) -> None:
-        self.layout = resolve_draft_parallel_layout(
-            DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP)
-        )
+        self.layout = resolve_draft_layout()
 
     @contextlib.contextmanager
     def as_draft(self) -> Iterator[None]:
         """Build and run the draft as if its ranks were all there are."""
-        with draft_pp_context(), draft_tp_context(self.layout):
+        with draft_pp_context(), run_as_draft(self.layout):
             yield
 
     def may_capture(self, tp_sync: Any, device: str, gpu_id: int) -> bool:
@@ -63,7 +60,7 @@ class SubgroupDrafter:
     The part inside the target's graphs (`absorb`) exchanges nothing, and needs no context.
     """
 
-    def __init__(self, drafter: Drafter, layout: DraftParallelLayout):
+    def __init__(self, drafter: Drafter, layout: Any):
         self._drafter, self._layout = drafter, layout
         self.mask_token_id, self.num_draft_rows = drafter.mask_token_id, drafter.num_draft_rows
         self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
@@ -76,7 +73,7 @@ class SubgroupDrafter:
 
     def _on_own_ranks(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with draft_tp_context(self._layout):
+            with run_as_draft(self._layout):
                 return method(*args, **kwargs)
 
         return run

@@ -1,0 +1,120 @@
+"""Decides whether our DFLASH can run on the installed SGLang.
+
+The decision is made once, in the process that resolves the arguments, and only if DFLASH is requested. It
+reads SGLang's files and imports nothing (`static_check.py`). On an unchanged supported release it compares
+the hashes of some files, which takes milliseconds.
+"""
+
+import functools
+import logging
+from typing import Any
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+from sglang_dflash.srt.plugins import ledger, static_check
+from sglang_dflash.srt.plugins.install import Mismatch, is_main_process
+from sglang_dflash.srt.plugins.source_tree import SourceTree, installed_version
+from sglang_dflash.srt.plugins.static_check import BROKEN, CHANGED, Row
+
+logger = logging.getLogger(__name__)
+
+HELP = "`python -m sglang_dflash.ledger` lists all differences."
+# Attribute of the server's arguments, which every child receives: why SGLang's own DFLASH runs.
+_OFF = "_sglang_dflash_off"
+
+
+@functools.cache
+def why_off() -> str | None:
+    """Return why our DFLASH cannot run on this SGLang. None: it can.
+
+    Logs one warning if it can, and something that we change or replace differs from every supported release.
+    """
+    tree = SourceTree.installed()
+    if static_check.is_as_recorded(tree):
+        return None
+    baseline = static_check.baseline_for(tree.version)
+    rows = static_check.compare(tree, baseline)
+    missing = [row for row in rows if row.is_fatal or _is_needed_here(row)]
+    if missing:
+        first = missing[0]
+        return f"{first.detail or first.state}: {first.label}" + _and_more(len(missing) - 1)
+    changed = [row for row in rows if row.change is not None and row.state in (CHANGED, *BROKEN)]
+    names = ", ".join(f"{row.change.name} ({row.where or 'gone'})" for row in changed if row.change)
+    known = tree.version in static_check.supported_versions()
+    logger.warning(
+        "sglang-dflash was tested with SGLang %s, this is %s%s. %s %s",
+        ", ".join(static_check.supported_versions()),
+        tree.version,
+        ", with changed files" if known else "",
+        f"It differs in what we replace: {names}." if changed else "Nothing that we replace differs.",
+        HELP,
+    )
+    return None
+
+
+def leave_to_sglang(server_args: Any) -> bool:
+    """Tell whether SGLang's own DFLASH is to serve, and log why, once."""
+    reason = why_off()
+    if reason is not None and getattr(server_args, _OFF, None) is None:
+        setattr(server_args, _OFF, reason)
+        logger.error(
+            "DFLASH: SGLang's built-in implementation serves this server, because sglang-dflash %s does not "
+            "fit SGLang %s (%s). Lost: adaptive width, copies, sampled drafts, exact penalties. %s",
+            _our_version(),
+            installed_version(),
+            reason,
+            HELP,
+        )
+    return reason is not None
+
+
+def is_left_to_sglang(server_args: Any) -> bool:
+    """Tell whether the process that resolved the arguments left DFLASH to SGLang."""
+    return getattr(server_args, _OFF, None) is not None
+
+
+def switch_off(error: Exception) -> None:
+    """Say why nothing of ours is installed; if DFLASH is requested, say so again then."""
+    if not is_main_process():  # the main process has said it
+        logger.debug("sglang-dflash is off", exc_info=error)
+        return
+    reason = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
+    logger.error(
+        "sglang-dflash %s is off, because it does not fit SGLang %s. SGLang serves without it. %s. %s",
+        _our_version(),
+        installed_version(),
+        reason.rstrip("."),
+        HELP,
+    )
+    _tell_if_dflash_is_requested()
+
+
+def _tell_if_dflash_is_requested() -> None:
+    try:
+        from sglang.srt.arg_groups.model_override_base import resolving_view
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+        @register_resolution_hook("handle_speculative_decoding")
+        def tell(server_args: Any, previous: Any) -> None:
+            if (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH":
+                logger.error(
+                    "DFLASH: SGLang's built-in implementation serves this server: sglang-dflash is off."
+                )
+            previous(server_args)
+    except (ImportError, ValueError) as error:
+        logger.debug("SGLang %s has no such step: %s", installed_version(), error)
+
+
+def _is_needed_here(row: Row) -> bool:
+    """Tell whether a missing target is needed because this server runs on a CPU."""
+    is_cpu_row = row.change is not None and row.change.feature == ledger.CPU
+    return is_cpu_row and row.state in BROKEN and runtime.is_active()
+
+
+def _and_more(number: int) -> str:
+    return f", and {number} more" if number else ""
+
+
+def _our_version() -> str:
+    from sglang_dflash import __version__
+
+    return __version__

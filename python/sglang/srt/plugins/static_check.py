@@ -1,0 +1,235 @@
+"""Compares the ledger with an SGLang that need not be installed.
+
+For each change: whether its target is there, takes the expected parameters, and still has the body that our
+replacement was written against. For each name that our files import from SGLang: whether it is there, and
+takes the same parameters as before.
+"""
+
+import ast
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_dflash.srt.plugins.ledger import TABLES, Change
+from sglang_dflash.srt.plugins.source_tree import PACKAGE, Found, SourceTree, fingerprint, parameters
+
+RECORDED = Path(__file__).with_name("fingerprints.json")
+OURS = Path(__file__).parents[2]
+
+SAME, CHANGED, OTHER_PARAMETERS, GONE, UNKNOWN = "same", "changed", "parameters", "gone", "no record"
+# States in which a change cannot be made, and an import may fail.
+BROKEN = (OTHER_PARAMETERS, GONE)
+
+
+class Row(NamedTuple):
+    """The state of one target or of one imported name.
+
+    label: the target with its key, or `module:name`. detail: for the reader, may be empty. where: the file
+    and line in SGLang. change: None for an imported name.
+    """
+
+    label: str
+    state: str
+    detail: str
+    where: str
+    change: Change | None
+
+    @property
+    def is_required(self) -> bool:
+        """Tell whether DFLASH cannot be served without."""
+        return self.change is None or self.change.feature is None
+
+    @property
+    def is_fatal(self) -> bool:
+        return self.is_required and (self.state == GONE or self.state in BROKEN and self.change is not None)
+
+
+class ImportedName(NamedTuple):
+    """A name that a file of ours imports from SGLang, or a module (name: "")."""
+
+    module: str
+    name: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+@functools.cache
+def records() -> dict[str, dict[str, Any]]:
+    """Return what is recorded of each supported version.
+
+    Each has `files` (hashes by path), `bodies` (fingerprints by dotted path) and `imports` (parameters by
+    label).
+    """
+    return json.loads(RECORDED.read_text(encoding="utf-8"))
+
+
+def supported_versions() -> list[str]:
+    """List the recorded versions, oldest first."""
+    return sorted(records(), key=_as_numbers)
+
+
+def baseline_for(version: str) -> str:
+    """Return the supported version to compare with: itself, else the newest that is not newer."""
+    older = [one for one in supported_versions() if _as_numbers(one) <= _as_numbers(version)]
+    return older[-1] if older else supported_versions()[0]
+
+
+def is_as_recorded(tree: SourceTree) -> bool:
+    """Tell whether every file that matters is that of a supported release.
+
+    Takes milliseconds.
+    """
+    recorded = records().get(tree.version)
+    return recorded is not None and all(
+        tree.digest(file) == digest for file, digest in recorded["files"].items()
+    )
+
+
+def compare(tree: SourceTree, baseline: str) -> list[Row]:
+    """Compare the ledger and our imports with a tree.
+
+    baseline: the supported version whose bodies and parameters are expected.
+    """
+    recorded = records()[baseline]
+    rows = [_compare_change(tree, change, recorded["bodies"]) for change in all_changes()]
+    return rows + [_compare_import(tree, name, recorded["imports"]) for name in imported_names()]
+
+
+def record(tree: SourceTree) -> dict[str, dict[str, str]]:
+    """Return what `fingerprints.json` is to hold of a version. It must fit the ledger."""
+    bodies: dict[str, str] = {}
+    imports: dict[str, str] = {}
+    for change in all_changes():
+        if body := body_of(tree, change):
+            bodies[change.replaces or change.target] = fingerprint(body.node)
+    for name in imported_names():
+        found = tree.find(f"{name.module}.{name.name}" if name.name else name.module)
+        if found is not None and (names := _passed(tree, found)) is not None:
+            imports[name.label] = ", ".join(names)
+    files = {file: digest for file in tree.files if (digest := tree.digest(file))}
+    return {"files": _by_key(files), "bodies": _by_key(bodies), "imports": _by_key(imports)}
+
+
+def all_changes() -> list[Change]:
+    """List the changes to SGLang itself; one target is PyTorch's."""
+    table = [change for changes in TABLES.values() for change in changes]
+    return [change for change in table if change.target.startswith(f"{PACKAGE}.")]
+
+
+def body_of(tree: SourceTree, change: Change) -> Found | None:
+    """Find the function or class that a change replaces or wraps. None: there is none."""
+    path = change.replaces if change.kind == "entry" else change.target
+    found = tree.find(path) if path else None
+    is_body = found is not None and isinstance(found.node, ast.FunctionDef | ast.ClassDef)
+    return found if is_body else None
+
+
+@functools.cache
+def imported_names() -> tuple[ImportedName, ...]:
+    """List all names that our files import from SGLang.
+
+    Those with a substitute are left out (compat.py).
+    """
+    names = set()
+    for path in sorted(OURS.rglob("*.py")):
+        for statement in _imports(ast.parse(path.read_text(encoding="utf-8")).body):
+            if isinstance(statement, ast.ImportFrom):
+                if (statement.module or "").partition(".")[0] == PACKAGE and not statement.level:
+                    names |= {ImportedName(statement.module or "", alias.name) for alias in statement.names}
+            else:
+                modules = [alias.name for alias in statement.names]
+                names |= {ImportedName(one, "") for one in modules if one.partition(".")[0] == PACKAGE}
+    return tuple(sorted(names))
+
+
+def _imports(body: Sequence[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports of a body, at any depth, that no handler of ImportError covers."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.Try) and any(
+            handler.type is not None and "ImportError" in ast.unparse(handler.type)
+            for handler in node.handlers
+        ):
+            yield from _imports([*node.handlers, *node.orelse, *node.finalbody])
+        elif not isinstance(node, ast.expr):
+            yield from _imports(list(ast.iter_child_nodes(node)))
+
+
+def _compare_change(tree: SourceTree, change: Change, bodies: dict[str, str]) -> Row:
+    target = tree.find(change.target)
+    if target is None:
+        return Row(change.label, GONE, f"SGLang has no {change.target} to change", "", change)
+    found_parameters = parameters(tree, target)
+    if change.signature is not None and not change.accepts(found_parameters or []):
+        detail = f"takes ({', '.join(found_parameters or [])}), expected {change.signature}"
+        return Row(change.label, OTHER_PARAMETERS, detail, _place(tree, target), change)
+    if change.kind == "resolution" and not _is_overridable(tree, change.name):
+        detail = "nobody may wrap this step any more"
+        return Row(change.label, GONE, detail, _place(tree, target), change)
+    path = change.replaces if change.kind == "entry" else change.target
+    if path is None:
+        return Row(change.label, SAME, "a key of ours", _place(tree, target), change)
+    body = body_of(tree, change)
+    if body is None:
+        return Row(change.label, CHANGED, f"there is no {path} any more", _place(tree, target), change)
+    known = bodies.get(path)
+    if known is None:
+        return Row(change.label, UNKNOWN, "", _place(tree, body), change)
+    state = SAME if known == fingerprint(body.node) else CHANGED
+    return Row(change.label, state, "", _place(tree, body), change)
+
+
+def _compare_import(tree: SourceTree, name: ImportedName, known: dict[str, str]) -> Row:
+    found = tree.find(f"{name.module}.{name.name}" if name.name else name.module)
+    if found is None:
+        return Row(name.label, GONE, "our files import it", "", None)
+    names, before = _passed(tree, found), known.get(name.label)
+    if before is None or names is None or ", ".join(names) == before:
+        return Row(name.label, SAME, "", _place(tree, found), None)
+    old = before.split(", ")
+    differences = [f"+{one}" for one in names if one not in old]
+    differences += [f"-{one}" for one in old if one not in names]
+    detail = ", ".join(differences) or "in another order"
+    return Row(name.label, OTHER_PARAMETERS, detail, _place(tree, found), None)
+
+
+def _passed(tree: SourceTree, found: Found) -> list[str] | None:
+    """List the parameters of a function, or of a constructor that is written out."""
+    if isinstance(found.node, ast.ClassDef):
+        init = tree.find(f"{found.path}.__init__")
+        return None if init is None or init.names[:-1] != found.names else parameters(tree, init)
+    return parameters(tree, found)
+
+
+def _is_overridable(tree: SourceTree, step: str) -> bool:
+    steps = tree.find(f"{PACKAGE}.srt.arg_groups.resolution_hooks._OVERRIDABLE_HOOKS")
+    if steps is None or steps.node is None:
+        return False
+    return any(isinstance(node, ast.Constant) and node.value == step for node in ast.walk(steps.node))
+
+
+def _place(tree: SourceTree, found: Found) -> str:
+    line = getattr(found.node, "lineno", 1)
+    return f"{tree.file_of(found.module) or found.module}:{line}"
+
+
+def _as_numbers(version: str) -> tuple[int, ...]:
+    """Return the release numbers of a version, for sorting.
+
+    A version without any is the newest.
+    """
+    numbers = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers) or (2**31,)
+
+
+def _by_key(table: dict[str, str]) -> dict[str, str]:
+    return dict(sorted(table.items()))

@@ -1,0 +1,250 @@
+"""`python -m sglang_dflash.ledger`: our changes compared with an SGLang that is not imported."""
+
+import ast
+import functools
+import importlib.util
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash import ledger as command
+from sglang_dflash.srt.plugins import source_tree, static_check
+from sglang_dflash.srt.plugins.source_tree import NotSGLang, SourceTree, fingerprint
+
+SCHEDULER_INFO = "sglang/srt/speculative/spec_info.py"
+WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once():
+    """Parse a text once for all tests: the copies differ in one file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source_tree, "parse_module", functools.cache(source_tree.parse_module))
+        yield
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, str]:
+    """Texts of all files of the installed SGLang that matter, by path."""
+    tree = SourceTree.installed()
+    static_check.compare(tree, static_check.baseline_for(tree.version))
+    folder = Path(importlib.util.find_spec("sglang").origin).parents[1]
+    # A module that only passes a name on is looked for too.
+    packages = {parent for file in tree.files for parent in Path(file).parents if parent.name}
+    inits = {str(package / "__init__.py") for package in packages}
+    found = {file: folder / file for file in tree.files | inits}
+    return {file: path.read_text() for file, path in found.items() if path.is_file()}
+
+
+@pytest.fixture
+def copy(files, tmp_path):
+    """Return a function that writes a copy of SGLang with edits, and returns its folder."""
+
+    def write(*edits: tuple[str, str, str], version: str | None = None) -> Path:
+        folder = tmp_path / "site-packages"
+        shutil.rmtree(folder, ignore_errors=True)
+        texts = dict(files)
+        for file, old, new in edits:
+            assert old in texts[file], f"{file} has no {old!r}: choose another edit"
+            texts[file] = texts[file].replace(old, new, 1)
+        for file, text in texts.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(text)
+        version = version or SourceTree.installed().version
+        (folder / f"sglang-{version}.dist-info").mkdir()
+        return folder
+
+    return write
+
+
+def run(*arguments: object) -> int:
+    return command.main([str(argument) for argument in arguments])
+
+
+def told(output: str) -> list[str]:
+    """List the rows of a report's table."""
+    return [line for line in output.splitlines() if line.startswith("| `")]
+
+
+def test_the_installed_sglang_is_as_recorded(capsys):
+    assert static_check.is_as_recorded(SourceTree.installed())
+    assert run() == 0
+    output = capsys.readouterr().out
+    assert not told(output) and "Nothing required is gone." in output
+
+
+def test_a_copy_and_a_wheel_of_it_are_the_same(copy, tmp_path, capsys):
+    folder = copy()
+    wheel = tmp_path / "sglang.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in folder.rglob("*"):
+            archive.write(path, path.relative_to(folder))
+    assert static_check.is_as_recorded(SourceTree.open(folder))
+    assert static_check.is_as_recorded(SourceTree.open(wheel))
+    assert run("--against", folder) == run("--against", wheel) == 0
+    first, second = capsys.readouterr().out.split("\n\nNothing required is gone.\n")[:2]
+    assert first == second
+
+
+RETURNS = ") -> Optional[Union[Type[BaseSpecWorker], Type[TpModelWorker], "
+ARGUMENTS = f"server_args: ServerArgs\n    {RETURNS}"
+PLANTED = {
+    "a body": ((SCHEDULER_INFO, "platform_worker_cls is not None", "platform_worker_cls"), "changed", 0),
+    "a target renamed": ((SCHEDULER_INFO, "def create_worker(", "def make_worker("), "gone", 1),
+    "an argument added": ((SCHEDULER_INFO, ARGUMENTS, f"rank, {ARGUMENTS}"), "rank", 1),
+}
+ANNOTATION = (SCHEDULER_INFO, RETURNS, ") -> Optional[Union[")
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_change_is_named(planted, copy, capsys):
+    edit, word, status = PLANTED[planted]
+    folder = copy(edit)
+    assert not static_check.is_as_recorded(SourceTree.open(folder))
+    assert run("--against", folder) == status
+    output = capsys.readouterr().out
+    [line] = told(output)
+    assert WORKER in line and word in line
+    assert (f"Required and gone: {WORKER}" in output) == (status == 1)
+    if planted == "a body":
+        assert f"{SCHEDULER_INFO}:" in line and f"--diff {WORKER}" in output
+
+
+def test_an_optional_target_is_no_reason_to_fail(copy, capsys):
+    file = "sglang/srt/model_executor/graph_shared_output.py"
+    assert run("--against", copy((file, "def create_for_model_runner(", "def create_for("))) == 0
+    [line] = told(capsys.readouterr().out)
+    assert "gone" in line and "small output buffers of draft graphs" in line
+
+
+def test_an_imported_name_that_is_gone_is_named(copy, capsys):
+    file = "sglang/srt/speculative/spec_utils.py"
+    assert run("--against", copy((file, "class GrammarTree", "class GrammarForest"))) == 1
+    assert "sglang.srt.speculative.spec_utils:GrammarTree" in capsys.readouterr().out
+
+
+def test_new_parameters_of_an_imported_function_are_named(copy, capsys):
+    file = "sglang/srt/mem_cache/allocation_sizing.py"
+    edit = (file, "def page_aligned_decode_alloc_lens(", "def page_aligned_decode_alloc_lens(pool, ")
+    assert run("--against", copy(edit)) == 0
+    [line] = told(capsys.readouterr().out)
+    assert "page_aligned_decode_alloc_lens" in line and "+pool" in line
+
+
+def test_a_step_that_nobody_may_wrap_is_gone(copy, capsys):
+    file = "sglang/srt/arg_groups/resolution_hooks.py"
+    assert run("--against", copy((file, '"handle_speculative_decoding",', ""))) == 1
+    assert "nobody may wrap" in capsys.readouterr().out
+
+
+def test_comments_docstrings_and_annotations_are_no_change(copy, capsys):
+    folder = copy(
+        ANNOTATION,
+        (SCHEDULER_INFO, "        platform_worker_cls =", "        # why\n        platform_worker_cls ="),
+    )
+    assert run("--against", folder) == 0
+    assert not told(capsys.readouterr().out)
+
+
+def test_the_difference_is_shown(copy, capsys, monkeypatch):
+    edited = copy(PLANTED["a body"][0], version="0.5.99")
+    stock = SourceTree.installed()
+    opened = command._open
+    monkeypatch.setattr(
+        command, "_open", lambda against, folder: stock if against == "0.5.23" else opened(against, folder)
+    )
+    assert run("--against", edited, "--since", "0.5.23", "--diff", WORKER) == 0
+    output = capsys.readouterr().out
+    assert (
+        "-        if platform_worker_cls is not None:" in output
+        and "+        if platform_worker_cls:" in output
+    )
+
+
+def test_a_version_is_recorded(copy, tmp_path):
+    file = tmp_path / "fingerprints.json"
+    assert run("--against", copy(version="0.5.99"), "--record", file) == 0
+    [(version, recorded)] = json.loads(file.read_text()).items()
+    installed = static_check.records()[SourceTree.installed().version]
+    assert version == "0.5.99" and recorded == installed
+
+
+def no_wheel(tmp_path: Path) -> Path:
+    path = tmp_path / "text.whl"
+    path.write_text("no archive")
+    return path
+
+
+def another_wheel(tmp_path: Path) -> Path:
+    path = tmp_path / "other.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("other/__init__.py", "")
+    return path
+
+
+@pytest.mark.parametrize(
+    "bad", [no_wheel, another_wheel, lambda folder: folder, lambda folder: folder / "absent"]
+)
+def test_bad_input_is_one_line(bad, tmp_path, capsys):
+    assert run("--against", bad(tmp_path)) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and len(printed.err.splitlines()) == 1 and str(tmp_path) in printed.err
+
+
+@pytest.mark.parametrize("version", ["0.0.0.1", "latest"])
+def test_a_version_that_cannot_be_downloaded_is_one_line(version, capsys, monkeypatch):
+    """No such version, or no network: pip reads an empty folder in place of an index."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert run("--against", version) == 2
+    printed = capsys.readouterr()
+    assert (
+        not printed.out and len(printed.err.splitlines()) == 1 and "pip cannot download sglang" in printed.err
+    )
+
+
+def test_a_file_that_cannot_be_parsed_is_one_line(copy, capsys):
+    assert run("--against", copy((SCHEDULER_INFO, "def create_worker(", "def create_worker)"))) == 2
+    assert SCHEDULER_INFO in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("version", "baseline"),
+    [("0.5.21", "0.5.22"), ("0.5.22", "0.5.22"), ("0.5.23", "0.5.23"), ("0.6.0.dev3", "0.5.23")],
+)
+def test_the_version_to_compare_with(version, baseline):
+    assert static_check.baseline_for(version) == baseline
+
+
+def test_what_a_fingerprint_covers():
+    def of(text: str) -> str:
+        return fingerprint(ast.parse(text).body[0])
+
+    plain = of("def f(a, b=1):\n    return a + b\n")
+    assert plain == of(
+        'def f(a: int, b: int = 1) -> int:\n    """Add."""\n    # a comment\n    return (a +\n b)\n'
+    )
+    others = ["a + b + 0", "a - b", "b + a", "None"]
+    prints = {of(f"def f(a, b=1):\n    return {text}\n") for text in others}
+    prints |= {of("def f(a, b=2):\n    return a + b\n"), of("@once\ndef f(a, b=1):\n    return a + b\n")}
+    assert plain not in prints and len(prints) == 6
+
+
+def test_names_are_followed_through_modules(tmp_path):
+    package = tmp_path / "sglang" / "srt"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from .star import *\nfrom sglang.srt.star import one as uno\n")
+    (package / "star.py").write_text(
+        "class Base:\n    def method(self): ...\n"
+        "class Child(Base): ...\n"
+        "try:\n    import fast\nexcept ImportError:\n    def one(): ...\n"
+        "made = Child()\n"
+    )
+    tree = SourceTree.open(tmp_path)
+    assert tree.find("sglang.srt.one").path == tree.find("sglang.srt.uno").path == "sglang.srt.star.one"
+    assert tree.find("sglang.srt.made.method").path == "sglang.srt.star.Base.method"
+    assert tree.find("sglang.srt.two") is None and tree.find("sglang.srt.star.Child.two") is None
+    with pytest.raises(NotSGLang):
+        SourceTree.open(package)
