@@ -1,13 +1,17 @@
 """Drafts published as DFlash whose fields change the mathematics.
 
-Read as a plain draft, such a checkpoint would silently draft nonsense. Every such field is refused by name.
-Other unknown fields of `dflash_config` are named in a warning, as they may be the trainer's notes.
+Read as a plain draft, such a checkpoint would silently draft nonsense. Every such field is named, with
+whether SGLang's built-in DFLASH runs it. Other unknown fields of `dflash_config` are named in a warning, as
+they may be the trainer's notes.
 """
 
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
+from sglang_dflash.srt.configs.layer_fields import RopeKind
+from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.validation import shown
 
 logger = logging.getLogger(__name__)
@@ -34,6 +38,10 @@ _REFUSED = {
     "num_local_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts",
 }
+# Of these, what the built-in does not run under DFLASH either.
+_BUILTIN_LACKS = ("markov_", "selector_")
+# Other models of drafts that the built-in runs under DFLASH.
+BUILTIN_ARCHITECTURES = ("DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel")
 
 
 def variant_problems(config: Any, nested: Mapping[str, Any], served: Collection[str]) -> list[str]:
@@ -41,19 +49,62 @@ def variant_problems(config: Any, nested: Mapping[str, Any], served: Collection[
 
     config: its top level. nested: its `dflash_config`, of which `served` are the fields that are read.
     """
-    problems, unread = [], []
-    nested = {name: value for name, value in nested.items() if name not in served}
-    for where, fields in (("dflash_config.", nested), ("", vars(config))):
-        for name, value in fields.items():
-            meaning = next((text for start, text in _REFUSED.items() if _is_named(name, start)), None)
-            if meaning is not None and value:
-                problems.append(f"{where}{name} is {shown(value)}: {meaning} is not supported")
-            elif meaning is None and where:
-                unread.append(name)
+    findings, unread = _variant_findings(config, nested, served)
     if unread:
         names = ", ".join(sorted(unread))
         logger.warning("DFLASH draft: fields of dflash_config that are not read: %s.", names)
-    return problems + _rope_problems(config)
+    return [finding.what for finding in findings]
+
+
+def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[NotServed]:
+    """List what we do not run of the draft that this config.json describes.
+
+    served: fields of `dflash_config` that this draft's class reads. Faults that make a config invalid are
+    left to the class.
+    """
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if name in BUILTIN_ARCHITECTURES:
+        return [NotServed(f"architectures is {shown(architectures)}: this draft is not supported", True)]
+    nested = config.get("dflash_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    findings, _ = _variant_findings(SimpleNamespace(**config), nested, served)
+    if config.get("hidden_act") == "swigluoai":
+        findings.append(NotServed("hidden_act is 'swigluoai', which is not supported", True))
+    for field in ("rope_parameters", "rope_scaling"):
+        rope = config.get(field)
+        kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
+        if isinstance(kind, str) and kind not in get_args(RopeKind):
+            findings.append(NotServed(f"{field} is of kind {shown(kind)}, which is not supported", True))
+    for field in ("quantization_config", "compression_config"):
+        if quantization := config.get(field):
+            findings.append(_quantized(field, quantization))
+    return findings
+
+
+def _quantized(field: str, quantization: Any) -> NotServed:
+    lost = ""
+    if "pack-quantized" in str(quantization):
+        lost = "of a pack-quantized draft the built-in keeps hardly any token (sgl-project/sglang#39087)"
+    return NotServed(f"{field} is {shown(quantization)}: a quantized draft is not supported", True, lost)
+
+
+def _variant_findings(
+    config: Any, nested: Mapping[str, Any], served: Collection[str]
+) -> tuple[list[NotServed], list[str]]:
+    """Return what we do not run, and the names of fields that nobody reads."""
+    findings, unread = [], []
+    nested = {name: value for name, value in nested.items() if name not in served}
+    for where, fields in (("dflash_config.", nested), ("", vars(config))):
+        for name, value in fields.items():
+            start = next((start for start in _REFUSED if _is_named(name, start)), None)
+            if start is not None and value:
+                what = f"{where}{name} is {shown(value)}: {_REFUSED[start]} is not supported"
+                findings.append(NotServed(what, start not in _BUILTIN_LACKS))
+            elif start is None and where:
+                unread.append(name)
+    findings += [NotServed(problem, True) for problem in _rope_problems(config)]
+    return findings, unread
 
 
 def _is_named(name: Any, start: str) -> bool:

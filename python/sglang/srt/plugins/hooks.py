@@ -8,9 +8,10 @@ unchanged, the ledger names it directly.
 def handle_server_args():
     from sglang_dflash.srt.arg_groups.dflash_args import resolve_dflash_args
     from sglang_dflash.srt.plugins import install, ledger
+    from sglang_dflash.srt.speculative.implementation import Implementation
 
     def handle(original, self, server_args):
-        if not self.is_dflash():
+        if not self.is_dflash() or Implementation.of(server_args).is_builtin:
             return original(self, server_args)
         install.install(ledger.AT_FRONT_END)
         return resolve_dflash_args(server_args)
@@ -30,9 +31,15 @@ def add_cli_args():
 
 def create_worker():
     from sglang_dflash.srt.plugins import install, ledger
+    from sglang_dflash.srt.speculative.implementation import Implementation, check_ranks_agree
 
     def create(original, self, server_args):
         if not self.is_dflash():
+            return original(self, server_args)
+        implementation = Implementation.of(server_args)
+        check_ranks_agree(implementation)
+        if implementation.is_builtin:
+            install.install(ledger.AT_HAND_OVER)
             return original(self, server_args)
         is_disaggregated = server_args.disaggregation_mode != "null"
         install.install(ledger.AT_WORKER + (ledger.AT_DISAGGREGATION if is_disaggregated else ()))

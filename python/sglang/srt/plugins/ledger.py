@@ -5,6 +5,7 @@
 | `AT_LOAD` | when SGLang loads its plugins | every process |
 | `AT_FRONT_END` | when the arguments turn out to request DFLASH | the process that receives requests |
 | `AT_WORKER` | by the `create_worker` hook | scheduler processes that run DFLASH; others keep stock code |
+| `AT_HAND_OVER` | by the same hook | scheduler processes that run SGLang's own DFLASH instead of ours |
 | `AT_DISAGGREGATION` | with `AT_WORKER` | schedulers that serve prefill or decode alone |
 | `AT_CPU_DISAGGREGATION` | when the attention backend is built | the same, on a CPU, with DFLASH or without |
 | `AT_CPU_ATTENTION` | when our CPU attention is built | with DFLASH, or if SGLang's cannot run a target |
@@ -278,6 +279,15 @@ AT_WORKER = (
         signature="(self, forward_batch, in_capture)",
         why="FlashInfer plans on the host with exact lengths; bounds do, if the chunks are chosen by them",
         build=_made_by("srt.layers.attention.flashinfer_plans.planning_within_bounds"),
+    ),
+)
+
+AT_HAND_OVER = (
+    Change(
+        target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
+        signature="(self, state)",
+        why="report in /server_info that SGLang's own DFLASH serves, and because of what",
+        build=_made_by("srt.observability.server_info.adding_implementation"),
     ),
 )
 

@@ -1,0 +1,270 @@
+"""The decision who serves: ours, SGLang's built-in DFLASH, or nobody.
+
+Records are resolved by SGLang's own step, as in the launcher, for a pretended GPU. What is compared is the
+whole record.
+"""
+
+import copy
+import json
+import logging
+import pickle
+
+import pytest
+import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
+from serving import DRAFT, SPECULATORS_DRAFT, TARGET
+from sglang.srt.arg_groups import speculative_hook
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from support.drafts import make_draft
+
+from sglang_dflash.srt.arg_groups.dflash_args import check_draft_path
+from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
+from sglang_dflash.srt.environ import DFlashOptions, Option
+from sglang_dflash.srt.plugins import hooks, install, ledger
+from sglang_dflash.srt.speculative.implementation import Implementation, check_equal
+
+ATTRIBUTE = "_dflash_implementation"
+
+
+@pytest.fixture(autouse=True)
+def options(monkeypatch) -> None:
+    for option in vars(DFlashOptions).values():
+        if isinstance(option, Option):
+            monkeypatch.setenv(option.variable, "")  # restored afterwards, whatever a test sets
+
+
+def record_of(draft=DRAFT, **arguments) -> ServerArgs:
+    """Return a record of a server on a GPU, as SGLang's step of speculative decoding finds it."""
+    return ServerArgs(
+        **{
+            "model_path": str(TARGET),
+            "device": "cuda",
+            "attention_backend": "fa3",
+            "page_size": 1,
+            "speculative_algorithm": "DFLASH",
+            "speculative_draft_model_path": str(draft),
+            "speculative_draft_model_revision": "main",
+            **arguments,
+        }
+    )
+
+
+def resolve(record: ServerArgs) -> ServerArgs:
+    """Resolve a record as the launcher does with the plugin."""
+    original, hook = SpeculativeAlgorithm.handle_server_args, hooks.handle_server_args()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            SpeculativeAlgorithm, "handle_server_args", lambda self, record: hook(original, self, record)
+        )
+        patch.setattr(install, "install", lambda table: None)  # AT_FRONT_END, for this process
+        check_draft_path(record, speculative_hook.handle_speculative_decoding)
+    return record
+
+
+def contents(record: ServerArgs) -> dict:
+    """Return everything that a record holds, but for our decision."""
+    _, (kind, fields, bookkeeping) = record.__reduce__()
+    return {**fields, **{name: value for name, value in bookkeeping.items() if name != ATTRIBUTE}}
+
+
+# name -> (changes to the bundled draft's config, arguments, text in the reason)
+HANDED_OVER = {
+    "context parallelism": ({}, {"attn_cp_size": 2}, "--attn-cp-size"),
+    "unified memory": ({}, {"enable_unified_memory": True}, "--enable-unified-memory"),
+    "sparse attention": ({}, {"enable_hisparse": True}, "--enable-hisparse"),
+    "two-batch overlap": ({}, {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+    "PD multiplexing": ({}, {"enable_pdmux": True}, "--enable-pdmux"),
+    "an NPU": ({}, {"device": "npu"}, "device 'npu'"),
+    "an XPU": ({}, {"device": "xpu"}, "device 'xpu'"),
+    "a target backend": ({}, {"attention_backend": "flashmla"}, "'flashmla'"),
+    "mixed prefill with DP attention": (
+        {},
+        {"attn_dp_size": 2, "tp_size": 2, "enable_dp_lm_head": True, "enable_mixed_chunk": True},
+        "--enable-mixed-chunk with DP attention",
+    ),
+    "disaggregation with DP attention": (
+        {},
+        {"attn_dp_size": 2, "tp_size": 2, "enable_dp_lm_head": True, "disaggregation_mode": "decode"},
+        "--disaggregation-mode with DP attention",
+    ),
+    "sinks": ({"dflash_config": {"attention_sink_bias": True}}, {}, "attention sinks"),
+    "LiLiCorr": ({"dflash_config": {"lilicorr_hidden_size": 8}}, {}, "LiLiCorr"),
+    "Gemma's norm": ({"use_gemma_norm": True}, {}, "Gemma's RMSNorm"),
+    "experts": ({"num_experts": 8}, {}, "a mixture of experts"),
+    "partial RoPE": ({"partial_rotary_factor": 0.5}, {}, "partial rotary"),
+    "interleaved RoPE": ({"rope_is_neox_style": False}, {}, "interleaved rotary"),
+    "another activation": ({"hidden_act": "swigluoai"}, {}, "hidden_act is 'swigluoai'"),
+    "a quantized draft": ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config"),
+    "a draft to quantize": (
+        {},
+        {
+            "speculative_draft_model_quantization": "fp8",
+            "_speculative_draft_quantization_explicitly_set": True,
+        },
+        "--speculative-draft-model-quantization fp8",
+    ),
+    "Domino": (
+        {
+            "dflash_config": {
+                "projector_type": "domino",
+                "shift_label": True,
+                "pure_draft_prefix_len": 1,
+                "gru_hidden_dim": 8,
+                "emb_dim": 8,
+            }
+        },
+        {},
+        "Domino",
+    ),
+    "Laguna": ({"architectures": ["DFlashLagunaForCausalLM"]}, {}, "DFlashLagunaForCausalLM"),
+    "Muse": ({"architectures": ["MuseGlimmerAssistantModel"]}, {}, "MuseGlimmerAssistantModel"),
+}
+
+
+@pytest.mark.parametrize("name", HANDED_OVER)
+def test_a_handed_over_record_is_the_one_of_plain_sglang(name, tmp_path, caplog):
+    changes, arguments, words = HANDED_OVER[name]
+    draft = make_draft(tmp_path / "draft", base=DRAFT, **changes) if changes else DRAFT
+    stock = record_of(draft, **arguments)
+    speculative_hook.handle_speculative_decoding(stock)
+    with caplog.at_level(logging.WARNING, "sglang_dflash"):
+        ours = resolve(record_of(draft, **arguments))
+    decision = Implementation.of(ours)
+    assert decision.is_builtin and any(words in reason for reason in decision.because), decision
+    assert contents(ours) == contents(stock)
+    [warning] = [record for record in caplog.records if record.name.startswith("sglang_dflash")]
+    for text in (words, "built-in implementation serves", "Lost: adaptive width", "SGLANG_DFLASH_STRICT=1"):
+        assert text in warning.getMessage()
+
+
+@pytest.mark.parametrize("name", ["context parallelism", "Domino"])
+def test_strict_refuses_instead(name, tmp_path, monkeypatch):
+    changes, arguments, words = HANDED_OVER[name]
+    draft = make_draft(tmp_path / "draft", base=DRAFT, **changes) if changes else DRAFT
+    monkeypatch.setenv(DFlashOptions.STRICT.variable, "1")
+    with pytest.raises(ValueError, match="--speculative-dflash-strict forbids it") as refused:
+        resolve(record_of(draft, **arguments))
+    assert words in str(refused.value)
+
+
+def test_the_flag_of_strict():
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    parser.parse_args([])
+    assert not DFlashOptions.STRICT.get()
+    parser.parse_args(["--speculative-dflash-strict"])
+    assert DFlashOptions.STRICT.get()
+
+
+def test_ours_serves_whatever_it_can():
+    record = resolve(record_of())
+    assert not Implementation.of(record).is_builtin
+    assert resolving_view(record).speculative_num_draft_tokens == 8
+
+
+@pytest.mark.parametrize(
+    "option, value, flag",
+    [
+        (DFlashOptions.COPY_AHEAD, "1", "--speculative-copy-ahead"),
+        (DFlashOptions.DRAFT_SAMPLE_METHOD, "probabilistic", "--speculative-draft-sample-method"),
+        (DFlashOptions.DRAFT_HEAD_DTYPE, "fp8", "--speculative-draft-head-dtype"),
+        (DFlashOptions.DRAFT_SAMPLED_SLOTS, "0", "--speculative-draft-sampled-slots"),
+        (DFlashOptions.DRAFT_TEMPERATURE_SCALE, "0.5", "--speculative-draft-temperature-scale"),
+    ],
+)
+def test_what_only_ours_has_is_not_dropped_silently(option, value, flag, monkeypatch):
+    monkeypatch.setenv(option.variable, value)
+    with pytest.raises(ValueError, match="(?s)--attn-cp-size.*it lacks .*which was requested") as refused:
+        resolve(record_of(attn_cp_size=2))
+    assert flag in str(refused.value)
+
+
+def test_a_speculators_draft_is_not_handed_over():
+    with pytest.raises(ValueError, match="(?s)--attn-cp-size.*a reader of speculators checkpoints"):
+        resolve(record_of(SPECULATORS_DRAFT, attn_cp_size=2))
+
+
+# name -> (changes to the draft's config, arguments, words of ours, words of the built-in's own refusal)
+REFUSED_BY_BOTH = {
+    "pipeline parallelism": ({}, {"pp_size": 2}, "--pp-size", "pp_size == 1"),
+    "DP attention without a whole head": (
+        {},
+        {"attn_dp_size": 2, "tp_size": 2},
+        "--enable-dp-lm-head",
+        "requires --enable-dp-lm-head",
+    ),
+    "context and DP attention": (
+        {},
+        {"attn_cp_size": 2, "attn_dp_size": 2, "tp_size": 4, "enable_dp_lm_head": True},
+        "--attn-cp-size",
+        "does not support context parallel",
+    ),
+    "a CPU": (
+        {"use_gemma_norm": True},
+        {"device": "cpu", "attention_backend": "torch_native"},
+        "Gemma's RMSNorm",
+        "not supported by",
+    ),
+    "a Domino draft that nobody reads": (
+        {"dflash_config": {"projector_type": "domino"}},
+        {},
+        "dflash_config.projector_type",
+        "shift_label",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_BOTH)
+def test_a_refusal_names_both_reasons(name, tmp_path):
+    changes, arguments, ours, theirs = REFUSED_BY_BOTH[name]
+    draft = make_draft(tmp_path / "draft", base=DRAFT, **changes) if changes else DRAFT
+    record = record_of(draft, **arguments)
+    before = copy.deepcopy(contents(record))
+    with pytest.raises(ValueError, match="DFLASH does not support") as refused:
+        resolve(record)
+    assert ours in str(refused.value) and theirs in str(refused.value)
+    assert contents(record) == before
+
+
+def test_children_learn_the_decision():
+    record = pickle.loads(pickle.dumps(resolve(record_of(attn_cp_size=2))))
+    report = Implementation.of(record).report()
+    assert report["name"] == "sglang" and "--attn-cp-size" in report["because"][0]
+    assert json.loads(json.dumps(report))["lost"]
+    assert Implementation.of(record_of()).report()["name"] == "sglang-dflash"
+
+
+def targets_of(*tables) -> dict:
+    return {
+        (change.target, change.key): install.resolve(change.target)[1] if change.key is None else None
+        for table in tables
+        for change in table
+    }
+
+
+@pytest.mark.parametrize("arguments", [{"attn_cp_size": 2}, {"attn_cp_size": 2, "disaggregation_mode": "decode"}])
+def test_a_scheduler_of_a_handed_over_server_runs_plain_sglang(arguments, monkeypatch):
+    """Only the report in /server_info is ours."""
+    record = resolve(record_of(**arguments))
+    installed = []
+    monkeypatch.setattr(install, "install", installed.append)
+    before = targets_of(ledger.AT_WORKER, ledger.AT_DISAGGREGATION)
+    create, original = hooks.create_worker(), SpeculativeAlgorithm.create_worker
+    worker = create(original, SpeculativeAlgorithm.DFLASH, record)
+    assert worker.__module__ == "sglang.srt.speculative.dflash_worker_v2"
+    assert installed == [ledger.AT_HAND_OVER]
+    assert targets_of(ledger.AT_WORKER, ledger.AT_DISAGGREGATION) == before
+    [report] = ledger.AT_HAND_OVER
+    assert report.name == "_add_speculative"
+
+
+def test_ranks_that_decide_differently_end_the_start():
+    ours = Implementation()
+    theirs = Implementation.builtin(("device 'npu' (only cuda and cpu)",), ())
+    check_equal([ours, ours])
+    check_equal([theirs, theirs])
+    with pytest.raises(ValueError, match="rank 0 runs sglang-dflash.*rank 1 runs SGLang's.*device 'npu'"):
+        check_equal([ours, theirs])
