@@ -16,10 +16,11 @@ from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from support.drafts import make_draft
+from support.drafts import REMOVE, make_draft
 
 from sglang_dflash.srt.arg_groups.dflash_args import check_draft_path
 from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
+from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.plugins import hooks, install, ledger
 from sglang_dflash.srt.speculative.implementation import Implementation, check_equal
@@ -117,9 +118,28 @@ HANDED_OVER = {
         {},
         "Domino",
     ),
+    "no block size": ({"block_size": REMOVE}, {}, "block_size is missing"),
+    "no mask token": ({"dflash_config": {"mask_token_id": REMOVE}}, {}, "mask_token_id is missing"),
+    "a target of another depth": ({"num_target_layers": 36}, {}, "num_target_layers is 36"),
+    "layers in another order": (
+        {"dflash_config": {"target_layer_ids": [7, 4, 1]}},
+        {},
+        "target_layer_ids must be ascending",
+    ),
     "Laguna": ({"architectures": ["DFlashLagunaForCausalLM"]}, {}, "DFlashLagunaForCausalLM"),
     "Muse": ({"architectures": ["MuseGlimmerAssistantModel"]}, {}, "MuseGlimmerAssistantModel"),
 }
+
+
+# On CPUs ours refuses these by name. In no process may the reading of a config be what ends the start.
+UNREADABLE = [name for name, (changes, _, _) in HANDED_OVER.items() if changes]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_the_parser_judges_no_draft_that_is_handed_over(name, tmp_path):
+    draft = make_draft(tmp_path / "draft", base=DRAFT, **HANDED_OVER[name][0])
+    config = DraftConfigParser().parse(str(draft), trust_remote_code=False)
+    assert config.architectures
 
 
 @pytest.mark.parametrize("name", HANDED_OVER)
@@ -245,7 +265,9 @@ def targets_of(*tables) -> dict:
     }
 
 
-@pytest.mark.parametrize("arguments", [{"attn_cp_size": 2}, {"attn_cp_size": 2, "disaggregation_mode": "decode"}])
+@pytest.mark.parametrize(
+    "arguments", [{"attn_cp_size": 2}, {"attn_cp_size": 2, "disaggregation_mode": "decode"}]
+)
 def test_a_scheduler_of_a_handed_over_server_runs_plain_sglang(arguments, monkeypatch):
     """Only the report in /server_info is ours."""
     record = resolve(record_of(**arguments))
@@ -268,3 +290,41 @@ def test_ranks_that_decide_differently_end_the_start():
     check_equal([theirs, theirs])
     with pytest.raises(ValueError, match="rank 0 runs sglang-dflash.*rank 1 runs SGLang's.*device 'npu'"):
         check_equal([ours, theirs])
+
+
+# (field, value, part of the warning)
+IGNORED = [
+    ("speculative_num_steps", 3, "--speculative-num-steps"),
+    ("speculative_eagle_topk", 4, "--speculative-eagle-topk"),
+    ("speculative_token_map", "map.pt", "--speculative-token-map"),
+    ("speculative_use_block_verification", True, "--speculative-use-block-verification"),
+    ("speculative_accept_threshold_acc", 0.5, "--speculative-accept-threshold-acc"),
+    ("speculative_accept_threshold_single", 0.5, "--speculative-accept-threshold-single"),
+]
+
+
+@pytest.mark.parametrize("field, value, words", IGNORED)
+def test_flags_that_plain_sglang_overrides_get_a_warning(field, value, words, caplog):
+    record = resolve(record_of(**{field: value}))
+    args = resolving_view(record)
+    assert not Implementation.of(record).is_builtin
+    assert (args.speculative_num_steps, args.speculative_eagle_topk) == (1, 1)
+    [warning] = [text.getMessage() for text in caplog.records if "DFLASH ignores" in text.getMessage()]
+    assert words in warning
+
+
+@pytest.mark.parametrize("arguments", [{"enable_lora": True}, {"enable_hierarchical_cache": True}])
+def test_served_by_ours(arguments):
+    assert not Implementation.of(resolve(record_of(**arguments))).is_builtin
+
+
+def test_quantization_of_the_target_is_not_the_drafts(caplog):
+    caplog.set_level(logging.INFO)
+    inherited = {
+        "quantization": "fp8",
+        "speculative_draft_model_quantization": "fp8",
+        "_speculative_draft_quantization_explicitly_set": False,
+    }
+    args = resolving_view(resolve(record_of(**inherited)))
+    assert args.speculative_draft_model_quantization is None and args.quantization == "fp8"
+    assert "--quantization fp8 is the target's" in caplog.text

@@ -48,7 +48,7 @@ def _switch(name: str) -> Option[bool]:
 class DFlashOptions:
     """Every option. The settings classes that use an option check its range."""
 
-    # Serve a target whose captured hidden states have not been compared with a reference.
+    # Without effect since every such target is served, with a warning. Kept for scripts that set it.
     ALLOW_UNTESTED_TARGET = _switch("SGLANG_DFLASH_ALLOW_UNTESTED_TARGET")
     # --speculative-copy-ahead: propose what followed a request's last tokens earlier in its own text.
     COPY_AHEAD = _switch("SGLANG_DFLASH_COPY_AHEAD")

@@ -31,8 +31,8 @@ def read_adaptive_flags(server_args: Any, source: str) -> None:
 def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveSettings | None:
     """Return the settings that the server will run with, or None to verify whole blocks.
 
-    By default, adaptive width is on for a CPU unless it is impossible. Raises ValueError if it was requested
-    and is impossible, or if the block cannot hold a requested width.
+    By default, adaptive width is on for a CPU unless it is impossible. If it was requested and is impossible,
+    a warning says so. Raises ValueError if the block cannot hold a requested width.
     """
     settings = AdaptiveSettings.from_environment()
     impossible = _first(
@@ -42,12 +42,18 @@ def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> Adaptive
             "not supported with DP attention, where each rank would choose its own width",
         ),
         (
+            bool(args.enable_lora or args.lora_paths) and args.device != "cpu",
+            "not supported with LoRA on a GPU, where SGLang sizes the adapters' graphs for one width",
+        ),
+        (
             simulates_acceptance(),
             "not supported with SGLANG_SIMULATE_ACC_LEN: it would learn from made-up accept lengths",
         ),
     )
     if settings is not None and impossible:
-        raise ValueError(f"--speculative-adaptive is {impossible}.")
+        logger.warning("DFLASH verifies whole blocks: --speculative-adaptive is %s.", impossible)
+        DFlashOptions.ADAPTIVE.clear()
+        return None
     if settings is None and not DFlashOptions.NO_ADAPTIVE.get():
         reason = impossible or _first(
             (

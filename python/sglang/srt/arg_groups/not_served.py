@@ -6,7 +6,7 @@ from sglang_dflash.srt.arg_groups.draft_attention import suited_backends
 from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKENDS
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_variants import draft_findings
+from sglang_dflash.srt.configs.draft_variants import draft_findings, target_findings
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import config_class
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config, speculators_type
@@ -14,6 +14,16 @@ from sglang_dflash.srt.configs.speculators_format import is_speculators_config, 
 # Backends that verify a chain by their causal flag, without a mask.
 TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
 CPU_ATTENTION_BACKEND = "torch_native"
+
+# Targets whose embedding SGLang splits over all ranks, also with DP attention.
+_SPLIT_EMBEDDINGS = (
+    "IQuestCoderForCausalLM",
+    "InternLM3ForCausalLM",
+    "LlamaForCausalLM",
+    "Ministral3ForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+)
 
 # (ServerArgs field, values that ours serves, the finding for others)
 _FLAGS = (
@@ -87,11 +97,15 @@ def dp_attention_findings(args: Any) -> list[NotServed]:
             False,
         ),
     )
-    return [
+    found = [
         NotServed(f"{what} {with_dp}{why}", builtin_serves)
         for applies, what, why, builtin_serves in rules
         if applies
     ]
+    architectures = (read_config(args.model_path, args.revision) or {}).get("architectures") or ()
+    if (name := next(iter(architectures), None)) in _SPLIT_EMBEDDINGS:
+        found.append(NotServed(f"{name} {with_dp}: its embedding is split over all ranks", True))
+    return found
 
 
 def target_attention_findings(device: str, verify_backend: str, is_chosen: bool) -> list[NotServed]:
@@ -117,6 +131,7 @@ def checkpoint_findings(args: Any) -> list[NotServed]:
     found = []
     if not is_ours_alone:
         found = draft_findings(config, config_class(config.get("architectures")).nested_fields())
+        found += target_findings(config, read_config(args.model_path, args.revision) or {})
     chosen = args.speculative_draft_model_quantization
     if (
         args._speculative_draft_quantization_explicitly_set

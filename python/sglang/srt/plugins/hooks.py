@@ -58,6 +58,8 @@ def cpu_attention():
 
         if runner.server_args.disaggregation_mode != "null":
             install.install(ledger.AT_CPU_DISAGGREGATION)
+        elif runner.server_args.enable_hierarchical_cache:
+            install.install(ledger.AT_CPU_HOST_CACHE)
         if not torch_native_spec.is_needed(runner):
             return torch_native_spec.TorchNativeAttnBackend(runner)
         install.install(ledger.AT_CPU_ATTENTION)

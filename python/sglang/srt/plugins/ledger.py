@@ -8,6 +8,7 @@
 | `AT_HAND_OVER` | by the same hook | scheduler processes that run SGLang's own DFLASH instead of ours |
 | `AT_DISAGGREGATION` | with `AT_WORKER` | schedulers that serve prefill or decode alone |
 | `AT_CPU_DISAGGREGATION` | when the attention backend is built | the same, on a CPU, with DFLASH or without |
+| `AT_CPU_HOST_CACHE` | with it, or for a hierarchical cache | copies of KV to the host and back |
 | `AT_CPU_ATTENTION` | when our CPU attention is built | with DFLASH, or if SGLang's cannot run a target |
 
 Tests walk the tables; `install.py` checks and applies them.
@@ -300,19 +301,7 @@ AT_DISAGGREGATION = (
     ),
 )
 
-AT_CPU_DISAGGREGATION = (
-    _CpuChange(
-        target="sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
-        signature="(kinds, expected_len)",
-        why="SGLang declares all KV pools as GPU memory, which nixl refuses on a machine without a GPU",
-        build=_ours("srt.hardware_backend.cpu.transfer.normalize_kv_mem_kinds"),
-    ),
-    _CpuChange(
-        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_xfer",
-        signature="(self, peer_info)",
-        why="a prefill server without a draft refuses to send to the host memory of a decode server with one",
-        build=_made_by("srt.hardware_backend.cpu.transfer.preparing_targets_layers"),
-    ),
+AT_CPU_HOST_CACHE = (
     _CpuChange(
         target="sglang.srt.mem_cache.pool_host.common._cuda_host_register",
         signature="(buffer, registration_granularity_bytes)",
@@ -323,7 +312,7 @@ AT_CPU_DISAGGREGATION = (
         _CpuChange(
             target=f"sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.{name}",
             signature=signature,
-            why="a decode server copies the KV of a retracted request to host memory with CUDA kernels",
+            why="SGLang copies KV to host memory and back with CUDA kernels",
             build=_ours(f"srt.hardware_backend.cpu.transfer.{ours}"),
         )
         for name, ours, signature in (
@@ -339,6 +328,22 @@ AT_CPU_DISAGGREGATION = (
             ),
         )
     ),
+)
+
+AT_CPU_DISAGGREGATION = (
+    _CpuChange(
+        target="sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
+        signature="(kinds, expected_len)",
+        why="SGLang declares all KV pools as GPU memory, which nixl refuses on a machine without a GPU",
+        build=_ours("srt.hardware_backend.cpu.transfer.normalize_kv_mem_kinds"),
+    ),
+    _CpuChange(
+        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_xfer",
+        signature="(self, peer_info)",
+        why="a prefill server without a draft refuses to send to the host memory of a decode server with one",
+        build=_made_by("srt.hardware_backend.cpu.transfer.preparing_targets_layers"),
+    ),
+    *AT_CPU_HOST_CACHE,
 )
 
 # Equal results in less time. Each entry can be removed alone, with its function in
