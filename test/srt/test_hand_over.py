@@ -1,13 +1,16 @@
-"""The decision who serves: ours, SGLang's built-in DFLASH, or nobody.
+"""The decision who serves: ours, SGLang's built-in DFLASH, or nobody; and a verdict on every refusal.
 
 Records are resolved by SGLang's own step, as in the launcher, for a pretended GPU. What is compared is the
 whole record.
 """
 
+import ast
 import copy
 import json
 import logging
 import pickle
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
@@ -18,8 +21,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.drafts import REMOVE, make_draft
 
+import sglang_dflash
 from sglang_dflash.srt.arg_groups.dflash_args import check_draft_path
 from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
+from sglang_dflash.srt.arg_groups.hand_over import builtin_refusal
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.plugins import hooks, install, ledger
@@ -69,6 +74,14 @@ def contents(record: ServerArgs) -> dict:
     return {**fields, **{name: value for name, value in bookkeeping.items() if name != ATTRIBUTE}}
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 256,
+    "short_factor": [1.0] * 32,
+    "long_factor": [2.0] * 32,
+    "factor": 2.0,
+}
 # name -> (changes to the bundled draft's config, arguments, text in the reason)
 HANDED_OVER = {
     "context parallelism": ({}, {"attn_cp_size": 2}, "--attn-cp-size"),
@@ -126,6 +139,18 @@ HANDED_OVER = {
         {},
         "target_layer_ids must be ascending",
     ),
+    "no target layers": (
+        {"dflash_config": {"target_layer_ids": REMOVE}, "num_target_layers": REMOVE},
+        {},
+        "target_layer_ids is missing",
+    ),
+    "another RoPE": ({"rope_parameters": LONGROPE}, {}, "is of kind 'longrope'"),
+    "RoPE by layer type": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 10000.0}}},
+        {},
+        "by layer type",
+    ),
+    "a causal draft": ({"is_causal": True}, {}, "is_causal is true"),
     "Laguna": ({"architectures": ["DFlashLagunaForCausalLM"]}, {}, "DFlashLagunaForCausalLM"),
     "Muse": ({"architectures": ["MuseGlimmerAssistantModel"]}, {}, "MuseGlimmerAssistantModel"),
 }
@@ -216,6 +241,7 @@ REFUSED_BY_BOTH = {
         "--enable-dp-lm-head",
         "requires --enable-dp-lm-head",
     ),
+    "heads that cannot be split": ({}, {"tp_size": 3}, "cannot be split over --tp 3", "either"),
     "context and DP attention": (
         {},
         {"attn_cp_size": 2, "attn_dp_size": 2, "tp_size": 4, "enable_dp_lm_head": True},
@@ -328,3 +354,137 @@ def test_quantization_of_the_target_is_not_the_drafts(caplog):
     args = resolving_view(resolve(record_of(**inherited)))
     assert args.speculative_draft_model_quantization is None and args.quantization == "fp8"
     assert "--quantization fp8 is the target's" in caplog.text
+
+
+BROKEN = "broken: "  # no implementation loads such a checkpoint, or it would draft noise
+BY_NAME = "by name: "  # requested by a flag or a format that only ours has
+BY_BOTH = "both: "  # a name in REFUSED_BY_BOTH: the built-in's validators ran on the same arguments
+HANDED = "handed over: "  # a name in HANDED_OVER: this refusal is left for a CPU and for strict servers
+
+# (file, function) -> a verdict for each `raise`, in order
+VERDICTS = {
+    ("arg_groups/adaptive_width.py", "read_adaptive_flags"): [BY_NAME + "--no-speculative-adaptive"],
+    ("arg_groups/checkpoint_detection.py", "_resolve_peagle"): [BY_NAME + "PEAGLE"] * 3,
+    ("arg_groups/checkpoint_detection.py", "locate_verifier"): [BY_NAME + "a speculators --model-path"],
+    ("arg_groups/checkpoint_detection.py", "_refuse_contradictions"): [BY_NAME + "a speculators --model-path"]
+    * 2,
+    ("arg_groups/dflash_args.py", "_check_draft_is_there"): [BY_BOTH + "no draft", BROKEN + "no folder"],
+    ("arg_groups/dflash_args.py", "check_copy_ahead"): [BY_NAME + "--speculative-copy-ahead"] * 2,
+    ("arg_groups/dflash_args.py", "choose_block_size"): [BY_BOTH + "two block sizes", BY_BOTH + "no block"],
+    ("arg_groups/dflash_args.py", "_adjust_to_recurrent_target"): [BY_BOTH + "a CPU"],
+    ("arg_groups/draft_attention.py", "choose_draft_attention"): [
+        BROKEN + "on a GPU found before, by draft_attention_findings"
+    ],
+    ("arg_groups/draft_files.py", "check_draft_config"): [BROKEN + "no JSON", BROKEN + "wrong fields"],
+    ("arg_groups/draft_files.py", "check_draft_tensors"): [BROKEN + "wrong sizes", BROKEN + "wrong tensors"],
+    ("arg_groups/hand_over.py", "hand_over_if_not_served"): [BY_BOTH + "pipeline parallelism"],
+    ("configs/config_file.py", "read_object"): [BROKEN + "no JSON object"] * 3,
+    ("configs/dflash2_config.py", "_check_anchor"): [BROKEN + "the built-in does not read the field"],
+    ("configs/dflash2_config.py", "_check_groups"): [BY_BOTH + "half of a convolution", BROKEN + "groups"],
+    ("configs/dflash2_config.py", "_check_selector"): [BROKEN + "a selector of no published format"] * 3,
+    ("configs/draft_config.py", "_check_vocabulary"): [BROKEN + "more drafted tokens than tokens"],
+    ("configs/draft_config.py", "_check_mask_token"): [
+        HANDED + "no mask token",
+        BROKEN + "no such row of the embedding",
+    ],
+    ("configs/draft_config.py", "_check_target_layers"): [
+        HANDED + "no target layers",
+        BROKEN + "no such layer, or a last one that SGLang does not capture",
+        HANDED + "layers in another order",
+    ],
+    ("configs/draft_config.py", "_check_layer_types"): [BROKEN + "other layers than layer_types"],
+    ("configs/draft_config.py", "_check_sliding_window"): [
+        BROKEN + "no window",
+        BROKEN + "a window of the query alone",
+    ],
+    ("configs/draft_config.py", "_check_causal"): [HANDED + "a causal draft"],
+    ("configs/draft_config.py", "_check_speculative_tokens"): [BY_NAME + "a field of speculators"],
+    ("configs/draft_config.py", "DFlashDraftConfig.parse"): [HANDED + "sinks"],
+    ("configs/draft_config.py", "spread_target_layer_ids"): [BROKEN + "a target that is too shallow"],
+    ("configs/draft_config.py", "check_draft_fits_target"): [HANDED + "a target of another depth"],
+    ("configs/draft_config_parser.py", "_read_checked"): [
+        BY_NAME + "a speculators file",
+        BROKEN + "transformers cannot read it",
+    ],
+    ("configs/layer_fields.py", "_plain"): [HANDED + "RoPE by layer type"],
+    ("configs/layer_fields.py", "_check_table"): [BROKEN + "a garbled number of positions"],
+    ("configs/layer_fields.py", "_check_theta"): [BROKEN + "no base"],
+    ("configs/peagle_config.py", "PEagleDraftConfig.check_arguments"): [BY_NAME + "P-EAGLE"],
+    ("configs/peagle_config.py", "check_architectures"): [BROKEN + "no names", HANDED + "Laguna"],
+    ("configs/speculators_format.py", "_choose_rope"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_check_layer_inputs"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_check_width"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_check_block"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_check_norms"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_Draft._check_algorithm"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_Draft.flatten"): [BY_NAME + "an abstract method"],
+    ("configs/speculators_format.py", "verifier_of"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_read"): [BY_NAME + "a speculators file"] * 2,
+    ("models/block_draft.py", "BlockDraftModel.prepare_mask"): [BROKEN + "mask_embedding.pt"] * 2,
+    ("models/dflash.py", "DFlashAttention.__init__"): [
+        BY_BOTH + "heads that cannot be split",
+        HANDED + "another RoPE",
+    ],
+    ("models/dflash.py", "DFlashAttention.context_kv_weight"): [HANDED + "a draft to quantize"],
+    ("models/dflash.py", "DFlashDraftModel.use_pool"): [HANDED + "unified memory"],
+    ("models/dflash_weights.py", "load_checkpoint"): [BROKEN + "wrong tensors"],
+    ("models/mask_token.py", "find_mask_token"): [BROKEN + "no tokenizer", BROKEN + "no row to spare"],
+    ("models/mask_token.py", "read_mask_embedding"): [
+        BROKEN + "no embedding",
+        BROKEN + "an embedding per position, which the built-in does not read",
+    ],
+    ("models/peagle.py", "PEagleDraftModel.load_weights"): [BY_NAME + "P-EAGLE"],
+}
+
+
+def raises_of(node: ast.AST, name: str) -> Counter:
+    """Count the raise statements below a node, by the name of the function that they are in."""
+    found: Counter = Counter()
+    for child in ast.iter_child_nodes(node):
+        inner = getattr(child, "name", "") if isinstance(child, ast.FunctionDef | ast.ClassDef) else ""
+        found += raises_of(child, f"{name}.{inner}".strip(".") if inner else name)
+        if isinstance(child, ast.Raise):
+            found[name] += 1
+    return found
+
+
+def test_every_refusal_has_a_verdict():
+    root = Path(sglang_dflash.__file__).parent / "srt"
+    found = {
+        (f"{folder}/{path.name}", function): count
+        for folder in ("arg_groups", "configs", "models")
+        for path in sorted((root / folder).glob("*.py"))
+        for function, count in raises_of(ast.parse(path.read_text()), "").items()
+    }
+    assert found == {key: len(verdicts) for key, verdicts in VERDICTS.items()}
+
+
+def test_verdicts_name_what_is_tested_here():
+    for verdict in [verdict for verdicts in VERDICTS.values() for verdict in verdicts]:
+        if verdict.startswith(HANDED):
+            assert verdict.removeprefix(HANDED) in HANDED_OVER
+        elif verdict.startswith(BY_BOTH):
+            assert verdict.removeprefix(BY_BOTH) in {*REFUSED_BY_BOTH, *REFUSED_LATER}
+        else:
+            assert verdict.startswith((BROKEN, BY_NAME)), verdict
+
+
+# Found once ours is to serve: name -> (changes to the draft's config, arguments)
+REFUSED_LATER = {
+    "no draft": ({}, {"speculative_draft_model_path": None}),
+    "two block sizes": ({}, {"speculative_num_draft_tokens": 4, "speculative_dflash_block_size": 8}),
+    "no block": ({}, {"speculative_dflash_block_size": 0}),
+    "half of a convolution": (
+        {"architectures": ["DFlash2DraftModel"], "dflash_config": {"conv_kernel_size": 2}},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_LATER)
+def test_the_built_in_refuses_it_too(name, tmp_path):
+    changes, arguments = REFUSED_LATER[name]
+    draft = make_draft(tmp_path / "draft", base=DRAFT, **changes) if changes else DRAFT
+    with pytest.raises(ValueError):
+        resolve(record_of(draft, **arguments))
+    assert builtin_refusal(record_of(draft, **arguments))

@@ -1,5 +1,6 @@
 """Rules that find what ours does not serve of a server's arguments. They change nothing."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_attention import suited_backends
@@ -7,6 +8,7 @@ from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKEND
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_variants import draft_findings, target_findings
+from sglang_dflash.srt.configs.layer_fields import is_int
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import config_class
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config, speculators_type
@@ -132,6 +134,8 @@ def checkpoint_findings(args: Any) -> list[NotServed]:
     if not is_ours_alone:
         found = draft_findings(config, config_class(config.get("architectures")).nested_fields())
         found += target_findings(config, read_config(args.model_path, args.revision) or {})
+    if problem := _split_problem(args, config.get("transformer_layer_config") or config):
+        found.append(NotServed(problem))
     chosen = args.speculative_draft_model_quantization
     if (
         args._speculative_draft_quantization_explicitly_set
@@ -141,6 +145,17 @@ def checkpoint_findings(args: Any) -> list[NotServed]:
         text = f"--speculative-draft-model-quantization {chosen}: it reads a DFlash draft's K/V rows as saved"
         found.append(NotServed(text, not is_ours_alone))
     return found
+
+
+def _split_problem(args: Any, layers: Mapping[str, Any]) -> str | None:
+    """Say why these layers' heads cannot be split over the ranks that share requests."""
+    ranks = args.tp_size // args.attn_dp_size
+    heads, kv_heads = (layers.get(f"num_{name}_heads") for name in ("attention", "key_value"))
+    if not (is_int(heads) and is_int(kv_heads) and heads > 0 and kv_heads > 0):
+        return None
+    if heads % ranks == 0 and max(kv_heads, ranks) % min(kv_heads, ranks) == 0:
+        return None
+    return f"a draft of {heads} attention and {kv_heads} KV heads, which cannot be split over --tp {ranks}"
 
 
 def draft_attention_findings(args: Any, draft: DFlashDraftConfig, target_text_config: Any) -> list[NotServed]:

@@ -89,9 +89,17 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[N
         findings.append(NotServed("hidden_act is 'swigluoai', which is not supported", True))
     for field in ("rope_parameters", "rope_scaling"):
         rope = config.get(field)
-        kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
+        if not isinstance(rope, Mapping):
+            continue
+        kind = rope.get("rope_type") or rope.get("type")
         if isinstance(kind, str) and kind not in get_args(RopeKind):
             findings.append(NotServed(f"{field} is of kind {shown(kind)}, which is not supported", True))
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            findings.append(NotServed(f"{field} by layer type: one embedding serves all layers", True))
+    if (nested.get("is_causal") or config.get("is_causal")) is True and "full_attention" in (
+        config.get("layer_types") or ("full_attention",)
+    ):
+        findings.append(NotServed("is_causal is true, but full-attention layers see their whole block", True))
     findings += _missing_findings(config, nested)
     for field in ("quantization_config", "compression_config"):
         if quantization := config.get(field):
@@ -108,6 +116,9 @@ def _missing_findings(config: Mapping[str, Any], nested: Mapping[str, Any]) -> l
     found = []
     if not has("block_size"):
         found.append(NotServed("block_size is missing", True, "the built-in assumes blocks of 16"))
+    if not has("target_layer_ids") and not has("num_target_layers"):
+        what = "target_layer_ids is missing, and so is num_target_layers, over which to spread layers"
+        found.append(NotServed(what, True, "the built-in spreads layers over the target it finds"))
     if not has("mask_token_id") and not has("mask_token"):
         lost = "the built-in adds a mask token to the tokenizer"
         found.append(NotServed("dflash_config.mask_token_id is missing", True, lost))
