@@ -29,6 +29,7 @@ from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.plugins import hooks, install, ledger
 from sglang_dflash.srt.speculative.implementation import Implementation, check_equal
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 ATTRIBUTE = "_dflash_implementation"
 
@@ -337,6 +338,15 @@ def test_flags_that_plain_sglang_overrides_get_a_warning(field, value, words, ca
     assert (args.speculative_num_steps, args.speculative_eagle_topk) == (1, 1)
     [warning] = [text.getMessage() for text in caplog.records if "DFLASH ignores" in text.getMessage()]
     assert words in warning
+
+
+def test_widths_of_eagle_get_a_warning(tmp_path, caplog):
+    path = tmp_path / "eagle.json"
+    path.write_text('{"1": {"candidate_steps": [1, 3]}}')
+    record = resolve(record_of(speculative_adaptive=True, speculative_adaptive_config=str(path)))
+    assert AdaptiveSettings.from_environment() == AdaptiveSettings()
+    assert not resolving_view(record).speculative_adaptive
+    assert "does not follow --speculative-adaptive-config" in caplog.text and "EAGLE's form" in caplog.text
 
 
 @pytest.mark.parametrize("arguments", [{"enable_lora": True}, {"enable_hierarchical_cache": True}])

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings, EagleSettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,12 @@ def read_adaptive_flags(server_args: Any, source: str) -> None:
         raise ValueError("--speculative-adaptive-config has no effect with --no-speculative-adaptive.")
     if config is None and not args.speculative_adaptive:
         return
-    AdaptiveSettings.read(config).to_environment()
+    try:
+        settings = AdaptiveSettings.read(config)
+    except EagleSettingsError as error:
+        logger.warning("DFLASH does not follow --speculative-adaptive-config %r: %s", config, error)
+        settings = AdaptiveSettings()
+    settings.to_environment()
     # SGLang's own switch means EAGLE's widths, policy and config file, from which it would size its buffers.
     # Ours are never wider than a block.
     declare_resolution(server_args, source, speculative_adaptive=False)
