@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments
+from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments
 from support.parity import assert_same
 from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
 from support.servers import FLOAT32, Reference
@@ -140,6 +140,8 @@ def arguments_of(**changes) -> SimpleNamespace:
         "attn_dp_size": 2,
         "enable_dp_lm_head": True,
         "enable_mixed_chunk": False,
+        "model_path": str(TARGET),
+        "revision": None,
     }
     return SimpleNamespace(**{**fields, "disaggregation_mode": "null", **changes})
 
