@@ -11,6 +11,7 @@ import logging
 import pickle
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
@@ -27,8 +28,9 @@ from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
 from sglang_dflash.srt.arg_groups.hand_over import builtin_refusal
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions, Option
+from sglang_dflash.srt.observability.server_info import adding_implementation
 from sglang_dflash.srt.plugins import hooks, install, ledger
-from sglang_dflash.srt.speculative.implementation import Implementation, check_equal
+from sglang_dflash.srt.speculative.implementation import Implementation, check_equal, check_ranks_agree
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 ATTRIBUTE = "_dflash_implementation"
@@ -317,6 +319,35 @@ def test_ranks_that_decide_differently_end_the_start():
     check_equal([theirs, theirs])
     with pytest.raises(ValueError, match="rank 0 runs sglang-dflash.*rank 1 runs SGLang's.*device 'npu'"):
         check_equal([ours, theirs])
+
+
+def test_ranks_exchange_their_decisions(monkeypatch):
+    """The other rank's decision arrives through the ranks' group on the CPU."""
+    group = SimpleNamespace(world_size=2, cpu_group="ranks on the CPU")
+    theirs = Implementation.builtin(("the unified memory pool",), ())
+
+    def all_gather_object(out, mine, group):
+        assert group == "ranks on the CPU"
+        out[:] = [mine, theirs]
+
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.all_gather_object", all_gather_object)
+    monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: group)
+    check_ranks_agree(theirs)
+    with pytest.raises(ValueError, match="rank 1 runs SGLang's.*the unified memory pool"):
+        check_ranks_agree(Implementation())
+    group.world_size = 1
+    check_ranks_agree(Implementation())
+
+
+@pytest.mark.parametrize("arguments, name", [({}, "sglang-dflash"), ({"attn_cp_size": 2}, "sglang")])
+def test_server_info_says_who_serves(arguments, name):
+    scheduler = SimpleNamespace(
+        spec_algorithm=SpeculativeAlgorithm.NONE, server_args=resolve(record_of(**arguments))
+    )
+    state: dict = {}
+    adding_implementation()(SimpleNamespace(scheduler=scheduler), state)
+    assert state["speculative_implementation"]["name"] == name
 
 
 # (field, value, part of the warning)
