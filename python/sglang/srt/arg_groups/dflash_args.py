@@ -19,6 +19,7 @@ from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
 from sglang_dflash.srt.arg_groups.hand_over import find_not_served, hand_over_if_not_served
 from sglang_dflash.srt.arg_groups.not_served import CPU_ATTENTION_BACKEND, draft_attention_findings
+from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
@@ -155,7 +156,10 @@ def _check_draft_is_there(path: str | None) -> None:
 
 
 def _find_not_served(server_args: Any, args: Any) -> list[NotServed]:
-    """List what ours does not serve. Raises ValueError for a draft that nobody could."""
+    """List what ours does not serve. Raises ValueError for a draft or target that nobody could."""
+    target = read_config(args.model_path, args.revision)
+    if target is not None:
+        target_kind(target.get("architectures"))
     found = find_not_served(server_args)
     if found:
         return found
@@ -290,7 +294,7 @@ def _take_off_inherited_quantization(args: Any) -> dict[str, Any]:
         return {}
     logger.info(
         "DFLASH: --quantization %s is the target's; the draft stays as it is saved "
-        "(--speculative-draft-model-quantization quantizes it).",
+        "(--speculative-draft-model-quantization quantizes it, in SGLang's own implementation).",
         inherited,
     )
     return {"speculative_draft_model_quantization": None}

@@ -134,7 +134,7 @@ def builtin_refusal(server_args: Any) -> str | None:
         if config is not None and not is_speculators_config(config):
             parse_dflash_draft_config(draft_hf_config=config)
     except (ValueError, TypeError) as error:
-        return " ".join(str(error).split())
+        return " ".join(str(error).split()).rstrip(".")
     finally:
         speculative_hook.logger.disabled = was_disabled
     return None

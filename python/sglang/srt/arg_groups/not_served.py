@@ -7,10 +7,10 @@ from sglang_dflash.srt.arg_groups.draft_attention import suited_backends
 from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKENDS
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_variants import draft_findings, target_findings
+from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES, draft_findings, target_findings
 from sglang_dflash.srt.configs.layer_fields import is_int
 from sglang_dflash.srt.configs.not_served import NotServed
-from sglang_dflash.srt.configs.peagle_config import config_class
+from sglang_dflash.srt.configs.peagle_config import config_class, is_draft
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config, speculators_type
 
 # Backends that verify a chain by their causal flag, without a mask.
@@ -131,7 +131,7 @@ def checkpoint_findings(args: Any) -> list[NotServed]:
         return []
     is_ours_alone = is_speculators_config(config)
     found = []
-    if not is_ours_alone:
+    if not is_ours_alone and _is_dflash_draft(config):
         found = draft_findings(config, config_class(config.get("architectures")).nested_fields())
         found += target_findings(config, read_config(args.model_path, args.revision) or {})
     if problem := _split_problem(args, config.get("transformer_layer_config") or config):
@@ -145,6 +145,14 @@ def checkpoint_findings(args: Any) -> list[NotServed]:
         text = f"--speculative-draft-model-quantization {chosen}: it reads a DFlash draft's K/V rows as saved"
         found.append(NotServed(text, not is_ours_alone))
     return found
+
+
+def _is_dflash_draft(config: Mapping[str, Any]) -> bool:
+    """Return True for a draft that ours or the built-in reads. Other models are refused by name."""
+    architectures = config.get("architectures")
+    return is_draft(architectures) or (
+        isinstance(architectures, list) and architectures[:1] in [[name] for name in BUILTIN_ARCHITECTURES]
+    )
 
 
 def _split_problem(args: Any, layers: Mapping[str, Any]) -> str | None:

@@ -142,7 +142,7 @@ def target_findings(config: Mapping[str, Any], target: Mapping[str, Any]) -> lis
         lost = "the built-in hands the layers to the draft in ascending order, not in the draft's"
         found.append(NotServed(text, True, lost))
     architecture = next(iter(target.get("architectures") or ()), None)
-    if is_int(depth) and max(ids) == depth - 1 and architecture in _CAPTURES_LAST_LAYER:
+    if max(ids) + 1 == depth and architecture in _CAPTURES_LAST_LAYER:
         found.append(NotServed(f"target_layer_ids {shown(ids)} name the last layer", True))
     return found
 
