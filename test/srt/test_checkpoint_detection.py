@@ -75,6 +75,13 @@ def test_an_ordinary_model_is_left_alone(tmp_path):
     assert detect(model_path=str(tmp_path / "nowhere")).speculative_algorithm is None
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "mtp", "", 3, ["dflash"]])
+def test_a_model_that_is_no_draft_of_ours_is_left_to_sglang(checkpoint, kind):
+    (checkpoint / "config.json").write_text(json.dumps(GOOD | {"speculators_model_type": kind}))
+    args = detect(model_path=str(checkpoint))
+    assert args.model_path == str(checkpoint) and args.speculative_algorithm is None
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [

@@ -57,5 +57,9 @@ def test_a_layout_that_is_not_known_is_refused_at_the_start():
     args = SimpleNamespace(disaggregation_mode="decode", hicache_mem_layout="page_head")
     with pytest.raises(ValueError, match="--hicache-mem-layout page_head"):
         prepare_transfer(args)
-    prepare_transfer(SimpleNamespace(disaggregation_mode="null", hicache_mem_layout="page_head"))
+    prepare_transfer(
+        SimpleNamespace(
+            disaggregation_mode="null", enable_hierarchical_cache=False, hicache_mem_layout="page_head"
+        )
+    )
     prepare_transfer(SimpleNamespace(disaggregation_mode="decode", hicache_mem_layout="page_first"))

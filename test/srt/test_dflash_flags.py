@@ -93,7 +93,9 @@ def test_a_config_file_turns_copies_on(parser, monkeypatch, tmp_path):
     assert DFlashOptions.COPY_AHEAD.get()
 
 
-ON_A_CPU = SimpleNamespace(device="cpu", disaggregation_mode="null", attn_dp_size=1)
+ON_A_CPU = SimpleNamespace(
+    device="cpu", disaggregation_mode="null", attn_dp_size=1, enable_lora=None, lora_paths=None
+)
 
 
 @pytest.mark.parametrize(
@@ -133,22 +135,28 @@ def test_where_it_is_not_the_default_the_log_says_why(
 
 
 @pytest.mark.parametrize(
-    "attn_dp_size, is_recurrent, simulated, reason",
+    "arguments, is_recurrent, simulated, reason",
     [
-        (2, False, "", "with DP attention"),
-        (1, True, "", "recurrent states"),
-        (1, False, "3.5", "made-up accept lengths"),
+        ({"attn_dp_size": 2}, False, "", "with DP attention"),
+        ({}, True, "", "recurrent states"),
+        ({"device": "cuda", "enable_lora": True}, False, "", "with LoRA on a GPU"),
+        ({"device": "cuda", "lora_paths": ["a=b"]}, False, "", "with LoRA on a GPU"),
+        ({}, False, "3.5", "made-up accept lengths"),
     ],
 )
-def test_where_it_is_impossible_it_is_refused_and_not_the_default(
-    parser, monkeypatch, attn_dp_size, is_recurrent, simulated, reason
+def test_if_it_is_impossible_a_warning_says_so(
+    parser, monkeypatch, caplog, arguments, is_recurrent, simulated, reason
 ):
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", simulated)
-    args = SimpleNamespace(**vars(ON_A_CPU) | {"attn_dp_size": attn_dp_size})
+    args = SimpleNamespace(**vars(ON_A_CPU) | arguments)
     assert resolve_adaptive(args, 8, is_recurrent) is None
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
     AdaptiveSettings().to_environment()
-    with pytest.raises(ValueError, match=f"--speculative-adaptive is not supported .*{reason}"):
-        resolve_adaptive(args, 8, is_recurrent)
+    assert resolve_adaptive(args, 8, is_recurrent) is None
+    assert AdaptiveSettings.from_environment() is None
+    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "--speculative-adaptive is not supported" in warning.getMessage()
+    assert reason in warning.getMessage()
 
 
 def test_sglang_knows_them():

@@ -14,12 +14,12 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments
+from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments
 from support.parity import assert_same
 from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
 from support.servers import FLOAT32, Reference
 
-from sglang_dflash.srt.arg_groups.dflash_args import check_dp_attention
+from sglang_dflash.srt.arg_groups.not_served import dp_attention_findings
 from sglang_dflash.srt.speculative.drafters import build
 from sglang_dflash.srt.speculative.scale_out import dp_attention
 from sglang_dflash.srt.speculative.scale_out.dp_attention import (
@@ -140,44 +140,52 @@ def arguments_of(**changes) -> SimpleNamespace:
         "attn_dp_size": 2,
         "enable_dp_lm_head": True,
         "enable_mixed_chunk": False,
+        "model_path": str(TARGET),
+        "revision": None,
     }
     return SimpleNamespace(**{**fields, "disaggregation_mode": "null", **changes})
 
 
 def test_plain_dp_attention_is_served():
-    check_dp_attention(arguments_of())
-    check_dp_attention(arguments_of(device="cuda", tp_size=4))
+    assert not dp_attention_findings(arguments_of())
+    assert not dp_attention_findings(arguments_of(device="cuda", tp_size=4))
 
 
 def test_without_dp_attention_nothing_is_asked():
     arguments = arguments_of(attn_dp_size=1, enable_dp_lm_head=False, enable_mixed_chunk=True)
-    check_dp_attention(arguments)
+    assert not dp_attention_findings(arguments)
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, words, builtin_serves",
     [
-        ({"enable_dp_lm_head": False}, "needs --enable-dp-lm-head"),
-        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
-        ({"tp_size": 4}, "--tp-size beyond --dp-size on a CPU"),
+        ({"enable_dp_lm_head": False}, "needs --enable-dp-lm-head", False),
+        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk", True),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode", True),
+        ({"tp_size": 4}, "--tp-size beyond --dp-size on a CPU", False),
     ],
 )
-def test_refused_with_dp_attention(changes, words):
-    with pytest.raises(ValueError, match=words):
-        check_dp_attention(arguments_of(**changes))
+def test_not_served_with_dp_attention(changes, words, builtin_serves):
+    [finding] = dp_attention_findings(arguments_of(**changes))
+    assert words in finding.what and finding.builtin_serves is builtin_serves
 
 
-def test_all_that_is_refused_is_named(monkeypatch):
+def test_a_target_with_a_split_embedding(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    [finding] = dp_attention_findings(arguments_of(model_path=str(tmp_path)))
+    assert "LlamaForCausalLM" in finding.what and finding.builtin_serves
+
+
+def test_all_that_is_not_served_is_named(monkeypatch):
     monkeypatch.setenv("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", "1")
-    with pytest.raises(ValueError) as refused:
-        check_dp_attention(arguments_of(enable_mixed_chunk=True, disaggregation_mode="decode"))
+    found = dp_attention_findings(arguments_of(enable_mixed_chunk=True, disaggregation_mode="decode"))
+    text = " ".join(finding.what for finding in found)
     for words in (
         "--disaggregation-mode",
         "--enable-mixed-chunk",
         "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
     ):
-        assert words in str(refused.value)
+        assert words in text
 
 
 # -- the parts

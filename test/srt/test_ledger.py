@@ -32,7 +32,7 @@ def name_of(change: ledger.Change) -> str:
     return change.name + (f"[{change.key}]" if change.key else "")
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=name_of)
+@pytest.mark.parametrize("change", [*CHANGES, *ledger.AT_HAND_OVER], ids=name_of)
 def test_an_entry(change):
     """Check the entry's target, its reason and the signature of its hook."""
     install.check(change)

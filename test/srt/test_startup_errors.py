@@ -69,22 +69,9 @@ DP_ATTENTION = ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"]
 BAD_FLAGS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "pipeline parallelism": (["--pp-size", "2"], ("pipeline parallelism", "--pp-size")),
     "DP attention alone": (DP_ATTENTION, ("DP attention", "needs --enable-dp-lm-head")),
-    "DP attention with adaptive width": (
-        [*DP_ATTENTION, "--enable-dp-lm-head", "--speculative-adaptive"],
-        ("DP attention", "--speculative-adaptive"),
-    ),
     "two-batch overlap": (["--enable-two-batch-overlap"], ("two-batch overlap",)),
-    "hierarchical cache": (["--enable-hierarchical-cache"], ("hierarchical",)),
-    "a grammar backend that cannot roll back": (
-        ["--grammar-backend", "outlines"],
-        ("--grammar-backend", "xgrammar"),
-    ),
-    "a tree": (["--speculative-eagle-topk", "4"], ("--speculative-eagle-topk",)),
-    "several steps": (["--speculative-num-steps", "3"], ("--speculative-num-steps",)),
     "no draft window": (["--speculative-draft-window-size", "0"], ("--speculative-draft-window-size", "0")),
     "draft sample method": (["--speculative-draft-sample-method", "gumbel"], ("greedy", "probabilistic")),
-    "token map": (["--speculative-token-map", "map.pt"], ("--speculative-token-map",)),
-    "LoRA": (["--enable-lora", "--lora-paths", "one=/nowhere", "--max-lora-rank", "8"], ("LoRA",)),
     "block size twice": (
         ["--speculative-num-draft-tokens", "4", "--speculative-dflash-block-size", "8"],
         ("--speculative-num-draft-tokens", "--speculative-dflash-block-size", "4", "8"),

@@ -4,16 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.srt.arg_groups.dflash_args import check_target_attention, chose_attention
+from sglang_dflash.srt.arg_groups.not_served import chose_attention, target_attention_findings
 
 
 @pytest.mark.parametrize("is_chosen", [True, False])
 def test_a_target_that_cannot_verify(is_chosen):
-    """The message states if SGLang chose the backend."""
-    with pytest.raises(ValueError, match="'flashmla'.*--attention-backend") as caught:
-        check_target_attention(SimpleNamespace(device="cuda"), "flashmla", is_chosen)
-    assert ("SGLang's choice" in str(caught.value)) == (not is_chosen)
-    check_target_attention(SimpleNamespace(device="cuda"), "triton", is_chosen)
+    """The finding states if SGLang chose the backend."""
+    [finding] = target_attention_findings("cuda", "flashmla", is_chosen)
+    assert "'flashmla'" in finding.what and "--attention-backend" in finding.what and finding.builtin_serves
+    assert ("SGLang's choice" in finding.what) == (not is_chosen)
+    assert not target_attention_findings("cuda", "triton", is_chosen)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from support.families import FAMILIES
 
+from sglang_dflash.srt.speculative import dflash_utils
 from sglang_dflash.srt.speculative.dflash_utils import validate_dflash_request
 from sglang_dflash.srt.speculative.targets import kinds as target_kinds
 from sglang_dflash.srt.speculative.targets.kinds import (
@@ -13,8 +14,6 @@ from sglang_dflash.srt.speculative.targets.kinds import (
     configure_capture,
     target_kind,
 )
-
-ALLOW_UNTESTED_VARIABLE = "SGLANG_DFLASH_ALLOW_UNTESTED_TARGET"
 
 
 class Model:
@@ -69,8 +68,7 @@ def test_nothing_of_the_draft_is_captured():
     assert not model.captured
 
 
-def test_wrong_states_are_refused_even_if_untested_targets_are_allowed(monkeypatch):
-    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
+def test_wrong_states_are_refused():
     with pytest.raises(ValueError, match="Gemma3ForCausalLM.*without the residual"):
         target_kind(["Gemma3ForCausalLM"])
 
@@ -87,58 +85,70 @@ def registry(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sglang.srt.models.registry", module)
 
 
-def test_an_untested_target_is_refused_with_the_way_around(registry):
-    with pytest.raises(ValueError, match=f"(?s)BothForCausalLM.*{ALLOW_UNTESTED_VARIABLE}=1"):
-        target_kind(["BothForCausalLM"])
-
-
 @pytest.mark.parametrize("name, method", [("BothForCausalLM", "dflash"), ("Eagle3OnlyForCausalLM", "eagle3")])
-def test_an_untested_target_runs_with_a_warning(name, method, registry, monkeypatch, caplog):
-    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
+def test_a_target_that_nobody_compared_is_served_with_one_warning(name, method, registry, caplog):
+    target_kinds._warn_not_compared.cache_clear()
     kind = target_kind([name])
-    assert name in caplog.text
+    assert target_kind([name]) == kind
+    assert [name in record.getMessage() for record in caplog.records] == [True]
     assert not kind.is_verified and kind.capture == f"set_{method}_layers_to_capture"
 
 
-def test_the_variable_must_be_1_or_0(registry, monkeypatch):
-    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "yes")
-    with pytest.raises(ValueError, match=f"{ALLOW_UNTESTED_VARIABLE} must be 1 or 0"):
-        target_kind(["BothForCausalLM"])
+def test_a_target_that_names_inputs_gets_the_ids_of_inputs(monkeypatch):
+    """SGLang adds the one for DFlash2 and Muse drafts alone."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    name = "MuseGlimmerForCausalLM"
+    assert hasattr(ModelRegistry.models[name], "set_dflash_layers_to_capture")
+    model = type(name, (Model,), {})()
+    configure(model)
+    assert model.captured == {"dflash": [2, 5]}
 
 
-@pytest.mark.parametrize("allowed", ["0", "1"])
 @pytest.mark.parametrize(
     "names, words",
     [(["NeitherForCausalLM"], "captures none"), (["NoSuchModel"], "no such model"), (None, "None")],
 )
-def test_impossible_targets_are_refused_even_if_untested_ones_are_allowed(
-    names, words, allowed, registry, monkeypatch
-):
-    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, allowed)
+def test_impossible_targets_are_refused(names, words, registry):
     with pytest.raises(ValueError, match=words):
         target_kind(names)
 
 
-@pytest.mark.parametrize(
-    "name, is_served", [("Qwen3VLForConditionalGeneration", True), ("Gemma4ForConditionalGeneration", False)]
-)
-def test_images_are_refused_by_name(name, is_served):
-    configure(type(name, (Model,), {})())
-    request = SimpleNamespace(
-        custom_logit_processor=None,
-        return_hidden_states=False,
-        sampling_params=SimpleNamespace(min_p=0.0, stop_token_ids=None, top_k=1),
-        logprob=SimpleNamespace(top_logprobs_num=0, token_ids_logprob=None),
-        multimodal_inputs=object(),
-        origin_input_ids=[5, 10**9],  # SGLang gives an image's tokens ids outside the vocabulary
-        vocab_size=100,
-    )
-    message = validate_dflash_request(request, True)
-    assert message is None if is_served else name in message and "images" in message
+def request_with(**fields):
+    parameters = dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "stop_token_ids"))
+    defaults = {
+        "custom_logit_processor": None,
+        "return_hidden_states": False,
+        "sampling_params": SimpleNamespace(min_p=0.0, top_k=1, **parameters),
+        "logprob": SimpleNamespace(top_logprobs_num=0, token_ids_logprob=None),
+        "multimodal_inputs": None,
+        "origin_input_ids": [5, 99],
+        "vocab_size": 100,
+    }
+    return SimpleNamespace(**defaults | fields)
+
+
+def test_images_are_served_on_any_target():
+    # SGLang gives an image's tokens ids outside the vocabulary.
+    request = request_with(multimodal_inputs=object(), origin_input_ids=[5, 10**9])
+    assert validate_dflash_request(request, True) is None
     request.multimodal_inputs = None
     assert "1000000000" in validate_dflash_request(request, True)
-    request.origin_input_ids = [5, 99]
-    assert validate_dflash_request(request, True) is None
+    assert validate_dflash_request(request_with(), True) is None
+
+
+@pytest.mark.parametrize("backend, is_refused", [("outlines", True), ("xgrammar", False)])
+def test_a_grammar_that_cannot_roll_back_is_refused_per_request(backend, is_refused, monkeypatch):
+    kernel = SimpleNamespace(grammar_backend=backend)
+    monkeypatch.setattr(dflash_utils, "get_exec", lambda: SimpleNamespace(kernel=kernel))
+    request = request_with()
+    request.sampling_params.regex = "a+"
+    message = validate_dflash_request(request, True)
+    if is_refused:
+        assert "regex with --grammar-backend outlines" in message
+        assert request.sampling_params.regex is None  # a refused request still gets one forward
+    else:
+        assert message is None and request.sampling_params.regex == "a+"
 
 
 def test_a_model_that_lacks_its_method_is_named():

@@ -48,10 +48,14 @@ def _switch(name: str) -> Option[bool]:
 class DFlashOptions:
     """Every option. The settings classes that use an option check its range."""
 
-    # Serve a target whose captured hidden states have not been compared with a reference.
+    # Without effect since every such target is served, with a warning. Kept for scripts that set it.
     ALLOW_UNTESTED_TARGET = _switch("SGLANG_DFLASH_ALLOW_UNTESTED_TARGET")
     # --speculative-copy-ahead: propose what followed a request's last tokens earlier in its own text.
     COPY_AHEAD = _switch("SGLANG_DFLASH_COPY_AHEAD")
+    # --speculative-dflash-strict: refuse what only SGLang's built-in DFLASH serves, rather than hand it over.
+    STRICT = _switch("SGLANG_DFLASH_STRICT")
+    # --speculative-draft-sample-method, as it was given: SGLang's own field has no name for who asked.
+    DRAFT_SAMPLE_METHOD: Option[str | None] = Option("SGLANG_DFLASH_DRAFT_SAMPLE_METHOD", None, str)
     # --speculative-draft-temperature-scale: the draft's temperature as a multiple of the request's.
     DRAFT_TEMPERATURE_SCALE = Option("SGLANG_DFLASH_DRAFT_TEMPERATURE_SCALE", 1.0, float, "a number")
     # --speculative-draft-sampled-slots: slots of a block that are sampled, from the first one on; None: all.

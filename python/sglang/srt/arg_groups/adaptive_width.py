@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings, EagleSettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,12 @@ def read_adaptive_flags(server_args: Any, source: str) -> None:
         raise ValueError("--speculative-adaptive-config has no effect with --no-speculative-adaptive.")
     if config is None and not args.speculative_adaptive:
         return
-    AdaptiveSettings.read(config).to_environment()
+    try:
+        settings = AdaptiveSettings.read(config)
+    except EagleSettingsError as error:
+        logger.warning("DFLASH does not follow --speculative-adaptive-config %r: %s", config, error)
+        settings = AdaptiveSettings()
+    settings.to_environment()
     # SGLang's own switch means EAGLE's widths, policy and config file, from which it would size its buffers.
     # Ours are never wider than a block.
     declare_resolution(server_args, source, speculative_adaptive=False)
@@ -31,8 +36,8 @@ def read_adaptive_flags(server_args: Any, source: str) -> None:
 def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveSettings | None:
     """Return the settings that the server will run with, or None to verify whole blocks.
 
-    By default, adaptive width is on for a CPU unless it is impossible. Raises ValueError if it was requested
-    and is impossible, or if the block cannot hold a requested width.
+    By default, adaptive width is on for a CPU unless it is impossible. If it was requested and is impossible,
+    a warning says so. Raises ValueError if the block cannot hold a requested width.
     """
     settings = AdaptiveSettings.from_environment()
     impossible = _first(
@@ -42,12 +47,18 @@ def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> Adaptive
             "not supported with DP attention, where each rank would choose its own width",
         ),
         (
+            bool(args.enable_lora or args.lora_paths) and args.device != "cpu",
+            "not supported with LoRA on a GPU, where SGLang sizes the adapters' graphs for one width",
+        ),
+        (
             simulates_acceptance(),
             "not supported with SGLANG_SIMULATE_ACC_LEN: it would learn from made-up accept lengths",
         ),
     )
     if settings is not None and impossible:
-        raise ValueError(f"--speculative-adaptive is {impossible}.")
+        logger.warning("DFLASH verifies whole blocks: --speculative-adaptive is %s.", impossible)
+        DFlashOptions.ADAPTIVE.clear()
+        return None
     if settings is None and not DFlashOptions.NO_ADAPTIVE.get():
         reason = impossible or _first(
             (

@@ -12,8 +12,8 @@ from typing import Any
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.speculators_format import (
-    is_speculators_config,
     normalize,
+    served_types,
     speculators_type,
     verifier_of,
 )
@@ -30,13 +30,14 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
     """Wrap SGLang's first resolution step, `handle_deprecated_dp_attention`.
 
     Everything after it sees the target as the model. Flags of the user win; contradictions raise ValueError.
+    A model that is no draft of ours is left to SGLang, whatever it is.
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     args = resolving_view(server_args)
     config = read_config(args.model_path, args.revision)
-    if config is not None and is_speculators_config(config):
+    if config is not None and speculators_type(config) in served_types():
         checkpoint = args.model_path
         normalize(config, checkpoint)  # report its faults before anything is loaded
         kind = speculators_type(config)

@@ -17,8 +17,11 @@ from sglang_dflash.srt.arg_groups.adaptive_width import (
 )
 from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
-from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKENDS
+from sglang_dflash.srt.arg_groups.hand_over import find_not_served, hand_over_if_not_served
+from sglang_dflash.srt.arg_groups.not_served import CPU_ATTENTION_BACKEND, draft_attention_findings
+from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
+from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
@@ -30,9 +33,6 @@ from sglang_dflash.srt.speculative.targets.kinds import target_kind
 logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dflash"
-# Backends that verify a chain by their causal flag, without a mask.
-TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
-CPU_ATTENTION_BACKEND = "torch_native"
 # SGLang sizes the KV pool by free memory, which on a laptop is nearly all of it, and zeroes every byte at
 # start-up.
 CPU_MAX_TOTAL_TOKENS = 65536
@@ -43,29 +43,25 @@ CPU_MAX_RECURRENT_STATES = 256
 # its other speculative algorithms at the same number.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
 
-# (ServerArgs field, allowed values, description for the user)
-_NOT_SUPPORTED = (
-    ("pp_size", (1,), "pipeline parallelism (--pp-size)"),
-    ("attn_cp_size", (1,), "context parallelism (--attn-cp-size)"),
-    (
-        "grammar_backend",
-        (None, "xgrammar", "llguidance", "none"),
-        "--grammar-backend: only xgrammar, llguidance, none roll back",
-    ),
-    ("enable_lora", (None, False), "LoRA adapters (--enable-lora)"),
-    ("enable_hierarchical_cache", (False,), "hierarchical KV cache (--enable-hierarchical-cache)"),
-    ("enable_unified_memory", (False,), "the unified memory pool (--enable-unified-memory)"),
-    ("enable_hisparse", (False,), "hierarchical sparse attention (--enable-hisparse)"),
-    ("enable_two_batch_overlap", (False,), "two-batch overlap (--enable-two-batch-overlap)"),
-    ("enable_pdmux", (False,), "PD multiplexing (--enable-pdmux)"),
-    ("enable_watermark", (False,), "watermarking (--enable-watermark)"),
+# Flags of other drafts, which SGLang's own DFLASH takes and does not follow.
+_IGNORED_FLAGS = (
     ("speculative_num_steps", (None, 1), "--speculative-num-steps: a DFlash draft has one step"),
     ("speculative_eagle_topk", (None, 1), "--speculative-eagle-topk: a DFlash block is a chain, not a tree"),
-    ("speculative_draft_sink_size", (None,), "--speculative-draft-sink-size"),
+    ("speculative_draft_sink_size", (None, 0), "--speculative-draft-sink-size: a draft keeps no sinks"),
     (
         "speculative_token_map",
         (None,),
         "--speculative-token-map: a DFlash draft shares the target's vocabulary",
+    ),
+    (
+        "speculative_accept_threshold_single",
+        (1.0,),
+        "--speculative-accept-threshold-single: acceptance is always exact",
+    ),
+    (
+        "speculative_accept_threshold_acc",
+        (1.0,),
+        "--speculative-accept-threshold-acc: acceptance is always exact",
     ),
 )
 
@@ -142,18 +138,36 @@ def check_draft_path(server_args: Any, previous: Any) -> None:
 
     args = resolving_view(server_args)
     if (args.speculative_algorithm or "").upper() == "DFLASH":
-        read_adaptive_flags(server_args, SOURCE)
-        path = args.speculative_draft_model_path
-        if path is None:
-            raise ValueError("DFLASH needs a draft: give --speculative-draft-model-path.")
-        # `dir/name` may be a hub id; it is a path if there is such a directory here.
-        looks_local = (
-            path.startswith((".", "~", "/")) or path.count("/") != 1 or os.path.isdir(path.split("/")[0])
-        )
-        if looks_local and not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
-            raise ValueError(f"--speculative-draft-model-path {path!r}: no config.json there.")
-        check_draft_config(path, args.speculative_draft_model_revision)
+        _check_draft_is_there(args.speculative_draft_model_path)
+        if not hand_over_if_not_served(server_args, _find_not_served(server_args, args)):
+            read_adaptive_flags(server_args, SOURCE)
     previous(server_args)
+
+
+def _check_draft_is_there(path: str | None) -> None:
+    if path is None:
+        raise ValueError("DFLASH needs a draft: give --speculative-draft-model-path.")
+    # `dir/name` may be a hub id; it is a path if there is such a directory here.
+    looks_local = (
+        path.startswith((".", "~", "/")) or path.count("/") != 1 or os.path.isdir(path.split("/")[0])
+    )
+    if looks_local and not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
+        raise ValueError(f"--speculative-draft-model-path {path!r}: no config.json there.")
+
+
+def _find_not_served(server_args: Any, args: Any) -> list[NotServed]:
+    """List what ours does not serve. Raises ValueError for a draft or target that nobody could."""
+    target = read_config(args.model_path, args.revision)
+    if target is not None:
+        target_kind(target.get("architectures"))
+    found = find_not_served(server_args)
+    if found:
+        return found
+    check_draft_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+    if args.device == "cpu":
+        return []
+    target_config, draft = load_and_check_configs(args)
+    return draft_attention_findings(args, draft, target_config)
 
 
 def resolve_dflash_args(server_args: Any) -> None:
@@ -168,7 +182,7 @@ def resolve_dflash_args(server_args: Any) -> None:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     args = resolving_view(server_args)
-    _refuse_unsupported(args)
+    _warn_of_ignored_flags(args)
     DraftSampling.from_environment()  # refuse a bad value before the workers read it
     target_config, draft = load_and_check_configs(args)
     _check_mask_token(args, draft)
@@ -176,16 +190,13 @@ def resolve_dflash_args(server_args: Any) -> None:
     check_copy_ahead(block_size)
     is_recurrent = mambaish_config(model_config_of(server_args)) is not None
     resolve_adaptive(args, block_size, is_recurrent)
-    prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
+    prefill_backend, _ = attention_backends_of(resolved_view(server_args))
     draft_backend = CPU_ATTENTION_BACKEND
     if args.device != "cpu":
         draft_backend = choose_draft_attention(args, prefill_backend, draft, target_config)
-    verify_backend = decode_backend if args.speculative_attention_mode == "decode" else prefill_backend
-    check_target_attention(args, verify_backend, is_chosen=chose_attention(server_args))
     draft.check_arguments(block_size, args.speculative_draft_window_size)
-    if is_recurrent:
-        _check_recurrent_target(args, target_config, block_size)
-    check_dp_attention(args)
+    adjusted = _adjust_to_recurrent_target(args, target_config, block_size) if is_recurrent else {}
+    adjusted |= _take_off_inherited_quantization(args)
     declare_resolution(
         server_args,
         SOURCE,
@@ -196,6 +207,7 @@ def resolve_dflash_args(server_args: Any) -> None:
         speculative_num_draft_tokens=block_size,
         speculative_draft_attention_backend=draft_backend,
         max_running_requests=args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS,
+        **adjusted,
     )
     # Two counts that confuse people: SGLang's includes the anchor, the training library's does not.
     logger.info(
@@ -261,22 +273,31 @@ def _target_dtype(given: str, target_text_config: Any) -> str:
     return str(_get_and_verify_dtype(target_text_config, given)).removeprefix("torch.")
 
 
-def _refuse_unsupported(args: Any) -> None:
-    found = [text for field, allowed, text in _NOT_SUPPORTED if getattr(args, field) not in allowed]
-    window, backend = args.speculative_draft_window_size, args.attention_backend
+def _warn_of_ignored_flags(args: Any) -> None:
+    ignored = [text for field, followed, text in _IGNORED_FLAGS if getattr(args, field) not in followed]
     if args.speculative_use_block_verification and not args.speculative_use_rejection_sampling:
-        found.append(
+        ignored.append(
             "--speculative-use-block-verification without --speculative-draft-sample-method probabilistic: "
             "greedy drafts gain nothing from it"
         )
-    if window is not None and window < 1:
-        found.append(f"--speculative-draft-window-size {window}: leave it out for a draft without a window")
-    if args.device != "cpu" and not args.device.startswith("cuda"):
-        found.append(f"device {args.device!r} (only cuda and cpu)")
-    if args.device == "cpu" and backend != CPU_ATTENTION_BACKEND:
-        found.append(f"--attention-backend {backend} on a CPU (only {CPU_ATTENTION_BACKEND})")
-    if found:
-        raise ValueError("DFLASH does not support:\n  - " + "\n  - ".join(found))
+    for text in ignored:
+        logger.warning("DFLASH ignores %s.", text)
+
+
+def _take_off_inherited_quantization(args: Any) -> dict[str, Any]:
+    """Return the fields that keep a draft unquantized if nobody chose to quantize it.
+
+    SGLang quantizes a draft like its target unless told otherwise.
+    """
+    inherited = args.speculative_draft_model_quantization
+    if inherited is None or args._speculative_draft_quantization_explicitly_set:
+        return {}
+    logger.info(
+        "DFLASH: --quantization %s is the target's; the draft stays as it is saved "
+        "(--speculative-draft-model-quantization quantizes it, in SGLang's own implementation).",
+        inherited,
+    )
+    return {"speculative_draft_model_quantization": None}
 
 
 def check_copy_ahead(block_size: int) -> None:
@@ -308,72 +329,36 @@ def choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
     return block_size
 
 
-def check_dp_attention(args: Any) -> None:
-    """Raise ValueError naming everything that does not work with DP attention."""
-    from sglang.srt.environ import envs
+def _adjust_to_recurrent_target(args: Any, target_config: Any, block_size: int) -> dict[str, Any]:
+    """Return the fields without which a wrong recurrent state would be cached.
 
-    if args.attn_dp_size == 1:
-        return
-    if not args.enable_dp_lm_head:
+    Raises ValueError for a disaggregated server on a CPU, where SGLang cannot send states.
+    """
+    if args.disaggregation_mode != "null" and args.device == "cpu":
         raise ValueError(
-            "DFLASH with DP attention (--enable-dp-attention) needs --enable-dp-lm-head: the draft borrows "
-            "the target's head, which is otherwise split over ranks that have other requests."
-        )
-    shares_requests = args.tp_size > args.attn_dp_size
-    coordinates = envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
-    not_supported = (
-        (args.enable_mixed_chunk, "--enable-mixed-chunk"),
-        (
-            args.device == "cpu" and shares_requests,
-            "--tp-size beyond --dp-size on a CPU, where SGLang cannot gather logits",
-        ),
-        (args.disaggregation_mode != "null", "--disaggregation-mode"),
-        (coordinates, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION: all ranks prefill, or all verify"),
-    )
-    found = [description for is_requested, description in not_supported if is_requested]
-    if found:
-        raise ValueError(
-            "DFLASH with DP attention (--enable-dp-attention) does not support:\n  - " + "\n  - ".join(found)
-        )
-
-
-def _check_recurrent_target(args: Any, target_config: Any, block_size: int) -> None:
-    """Refuse what would commit or cache a wrong recurrent state."""
-    if args.disaggregation_mode != "null":
-        raise ValueError(
-            "--disaggregation-mode does not support targets with recurrent states (Mamba, GatedDeltaNet) yet."
-        )
-    if args.attn_dp_size > 1:
-        raise ValueError(
-            "--enable-dp-attention does not support targets with recurrent states (Mamba, GatedDeltaNet) yet."
+            "--disaggregation-mode does not support targets with recurrent states (Mamba, GatedDeltaNet) on "
+            "a CPU: SGLang declares the states as GPU memory."
         )
     if args.disable_radix_cache:
-        return
+        return {}
+    adjusted: dict[str, Any] = {}
     if args.enable_mixed_chunk and (args.page_size or 1) > 1:
         # SGLang then cuts prompts inside a page, and files the state there under the page's beginning.
-        raise ValueError(
-            f"--enable-mixed-chunk with --page-size {args.page_size} spoils the prefix cache of a target "
-            "with recurrent states, even without a draft: leave one out, or give --disable-radix-cache."
+        logger.warning(
+            "DFLASH turns --enable-mixed-chunk off: with --page-size %d it spoils the prefix cache of a "
+            "target with recurrent states, even without a draft (--disable-radix-cache keeps it).",
+            args.page_size,
         )
+        adjusted["enable_mixed_chunk"] = False
     # States are kept at multiples of this, and two blocks in flight must not pass two of them.
-    grid = math.lcm(args.mamba_track_interval, getattr(target_config, "mamba_chunk_size", 64))
+    interval = args.mamba_track_interval
+    grid = math.lcm(interval, getattr(target_config, "mamba_chunk_size", 64))
     if 2 * block_size > grid:
-        raise ValueError(
-            f"DFLASH's block of {block_size} tokens is too large for a target whose states are kept every "
-            f"{grid} tokens: give --mamba-track-interval {2 * block_size} or more."
+        adjusted["mamba_track_interval"] = interval * math.ceil(2 * block_size / interval)
+        logger.warning(
+            "DFLASH keeps states every %d tokens instead of every %d: two blocks of %d tokens must fit.",
+            adjusted["mamba_track_interval"],
+            interval,
+            block_size,
         )
-
-
-def chose_attention(server_args: Any) -> bool:
-    """Return True if the user chose the target's attention backend, rather than SGLang."""
-    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    return any(getattr(server_args, field) is not None for field in fields)
-
-
-def check_target_attention(args: Any, verify_backend: str, is_chosen: bool) -> None:
-    if args.device != "cpu" and verify_backend not in TARGET_ATTENTION_BACKENDS:
-        by = "" if is_chosen else ", SGLang's choice for this model and GPU"
-        raise ValueError(
-            f"DFLASH cannot verify on the target's attention backend {verify_backend!r}{by}: "
-            f"give --attention-backend {'|'.join(TARGET_ATTENTION_BACKENDS)}."
-        )
+    return adjusted

@@ -17,6 +17,7 @@ class _SetSampleMethod(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         namespace.speculative_use_rejection_sampling = values == "probabilistic"
+        DFlashOptions.DRAFT_SAMPLE_METHOD.set(values)
 
 
 class _SetOption(argparse.Action):
@@ -85,6 +86,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "instead of the draft's block. Cycles in which all requests copy skip the draft. Lossless.",
         action=_TurnOn,
         dest="COPY_AHEAD",
+    )
+    add(
+        "--speculative-dflash-strict",
+        "If this plugin does not serve a draft, flag or device that SGLang's built-in DFLASH serves, end the "
+        "start. By default the built-in serves, and a warning says why.",
+        action=_TurnOn,
+        dest="STRICT",
     )
     add(
         "--no-speculative-adaptive",

@@ -19,31 +19,35 @@ def choose_draft_attention(
 ) -> str:
     """Return the requested backend, else the target's prefill one, else the first that suits.
 
-    A backend suits a draft that it runs as trained. Raises ValueError if the requested one does not.
+    A backend suits a draft that it runs as trained. If the requested one does not, a warning names the one
+    that runs instead. Raises ValueError if none suits.
     """
-    unsuited = _unsuited_backends(args, draft, target_text_config)
-    suited = [backend for backend in DRAFT_ATTENTION_BACKENDS if backend not in unsuited]
+    suited, unsuited = suited_backends(args, draft, target_text_config)
     requested = args.speculative_draft_attention_backend
     backend = requested or target_backend
     if backend in suited:
         return backend
-    reason = unsuited.get(backend, "it does not run draft blocks")
     if not suited:
         raise ValueError(
             f"DFLASH's draft can run on no attention backend: {'; '.join(sorted(set(unsuited.values())))}."
         )
-    if requested is not None:
-        raise ValueError(
-            f"DFLASH's draft cannot run on attention backend {requested!r}: {reason}. "
-            f"Give --speculative-draft-attention-backend {'|'.join(suited)}."
-        )
-    logger.info(
-        "DFLASH: the draft runs on attention backend %s, not on the target's %s: %s.",
+    logger.log(
+        logging.WARNING if requested else logging.INFO,
+        "DFLASH: the draft runs on attention backend %s, not on %s %s: %s.",
         suited[0],
+        "the requested" if requested else "the target's",
         backend,
-        reason,
+        unsuited.get(backend, "it does not run draft blocks"),
     )
     return suited[0]
+
+
+def suited_backends(
+    args: Any, draft: DFlashDraftConfig, target_text_config: Any
+) -> tuple[list[str], dict[str, str]]:
+    """Return the backends that run this draft as it was trained, and why others do not."""
+    unsuited = _unsuited_backends(args, draft, target_text_config)
+    return [backend for backend in DRAFT_ATTENTION_BACKENDS if backend not in unsuited], unsuited
 
 
 def _unsuited_backends(args: Any, draft: DFlashDraftConfig, target_text_config: Any) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 from sglang_dflash.srt.configs.config_file import find_config, read_object
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError
 from sglang_dflash.srt.configs.draft_tensors import d2t_problems, is_ignored, tensor_problems
-from sglang_dflash.srt.configs.layer_fields import is_int
+from sglang_dflash.srt.configs.layer_fields import is_int, layer_problems
 from sglang_dflash.srt.configs.peagle_config import check_architectures
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config, normalize
 
@@ -34,6 +34,9 @@ def check_draft_config(checkpoint: str, revision: str | None = None) -> None:
         normalize(config, checkpoint)
     else:
         check_architectures(config.get("architectures"), checkpoint)
+        problems = layer_problems(config)
+        if problems:
+            raise DraftConfigError(checkpoint, problems)
 
 
 def check_draft_tensors(checkpoint: str, hf_config: Any, draft: DFlashDraftConfig) -> None:

@@ -169,10 +169,15 @@ class DFlashDraftConfig(StrictModel):
             if "is_causal" not in names and not hasattr(hf_config, "is_causal"):
                 names["is_causal"] = names.get("causal", "causal")
             problems += problems_of(error, names=names)
-        problems += variant_problems(hf_config, nested, {"causal", *cls._keys()})
+        problems += variant_problems(hf_config, nested, cls.nested_fields())
         if draft is None or problems:
             raise DraftConfigError(checkpoint, problems)
         return draft
+
+    @classmethod
+    def nested_fields(cls) -> set[str]:
+        """Return the fields of `dflash_config` that are read."""
+        return {"causal", *cls._keys()}
 
     @classmethod
     def _keys(cls) -> list[str]:

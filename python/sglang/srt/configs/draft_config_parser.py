@@ -17,10 +17,11 @@ from sglang_dflash.srt.configs.validation import DraftConfigError
 
 
 class DraftConfigParser(HfModelConfigParser):
-    """A parser that checks drafts of ours first, and leaves everything else to SGLang.
+    """A parser that converts speculators checkpoints, and leaves everything else to SGLang.
 
-    Speculators checkpoints that we serve become a Qwen3 config. Raises DraftConfigError for a draft that
-    cannot be read.
+    Those that we serve become a Qwen3 config. Raises DraftConfigError for a draft that cannot be read. It
+    judges no draft that SGLang's own implementation may serve: every process reads configs, the launcher
+    alone decides.
     """
 
     def parse(
@@ -39,9 +40,7 @@ class DraftConfigParser(HfModelConfigParser):
                 checkpoint, problems, lambda: Qwen3Config.from_dict(flat, name_or_path=checkpoint)
             )
         if is_draft(config.get("architectures")):
-            return _read_checked(
-                checkpoint, layer_problems(config), lambda: read(model, trust_remote_code, revision, **kwargs)
-            )
+            return _read_checked(checkpoint, [], lambda: read(model, trust_remote_code, revision, **kwargs))
         return read(model, trust_remote_code, revision, **kwargs)
 
 

@@ -1,13 +1,17 @@
 """Drafts published as DFlash whose fields change the mathematics.
 
-Read as a plain draft, such a checkpoint would silently draft nonsense. Every such field is refused by name.
-Other unknown fields of `dflash_config` are named in a warning, as they may be the trainer's notes.
+Read as a plain draft, such a checkpoint would silently draft nonsense. Every such field is named, with
+whether SGLang's built-in DFLASH runs it. Other unknown fields of `dflash_config` are named in a warning, as
+they may be the trainer's notes.
 """
 
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
+from sglang_dflash.srt.configs.layer_fields import RopeKind, is_int
+from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.validation import shown
 
 logger = logging.getLogger(__name__)
@@ -34,6 +38,26 @@ _REFUSED = {
     "num_local_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts",
 }
+# Of these, what the built-in does not run under DFLASH either.
+_BUILTIN_LACKS = ("markov_", "selector_")
+# Targets whose last layer SGLang captures. Others have no next layer, at whose input it would.
+_CAPTURES_LAST_LAYER = (
+    "BeamForCausalLM",
+    "InklingForConditionalGeneration",
+    "KimiK3ForConditionalGeneration",
+    "KimiK3LinearForCausalLM",
+    "LagunaForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiMoV2ForCausalLM",
+    "MiniMaxM3SparseForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration",
+    "MuseSparkForConditionalGeneration",
+    "NemotronHForCausalLM",
+)
+# Other models of drafts that the built-in runs under DFLASH.
+BUILTIN_ARCHITECTURES = ("DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel")
 
 
 def variant_problems(config: Any, nested: Mapping[str, Any], served: Collection[str]) -> list[str]:
@@ -41,19 +65,111 @@ def variant_problems(config: Any, nested: Mapping[str, Any], served: Collection[
 
     config: its top level. nested: its `dflash_config`, of which `served` are the fields that are read.
     """
-    problems, unread = [], []
-    nested = {name: value for name, value in nested.items() if name not in served}
-    for where, fields in (("dflash_config.", nested), ("", vars(config))):
-        for name, value in fields.items():
-            meaning = next((text for start, text in _REFUSED.items() if _is_named(name, start)), None)
-            if meaning is not None and value:
-                problems.append(f"{where}{name} is {shown(value)}: {meaning} is not supported")
-            elif meaning is None and where:
-                unread.append(name)
+    findings, unread = _variant_findings(config, nested, served)
     if unread:
         names = ", ".join(sorted(unread))
         logger.warning("DFLASH draft: fields of dflash_config that are not read: %s.", names)
-    return problems + _rope_problems(config)
+    return [finding.what for finding in findings]
+
+
+def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[NotServed]:
+    """List what we do not run of the draft that this config.json describes.
+
+    served: fields of `dflash_config` that this draft's class reads. Faults that make a config invalid are
+    left to the class.
+    """
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if name in BUILTIN_ARCHITECTURES:
+        return [NotServed(f"architectures is {shown(architectures)}: this draft is not supported", True)]
+    nested = config.get("dflash_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    findings, _ = _variant_findings(SimpleNamespace(**config), nested, served)
+    if config.get("hidden_act") == "swigluoai":
+        findings.append(NotServed("hidden_act is 'swigluoai', which is not supported", True))
+    for field in ("rope_parameters", "rope_scaling"):
+        rope = config.get(field)
+        if not isinstance(rope, Mapping):
+            continue
+        kind = rope.get("rope_type") or rope.get("type")
+        if isinstance(kind, str) and kind not in get_args(RopeKind):
+            findings.append(NotServed(f"{field} is of kind {shown(kind)}, which is not supported", True))
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            findings.append(NotServed(f"{field} by layer type: one embedding serves all layers", True))
+    if (nested.get("is_causal") or config.get("is_causal")) is True and "full_attention" in (
+        config.get("layer_types") or ("full_attention",)
+    ):
+        findings.append(NotServed("is_causal is true, but full-attention layers see their whole block", True))
+    findings += _missing_findings(config, nested)
+    for field in ("quantization_config", "compression_config"):
+        if quantization := config.get(field):
+            findings.append(_quantized(field, quantization))
+    return findings
+
+
+def _missing_findings(config: Mapping[str, Any], nested: Mapping[str, Any]) -> list[NotServed]:
+    """Find missing fields for which the built-in has defaults."""
+
+    def has(name: str) -> bool:
+        return nested.get(name) is not None or config.get(name) is not None
+
+    found = []
+    if not has("block_size"):
+        found.append(NotServed("block_size is missing", True, "the built-in assumes blocks of 16"))
+    if not has("target_layer_ids") and not has("num_target_layers"):
+        what = "target_layer_ids is missing, and so is num_target_layers, over which to spread layers"
+        found.append(NotServed(what, True, "the built-in spreads layers over the target it finds"))
+    if not has("mask_token_id") and not has("mask_token"):
+        lost = "the built-in adds a mask token to the tokenizer"
+        found.append(NotServed("dflash_config.mask_token_id is missing", True, lost))
+    return found
+
+
+def target_findings(config: Mapping[str, Any], target: Mapping[str, Any]) -> list[NotServed]:
+    """List what ours does not run of a draft on this target. Both are a config.json."""
+    layers = target.get("text_config") or target
+    depth, trained_depth = layers.get("num_hidden_layers"), config.get("num_target_layers")
+    nested = config.get("dflash_config")
+    ids = (nested if isinstance(nested, Mapping) else config).get("target_layer_ids")
+    found = []
+    if is_int(trained_depth) and is_int(depth) and trained_depth != depth:
+        text = f"num_target_layers is {trained_depth}, but the target's num_hidden_layers is {depth}"
+        found.append(NotServed(text, True, "tokens drafted for another target are hardly ever kept"))
+    if not isinstance(ids, list) or not ids or not all(map(is_int, ids)):
+        return found
+    if ids != sorted(ids) and len(set(ids)) == len(ids):
+        text = f"target_layer_ids must be ascending, got {shown(ids)}"
+        lost = "the built-in hands the layers to the draft in ascending order, not in the draft's"
+        found.append(NotServed(text, True, lost))
+    architecture = next(iter(target.get("architectures") or ()), None)
+    if max(ids) + 1 == depth and architecture in _CAPTURES_LAST_LAYER:
+        found.append(NotServed(f"target_layer_ids {shown(ids)} name the last layer", True))
+    return found
+
+
+def _quantized(field: str, quantization: Any) -> NotServed:
+    lost = ""
+    if "pack-quantized" in str(quantization):
+        lost = "of a pack-quantized draft the built-in keeps hardly any token (sgl-project/sglang#39087)"
+    return NotServed(f"{field} is {shown(quantization)}: a quantized draft is not supported", True, lost)
+
+
+def _variant_findings(
+    config: Any, nested: Mapping[str, Any], served: Collection[str]
+) -> tuple[list[NotServed], list[str]]:
+    """Return what we do not run, and the names of fields that nobody reads."""
+    findings, unread = [], []
+    nested = {name: value for name, value in nested.items() if name not in served}
+    for where, fields in (("dflash_config.", nested), ("", vars(config))):
+        for name, value in fields.items():
+            start = next((start for start in _REFUSED if _is_named(name, start)), None)
+            if start is not None and value:
+                what = f"{where}{name} is {shown(value)}: {_REFUSED[start]} is not supported"
+                findings.append(NotServed(what, start not in _BUILTIN_LACKS))
+            elif start is None and where:
+                unread.append(name)
+    findings += [NotServed(problem, True) for problem in _rope_problems(config)]
+    return findings, unread
 
 
 def _is_named(name: Any, start: str) -> bool:

@@ -6,7 +6,7 @@ does not meet them fails somewhere deep. The ranges here are those that all of t
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, ValidationInfo
 
@@ -23,7 +23,7 @@ From0 = Annotated[float, Field(ge=0, lt=2**63)]  # zero is none
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "deepseek_yarn"]
 
 
-def is_int(value: Any) -> bool:
+def is_int(value: Any) -> TypeGuard[int]:
     """Return True for an integer of JSON, which its booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 

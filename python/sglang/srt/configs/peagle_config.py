@@ -89,6 +89,11 @@ def read_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
     return _CONFIG_CLASSES[architectures[0]].parse(hf_config, checkpoint)
 
 
+def config_class(architectures: Any) -> type[DFlashDraftConfig]:
+    """Return the class that reads a config of these `architectures`, DFlash's by default."""
+    return _CONFIG_CLASSES[architectures[0]] if is_draft(architectures) else DFlashDraftConfig
+
+
 def is_draft(architectures: Any) -> bool:
     """Return True if a config's `architectures` are a draft's of ours."""
     return (

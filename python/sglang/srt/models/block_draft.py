@@ -8,6 +8,7 @@ import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
 from torch import nn
@@ -58,9 +59,12 @@ class BlockDraftModel(nn.Module):
         self._fp8_head: Fp8Head | None = None
 
     def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
-        """Use the target's embedding and head if the checkpoint brought none of its own."""
+        """Use the target's embedding and head if the checkpoint brought none of its own.
+
+        Without LoRA adapters: those are per request, and a draft runs unadapted.
+        """
         # In a tuple, outside the module tree: their weights are the target's.
-        self._borrowed = (embed_tokens, lm_head)
+        self._borrowed = (unwrap_lora_layer(embed_tokens), unwrap_lora_layer(lm_head))
         if self.mask_embedding is not None:
             # An embedding that scales what it looks up would have scaled this row too.
             self.mask_embedding = self.mask_embedding * float(getattr(self._embedding(), "embed_scale", 1.0))

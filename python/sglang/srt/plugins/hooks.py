@@ -46,9 +46,14 @@ def check_draft_path():
 def handle_server_args():
     from sglang_dflash.srt.arg_groups.dflash_args import resolve_dflash_args
     from sglang_dflash.srt.plugins import compatibility, install, ledger
+    from sglang_dflash.srt.speculative.implementation import Implementation
 
     def handle(original, self, server_args):
-        if not self.is_dflash() or compatibility.leave_to_sglang(server_args):
+        if (
+            not self.is_dflash()
+            or compatibility.leave_to_sglang(server_args)
+            or Implementation.of(server_args).is_builtin
+        ):
             return original(self, server_args)
         install.install(ledger.AT_FRONT_END)
         return resolve_dflash_args(server_args)
@@ -68,9 +73,15 @@ def add_cli_args():
 
 def create_worker():
     from sglang_dflash.srt.plugins import compatibility, install, ledger
+    from sglang_dflash.srt.speculative.implementation import Implementation, check_ranks_agree
 
     def create(original, self, server_args):
         if not self.is_dflash() or compatibility.is_left_to_sglang(server_args):
+            return original(self, server_args)
+        implementation = Implementation.of(server_args)
+        check_ranks_agree(implementation)
+        if implementation.is_builtin:
+            install.install(ledger.AT_HAND_OVER)
             return original(self, server_args)
         is_disaggregated = server_args.disaggregation_mode != "null"
         try:
@@ -93,6 +104,8 @@ def cpu_attention():
 
         if runner.server_args.disaggregation_mode != "null":
             install.install(ledger.AT_CPU_DISAGGREGATION)
+        elif runner.server_args.enable_hierarchical_cache:
+            install.install(ledger.AT_CPU_HOST_CACHE)
         if not torch_native_spec.is_needed(runner):
             return torch_native_spec.TorchNativeAttnBackend(runner)
         install.install(ledger.AT_CPU_ATTENTION)

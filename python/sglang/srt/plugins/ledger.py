@@ -5,8 +5,10 @@
 | `AT_LOAD` | when SGLang loads its plugins | every process |
 | `AT_FRONT_END` | when the arguments turn out to request DFLASH | the process that receives requests |
 | `AT_WORKER` | by the `create_worker` hook | scheduler processes that run DFLASH; others keep stock code |
+| `AT_HAND_OVER` | by the same hook | scheduler processes that run SGLang's own DFLASH instead of ours |
 | `AT_DISAGGREGATION` | with `AT_WORKER` | schedulers that serve prefill or decode alone |
 | `AT_CPU_DISAGGREGATION` | when the attention backend is built | the same, on a CPU, with DFLASH or without |
+| `AT_CPU_HOST_CACHE` | with it, or for a hierarchical cache | copies of KV to the host and back |
 | `AT_CPU_ATTENTION` | when our CPU attention is built | with DFLASH, or if SGLang's cannot run a target |
 
 Tests walk the tables; `install.py` checks and applies them. `static_check.py` compares them with any SGLang,
@@ -366,6 +368,17 @@ AT_WORKER = (
     ),
 )
 
+AT_HAND_OVER = (
+    Change(
+        target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
+        remove_when="SGLang reports the plugin that serves",
+        feature="DFLASH's reports in /server_info",
+        signature="(self, state)",
+        why="report in /server_info that SGLang's own DFLASH serves, and because of what",
+        build=_made_by("srt.observability.server_info.adding_implementation"),
+    ),
+)
+
 AT_DISAGGREGATION = (
     Change(
         target="sglang.srt.speculative.dflash_disaggregation.build_dflash_disagg_draft_input",
@@ -373,6 +386,39 @@ AT_DISAGGREGATION = (
         signature="(batch, last_tokens_tensor, future_map)",
         why="requests of a decode server come without our prefill: build the draft input, notify the worker",
         build=_ours("srt.speculative.scale_out.disaggregation.build_disagg_draft_input"),
+    ),
+)
+
+AT_CPU_HOST_CACHE = (
+    _CpuChange(
+        target="sglang.srt.mem_cache.pool_host.common._cuda_host_register",
+        remove_when="SGLang asks whether there is a GPU",
+        feature=CPU_PD,
+        signature="(buffer, registration_granularity_bytes)",
+        why="SGLang page-locks host buffers through the CUDA driver, which is missing on a CPU",
+        build=_ours("srt.hardware_backend.cpu.transfer.host_register"),
+    ),
+    *(
+        _CpuChange(
+            target=f"sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.{name}",
+            remove_when="SGLang copies in PyTorch on a CPU",
+            feature=CPU_PD,
+            signature=signature,
+            why="SGLang copies KV to host memory and back with CUDA kernels",
+            build=_ours(f"srt.hardware_backend.cpu.transfer.{ours}"),
+        )
+        for name, ours, signature in (
+            (
+                "backup_from_device_all_layer",
+                "back_up_all_layers",
+                "(self, device_pool, host_indices, device_indices, io_backend)",
+            ),
+            (
+                "load_to_device_per_layer",
+                "restore_layer",
+                "(self, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft)",
+            ),
+        )
     ),
 )
 
@@ -393,36 +439,7 @@ AT_CPU_DISAGGREGATION = (
         why="a prefill server without a draft refuses to send to the host memory of a decode server with one",
         build=_made_by("srt.hardware_backend.cpu.transfer.preparing_targets_layers"),
     ),
-    _CpuChange(
-        target="sglang.srt.mem_cache.pool_host.common._cuda_host_register",
-        remove_when="SGLang asks whether there is a GPU",
-        feature=CPU_PD,
-        signature="(buffer, registration_granularity_bytes)",
-        why="SGLang page-locks host buffers through the CUDA driver, which is missing on a CPU",
-        build=_ours("srt.hardware_backend.cpu.transfer.host_register"),
-    ),
-    *(
-        _CpuChange(
-            target=f"sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.{name}",
-            remove_when="SGLang copies in PyTorch on a CPU",
-            feature=CPU_PD,
-            signature=signature,
-            why="a decode server copies the KV of a retracted request to host memory with CUDA kernels",
-            build=_ours(f"srt.hardware_backend.cpu.transfer.{ours}"),
-        )
-        for name, ours, signature in (
-            (
-                "backup_from_device_all_layer",
-                "back_up_all_layers",
-                "(self, device_pool, host_indices, device_indices, io_backend)",
-            ),
-            (
-                "load_to_device_per_layer",
-                "restore_layer",
-                "(self, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft)",
-            ),
-        )
-    ),
+    *AT_CPU_HOST_CACHE,
 )
 
 # Equal results in less time. Each entry can be removed alone, with its function in

@@ -10,10 +10,10 @@ from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
 from sglang_dflash.srt.speculative.request_fields import remove_out_of_range
-from sglang_dflash.srt.speculative.targets.kinds import served_kind
 
 logger = logging.getLogger(__name__)
 
+_GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 # The draft's graphs and their workspaces take a few hundred MB. Without them a step still runs.
 DRAFT_GRAPHS_NEED_GB = 1.0
 
@@ -32,8 +32,12 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
         # SGLang's sampler would end the server, and even a refused request gets one forward.
         refused.append("min_p with --enable-deterministic-inference")
         req.sampling_params.min_p = 0.0
-    if req.multimodal_inputs is not None and not served_kind().takes_images:
-        refused.append(f"images, videos and audio with {served_kind().architecture}")
+    grammars = [name for name in _GRAMMAR_FIELDS if getattr(req.sampling_params, name, None) is not None]
+    if grammars and get_exec().kernel.grammar_backend == "outlines":
+        # It cannot roll back over rejected tokens, which would end the server.
+        refused += [f"{name} with --grammar-backend outlines" for name in grammars]
+        for name in grammars:
+            setattr(req.sampling_params, name, None)
     wrong = remove_out_of_range(req)
     if refused:
         return f"DFLASH speculative decoding does not support {', '.join(refused)} yet."

@@ -140,6 +140,11 @@ def set_the_stage(module) -> None:
     stage.set_the_stage(module)
 
 
+def no_memory_reserve(module) -> None:
+    """Let a host pool take the last 10 GiB of memory, which SGLang leaves free."""
+    module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+
+
 # name -> module -> what to do to it
 PATCHES = {
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
@@ -150,6 +155,7 @@ PATCHES = {
     "swapped_request": {"sglang_dflash.srt.speculative.acceptance.acceptor": swapped_request},
     "misdeclared_draft": {"sglang_dflash.srt.speculative.drafters.sampling": misdeclared_draft},
     "overcommit": {"sglang.srt.managers.schedule_policy": overcommit},
+    "no_memory_reserve": {"sglang.srt.mem_cache.pool_host.base": no_memory_reserve},
     "rehearsal": {"sglang_dflash.srt.plugins.ledger": set_the_stage},
     "deterministic_on_cpu": {
         "sglang.srt.arg_groups.choices": allow_deterministic_on_cpu,

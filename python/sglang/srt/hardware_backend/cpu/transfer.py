@@ -1,4 +1,4 @@
-"""Prefill/decode disaggregation on the CPU: all memory is the host's."""
+"""Disaggregation and the hierarchical cache on the CPU: all memory is the host's."""
 
 import functools
 import os
@@ -20,10 +20,11 @@ def prepare_transfer(args: Any) -> None:
     """
     if args.disaggregation_mode == "prefill":
         os.environ.setdefault(EARLY_SEND, "0")
-    elif args.disaggregation_mode == "decode" and args.hicache_mem_layout not in HOST_LAYOUTS:
+    copies = args.disaggregation_mode == "decode" or args.enable_hierarchical_cache
+    if copies and args.hicache_mem_layout not in HOST_LAYOUTS:
         raise ValueError(
-            f"--hicache-mem-layout {args.hicache_mem_layout}: on a CPU a decode server keeps the KV of "
-            f"retracted requests in one of {', '.join(HOST_LAYOUTS)}."
+            f"--hicache-mem-layout {args.hicache_mem_layout}: on a CPU the host's copies of KV have one of "
+            f"{', '.join(HOST_LAYOUTS)}."
         )
 
 
@@ -64,7 +65,7 @@ def host_register(buffer: torch.Tensor, registration_granularity_bytes: int | No
 def back_up_all_layers(
     self: Any, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
 ) -> None:
-    """Save a retracted request's KV: rows device_indices [n] to host_indices [n], int64."""
+    """Save KV: rows device_indices [n] to host_indices [n], int64."""
     sides = ((self.k_data_refs, self.device_k_buffers), (self.v_data_refs, self.device_v_buffers))
     for host_layers, layers in sides:
         for host_rows, rows in zip(host_layers, layers, strict=True):

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_disagg, get_spec
+from sglang.srt.runtime_context import get_disagg, get_memory, get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
@@ -48,8 +48,11 @@ class DFlashDrafter:
         )
         self._sampling = DraftSampling.from_environment()
         self._deferred = DeferredContext(_DEFERRED_CYCLES)
-        # With disaggregation another server's KV may arrive in a slot at any time.
-        self._may_defer = get_disagg().disaggregation_mode == "null"
+        # With disaggregation another server's KV may arrive in a slot at any time, and a hierarchical cache
+        # copies slots to the host as soon as the target's KV is in them.
+        self._may_defer = (
+            get_disagg().disaggregation_mode == "null" and not get_memory().enable_hierarchical_cache
+        )
         self._model.stack_kv_weights()
 
     def attach_pools(self, target_runner: Any) -> None:

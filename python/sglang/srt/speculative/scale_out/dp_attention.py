@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.speculative.spec_utils import draft_pp_context
@@ -47,7 +48,8 @@ class DraftRanks:
         borrowed = {"embedding": target_model.get_input_embeddings(), "LM head": target_model.lm_head}
         for name, layer in borrowed.items():
             # A plain embedding is whole on every rank.
-            if getattr(layer, "tp_size", self.layout.attn_tp_size) != self.layout.attn_tp_size:
+            ranks = getattr(unwrap_lora_layer(layer), "tp_size", self.layout.attn_tp_size)
+            if ranks != self.layout.attn_tp_size:
                 raise ValueError(
                     f"DFLASH with DP attention does not support {type(target_model).__name__}: its {name} is "
                     "split over all ranks, and the draft that borrows it is on the ranks that share requests."

@@ -1,16 +1,16 @@
 """Kinds of targets, by the architecture that a target's config names.
 
 A draft reads the outputs of named target layers. Which of SGLang's layers those are is a convention of each
-model's code, and a wrong one raises nothing: drafted tokens are just never accepted. So a target is served if
-its capture was compared with Hugging Face's `hidden_states[k + 1]` (test/srt/test_target_families.py).
+model's code, and a wrong one raises nothing: drafted tokens are just never accepted. `VERIFIED_TARGETS` were
+compared with Hugging Face's `hidden_states[k + 1]` (test/srt/test_target_families.py). Others are served with
+a warning, as the output is right either way.
 """
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from sglang_dflash.srt.environ import DFlashOptions
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +24,13 @@ class TargetKind:
 
     capture: the model's method that takes the layers to capture, as 0-based ids of layer outputs.
     is_verified: whether the captured states have been compared with a reference.
-    takes_images: whether requests with images, videos or audio are served rather than refused.
+    offset: added to the ids, for a model that captures the input of the layer it is given.
     """
 
     architecture: str
     capture: str = _DFLASH_CAPTURE
     is_verified: bool = True
-    takes_images: bool = False
+    offset: int = 0
 
     def capture_layers(self, model: Any, layer_ids: Sequence[int]) -> None:
         """Make `model` return these layers' outputs too. Raises ValueError if it cannot."""
@@ -39,7 +39,7 @@ class TargetKind:
             raise ValueError(
                 f"DFLASH needs hidden states of the target, and {type(model).__name__} has no {self.capture}."
             )
-        method(list(layer_ids))
+        method([layer_id + self.offset for layer_id in layer_ids])
 
 
 VERIFIED_TARGETS = {
@@ -62,10 +62,13 @@ VERIFIED_TARGETS = {
         TargetKind("Qwen3_5MoeForConditionalGeneration"),
         TargetKind("Qwen3MoeForCausalLM"),
         # Its DFLASH method calls one that its text model lacks (qwen3_vl.py:1688).
-        TargetKind("Qwen3VLForConditionalGeneration", capture=_EAGLE3_CAPTURE, takes_images=True),
-        TargetKind("Qwen3VLMoeForConditionalGeneration", takes_images=True),
+        TargetKind("Qwen3VLForConditionalGeneration", capture=_EAGLE3_CAPTURE),
+        TargetKind("Qwen3VLMoeForConditionalGeneration"),
     )
 }
+
+# By reading SGLang's code: their hooks name the input of a layer (muse_glimmer.py:420).
+_OFFSETS = {"MuseGlimmerForCausalLM": 1, "MuseGlimmerForConditionalGeneration": 1}
 
 # Compared, and not the layers' outputs: nothing makes a draft work on these.
 _CAPTURES_WRONG_STATES = {
@@ -77,8 +80,7 @@ _CAPTURES_WRONG_STATES = {
 def target_kind(architectures: Sequence[str] | None) -> TargetKind:
     """Return the kind of a target whose config names these architectures.
 
-    Raises ValueError for a target that cannot be served, and for one that was not compared with a reference
-    unless SGLANG_DFLASH_ALLOW_UNTESTED_TARGET is 1.
+    Raises ValueError for a target that cannot be served. One that was not compared is, with a warning.
     """
     name = str(next(iter(architectures or ()), None))
     if name in VERIFIED_TARGETS:
@@ -89,19 +91,17 @@ def target_kind(architectures: Sequence[str] | None) -> TargetKind:
             f"{_CAPTURES_WRONG_STATES[name]}."
         )
     capture = _find_capture_method(name)
-    allow = DFlashOptions.ALLOW_UNTESTED_TARGET
-    if not allow.get():
-        raise ValueError(
-            f"DFLASH has not been tested on {name}: the hidden states that SGLang captures may not be the "
-            "layer outputs a draft reads. Output would be right, but drafted tokens might never be accepted. "
-            f"{allow.variable}=1 serves it. Tested are {', '.join(sorted(VERIFIED_TARGETS))}."
-        )
+    _warn_not_compared(name)
+    return TargetKind(name, capture=capture, is_verified=False, offset=_OFFSETS.get(name, 0))
+
+
+@functools.cache
+def _warn_not_compared(name: str) -> None:
     logger.warning(
         "DFLASH has not been tested on %s: if few drafted tokens are accepted, SGLang captures other hidden "
         "states than the draft reads.",
         name,
     )
-    return TargetKind(name, capture=capture, is_verified=False)
 
 
 def _find_capture_method(name: str) -> str:
@@ -124,10 +124,6 @@ def _find_capture_method(name: str) -> str:
     )
 
 
-# A scheduler process serves one target.
-_served: TargetKind | None = None
-
-
 def configure_capture(
     *,
     model: Any,
@@ -141,14 +137,6 @@ def configure_capture(
 
     SGLang calls one method on every target. It runs on the draft's model too, from which nothing is captured.
     """
-    global _served
     if dflash_use_aux_hidden_state:
         assert dflash_target_layer_ids is not None
-        _served = target_kind([type(model).__name__])
-        _served.capture_layers(model, dflash_target_layer_ids)
-
-
-def served_kind() -> TargetKind:
-    """Return the kind of this process's target, for which its capture was configured."""
-    assert _served is not None, "no target has been set up in this process"
-    return _served
+        target_kind([type(model).__name__]).capture_layers(model, dflash_target_layer_ids)

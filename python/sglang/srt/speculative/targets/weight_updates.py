@@ -64,10 +64,9 @@ class RoutedUpdater:
 
     def update_weights_from_disk(self, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         """Load a checkpoint of this runner's kind, and report success and a message."""
+        # Trainers write the target's weights into bare folders, without a config.json.
         config = read_config(model_path, None)
-        if config is None:
-            return False, f"{model_path!r}: no config.json there."
-        if is_draft(config) != self._of_draft:
+        if (config is not None and is_draft(config)) != self._of_draft:
             return True, "Succeeded to update model weights."  # it is the other model's
         before, load = self._model_config.model_path, self._reporting(self._updater.update_weights_from_disk)
         try:

@@ -15,6 +15,10 @@ from sglang_dflash.srt.speculative.width.policy import Constants
 _Steps = tuple[Annotated[int, Field(ge=0)], ...]  # numbers of drafted tokens, in SGLang's words
 
 
+class EagleSettingsError(ValueError):
+    """A config file in the form of EAGLE's adaptive widths, which SGLang's own DFLASH does not read."""
+
+
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class AdaptiveSettings(Constants):
     """The config file: the policy's constants, and which widths there are.
@@ -42,6 +46,8 @@ class AdaptiveSettings(Constants):
         try:
             with open(os.path.expanduser(path)) as file:
                 return cls.parse(file.read())
+        except EagleSettingsError:
+            raise
         except OSError as error:
             reason = f"cannot be read ({error.strerror})."
         except ValueError as error:
@@ -56,7 +62,7 @@ class AdaptiveSettings(Constants):
         except ValidationError as error:
             errors = error.errors()
         if any(error["loc"] and str(error["loc"][0]).isdigit() for error in errors):
-            raise ValueError(
+            raise EagleSettingsError(
                 "keys are batch sizes, which is EAGLE's form. DFLASH finds out by itself what pays at which "
                 'batch size: give {"candidate_steps": [0, 1, 3, 7]}.'
             )

@@ -1,0 +1,140 @@
+"""The decision who serves: ours, SGLang's built-in DFLASH, or nobody.
+
+Taken once, in the launcher, before anything of ours is declared. If ours does not serve a server and the
+built-in does, the built-in runs it unchanged, so that installing the plugin never ends a server that worked.
+What was requested of ours by name is refused instead, as is everything with `--speculative-dflash-strict`.
+"""
+
+import copy
+import logging
+from typing import Any
+
+from sglang_dflash.srt.arg_groups.not_served import (
+    checkpoint_findings,
+    chose_attention,
+    dp_attention_findings,
+    flag_findings,
+    target_attention_findings,
+)
+from sglang_dflash.srt.configs.config_file import read_config
+from sglang_dflash.srt.configs.not_served import NotServed
+from sglang_dflash.srt.configs.speculators_format import is_speculators_config
+from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.speculative.implementation import Implementation
+
+logger = logging.getLogger(__name__)
+
+LOST = (
+    "adaptive width",
+    "copies",
+    "sampled drafts",
+    "penalties at every position of a block",
+    "speculators and P-EAGLE drafts",
+)
+
+
+def find_not_served(server_args: Any) -> list[NotServed]:
+    """List everything in these arguments that ours does not serve."""
+    from sglang.srt.arg_groups.model_override_base import (
+        attention_backends_of,
+        resolved_view,
+        resolving_view,
+    )
+
+    args = resolving_view(server_args)
+    prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
+    verify_backend = decode_backend if args.speculative_attention_mode == "decode" else prefill_backend
+    return [
+        *flag_findings(args),
+        *dp_attention_findings(args),
+        *target_attention_findings(args.device, verify_backend, chose_attention(server_args)),
+        *checkpoint_findings(args),
+    ]
+
+
+def hand_over_if_not_served(server_args: Any, found: list[NotServed]) -> bool:
+    """Decide for the built-in if ours does not serve what was found, and return True.
+
+    Returns False if nothing was found. Raises ValueError naming everything if the built-in does not serve it
+    either, or may not.
+    """
+    if not found:
+        return False
+    reasons = _reasons_to_refuse(server_args, found)
+    if reasons:
+        listed = "\n  - ".join(finding.what for finding in found)
+        raise ValueError(
+            f"DFLASH does not support:\n  - {listed}\n"
+            f"SGLang's built-in implementation does not serve instead: {'; '.join(reasons)}."
+        )
+    lost = (*LOST, *(finding.lost for finding in found if finding.lost))
+    decision = Implementation.builtin(tuple(finding.what for finding in found), lost)
+    decision.decide(server_args)
+    DFlashOptions.ADAPTIVE.clear()
+    logger.warning(
+        "DFLASH: SGLang's built-in implementation serves this server, because ours does not support %s. "
+        "Lost: %s. --speculative-dflash-strict (%s=1) refuses instead.",
+        "; ".join(decision.because),
+        ", ".join(decision.lost),
+        DFlashOptions.STRICT.variable,
+    )
+    return True
+
+
+def _reasons_to_refuse(server_args: Any, found: list[NotServed]) -> list[str]:
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    if DFlashOptions.STRICT.get():
+        return ["--speculative-dflash-strict forbids it"]
+    args = resolving_view(server_args)
+    reasons = [f"it lacks {name}, which was requested" for name in _requested_by_name(args)]
+    if any(not finding.builtin_serves for finding in found):
+        reasons.append("it does not support all of this either")
+    if refusal := builtin_refusal(server_args):
+        reasons.append(f"its own refusal is: {refusal}")
+    return reasons
+
+
+def _requested_by_name(args: Any) -> list[str]:
+    """List requested features that only ours has."""
+    named = []
+    if DFlashOptions.COPY_AHEAD.get():
+        named.append("--speculative-copy-ahead")
+    if DFlashOptions.DRAFT_SAMPLE_METHOD.get() == "probabilistic":
+        named.append("--speculative-draft-sample-method probabilistic")
+    for option, flag in (
+        (DFlashOptions.DRAFT_TEMPERATURE_SCALE, "--speculative-draft-temperature-scale"),
+        (DFlashOptions.DRAFT_SAMPLED_SLOTS, "--speculative-draft-sampled-slots"),
+        (DFlashOptions.DRAFT_HEAD_DTYPE, "--speculative-draft-head-dtype"),
+    ):
+        if option.get() != option.default:
+            named.append(flag)
+    config = read_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+    if config is not None and is_speculators_config(config):
+        named.append("a reader of speculators checkpoints")
+    return named
+
+
+def builtin_refusal(server_args: Any) -> str | None:
+    """Return the built-in's own refusal of these arguments, or None.
+
+    Its validation runs on a copy of the record, and its parser on the draft's config.
+    """
+    from sglang.srt.arg_groups import speculative_hook
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+    trial = copy.copy(server_args)
+    trial._resolved_overrides = list(getattr(server_args, "_resolved_overrides", None) or ())
+    was_disabled, speculative_hook.logger.disabled = speculative_hook.logger.disabled, True
+    try:
+        speculative_hook._handle_dflash(trial)
+        config = read_config(
+            server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
+        )
+        if config is not None and not is_speculators_config(config):
+            parse_dflash_draft_config(draft_hf_config=config)
+    except (ValueError, TypeError) as error:
+        return " ".join(str(error).split()).rstrip(".")
+    finally:
+        speculative_hook.logger.disabled = was_disabled
+    return None

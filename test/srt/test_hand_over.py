@@ -1,0 +1,531 @@
+"""The decision who serves: ours, SGLang's built-in DFLASH, or nobody; and a verdict on every refusal.
+
+Records are resolved by SGLang's own step, as in the launcher, for a pretended GPU. What is compared is the
+whole record.
+"""
+
+import ast
+import copy
+import json
+import logging
+import pickle
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
+from serving import DRAFT, SPECULATORS_DRAFT, TARGET
+from sglang.srt.arg_groups import speculative_hook
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from support.drafts import REMOVE, make_draft
+
+import sglang_dflash
+from sglang_dflash.srt.arg_groups.dflash_args import check_draft_path
+from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
+from sglang_dflash.srt.arg_groups.hand_over import builtin_refusal
+from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.environ import DFlashOptions, Option
+from sglang_dflash.srt.observability.server_info import adding_implementation
+from sglang_dflash.srt.plugins import hooks, install, ledger
+from sglang_dflash.srt.speculative.implementation import Implementation, check_equal, check_ranks_agree
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+
+ATTRIBUTE = "_dflash_implementation"
+
+
+@pytest.fixture(autouse=True)
+def options(monkeypatch) -> None:
+    for option in vars(DFlashOptions).values():
+        if isinstance(option, Option):
+            monkeypatch.setenv(option.variable, "")  # restored afterwards, whatever a test sets
+
+
+def record_of(draft=DRAFT, **arguments) -> ServerArgs:
+    """Return a record of a server on a GPU, as SGLang's step of speculative decoding finds it."""
+    return ServerArgs(
+        **{
+            "model_path": str(TARGET),
+            "device": "cuda",
+            "attention_backend": "fa3",
+            "page_size": 1,
+            "speculative_algorithm": "DFLASH",
+            "speculative_draft_model_path": str(draft),
+            "speculative_draft_model_revision": "main",
+            **arguments,
+        }
+    )
+
+
+def resolve(record: ServerArgs) -> ServerArgs:
+    """Resolve a record as the launcher does with the plugin."""
+    original, hook = SpeculativeAlgorithm.handle_server_args, hooks.handle_server_args()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            SpeculativeAlgorithm, "handle_server_args", lambda self, record: hook(original, self, record)
+        )
+        patch.setattr(install, "install", lambda table: None)  # AT_FRONT_END, for this process
+        check_draft_path(record, speculative_hook.handle_speculative_decoding)
+    return record
+
+
+def contents(record: ServerArgs) -> dict:
+    """Return everything that a record holds, but for our decision."""
+    _, (kind, fields, bookkeeping) = record.__reduce__()
+    return {**fields, **{name: value for name, value in bookkeeping.items() if name != ATTRIBUTE}}
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 256,
+    "short_factor": [1.0] * 32,
+    "long_factor": [2.0] * 32,
+    "factor": 2.0,
+}
+# name -> (changes to the bundled draft's config, arguments, text in the reason)
+HANDED_OVER = {
+    "context parallelism": ({}, {"attn_cp_size": 2}, "--attn-cp-size"),
+    "unified memory": ({}, {"enable_unified_memory": True}, "--enable-unified-memory"),
+    "sparse attention": ({}, {"enable_hisparse": True}, "--enable-hisparse"),
+    "two-batch overlap": ({}, {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+    "PD multiplexing": ({}, {"enable_pdmux": True}, "--enable-pdmux"),
+    "an NPU": ({}, {"device": "npu"}, "device 'npu'"),
+    "an XPU": ({}, {"device": "xpu"}, "device 'xpu'"),
+    "a target backend": ({}, {"attention_backend": "flashmla"}, "'flashmla'"),
+    "mixed prefill with DP attention": (
+        {},
+        {"attn_dp_size": 2, "tp_size": 2, "enable_dp_lm_head": True, "enable_mixed_chunk": True},
+        "--enable-mixed-chunk with DP attention",
+    ),
+    "disaggregation with DP attention": (
+        {},
+        {"attn_dp_size": 2, "tp_size": 2, "enable_dp_lm_head": True, "disaggregation_mode": "decode"},
+        "--disaggregation-mode with DP attention",
+    ),
+    "sinks": ({"dflash_config": {"attention_sink_bias": True}}, {}, "attention sinks"),
+    "LiLiCorr": ({"dflash_config": {"lilicorr_hidden_size": 8}}, {}, "LiLiCorr"),
+    "Gemma's norm": ({"use_gemma_norm": True}, {}, "Gemma's RMSNorm"),
+    "experts": ({"num_experts": 8}, {}, "a mixture of experts"),
+    "partial RoPE": ({"partial_rotary_factor": 0.5}, {}, "partial rotary"),
+    "interleaved RoPE": ({"rope_is_neox_style": False}, {}, "interleaved rotary"),
+    "another activation": ({"hidden_act": "swigluoai"}, {}, "hidden_act is 'swigluoai'"),
+    "a quantized draft": ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config"),
+    "a draft to quantize": (
+        {},
+        {
+            "speculative_draft_model_quantization": "fp8",
+            "_speculative_draft_quantization_explicitly_set": True,
+        },
+        "--speculative-draft-model-quantization fp8",
+    ),
+    "Domino": (
+        {
+            "dflash_config": {
+                "projector_type": "domino",
+                "shift_label": True,
+                "pure_draft_prefix_len": 1,
+                "gru_hidden_dim": 8,
+                "emb_dim": 8,
+            }
+        },
+        {},
+        "Domino",
+    ),
+    "no block size": ({"block_size": REMOVE}, {}, "block_size is missing"),
+    "no mask token": ({"dflash_config": {"mask_token_id": REMOVE}}, {}, "mask_token_id is missing"),
+    "a target of another depth": ({"num_target_layers": 36}, {}, "num_target_layers is 36"),
+    "layers in another order": (
+        {"dflash_config": {"target_layer_ids": [7, 4, 1]}},
+        {},
+        "target_layer_ids must be ascending",
+    ),
+    "no target layers": (
+        {"dflash_config": {"target_layer_ids": REMOVE}, "num_target_layers": REMOVE},
+        {},
+        "target_layer_ids is missing",
+    ),
+    "another RoPE": ({"rope_parameters": LONGROPE}, {}, "is of kind 'longrope'"),
+    "RoPE by layer type": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 10000.0}}},
+        {},
+        "by layer type",
+    ),
+    "a causal draft": ({"is_causal": True}, {}, "is_causal is true"),
+    "Laguna": ({"architectures": ["DFlashLagunaForCausalLM"]}, {}, "DFlashLagunaForCausalLM"),
+    "Muse": ({"architectures": ["MuseGlimmerAssistantModel"]}, {}, "MuseGlimmerAssistantModel"),
+}
+
+
+# On CPUs ours refuses these by name. In no process may the reading of a config be what ends the start.
+UNREADABLE = [name for name, (changes, _, _) in HANDED_OVER.items() if changes]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_the_parser_judges_no_draft_that_is_handed_over(name, tmp_path):
+    draft = make_draft(tmp_path / "draft", base=DRAFT, **HANDED_OVER[name][0])
+    config = DraftConfigParser().parse(str(draft), trust_remote_code=False)
+    assert config.architectures
+
+
+@pytest.mark.parametrize("name", HANDED_OVER)
+def test_a_handed_over_record_is_the_one_of_plain_sglang(name, tmp_path, caplog):
+    changes, arguments, words = HANDED_OVER[name]
+    draft = make_draft(tmp_path / "draft", base=DRAFT, **changes) if changes else DRAFT
+    stock = record_of(draft, **arguments)
+    speculative_hook.handle_speculative_decoding(stock)
+    with caplog.at_level(logging.WARNING, "sglang_dflash"):
+        ours = resolve(record_of(draft, **arguments))
+    decision = Implementation.of(ours)
+    assert decision.is_builtin and any(words in reason for reason in decision.because), decision
+    assert contents(ours) == contents(stock)
+    [warning] = [record for record in caplog.records if record.name.startswith("sglang_dflash")]
+    for text in (words, "built-in implementation serves", "Lost: adaptive width", "SGLANG_DFLASH_STRICT=1"):
+        assert text in warning.getMessage()
+
+
+@pytest.mark.parametrize("name", ["context parallelism", "Domino"])
+def test_strict_refuses_instead(name, tmp_path, monkeypatch):
+    changes, arguments, words = HANDED_OVER[name]
+    draft = make_draft(tmp_path / "draft", base=DRAFT, **changes) if changes else DRAFT
+    monkeypatch.setenv(DFlashOptions.STRICT.variable, "1")
+    with pytest.raises(ValueError, match="--speculative-dflash-strict forbids it") as refused:
+        resolve(record_of(draft, **arguments))
+    assert words in str(refused.value)
+
+
+def test_the_flag_of_strict():
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    parser.parse_args([])
+    assert not DFlashOptions.STRICT.get()
+    parser.parse_args(["--speculative-dflash-strict"])
+    assert DFlashOptions.STRICT.get()
+
+
+def test_ours_serves_whatever_it_can():
+    record = resolve(record_of())
+    assert not Implementation.of(record).is_builtin
+    assert resolving_view(record).speculative_num_draft_tokens == 8
+
+
+@pytest.mark.parametrize(
+    "option, value, flag",
+    [
+        (DFlashOptions.COPY_AHEAD, "1", "--speculative-copy-ahead"),
+        (DFlashOptions.DRAFT_SAMPLE_METHOD, "probabilistic", "--speculative-draft-sample-method"),
+        (DFlashOptions.DRAFT_HEAD_DTYPE, "fp8", "--speculative-draft-head-dtype"),
+        (DFlashOptions.DRAFT_SAMPLED_SLOTS, "0", "--speculative-draft-sampled-slots"),
+        (DFlashOptions.DRAFT_TEMPERATURE_SCALE, "0.5", "--speculative-draft-temperature-scale"),
+    ],
+)
+def test_what_only_ours_has_is_not_dropped_silently(option, value, flag, monkeypatch):
+    monkeypatch.setenv(option.variable, value)
+    with pytest.raises(ValueError, match="(?s)--attn-cp-size.*it lacks .*which was requested") as refused:
+        resolve(record_of(attn_cp_size=2))
+    assert flag in str(refused.value)
+
+
+def test_a_speculators_draft_is_not_handed_over():
+    with pytest.raises(ValueError, match="(?s)--attn-cp-size.*a reader of speculators checkpoints"):
+        resolve(record_of(SPECULATORS_DRAFT, attn_cp_size=2))
+
+
+# name -> (changes to the draft's config, arguments, words of ours, words of the built-in's own refusal)
+REFUSED_BY_BOTH = {
+    "pipeline parallelism": ({}, {"pp_size": 2}, "--pp-size", "pp_size == 1"),
+    "DP attention without a whole head": (
+        {},
+        {"attn_dp_size": 2, "tp_size": 2},
+        "--enable-dp-lm-head",
+        "requires --enable-dp-lm-head",
+    ),
+    "heads that cannot be split": ({}, {"tp_size": 3}, "cannot be split over --tp 3", "either"),
+    "context and DP attention": (
+        {},
+        {"attn_cp_size": 2, "attn_dp_size": 2, "tp_size": 4, "enable_dp_lm_head": True},
+        "--attn-cp-size",
+        "does not support context parallel",
+    ),
+    "a CPU": (
+        {"use_gemma_norm": True},
+        {"device": "cpu", "attention_backend": "torch_native"},
+        "Gemma's RMSNorm",
+        "not supported by",
+    ),
+    "a Domino draft that nobody reads": (
+        {"dflash_config": {"projector_type": "domino"}},
+        {},
+        "dflash_config.projector_type",
+        "shift_label",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_BOTH)
+def test_a_refusal_names_both_reasons(name, tmp_path):
+    changes, arguments, ours, theirs = REFUSED_BY_BOTH[name]
+    draft = make_draft(tmp_path / "draft", base=DRAFT, **changes) if changes else DRAFT
+    record = record_of(draft, **arguments)
+    before = copy.deepcopy(contents(record))
+    with pytest.raises(ValueError, match="DFLASH does not support") as refused:
+        resolve(record)
+    assert ours in str(refused.value) and theirs in str(refused.value)
+    assert contents(record) == before
+
+
+def test_children_learn_the_decision():
+    record = pickle.loads(pickle.dumps(resolve(record_of(attn_cp_size=2))))
+    report = Implementation.of(record).report()
+    assert report["name"] == "sglang" and "--attn-cp-size" in report["because"][0]
+    assert json.loads(json.dumps(report))["lost"]
+    assert Implementation.of(record_of()).report()["name"] == "sglang-dflash"
+
+
+def targets_of(*tables) -> dict:
+    return {
+        (change.target, change.key): install.resolve(change.target)[1] if change.key is None else None
+        for table in tables
+        for change in table
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"attn_cp_size": 2}, {"attn_cp_size": 2, "disaggregation_mode": "decode"}]
+)
+def test_a_scheduler_of_a_handed_over_server_runs_plain_sglang(arguments, monkeypatch):
+    """Only the report in /server_info is ours."""
+    record = resolve(record_of(**arguments))
+    installed = []
+    monkeypatch.setattr(install, "install", installed.append)
+    before = targets_of(ledger.AT_WORKER, ledger.AT_DISAGGREGATION)
+    create, original = hooks.create_worker(), SpeculativeAlgorithm.create_worker
+    worker = create(original, SpeculativeAlgorithm.DFLASH, record)
+    assert worker.__module__ == "sglang.srt.speculative.dflash_worker_v2"
+    assert installed == [ledger.AT_HAND_OVER]
+    assert targets_of(ledger.AT_WORKER, ledger.AT_DISAGGREGATION) == before
+    [report] = ledger.AT_HAND_OVER
+    assert report.name == "_add_speculative"
+
+
+def test_ranks_that_decide_differently_end_the_start():
+    ours = Implementation()
+    theirs = Implementation.builtin(("device 'npu' (only cuda and cpu)",), ())
+    check_equal([ours, ours])
+    check_equal([theirs, theirs])
+    with pytest.raises(ValueError, match="rank 0 runs sglang-dflash.*rank 1 runs SGLang's.*device 'npu'"):
+        check_equal([ours, theirs])
+
+
+def test_ranks_exchange_their_decisions(monkeypatch):
+    """The other rank's decision arrives through the ranks' group on the CPU."""
+    group = SimpleNamespace(world_size=2, cpu_group="ranks on the CPU")
+    theirs = Implementation.builtin(("the unified memory pool",), ())
+
+    def all_gather_object(out, mine, group):
+        assert group == "ranks on the CPU"
+        out[:] = [mine, theirs]
+
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.all_gather_object", all_gather_object)
+    monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: group)
+    check_ranks_agree(theirs)
+    with pytest.raises(ValueError, match="rank 1 runs SGLang's.*the unified memory pool"):
+        check_ranks_agree(Implementation())
+    group.world_size = 1
+    check_ranks_agree(Implementation())
+
+
+@pytest.mark.parametrize("arguments, name", [({}, "sglang-dflash"), ({"attn_cp_size": 2}, "sglang")])
+def test_server_info_says_who_serves(arguments, name):
+    scheduler = SimpleNamespace(
+        spec_algorithm=SpeculativeAlgorithm.NONE, server_args=resolve(record_of(**arguments))
+    )
+    state: dict = {}
+    adding_implementation()(SimpleNamespace(scheduler=scheduler), state)
+    assert state["speculative_implementation"]["name"] == name
+
+
+# (field, value, part of the warning)
+IGNORED = [
+    ("speculative_num_steps", 3, "--speculative-num-steps"),
+    ("speculative_eagle_topk", 4, "--speculative-eagle-topk"),
+    ("speculative_token_map", "map.pt", "--speculative-token-map"),
+    ("speculative_use_block_verification", True, "--speculative-use-block-verification"),
+    ("speculative_accept_threshold_acc", 0.5, "--speculative-accept-threshold-acc"),
+    ("speculative_accept_threshold_single", 0.5, "--speculative-accept-threshold-single"),
+]
+
+
+@pytest.mark.parametrize("field, value, words", IGNORED)
+def test_flags_that_plain_sglang_overrides_get_a_warning(field, value, words, caplog):
+    record = resolve(record_of(**{field: value}))
+    args = resolving_view(record)
+    assert not Implementation.of(record).is_builtin
+    assert (args.speculative_num_steps, args.speculative_eagle_topk) == (1, 1)
+    [warning] = [text.getMessage() for text in caplog.records if "DFLASH ignores" in text.getMessage()]
+    assert words in warning
+
+
+def test_widths_of_eagle_get_a_warning(tmp_path, caplog):
+    path = tmp_path / "eagle.json"
+    path.write_text('{"1": {"candidate_steps": [1, 3]}}')
+    record = resolve(record_of(speculative_adaptive=True, speculative_adaptive_config=str(path)))
+    assert AdaptiveSettings.from_environment() == AdaptiveSettings()
+    assert not resolving_view(record).speculative_adaptive
+    assert "does not follow --speculative-adaptive-config" in caplog.text and "EAGLE's form" in caplog.text
+
+
+@pytest.mark.parametrize("arguments", [{"enable_lora": True}, {"enable_hierarchical_cache": True}])
+def test_served_by_ours(arguments):
+    assert not Implementation.of(resolve(record_of(**arguments))).is_builtin
+
+
+def test_quantization_of_the_target_is_not_the_drafts(caplog):
+    caplog.set_level(logging.INFO)
+    inherited = {
+        "quantization": "fp8",
+        "speculative_draft_model_quantization": "fp8",
+        "_speculative_draft_quantization_explicitly_set": False,
+    }
+    args = resolving_view(resolve(record_of(**inherited)))
+    assert args.speculative_draft_model_quantization is None and args.quantization == "fp8"
+    assert "--quantization fp8 is the target's" in caplog.text
+
+
+BROKEN = "broken: "  # no implementation loads such a checkpoint, or it would draft noise
+BY_NAME = "by name: "  # requested by a flag or a format that only ours has
+BY_BOTH = "both: "  # a name in REFUSED_BY_BOTH: the built-in's validators ran on the same arguments
+HANDED = "handed over: "  # a name in HANDED_OVER: this refusal is left for a CPU and for strict servers
+
+# (file, function) -> a verdict for each `raise`, in order
+VERDICTS = {
+    ("arg_groups/adaptive_width.py", "read_adaptive_flags"): [BY_NAME + "--no-speculative-adaptive"],
+    ("arg_groups/checkpoint_detection.py", "_resolve_peagle"): [BY_NAME + "PEAGLE"] * 3,
+    ("arg_groups/checkpoint_detection.py", "locate_verifier"): [BY_NAME + "a speculators --model-path"],
+    ("arg_groups/checkpoint_detection.py", "_refuse_contradictions"): [BY_NAME + "a speculators --model-path"]
+    * 2,
+    ("arg_groups/dflash_args.py", "_check_draft_is_there"): [BY_BOTH + "no draft", BROKEN + "no folder"],
+    ("arg_groups/dflash_args.py", "check_copy_ahead"): [BY_NAME + "--speculative-copy-ahead"] * 2,
+    ("arg_groups/dflash_args.py", "choose_block_size"): [BY_BOTH + "two block sizes", BY_BOTH + "no block"],
+    ("arg_groups/dflash_args.py", "_adjust_to_recurrent_target"): [BY_BOTH + "a CPU"],
+    ("arg_groups/draft_attention.py", "choose_draft_attention"): [
+        BROKEN + "on a GPU found before, by draft_attention_findings"
+    ],
+    ("arg_groups/draft_files.py", "check_draft_config"): [BROKEN + "no JSON", BROKEN + "wrong fields"],
+    ("arg_groups/draft_files.py", "check_draft_tensors"): [BROKEN + "wrong sizes", BROKEN + "wrong tensors"],
+    ("arg_groups/hand_over.py", "hand_over_if_not_served"): [BY_BOTH + "pipeline parallelism"],
+    ("configs/config_file.py", "read_object"): [BROKEN + "no JSON object"] * 3,
+    ("configs/dflash2_config.py", "_check_anchor"): [BROKEN + "the built-in does not read the field"],
+    ("configs/dflash2_config.py", "_check_groups"): [BY_BOTH + "half of a convolution", BROKEN + "groups"],
+    ("configs/dflash2_config.py", "_check_selector"): [BROKEN + "a selector of no published format"] * 3,
+    ("configs/draft_config.py", "_check_vocabulary"): [BROKEN + "more drafted tokens than tokens"],
+    ("configs/draft_config.py", "_check_mask_token"): [
+        HANDED + "no mask token",
+        BROKEN + "no such row of the embedding",
+    ],
+    ("configs/draft_config.py", "_check_target_layers"): [
+        HANDED + "no target layers",
+        BROKEN + "no such layer, or a last one that SGLang does not capture",
+        HANDED + "layers in another order",
+    ],
+    ("configs/draft_config.py", "_check_layer_types"): [BROKEN + "other layers than layer_types"],
+    ("configs/draft_config.py", "_check_sliding_window"): [
+        BROKEN + "no window",
+        BROKEN + "a window of the query alone",
+    ],
+    ("configs/draft_config.py", "_check_causal"): [HANDED + "a causal draft"],
+    ("configs/draft_config.py", "_check_speculative_tokens"): [BY_NAME + "a field of speculators"],
+    ("configs/draft_config.py", "DFlashDraftConfig.parse"): [HANDED + "sinks"],
+    ("configs/draft_config.py", "spread_target_layer_ids"): [BROKEN + "a target that is too shallow"],
+    ("configs/draft_config.py", "check_draft_fits_target"): [HANDED + "a target of another depth"],
+    ("configs/draft_config_parser.py", "_read_checked"): [
+        BY_NAME + "a speculators file",
+        BROKEN + "transformers cannot read it",
+    ],
+    ("configs/layer_fields.py", "_plain"): [HANDED + "RoPE by layer type"],
+    ("configs/layer_fields.py", "_check_table"): [BROKEN + "a garbled number of positions"],
+    ("configs/layer_fields.py", "_check_theta"): [BROKEN + "no base"],
+    ("configs/peagle_config.py", "PEagleDraftConfig.check_arguments"): [BY_NAME + "P-EAGLE"],
+    ("configs/peagle_config.py", "check_architectures"): [BROKEN + "no names", HANDED + "Laguna"],
+    ("configs/speculators_format.py", "_choose_rope"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_check_layer_inputs"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_check_width"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_check_block"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_check_norms"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_Draft._check_algorithm"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_Draft.flatten"): [BY_NAME + "an abstract method"],
+    ("configs/speculators_format.py", "verifier_of"): [BY_NAME + "a speculators file"],
+    ("configs/speculators_format.py", "_read"): [BY_NAME + "a speculators file"] * 2,
+    ("models/block_draft.py", "BlockDraftModel.prepare_mask"): [BROKEN + "mask_embedding.pt"] * 2,
+    ("models/dflash.py", "DFlashAttention.__init__"): [
+        BY_BOTH + "heads that cannot be split",
+        HANDED + "another RoPE",
+    ],
+    ("models/dflash.py", "DFlashAttention.context_kv_weight"): [HANDED + "a draft to quantize"],
+    ("models/dflash.py", "DFlashDraftModel.use_pool"): [HANDED + "unified memory"],
+    ("models/dflash_weights.py", "load_checkpoint"): [BROKEN + "wrong tensors"],
+    ("models/mask_token.py", "find_mask_token"): [BROKEN + "no tokenizer", BROKEN + "no row to spare"],
+    ("models/mask_token.py", "read_mask_embedding"): [
+        BROKEN + "no embedding",
+        BROKEN + "an embedding per position, which the built-in does not read",
+    ],
+    ("models/peagle.py", "PEagleDraftModel.load_weights"): [BY_NAME + "P-EAGLE"],
+}
+
+
+def raises_of(node: ast.AST, name: str) -> Counter:
+    """Count the raise statements below a node, by the name of the function that they are in."""
+    found: Counter = Counter()
+    for child in ast.iter_child_nodes(node):
+        inner = getattr(child, "name", "") if isinstance(child, ast.FunctionDef | ast.ClassDef) else ""
+        found += raises_of(child, f"{name}.{inner}".strip(".") if inner else name)
+        if isinstance(child, ast.Raise):
+            found[name] += 1
+    return found
+
+
+def test_every_refusal_has_a_verdict():
+    root = Path(sglang_dflash.__file__).parent / "srt"
+    found = {
+        (f"{folder}/{path.name}", function): count
+        for folder in ("arg_groups", "configs", "models")
+        for path in sorted((root / folder).glob("*.py"))
+        for function, count in raises_of(ast.parse(path.read_text()), "").items()
+    }
+    assert found == {key: len(verdicts) for key, verdicts in VERDICTS.items()}
+
+
+def test_verdicts_name_what_is_tested_here():
+    for verdict in [verdict for verdicts in VERDICTS.values() for verdict in verdicts]:
+        if verdict.startswith(HANDED):
+            assert verdict.removeprefix(HANDED) in HANDED_OVER
+        elif verdict.startswith(BY_BOTH):
+            assert verdict.removeprefix(BY_BOTH) in {*REFUSED_BY_BOTH, *REFUSED_LATER}
+        else:
+            assert verdict.startswith((BROKEN, BY_NAME)), verdict
+
+
+# Found once ours is to serve: name -> (changes to the draft's config, arguments)
+REFUSED_LATER = {
+    "no draft": ({}, {"speculative_draft_model_path": None}),
+    "two block sizes": ({}, {"speculative_num_draft_tokens": 4, "speculative_dflash_block_size": 8}),
+    "no block": ({}, {"speculative_dflash_block_size": 0}),
+    "half of a convolution": (
+        {"architectures": ["DFlash2DraftModel"], "dflash_config": {"conv_kernel_size": 2}},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_LATER)
+def test_the_built_in_refuses_it_too(name, tmp_path):
+    changes, arguments = REFUSED_LATER[name]
+    draft = make_draft(tmp_path / "draft", base=DRAFT, **changes) if changes else DRAFT
+    with pytest.raises(ValueError):
+        resolve(record_of(draft, **arguments))
+    assert builtin_refusal(record_of(draft, **arguments))
