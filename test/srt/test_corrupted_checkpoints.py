@@ -93,6 +93,8 @@ def read(folder: Path, target: Path) -> Any:
         speculative_draft_model_revision=None,
         trust_remote_code=False,
         json_model_override_args="{}",
+        speculative_draft_model_quantization=None,
+        _speculative_draft_quantization_explicitly_set=False,
     )
     load_and_check_configs(arguments)
     return get_config(str(folder), trust_remote_code=False, revision=None, model_override_args={})

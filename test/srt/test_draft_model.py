@@ -133,6 +133,18 @@ def test_a_mask_embedding_of_its_own(kind, tmp_path):
     assert torch.equal(table.weight, before)
 
 
+@pytest.mark.parametrize("scale, factor", [(None, 3.0), (1.0, 1.0), (0.5, 0.5)])
+def test_the_scale_of_embeddings(scale, factor, tmp_path):
+    """As the target's module has it, or rows of the table times the draft's own scale."""
+    nested = {} if scale is None else {"input_embedding_scale": scale}
+    case = Case.variant("plain", tmp_path, **nested)
+    table = ScaledEmbedding(case.config["vocab_size"], case.config["hidden_size"])
+    case.model.borrow_from_target(table, case.model.head)
+    ids = torch.tensor([3, case.model.mask_token_id])
+    with torch.no_grad():
+        assert torch.equal(case.model.embed(ids), table.weight[ids] * factor)
+
+
 @pytest.mark.parametrize("token, width, words", [(8, 48, "token 8"), (7, 47, "47")])
 def test_a_mask_embedding_of_another_draft(token, width, words, tmp_path):
     case = Case.variant("plain", tmp_path)

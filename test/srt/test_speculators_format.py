@@ -25,6 +25,7 @@ def test_good_config_becomes_a_flat_one():
     assert flat["dflash_config"] == {
         "mask_token_id": 3,
         "target_layer_ids": [1, 4, 7, 10],
+        "input_embedding_scale": 1.0,
         "draft_vocab_size": 1024,
         "sample_from_anchor": False,
         "speculative_tokens": 7,
@@ -110,6 +111,7 @@ def test_good_peagle_config_becomes_a_flat_one():
     assert flat["dflash_config"] == {
         "mask_token_id": 3,
         "target_layer_ids": [1, 5, 8],
+        "input_embedding_scale": 1.0,
         "draft_vocab_size": 1024,
         "speculative_tokens": 7,
         "norm_before_residual": False,

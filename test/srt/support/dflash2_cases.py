@@ -21,10 +21,11 @@ VARIANTS = {
     "one candidate": {"selector_top_k": 1},
     "all candidates": {"selector_top_k": 61},
     "wide codebooks": {"selector_rank": 100},
+    "candidates among the first tokens": {"selector_vocab_size": 20},
     "block of 16": {"block_size": 16},
     "capped logits": {"output_multiplier": 0.5, "final_logit_softcapping": 2.0},
 }
-NESTED = {*OPTIONS, "output_multiplier", "final_logit_softcapping"}
+NESTED = {*OPTIONS, "selector_vocab_size", "output_multiplier", "final_logit_softcapping"}
 
 
 def dflash2_config(changes: dict) -> dict:

@@ -57,6 +57,7 @@ VARIANTS = {
         "layer_types": ["sliding_attention", "full_attention"],
         "is_causal": False,
     },
+    "full, causal": {"is_causal": True},
     "narrow window": {**SLIDING, "sliding_window": 2, "layer_types": ["full_attention", "sliding_attention"]},
     "block of 16": {"block_size": 16},
     "sample from anchor": {

@@ -17,8 +17,10 @@ from sglang_dflash.srt.arg_groups.adaptive_width import (
 )
 from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
+from sglang_dflash.srt.arg_groups.draft_quantization import check_draft_quantization
 from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKENDS
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
+from sglang_dflash.srt.configs.draft_quantization import quantization_of
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
@@ -195,6 +197,7 @@ def resolve_dflash_args(server_args: Any) -> None:
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=block_size,
         speculative_draft_attention_backend=draft_backend,
+        speculative_draft_model_quantization=None,  # our loader reads the file's own
         max_running_requests=args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS,
     )
     # Two counts that confuse people: SGLang's includes the anchor, the training library's does not.
@@ -226,6 +229,7 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
     config = read_draft_config(draft, checkpoint)
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint)
+    check_draft_quantization(args, quantization_of(draft, checkpoint))
     check_draft_tensors(checkpoint, draft, config)
     return target_text, config
 

@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
 from transformers import PretrainedConfig, Qwen3Config
 
+from sglang_dflash.srt.configs.draft_quantization import ATTRIBUTE, find_quantization
 from sglang_dflash.srt.configs.layer_fields import layer_problems
 from sglang_dflash.srt.configs.peagle_config import is_draft
 from sglang_dflash.srt.configs.speculators_format import normalize, served_types, speculators_type
@@ -35,14 +36,17 @@ class DraftConfigParser(HfModelConfigParser):
         if speculators_type(config) in served_types():
             flat = normalize(config, checkpoint)
             problems = layer_problems(flat, "transformer_layer_config.")
-            return _read_checked(
+            draft = _read_checked(
                 checkpoint, problems, lambda: Qwen3Config.from_dict(flat, name_or_path=checkpoint)
             )
-        if is_draft(config.get("architectures")):
-            return _read_checked(
+        elif is_draft(config.get("architectures")):
+            draft = _read_checked(
                 checkpoint, layer_problems(config), lambda: read(model, trust_remote_code, revision, **kwargs)
             )
-        return read(model, trust_remote_code, revision, **kwargs)
+        else:
+            return read(model, trust_remote_code, revision, **kwargs)
+        setattr(draft, ATTRIBUTE, find_quantization(config, checkpoint, revision))
+        return draft
 
 
 def _read_checked(

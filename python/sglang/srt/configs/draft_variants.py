@@ -22,10 +22,10 @@ _REFUSED = {
     "pure_draft_prefix_len": "a Domino projector",
     "shift_label": "a Domino projector",
     "attention_mode": "another kind of attention",
-    "selector_": "a candidate selector (DFlash2)",
+    "selector_": "this option of a candidate selector, under this architecture,",
     "lilicorr_": "a correction head (LiLiCorr)",
     "markov_": "a Markov head (DSpark)",
-    "conv_": "convolutions (DFlash2)",
+    "conv_": "this option of convolutions, under this architecture,",
     "attention_sink_bias": "attention sinks",
     "attention_value_scale": "scaled values",
     "use_gemma_norm": "Gemma's RMSNorm",
@@ -77,6 +77,13 @@ def _rope_problems(config: Any) -> list[str]:
     partial = getattr(config, "partial_rotary_factor", None)
     if rope_dim is None and partial not in (None, 1, 1.0):
         problems.append(f"partial_rotary_factor is {partial!r}: partial rotary embeddings are not supported")
+    nested = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    if rope_dim is None and nested not in (None, 1, 1.0):
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind == "default":  # transformers' Qwen3 layers, on which drafts are trained, do not read it
+            logger.info("DFLASH draft: the RoPE's partial_rotary_factor, %s, is not read.", nested)
+        else:
+            problems.append(f"partial_rotary_factor {nested!r} under {kind} is not supported")
     for name in ("rope_is_neox_style", "is_neox_style"):
         if getattr(config, name, None) is False:
             problems.append(f"{name} is false: interleaved rotary embeddings are not supported")

@@ -168,6 +168,8 @@ class _Draft(_Object):
                 "draft_vocab_size": self.draft_vocab_size,
                 "speculative_tokens": self.speculators_config.speculative_tokens,
                 "target_layer_ids": speculators_ids_to_layer_outputs(self.layer_inputs),
+                # The library copies the target's table into a plain embedding, which scales nothing.
+                "input_embedding_scale": 1.0,
                 **entries,
             },
         }
@@ -256,7 +258,9 @@ def normalize(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
 
     Raises DraftConfigError naming every missing, ill-typed or contradictory field.
     """
-    return _read(config, checkpoint).flatten(config["transformer_layer_config"])
+    flat = _read(config, checkpoint).flatten(config["transformer_layer_config"])
+    kept = ("quantization_config", "compression_config")
+    return flat | {name: config[name] for name in kept if config.get(name) is not None}
 
 
 def verifier_of(config: Mapping[str, Any], checkpoint: str) -> str:

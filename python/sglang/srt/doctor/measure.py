@@ -277,7 +277,9 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
             weights[name.removeprefix("model.")] = tensor.to(embedding.dtype) if is_float else tensor
     if not config.has_own_vocabulary:
         weights.pop("d2t", None)
-    return plain_draft(config, pair.parsed.hf_config, weights, embedding, head)
+    module = target.get_input_embeddings()
+    scale = float(getattr(module, "embed_scale", 1.0))  # Gemma's modules multiply what they look up
+    return plain_draft(config, pair.parsed.hf_config, weights, embedding, head, scale)
 
 
 def _encode(prompt: dict[str, Any], tokenizer: Any, target: str) -> list[int]:

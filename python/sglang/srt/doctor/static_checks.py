@@ -215,9 +215,14 @@ def _check_provenance(pair: Pair) -> Iterator[Finding]:
 
 def _check_vocabulary_maps(pair: Pair) -> Iterator[Finding]:
     config = pair.parsed.config
-    if not config.has_own_vocabulary or not _is_readable(pair.draft, "d2t"):
+    if not _is_readable(pair.draft, "d2t"):
         return
     offsets = pair.draft.read("d2t").astype(np.int64)
+    if not config.has_own_vocabulary:
+        if moved := np.count_nonzero(offsets):
+            problem = f"d2t maps {moved} tokens to others, but draft_vocab_size equals vocab_size"
+            yield fault(problem, FETCH_AGAIN, is_fatal=True)
+        return
     ids = offsets + np.arange(len(offsets))
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         in_range = offsets.min() >= 0 and offsets.max() < config.vocab_size
