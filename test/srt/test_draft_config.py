@@ -258,7 +258,6 @@ def test_a_dflash2_config():
         ({"conv_group_size": None}, ["conv_kernel_size", "conv_group_size"]),
         ({"conv_group_size": 15}, ["conv_group_size", "15", "64"]),
         ({"draft_vocab_size": 50}, ["draft_vocab_size"]),
-        ({"sample_from_anchor": True}, ["sample_from_anchor"]),
         ({"selector_beam_width": 4}, ["selector_beam_width", "not supported"]),
         ({"selector_vocab_size": 101}, ["selector_vocab_size", "101", "100"]),
         ({"selector_vocab_size": 3}, ["selector_vocab_size", "3", "4"]),

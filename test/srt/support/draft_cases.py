@@ -63,6 +63,12 @@ VARIANTS = {
     "sample from anchor": {
         "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3], "sample_from_anchor": True}
     },
+    "sliding, counted from the anchor, not causal": {
+        **SLIDING,
+        "layer_types": ["sliding_attention"] * 2,
+        "is_causal": False,
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3], "window_from_anchor": True},
+    },
     "sliding, counted from the anchor": {
         **SLIDING,
         "layer_types": ["sliding_attention"] * 2,

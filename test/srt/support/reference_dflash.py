@@ -73,7 +73,8 @@ class ReferenceDFlash:
             causal = config.get("is_causal", config["dflash_config"].get("causal"))
             return key <= query if causal else True
         if config["dflash_config"].get("window_from_anchor"):
-            return anchor - config["sliding_window"] <= key <= query
+            last = key if config.get("is_causal") is False else query
+            return anchor - config["sliding_window"] <= key <= last
         if config.get("is_causal") is False or config["dflash_config"].get("is_causal") is False:
             return abs(key - query) < config["sliding_window"]
         return query - config["sliding_window"] < key <= query

@@ -11,15 +11,18 @@ from sglang_dflash.srt.configs.config_file import find_config, read_object
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError
 from sglang_dflash.srt.configs.draft_quantization import quantization_of
 from sglang_dflash.srt.configs.draft_tensors import (
+    canonical_name,
     d2t_problems,
     expected_tensors,
     is_ignored,
     tensor_problems,
 )
+from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
 from sglang_dflash.srt.configs.layer_fields import is_int
 from sglang_dflash.srt.configs.packed_tensors import INTEGERS, Header, unpack_headers
 from sglang_dflash.srt.configs.peagle_config import check_architectures
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config, normalize
+from sglang_dflash.srt.environ import DFlashOptions
 
 INDEX = "model.safetensors.index.json"
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -36,6 +39,8 @@ def check_draft_config(checkpoint: str, revision: str | None = None) -> None:
         raise DraftConfigError(checkpoint, [str(error)]) from error
     if is_speculators_config(config):
         normalize(config, checkpoint)
+    elif is_flat_peagle(config, checkpoint):
+        flatten_peagle(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
     else:
         check_architectures(config.get("architectures"), checkpoint)
 
@@ -111,13 +116,15 @@ def _headers(path: str, draft: DFlashDraftConfig, problems: list[str]) -> Mappin
         return {}
     with opened:
         for full_name in opened.keys():
-            name, header = full_name.removeprefix("model."), opened.get_slice(full_name)
+            name, header = canonical_name(full_name), opened.get_slice(full_name)
             is_map = name == "d2t"
             if is_ignored(name):
                 continue
             if is_map and header.get_dtype() in INTEGERS:
                 found = d2t_problems(opened.get_tensor(full_name), draft)
                 problems += [f"{file}: {problem}" for problem in found]
+            if name in headers:
+                problems.append(f"{file}: {full_name} stands for {name}, which is there twice")
             if not is_map or draft.has_own_vocabulary:
                 headers[name] = Header(header.get_dtype(), tuple(header.get_shape()), file)
     return headers

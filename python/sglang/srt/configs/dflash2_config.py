@@ -16,12 +16,6 @@ from sglang_dflash.srt.configs.validation import Positive
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 
 
-def _check_anchor(value: bool) -> bool:
-    if value:
-        raise ValueError("is true: a selector that drafts from the anchor's row is not supported")
-    return value
-
-
 def _check_groups(value: int, info: ValidationInfo) -> int:
     size, hidden = info.data.get("conv_kernel_size", value), info.data.get("hidden_size", value)
     if bool(size) != bool(value):
@@ -68,7 +62,6 @@ class DFlash2DraftConfig(DFlashDraftConfig):
 
     kind: ClassVar[str] = "DFlash2"
 
-    sample_from_anchor: Annotated[bool, AfterValidator(_check_anchor)] = False
     conv_kernel_size: Count = 0
     conv_group_size: Annotated[Count, AfterValidator(_check_groups)] = 0
     selector_rank: Annotated[Count, AfterValidator(_check_selector)] = 0

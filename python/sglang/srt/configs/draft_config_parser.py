@@ -11,10 +11,12 @@ from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
 from transformers import PretrainedConfig, Qwen3Config
 
 from sglang_dflash.srt.configs.draft_quantization import ATTRIBUTE, find_quantization
+from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
 from sglang_dflash.srt.configs.layer_fields import layer_problems
 from sglang_dflash.srt.configs.peagle_config import is_draft
 from sglang_dflash.srt.configs.speculators_format import normalize, served_types, speculators_type
 from sglang_dflash.srt.configs.validation import DraftConfigError
+from sglang_dflash.srt.environ import DFlashOptions
 
 
 class DraftConfigParser(HfModelConfigParser):
@@ -38,6 +40,13 @@ class DraftConfigParser(HfModelConfigParser):
             problems = layer_problems(flat, "transformer_layer_config.")
             draft = _read_checked(
                 checkpoint, problems, lambda: Qwen3Config.from_dict(flat, name_or_path=checkpoint)
+            )
+        elif is_flat_peagle(config, checkpoint):
+            eagle = flatten_peagle(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
+            draft = _read_checked(
+                checkpoint,
+                layer_problems(eagle),
+                lambda: Qwen3Config.from_dict(eagle, name_or_path=checkpoint),
             )
         elif is_draft(config.get("architectures")):
             draft = _read_checked(

@@ -10,6 +10,23 @@ from sglang_dflash.srt.configs.layer_fields import Shapes
 IGNORED_TENSORS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
+# Other names of a draft's tensors: EAGLE-3's first layer, and the native exports of Muse's DFlash draft.
+_ALIASES = {
+    "midlayer.": "layers.0.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+}
+
+
+def canonical_name(name: str) -> str:
+    """Return our name of a checkpoint's tensor."""
+    name = name.removeprefix("model.")
+    for alias, ours in _ALIASES.items():
+        if name.startswith(alias):
+            return ours + name.removeprefix(alias)
+    return name
+
+
 def is_ignored(name: str) -> bool:
     """Return True for a tensor (named without `model.`) of no use to a server."""
     return name in IGNORED_TENSORS or "rotary_emb." in name

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.srt.configs.draft_tensors import canonical_name
 from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
 from sglang_dflash.srt.doctor.copies import blocks_with_copies
 from sglang_dflash.srt.doctor.findings import Finding, fault, note
@@ -274,7 +275,7 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
     for file in sorted({tensor.file for tensor in pair.draft.tensors.values()}):
         for name, tensor in load_file(file, device=str(target.device)).items():
             is_float = tensor.is_floating_point()
-            weights[name.removeprefix("model.")] = tensor.to(embedding.dtype) if is_float else tensor
+            weights[canonical_name(name)] = tensor.to(embedding.dtype) if is_float else tensor
     if not config.has_own_vocabulary:
         weights.pop("d2t", None)
     module = target.get_input_embeddings()

@@ -18,6 +18,7 @@ from sglang_dflash.srt.configs.draft_config import (
     spread_target_layer_ids,
 )
 from sglang_dflash.srt.configs.draft_tensors import is_ignored, tensor_problems
+from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.configs.speculators_format import (
     is_speculators_config,
@@ -51,14 +52,19 @@ _CONFIG_ADVICE = (
 )
 
 
-def flat_config(draft: Checkpoint) -> dict[str, Any]:
-    """Return the draft's flat Qwen3 config. Raises BadInput or DraftConfigError."""
+def flat_config(draft: Checkpoint, target_layers: int | None = None) -> dict[str, Any]:
+    """Return the draft's flat Qwen3 config. Raises BadInput or DraftConfigError.
+
+    target_layers: the target's depth, for a draft that does not name the layers it reads.
+    """
     config = draft.config
     if is_speculators_config(config):
         kind = speculators_type(config)
         if kind not in served_types():
             raise BadInput(f"{draft.name}: a draft of kind {kind!r}; DFlash and P-EAGLE are examined here")
         return normalize(config, draft.name)
+    if is_flat_peagle(config, str(draft.folder)):
+        return flatten_peagle(config, str(draft.folder), target_layers)
     architectures = config.get("architectures")
     if not _BLOCK_DRAFTS.intersection(architectures or ()):
         raise BadInput(
@@ -99,7 +105,7 @@ class Pair:
         self.parsed_draft: ParsedDraft | None = None
         self.config_faults: list[Finding] = []
         try:
-            hf_config = Qwen3Config(**flat_config(draft))
+            hf_config = Qwen3Config(**flat_config(draft, self.text_config.num_hidden_layers))
             config = read_draft_config(hf_config, draft.name)
             mask = config.mask_token_id
             if mask is None:

@@ -12,6 +12,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 
 from sglang_dflash.srt.configs.draft_quantization import Scheme, quantization_of
 from sglang_dflash.srt.configs.draft_tensors import (
+    canonical_name,
     d2t_problems,
     expected_tensors,
     is_ignored,
@@ -44,8 +45,13 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
 
     Packed modules are dequantized, one at a time. `model.row_checks` then compares them.
     """
-    tensors = {name.removeprefix("model."): tensor for name, tensor in weights}
-    tensors = {name: t for name, t in tensors.items() if not is_ignored(name)}
+    tensors: dict[str, torch.Tensor] = {}
+    for full_name, tensor in weights:
+        name = canonical_name(full_name)
+        if name in tensors:
+            raise ValueError(f"DFLASH draft weights: {full_name} stands for {name}, which is there twice")
+        if not is_ignored(name):
+            tensors[name] = tensor
     missing_width = _missing_width(model, tensors) if model.norm.weight.is_cpu else 0
     config = copy.copy(model.config)  # as the file has it
     config.intermediate_size -= missing_width
