@@ -25,6 +25,7 @@ from sglang_dflash.srt.doctor.readings import (
     other_readings,
 )
 from sglang_dflash.srt.doctor.static_checks import Pair
+from sglang_dflash.srt.layers.dequantize import dequantize
 
 # The evidence rests on sampled texts, for variety (a small target's greedy text repeats itself), and on short
 # greedy continuations that branch off them, because drafts are trained on greedy text.
@@ -271,11 +272,21 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
     config = pair.parsed.config
     embedding = target.get_input_embeddings().weight.detach()
     head = target.get_output_embeddings().weight.detach()
-    weights = {}
+    tensors = {}
     for file in sorted({tensor.file for tensor in pair.draft.tensors.values()}):
-        for name, tensor in load_file(file, device=str(target.device)).items():
-            is_float = tensor.is_floating_point()
-            weights[canonical_name(name)] = tensor.to(embedding.dtype) if is_float else tensor
+        loaded = load_file(file, device=str(target.device))
+        tensors |= {canonical_name(name): tensor for name, tensor in loaded.items()}
+    weights = {}
+    for name, scheme in pair.packed_modules().schemes.items():
+        own = [key for key in tensors if key.rpartition(".")[0] == name and not key.endswith(".bias")]
+        parts = {key.rpartition(".")[2]: tensors.pop(key) for key in own}
+        try:
+            weight = dequantize(parts, scheme, *pair.expected_tensors()[f"{name}.weight"])
+        except ValueError as error:
+            raise BadInput(f"{pair.draft.name}: {name}.{error}") from error
+        weights[f"{name}.weight"] = weight.to(embedding.dtype)
+    for name, tensor in tensors.items():
+        weights[name] = tensor.to(embedding.dtype) if tensor.is_floating_point() else tensor
     if not config.has_own_vocabulary:
         weights.pop("d2t", None)
     module = target.get_input_embeddings()
