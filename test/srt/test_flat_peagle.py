@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import PEAGLE_DRAFT, TARGET
+from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, TARGET
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
 from sglang.srt.server_args import ServerArgs
@@ -17,11 +17,11 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from support.engine import build
 
 from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model
-from sglang_dflash.srt.arg_groups.draft_files import check_draft_tensors
+from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
 from sglang_dflash.srt.configs.draft_config import DraftConfigError
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
-from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
+from sglang_dflash.srt.configs.peagle_config import ALIASES, PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 
@@ -152,3 +152,15 @@ def test_what_a_config_may_not_say(changes, words, tmp_path):
     config = json.loads((amazon(tmp_path / "draft") / "config.json").read_text()) | changes
     with pytest.raises(DraftConfigError, match=words):
         flatten_peagle(config, str(tmp_path / "draft"), 12)
+
+
+@pytest.mark.parametrize("name, ours", ALIASES.items())
+def test_nemos_names_of_dflash_drafts(name, ours, tmp_path):
+    """Everything else of these files is z-lab's, so SGLang gets the class for z-lab's name."""
+    source = DRAFT if ours == "DFlashDraftModel" else DFLASH2_DRAFT
+    config = json.loads((source / "config.json").read_text())
+    folder = write(tmp_path / "draft", config | {"architectures": [name]}, {})
+    check_draft_config(str(folder))
+    found = get_config(str(folder), trust_remote_code=False, revision=None, model_override_args={})
+    assert found.architectures == [ours]
+    assert read_draft_config(found, "draft").block_size == config["block_size"]

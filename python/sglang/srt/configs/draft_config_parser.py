@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from sglang_dflash.srt.configs.draft_quantization import ATTRIBUTE, find_quantization
 from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
 from sglang_dflash.srt.configs.layer_fields import layer_problems
-from sglang_dflash.srt.configs.peagle_config import is_draft
+from sglang_dflash.srt.configs.peagle_config import ALIASES, is_draft
 from sglang_dflash.srt.configs.speculators_format import normalize, served_types, speculators_type
 from sglang_dflash.srt.configs.validation import DraftConfigError
 from sglang_dflash.srt.environ import DFlashOptions
@@ -54,6 +54,7 @@ class DraftConfigParser(HfModelConfigParser):
             )
         else:
             return read(model, trust_remote_code, revision, **kwargs)
+        draft.architectures = [ALIASES.get(name, name) for name in draft.architectures]
         setattr(draft, ATTRIBUTE, find_quantization(config, checkpoint, revision))
         return draft
 

@@ -23,7 +23,7 @@ from sglang_dflash.srt.configs.draft_tensors import expected_tensors, is_ignored
 from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
 from sglang_dflash.srt.configs.layer_fields import Shapes
 from sglang_dflash.srt.configs.packed_tensors import Header, Unpacked, unpack_headers
-from sglang_dflash.srt.configs.peagle_config import read_draft_config
+from sglang_dflash.srt.configs.peagle_config import ALIASES, read_draft_config
 from sglang_dflash.srt.configs.speculators_format import (
     is_speculators_config,
     normalize,
@@ -39,7 +39,7 @@ OTHER_TARGET = "Serve the target that the draft was trained for, or a draft that
 _OR_OTHER_TARGET = OTHER_TARGET[0].lower() + OTHER_TARGET[1:]
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _VOCABULARY_MAPS = ("d2t", "t2d")
-_BLOCK_DRAFTS = {"DFlashDraftModel", *DFLASH2_ARCHITECTURES}
+_BLOCK_DRAFTS = {"DFlashDraftModel", *DFLASH2_ARCHITECTURES, *ALIASES}
 _SAMPLED_ROWS = 64
 _SAME_ROWS = 0.9  # cosine; a frozen head gives 1, rows of other tokens about 0
 # Advice for a problem of the config, by words of its message; the first match counts.
