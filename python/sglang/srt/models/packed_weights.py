@@ -47,7 +47,7 @@ class PackedModule:
         try:
             return dequantize(parts, self.scheme, self.rows, self.columns)
         except ValueError as error:
-            raise ValueError(f"{self.name}.{error}") from error
+            raise ValueError(f"DFLASH draft weights: {self.name}.{error}") from error
 
 
 @dataclass(frozen=True)
