@@ -182,6 +182,10 @@ BAD = {
         _set(f"{UP}.weight_packed", lambda t: t.view(torch.uint8)),
         "weight_packed is U8, expected I32",
     ),
+    "another layer's shape": (
+        _set(f"{UP}.weight_shape", lambda t: t + 8),
+        rf"{UP}.weight_shape holds \(520, 264\), expected \(512, 256\)",
+    ),
     "another number of bits": (_weights(num_bits=8), "weight_packed is .*, expected .* of W8"),
     "another group size": (_weights(group_size=64), "weight_scale is .*, expected .* of W4"),
     "a group size that does not divide": (

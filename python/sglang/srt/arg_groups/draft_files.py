@@ -126,5 +126,8 @@ def _headers(path: str, draft: DFlashDraftConfig, problems: list[str]) -> Mappin
             if name in headers:
                 problems.append(f"{file}: {full_name} stands for {name}, which is there twice")
             if not is_map or draft.has_own_vocabulary:
-                headers[name] = Header(header.get_dtype(), tuple(header.get_shape()), file)
+                dtype, shape = header.get_dtype(), tuple(header.get_shape())
+                is_shape = name.endswith(".weight_shape") and dtype in INTEGERS and shape == (2,)
+                values = tuple(opened.get_tensor(full_name).tolist()) if is_shape else None
+                headers[name] = Header(dtype, shape, file, values)
     return headers

@@ -26,11 +26,15 @@ INTEGERS = ("I64", "I32")  # of the map of a vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A tensor's element type by safetensors' name, its shape, and the file that holds it."""
+    """A tensor's element type by safetensors' name, its shape, and the file that holds it.
+
+    values: of `weight_shape`, if they were read.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     file: str = ""
+    values: tuple[int, ...] | None = None
 
     @property
     def where(self) -> str:
@@ -130,6 +134,8 @@ def _unpack_module(
         elif header.shape not in known[part].shapes:
             listed = _listed(known[part].shapes)
             found.problems.append(f"{name} is {header.shape}, expected {listed} of {scheme.name}")
+        elif header.values not in (None, shape):
+            found.problems.append(f"{name} holds {header.values}, expected {shape}")
     missing = (name for name, part in known.items() if part.is_required and name not in parts)
     found.problems.extend(f"{where}{module}.{name}: missing, {scheme.name} needs it" for name in missing)
     if len(found.problems) == before:

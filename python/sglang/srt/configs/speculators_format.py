@@ -285,9 +285,7 @@ def normalize(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
 
     Raises DraftConfigError naming every missing, ill-typed or contradictory field.
     """
-    flat = _read(config, checkpoint).flatten(config["transformer_layer_config"])
-    kept = ("quantization_config", "compression_config")
-    return flat | {name: config[name] for name in kept if config.get(name) is not None}
+    return _read(config, checkpoint).flatten(config["transformer_layer_config"])
 
 
 def verifier_of(config: Mapping[str, Any], checkpoint: str) -> str:
