@@ -107,8 +107,8 @@ def _tell_target_layers(args: Any) -> None:
     if config is None or not is_flat_peagle(config, draft) or names_its_layers(config):
         return
     target = read_config(args.model_path, args.revision) or {}
-    text = target.get("text_config") if isinstance(target.get("text_config"), dict) else target
-    depth = text.get("num_hidden_layers")
+    nested = target.get("text_config")
+    depth = (nested if isinstance(nested, dict) else target).get("num_hidden_layers")
     if isinstance(depth, int) and depth > 5:
         DFlashOptions.TARGET_LAYERS.set(depth)
         logger.info(

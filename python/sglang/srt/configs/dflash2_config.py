@@ -39,7 +39,7 @@ def _check_selector(value: int, info: ValidationInfo) -> int:
 
 def _check_selected_vocabulary(value: int | None, info: ValidationInfo) -> int | None:
     vocab_size = info.data.get("vocab_size")
-    if None not in (value, vocab_size) and value > vocab_size:
+    if value is not None and vocab_size is not None and value > vocab_size:
         raise ValueError(f"is {value}, of a vocabulary of {vocab_size} tokens")
     if value is not None and value < info.data.get("selector_top_k", 0):
         raise ValueError(f"is {value}, fewer than the {info.data['selector_top_k']} candidates of a slot")

@@ -54,7 +54,7 @@ class DraftConfigParser(HfModelConfigParser):
             )
         else:
             return read(model, trust_remote_code, revision, **kwargs)
-        draft.architectures = [ALIASES.get(name, name) for name in draft.architectures]
+        draft.architectures = [ALIASES.get(name, name) for name in draft.architectures or ()]
         setattr(draft, ATTRIBUTE, find_quantization(config, checkpoint, revision))
         return draft
 

@@ -237,10 +237,12 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
         return None
     if not isinstance(weights, dict):
         raise ValueError(f"has weights {shown(weights)}, which must be an object")
+    bits: Any
+    group: Any
     bits, kind, strategy, group = (weights.get(k) for k in ("num_bits", "type", "strategy", "group_size"))
     if strategy is None:
         strategy = "group" if group else "tensor"
-    known = {
+    known: dict[Any, str] = {
         ("pack-quantized", 4, "int"): "packed",
         ("pack-quantized", 8, "int"): "packed",
         ("int-quantized", 8, "int"): "int8",

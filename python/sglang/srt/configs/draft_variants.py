@@ -77,9 +77,10 @@ def _rope_problems(config: Any) -> list[str]:
     partial = getattr(config, "partial_rotary_factor", None)
     if rope_dim is None and partial not in (None, 1, 1.0):
         problems.append(f"partial_rotary_factor is {partial!r}: partial rotary embeddings are not supported")
-    nested = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    fields = rope if isinstance(rope, Mapping) else {}
+    nested = fields.get("partial_rotary_factor")
     if rope_dim is None and nested not in (None, 1, 1.0):
-        kind = rope.get("rope_type") or rope.get("type") or "default"
+        kind = fields.get("rope_type") or fields.get("type") or "default"
         if kind == "default":  # transformers' Qwen3 layers, on which drafts are trained, do not read it
             logger.info("DFLASH draft: the RoPE's partial_rotary_factor, %s, is not read.", nested)
         else:

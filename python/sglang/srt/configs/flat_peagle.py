@@ -75,7 +75,7 @@ def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: in
     inputs = _layer_inputs(config)
     if inputs is None and target_layers is None:
         problems.append("eagle_aux_hidden_state_layer_ids is missing, and the target's depth is not known")
-    elif inputs is None:
+    elif inputs is None and target_layers is not None:
         inputs = [2, target_layers // 2, target_layers - 3]
     elif not isinstance(inputs, list) or not all(map(is_int, inputs)):
         problems.append(f"eagle_aux_hidden_state_layer_ids must be a list of integers, got {shown(inputs)}")
@@ -135,7 +135,7 @@ def _mask_token(config: Mapping[str, Any], problems: list[str]) -> int | None:
     found: dict[str, int] = {}
     for where, fields in (*places, ("", config)):
         for name in _MASK_TOKENS:
-            value = fields.get(name)
+            value: Any = fields.get(name)
             value = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
             if is_int(value):
                 found[where + name] = value

@@ -68,7 +68,7 @@ def unpack_headers(
     for module, parts in modules.items():
         shape = expected.get(f"{module}.weight")
         is_linear = shape is not None and len(shape) == 2
-        if is_linear and _is_packed(parts):
+        if shape is not None and is_linear and _is_packed(parts):
             _unpack_module(quantization, module, parts, shape, found)
             continue
         dense = {f"{module}.{part}" if module else part: header for part, header in parts.items()}

@@ -272,7 +272,7 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
     config = pair.parsed.config
     embedding = target.get_input_embeddings().weight.detach()
     head = target.get_output_embeddings().weight.detach()
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in sorted({tensor.file for tensor in pair.draft.tensors.values()}):
         loaded = load_file(file, device=str(target.device))
         tensors |= {canonical_name(name): tensor for name, tensor in loaded.items()}

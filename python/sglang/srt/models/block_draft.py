@@ -68,7 +68,7 @@ class BlockDraftModel(nn.Module):
         self._borrowed = (embed_tokens, lm_head)
         if self.mask_embedding is not None:
             # The table's row of the mask token would have been scaled too.
-            scale = self.draft.input_embedding_scale or getattr(self._embedding(), "embed_scale", 1.0)
+            scale: Any = self.draft.input_embedding_scale or getattr(self._embedding(), "embed_scale", 1.0)
             self.mask_embedding = self.mask_embedding * float(scale)
 
     def prepare_mask(self, tokenizer=None, embedding: MaskEmbedding | None = None) -> None:
@@ -128,7 +128,7 @@ class BlockDraftModel(nn.Module):
 
     def _table_rows(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Look up rows of the table, past a module that scales them (Gemma's)."""
-        module = self._embedding()
+        module: Any = self._embedding()
         if isinstance(module, VocabParallelEmbedding):  # on several ranks each holds a part of the table
             return VocabParallelEmbedding.forward(module, input_ids)
         return F.embedding(input_ids, module.weight)
