@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +20,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load, save
-from serving import PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT
+from safetensors.torch import load, load_file, save
+from serving import DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT
 from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
 from sglang.srt.utils.hf_transformers_utils import get_config
 from support.dflash2_cases import dflash2_config, random_dflash2_weights
 from support.draft_cases import BASE, random_weights
 from support.engine import build
+from support.packed_drafts import pack
 
 from sglang_dflash.srt.arg_groups.dflash_args import load_and_check_configs
 from sglang_dflash.srt.arg_groups.draft_files import INDEX, check_draft_config
@@ -41,7 +43,7 @@ MODELS = {
     "PEagleDraftModel": PEagleDraftModel,
 }
 LLAMA = ROOT / "test" / "srt" / "golden" / "tiny-peagle" / "variants" / "llama-fc-norm"
-NAMES = ("z-lab", "DFlash2", "speculators", "P-EAGLE", "P-EAGLE, llama")
+NAMES = ("z-lab", "DFlash2", "speculators", "P-EAGLE", "P-EAGLE, llama", "quantized")
 
 
 @functools.cache
@@ -52,6 +54,13 @@ def checkpoint(name: str) -> tuple[dict, bytes]:
     if name == "DFlash2":
         config = dflash2_config({})
         return config, save(random_dflash2_weights(config, 2))
+    if name == "quantized":
+        one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        config = json.loads((DRAFT / "config.json").read_text()) | one_layer
+        weights = load_file(DRAFT / "model.safetensors")
+        first = {key: t for key, t in weights.items() if not re.match(r"layers\.[1-9]", key)}
+        packed, quantization, _ = pack(first, "W4A16")
+        return config | {"quantization_config": quantization}, save(packed)
     folder = {"speculators": SPECULATORS_DRAFT, "P-EAGLE": PEAGLE_DRAFT, "P-EAGLE, llama": LLAMA}[name]
     config = json.loads((folder / "config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = "target"
@@ -93,6 +102,8 @@ def read(folder: Path, target: Path) -> Any:
         speculative_draft_model_revision=None,
         trust_remote_code=False,
         json_model_override_args="{}",
+        speculative_draft_model_quantization=None,
+        _speculative_draft_quantization_explicitly_set=False,
     )
     load_and_check_configs(arguments)
     return get_config(str(folder), trust_remote_code=False, revision=None, model_override_args={})

@@ -41,7 +41,8 @@ def test_the_best_path(name, tmp_path):
     case = make(name, tmp_path)
     tokens, contexts, output = case.run_blocks([17, 3, 11])
     drafted = output.draft_tokens.view(3, -1)
-    base = case.logits(output.hidden_states).view(*tokens.shape, -1)[:, 1:].argmax(dim=2)
+    base = case.logits(output.hidden_states).view(*tokens.shape, -1)
+    base = base[:, case.model.draft.num_idle_rows :].argmax(dim=2)
     for request, aux_hidden in enumerate(contexts):
         hidden = case.reference_hidden(tokens[request], aux_hidden)
         assert drafted[request].tolist() == case.reference.greedy_path(

@@ -13,14 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
 from support.drafts import make_draft, read_config
+from support.packed_drafts import write_packed
 from support.reference_dflash2 import ReferenceDFlash2
 
 from sglang_dflash import doctor
 from sglang_dflash.srt.doctor import copies, measure, static_checks
 from sglang_dflash.srt.doctor.checkpoint import Checkpoint
 from sglang_dflash.srt.doctor.page import page
+from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 from sglang_dflash.srt.doctor.prompts import PROMPTS
-from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere
+from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere, other_readings
 
 BUNDLED = (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT, DFLASH2_DRAFT)
 
@@ -125,11 +127,11 @@ BROKEN = {
     ),
     "a quantised draft": (
         lambda folder: make_draft(folder, quantised),
-        r"draft is quantised.*up_proj.weight \(I8\).*unquantised draft",
+        r"tensor layers.1.mlp.up_proj.weight_scale \(F32\): the config names no quantization for it",
     ),
-    "a quantised draft, by its config": (
+    "a quantised draft of another library": (
         lambda folder: make_draft(folder, quantization_config={"quant_method": "fp8"}),
-        r"draft is quantised \(quantization_config: fp8\)",
+        r"quantization_config: quant_method 'fp8' is not served",
     ),
     "another depth": (
         lambda folder: make_draft(folder, num_target_layers=36),
@@ -210,10 +212,7 @@ def test_notes_are_no_faults(tmp_path, capsys):
     assert examine(draft, target=target) == 0
     said = capsys.readouterr().out
     assert "note: the draft names 'somebody/another-model' as its target" in said
-    assert (
-        "--speculative-draft-model-quantization unquant" in said
-        and "rope_theta is 10000 in the draft and 500000" in said
-    )
+    assert "note: the target is quantised" in said and "rope_theta is 10000 in the draft and 500000" in said
 
 
 def folder_with(path: Path, **files: str | bytes) -> Path:
@@ -439,6 +438,48 @@ def test_the_plain_dflash2_draft_accepts_what_the_reference_does(observed):
             assert block.tokens == reference.greedy_path(hidden, embedding, tokens[block.anchor])
             lengths.append(block.accepted + 1)
     assert len(set(lengths)) > 1, lengths  # not all alike, or little is compared
+
+
+def accept_length(folder: Path, observed) -> float:
+    pair = static_checks.Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
+    assert not [f for f in static_checks.findings(pair) if f.level == "fault"]
+    draft = measure.load_draft(pair, observed.target)
+    found = [blocks(text, draft_everywhere(draft, text, AS_CONFIGURED)) for text in observed.texts]
+    return measure.Acceptance.over(observed.texts, found).length
+
+
+@pytest.fixture(scope="module")
+def dense_length(observed) -> float:
+    return accept_length(DRAFT, observed)
+
+
+@pytest.mark.parametrize(
+    "scheme, lost", [("W8A16", 0.03), ("FP8_DYNAMIC", 0.03), ("W4A16", 0.1), ("NVFP4A16", 0.1)]
+)
+def test_acceptance_of_a_quantised_draft(scheme, lost, observed, dense_length, tmp_path):
+    length = accept_length(write_packed(tmp_path / "draft", DRAFT, scheme), observed)
+    assert length > (1 - lost) * dense_length, (length, dense_length)
+
+
+def test_a_quantised_draft_is_no_fault(tmp_path, capsys):
+    assert examine(write_packed(tmp_path / "draft", DRAFT, "W4A16")) == 0
+    layers = read_config(DRAFT)["num_hidden_layers"]
+    assert f"note: the draft is quantised ({7 * layers + 1} layers W4)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "configured, scale, other", [(None, 3.0, "as in the table"), (1.0, 1.0, "scaled as")]
+)
+def test_the_scale_of_embeddings(configured, scale, other, tmp_path):
+    """The server's law for a target whose module scales embeddings, and the other one as a reading."""
+    nested = {} if configured is None else {"dflash_config": {"input_embedding_scale": configured}}
+    folder = make_draft(tmp_path / "draft", **nested)
+    pair = static_checks.Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
+    table, parsed = torch.ones(4, 256), pair.parsed
+    draft = plain_draft(parsed.config, parsed.hf_config, {}, table, table, 3.0)
+    assert torch.equal(draft._embed(torch.tensor([1])), table[:1] * scale)
+    found = [reading for reading in other_readings(draft, {}) if "embedding_scale" in reading.changes]
+    assert len(found) == 1 and other in found[0].label
 
 
 def test_a_card_is_read():

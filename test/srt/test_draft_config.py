@@ -79,6 +79,33 @@ def test_sliding_layers(causal, expected):
     assert draft.sliding_is_causal is expected
 
 
+@pytest.mark.parametrize("where", ["is_causal", "causal"])
+def test_causal_full_layers(where):
+    """Given, causality holds for all layers. Not given, full layers see their whole block."""
+    mixed = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
+    for nested, expected in (
+        ({where: True}, [True] * 3),
+        ({where: False}, [False] * 3),
+        ({}, [True, False, False]),
+    ):
+        draft = parse(mixed, nested)
+        assert [draft.is_causal(layer) for layer in range(3)] == expected
+
+
+def test_use_swa():
+    """All layers are sliding and see their whole block, unless layer types or causality are given."""
+    draft = parse({"sliding_window": 7}, {"use_swa": True, "swa_window_size": 24})
+    assert draft.layer_types == ("sliding_attention",) * 3 and draft.sliding_window == 24
+    assert not draft.is_causal(0)
+    assert parse({"sliding_window": 7}, {"use_swa": True}).sliding_window == 7
+    assert parse({}, {"use_swa": True, "swa_window_size": 24, "causal": True}).is_causal(0)
+    named = parse(
+        {"layer_types": ["full_attention"] * 2 + ["sliding_attention"], "sliding_window": 7},
+        {"use_swa": True},
+    )
+    assert named.layer_types[0] == "full_attention" and named.is_causal(2)
+
+
 def test_fields_may_be_nested_or_at_the_top():
     """`dflash_config` wins; the top level fills in."""
     nested = parse({"block_size": None}, {"block_size": 4})
@@ -123,8 +150,10 @@ def test_a_field_that_is_no_positive_integer_is_named(field, value):
         ({"target_layer_ids": [1, 11]}, ["target_layer_ids", "last", "11"]),
         ({"target_layer_ids": [5, 1]}, ["target_layer_ids", "ascending"]),
         ({"target_layer_ids": [5, 5]}, ["target_layer_ids", "repeats"]),
-        ({"is_causal": True}, ["is_causal", "full"]),
         ({"is_causal": 1}, ["is_causal"]),
+        ({"use_swa": True}, ["sliding_window", "missing", "swa_window_size"]),
+        ({"use_swa": True, "swa_window_size": 0}, ["sliding_window", "0"]),
+        ({"input_embedding_scale": 0.0}, ["input_embedding_scale", "0.0"]),
         ({"mask_token_id": None, "mask_token": 3}, ["mask_token", "3"]),
         ({"mask_token_id": None, "mask_token": ""}, ["mask_token"]),
         ({"output_multiplier": -1.0}, ["output_multiplier", "-1.0"]),
@@ -168,6 +197,7 @@ def test_what_dflash_config_may_not_say(nested, words):
         ({"num_experts": 8}, ["num_experts"]),
         ({"partial_rotary_factor": 0.25}, ["partial_rotary_factor", "0.25"]),
         ({"head_dim": 64, "rope_scaling": {"rope_dim": 16}}, ["rope_dim", "16", "64"]),
+        ({"rope_parameters": {"rope_type": "yarn", "partial_rotary_factor": 0.5}}, ["0.5", "yarn"]),
         ({"rope_is_neox_style": False}, ["rope_is_neox_style"]),
     ],
 )
@@ -188,6 +218,7 @@ def test_fields_that_say_no_are_no_variant():
         },
         nested,
     )
+    parse({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}})
 
 
 SELECTOR = {"selector_rank": 8, "selector_top_k": 4, "conv_kernel_size": 2, "conv_group_size": 16}
@@ -227,8 +258,9 @@ def test_a_dflash2_config():
         ({"conv_group_size": None}, ["conv_kernel_size", "conv_group_size"]),
         ({"conv_group_size": 15}, ["conv_group_size", "15", "64"]),
         ({"draft_vocab_size": 50}, ["draft_vocab_size"]),
-        ({"sample_from_anchor": True}, ["sample_from_anchor"]),
-        ({"selector_beam_width": 4}, ["selector_beam_width"]),
+        ({"selector_beam_width": 4}, ["selector_beam_width", "not supported"]),
+        ({"selector_vocab_size": 101}, ["selector_vocab_size", "101", "100"]),
+        ({"selector_vocab_size": 3}, ["selector_vocab_size", "3", "4"]),
         ({"conv_dilation": 2}, ["conv_dilation"]),
         ({"projector_type": "domino"}, ["projector_type", "Domino"]),
         ({"lilicorr_rank": 8}, ["lilicorr_rank", "LiLiCorr"]),

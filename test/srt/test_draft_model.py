@@ -7,6 +7,7 @@ logits and 1e-5 on keys and values. Errors of substance (a wrong mask, position,
 
 import pytest
 import torch
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from support.draft_cases import VARIANTS, YARN, Case, random_weights
 from support.engine import build, read_config
 from support.reference_dflash import ReferenceDFlash, rope_frequencies
@@ -131,6 +132,25 @@ def test_a_mask_embedding_of_its_own(kind, tmp_path):
     assert torch.equal(found[[0, 2]], looked_up[[0, 2]])
     assert torch.equal(found[1], vector * getattr(table, "embed_scale", 1.0))
     assert torch.equal(table.weight, before)
+
+
+class ScaledParallelEmbedding(VocabParallelEmbedding):
+    def forward(self, ids):
+        return super().forward(ids) * 3.0
+
+
+@pytest.mark.parametrize("kind", [ScaledEmbedding, ScaledParallelEmbedding])
+@pytest.mark.parametrize("scale, factor", [(None, 3.0), (1.0, 1.0), (0.5, 0.5)])
+def test_the_scale_of_embeddings(kind, scale, factor, tmp_path):
+    """As the target's module has it, or rows of the table times the draft's own scale."""
+    nested = {} if scale is None else {"input_embedding_scale": scale}
+    case = Case.variant("plain", tmp_path, **nested)
+    table = kind(case.config["vocab_size"], case.config["hidden_size"])
+    table.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    case.model.borrow_from_target(table, case.model.head)
+    ids = torch.tensor([3, case.model.mask_token_id])
+    with torch.no_grad():
+        assert torch.equal(case.model.embed(ids), table.weight[ids] * factor)
 
 
 @pytest.mark.parametrize("token, width, words", [(8, 48, "token 8"), (7, 47, "47")])

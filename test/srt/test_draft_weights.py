@@ -116,6 +116,28 @@ def test_all_problems_are_named_at_once(plain):
     assert all(name in str(caught.value) for name in ("fc.weight", "norm.weight", "surprise"))
 
 
+@pytest.mark.parametrize("moved", [0, 2])
+def test_a_map_of_a_draft_without_a_vocabulary_of_its_own(moved, plain):
+    """It must be the identity."""
+    config, weights = plain
+    weights["d2t"] = torch.zeros(BASE["vocab_size"], dtype=torch.int64)
+    weights["d2t"][:moved] = 1
+    if moved:
+        with pytest.raises(ValueError, match="d2t maps 2 tokens.*draft_vocab_size equals vocab_size"):
+            build(DFlashDraftModel, config, iter(weights.items()))
+    else:
+        assert build(DFlashDraftModel, config, iter(weights.items())).d2t is None
+
+
+@pytest.mark.parametrize(
+    "claim, name", [("has_own_lm_head", "lm_head"), ("has_embed_tokens", "embed_tokens")]
+)
+def test_a_vocabulary_that_the_config_claims(claim, name, tmp_path):
+    config = BASE | {"dflash_config": BASE["dflash_config"] | {claim: True}}
+    with pytest.raises(ValueError, match=f"{name}.weight: missing"):
+        build(DFlashDraftModel, read_config(config, tmp_path), iter(random_weights(BASE, 2).items()))
+
+
 def test_names_with_a_model_prefix_are_accepted(plain):
     """Some exporters put `model.` before every name."""
     config, weights = plain

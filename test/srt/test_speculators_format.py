@@ -2,13 +2,16 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.checkpoint_fields import GOOD, GOOD_PEAGLE, changed
+from support.checkpoint_fields import GOOD, GOOD_DFLASH2, GOOD_PEAGLE, changed
 
+from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
 from sglang_dflash.srt.configs.draft_config import DraftConfigError
+from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.configs.speculators_format import (
     normalize,
     served_types,
@@ -25,6 +28,7 @@ def test_good_config_becomes_a_flat_one():
     assert flat["dflash_config"] == {
         "mask_token_id": 3,
         "target_layer_ids": [1, 4, 7, 10],
+        "input_embedding_scale": 1.0,
         "draft_vocab_size": 1024,
         "sample_from_anchor": False,
         "speculative_tokens": 7,
@@ -32,6 +36,38 @@ def test_good_config_becomes_a_flat_one():
         "window_from_anchor": True,
     }
     assert verifier_of(GOOD, "ck") == "some/target"
+
+
+def test_a_dflash2_config_becomes_a_flat_one():
+    """Options of convolutions and selector are at the top; sliding layers see their whole block."""
+    flat = normalize(GOOD_DFLASH2, "ck")
+    assert flat["architectures"] == ["DFlash2DraftModel"]
+    assert not flat["dflash_config"]["sliding_is_causal"] and flat["dflash_config"]["window_from_anchor"]
+    draft = read_draft_config(SimpleNamespace(**flat), "ck")
+    assert isinstance(draft, DFlash2DraftConfig) and not draft.has_own_vocabulary
+    assert (draft.conv_kernel_size, draft.conv_group_size) == (2, 16)
+    assert (draft.selector_rank, draft.selector_top_k) == (32, 8)
+    causal = changed("sliding_window_non_causal", False, base=GOOD_DFLASH2)
+    assert normalize(causal, "ck")["dflash_config"]["sliding_is_causal"]
+
+
+@pytest.mark.parametrize(
+    "path, value, words",
+    [
+        ("conv_kernel_size", 9, "longer than a block of 8"),
+        ("selector_rank", None, "selector_rank"),
+        ("speculators_config.algorithm", "dflash", "speculators_model_type is 'dflash2'"),
+    ],
+)
+def test_what_a_dflash2_config_may_not_say(path, value, words):
+    with pytest.raises(DraftConfigError, match=words):
+        normalize(changed(path, value, base=GOOD_DFLASH2), "ck")
+
+
+def test_a_selector_over_a_reduced_vocabulary():
+    flat = normalize(changed("draft_vocab_size", 1024, base=GOOD_DFLASH2), "ck")
+    with pytest.raises(DraftConfigError, match="draft_vocab_size is not supported"):
+        read_draft_config(SimpleNamespace(**flat), "ck")
 
 
 def test_layer_inputs_become_layer_outputs():
@@ -92,7 +128,7 @@ def test_missing_field_is_named(path):
         ("speculators_config.proposal_methods.0.speculative_tokens", 8, "drafts 7"),
         ("speculators_config.algorithm", "eagle3", "speculators_model_type is 'dflash'"),
         ("target_hidden_size", 512, "target_hidden_size is 512"),
-        ("speculators_model_type", "eagle3", "SGLang's own implementation may"),
+        ("speculators_model_type", "eagle3", "vLLM may serve it"),
         ("speculators_model_type", "surprise", "not served here"),
         ("speculators_model_type", ["dflash"], "not served here"),
     ],
@@ -110,6 +146,7 @@ def test_good_peagle_config_becomes_a_flat_one():
     assert flat["dflash_config"] == {
         "mask_token_id": 3,
         "target_layer_ids": [1, 5, 8],
+        "input_embedding_scale": 1.0,
         "draft_vocab_size": 1024,
         "speculative_tokens": 7,
         "norm_before_residual": False,
@@ -186,7 +223,7 @@ def test_all_problems_come_at_once():
 
 
 def test_served_types():
-    assert served_types() == ("dflash", "peagle")
+    assert served_types() == ("dflash", "dflash2", "peagle")
 
 
 JSON = st.recursive(

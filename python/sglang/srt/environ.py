@@ -66,6 +66,9 @@ class DFlashOptions:
     DRAFT_HEAD_DTYPE = Option(
         "SGLANG_DFLASH_DRAFT_HEAD_DTYPE", "auto", {"auto": "auto", "fp8": "fp8"}.__getitem__, "auto or fp8"
     )
+    # The target's depth, from the main process to the schedulers, for drafts that do not name the layers
+    # they read.
+    TARGET_LAYERS: Option[int | None] = Option("SGLANG_DFLASH_TARGET_LAYERS", None, int, "an integer")
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
     # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.

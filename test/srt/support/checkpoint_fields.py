@@ -35,6 +35,19 @@ GOOD = {
     },
 }
 
+# The same for a DFlash2 draft.
+GOOD_DFLASH2 = {
+    **{key: value for key, value in GOOD.items() if key != "sliding_window_non_causal"},
+    "architectures": ["DFlash2DraftModel"],
+    "conv_group_size": 16,
+    "conv_kernel_size": 2,
+    "draft_vocab_size": 2048,
+    "selector_rank": 32,
+    "selector_top_k": 8,
+    "speculators_config": GOOD["speculators_config"] | {"algorithm": "dflash2"},
+    "speculators_model_type": "dflash2",
+}
+
 # The same for a P-EAGLE draft.
 GOOD_PEAGLE = {
     **{

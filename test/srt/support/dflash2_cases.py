@@ -21,10 +21,18 @@ VARIANTS = {
     "one candidate": {"selector_top_k": 1},
     "all candidates": {"selector_top_k": 61},
     "wide codebooks": {"selector_rank": 100},
+    "drafting from the anchor": {"sample_from_anchor": True},
+    "candidates among the first tokens": {"selector_vocab_size": 20},
     "block of 16": {"block_size": 16},
     "capped logits": {"output_multiplier": 0.5, "final_logit_softcapping": 2.0},
 }
-NESTED = {*OPTIONS, "output_multiplier", "final_logit_softcapping"}
+NESTED = {
+    *OPTIONS,
+    "selector_vocab_size",
+    "sample_from_anchor",
+    "output_multiplier",
+    "final_logit_softcapping",
+}
 
 
 def dflash2_config(changes: dict) -> dict:
@@ -84,7 +92,7 @@ class DFlash2Case(Case):
         return tokens, contexts, pools.forward(self.model, pools.blocks(tokens, lengths))
 
     def reference_hidden(self, tokens: torch.Tensor, aux_hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of the rows that draft, [B - 1, hidden] float64; tokens [B]."""
+        """Return the hidden states of the rows that draft, float64; tokens [B]."""
         return self.reference.block_hidden(
             self.embedding.weight.data[tokens], self.reference.context_kv(aux_hidden)
-        )[1:]
+        )[self.model.draft.num_idle_rows :]

@@ -57,10 +57,17 @@ VARIANTS = {
         "layer_types": ["sliding_attention", "full_attention"],
         "is_causal": False,
     },
+    "full, causal": {"is_causal": True},
     "narrow window": {**SLIDING, "sliding_window": 2, "layer_types": ["full_attention", "sliding_attention"]},
     "block of 16": {"block_size": 16},
     "sample from anchor": {
         "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3], "sample_from_anchor": True}
+    },
+    "sliding, counted from the anchor, not causal": {
+        **SLIDING,
+        "layer_types": ["sliding_attention"] * 2,
+        "is_causal": False,
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3], "window_from_anchor": True},
     },
     "sliding, counted from the anchor": {
         **SLIDING,

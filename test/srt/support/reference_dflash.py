@@ -63,16 +63,18 @@ class ReferenceDFlash:
     def sees(self, layer: int, query: int, key: int, anchor: int) -> bool:
         """Return whether the block slot at position `query` attends to position `key`.
 
-        A full layer sees everything. In a sliding layer of window W (the query counts) the window reaches
-        back from the query; such a layer is causal unless the config says `is_causal: false`, and then sees
-        as far ahead. Drafts of the speculators library (`window_from_anchor`) see W tokens before the
-        anchor instead, from every slot.
+        A full layer sees everything, unless the config says `is_causal: true` or `causal: true`. In a
+        sliding layer of window W (the query counts) the window reaches back from the query; such a layer is
+        causal unless the config says `is_causal: false`, and then sees as far ahead. Drafts of the
+        speculators library (`window_from_anchor`) see W tokens before the anchor instead, from every slot.
         """
         config = self.config
         if (config.get("layer_types") or ["full_attention"] * self.num_layers)[layer] == "full_attention":
-            return True
+            causal = config.get("is_causal", config["dflash_config"].get("causal"))
+            return key <= query if causal else True
         if config["dflash_config"].get("window_from_anchor"):
-            return anchor - config["sliding_window"] <= key <= query
+            last = key if config.get("is_causal") is False else query
+            return anchor - config["sliding_window"] <= key <= last
         if config.get("is_causal") is False or config["dflash_config"].get("is_causal") is False:
             return abs(key - query) < config["sliding_window"]
         return query - config["sliding_window"] < key <= query

@@ -69,6 +69,7 @@ class ReferenceDFlash2(ReferenceDFlash):
         cap = self.options.get("final_logit_softcapping")
         if cap:
             logits = cap * torch.tanh(logits / cap)
+        logits = logits[:, : self.options.get("selector_vocab_size")]
         best = logits.topk(self.options["selector_top_k"], dim=-1)
         return best.indices, best.values
 

@@ -11,19 +11,21 @@ from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
 from sglang_dflash.srt.configs.config_file import read_config
+from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle, names_its_layers
 from sglang_dflash.srt.configs.speculators_format import (
     normalize,
     served_types,
     speculators_type,
     verifier_of,
 )
+from sglang_dflash.srt.environ import DFlashOptions
 
 logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dflash"
 # Values of --speculative-algorithm that run a draft of this kind.
-_ALGORITHMS = {"dflash": ("DFLASH",), "peagle": ("DFLASH", "PEAGLE", "EAGLE3")}
-_DISPLAY_NAMES = {"dflash": "DFLASH", "peagle": "P-EAGLE"}
+_ALGORITHMS = {"dflash": ("DFLASH",), "dflash2": ("DFLASH",), "peagle": ("DFLASH", "PEAGLE", "EAGLE3")}
+_DISPLAY_NAMES = {"dflash": "DFLASH", "dflash2": "DFlash2", "peagle": "P-EAGLE"}
 
 
 def detect_speculators_model(server_args: Any, previous: Any) -> None:
@@ -36,6 +38,7 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     args = resolving_view(server_args)
+    _tell_target_layers(args)
     config = read_config(args.model_path, args.revision)
     if config is not None and speculators_type(config) in served_types():
         checkpoint = args.model_path
@@ -72,7 +75,8 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
 
     draft, named = args.speculative_draft_model_path, args.speculative_algorithm.upper()
     config = read_config(draft, args.speculative_draft_model_revision)
-    if config is None or speculators_type(config) != "peagle":
+    is_flat = config is not None and is_flat_peagle(config, draft)
+    if not is_flat and (config is None or speculators_type(config) != "peagle"):
         if named == "EAGLE3":
             return
         if draft is None:
@@ -85,13 +89,36 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
             f"speculators_model_type is {speculators_type(config)!r}, its architectures are "
             f"{config.get('architectures')}."
         )
-    normalize(config, draft)  # report its faults before anything is loaded
+    check_draft_config(draft, args.speculative_draft_model_revision)
     logger.info(
         "--speculative-algorithm %s with the P-EAGLE draft %s: drafting in parallel, in DFLASH's cycle.",
         named,
         draft,
     )
     declare_resolution(server_args, SOURCE, speculative_algorithm="DFLASH")
+
+
+def _tell_target_layers(args: Any) -> None:
+    """Tell all processes the target's depth, if the draft reads layers that it does not name."""
+    DFlashOptions.TARGET_LAYERS.clear()
+    if (args.speculative_algorithm or "").upper() not in _ALGORITHMS["peagle"]:
+        return
+    draft = args.speculative_draft_model_path
+    config = read_config(draft, args.speculative_draft_model_revision)
+    if config is None or not is_flat_peagle(config, draft) or names_its_layers(config):
+        return
+    target = read_config(args.model_path, args.revision) or {}
+    nested = target.get("text_config")
+    depth = (nested if isinstance(nested, dict) else target).get("num_hidden_layers")
+    if isinstance(depth, int) and depth > 5:
+        DFlashOptions.TARGET_LAYERS.set(depth)
+        logger.info(
+            "The P-EAGLE draft %s names no target layers; it is taken to read the inputs of layers 2, %d and "
+            "%d, as EAGLE-3 drafts do.",
+            draft,
+            depth // 2,
+            depth - 3,
+        )
 
 
 def locate_verifier(name_or_path: str, checkpoint: str) -> str:

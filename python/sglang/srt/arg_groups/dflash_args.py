@@ -17,10 +17,12 @@ from sglang_dflash.srt.arg_groups.adaptive_width import (
 )
 from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
+from sglang_dflash.srt.arg_groups.draft_quantization import check_draft_quantization
 from sglang_dflash.srt.arg_groups.hand_over import find_not_served, hand_over_if_not_served
 from sglang_dflash.srt.arg_groups.not_served import CPU_ATTENTION_BACKEND, draft_attention_findings
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
+from sglang_dflash.srt.configs.draft_quantization import quantization_of
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.environ import DFlashOptions
@@ -196,7 +198,7 @@ def resolve_dflash_args(server_args: Any) -> None:
         draft_backend = choose_draft_attention(args, prefill_backend, draft, target_config)
     draft.check_arguments(block_size, args.speculative_draft_window_size)
     adjusted = _adjust_to_recurrent_target(args, target_config, block_size) if is_recurrent else {}
-    adjusted |= _take_off_inherited_quantization(args)
+    _tell_of_inherited_quantization(args)
     declare_resolution(
         server_args,
         SOURCE,
@@ -206,6 +208,7 @@ def resolve_dflash_args(server_args: Any) -> None:
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=block_size,
         speculative_draft_attention_backend=draft_backend,
+        speculative_draft_model_quantization=None,  # our loader reads the file's own scheme
         max_running_requests=args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS,
         **adjusted,
     )
@@ -238,6 +241,7 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
     config = read_draft_config(draft, checkpoint)
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint)
+    check_draft_quantization(args, quantization_of(draft, checkpoint))
     check_draft_tensors(checkpoint, draft, config)
     return target_text, config
 
@@ -284,20 +288,11 @@ def _warn_of_ignored_flags(args: Any) -> None:
         logger.warning("DFLASH ignores %s.", text)
 
 
-def _take_off_inherited_quantization(args: Any) -> dict[str, Any]:
-    """Return the fields that keep a draft unquantized if nobody chose to quantize it.
-
-    SGLang quantizes a draft like its target unless told otherwise.
-    """
+def _tell_of_inherited_quantization(args: Any) -> None:
+    """Log that a draft is not quantized like its target, as SGLang would unless told otherwise."""
     inherited = args.speculative_draft_model_quantization
-    if inherited is None or args._speculative_draft_quantization_explicitly_set:
-        return {}
-    logger.info(
-        "DFLASH: --quantization %s is the target's; the draft stays as it is saved "
-        "(--speculative-draft-model-quantization quantizes it, in SGLang's own implementation).",
-        inherited,
-    )
-    return {"speculative_draft_model_quantization": None}
+    if inherited is not None and not args._speculative_draft_quantization_explicitly_set:
+        logger.info("DFLASH: --quantization %s is the target's; the draft stays as it is saved.", inherited)
 
 
 def check_copy_ahead(block_size: int) -> None:

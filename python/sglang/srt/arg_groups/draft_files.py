@@ -9,14 +9,21 @@ from typing import Any
 
 from sglang_dflash.srt.configs.config_file import find_config, read_object
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError
-from sglang_dflash.srt.configs.draft_tensors import d2t_problems, is_ignored, tensor_problems
+from sglang_dflash.srt.configs.draft_quantization import quantization_of
+from sglang_dflash.srt.configs.draft_tensors import (
+    canonical_name,
+    d2t_problems,
+    expected_tensors,
+    is_ignored,
+    tensor_problems,
+)
+from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
 from sglang_dflash.srt.configs.layer_fields import is_int, layer_problems
+from sglang_dflash.srt.configs.packed_tensors import INTEGERS, Header, unpack_headers
 from sglang_dflash.srt.configs.peagle_config import check_architectures
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config, normalize
+from sglang_dflash.srt.environ import DFlashOptions
 
-# Element types by safetensors' names.
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_INTEGERS = ("I64", "I32")
 INDEX = "model.safetensors.index.json"
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 
@@ -32,6 +39,8 @@ def check_draft_config(checkpoint: str, revision: str | None = None) -> None:
         raise DraftConfigError(checkpoint, [str(error)]) from error
     if is_speculators_config(config):
         normalize(config, checkpoint)
+    elif is_flat_peagle(config, checkpoint):
+        flatten_peagle(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
     else:
         check_architectures(config.get("architectures"), checkpoint)
         problems = layer_problems(config)
@@ -52,10 +61,12 @@ def check_draft_tensors(checkpoint: str, hf_config: Any, draft: DFlashDraftConfi
     problems = size_problems(hf_config)
     if problems:
         raise DraftConfigError(checkpoint, problems)
-    shapes: dict[str, tuple[int, ...]] = {}
+    headers: dict[str, Header] = {}
     for name in _loaded_files(folder, names, problems):
-        shapes |= _shapes(os.path.join(folder, name), draft, problems)
-    problems = problems or tensor_problems(hf_config, draft, shapes)
+        headers |= _headers(os.path.join(folder, name), draft, problems)
+    expected, _ = expected_tensors(hf_config, draft)
+    found = unpack_headers(quantization_of(hf_config, checkpoint), headers, expected)
+    problems = problems or found.problems or tensor_problems(hf_config, draft, found.shapes)
     if problems:
         raise DraftConfigError(checkpoint, problems)
 
@@ -96,11 +107,11 @@ def _loaded_files(folder: str, names: list[str], problems: list[str]) -> list[st
     return sorted(files & set(names))
 
 
-def _shapes(path: str, draft: DFlashDraftConfig, problems: list[str]) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of a file's tensors, without ignored ones, by name without `model.`."""
+def _headers(path: str, draft: DFlashDraftConfig, problems: list[str]) -> Mapping[str, Header]:
+    """Return the headers of a file's tensors, without ignored ones, by name without `model.`."""
     from safetensors import SafetensorError, safe_open
 
-    file, shapes = os.path.basename(path), {}
+    file, headers = os.path.basename(path), {}
     try:
         opened = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -108,17 +119,18 @@ def _shapes(path: str, draft: DFlashDraftConfig, problems: list[str]) -> Mapping
         return {}
     with opened:
         for full_name in opened.keys():
-            name, header = full_name.removeprefix("model."), opened.get_slice(full_name)
+            name, header = canonical_name(full_name), opened.get_slice(full_name)
             is_map = name == "d2t"
-            if is_ignored(name) or is_map and not draft.has_own_vocabulary:
+            if is_ignored(name):
                 continue
-            wanted = _INTEGERS if is_map else _FLOATS
-            if header.get_dtype() not in wanted:
-                expected = ", ".join(wanted)
-                problems.append(f"{file}: {name} is {header.get_dtype()}, expected one of {expected}")
-                continue
-            shapes[name] = tuple(header.get_shape())
-            if is_map:
-                found = d2t_problems(opened.get_tensor(full_name), draft.vocab_size)
+            if is_map and header.get_dtype() in INTEGERS:
+                found = d2t_problems(opened.get_tensor(full_name), draft)
                 problems += [f"{file}: {problem}" for problem in found]
-    return shapes
+            if name in headers:
+                problems.append(f"{file}: {full_name} stands for {name}, which is there twice")
+            if not is_map or draft.has_own_vocabulary:
+                dtype, shape = header.get_dtype(), tuple(header.get_shape())
+                is_shape = name.endswith(".weight_shape") and dtype in INTEGERS and shape == (2,)
+                values = tuple(opened.get_tensor(full_name).tolist()) if is_shape else None
+                headers[name] = Header(dtype, shape, file, values)
+    return headers

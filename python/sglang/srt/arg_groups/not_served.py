@@ -4,14 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_attention import suited_backends
+from sglang_dflash.srt.arg_groups.draft_quantization import flag_problem
 from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKENDS
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.configs.draft_quantization import find_quantization, read_quantization
 from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES, draft_findings, target_findings
 from sglang_dflash.srt.configs.layer_fields import is_int
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import config_class, is_draft
-from sglang_dflash.srt.configs.speculators_format import is_speculators_config, speculators_type
+from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 
 # Backends that verify a chain by their causal flag, without a mask.
 TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
@@ -136,15 +138,19 @@ def checkpoint_findings(args: Any) -> list[NotServed]:
         found += target_findings(config, read_config(args.model_path, args.revision) or {})
     if problem := _split_problem(args, config.get("transformer_layer_config") or config):
         found.append(NotServed(problem))
-    chosen = args.speculative_draft_model_quantization
-    if (
-        args._speculative_draft_quantization_explicitly_set
-        and chosen is not None
-        and speculators_type(config) != "peagle"
-    ):
-        text = f"--speculative-draft-model-quantization {chosen}: it reads a DFlash draft's K/V rows as saved"
-        found.append(NotServed(text, not is_ours_alone))
+    if problem := _quantization_problem(args, config):
+        found.append(NotServed(problem, _is_dflash_draft(config) and not is_ours_alone))
     return found
+
+
+def _quantization_problem(args: Any, config: Mapping[str, Any]) -> str | None:
+    """Say which quantization of the draft, in its file or by a flag, ours does not read."""
+    checkpoint, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
+    try:
+        raw = find_quantization(config, checkpoint, revision)
+        return flag_problem(args, read_quantization(raw) if raw else None)
+    except ValueError as error:
+        return str(error)
 
 
 def _is_dflash_draft(config: Mapping[str, Any]) -> bool:

@@ -7,17 +7,18 @@ from typing import Any
 NAME = "config.json"
 
 
-def find_config(checkpoint: str, revision: str | None = None) -> str | None:
-    """Return the path of config.json in a directory or hub repository, or None."""
+def find_config(checkpoint: str, revision: str | None = None, name: str = NAME) -> str | None:
+    """Return the path of a file in a directory or hub repository, or None."""
     from transformers.utils import cached_file
 
     if os.path.isfile(checkpoint) or "://" in checkpoint:
         return None
-    local = os.path.join(os.path.expanduser(checkpoint), NAME)
-    if os.path.isfile(local):
-        return local
+    folder = os.path.expanduser(checkpoint)
+    local = os.path.join(folder, name)
+    if os.path.isdir(folder):
+        return local if os.path.isfile(local) else None
     try:
-        return cached_file(checkpoint, NAME, revision=revision)
+        return cached_file(checkpoint, name, revision=revision)
     except OSError:
         return None
 

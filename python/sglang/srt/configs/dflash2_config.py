@@ -10,15 +10,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.layer_fields import Shapes
+from sglang_dflash.srt.configs.validation import Positive
 
 # One format under three names, as SGLang has them.
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
-
-
-def _check_anchor(value: bool) -> bool:
-    if value:
-        raise ValueError("is true: a selector that drafts from the anchor's row is not supported")
-    return value
 
 
 def _check_groups(value: int, info: ValidationInfo) -> int:
@@ -42,6 +37,15 @@ def _check_selector(value: int, info: ValidationInfo) -> int:
     return value
 
 
+def _check_selected_vocabulary(value: int | None, info: ValidationInfo) -> int | None:
+    vocab_size = info.data.get("vocab_size")
+    if value is not None and vocab_size is not None and value > vocab_size:
+        raise ValueError(f"is {value}, of a vocabulary of {vocab_size} tokens")
+    if value is not None and value < info.data.get("selector_top_k", 0):
+        raise ValueError(f"is {value}, fewer than the {info.data['selector_top_k']} candidates of a slot")
+    return value
+
+
 # Null and false are zero: the draft has none.
 Count = Annotated[int, Field(ge=0), BeforeValidator(lambda value: value or 0)]
 
@@ -53,15 +57,16 @@ class DFlash2DraftConfig(DFlashDraftConfig):
     conv_group_size: channels that share what is added to their kernel; 0 if there are no convolutions.
     selector_rank: width of the codebooks that score a token after another.
     selector_top_k: candidates of a slot.
+    selector_vocab_size: tokens that may be candidates, the first of the vocabulary; None if all.
     """
 
     kind: ClassVar[str] = "DFlash2"
 
-    sample_from_anchor: Annotated[bool, AfterValidator(_check_anchor)] = False
     conv_kernel_size: Count = 0
     conv_group_size: Annotated[Count, AfterValidator(_check_groups)] = 0
     selector_rank: Annotated[Count, AfterValidator(_check_selector)] = 0
     selector_top_k: Annotated[Count, AfterValidator(_check_selector)] = 0
+    selector_vocab_size: Annotated[Positive | None, AfterValidator(_check_selected_vocabulary)] = None
 
     def required_tensors(self, hf_config: Any) -> Shapes:
         """Return the tensors a checkpoint must hold and their shapes, the vocabulary's aside."""

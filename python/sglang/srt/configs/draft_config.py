@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, Va
 from sglang_dflash.srt.configs.draft_variants import variant_problems
 from sglang_dflash.srt.configs.layer_fields import Shapes, layer_shapes
 from sglang_dflash.srt.configs.validation import (
+    MAX_LAYERS,
     DraftConfigError,
     LayerIds,
     NumLayers,
@@ -25,7 +26,10 @@ from sglang_dflash.srt.configs.validation import (
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 # Read from `dflash_config` alone: a config copied from the target has the target's at the top level.
-_NESTED_ONLY = ("output_multiplier", "final_logit_softcapping")
+_NESTED_ONLY = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
+
+# Fields of `dflash_config` that are read along with others.
+_READ_BESIDE = ("causal", "use_swa", "swa_window_size")
 
 # Validators of one field. They see the fields above it in the class, as far as those are valid.
 _DERIVED: Any = None  # the default of a field that its validator derives from others
@@ -74,15 +78,9 @@ def _check_layer_types(value: Any, validate: Any, info: ValidationInfo) -> tuple
 
 def _check_sliding_window(value: int | None, info: ValidationInfo) -> int | None:
     if value is None and SLIDING_ATTENTION in info.data.get("layer_types", ()):
-        raise ValueError("is missing")
+        raise ValueError("is missing, and so is dflash_config.swa_window_size")
     if value == 1:
         raise ValueError("is 1, which leaves a layer nothing but the query itself")
-    return value
-
-
-def _check_causal(value: bool | None, info: ValidationInfo) -> bool | None:
-    if value and FULL_ATTENTION in info.data.get("layer_types", ()):
-        raise ValueError("is true, but full-attention DFlash layers see their whole block")
     return value
 
 
@@ -114,6 +112,8 @@ class DFlashDraftConfig(StrictModel):
     num_target_layers: None if the checkpoint does not say.
     target_layer_ids: 0-based, naming layer OUTPUTS: entry i is Hugging Face's `hidden_states[i + 1]`.
     sliding_window: tokens a sliding layer sees, the query itself included.
+    causal: whether all layers are causal inside the block, None if the checkpoint does not say: full layers
+        then see their whole block.
     sliding_is_causal: whether a sliding layer is causal inside the block.
     window_from_anchor: whether every row counts the window from the anchor, rather than from itself.
     sample_from_anchor: whether the anchor's row drafts a token too: row k then drafts position k + 1,
@@ -123,6 +123,9 @@ class DFlashDraftConfig(StrictModel):
         streams (`hc_mult`).
     output_multiplier, final_logit_softcapping: the draft's logits l become
         softcap * tanh(multiplier * l / softcap). The argmax is the same without, a sample is not.
+    input_embedding_scale: the block's embeddings are rows of the table times this. None: as the target's
+        module returns them, which multiplies them itself in Gemma's case.
+    has_own_lm_head, has_embed_tokens: whether the checkpoint must bring these tensors. It may anyhow.
     """
 
     kind: ClassVar[str] = "DFlash"
@@ -140,7 +143,7 @@ class DFlashDraftConfig(StrictModel):
     target_layer_ids: Annotated[LayerIds, WrapValidator(_check_target_layers)] = _DERIVED
     layer_types: Annotated[LayerTypes, WrapValidator(_check_layer_types)] = _DERIVED
     sliding_window: Annotated[Positive | None, AfterValidator(_check_sliding_window)] = None
-    causal: Annotated[bool | None, AfterValidator(_check_causal)] = Field(None, alias="is_causal")
+    causal: bool | None = Field(None, alias="is_causal")
     sliding_is_causal: Annotated[bool, AfterValidator(_causal_unless_denied)] = True
     window_from_anchor: bool = False
     sample_from_anchor: bool = False
@@ -148,6 +151,9 @@ class DFlashDraftConfig(StrictModel):
     aux_streams: NumLayers = Field(1, alias="hc_mult")
     output_multiplier: Multiplier = 1.0
     final_logit_softcapping: Cap = None
+    input_embedding_scale: Annotated[float | None, Field(gt=0)] = None
+    has_own_lm_head: bool = False
+    has_embed_tokens: bool = False
 
     @classmethod
     def parse(cls, hf_config: Any, checkpoint: str) -> Self:
@@ -177,7 +183,7 @@ class DFlashDraftConfig(StrictModel):
     @classmethod
     def nested_fields(cls) -> set[str]:
         """Return the fields of `dflash_config` that are read."""
-        return {"causal", *cls._keys()}
+        return {*_READ_BESIDE, *cls._keys()}
 
     @classmethod
     def _keys(cls) -> list[str]:
@@ -194,11 +200,28 @@ class DFlashDraftConfig(StrictModel):
         values = {key: get(key) for key in cls._keys()}
         if values["is_causal"] is None:
             values["is_causal"] = get("causal")
+        cls._read_use_swa(nested, values)
         if values["mask_token_id"] is not None:
             values["mask_token"] = None
         if not isinstance(types := values["layer_types"], list | tuple) or SLIDING_ATTENTION not in types:
             values["sliding_window"] = None
         return {key: value for key, value in values.items() if value is not None}
+
+    @staticmethod
+    def _read_use_swa(nested: Mapping[str, Any], values: dict[str, Any]) -> None:
+        """Read `dflash_config.use_swa`, which makes all layers sliding unless some are named so.
+
+        These layers are causal only if the checkpoint says so.
+        """
+        types, depth = values["layer_types"], values["num_hidden_layers"]
+        if isinstance(types, list | tuple) and SLIDING_ATTENTION in types:
+            return
+        if nested.get("use_swa") and isinstance(depth, int) and 0 < depth <= MAX_LAYERS:
+            values["layer_types"] = (SLIDING_ATTENTION,) * depth
+            if (window := nested.get("swa_window_size")) is not None:
+                values["sliding_window"] = window
+            if values["is_causal"] is None:
+                values["sliding_is_causal"] = False
 
     @property
     def aux_width(self) -> int:
@@ -225,7 +248,8 @@ class DFlashDraftConfig(StrictModel):
 
     def is_causal(self, layer_id: int) -> bool:
         """Return True if a row of this layer sees only the rows of its block before it."""
-        return self.layer_types[layer_id] == SLIDING_ATTENTION and self.sliding_is_causal
+        is_sliding = self.layer_types[layer_id] == SLIDING_ATTENTION
+        return self.causal is True or is_sliding and self.sliding_is_causal
 
     @property
     def num_idle_rows(self) -> int:

@@ -10,10 +10,13 @@ from typing import Any
 from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
 from transformers import PretrainedConfig, Qwen3Config
 
+from sglang_dflash.srt.configs.draft_quantization import ATTRIBUTE, find_quantization
+from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
 from sglang_dflash.srt.configs.layer_fields import layer_problems
-from sglang_dflash.srt.configs.peagle_config import is_draft
+from sglang_dflash.srt.configs.peagle_config import ALIASES, is_draft
 from sglang_dflash.srt.configs.speculators_format import normalize, served_types, speculators_type
 from sglang_dflash.srt.configs.validation import DraftConfigError
+from sglang_dflash.srt.environ import DFlashOptions
 
 
 class DraftConfigParser(HfModelConfigParser):
@@ -36,12 +39,23 @@ class DraftConfigParser(HfModelConfigParser):
         if speculators_type(config) in served_types():
             flat = normalize(config, checkpoint)
             problems = layer_problems(flat, "transformer_layer_config.")
-            return _read_checked(
+            draft = _read_checked(
                 checkpoint, problems, lambda: Qwen3Config.from_dict(flat, name_or_path=checkpoint)
             )
-        if is_draft(config.get("architectures")):
-            return _read_checked(checkpoint, [], lambda: read(model, trust_remote_code, revision, **kwargs))
-        return read(model, trust_remote_code, revision, **kwargs)
+        elif is_flat_peagle(config, checkpoint):
+            eagle = flatten_peagle(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
+            draft = _read_checked(
+                checkpoint,
+                layer_problems(eagle),
+                lambda: Qwen3Config.from_dict(eagle, name_or_path=checkpoint),
+            )
+        elif is_draft(config.get("architectures")):
+            draft = _read_checked(checkpoint, [], lambda: read(model, trust_remote_code, revision, **kwargs))
+        else:
+            return read(model, trust_remote_code, revision, **kwargs)
+        draft.architectures = [ALIASES.get(name, name) for name in draft.architectures or ()]
+        setattr(draft, ATTRIBUTE, find_quantization(config, checkpoint, revision))
+        return draft
 
 
 def _read_checked(

@@ -75,11 +75,14 @@ class PEagleDraftConfig(DFlashDraftConfig):
         return shapes | {"hidden_norm.weight": (hidden,)}
 
 
+# NeMo AutoModel's names of formats that are z-lab's otherwise.
+ALIASES = {"Qwen3DFlashDraftModel": "DFlashDraftModel", "Qwen3DFlash2DraftModel": "DFlash2DraftModel"}
 _CONFIG_CLASSES: dict[str, type[DFlashDraftConfig]] = {
     "DFlashDraftModel": DFlashDraftConfig,
     PEAGLE_ARCHITECTURE: PEagleDraftConfig,
     **dict.fromkeys(DFLASH2_ARCHITECTURES, DFlash2DraftConfig),
 }
+_CONFIG_CLASSES |= {alias: _CONFIG_CLASSES[name] for alias, name in ALIASES.items()}
 
 
 def read_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:

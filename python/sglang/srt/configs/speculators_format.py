@@ -28,8 +28,8 @@ from sglang_dflash.srt.configs.validation import (
     shown,
 )
 
-# Types the library can train and we cannot serve.
-_SERVED_ELSEWHERE = ("eagle3", "dspark", "dflash2", "mtp")
+# Types the library can train and we cannot serve. SGLang reads none of the library's files.
+_SERVED_ELSEWHERE = ("eagle3", "dspark", "mtp")
 # Names of P-EAGLE drafts, which may be all that says what they are.
 _PEAGLE_ARCHITECTURES = (PEAGLE_ARCHITECTURE, "PEagleSpeculator", "PeagleLlamaForCausalLM")
 
@@ -168,6 +168,8 @@ class _Draft(_Object):
                 "draft_vocab_size": self.draft_vocab_size,
                 "speculative_tokens": self.speculators_config.speculative_tokens,
                 "target_layer_ids": speculators_ids_to_layer_outputs(self.layer_inputs),
+                # The library copies the target's table into a plain embedding, which scales nothing.
+                "input_embedding_scale": 1.0,
                 **entries,
             },
         }
@@ -190,6 +192,32 @@ class _DFlash(_Draft):
             sliding_is_causal=not self.sliding_window_non_causal,
             window_from_anchor=True,
         )
+
+
+def _check_taps(value: int, info: ValidationInfo) -> int:
+    block_size = info.data.get("block_size", value)
+    if value > block_size:
+        raise ValueError(f"is {value}, longer than a block of {block_size}")
+    return value
+
+
+class _DFlash2(_DFlash):
+    """A DFlash2 draft, whose sliding layers see their whole block unless the file denies it."""
+
+    kind: ClassVar[str] = "dflash2"
+    architecture: ClassVar[str] = "DFlash2DraftModel"
+
+    sliding_window_non_causal: bool = True
+    conv_kernel_size: Annotated[Positive, AfterValidator(_check_taps)]
+    conv_group_size: Positive
+    selector_rank: Positive
+    selector_top_k: Positive
+
+    def flatten(self, layers: Mapping[str, Any]) -> dict[str, Any]:
+        flat = super().flatten(layers)
+        options = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        flat["dflash_config"] |= {name: getattr(self, name) for name in options}
+        return flat
 
 
 class _PEagle(_Draft):
@@ -219,15 +247,16 @@ class _PEagle(_Draft):
         )
 
 
-_DRAFTS: dict[str, type[_Draft]] = {draft.kind: draft for draft in (_DFlash, _PEagle)}
+_DRAFTS: dict[str, type[_Draft]] = {draft.kind: draft for draft in (_DFlash, _DFlash2, _PEagle)}
 
 
 def speculators_type(config: Mapping[str, Any]) -> Any:
     """Return a checkpoint's `speculators_model_type`; None if it is not the library's."""
     kind = config.get("speculators_model_type")
     names = config.get("architectures")
+    is_flat = "hidden_size" in config and "transformer_layer_config" not in config
     if kind is None and isinstance(names, list) and names and names[0] in _PEAGLE_ARCHITECTURES:
-        return "peagle"
+        return None if is_flat else "peagle"
     return kind
 
 
@@ -271,7 +300,7 @@ def _read(config: Mapping[str, Any], checkpoint: str) -> _Draft:
     kind = speculators_type(config)
     draft = _DRAFTS.get(kind) if isinstance(kind, str) else None
     if draft is None:
-        hint = "; SGLang's own implementation may" if kind in _SERVED_ELSEWHERE else ""
+        hint = "; vLLM may serve it" if kind in _SERVED_ELSEWHERE else ""
         served = ", ".join(served_types())
         raise DraftConfigError(
             checkpoint, [f"speculators_model_type {kind!r} is not served here (only {served}){hint}"]

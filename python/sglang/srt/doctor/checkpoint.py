@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from sglang_dflash.srt.configs.draft_tensors import canonical_name
+
 # Files that describe a checkpoint, without its tensors.
 _DESCRIPTIONS = ("*.json", "*.md", "*.jinja")
 # safetensors' element types -> NumPy's; bfloat16, which NumPy lacks, is read as the upper half of a float32.
@@ -56,7 +58,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, TensorHeader]:
-        """Header of every tensor, by its name without `model.`. Raises BadInput."""
+        """Header of every tensor, by our name of it. Raises BadInput."""
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise BadInput(f"{self.name}: no safetensors file there")
@@ -104,7 +106,7 @@ class Checkpoint:
                     continue
                 start, end = (8 + length + offset for offset in entry["data_offsets"])
                 tensor = TensorHeader(file, entry["dtype"], tuple(entry["shape"]), start, end)
-                found[name.removeprefix("model.")] = tensor
+                found[canonical_name(name)] = tensor
         except OSError as error:
             raise BadInput(f"{file}: {error.strerror or error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.srt.configs.draft_tensors import canonical_name
 from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
 from sglang_dflash.srt.doctor.copies import blocks_with_copies
 from sglang_dflash.srt.doctor.findings import Finding, fault, note
@@ -24,6 +25,7 @@ from sglang_dflash.srt.doctor.readings import (
     other_readings,
 )
 from sglang_dflash.srt.doctor.static_checks import Pair
+from sglang_dflash.srt.layers.dequantize import dequantize
 
 # The evidence rests on sampled texts, for variety (a small target's greedy text repeats itself), and on short
 # greedy continuations that branch off them, because drafts are trained on greedy text.
@@ -270,14 +272,26 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
     config = pair.parsed.config
     embedding = target.get_input_embeddings().weight.detach()
     head = target.get_output_embeddings().weight.detach()
-    weights = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in sorted({tensor.file for tensor in pair.draft.tensors.values()}):
-        for name, tensor in load_file(file, device=str(target.device)).items():
-            is_float = tensor.is_floating_point()
-            weights[name.removeprefix("model.")] = tensor.to(embedding.dtype) if is_float else tensor
+        loaded = load_file(file, device=str(target.device))
+        tensors |= {canonical_name(name): tensor for name, tensor in loaded.items()}
+    weights = {}
+    for name, scheme in pair.packed_modules().schemes.items():
+        own = [key for key in tensors if key.rpartition(".")[0] == name and not key.endswith(".bias")]
+        parts = {key.rpartition(".")[2]: tensors.pop(key) for key in own}
+        try:
+            weight = dequantize(parts, scheme, *pair.expected_tensors()[f"{name}.weight"])
+        except ValueError as error:
+            raise BadInput(f"{pair.draft.name}: {name}.{error}") from error
+        weights[f"{name}.weight"] = weight.to(embedding.dtype)
+    for name, tensor in tensors.items():
+        weights[name] = tensor.to(embedding.dtype) if tensor.is_floating_point() else tensor
     if not config.has_own_vocabulary:
         weights.pop("d2t", None)
-    return plain_draft(config, pair.parsed.hf_config, weights, embedding, head)
+    module = target.get_input_embeddings()
+    scale = float(getattr(module, "embed_scale", 1.0))  # Gemma's modules multiply what they look up
+    return plain_draft(config, pair.parsed.hf_config, weights, embedding, head, scale)
 
 
 def _encode(prompt: dict[str, Any], tokenizer: Any, target: str) -> list[int]:

@@ -38,7 +38,8 @@ class DraftedBlocks:
 class PlainDraft:
     """A draft in plain PyTorch.
 
-    `mask_token_id` and `layer_order` may be changed, to draft by another reading of the checkpoint.
+    `mask_token_id`, `layer_order` and `embedding_scale` may be changed, to draft by another reading of the
+    checkpoint.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class PlainDraft:
         weights: Mapping[str, torch.Tensor],
         embedding: torch.Tensor,
         head: torch.Tensor,
+        target_scale: float = 1.0,
     ):
         """Set up a draft.
 
         `weights` are the checkpoint's tensors by name, without the prefix `model.`. If it lacks them,
-        embedding [vocab, hidden] and head [draft vocab, hidden] are the target's.
+        embedding [vocab, hidden] and head [draft vocab, hidden] are the target's, whose own module multiplies
+        embeddings by `target_scale`.
         """
         self.draft = draft
         self.mask_token_id = draft.mask_token_id
@@ -60,6 +63,9 @@ class PlainDraft:
         self._config = hf_config
         self._weights = weights
         self._embedding = weights.get("embed_tokens.weight", embedding)
+        self.target_scale = 1.0 if "embed_tokens.weight" in weights else target_scale
+        configured = draft.input_embedding_scale
+        self.embedding_scale = self.target_scale if configured is None else configured
         self._head = weights.get("lm_head.weight", head)
         self._rope = Qwen3RotaryEmbedding(hf_config).to(self._embedding.device)
         self._offsets = weights["d2t"].long() if draft.has_own_vocabulary else None
@@ -91,6 +97,9 @@ class PlainDraft:
         The arguments are those of `draft_blocks`.
         """
         raise NotImplementedError
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._embedding[ids] * self.embedding_scale
 
     def _base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [..., draft vocab], scaled and capped as the config says."""
@@ -189,7 +198,7 @@ class PlainDFlash(PlainDraft):
         ids[:, 0] = tokens[anchors]
         places = torch.arange(len(context), device=device)
         keys = _after(Rows(places, torch.full_like(places, -1), places), rows)
-        hidden = self._embedding[ids.flatten()]
+        hidden = self._embed(ids.flatten())
         for layer in self.layer_order:
             normed = self._norm(f"layers.{layer}.input_layernorm", hidden)
             hidden = self._run_layer(layer, hidden, normed, rows, keys, context)
@@ -213,7 +222,7 @@ class PlainDFlash2(PlainDFlash):
         logits = self._base_logits(hidden)
         if self.codebooks is None:
             return DraftedBlocks(logits.argmax(dim=-1), logits)
-        unary, ids = logits.topk(self.draft.selector_top_k, dim=-1)
+        unary, ids = logits[..., : self.draft.selector_vocab_size].topk(self.draft.selector_top_k, dim=-1)
         gate = self._linear("candidate_selector.hidden_projection", hidden).float()
         path, previous = [], tokens[anchors]
         for slot in range(hidden.shape[1]):
@@ -281,7 +290,7 @@ class PlainPEagle(PlainDraft):
             if index == 0:
                 normed = self._norm("layers.0.hidden_norm", fused)
                 hidden = normed if self.draft.norm_before_residual else fused
-                embedded = self._norm(f"{name}.input_layernorm", self._embedding[ids])
+                embedded = self._norm(f"{name}.input_layernorm", self._embed(ids))
                 attention_input = torch.cat((embedded, normed), dim=-1)
             else:
                 attention_input = self._norm(f"{name}.input_layernorm", hidden)

@@ -92,9 +92,25 @@ def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Readi
             problem = f"the draft fits better with {name} ({token_id}) as its mask token"
             advice = f"Set mask_token_id to {token_id}"
             found.append(Reading(f"mask token {name}", problem, advice, changes={"mask_token_id": token_id}))
+    if draft.target_scale != 1.0:
+        found += _embedding_readings(draft)
     if isinstance(draft, PlainDFlash2):
         found += _selector_readings(draft)
     return found
+
+
+def _embedding_readings(draft: PlainDraft) -> list[Reading]:
+    """List the other laws of a target whose module scales embeddings."""
+    return [
+        Reading(
+            f"embeddings {name}",
+            f"the draft fits better with embeddings {name}",
+            f"Set dflash_config.input_embedding_scale to {scale:g}",
+            changes={"embedding_scale": scale},
+        )
+        for name, scale in (("as in the table", 1.0), ("scaled as the target's", draft.target_scale))
+        if scale != draft.embedding_scale
+    ]
 
 
 def _selector_readings(draft: PlainDFlash2) -> list[Reading]:

@@ -3,6 +3,7 @@
 Reads no tensor but d2t, t2d and a few rows of both heads.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,8 +18,12 @@ from sglang_dflash.srt.configs.draft_config import (
     check_draft_fits_target,
     spread_target_layer_ids,
 )
-from sglang_dflash.srt.configs.draft_tensors import is_ignored, tensor_problems
-from sglang_dflash.srt.configs.peagle_config import read_draft_config
+from sglang_dflash.srt.configs.draft_quantization import find_quantization, quantization_of
+from sglang_dflash.srt.configs.draft_tensors import expected_tensors, is_ignored, tensor_problems
+from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
+from sglang_dflash.srt.configs.layer_fields import Shapes
+from sglang_dflash.srt.configs.packed_tensors import Header, Unpacked, unpack_headers
+from sglang_dflash.srt.configs.peagle_config import ALIASES, read_draft_config
 from sglang_dflash.srt.configs.speculators_format import (
     is_speculators_config,
     normalize,
@@ -34,7 +39,7 @@ OTHER_TARGET = "Serve the target that the draft was trained for, or a draft that
 _OR_OTHER_TARGET = OTHER_TARGET[0].lower() + OTHER_TARGET[1:]
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _VOCABULARY_MAPS = ("d2t", "t2d")
-_BLOCK_DRAFTS = {"DFlashDraftModel", *DFLASH2_ARCHITECTURES}
+_BLOCK_DRAFTS = {"DFlashDraftModel", *DFLASH2_ARCHITECTURES, *ALIASES}
 _SAMPLED_ROWS = 64
 _SAME_ROWS = 0.9  # cosine; a frozen head gives 1, rows of other tokens about 0
 # Advice for a problem of the config, by words of its message; the first match counts.
@@ -51,14 +56,19 @@ _CONFIG_ADVICE = (
 )
 
 
-def flat_config(draft: Checkpoint) -> dict[str, Any]:
-    """Return the draft's flat Qwen3 config. Raises BadInput or DraftConfigError."""
+def flat_config(draft: Checkpoint, target_layers: int | None = None) -> dict[str, Any]:
+    """Return the draft's flat Qwen3 config. Raises BadInput or DraftConfigError.
+
+    target_layers: the target's depth, for a draft that does not name the layers it reads.
+    """
     config = draft.config
     if is_speculators_config(config):
         kind = speculators_type(config)
         if kind not in served_types():
             raise BadInput(f"{draft.name}: a draft of kind {kind!r}; DFlash and P-EAGLE are examined here")
         return normalize(config, draft.name)
+    if is_flat_peagle(config, str(draft.folder)):
+        return flatten_peagle(config, str(draft.folder), target_layers)
     architectures = config.get("architectures")
     if not _BLOCK_DRAFTS.intersection(architectures or ()):
         raise BadInput(
@@ -99,7 +109,9 @@ class Pair:
         self.parsed_draft: ParsedDraft | None = None
         self.config_faults: list[Finding] = []
         try:
-            hf_config = Qwen3Config(**flat_config(draft))
+            hf_config = Qwen3Config(**flat_config(draft, self.text_config.num_hidden_layers))
+            hf_config.draft_quantization = find_quantization(draft.config, str(draft.folder))
+            quantization_of(hf_config, draft.name)  # report its faults
             config = read_draft_config(hf_config, draft.name)
             mask = config.mask_token_id
             if mask is None:
@@ -112,6 +124,19 @@ class Pair:
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             self.config_faults = [fault(f"config.json is not a Qwen3 draft's: {error}", FETCH_AGAIN, True)]
 
+    def expected_tensors(self) -> Shapes:
+        """Return the shapes of all tensors that the draft may have, unpacked."""
+        return expected_tensors(self.parsed.hf_config, self.parsed.config)[0]
+
+    def packed_modules(self) -> Unpacked:
+        """Return the tensors as a dense draft would have them, and the faults of packed ones."""
+        headers = {
+            name: Header(tensor.dtype, tensor.shape)
+            for name, tensor in self.draft.tensors.items()
+            if not is_ignored(name) and (name != "d2t" or self.parsed.config.has_own_vocabulary)
+        }
+        return unpack_headers(quantization_of(self.parsed.hf_config), headers, self.expected_tensors())
+
     @property
     def parsed(self) -> ParsedDraft:
         """The parsed draft, for callers that know of no fatal finding."""
@@ -121,10 +146,10 @@ class Pair:
 
 def findings(pair: Pair) -> list[Finding]:
     """List all findings that need no model, faults first. Raises BadInput."""
-    quantised = _quantised_tensors(pair.draft)  # reads all headers: an unreadable file comes first
-    found = [*pair.config_faults, *_check_quantisation(pair, quantised), *_check_provenance(pair)]
+    _quantised_tensors(pair.draft)  # reads all headers: an unreadable file comes first
+    found = [*pair.config_faults, *_check_quantisation(pair), *_check_provenance(pair)]
     if pair.parsed_draft is not None:
-        found += _check_tensors(pair, quantised)
+        found += _check_tensors(pair)
         found += [*_check_vocabulary_maps(pair), *_check_head(pair), *_check_mask_token(pair)]
         found += [*_check_layer_ids(pair), *_check_rope(pair), *_check_dtypes(pair)]
     return sorted(found, key=lambda finding: finding.level)
@@ -137,19 +162,16 @@ def _config_advice(problem: str) -> str:
     return next(matches, "Correct it in the draft's config.json")
 
 
-def _check_tensors(pair: Pair, quantised: list[str]) -> Iterator[Finding]:
+def _check_tensors(pair: Pair) -> Iterator[Finding]:
     config = pair.parsed.config
     if pair.draft.truncated:
         first, *others = sorted(set(pair.draft.truncated))
         more = f" and {len(others)} other tensor{'s' * (len(others) > 1)}" if others else ""
         problem = f"{first}{more}: cut off, the file ends before its bytes do"
         yield fault(problem, "Fetch the draft again", is_fatal=True)
-    shapes = {name: tensor.shape for name, tensor in pair.draft.tensors.items() if not is_ignored(name)}
-    if not config.has_own_vocabulary:
-        shapes.pop("d2t", None)
-    for problem in tensor_problems(pair.parsed.hf_config, config, shapes):
-        if problem.split(":")[0] not in quantised:
-            yield fault(f"tensor {problem}", FETCH_AGAIN, is_fatal=True)
+    found = pair.packed_modules()
+    for problem in found.problems or tensor_problems(pair.parsed.hf_config, config, found.shapes):
+        yield fault(f"tensor {problem}", FETCH_AGAIN, is_fatal=True)
 
 
 def _quantised_tensors(checkpoint: Checkpoint) -> list[str]:
@@ -157,25 +179,20 @@ def _quantised_tensors(checkpoint: Checkpoint) -> list[str]:
     return [name for name, t in tensors if t.dtype not in _FLOATS and name not in _VOCABULARY_MAPS]
 
 
-def _check_quantisation(pair: Pair, quantised: list[str]) -> Iterator[Finding]:
-    method = pair.draft.config.get("quantization_config") or pair.draft.config.get("compression_config")
-    signs = []
-    if method:
-        kind = method.get("quant_method", "unnamed method") if isinstance(method, dict) else ""
-        signs.append(f"quantization_config: {kind}")
-    if quantised:
-        dtype = pair.draft.tensors[quantised[0]].dtype
-        signs.append(f"{len(quantised)} tensors such as {quantised[0]} ({dtype})")
-    if signs:
-        advice = "Take the unquantised draft: DFLASH reads its K/V rows directly"
-        yield fault(f"the draft is quantised ({', '.join(signs)})", advice, is_fatal=True)
+def _check_quantisation(pair: Pair) -> Iterator[Finding]:
+    if pair.parsed_draft is not None and (schemes := pair.packed_modules().schemes):
+        counts = Counter(scheme.name for scheme in schemes.values())
+        listed = ", ".join(f"{count} layers {name}" for name, count in sorted(counts.items()))
+        yield note(
+            f"the draft is quantised ({listed})",
+            "It is served dequantised, at the size of an unquantised one; --measure shows its acceptance",
+        )
     configs = (vars(pair.text_config), pair.target.config)
     if not any(config.get("quantization_config") for config in configs):
         return
     yield note(
         "the target is quantised",
-        "Serve the draft with --speculative-draft-model-quantization unquant; it was trained on the "
-        "unquantised target's states, so some acceptance is lost",
+        "The draft was trained on the unquantised target's states, so some acceptance is lost",
     )
     if "lm_head.weight" not in pair.draft.tensors and _has_tensors(pair.target):
         heads = [name for name in _quantised_tensors(pair.target) if "lm_head." in name]
@@ -215,9 +232,14 @@ def _check_provenance(pair: Pair) -> Iterator[Finding]:
 
 def _check_vocabulary_maps(pair: Pair) -> Iterator[Finding]:
     config = pair.parsed.config
-    if not config.has_own_vocabulary or not _is_readable(pair.draft, "d2t"):
+    if not _is_readable(pair.draft, "d2t"):
         return
     offsets = pair.draft.read("d2t").astype(np.int64)
+    if not config.has_own_vocabulary:
+        if moved := np.count_nonzero(offsets):
+            problem = f"d2t maps {moved} tokens to others, but draft_vocab_size equals vocab_size"
+            yield fault(problem, FETCH_AGAIN, is_fatal=True)
+        return
     ids = offsets + np.arange(len(offsets))
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         in_range = offsets.min() >= 0 and offsets.max() < config.vocab_size

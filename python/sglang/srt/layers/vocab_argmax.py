@@ -33,17 +33,23 @@ def greedy_tokens(hidden: torch.Tensor, lm_head) -> torch.Tensor:
     return index.gather(0, max_logits.argmax(dim=0, keepdim=True)).squeeze(0).long()
 
 
-def largest_logits(hidden: torch.Tensor, lm_head, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def largest_logits(
+    hidden: torch.Tensor, lm_head, count: int, num_tokens: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `count` largest logits of each row of hidden [n, hidden], and their ids.
 
     Both [n, count], largest first; ids int64. Equal on all ranks, never a padding row's. Ranks exchange 8
     bytes per row and logit.
+
+    num_tokens: only ids below it are looked at; None for all.
     """
     logits = _local_logits(hidden, lm_head)
     shard = getattr(lm_head, "shard_indices", None)
     if shard is None:
-        return logits.topk(count, dim=-1)
+        return logits[:, :num_tokens].topk(count, dim=-1)
     held = shard.num_org_elements
+    if num_tokens is not None:
+        held = min(held, max(num_tokens - shard.org_vocab_start_index, 0))
     largest, index = logits[:, :held].topk(min(count, held), dim=-1)
     index = index + shard.org_vocab_start_index
     group = get_parallel().tp_group

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
@@ -18,6 +20,7 @@ from sglang_dflash.srt.layers.fp8_head import Fp8Head, reason_against
 from sglang_dflash.srt.layers.vocab_argmax import full_logits
 from sglang_dflash.srt.models.dflash_weights import load_checkpoint
 from sglang_dflash.srt.models.mask_token import MASK_EMBEDDING_FILE, MaskEmbedding, find_mask_token
+from sglang_dflash.srt.models.packed_weights import RowCheck
 
 
 @dataclass
@@ -55,6 +58,8 @@ class BlockDraftModel(nn.Module):
         self.d2t: torch.Tensor | None = None
         # [hidden], the mask token's embedding in place of its row of the table.
         self.mask_embedding: torch.Tensor | None = None
+        # Of the quantized layers of the last checkpoint; `run_row_checks` runs them once.
+        self.row_checks: list[RowCheck] = []
         self._borrowed: tuple[Any, Any] = (None, None)
         self._fp8_head: Fp8Head | None = None
 
@@ -66,8 +71,9 @@ class BlockDraftModel(nn.Module):
         # In a tuple, outside the module tree: their weights are the target's.
         self._borrowed = (unwrap_lora_layer(embed_tokens), unwrap_lora_layer(lm_head))
         if self.mask_embedding is not None:
-            # An embedding that scales what it looks up would have scaled this row too.
-            self.mask_embedding = self.mask_embedding * float(getattr(self._embedding(), "embed_scale", 1.0))
+            # The table's row of the mask token would have been scaled too.
+            scale: Any = self.draft.input_embedding_scale or getattr(self._embedding(), "embed_scale", 1.0)
+            self.mask_embedding = self.mask_embedding * float(scale)
 
     def prepare_mask(self, tokenizer=None, embedding: MaskEmbedding | None = None) -> None:
         """Set the mask token and its embedding, which a checkpoint may store separately.
@@ -115,11 +121,21 @@ class BlockDraftModel(nn.Module):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embed [n] int64 -> [n, hidden]. SGLang would cast `input_embeds` to bfloat16."""
-        embedded = self._embedding()(input_ids)
+        scale = self.draft.input_embedding_scale
+        embedded = self._embedding()(input_ids) if scale is None else self._table_rows(input_ids)
+        if scale not in (None, 1.0):
+            embedded = embedded * scale
         if self.mask_embedding is None:
             return embedded
         # The target uses the same table, and a prompt may hold the mask token: its row stays.
         return torch.where((input_ids == self.mask_token_id)[:, None], self.mask_embedding, embedded)
+
+    def _table_rows(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Look up rows of the table, past a module that scales them (Gemma's)."""
+        module: Any = self._embedding()
+        if isinstance(module, VocabParallelEmbedding):  # on several ranks each holds a part of the table
+            return VocabParallelEmbedding.forward(module, input_ids)
+        return F.embedding(input_ids, module.weight)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the draft's logits of hidden [n, hidden], [n, draft_vocab_size], on all ranks."""

@@ -139,7 +139,9 @@ class DFlash2DraftModel(DFlashDraftModel):
     def candidates(self, rows: torch.Tensor) -> Candidates:
         """Find candidates of drafting rows [num_blocks, slots, hidden], after the final norm."""
         hidden = rows.flatten(0, 1)
-        logits, ids = largest_logits(hidden, self.head, self.draft.selector_top_k)
+        logits, ids = largest_logits(
+            hidden, self.head, self.draft.selector_top_k, self.draft.selector_vocab_size
+        )
         found = self.capped(logits).float(), ids, self.candidate_selector.hidden_projection(hidden)[0]
         unary, ids, gate = (tensor.view(*rows.shape[:2], -1) for tensor in found)
         return Candidates(ids, unary, gate)

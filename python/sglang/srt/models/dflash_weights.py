@@ -1,75 +1,145 @@
 """Loading of a draft checkpoint's tensors, which `configs/draft_tensors.py` lists."""
 
+import copy
+import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
-from sglang_dflash.srt.configs.draft_tensors import d2t_problems, is_ignored, tensor_problems
+from sglang_dflash.srt.configs.draft_quantization import Scheme, quantization_of
+from sglang_dflash.srt.configs.draft_tensors import (
+    canonical_name,
+    d2t_problems,
+    expected_tensors,
+    is_ignored,
+    tensor_problems,
+)
+from sglang_dflash.srt.configs.packed_tensors import Header, unpack_headers
+from sglang_dflash.srt.models.packed_weights import FUSED, PackedModule, row_check
 
-# Checkpoint tensors that SGLang fuses: name in the checkpoint -> (name in the model, its part of it).
-_FUSED: dict[str, tuple[str, str | int]] = {
-    "q_proj": ("qkv_proj", "q"),
-    "k_proj": ("qkv_proj", "k"),
-    "v_proj": ("qkv_proj", "v"),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
+logger = logging.getLogger(__name__)
+
+# Element types by PyTorch's names, in safetensors' words.
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int64": "I64",
+    "int32": "I32",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
 
 
 def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Load a checkpoint, or raise ValueError with all problems; return parameter names."""
-    tensors = {name.removeprefix("model."): tensor for name, tensor in weights}
-    tensors = {name: t for name, t in tensors.items() if not is_ignored(name)}
+    """Load a checkpoint, or raise ValueError with all problems; return parameter names.
+
+    Packed modules are dequantized, one at a time. `model.row_checks` then compares them.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for full_name, tensor in weights:
+        name = canonical_name(full_name)
+        if name in tensors:
+            raise ValueError(f"DFLASH draft weights: {full_name} stands for {name}, which is there twice")
+        if not is_ignored(name):
+            tensors[name] = tensor
+    missing_width = _missing_width(model, tensors) if model.norm.weight.is_cpu else 0
+    config = copy.copy(model.config)  # as the file has it
+    config.intermediate_size -= missing_width
+    headers = {name: _header(tensor) for name, tensor in tensors.items()}
     if not model.draft.has_own_vocabulary:
-        tensors.pop("d2t", None)  # the identity
-    if model.norm.weight.is_cpu:
-        _pad_to_rounded_width(tensors, model.config.intermediate_size, model.num_ranks)
+        headers.pop("d2t", None)
+    expected, _ = expected_tensors(config, model.draft)
+    found = unpack_headers(quantization_of(model.config), headers, expected)
     # SGLang's loaders cut or pad a tensor of another size instead of refusing it.
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    problems = tensor_problems(model.config, model.draft, shapes)
+    problems = found.problems or tensor_problems(config, model.draft, found.shapes)
     if not problems:
-        problems += _take_vocabulary_mapping(model, tensors.pop("d2t", None))
+        problems = _take_vocabulary_mapping(model, tensors.pop("d2t", None))
     if problems:
         raise ValueError("DFLASH draft weights do not match its config:\n  - " + "\n  - ".join(problems))
-    _make_room_for_vocabulary(model, tensors)
+    packed = _take_packed_modules(tensors, found.schemes, found.shapes)
+    _make_room_for_vocabulary(model, {*tensors, *(f"{module.name}.weight" for module in packed)})
     params = dict(model.named_parameters())
     for name, tensor in tensors.items():
-        shard: tuple[str | int, ...] = ()
-        part = next((p for p in _FUSED if f".{p}." in name), None)
-        if part is not None:
-            fused, shard_id = _FUSED[part]
-            name, shard = name.replace(part, fused), (shard_id,)
-        getattr(params[name], "weight_loader", default_weight_loader)(params[name], tensor, *shard)
+        _load(params, name, _padded(name, tensor, missing_width))
+    model.row_checks = []
+    for module in packed:
+        name, weight = f"{module.name}.weight", module.dequantize(model.norm.weight.device)
+        weight = _padded(name, weight, missing_width)
+        _load(params, name, weight.to(model.norm.weight.dtype))
+        if (check := row_check(model, module, weight)) is not None:
+            model.row_checks.append(check)
+    if packed:
+        schemes = ", ".join(sorted({module.scheme.name for module in packed}))
+        logger.info("DFLASH draft: %d quantized layers (%s) are dequantized.", len(packed), schemes)
     return set(params)
 
 
-def _pad_to_rounded_width(tensors: dict[str, torch.Tensor], inner: int, ranks: int) -> None:
-    """Pad the MLP with zeros as SGLang does on a CPU: to a multiple of 32 per rank."""
-    rounding = 32 * ranks
-    matrices = [name for name, tensor in tensors.items() if ".mlp." in name and tensor.ndim == 2]
-    dims = {name: int(name.endswith("down_proj.weight")) for name in matrices}  # of the MLP's width
-    widths = {tensors[name].shape[dim] for name, dim in dims.items()}
+def _header(tensor: torch.Tensor) -> Header:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Header(_DTYPES.get(dtype, dtype), tuple(tensor.shape))
+
+
+def _take_packed_modules(
+    tensors: dict[str, torch.Tensor], schemes: dict[str, Scheme], shapes: dict[str, Any]
+) -> list[PackedModule]:
+    """Remove the tensors of packed modules, their biases aside."""
+    found = []
+    for name, scheme in schemes.items():
+        rows, columns = shapes[f"{name}.weight"]
+        own = [key for key in tensors if key.rpartition(".")[0] == name and not key.endswith(".bias")]
+        parts = {key.rpartition(".")[2]: tensors.pop(key) for key in own}
+        found.append(PackedModule(name, scheme, rows, columns, parts))
+    return found
+
+
+def _load(params: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
+    shard: tuple[str | int, ...] = ()
+    part = next((p for p in FUSED if f".{p}." in name), None)
+    if part is not None:
+        fused, shard_id = FUSED[part]
+        name, shard = name.replace(part, fused), (shard_id,)
+    getattr(params[name], "weight_loader", default_weight_loader)(params[name], tensor, *shard)
+
+
+def _missing_width(model, tensors: dict[str, torch.Tensor]) -> int:
+    """Return by how much SGLang rounded up the MLP on a CPU, to a multiple of 32 per rank."""
+    inner, rounding = model.config.intermediate_size, 32 * model.num_ranks
+    # No layout packs the rows of a weight.
+    ends = (".mlp.gate_proj.weight", ".mlp.gate_proj.weight_packed")
+    widths = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(ends) and tensor.ndim == 2}
     if inner % rounding or len(widths) != 1 or not 0 < inner - min(widths) < rounding:
-        return
-    missing = inner - min(widths)
-    for name, dim in dims.items():
-        tensors[name] = F.pad(tensors[name], (0, missing) if dim else (0, 0, 0, missing))
+        return 0
+    return inner - min(widths)
+
+
+def _padded(name: str, tensor: torch.Tensor, missing: int) -> torch.Tensor:
+    """Pad a matrix of the MLP with zeros, as SGLang does on a CPU."""
+    if not missing or ".mlp." not in name or tensor.ndim != 2:
+        return tensor
+    return F.pad(tensor, (0, missing) if name.endswith("down_proj.weight") else (0, 0, 0, missing))
 
 
 def _take_vocabulary_mapping(model, d2t: torch.Tensor | None) -> list[str]:
     """Keep `d2t`, the offsets from draft ids to target ids. Returns its problems."""
     if d2t is None:
         return []
-    problems = d2t_problems(d2t, model.draft.vocab_size)
-    if not problems:
+    problems = d2t_problems(d2t, model.draft)
+    if not problems and model.draft.has_own_vocabulary:
         model.d2t = d2t.to(device=model.norm.weight.device, dtype=torch.int64)
     return problems
 
 
-def _make_room_for_vocabulary(model, tensors: dict[str, torch.Tensor]) -> None:
+def _make_room_for_vocabulary(model, tensors: set[str]) -> None:
     draft, hidden_size, like = model.draft, model.draft.hidden_size, model.norm.weight
     if "embed_tokens.weight" in tensors and model.embed_tokens is None:
         model.embed_tokens = VocabParallelEmbedding(draft.vocab_size, hidden_size).to(like.device, like.dtype)

@@ -15,6 +15,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.utils import add_prefix
 from torch import nn
 
+from sglang_dflash.srt.configs.draft_tensors import canonical_name
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
@@ -146,7 +147,7 @@ class PEagleDraftModel(BlockDraftModel):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint. Raises ValueError for an EAGLE-3 one, which has no `mask_hidden`."""
         tensors = dict(weights)
-        if not any(name.removeprefix("model.") == "mask_hidden" for name in tensors):
+        if not any(canonical_name(name) == "mask_hidden" for name in tensors):
             raise ValueError(
                 "P-EAGLE needs the tensor mask_hidden, which this draft does not have: "
                 "it is an EAGLE-3 checkpoint, which cannot draft in parallel."

@@ -302,6 +302,12 @@ AT_WORKER = (
         )
     ),
     Change(
+        target="sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config",
+        signature="(self)",
+        why="we dequantize packed drafts ourselves; SGLang has no kernel for some, and none on a CPU",
+        build=_made_by("srt.models.packed_weights.hiding_draft_quantization"),
+    ),
+    Change(
         target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",
         remove_when="every target has DFLASH's interface",
         feature="targets that capture hidden states through EAGLE-3's interface only",

@@ -10,6 +10,7 @@ from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.mask_token import read_mask_embedding
+from sglang_dflash.srt.models.packed_weights import run_row_checks
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.dflash_utils import check_target_model
@@ -35,7 +36,8 @@ def load_draft(
 ) -> TpModelWorker:
     """Load the draft model into a worker of its own.
 
-    Raises ValueError if the target cannot lend what the draft needs, or the mask token cannot be found.
+    Raises ValueError if the target cannot lend what the draft needs, the mask token cannot be found, or a
+    quantized layer was loaded wrongly.
     """
     spec, target_runner = get_spec(), target_worker.model_runner
     with ranks.as_draft():
@@ -49,6 +51,7 @@ def load_draft(
             draft_attention_backend=spec.speculative_draft_attention_backend,
         )
     model = worker.model_runner.model
+    run_row_checks(model.row_checks)
     worker.draft_runner = worker.model_runner  # SGLang's device timers look for it here
     check_target_model(target_runner.model, len(model.draft.target_layer_ids))
     checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dflash.srt.configs.config_file import read_config
+from sglang_dflash.srt.configs.flat_peagle import ARCHITECTURES
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 
 # SGLang's other ways to change weights. Each ends with one of these calls.
@@ -22,7 +23,8 @@ _OTHER_UPDATES = (
 def is_draft(config: dict[str, Any]) -> bool:
     """Tell whether a config.json is a draft's."""
     architectures = config.get("architectures") or [""]
-    return is_speculators_config(config) or "dflash_config" in config or "DraftModel" in architectures[0]
+    is_named = "DraftModel" in architectures[0] or architectures[0] in ARCHITECTURES
+    return is_speculators_config(config) or "dflash_config" in config or is_named
 
 
 def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:

@@ -1,0 +1,328 @@
+"""Quantized draft checkpoints: which modules are packed, and in which tensors.
+
+Read from `quantization_config`, `compression_config` or `hf_quant_config.json`, as the compressed-tensors
+library and ModelOpt write them. Activations are not quantized here, and the KV cache has the target's type:
+what a file says of these is not read.
+"""
+
+import fnmatch
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sglang_dflash.srt.configs.config_file import find_config, read_object
+from sglang_dflash.srt.configs.validation import DraftConfigError, shown
+
+logger = logging.getLogger(__name__)
+
+MODELOPT_FILE = "hf_quant_config.json"
+# The attribute of a draft's config, in SGLang's hands, that holds the raw object.
+ATTRIBUTE = "draft_quantization"
+
+Shape = tuple[int, ...]
+Layout = Literal["packed", "int8", "fp8", "nvfp4", "mxfp4", "modelopt-nvfp4", "modelopt-fp8"]
+
+# Element types by safetensors' names.
+FLOATS = ("BF16", "F16", "F32", "F64")
+_FP8 = ("F8_E4M3",)
+_MXFP4_SCALES = ("U8", "F8_E8M0")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a packed module: its possible element types and shapes."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    is_required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Storage of a module's weight [rows, columns].
+
+    bits: of an integer. group: columns that share a scale, if strategy is "group". block: rows and columns
+    that do, if it is "block". has_order: the group of each column is in `weight_g_idx`.
+    """
+
+    layout: Layout
+    bits: int
+    strategy: str = "group"
+    group: int = 0
+    block: tuple[int, int] = (128, 128)
+    is_symmetric: bool = True
+    has_order: bool = False
+
+    @property
+    def name(self) -> str:
+        """A short name for messages."""
+        names = {"packed": f"W{self.bits}", "int8": "INT8", "fp8": "FP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4"}
+        return names.get(self.layout) or f"ModelOpt {self.layout.removeprefix('modelopt-').upper()}"
+
+    def shape_problem(self, rows: int, columns: int) -> str | None:
+        """Say why a weight of this shape cannot be stored so, or return None."""
+        if self.strategy == "group" and not self.has_order and columns % self.group:
+            return f"group size {self.group} does not divide its {columns} columns"
+        if self.layout in ("nvfp4", "mxfp4", "modelopt-nvfp4") and columns % 2:
+            return f"its {columns} columns cannot be packed in pairs"
+        return None
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        """Return the tensors of a weight of this shape, by the last part of their names."""
+        scales = self._scale_shapes(rows, columns)
+        one = ((1,), ())
+        unread = {
+            name: Part((*FLOATS, *_FP8), (*one, *scales), False)
+            for name in ("input_scale", "input_global_scale", "k_scale", "v_scale")
+        }
+        if self.layout == "packed":
+            words = math.ceil(columns * self.bits / 32)
+            found = {
+                "weight_packed": Part(("I32",), ((rows, words),)),
+                "weight_scale": Part(FLOATS, scales),
+                "weight_shape": Part(("I64", "I32"), ((2,),)),
+            }
+            if not self.is_symmetric:
+                zero_rows = math.ceil(rows * self.bits / 32)
+                found["weight_zero_point"] = Part(("I32",), ((zero_rows, *scales[0][1:]),))
+            if self.has_order:
+                found["weight_g_idx"] = Part(("I32", "I64"), ((columns,),))
+            return found | unread
+        if self.layout in ("int8", "fp8", "modelopt-fp8"):
+            found = {
+                "weight": Part(("I8",) if self.layout == "int8" else _FP8, ((rows, columns),)),
+                "weight_scale": Part(FLOATS, scales),
+            }
+            if not self.is_symmetric:
+                found["weight_zero_point"] = Part(("I8",), scales)
+            return found | unread
+        halves = Part(("U8",), ((rows, columns // 2),))
+        if self.layout == "modelopt-nvfp4":
+            found = {
+                "weight": halves,
+                "weight_scale": Part(_FP8, scales),
+                "weight_scale_2": Part(("F32",), one),
+            }
+        elif self.layout == "nvfp4":
+            found = {"weight_packed": halves, "weight_scale": Part(_FP8, scales)}
+            found["weight_global_scale"] = Part(("F32",), one)
+        else:
+            found = {"weight_packed": halves, "weight_scale": Part(_MXFP4_SCALES, scales)}
+        return found | unread
+
+    def _scale_shapes(self, rows: int, columns: int) -> tuple[Shape, ...]:
+        row_blocks, column_blocks = math.ceil(rows / self.block[0]), math.ceil(columns / self.block[1])
+        if self.layout == "modelopt-fp8":
+            return (
+                (),
+                (1,),
+                (rows,),
+                (rows, 1),
+                (row_blocks, 1, column_blocks, 1),
+                (row_blocks, column_blocks),
+            )
+        return {
+            "tensor": ((1,), ()),
+            "channel": ((rows, 1), (rows,)),
+            "group": ((rows, math.ceil(columns / self.group) if self.group else 0),),
+            "block": ((row_blocks, column_blocks),),
+        }[self.strategy]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules of one scheme: `targets` are class names, names, or "re:" and an expression."""
+
+    targets: tuple[str, ...]
+    scheme: Scheme | None  # None: named so, and left as it is
+
+
+@dataclass(frozen=True, slots=True)
+class DraftQuantization:
+    """The schemes of a checkpoint.
+
+    method: as the file has it. names: values of --speculative-draft-model-quantization that name it.
+    ignore: modules that are not quantized. uses_wildcards: names may hold `*`, as in ModelOpt's.
+    """
+
+    method: str
+    names: tuple[str, ...]
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...] = ()
+    uses_wildcards: bool = False
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Return the scheme of a linear module, named without `model.`; None if dense."""
+        if any(self._matches(module, pattern) for pattern in self.ignore):
+            return None
+        for group in self.groups:
+            if "Linear" in group.targets or any(self._matches(module, name) for name in group.targets):
+                return group.scheme
+        return None
+
+    def _matches(self, module: str, pattern: str) -> bool:
+        names = module, f"model.{module}"
+        if pattern.startswith("re:"):
+            return any(re.match(pattern[3:], name) for name in names)
+        if self.uses_wildcards and "*" in pattern:
+            return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+        return pattern in names
+
+
+def find_quantization(config: Mapping[str, Any], checkpoint: str, revision: str | None = None) -> Any:
+    """Return a checkpoint's raw quantization object; None if it has none.
+
+    config: its config.json. Raises DraftConfigError if ModelOpt's file cannot be read.
+    """
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key):
+            return config[key]
+    path = find_config(checkpoint, revision, MODELOPT_FILE)
+    try:
+        return None if path is None else read_object(path)
+    except ValueError as error:
+        raise DraftConfigError(checkpoint, [str(error)]) from error
+
+
+def quantization_of(hf_config: Any, checkpoint: str = "draft") -> DraftQuantization | None:
+    """Read the quantization of a draft's config. Raises DraftConfigError if it is not served."""
+    raw = getattr(hf_config, ATTRIBUTE, None)
+    if not raw:
+        return None
+    try:
+        return read_quantization(raw)
+    except ValueError as error:
+        raise DraftConfigError(checkpoint, [f"quantization_config: {error}"]) from error
+
+
+def read_quantization(raw: Any) -> DraftQuantization | None:
+    """Read a checkpoint's quantization object. Raises ValueError if it is not served."""
+    if not isinstance(raw, dict):
+        raise ValueError(f"must be an object, got {type(raw).__name__}")
+    inner = raw.get("quantization")
+    if isinstance(inner, dict):  # hf_quant_config.json
+        raw = {"quant_method": "modelopt", **inner}
+    method = raw.get("quant_method") or ("modelopt" if raw.get("quant_algo") else None)
+    if method in ("compressed-tensors", "compressed_tensors"):
+        return _read_compressed_tensors(raw)
+    if isinstance(method, str) and method.startswith("modelopt"):
+        return _read_modelopt(raw)
+    raise ValueError(f"quant_method {shown(method)} is not served, only compressed-tensors and modelopt")
+
+
+def _read_compressed_tensors(raw: Mapping[str, Any]) -> DraftQuantization:
+    sparsity = raw.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        raise ValueError(f"sparsity_config {shown(sparsity)} is not served")
+    if transforms := raw.get("transform_config"):
+        raise ValueError(f"transform_config {shown(transforms)} is not served: weights are rotated")
+    groups = raw.get("config_groups")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
+        raise ValueError(f"config_groups must map names to groups, got {shown(groups)}")
+    found = []
+    for name, group in groups.items():
+        try:
+            scheme = _compressed_scheme(group.get("weights"), group.get("format") or raw.get("format"))
+        except ValueError as error:
+            raise ValueError(f"config_groups.{name} {error}") from error
+        found.append(Group(_names(group.get("targets"), f"config_groups.{name}.targets"), scheme))
+    names = ("compressed-tensors", "compressed_tensors")
+    return DraftQuantization("compressed-tensors", names, tuple(found), _names(raw.get("ignore"), "ignore"))
+
+
+def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
+    if weights is None:
+        return None
+    if not isinstance(weights, dict):
+        raise ValueError(f"has weights {shown(weights)}, which must be an object")
+    bits: Any
+    group: Any
+    bits, kind, strategy, group = (weights.get(k) for k in ("num_bits", "type", "strategy", "group_size"))
+    if strategy is None:
+        strategy = "group" if group else "tensor"
+    known: dict[Any, str] = {
+        ("pack-quantized", 4, "int"): "packed",
+        ("pack-quantized", 8, "int"): "packed",
+        ("int-quantized", 8, "int"): "int8",
+        ("naive-quantized", 8, "int"): "int8",
+        ("float-quantized", 8, "float"): "fp8",
+        ("naive-quantized", 8, "float"): "fp8",
+        ("nvfp4-pack-quantized", 4, "float"): "nvfp4",
+        ("mxfp4-pack-quantized", 4, "float"): "mxfp4",
+    }
+    is_named = isinstance(layout, str) and isinstance(kind, str) and type(bits) is int
+    found: Any = known.get((layout, bits, kind)) if is_named else None
+    if found is None:
+        raise ValueError(f"is {shown(layout)} with num_bits {shown(bits)}, type {shown(kind)}: not served")
+    if found in ("nvfp4", "mxfp4"):
+        strategy, group = "group", group or {"nvfp4": 16, "mxfp4": 32}[found]
+    if not isinstance(strategy, str) or strategy not in ("tensor", "channel", "group", "block"):
+        raise ValueError(f"has strategy {shown(strategy)}: not served")
+    if strategy == "group" and (not isinstance(group, int) or isinstance(group, bool) or group < 1):
+        raise ValueError(f"has group_size {shown(group)}, which must be a positive integer")
+    block = weights.get("block_structure") or (128, 128)
+    is_pair = isinstance(block, list | tuple) and len(block) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in block):
+        raise ValueError(f"has block_structure {shown(block)}, which must be two positive integers")
+    is_symmetric = weights.get("symmetric", True) is not False
+    has_zero_points = found == "packed" and strategy != "tensor" or found == "int8"
+    if not is_symmetric and not has_zero_points:
+        raise ValueError(f"is asymmetric with strategy {strategy}: not served")
+    has_order = weights.get("actorder") == "group" and found == "packed"
+    return Scheme(
+        found, bits, strategy, group if strategy == "group" else 0, tuple(block), is_symmetric, has_order
+    )
+
+
+# ModelOpt's quant_algo -> layout
+_MODELOPT: dict[str, Layout] = {
+    "NVFP4": "modelopt-nvfp4",
+    "W4A16_NVFP4": "modelopt-nvfp4",
+    "FP8": "modelopt-fp8",
+    "FP8_PB_WO": "modelopt-fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "modelopt-fp8",
+}
+
+
+def _read_modelopt(raw: Mapping[str, Any]) -> DraftQuantization:
+    algorithm = raw.get("quant_algo")
+    ignore = _names(raw.get("exclude_modules") or raw.get("ignore"), "exclude_modules")
+    if algorithm == "MIXED_PRECISION":
+        layers = raw.get("quantized_layers")
+        if not isinstance(layers, dict) or not all(isinstance(layer, dict) for layer in layers.values()):
+            raise ValueError(f"quantized_layers must map modules to objects, got {shown(layers)}")
+        groups = tuple(
+            Group((name,), _modelopt_scheme(layer.get("quant_algo"), layer)) for name, layer in layers.items()
+        )
+    else:
+        groups = (Group(("Linear",), _modelopt_scheme(algorithm, raw)),)
+    names = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed")
+    return DraftQuantization("modelopt", names, groups, ignore, uses_wildcards=True)
+
+
+def _modelopt_scheme(algorithm: Any, fields: Mapping[str, Any]) -> Scheme:
+    layout = _MODELOPT.get(algorithm) if isinstance(algorithm, str) else None
+    if layout is None:
+        raise ValueError(f"quant_algo {shown(algorithm)} is not served, only {', '.join(_MODELOPT)}")
+    if layout == "modelopt-fp8":
+        return Scheme(layout, 8, "tensor")
+    group = fields.get("group_size") or 16
+    if type(group) is not int or group < 1:
+        raise ValueError(f"has group_size {shown(group)}, which must be a positive integer")
+    return Scheme(layout, 4, "group", group)
+
+
+def _names(value: Any, where: str) -> tuple[str, ...]:
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{where} must be a list of names, got {shown(value)}")
+    for name in value:
+        if name.startswith("re:"):
+            try:
+                re.compile(name[3:])
+            except re.error as error:
+                raise ValueError(f"{where}: {shown(name)} is no regular expression: {error}") from error
+    return tuple(value)

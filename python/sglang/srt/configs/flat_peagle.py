@@ -1,0 +1,152 @@
+"""P-EAGLE drafts with an EAGLE-3 config, as Amazon and NeMo AutoModel publish them.
+
+What makes one of them a P-EAGLE draft is the tensor `mask_hidden`, and a mask token in its config. Sources:
+AWS's reader for Neuron (gpt-oss), NeMo AutoModel's `LlamaEagle3DraftModel`.
+"""
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from sglang_dflash.srt.configs.layer_fields import is_int
+from sglang_dflash.srt.configs.validation import DraftConfigError, shown
+
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "LlamaEagle3DraftModel",
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLMPeagle",
+    "PeagleLlamaForCausalLM",
+    "PeagleQwen3ForCausalLM",
+    "PEagleDraftModel",
+)
+MASK_TENSOR = "mask_hidden"
+DEFAULT_DEPTH = 7  # drafted tokens a step, if the config does not say
+
+_MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+_DEPTHS = ("num_depths", "speculative_tokens", "para_num", "para_depths")
+_LAYER_INPUTS = ("eagle_aux_hidden_state_layer_ids", "layer_ids")
+
+
+def is_flat_peagle(config: Mapping[str, Any], checkpoint: str) -> bool:
+    """Return True for such a draft. An EAGLE-3 file has no mask tensor."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or names[0] not in ARCHITECTURES:
+        return False
+    if "speculators_model_type" in config or "transformer_layer_config" in config:
+        return False
+    says_so = config.get("parallel_drafting") is True or any(
+        config.get(name) is not None for name in _MASK_TOKENS
+    )
+    tensors = tensor_names(checkpoint) if says_so else None
+    return says_so and (tensors is None or MASK_TENSOR in tensors)
+
+
+def tensor_names(checkpoint: str) -> set[str] | None:
+    """Return the names of a local checkpoint's tensors, without `model.`, or None."""
+    from safetensors import SafetensorError, safe_open
+
+    folder, found = os.path.expanduser(checkpoint), set()
+    files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    files = [name for name in files if name.endswith(".safetensors")]
+    try:
+        for name in files:
+            with safe_open(os.path.join(folder, name), framework="pt") as opened:
+                found |= {key.removeprefix("model.") for key in opened.keys()}
+    except (SafetensorError, OSError):
+        return None  # `check_draft_tensors` reports it
+    return found if files else None
+
+
+def names_its_layers(config: Mapping[str, Any]) -> bool:
+    """Return True if the config says which target layers the draft reads."""
+    return _layer_inputs(config) is not None
+
+
+def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: int | None) -> dict[str, Any]:
+    """Convert the config to the flat one that `PEagleDraftConfig` reads.
+
+    target_layers: the target's depth, over which layers are spread if the config names none: before layers
+    2, n // 2 and n - 3, as SGLang has it for EAGLE-3. Raises DraftConfigError naming all faults.
+    """
+    problems: list[str] = []
+    nested = config.get("eagle_config")
+    eagle = nested if isinstance(nested, dict) else {}
+    inputs = _layer_inputs(config)
+    if inputs is None and target_layers is None:
+        problems.append("eagle_aux_hidden_state_layer_ids is missing, and the target's depth is not known")
+    elif inputs is None and target_layers is not None:
+        inputs = [2, target_layers // 2, target_layers - 3]
+    elif not isinstance(inputs, list) or not all(map(is_int, inputs)):
+        problems.append(f"eagle_aux_hidden_state_layer_ids must be a list of integers, got {shown(inputs)}")
+        inputs = []
+    for name, neutral in (("mlp_bias", (None, False)), ("logit_scale", (None, 1, 1.0))):
+        if config.get(name) not in neutral:
+            problems.append(f"{name} is {shown(config[name])}, which is not supported")
+    if config.get("target_hidden_size") not in (None, config.get("hidden_size")):
+        problems.append(
+            f"target_hidden_size is {shown(config['target_hidden_size'])}, but hidden_size is "
+            f"{shown(config.get('hidden_size'))}"
+        )
+    depth = next((config[name] for name in _DEPTHS if config.get(name) is not None), DEFAULT_DEPTH)
+    if not is_int(depth) or depth < 1:
+        problems.append(f"num_depths must be a positive integer, got {shown(depth)}")
+        depth = DEFAULT_DEPTH
+    mask = _mask_token(config, problems)
+    if problems:
+        raise DraftConfigError(checkpoint, problems)
+
+    def option(name: str) -> Any:
+        value = eagle.get(name, config.get(name))
+        return False if value is None else value
+
+    vocabulary = config.get("draft_vocab_size") or config.get("vocab_size")
+    return {
+        **config,
+        "architectures": ["PEagleDraftModel"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+        "block_size": depth + 1,
+        "dflash_config": {
+            "mask_token_id": mask,
+            "draft_vocab_size": vocabulary,
+            "speculative_tokens": depth,
+            "target_layer_ids": [layer - 1 for layer in inputs or ()],
+            "input_embedding_scale": 1.0,
+            "norm_before_residual": option("norm_before_residual"),
+            "norm_before_fc": option("norm_before_fc"),
+            "fc_norm": option("fc_norm"),
+            # `model_type` says nothing: the config is a copy of the target's.
+            "qk_norm": _has_qk_norm(tensor_names(checkpoint)),
+        },
+    }
+
+
+def _layer_inputs(config: Mapping[str, Any]) -> Any:
+    nested = config.get("eagle_config")
+    places = (config, nested) if isinstance(nested, dict) else (config,)
+    found = (place.get(name) for place in places for name in _LAYER_INPUTS)
+    return next((value for value in found if value is not None), None)
+
+
+def _mask_token(config: Mapping[str, Any], problems: list[str]) -> int | None:
+    nested = config.get("dflash_config")
+    places = [("dflash_config.", nested)] if isinstance(nested, dict) else []
+    found: dict[str, int] = {}
+    for where, fields in (*places, ("", config)):
+        for name in _MASK_TOKENS:
+            value: Any = fields.get(name)
+            value = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+            if is_int(value):
+                found[where + name] = value
+            elif value is not None:
+                problems.append(f"{where}{name} must be an integer, got {shown(value)}")
+    if len(set(found.values())) > 1:
+        problems.append(f"the mask token is given twice, with different ids: {shown(found)}")
+    elif not found and not problems:
+        problems.append("mask_token_id is missing")
+    return next(iter(found.values()), None)
+
+
+def _has_qk_norm(tensors: Collection[str] | None) -> bool:
+    return any(name.endswith(".q_norm.weight") for name in tensors or ())

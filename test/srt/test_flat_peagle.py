@@ -1,0 +1,166 @@
+"""P-EAGLE drafts with an EAGLE-3 config, as Amazon and NeMo AutoModel publish them.
+
+Both are made here from the bundled draft, whose class and reference other tests compare with the library.
+No published file was at hand: names and fields are those of their writers and readers.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, TARGET
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_transformers_utils import get_config
+from support.engine import build
+
+from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model
+from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
+from sglang_dflash.srt.configs.draft_config import DraftConfigError
+from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
+from sglang_dflash.srt.configs.peagle_config import ALIASES, PEagleDraftConfig, read_draft_config
+from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.models.peagle import PEagleDraftModel
+
+SOURCE = json.loads((PEAGLE_DRAFT / "config.json").read_text())
+LAYERS = SOURCE["transformer_layer_config"]
+INPUTS = SOURCE["eagle_aux_hidden_state_layer_ids"]
+KEPT_PLAIN = ("lm_head.", "mask_hidden", "d2t", "t2d")
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Return the bundled draft's tensors without norms of queries and keys, which these drafts lack."""
+    found = load_file(PEAGLE_DRAFT / "model.safetensors")
+    return {name: t for name, t in found.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))}
+
+
+def write(folder, config: dict, weights: dict):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def amazon(folder, **changes):
+    """Write gpt-oss' form: EAGLE-3's names, the mask token as text, layers left to the default."""
+    config = {**LAYERS, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+    config |= {"ptd_token_id": str(SOURCE["mask_token_id"]), "draft_vocab_size": SOURCE["draft_vocab_size"]}
+    renamed = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors().items()}
+    return write(folder, config | changes, renamed)
+
+
+def nemo(folder, **changes):
+    """Write NeMo's form: most names after `model.`, options in the config."""
+    config = {
+        **LAYERS,
+        "architectures": ["LlamaEagle3DraftModel"],
+        "parallel_drafting": True,
+        "num_depths": 5,
+    }
+    config |= {"mask_token_id": SOURCE["mask_token_id"], "draft_vocab_size": SOURCE["draft_vocab_size"]}
+    config |= {"norm_before_fc": False, "fc_norm": False, "norm_output": False}
+    config |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": INPUTS}}
+    renamed = {n if n.startswith(KEPT_PLAIN) else f"model.{n}": t for n, t in tensors().items()}
+    return write(folder, config | changes, renamed)
+
+
+@pytest.fixture(autouse=True)
+def parser(monkeypatch):
+    monkeypatch.setitem(PARSERS, "hf", DraftConfigParser)
+    monkeypatch.delenv(DFlashOptions.TARGET_LAYERS.variable, raising=False)
+
+
+def read(folder):
+    config = get_config(str(folder), trust_remote_code=False, revision=None, model_override_args={})
+    return config, PEagleDraftConfig.parse(config, str(folder))
+
+
+def resolve(folder, algorithm: str):
+    record = ServerArgs(
+        model_path=str(TARGET), speculative_algorithm=algorithm, speculative_draft_model_path=str(folder)
+    )
+    detect_speculators_model(record, lambda args: None)
+    return resolving_view(record)
+
+
+@pytest.mark.parametrize("writer", [amazon, nemo])
+def test_it_is_the_draft_of_the_librarys_file(writer, tmp_path):
+    """The config, and every parameter, are those of a speculators file with Llama layers."""
+    source = json.loads(json.dumps(SOURCE))
+    source["transformer_layer_config"]["model_type"] = "llama"
+    library = write(tmp_path / "library", source, tensors())
+    expected_config, expected = read(library)
+    named = {"eagle_aux_hidden_state_layer_ids": INPUTS} if writer is amazon else {}
+    named["norm_before_residual"] = SOURCE["norm_before_residual"]
+    folder = writer(tmp_path / "flat", num_depths=expected.speculative_tokens, **named)
+    config, draft = read(folder)
+    assert draft == expected
+    check_draft_tensors(str(folder), config, draft)
+    found = dict(
+        build(
+            PEagleDraftModel, config, iter(load_file(folder / "model.safetensors").items())
+        ).named_parameters()
+    )
+    wanted = build(PEagleDraftModel, expected_config, iter(tensors().items())).named_parameters()
+    for name, parameter in wanted:
+        assert torch.equal(found.pop(name), parameter), name
+    assert not found
+
+
+@pytest.mark.parametrize("algorithm", ["PEAGLE", "EAGLE3", "DFLASH"])
+def test_layers_that_the_file_does_not_name(algorithm, tmp_path):
+    """They are EAGLE-3's default ones, by the target's depth, in all processes."""
+    folder = amazon(tmp_path / "draft")
+    assert resolve(folder, algorithm).speculative_algorithm == "DFLASH"
+    depth = json.loads((TARGET / "config.json").read_text())["num_hidden_layers"]
+    _, draft = read(folder)
+    assert draft.target_layer_ids == (1, depth // 2 - 1, depth - 4)
+    assert draft.speculative_tokens == 7 and draft.mask_token_id == SOURCE["mask_token_id"]
+    with pytest.raises(DraftConfigError, match="the target's depth is not known"):
+        flatten_peagle(json.loads((folder / "config.json").read_text()), str(folder), None)
+
+
+def test_an_eagle3_file_that_only_looks_like_one(tmp_path):
+    """Without the mask tensor it stays with SGLang's own worker, or is no P-EAGLE draft."""
+    folder = amazon(tmp_path / "draft")
+    weights = load_file(folder / "model.safetensors")
+    del weights["mask_hidden"]
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    assert not is_flat_peagle(config, str(folder))
+    assert resolve(folder, "EAGLE3").speculative_algorithm == "EAGLE3"
+    with pytest.raises(ValueError, match="is no P-EAGLE checkpoint"):
+        resolve(folder, "PEAGLE")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"mask_token_id": 5}, "given twice, with different ids"),
+        ({"pard_token": "x"}, "pard_token must be an integer, got 'x'"),
+        ({"mlp_bias": True}, "mlp_bias is True, which is not supported"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
+        ({"target_hidden_size": 64}, "target_hidden_size is 64, but hidden_size is"),
+        ({"num_depths": 0}, "num_depths must be a positive integer, got 0"),
+        ({"layer_ids": "all"}, "must be a list of integers, got 'all'"),
+    ],
+)
+def test_what_a_config_may_not_say(changes, words, tmp_path):
+    config = json.loads((amazon(tmp_path / "draft") / "config.json").read_text()) | changes
+    with pytest.raises(DraftConfigError, match=words):
+        flatten_peagle(config, str(tmp_path / "draft"), 12)
+
+
+@pytest.mark.parametrize("name, ours", ALIASES.items())
+def test_nemos_names_of_dflash_drafts(name, ours, tmp_path):
+    """Everything else of these files is z-lab's, so SGLang gets the class for z-lab's name."""
+    source = DRAFT if ours == "DFlashDraftModel" else DFLASH2_DRAFT
+    config = json.loads((source / "config.json").read_text())
+    folder = write(tmp_path / "draft", config | {"architectures": [name]}, {})
+    check_draft_config(str(folder))
+    found = get_config(str(folder), trust_remote_code=False, revision=None, model_override_args={})
+    assert found.architectures == [ours]
+    assert read_draft_config(found, "draft").block_size == config["block_size"]

@@ -1,0 +1,324 @@
+"""Quantized drafts: read as their library unpacks them, checked at start-up, refused by tensor and reason."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from serving import DRAFT
+from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
+from sglang.srt.layers import linear
+from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
+from sglang.srt.utils.hf_transformers_utils import get_config
+from support.engine import build, start
+from support.packed_drafts import SCHEMES, pack, pack_for_modelopt, write
+
+from sglang_dflash.srt.arg_groups.draft_files import check_draft_tensors
+from sglang_dflash.srt.arg_groups.draft_quantization import check_draft_quantization
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError
+from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.configs.draft_quantization import Scheme, quantization_of
+from sglang_dflash.srt.models import packed_weights
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
+from sglang_dflash.srt.models.packed_weights import PackedModule, row_check, run_row_checks
+
+WEIGHTS = load_file(DRAFT / "model.safetensors")
+# One layer, so that each format takes little time.
+SMALL = {name: tensor for name, tensor in WEIGHTS.items() if "layers." not in name or "layers.0." in name}
+
+
+@pytest.fixture(autouse=True)
+def parser(monkeypatch):
+    monkeypatch.setitem(PARSERS, "hf", DraftConfigParser)
+
+
+def read_hf_config(folder, **changes):
+    config = get_config(str(folder), trust_remote_code=False, revision=None, model_override_args={})
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def one_layer(folder):
+    return read_hf_config(folder, num_hidden_layers=1, layer_types=["full_attention"])
+
+
+def packed_draft(tmp_path, scheme: str):
+    """Return the folder of a packed draft of one layer, its tensors, and those of the library."""
+    packed, quantization, unpacked = pack_for_modelopt(SMALL) if scheme == "ModelOpt" else pack(SMALL, scheme)
+    return write(tmp_path / "draft", DRAFT, packed, quantization), packed, unpacked
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "ModelOpt"])
+def test_a_packed_draft_is_what_its_library_unpacks(scheme, tmp_path):
+    """Equal to the library's own weights up to bfloat16's rounding, which is the library's."""
+    folder, packed, unpacked = packed_draft(tmp_path, scheme)
+    config = one_layer(folder)
+    check_draft_tensors(str(folder), config, DFlashDraftConfig.parse(config, "draft"))
+    model = build(DFlashDraftModel, config, iter(packed.items()))
+    assert len(model.row_checks) == 8  # fc, q, k, v, o, gate, up, down
+    run_row_checks(model.row_checks)
+    dense = build(DFlashDraftModel, one_layer(DRAFT), iter(unpacked.items()))
+    found, expected = dict(model.named_parameters()), dict(dense.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=2**-7, atol=1e-6)
+    model.stack_kv_weights()
+    dense.stack_kv_weights()
+    torch.testing.assert_close(model._kv_weight, dense._kv_weight, rtol=2**-7, atol=1e-6)
+
+
+def test_an_order_of_columns():
+    """`weight_g_idx` names the group of each column."""
+    scheme = Scheme("packed", 4, "group", 2, has_order=True)
+    values = torch.tensor([[1, -2, 3, -4, 5, -6, 7, -8]])
+    words = sum(((values[0, i] + 8) << 4 * i) for i in range(8)).to(torch.int64)
+    parts = {
+        "weight_packed": torch.tensor([[words - 2**32 if words >= 2**31 else words]]).to(torch.int32),
+        "weight_scale": torch.tensor([[1.0, 10.0, 100.0, 1000.0]]),
+        "weight_shape": torch.tensor([1, 8]),
+        "weight_g_idx": torch.tensor([3, 2, 1, 0, 0, 1, 2, 3]),
+    }
+    weight = PackedModule("fc", scheme, 1, 8, parts).dequantize(torch.device("cpu"))
+    factors = torch.tensor([1000, 100, 10, 1, 1, 10, 100, 1000])
+    assert torch.equal(weight, (values * factors).float())
+    parts["weight_g_idx"][0] = 4
+    with pytest.raises(ValueError, match="fc.weight_g_idx points outside"):
+        PackedModule("fc", scheme, 1, 8, parts).dequantize(torch.device("cpu"))
+
+
+FAULTS = {
+    "scales rolled by a group": lambda parts: parts | {"weight_scale": parts["weight_scale"].roll(1, -1)},
+    "scales of the next row": lambda parts: parts | {"weight_scale": parts["weight_scale"].roll(1, 0)},
+    "scales halved": lambda parts: parts | {"weight_scale": parts["weight_scale"] * 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def checked():
+    """A loaded W4A16 draft of one layer."""
+    packed, quantization, _ = pack(SMALL, "W4A16")
+    config = SimpleNamespace(quantization=quantization, packed=packed)
+    return config
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["fc", "layers.0.self_attn.k_proj", "layers.0.mlp.up_proj"])
+def test_a_layer_that_loads_wrong_ends_the_start(fault, name, checked, tmp_path):
+    """The model gets weights by wrong scales, as if a loader or kernel had mixed them up."""
+    folder = write(tmp_path / "draft", DRAFT, checked.packed, checked.quantization)
+    model = build(DFlashDraftModel, one_layer(folder), iter(checked.packed.items()))
+    check = next(check for check in model.row_checks if check.name == name)
+    parts = {
+        key.rpartition(".")[2]: value for key, value in checked.packed.items() if key.startswith(f"{name}.")
+    }
+    rows, columns = parts["weight_shape"].tolist()
+    wrong = PackedModule(name, check.scheme, rows, columns, FAULTS[fault](parts))
+    weight = wrong.dequantize(torch.device("cpu"))
+    check.module.weight.data[check.columns, :columns][:rows] = weight.to(check.module.weight.dtype)
+    with pytest.raises(ValueError, match=rf"- {name} \(W4\) differs by 0\.\d") as caught:
+        run_row_checks(model.row_checks)
+    assert str(caught.value).count("\n") == 1  # no other layer is named
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_check_of_a_rank(rank, monkeypatch):
+    """Each rank checks its share: of heads, KV heads that two ranks have in common, and inputs."""
+    start()
+    for module in (linear, packed_weights):
+        monkeypatch.setattr(module, "get_group_rank_size", lambda group: (rank, 2))
+    generator = torch.Generator().manual_seed(rank)
+    scheme = Scheme("packed", 4, "group", 128)
+    qkv = QKVParallelLinear(32, 8, 4, 1, bias=False)
+    output = RowParallelLinear(32, 16, bias=False)
+    modules = {"a.qkv_proj": qkv, "a.o_proj": output}
+    model = SimpleNamespace(get_submodule=modules.__getitem__)
+    checks = []
+    for part, rows in (("q", 32), ("k", 8), ("v", 8), ("o", 16)):
+        weight = torch.randn(rows, 32, generator=generator)
+        module = output if part == "o" else qkv
+        module.weight_loader(module.weight, weight, *(() if part == "o" else (part,)))
+        packed = PackedModule(f"a.{part}_proj", scheme, rows, 32, {})
+        checks.append(row_check(model, packed, weight))
+    run_row_checks(checks)
+    qkv.weight.data[-1] += 1
+    with pytest.raises(ValueError, match="a.v_proj"):
+        run_row_checks(checks)
+
+
+def _without(name):
+    return lambda tensors, config: tensors.pop(name)
+
+
+def _set(name, change):
+    return lambda tensors, config: tensors.update({name: change(tensors[name])})
+
+
+def _weights(**changes):
+    return lambda tensors, config: config["config_groups"]["group_0"]["weights"].update(changes)
+
+
+UP = "layers.0.mlp.up_proj"
+BAD = {
+    "no scales": (
+        _without(f"{UP}.weight_scale"),
+        f"model.safetensors: {UP}.weight_scale: missing, W4 needs it",
+    ),
+    "no packed tensor": (_without(f"{UP}.weight_packed"), f"{UP}.weight_packed: missing"),
+    "scales of another width": (
+        _set(f"{UP}.weight_scale", lambda t: t[:, :1].contiguous()),
+        rf"{UP}.weight_scale is \(\d+, 1\), expected \(\d+, 2\) of W4",
+    ),
+    "transposed scales": (
+        _set("fc.weight_scale", lambda t: t.t().contiguous()),
+        r"fc.weight_scale is \(\d+, 256\), expected \(256, \d+\)",
+    ),
+    "integer scales": (
+        _set(f"{UP}.weight_scale", lambda t: t.to(torch.int32)),
+        f"{UP}.weight_scale is I32, expected BF16",
+    ),
+    "packed as bytes": (
+        _set(f"{UP}.weight_packed", lambda t: t.view(torch.uint8)),
+        "weight_packed is U8, expected I32",
+    ),
+    "another layer's shape": (
+        _set(f"{UP}.weight_shape", lambda t: t + 8),
+        rf"{UP}.weight_shape holds \(520, 264\), expected \(512, 256\)",
+    ),
+    "another number of bits": (_weights(num_bits=8), "weight_packed is .*, expected .* of W8"),
+    "another group size": (_weights(group_size=64), "weight_scale is .*, expected .* of W4"),
+    "a group size that does not divide": (
+        _weights(group_size=100),
+        "group size 100 does not divide its 256 columns",
+    ),
+    "a group size of zero": (_weights(group_size=0), "group_size 0, which must be a positive integer"),
+    "three bits": (_weights(num_bits=3), "num_bits 3, type 'int': not served"),
+    "no config": (
+        lambda tensors, config: config.clear(),
+        "weight_packed .I32.: the config names no quantization for it",
+    ),
+    "another library": (
+        lambda tensors, config: config.update(quant_method="gptq"),
+        "quant_method 'gptq' is not served",
+    ),
+    "rotated": (
+        lambda tensors, config: config.update(transform_config={"config_groups": {"u": {}}}),
+        "transform_config.*weights are rotated",
+    ),
+    "a layer that is ignored and packed": (
+        lambda tensors, config: config["ignore"].append(UP),
+        f"{UP}.weight_packed .I32.: the config names no quantization for it",
+    ),
+    "a dense layer": (
+        lambda tensors, config: (
+            [tensors.pop(name) for name in list(tensors) if name.startswith(UP)],
+            tensors.update({f"{UP}.weight": SMALL[f"{UP}.weight"]}),
+        ),
+        f"{UP}.weight is dense, but the quantization config names it",
+    ),
+    "a tensor of another scheme": (
+        lambda tensors, config: tensors.update({f"{UP}.weight_global_scale": torch.ones(1)}),
+        f"{UP}.weight_global_scale: W4 has no such tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_file_is_refused_by_its_header(fault, checked, tmp_path):
+    """File, tensor and reason, before anything is allocated."""
+    tensors, quantization = dict(checked.packed), copy.deepcopy(checked.quantization)
+    spoil, words = BAD[fault]
+    spoil(tensors, quantization)
+    folder = write(tmp_path / "draft", DRAFT, tensors, quantization)
+    config = one_layer(folder)
+    draft = DFlashDraftConfig.parse(config, "draft")
+    with pytest.raises(DraftConfigError, match=words):
+        check_draft_tensors(str(folder), config, draft)
+
+
+BAD_VALUES = {
+    "a scale that is no number": (
+        "W4A16",
+        "weight_scale",
+        torch.nan,
+        "weight_scale holds 1 values that are not finite",
+    ),
+    "an FP8 weight that is no number": ("FP8", "weight", torch.nan, "weight holds 1 values"),
+    "an MXFP4 scale that is no number": ("MXFP4A16", "weight_scale", 255, "weight_scale holds 1 values"),
+    "a global scale of zero": (
+        "NVFP4A16",
+        "weight_global_scale",
+        0,
+        "weight_global_scale is 0.0, which must be",
+    ),
+    "another layer's shape": ("W4A16", "weight_shape", 8, r"weight_shape is \(8, 256\)"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_VALUES)
+def test_a_bad_value_is_refused_when_it_is_loaded(fault, tmp_path):
+    scheme, part, value, words = BAD_VALUES[fault]
+    folder, packed, _ = packed_draft(tmp_path, scheme)
+    packed[f"{UP}.{part}"] = packed[f"{UP}.{part}"].clone()
+    packed[f"{UP}.{part}"].view(-1)[0] = value
+    with pytest.raises(ValueError, match=f"{UP}.{words}"):
+        build(DFlashDraftModel, one_layer(folder), iter(packed.items()))
+
+
+def test_modelopts_own_file(tmp_path):
+    """Some exports have `hf_quant_config.json` alone; names may hold wildcards."""
+    folder, *_ = packed_draft(tmp_path, "ModelOpt")
+    config = read_hf_config(folder)
+    text = (
+        '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A16_NVFP4", "group_size": 16, '
+    )
+    text += '"exclude_modules": ["layers.1*", "model.fc"]}}'
+    plain = write(tmp_path / "plain", DRAFT, SMALL, None)
+    (plain / "hf_quant_config.json").write_text(text)
+    found = quantization_of(read_hf_config(plain))
+    assert found.scheme_of("layers.0.mlp.up_proj") == quantization_of(config).scheme_of("fc")
+    assert found.scheme_of("fc") is None and found.scheme_of("layers.1.mlp.up_proj") is None
+    assert quantization_of(read_hf_config(write(tmp_path / "dense", DRAFT, SMALL, None))) is None
+
+
+def test_groups_win_in_order():
+    """A group's own format, targets by name and by expression, and what no group names."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+    groups = {
+        "a": {"targets": ["fc"], "weights": weights | {"num_bits": 8}},
+        "b": {
+            "targets": ["re:.*mlp.*"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+            "format": "float-quantized",
+        },
+    }
+    raw = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    found = quantization_of(SimpleNamespace(draft_quantization=raw))
+    names = [
+        getattr(found.scheme_of(m), "name", None)
+        for m in ("fc", "layers.0.mlp.up_proj", "layers.0.self_attn.q_proj")
+    ]
+    assert names == ["W8", "FP8", None]
+
+
+@pytest.mark.parametrize("named, is_refused", [(None, False), ("compressed-tensors", False), ("fp8", True)])
+def test_the_flag(named, is_refused, checked):
+    """Unset and "unquant", which SGLang turns into None, fit every draft."""
+    found = quantization_of(SimpleNamespace(draft_quantization=checked.quantization))
+    args = SimpleNamespace(
+        speculative_draft_model_quantization=named, _speculative_draft_quantization_explicitly_set=True
+    )
+    inherited = SimpleNamespace(
+        speculative_draft_model_quantization="awq", _speculative_draft_quantization_explicitly_set=False
+    )
+    check_draft_quantization(inherited, found)
+    check_draft_quantization(inherited, None)
+    if is_refused:
+        with pytest.raises(ValueError, match="quantized by compressed-tensors"):
+            check_draft_quantization(args, found)
+    else:
+        check_draft_quantization(args, found)
+    if named is not None:
+        with pytest.raises(ValueError, match="not served for a draft that is not quantized"):
+            check_draft_quantization(args, None)
