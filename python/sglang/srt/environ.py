@@ -62,6 +62,10 @@ class DFlashOptions:
     DRAFT_HEAD_DTYPE = Option(
         "SGLANG_DFLASH_DRAFT_HEAD_DTYPE", "auto", {"auto": "auto", "fp8": "fp8"}.__getitem__, "auto or fp8"
     )
+    # --speculative-draft-layers-dtype: "fp8" drafts with FP8 copies of the draft's linear layers.
+    DRAFT_LAYERS_DTYPE = Option(
+        "SGLANG_DFLASH_DRAFT_LAYERS_DTYPE", "auto", {"auto": "auto", "fp8": "fp8"}.__getitem__, "auto or fp8"
+    )
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
     # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.
