@@ -93,8 +93,8 @@ def pack_blocks(
     int32. One launch on CUDA, without host synchronisation.
     """
     if out is None:
-        offsets = (seq_lens.new_empty((seq_lens.numel() + 1,), dtype=torch.int32) for _ in range(2))
-        out = torch.empty_like(seq_lens), *offsets
+        keys, queries = (seq_lens.new_empty((seq_lens.numel() + 1,), dtype=torch.int32) for _ in range(2))
+        out = torch.empty_like(seq_lens), keys, queries
     run = pack_blocks_triton if seq_lens.is_cuda else pack_blocks_torch
     run(seq_lens, block_size, *out)
     return out
