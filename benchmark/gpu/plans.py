@@ -42,6 +42,8 @@ from sglang_dflash.srt.environ import DFlashOptions
 
 # Ends a server whose plan does not hold for the device's lengths.
 CHECK_PLANS = "SGLANG_DFLASH_CHECK_PLANS"
+# FP8 copies for drafting: of the head, and of the draft's layers.
+FP8_OPTIONS = DFlashOptions.DRAFT_HEAD_DTYPE, DFlashOptions.DRAFT_LAYERS_DTYPE
 CONTEXT = 1024  # tokens of a prompt, if a load names no other number
 LONG_CONTEXTS = ((1, 8192), (4, 8192), (1, 24_576), (4, 24_576))
 
@@ -179,9 +181,13 @@ class Builder:
         return Plan("B", visits, self._checks(names), 545)
 
     def plan_c(self) -> Plan:
-        """The hybrid target with a DFlash2 draft."""
+        """FP8 copies for drafting, against plan A's `ours`, then the hybrid target with a DFlash2 draft."""
         large = partial(self._visit, QWEN3_8_27B, "fa3", start_s=estimates.LARGE_START_S)
-        visits = large(DFLASH, (1, 4)), large(NO_SPECULATION, (1, 4), repeats=1)
+        visits = (
+            self._fp8("ours-fp8", FP8_OPTIONS, profiles=(1,)),
+            large(DFLASH, (1, 4)),
+            large(NO_SPECULATION, (1, 4), repeats=1),
+        )
         return Plan("C", visits, self._checks(("rehearsed/fa3-peagle", "lossless/eager")), 360)
 
     def rest(self) -> Plan:
@@ -195,6 +201,7 @@ class Builder:
             start_s=estimates.COMPILED_START_S,
         )
         visits = (
+            self._fp8("ours-fp8-head", FP8_OPTIONS[:1]),
             compiled,
             *(llama(variant, (1, 16, 48)) for variant in variants),
             self._visit(QWEN3_8_27B, "fa3", BUILT_IN_DFLASH, (1, 4), start_s=estimates.LARGE_START_S),
@@ -254,6 +261,12 @@ class Builder:
             steps.append(Step(f"{prefix}/profile-{requests}", (spec,), estimates.PROFILE_S, run))
         usual = estimates.ADAPTIVE_START_S if variant == ADAPTIVE_DFLASH else estimates.START_S
         return Visit(prefix, spec, tuple(steps), (start_s or usual) + estimates.STOP_S)
+
+    def _fp8(self, name: str, options: Sequence[Any], profiles: Sequence[int] = ()) -> Visit:
+        """Plan plan A's first server with these options at "fp8"."""
+        environment = {option.variable: "fp8" for option in options}
+        visit = partial(self._visit, name=name, environment=environment)
+        return visit(QWEN3_8B, "fa3", DFLASH, (1, 48), profiles=profiles)
 
     def _good_draft(self) -> Visit:
         """Plan adaptive width with the bundled pair: simulated acceptance excludes it."""

@@ -9,12 +9,14 @@ import torch
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
+from sglang_dflash.srt.speculative.width import backends as width_backends
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth, PlannedCycle
 from sglang_dflash.srt.speculative.width.chooser import WidthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
 from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.estimates import MODES, SurvivalEstimate
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+from sglang_dflash.srt.speculative.width.start_up import _seconds_overlapped
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -23,18 +25,36 @@ WIDTHS = (1, 2, 4, 8)
 
 
 @pytest.mark.parametrize(
-    ("block_size", "widths"),
+    ("block_size", "on_cpu", "on_gpu"),
     [
-        (1, (1,)),
-        (2, (1, 2)),
-        (3, (1, 2, 3)),
-        (8, (1, 2, 4, 8)),
-        (10, (1, 2, 4, 8, 10)),
-        (16, (1, 2, 4, 8, 16)),
+        (1, (1,), (1,)),
+        (2, (1, 2), (1, 2)),
+        (3, (1, 2, 3), (1, 3)),
+        (8, (1, 2, 4, 8), (1, 4, 8)),
+        (10, (1, 2, 4, 8, 10), (1, 5, 10)),
+        (16, (1, 2, 4, 8, 16), (1, 8, 16)),
     ],
 )
-def test_default_widths(block_size, widths):
-    assert AdaptiveSettings().widths(block_size) == widths
+def test_default_widths(block_size, on_cpu, on_gpu):
+    assert AdaptiveSettings().widths(block_size, "cpu") == on_cpu
+    assert AdaptiveSettings().widths(block_size, "cuda") == on_gpu
+
+
+@pytest.mark.parametrize(("free", "has_room"), [(3.9, False), (4.1, True)])
+def test_whole_blocks_without_memory_for_more_graphs(free, has_room, monkeypatch, caplog):
+    """Two widths beside the whole block, whose graphs take 1.5 GB, and a spare gigabyte."""
+    monkeypatch.setattr(width_backends, "get_available_gpu_memory", lambda device, gpu_id: free)
+    runner = SimpleNamespace(device="cuda", gpu_id=0, graph_memory_usage={"target_verify": 1.5})
+    assert width_backends.has_room_for_widths(runner, 2, SimpleNamespace(world_size=1)) == has_room
+    assert ("DFLASH verifies whole blocks: 3.90 GB" in caplog.text) != has_room
+    runner.device = "cpu"
+    assert width_backends.has_room_for_widths(runner, 2, SimpleNamespace(world_size=1))
+
+
+def test_the_first_of_overlapping_cycles_is_not_timed(monkeypatch):
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    assert _seconds_overlapped(lambda seconds: Event.wait(seconds), [50, 3, 5]) == pytest.approx(4.5)
 
 
 def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
@@ -47,8 +67,8 @@ def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
     settings.to_environment()
     assert AdaptiveSettings.from_environment() == settings
     assert settings.patience == 0.2
-    assert AdaptiveSettings(candidate_steps=(0, 2, 5)).widths(8) == (1, 3, 6)
-    assert settings.widths(8) == (1, 3)
+    assert AdaptiveSettings(candidate_steps=(0, 2, 5)).widths(8, "cpu") == (1, 3, 6)
+    assert settings.widths(8, "cpu") == (1, 3)
     AdaptiveSettings().to_environment()
     assert AdaptiveSettings.from_environment() == AdaptiveSettings()
 
@@ -84,7 +104,7 @@ def test_a_bad_file_is_named_with_what_is_wrong(text, words, tmp_path):
 
 def test_more_than_the_block_holds():
     with pytest.raises(ValueError, match="9 drafted tokens .* block of 8"):
-        AdaptiveSettings(candidate_steps=(0, 9)).widths(8)
+        AdaptiveSettings(candidate_steps=(0, 9)).widths(8, "cpu")
 
 
 # -- choosing and learning
@@ -328,6 +348,43 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     assert (cycle.width, cycle.drafts) == (4, False)
     assert broadcasts == [(6, "host")] and backends.applied == [4] and not chooser.batches
     assert width.report()["expected"] == {}
+
+
+class Event:
+    """A CUDA event, over at once. Each record takes a second."""
+
+    made = seconds = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        Event.made += 1
+
+    def record(self):
+        Event.wait(1)
+        self.at = Event.seconds
+
+    @classmethod
+    def wait(cls, seconds):
+        cls.seconds += seconds
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at - self.at)
+
+
+def test_a_clock_on_a_gpu_records_its_events_again(monkeypatch):
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    clock, before = CycleClock("cuda"), Event.made
+    for cycle in range(20):
+        for _ in range(2):  # launched before the first is read
+            clock.start()
+            clock.stop(3, 8, 10)
+        first, second = clock.finished()
+        assert first.seconds == second.seconds == second.gap == 1.0
+        assert first.gap == (1.0 if cycle else None)
+    assert Event.made == before + 5, "two cycles and the end of the one before"
 
 
 def test_a_clock_on_the_host():

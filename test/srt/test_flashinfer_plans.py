@@ -39,28 +39,49 @@ def offsets(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
+class Translator:
+    """SGLang's translator. Request row r has the slots 1000 r, 1000 r + 1, ..."""
+
+    def pack_read_stream(
+        self, plan, *, req_pool_indices, seq_lens, indptr, out, num_token_blocks, kv_lens_sum
+    ):
+        assert plan == "slots" and num_token_blocks is None and kv_lens_sum >= int(seq_lens.sum())
+        for row, start, length in zip(req_pool_indices, indptr, seq_lens, strict=False):
+            out[start : start + length] = 1000 * row + torch.arange(length)
+
+
 class Graph:
     """A captured graph of `bs` blocks and its plan."""
 
     def __init__(self, bs: int):
-        self.module = Planner()
+        self.module, self.bs = Planner(), bs
         self.wrapper = SimpleNamespace(
             _fixed_batch_size=bs,
             _paged_kv_indptr_buf=torch.zeros(bs + 1, dtype=torch.int32),
+            _qo_indptr_buf=torch.zeros(bs + 1, dtype=torch.int32),
             _paged_kv_indices_buf=torch.zeros(10000, dtype=torch.int32),
             _float_workspace_buffer=None,
             _int_workspace_buffer=None,
             _cached_module=self.module,
         )
-        self.plan = BlockPlan(self.wrapper, WIDTH, Staging(1 << 16, CPU))
+        self.plan = BlockPlan(self.wrapper, WIDTH, HEADS, Translator(), Staging(1 << 16, CPU))
         self.replay([1] * bs, None, [1 + WIDTH] * bs)  # captures
 
     def replay(self, host: list[int], spread: list[int] | None, device: list[int]) -> planner.Plan:
         """Plan with the host's lengths, and return the last plan. device: the true numbers of keys."""
-        self.plan.expect(host, spread)
-        indices = torch.arange(sum(device), dtype=torch.int32)
-        self.plan(None, offsets(device), indices, None, *HEADS, 1, q_data_type=torch.bfloat16)
+        self.plan.prepare(
+            SimpleNamespace(
+                seq_lens=torch.tensor(device) - WIDTH,
+                seq_lens_cpu=torch.tensor(host),
+                req_pool_indices=torch.arange(self.bs),
+                kv_loc_plan="slots",
+                spec_info=SimpleNamespace(spread=spread),
+            )
+        )
         assert self.wrapper._paged_kv_indptr_buf.tolist() == offsets(device).tolist()
+        assert self.wrapper._qo_indptr_buf.tolist() == offsets([WIDTH] * self.bs).tolist()
+        slots = [1000 * row + key for row, length in enumerate(device) for key in range(length)]
+        assert self.wrapper._paged_kv_indices_buf[: sum(device)].tolist() == slots
         return self.module.made[-1]
 
 

@@ -572,7 +572,16 @@ def test_plans_begin_with_speed_and_fit_their_calls():
         for variant in (DFLASH, BUILT_IN_DFLASH, ADAPTIVE_DFLASH, NO_SPECULATION)
     ]
     assert plan_b.visits[0].name == "speed/flashinfer/qwen3-8b/ours"
-    assert plan_c.visits[0].name == "speed/fa3/qwen3.8-27b/ours" and rest.seconds is None
+    assert [visit.name for visit in plan_c.visits[:2]] == [
+        "speed/fa3/qwen3-8b/ours-fp8",
+        "speed/fa3/qwen3.8-27b/ours",
+    ]
+    assert rest.seconds is None
+    fp8, usual = plan_c.visits[0].spec, plan_a.visits[0].spec
+    assert fp8.arguments == usual.arguments and fp8.environment == usual.environment | {
+        "SGLANG_DFLASH_DRAFT_HEAD_DTYPE": "fp8",
+        "SGLANG_DFLASH_DRAFT_LAYERS_DTYPE": "fp8",
+    }
     names = [part.name for plan in (plan_a, plan_b, plan_c, rest) for part in run.parts_of(plan)]
     assert len(set(names)) == len(names)
     every = {f"rehearsed/{name}" for name in plans.REHEARSED} | {

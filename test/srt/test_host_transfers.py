@@ -63,9 +63,10 @@ FUNCTIONS = {"int", "float", "bool", "nonzero", "synchronize"}
 # (file, function, source of the call) -> why it does not wait
 PLANS = "srt/layers/attention/flashinfer_plans.py"
 ALLOWED = {
-    (PLANS, "init_forward_metadata_out_graph", "forward_batch.seq_lens_cpu.tolist()"): "lies on the host",
-    (PLANS, "__call__", "kv_indptr.diff().cpu()"): "no plan holds; logged and counted",
-    (PLANS, "__call__", "kv_indptr.diff().cpu().tolist()"): "no plan holds; logged and counted",
+    ("srt/speculative/width/backends.py", "has_room_for_widths", "bool(left >= 0)"): "start-up, on the host",
+    (PLANS, "prepare", "forward_batch.seq_lens_cpu.tolist()"): "lies on the host",
+    (PLANS, "_choose_plan", "self._offsets[0].diff().cpu()"): "no plan holds; logged and counted",
+    (PLANS, "_choose_plan", "self._offsets[0].diff().cpu().tolist()"): "no plan holds; logged and counted",
     (PLANS, "next", "copied.synchronize()"): "over: SGLang waited for later work; else logged and counted",
     (PLANS, "_plan", "int(number)"): "FlashInfer's plan information, on the host",
     (PLANS, "_plan", "int(chunk_host)"): "lies on the host",

@@ -31,7 +31,8 @@ def launch_prepare_block():
 
 
 def launch_pack_blocks():
-    block.pack_blocks_triton(torch.zeros(48, dtype=torch.int64), 16)
+    lengths, offsets = torch.zeros(48, dtype=torch.int64), torch.zeros(49, dtype=torch.int32)
+    block.pack_blocks_triton(lengths, 16, lengths, offsets, offsets)
 
 
 def launch_prepare_window():

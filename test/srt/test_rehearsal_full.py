@@ -121,6 +121,21 @@ def test_peagle_on_flashinfer_without_sliding_layers(expected, reference, tmp_pa
         assert played.waits() == []
 
 
+def test_a_batch_beyond_the_captured_sizes_waits(expected, reference):
+    """Its cycles run without graphs, with FlashInfer's own plans of exact lengths. That is counted."""
+    requests = greedy_requests(3)
+    expected.answers(DRAFT, requests)
+    with rehearse(Scene("flashinfer", buckets=(1, 2)), DRAFT, NO_CACHE) as played:
+        answers = played.server.generate_many(requests, 3)
+        assert_same(requests, answers, reference.answers(requests))
+        assert played.problems() == []
+        assert acceptance(answers) == acceptance(expected.answers(DRAFT, requests))
+        [state] = played.server.get("/server_info")["internal_states"]
+        beyond = [step for step in played.steps_without_graphs() if step["bs"] > 2]
+        assert len(beyond) == state["speculative_plans"]["cycles_without_graph"] > 0
+        assert played.steps_without_graphs() == beyond
+
+
 SETTINGS = {
     "draft window": ("flashinfer", DRAFT, "--speculative-draft-window-size", WINDOW),
     "draft window without host lengths": ("fa3", DRAFT, "--speculative-draft-window-size", WINDOW),

@@ -69,6 +69,10 @@ class DFlashOptions:
     # The target's depth, from the main process to the schedulers, for drafts that do not name the layers
     # they read.
     TARGET_LAYERS: Option[int | None] = Option("SGLANG_DFLASH_TARGET_LAYERS", None, int, "an integer")
+    # --speculative-draft-layers-dtype: "fp8" drafts with FP8 copies of the draft's linear layers.
+    DRAFT_LAYERS_DTYPE = Option(
+        "SGLANG_DFLASH_DRAFT_LAYERS_DTYPE", "auto", {"auto": "auto", "fp8": "fp8"}.__getitem__, "auto or fp8"
+    )
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
     # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.

@@ -77,7 +77,7 @@ def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> Adaptive
         logger.info(
             "DFLASH: each cycle verifies as many slots of a block as pay off, one of %s "
             "(--no-speculative-adaptive: always all).",
-            list(settings.widths(block_size)),
+            list(settings.widths(block_size, args.device)),
         )
     return settings
 

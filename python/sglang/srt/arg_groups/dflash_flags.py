@@ -9,7 +9,7 @@ from typing import Any
 from sglang_dflash.srt.environ import DFlashOptions
 
 SAMPLE_METHODS = ("greedy", "probabilistic")
-HEAD_DTYPES = ("auto", "fp8")
+DRAFT_DTYPES = ("auto", "fp8")
 
 
 class _SetSampleMethod(argparse.Action):
@@ -78,7 +78,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Lossless: verification uses the head as it is.",
         action=_SetOption,
         dest="DRAFT_HEAD_DTYPE",
-        choices=HEAD_DTYPES,
+        choices=DRAFT_DTYPES,
+    )
+    add(
+        "--speculative-draft-layers-dtype",
+        "The draft's linear layers: as they are (default), or FP8 copies of half the size (sm_89 and later). "
+        "Lossless: the target's layers stay as they are.",
+        action=_SetOption,
+        dest="DRAFT_LAYERS_DTYPE",
+        choices=DRAFT_DTYPES,
     )
     add(
         "--speculative-copy-ahead",

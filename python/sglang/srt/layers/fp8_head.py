@@ -22,13 +22,13 @@ def quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (values.float() / scale).to(DTYPE), scale
 
 
-def reason_against(head: nn.Module) -> str | None:
-    """Say why a head cannot be copied, or return None."""
-    weight = getattr(head, "weight", None)
+def reason_against(module: nn.Module, name: str = "the head") -> str | None:
+    """Say why a head or linear layer cannot be copied, or return None."""
+    weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        return f"the head has no plain weight ({type(head).__name__})"
+        return f"{name} has no plain weight ({type(module).__name__})"
     if weight.element_size() < 2:
-        return f"the head is quantized already ({weight.dtype})"
+        return f"{name} is quantized already ({weight.dtype})"
     if weight.is_cuda:
         capability = torch.cuda.get_device_capability(weight.device)
         if capability < _MIN_CAPABILITY:
@@ -36,45 +36,63 @@ def reason_against(head: nn.Module) -> str | None:
                 *_MIN_CAPABILITY, *capability
             )
         if any(size % _ALIGNMENT for size in weight.shape):
-            return f"the head is {tuple(weight.shape)}, and FP8 needs multiples of {_ALIGNMENT}"
+            return f"{name} is {tuple(weight.shape)}, and FP8 needs multiples of {_ALIGNMENT}"
     return None
 
 
-class Fp8Head:
-    """Logits of a head from an FP8 copy of its weight, one scale per row and one per token.
+class Fp8Copy:
+    """FP8 copy of the weight [n, k] of a module, with one scale per row.
 
-    A CPU has no FP8 product. There the copy is kept in the head's dtype, which holds every E4M3 value.
+    A CPU has no FP8 product. There the copy is kept in the weight's dtype, which holds every E4M3 value.
 
     Args:
-        head: an LM head or an embedding with weight [vocab, hidden], without `reason_against`.
+        module: its weight is copied. There must be no `reason_against` it.
+
+    Attributes:
+        weight: [n, k], the copy.
+        scale: [n, 1] float32.
     """
 
-    def __init__(self, head: nn.Module):
-        self._source: Any = head
-        self.shard_indices = getattr(head, "shard_indices", None)
-        self.org_vocab_size = getattr(head, "org_vocab_size", None)
+    def __init__(self, module: nn.Module):
+        self._source: Any = module
         self.weight, self.scale = self._quantized()
 
     def refresh(self) -> None:
-        """Copy the head again after a weight update, in place, as CUDA graphs read the copy."""
+        """Copy the weight again after an update, in place, as CUDA graphs read the copy."""
         weight, scale = self._quantized()
         self.weight.copy_(weight)
         self.scale.copy_(scale)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [n, vocab] of hidden [n, hidden], in the dtype of `hidden`."""
-        rows, row_scale = quantize_rows(hidden)
-        if hidden.is_cuda:
-            logits = torch._scaled_mm(
-                rows, self.weight.t(), scale_a=row_scale, scale_b=self.scale, out_dtype=torch.bfloat16
-            )
-            return logits.to(hidden.dtype)
-        product = F.linear(rows.to(hidden.dtype), self.weight.to(hidden.dtype))
-        return (product.float() * row_scale * self.scale).to(hidden.dtype)
-
     @torch.no_grad()
     def _quantized(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the copy [vocab, hidden], and its scales [1, vocab]."""
         source = self._source.weight.detach()
         weight, scale = quantize_rows(source)
-        return weight if source.is_cuda else weight.to(source.dtype), scale.t().contiguous()
+        return weight if source.is_cuda else weight.to(source.dtype), scale
+
+    def emulated_product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows [m, k] by the copy, both rounded to FP8, on a CPU: [m, n]."""
+        quantized, row_scale = quantize_rows(rows)
+        product = F.linear(quantized.to(rows.dtype), self.weight.to(rows.dtype))
+        return (product.float() * row_scale * self.scale.t()).to(rows.dtype)
+
+
+class Fp8Head(Fp8Copy):
+    """Logits of a head from an FP8 copy of its weight, one scale per row and one per token.
+
+    head: an LM head or an embedding with weight [vocab, hidden].
+    """
+
+    def __init__(self, head: nn.Module):
+        super().__init__(head)
+        self.shard_indices = getattr(head, "shard_indices", None)
+        self.org_vocab_size = getattr(head, "org_vocab_size", None)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [n, vocab] of hidden [n, hidden], in the dtype of `hidden`."""
+        if not hidden.is_cuda:
+            return self.emulated_product(hidden)
+        rows, row_scale = quantize_rows(hidden)
+        logits = torch._scaled_mm(
+            rows, self.weight.t(), scale_a=row_scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16
+        )
+        return logits.to(hidden.dtype)

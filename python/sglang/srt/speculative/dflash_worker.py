@@ -25,7 +25,11 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree
 
-from sglang_dflash.srt.layers.attention.flashinfer_plans import counts
+from sglang_dflash.srt.layers.attention.flashinfer_plans import (
+    count_cycle_without_graph,
+    counts,
+    plans_blocks,
+)
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
@@ -133,6 +137,7 @@ class DFlashWorker(BaseSpecWorker):
             super().init_attention_backends()
         self.target_states = make_target_states(self._target_worker, self.block_size)
         self._plans_within_bounds = plans_within_bounds(self.spec_v2_attn_backends, self.device)
+        self._has_graph_plans = any(map(plans_blocks, self.spec_v2_attn_backends))
 
     def init_cuda_graphs(self):
         """Capture the draft's CUDA graphs, and measure cycles if the verify length is adaptive."""
@@ -261,6 +266,8 @@ class DFlashWorker(BaseSpecWorker):
         verify_len = self.speculative_num_draft_tokens = plan.width
         self._notify("on_length_chosen", batch, verify_len)
         result = self.run_cycle(batch, verify_len, draws, on_publish, grammar_barrier, plan.drafts, caps)
+        if self._has_graph_plans and not result.can_run_cuda_graph:
+            count_cycle_without_graph(len(batch.reqs))
         proposals = self._copies.proposals if self._copies is not None else None
         cycle = self._in_flight.launch(CycleInFlight(len(batch.reqs), plan, proposals))
         if self._plans_within_bounds or verify_len == 1:

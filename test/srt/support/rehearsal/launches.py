@@ -39,7 +39,8 @@ _FREE = {
 }
 # Read on the host without an operation, where the tensor lies there already.
 _READS = {"tolist", "numpy", "cpu"}
-_OURS = ("/sglang/srt/", "/sglang/kernels/", "/flashinfer/")
+_PACKAGES = "sglang", "sglang_dflash"
+_OURS = ("/flashinfer/", *(f"/{package}/{part}/" for package in _PACKAGES for part in ("srt", "kernels")))
 _TESTS = str(Path(__file__).parents[2])
 
 _counting: "_Operations | None" = None

@@ -79,37 +79,42 @@ def prepare_block_kernel(
     tl.store(cache_loc + out, loc.to(tl.int64), mask=inside)
 
 
-def pack_blocks(seq_lens: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def pack_blocks(
+    seq_lens: torch.Tensor,
+    block_size: int,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute where keys and queries of packed blocks begin and end, for FlashInfer.
 
     seq_lens: [bs] int, committed lengths. A request's keys are these tokens and its block's.
+    out: tensors to write the result to.
 
     Returns lengths with the block [bs], as seq_lens; key offsets [bs + 1] int32; query offsets [bs + 1]
     int32. One launch on CUDA, without host synchronisation.
     """
+    if out is None:
+        keys, queries = (seq_lens.new_empty((seq_lens.numel() + 1,), dtype=torch.int32) for _ in range(2))
+        out = torch.empty_like(seq_lens), keys, queries
     run = pack_blocks_triton if seq_lens.is_cuda else pack_blocks_torch
-    return run(seq_lens, block_size)
+    run(seq_lens, block_size, *out)
+    return out
 
 
-def pack_blocks_torch(seq_lens, block_size):
+def pack_blocks_torch(seq_lens, block_size, lengths, keys, queries):
     """`pack_blocks` in PyTorch, on any device."""
-    bs, device = seq_lens.numel(), seq_lens.device
-    lengths = seq_lens + block_size
-    keys = torch.zeros(bs + 1, dtype=torch.int32, device=device)
+    torch.add(seq_lens, block_size, out=lengths)
+    keys[0] = 0
     torch.cumsum(lengths, dim=0, out=keys[1:])
-    return lengths, keys, torch.arange(0, (bs + 1) * block_size, block_size, dtype=torch.int32, device=device)
+    torch.arange(0, (seq_lens.numel() + 1) * block_size, block_size, out=queries)
 
 
-def pack_blocks_triton(seq_lens, block_size):
-    """`pack_blocks` as a Triton kernel. seq_lens contiguous."""
-    assert seq_lens.is_contiguous()
+def pack_blocks_triton(seq_lens, block_size, lengths, keys, queries):
+    """`pack_blocks` as a Triton kernel. All tensors contiguous."""
+    assert all(t.is_contiguous() for t in (seq_lens, lengths, keys, queries))
     bs = seq_lens.numel()
-    lengths = torch.empty_like(seq_lens)
-    keys, queries = (seq_lens.new_empty((bs + 1,), dtype=torch.int32) for _ in range(2))
     pack_blocks_kernel[(1,)](
         seq_lens, lengths, keys, queries, bs, block_size, BLOCK=triton.next_power_of_2(bs + 1)
     )
-    return lengths, keys, queries
 
 
 @triton.jit(do_not_specialize=["bs"])

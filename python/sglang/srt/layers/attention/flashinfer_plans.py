@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.kernels.ops.speculative.block import pack_blocks
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.attention.kv_chunks import choose_chunk, holds, num_chunks
 
@@ -53,6 +54,16 @@ def _plans_blocks(backend: Any) -> bool:
     )
 
 
+def plans_blocks(backend: Any) -> bool:
+    """Tell whether the plans of a backend's CUDA graphs are made here."""
+    return _plans_blocks(getattr(backend, "full_attn_backend", backend))
+
+
+def count_cycle_without_graph(num_requests: int) -> None:
+    """Count a cycle that no CUDA graph could run, for which FlashInfer's own plans wait."""
+    counts.add("cycles_without_graph", f"no CUDA graph was captured for a batch of {num_requests} requests")
+
+
 def planning_within_bounds():
     """Wrap `init_forward_metadata_out_graph` to plan blocks within bounds of their lengths.
 
@@ -73,15 +84,11 @@ def planning_within_bounds():
         )
         if not is_block:
             return original(self, forward_batch, in_capture)
-        bs, width = forward_batch.batch_size, spec_info.draft_token_num
         if in_capture:
             # FlashInfer's own plan selects the kernel. The graph is captured with ours.
             original(self, forward_batch, in_capture=True)
-            [wrapper] = self.prefill_cuda_graph_metadata[bs]
-            wrapper.begin_forward = BlockPlan(wrapper, width, _staging_of(self, wrapper))
-        [wrapper] = self.prefill_cuda_graph_metadata[bs]
-        wrapper.begin_forward.expect(forward_batch.seq_lens_cpu.tolist(), spec_info.spread)
-        return original(self, forward_batch)
+            _add_plan(self, forward_batch)
+        self.dflash_plans[forward_batch.batch_size].prepare(forward_batch)
 
     return init_forward_metadata_out_graph
 
@@ -136,11 +143,16 @@ counts = PlanCounts()
 
 
 class BlockPlan:
-    """Plans a captured graph of blocks, in place of `begin_forward` of its wrapper.
+    """Preparation of a captured graph of blocks for a replay.
+
+    It replaces SGLang's updater of the graph's wrapper. The offsets of queries and the last page lengths are
+    constant. The capture's first plan wrote them.
 
     Args:
         wrapper: FlashInfer's paged prefill wrapper, which has been planned once.
         width: queries of each request.
+        heads: of queries, of keys, and their dimension.
+        translator: SGLang's `KVIndexTranslator` of the backend.
         staging: buffers of the backend.
 
     Attributes:
@@ -148,14 +160,29 @@ class BlockPlan:
         least, most: [bs], bounds of the keys of each request in the next plan.
     """
 
-    def __init__(self, wrapper: Any, width: int, staging: Staging):
-        self.wrapper, self._width, self._staging = wrapper, width, staging
+    def __init__(
+        self, wrapper: Any, width: int, heads: tuple[int, int, int], translator: Any, staging: Staging
+    ):
+        self.wrapper, self._width, self._heads = wrapper, width, heads
+        self._translator, self._staging = translator, staging
         self._bs = wrapper._fixed_batch_size
         self._queries_host = torch.arange(0, (self._bs + 1) * width, width, dtype=torch.int32)
+        self._offsets = wrapper._paged_kv_indptr_buf, wrapper._qo_indptr_buf
+        assert all(len(offsets) == self._bs + 1 for offsets in self._offsets)
+        self._lengths = wrapper._paged_kv_indptr_buf.new_empty(self._bs, dtype=torch.int64)
         self._layout: list[int] | None = None  # plan information that the graph is captured with
         self._check = ChunkCheck() if DFlashOptions.CHECK_PLANS.get() else None
         self.least: list[int] = []
         self.most: list[int] = []
+
+    def prepare(self, forward_batch: Any) -> None:
+        """Write offsets and key indices where the graph reads them, and plan.
+
+        forward_batch: padded to the graph's batch size.
+        """
+        self.expect(forward_batch.seq_lens_cpu.tolist(), forward_batch.spec_info.spread)
+        self._write_indices(forward_batch)
+        self._choose_plan()
 
     def expect(self, lengths: Sequence[int], spread: Sequence[int] | None) -> None:
         """Set the bounds of the next plan.
@@ -171,50 +198,41 @@ class BlockPlan:
         for lane, below in enumerate(spread or ()):
             self.least[lane] -= below
 
-    def __call__(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        **_options: Any,
-    ) -> None:
-        """Plan a forward. The arguments are those of the wrapper's `begin_forward`.
+    def _write_indices(self, forward_batch: Any) -> None:
+        seq_lens, num_keys = forward_batch.seq_lens[: self._bs], sum(self.most)
+        pack_blocks(seq_lens, self._width, (self._lengths, *self._offsets))
+        self._translator.pack_read_stream(
+            forward_batch.kv_loc_plan,
+            req_pool_indices=forward_batch.req_pool_indices[: self._bs],
+            seq_lens=self._lengths,
+            indptr=self._offsets[0],
+            # The upper bounds of the lengths may exceed the buffer, the keys do not.
+            out=self.wrapper._paged_kv_indices_buf[:num_keys],
+            num_token_blocks=None,  # several programs for each request if contexts are long
+            kv_lens_sum=num_keys,
+        )
 
-        The offsets of queries and the last page lengths are constant. The capture's first plan wrote them.
-        """
-        assert page_size == 1 and len(kv_indptr) == self._bs + 1
-        wrapper, heads = self.wrapper, (num_qo_heads, num_kv_heads, head_dim)
-        wrapper._paged_kv_indptr_buf.copy_(kv_indptr, non_blocking=True)
-        # The upper bounds of the lengths may exceed the buffer, the keys do not.
-        indices = kv_indices[: wrapper._paged_kv_indices_buf.numel()]
-        wrapper._paged_kv_indices_buf[: len(indices)].copy_(indices, non_blocking=True)
+    def _choose_plan(self) -> None:
         if self._layout is None:
-            self._layout, _ = self._plan(self.most, None, heads)
+            self._layout, _ = self._plan(self.most, None)
             return
-        tiles = -(-self._width * (num_qo_heads // num_kv_heads) // self._layout[_CTA_TILE_Q])
+        tiles = -(-self._width * (self._heads[0] // self._heads[1]) // self._layout[_CTA_TILE_Q])
         choice = choose_chunk(self.least, self.most, tiles, self._layout[_PADDED_BATCH_SIZE])
         if choice is not None:
-            layout, chunk = self._plan(choice.lengths, choice.fixed_chunk, heads)
+            layout, chunk = self._plan(choice.lengths, choice.fixed_chunk)
             counts.add("plans")
         if choice is None or layout != self._layout or not holds(chunk, self.least, self.most):
-            self.most = self.least = kv_indptr.diff().cpu().tolist()
+            self.most = self.least = self._offsets[0].diff().cpu().tolist()
             counts.add("exact_plans", f"no plan holds for every length within the bounds ({choice})")
-            layout, chunk = self._plan(self.most, None, heads)
+            layout, chunk = self._plan(self.most, None)
             assert layout == self._layout, "FlashInfer's layout of a graph's plans has changed"
         if self._check is not None:
-            self._check.start(kv_indptr, self.most, chunk)
+            self._check.start(self._offsets[0], self.most, chunk)
 
-    def _plan(
-        self, lengths: Sequence[int], fixed_chunk: int | None, heads: tuple[int, int, int]
-    ) -> tuple[list[int], int]:
+    def _plan(self, lengths: Sequence[int], fixed_chunk: int | None) -> tuple[list[int], int]:
         """Have FlashInfer plan, and return its layout and the chunk that it has chosen.
 
-        lengths: keys of each request. heads: of queries, of keys, and their dimension.
+        lengths: keys of each request.
         """
         wrapper, staging = self.wrapper, self._staging.next()
         lengths_host = torch.tensor(lengths, dtype=torch.int32)
@@ -228,11 +246,11 @@ class BlockPlan:
             lengths_host,
             self._bs * self._width,
             self._bs,
-            *heads[:2],
+            *self._heads[:2],
             1,  # page size
             True,  # for a CUDA graph
-            heads[2],
-            heads[2],
+            self._heads[2],
+            self._heads[2],
             False,  # the mask is chosen when the kernel is launched
             -1,  # no window
             fixed_chunk or -1,
@@ -282,9 +300,18 @@ class ChunkCheck:
             counts.add("checked_plans")
 
 
-def _staging_of(backend: Any, wrapper: Any) -> Staging:
-    """Return the backend's buffers for plans, as large as the wrapper's own."""
-    if not hasattr(backend, "dflash_staging"):
-        size = wrapper._int_workspace_buffer.numel()
-        backend.dflash_staging = Staging(size, wrapper._int_workspace_buffer.device)
-    return backend.dflash_staging
+def _add_plan(backend: Any, forward_batch: Any) -> None:
+    """Make the plan of the graph that is being captured."""
+    bs, updater = forward_batch.batch_size, backend.indices_updater_prefill
+    [wrapper] = backend.prefill_cuda_graph_metadata[bs]
+    if not hasattr(backend, "dflash_plans"):
+        workspace = wrapper._int_workspace_buffer
+        backend.dflash_plans = {}
+        backend.dflash_staging = Staging(workspace.numel(), workspace.device)
+    backend.dflash_plans[bs] = BlockPlan(
+        wrapper,
+        forward_batch.spec_info.draft_token_num,
+        (updater.num_qo_heads, updater.num_kv_heads, updater.head_dim),
+        backend.kv_index_translator,
+        backend.dflash_staging,
+    )

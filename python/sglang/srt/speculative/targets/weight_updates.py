@@ -31,9 +31,9 @@ def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
     """Route a weight update to the model it was made for.
 
     If a checkpoint fails to load, the old weights are restored and the update reports why. After an update of
-    either model the draft copies the head again that it drafts with.
+    either model the draft renews its FP8 copies.
     """
-    on_updated = draft_runner.model.refresh_head
+    on_updated = draft_runner.model.refresh_fp8_copies
     for runner, of_draft in ((target_runner, False), (draft_runner, True)):
         runner.weight_updater = RoutedUpdater(
             runner.weight_updater, runner.model_config, of_draft, on_updated

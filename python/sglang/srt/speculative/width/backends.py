@@ -7,14 +7,45 @@ there are no graphs and our backend takes any width, so all widths share it.
 import logging
 from typing import Any
 
+import torch
 from sglang.srt.runtime_context import get_spec
+from sglang.srt.utils.common import get_available_gpu_memory
 
 logger = logging.getLogger(__name__)
+
+# Left free beside the graphs of all widths.
+_SPARE_GB = 1.0
 
 
 def captured_sizes(runner: Any) -> list[int]:
     """Return the batch sizes of the runner's CUDA graphs, ascending, if any."""
     return sorted(getattr(runner.decode_cuda_graph_runner, "capture_bs", None) or [])
+
+
+def has_room_for_widths(runner: Any, num_further: int, tp_group: Any) -> bool:
+    """Tell whether further widths fit into GPU memory, alike on all ranks.
+
+    The backend and graphs of a narrower width take no more than those of the whole block, which SGLang has
+    measured.
+    """
+    if runner.device != "cuda":
+        return True
+    each = max(runner.graph_memory_usage.get("target_verify", 0.0), 0.0)
+    wanted = num_further * each + _SPARE_GB
+    free = get_available_gpu_memory(runner.device, runner.gpu_id)
+    left = torch.tensor(free - wanted, dtype=torch.float64)
+    if tp_group.world_size > 1:
+        torch.distributed.all_reduce(left, torch.distributed.ReduceOp.MIN, group=tp_group.cpu_group)
+    if left < 0:
+        logger.warning(
+            "DFLASH verifies whole blocks: %.2f GB of GPU memory are left, and backends and graphs of %d "
+            "further widths may take %.2f GB. A lower --mem-fraction-static makes room, and so do fewer "
+            "candidate_steps in --speculative-adaptive-config.",
+            free,
+            num_further,
+            wanted,
+        )
+    return bool(left >= 0)
 
 
 class TargetBackends:
@@ -44,11 +75,9 @@ class TargetBackends:
             return runner.attn_backend, None
         graphs = None
         with get_spec().override(speculative_num_draft_tokens=width):
-            workspace = runner.init_new_workspace
-            try:
-                backend = runner._get_attention_backend(init_new_workspace=True)
-            finally:
-                runner.init_new_workspace = workspace
+            # FlashInfer's workspace holds partial results of one forward. Forwards of all widths run on one
+            # stream, so they share it; each captured graph has a plan of its own.
+            backend = runner._get_attention_backend(init_new_workspace=False)
             if captured_sizes(runner):  # every width for the batch sizes of the whole block
                 make_graphs = runner._decode_cuda_graph_runner_cls()
                 graphs = make_graphs(runner, attn_backend=backend, speculative_num_draft_tokens=width)

@@ -28,6 +28,7 @@ class CycleClock:
 
     def __init__(self, device: str):
         self._is_cuda = device != "cpu"
+        self._free_events: list[Any] = []  # read; recorded again, as making two in every cycle takes time
         self._pending: deque[tuple[int, int, int, bool, Any, Any, Any]] = deque()
         self._previous: tuple[Any, int] | None = None  # end and width of the previous cycle
         self._start: Any = None
@@ -35,7 +36,7 @@ class CycleClock:
     def _now(self) -> Any:
         if not self._is_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -57,6 +58,9 @@ class CycleClock:
             previous_end, previous_width = previous or (None, None)
             gap = None if previous_end is None else self._between(previous_end, start)
             seconds = self._between(start, end)
+            if self._is_cuda:
+                # The next cycle's gap begins with `end`, so that one is free a cycle later.
+                self._free_events += [start] if previous_end is None else [start, previous_end]
             timings.append(
                 CycleTiming(num_requests, width, num_tokens, seconds, gap, previous_width, was_drafted)
             )

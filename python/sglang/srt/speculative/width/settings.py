@@ -23,8 +23,9 @@ class EagleSettingsError(ValueError):
 class AdaptiveSettings(Constants):
     """The config file: the policy's constants, and which widths there are.
 
-    candidate_steps: drafted tokens that a cycle may verify, ascending; 0 is plain decoding. None: 0, 1, 3, 7,
-    .. up to all of them. schedule: drafted tokens to verify, cycle by cycle in turn, instead of choosing; for
+    candidate_steps: drafted tokens that a cycle may verify, ascending; 0 is plain decoding. None: on a CPU 0,
+    1, 3, 7, .. up to all of them; on a GPU, where narrow blocks of few requests cost as much as wide ones, 0,
+    about half and all. schedule: drafted tokens to verify, cycle by cycle in turn, instead of choosing; for
     tests and measurements.
     """
 
@@ -73,8 +74,8 @@ class AdaptiveSettings(Constants):
         known = ", ".join(field.name for field in dataclasses.fields(cls))
         raise ValueError(f"{'; '.join(found)}. A JSON object is expected, with any of {known}.")
 
-    def widths(self, block_size: int) -> tuple[int, ...]:
-        """Return the slots to verify, the anchor included, ascending.
+    def widths(self, block_size: int, device: str) -> tuple[int, ...]:
+        """Return the slots to verify, the anchor included, ascending. device: the server's.
 
         Raises ValueError for candidates that the block does not hold.
         """
@@ -83,6 +84,8 @@ class AdaptiveSettings(Constants):
             steps = sorted(set(self.schedule))
         elif self.candidate_steps is not None:
             steps = list(self.candidate_steps)
+        elif device != "cpu":
+            steps = sorted({0, max(block_size // 2 - 1, 0), drafted})
         else:
             powers = (2**j - 1 for j in range(block_size.bit_length() + 1))
             steps = [*(k for k in powers if k < drafted), drafted]

@@ -1,9 +1,10 @@
 """Start of `--speculative-adaptive`: backends, graphs and measured costs per width."""
 
+import functools
 import logging
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +16,10 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.srt.layers.attention.flashinfer_plans import accepts_bounds
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth
-from sglang_dflash.srt.speculative.width.backends import TargetBackends, captured_sizes
+from sglang_dflash.srt.speculative.width.backends import TargetBackends, captured_sizes, has_room_for_widths
 from sglang_dflash.srt.speculative.width.chooser import WidthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock
 from sglang_dflash.srt.speculative.width.copies import CopyWidths
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _CONTEXT = 128  # committed tokens of a request in the measurement
 _REPEATS = 5
+_OVERLAPPED_CYCLES = 2  # timed together on a GPU
 # Seconds after which each load is measured once and the larger ones are left out. Ignored with several ranks:
 # one rank cannot decide that alone.
 _BUDGET_S = 8.0
@@ -45,9 +48,11 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     proposes copies.
     """
     settings, block_size = AdaptiveSettings.from_environment(), worker.block_size
-    if settings is None or (widths := settings.widths(block_size)) == (block_size,):
+    if settings is None or (widths := settings.widths(block_size, worker.device)) == (block_size,):
         return FixedWidth(block_size)
     runner = worker.target_worker.model_runner
+    if not has_room_for_widths(runner, len(widths) - 1, tp_group):
+        return FixedWidth(block_size)
     backends = TargetBackends(runner, widths, block_size)
     skips_draft = has_copies and worker.drafter.writes_context_apart
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
@@ -88,9 +93,7 @@ def _measure(
         (1e6 * reads).round(3).tolist(),
         (1e3 * draft).round(2).tolist(),
     )
-    waits = worker.device != "cpu" and any(
-        backend.needs_cpu_seq_lens for backend in worker.spec_v2_attn_backends
-    )
+    waits = worker.device != "cpu" and not all(map(accepts_bounds, worker.spec_v2_attn_backends))
     padded = bool(captured_sizes(timer.runner))
     return CostTable(np.array(loads), np.array(widths), seconds, padded, reads, context, waits, draft)
 
@@ -189,20 +192,39 @@ class _CycleTimer:
         """Return the seconds of each cycle.
 
         The last, which is a widest, comes first: what a narrow cycle leaves to the next costs that one least.
-        Of two cycles the second is timed: the first may have to run what the previous one left, and finds
+        The first cycle of a width is not timed: it may have to run what the previous one left, and finds
         memory laid out for another width.
         """
         seconds = []
         for width, drafts in reversed(cycles):
             self._backends.apply(width)
-            for _ in range(2):
+            run = functools.partial(self._worker.run_cycle, verify_len=width, draws=False, drafts=drafts)
+            if self._worker.device == "cpu":
+                run(_make_batch(self._worker, n, context))
                 batch = _make_batch(self._worker, n, context)
                 start = time.perf_counter()
-                self._worker.run_cycle(batch, width, draws=False, drafts=drafts)
-                if self._worker.device != "cpu":
-                    torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
+                run(batch)
+                seconds.append(time.perf_counter() - start)
+            else:
+                batches = [_make_batch(self._worker, n, context) for _ in range(1 + _OVERLAPPED_CYCLES)]
+                seconds.append(_seconds_overlapped(run, batches))
         return seconds[::-1]
+
+
+def _seconds_overlapped(run: Callable[[Any], Any], batches: Sequence[Any]) -> float:
+    """Return the seconds of a cycle on a GPU, without those of the first batch.
+
+    The host prepares a cycle while the GPU runs the one before, as it does while serving.
+    """
+    clock = CycleClock("cuda")
+    run(batches[0])
+    clock.start()
+    for batch in batches[1:]:
+        run(batch)
+    clock.stop(0, 0, 0)
+    torch.cuda.synchronize()
+    [timing] = clock.finished()
+    return timing.seconds / len(batches[1:])
 
 
 def _make_batch(worker: Any, num_requests: int, context: int) -> ScheduleBatch:
