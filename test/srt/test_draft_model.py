@@ -5,6 +5,8 @@ logits and 1e-5 on keys and values. Errors of substance (a wrong mask, position,
 1e-2 and more.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -12,6 +14,7 @@ from support.draft_cases import VARIANTS, YARN, Case, random_weights
 from support.engine import build, read_config
 from support.reference_dflash import ReferenceDFlash, rope_frequencies
 
+from sglang_dflash.srt.models.block_draft import BlockDraftModel
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.mask_token import MaskEmbedding
 
@@ -209,3 +212,15 @@ def test_the_reference_rotates_as_hugging_face_does(scaling):
     rotary = Qwen3RotaryEmbedding(Qwen3Config(head_dim=64, max_position_embeddings=256, **config))
     torch.testing.assert_close(frequencies.float(), rotary.inv_freq, rtol=1e-6, atol=0)
     assert magnitude == pytest.approx(rotary.attention_scaling, rel=1e-9)
+
+
+def test_a_draft_borrows_the_targets_layers_without_adapters():
+    from sglang.srt.lora.layers import BaseLayerWithLoRA
+
+    embedding, head = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4)
+    draft = SimpleNamespace(mask_embedding=None)
+    wrapped = [BaseLayerWithLoRA(layer, None) for layer in (embedding, head)]
+    BlockDraftModel.borrow_from_target(draft, *wrapped)
+    assert draft._borrowed == (embedding, head)
+    BlockDraftModel.borrow_from_target(draft, embedding, head)
+    assert draft._borrowed == (embedding, head)

@@ -158,7 +158,7 @@ def _check_draft_is_there(path: str | None) -> None:
 
 
 def _find_not_served(server_args: Any, args: Any) -> list[NotServed]:
-    """List what ours does not serve. Raises ValueError for a draft or target that nobody could."""
+    """List what ours does not serve. Raises ValueError for what nobody could."""
     target = read_config(args.model_path, args.revision)
     if target is not None:
         target_kind(target.get("architectures"))

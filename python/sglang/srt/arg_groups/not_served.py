@@ -154,7 +154,7 @@ def _quantization_problem(args: Any, config: Mapping[str, Any]) -> str | None:
 
 
 def _is_dflash_draft(config: Mapping[str, Any]) -> bool:
-    """Return True for a draft that ours or the built-in reads. Other models are refused by name."""
+    """Return True for a draft that ours or the built-in reads."""
     architectures = config.get("architectures")
     return is_draft(architectures) or (
         isinstance(architectures, list) and architectures[:1] in [[name] for name in BUILTIN_ARCHITECTURES]

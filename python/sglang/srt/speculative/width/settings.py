@@ -16,7 +16,7 @@ _Steps = tuple[Annotated[int, Field(ge=0)], ...]  # numbers of drafted tokens, i
 
 
 class EagleSettingsError(ValueError):
-    """A config file in the form of EAGLE's adaptive widths, which SGLang's own DFLASH does not read."""
+    """A config file in the form of EAGLE's adaptive widths."""
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
