@@ -28,7 +28,8 @@ def test_plain_dflash2_drafts_of_other_shapes(name):
     for block, anchor in enumerate(anchors.tolist()):
         slots = config["block_size"] - 1
         ids = torch.tensor([int(tokens[anchor]), *[draft.mask_token_id] * slots])
-        hidden = reference.block_hidden(table[ids], reference.context_kv(aux_hidden[:anchor]))[1:]
+        hidden = reference.block_hidden(table[ids], reference.context_kv(aux_hidden[:anchor]))
+        hidden = hidden[draft.draft.num_idle_rows :]
         path = reference.greedy_path(hidden, head, int(tokens[anchor]))
         assert drafted.tokens[block].tolist() == path
         candidates, unary = reference.candidates(hidden, head)
