@@ -111,14 +111,16 @@ def _path(row: Row) -> str:
 
 
 def _diff(target: str, old: SourceTree, new: SourceTree) -> str:
-    texts = []
-    for tree in (old, new):
-        found = tree.find(target)
-        texts.append((tree.text_of(found) if found else "").splitlines(keepends=True))
-    if not any(texts):
+    before, after = _lines(old, target), _lines(new, target)
+    if not (before or after):
         raise NotSGLang(f"{target}: neither {old.version} nor {new.version} has it")
-    differences = unified_diff(*texts, old.version, new.version, n=5)
+    differences = unified_diff(before, after, old.version, new.version, n=5)
     return "".join(differences) or f"{target}: the same text in {old.version} and {new.version}\n"
+
+
+def _lines(tree: SourceTree, target: str) -> list[str]:
+    found = tree.find(target)
+    return (tree.text_of(found) if found else "").splitlines(keepends=True)
 
 
 def _record(file: Path, tree: SourceTree) -> None:

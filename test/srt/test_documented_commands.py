@@ -40,7 +40,7 @@ from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 COMMANDS = commands()
 # Commands that nothing runs here: they need a network, or the training library's own environment.
-INSTALLS = ("pip install .", "pip install sglang-dflash", "pip uninstall sglang-dflash")
+INSTALLS = ("pip install .",)
 LIBRARY = ("speculators prepare-data", "speculators train", "speculators generate-offline-data")
 DOCTOR = ["python", "-m", "sglang_dflash.doctor"]
 LEDGER = ["python", "-m", "sglang_dflash.ledger"]

@@ -49,3 +49,10 @@ def resolve_draft_layout() -> Any:
 def run_as_draft(layout: Any) -> AbstractContextManager[None]:
     """Return a context in which the draft's ranks are all there are."""
     return draft_tp_context(layout.local_dp if isinstance(layout, DraftLayout) else layout)
+
+
+def budgeted_draft_bytes(configurator: Any) -> int | None:
+    """Return the bytes of draft KV per token that SGLang has sized the pools with."""
+    if hasattr(configurator, "dflash_draft_cell_size_per_token"):
+        return configurator.dflash_draft_cell_size_per_token
+    return configurator.spec_aux_config.dflash_draft_cell_size_per_token  # 0.5.22

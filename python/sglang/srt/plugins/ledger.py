@@ -303,6 +303,8 @@ AT_WORKER = (
     ),
     Change(
         target="sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config",
+        remove_when="SGLang's loader leaves a draft's packed tensors to its model",
+        feature="quantized drafts",
         signature="(self)",
         why="we dequantize packed drafts ourselves; SGLang has no kernel for some, and none on a CPU",
         build=_made_by("srt.models.packed_weights.hiding_draft_quantization"),

@@ -9,6 +9,7 @@ from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
+from sglang_dflash.srt.compat import budgeted_draft_bytes
 from sglang_dflash.srt.speculative.request_fields import remove_out_of_range
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
         raise RuntimeError(
             f"DFLASH shares KV slots, but target and draft pool hold {target_pool.size} and {draft_pool.size}"
         )
-    budgeted = target_runner.kv_cache_configurator.dflash_draft_cell_size_per_token
+    budgeted = budgeted_draft_bytes(target_runner.kv_cache_configurator)
     allocated = sum(draft_pool.get_kv_size_bytes()) / draft_pool.k_buffer[0].shape[0]
     if budgeted is None or allocated > budgeted:
         raise RuntimeError(f"DFLASH draft KV takes {allocated} bytes a token, but {budgeted} were budgeted")

@@ -5,9 +5,10 @@ server arguments.
 """
 
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any
 
-from sglang_dflash import SGLANG_VERSION, __version__
+from sglang_dflash import __version__
 
 # The seal of the record passes attributes that begin with an underscore, and pickles them.
 _ATTRIBUTE = "_dflash_implementation"
@@ -33,7 +34,7 @@ class Implementation:
     @classmethod
     def builtin(cls, because: tuple[str, ...], lost: tuple[str, ...]) -> "Implementation":
         """Return SGLang's own implementation."""
-        return cls("sglang", SGLANG_VERSION, because, lost)
+        return cls("sglang", version("sglang"), because, lost)
 
     @classmethod
     def of(cls, server_args: Any) -> "Implementation":
