@@ -112,7 +112,11 @@ HANDED_OVER = {
     "partial RoPE": ({"partial_rotary_factor": 0.5}, {}, "partial rotary"),
     "interleaved RoPE": ({"rope_is_neox_style": False}, {}, "interleaved rotary"),
     "another activation": ({"hidden_act": "swigluoai"}, {}, "hidden_act is 'swigluoai'"),
-    "a quantized draft": ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config"),
+    "a draft of another quantization": (
+        {"quantization_config": {"quant_method": "fp8"}},
+        {},
+        "quant_method 'fp8'",
+    ),
     "a draft to quantize": (
         {},
         {
@@ -153,7 +157,6 @@ HANDED_OVER = {
         {},
         "by layer type",
     ),
-    "a causal draft": ({"is_causal": True}, {}, "is_causal is true"),
     "Laguna": ({"architectures": ["DFlashLagunaForCausalLM"]}, {}, "DFlashLagunaForCausalLM"),
     "Muse": ({"architectures": ["MuseGlimmerAssistantModel"]}, {}, "MuseGlimmerAssistantModel"),
 }
@@ -420,7 +423,7 @@ VERDICTS = {
     ("arg_groups/draft_files.py", "check_draft_tensors"): [BROKEN + "wrong sizes", BROKEN + "wrong tensors"],
     ("arg_groups/hand_over.py", "hand_over_if_not_served"): [BY_BOTH + "pipeline parallelism"],
     ("configs/config_file.py", "read_object"): [BROKEN + "no JSON object"] * 3,
-    ("configs/dflash2_config.py", "_check_anchor"): [BROKEN + "the built-in does not read the field"],
+    ("configs/dflash2_config.py", "_check_selected_vocabulary"): [BROKEN + "no such selector"] * 2,
     ("configs/dflash2_config.py", "_check_groups"): [BY_BOTH + "half of a convolution", BROKEN + "groups"],
     ("configs/dflash2_config.py", "_check_selector"): [BROKEN + "a selector of no published format"] * 3,
     ("configs/draft_config.py", "_check_vocabulary"): [BROKEN + "more drafted tokens than tokens"],
@@ -438,7 +441,6 @@ VERDICTS = {
         BROKEN + "no window",
         BROKEN + "a window of the query alone",
     ],
-    ("configs/draft_config.py", "_check_causal"): [HANDED + "a causal draft"],
     ("configs/draft_config.py", "_check_speculative_tokens"): [BY_NAME + "a field of speculators"],
     ("configs/draft_config.py", "DFlashDraftConfig.parse"): [HANDED + "sinks"],
     ("configs/draft_config.py", "spread_target_layer_ids"): [BROKEN + "a target that is too shallow"],
@@ -447,6 +449,23 @@ VERDICTS = {
         BY_NAME + "a speculators file",
         BROKEN + "transformers cannot read it",
     ],
+    ("arg_groups/draft_quantization.py", "check_draft_quantization"): [HANDED + "a draft to quantize"],
+    # The launcher reads the quantization first, and hands over what is not served (`not_served.py`).
+    ("configs/draft_quantization.py", "_compressed_scheme"): [HANDED + "a draft of another quantization"] * 6,
+    ("configs/draft_quantization.py", "_modelopt_scheme"): [HANDED + "a draft of another quantization"] * 2,
+    ("configs/draft_quantization.py", "_names"): [HANDED + "a draft of another quantization"] * 2,
+    ("configs/draft_quantization.py", "_read_compressed_tensors"): [
+        HANDED + "a draft of another quantization"
+    ]
+    * 4,
+    ("configs/draft_quantization.py", "_read_modelopt"): [HANDED + "a draft of another quantization"],
+    ("configs/draft_quantization.py", "find_quantization"): [BROKEN + "hf_quant_config.json is no JSON"],
+    ("configs/draft_quantization.py", "quantization_of"): [HANDED + "a draft of another quantization"],
+    ("configs/draft_quantization.py", "read_quantization"): [HANDED + "a draft of another quantization"] * 2,
+    ("configs/flat_peagle.py", "flatten_peagle"): [BY_NAME + "P-EAGLE"],
+    ("configs/speculators_format.py", "_check_taps"): [BY_NAME + "a speculators file"],
+    ("models/packed_weights.py", "PackedModule.dequantize"): [BROKEN + "tensors that do not fit"],
+    ("models/packed_weights.py", "run_row_checks"): [BROKEN + "layers that were loaded wrongly"],
     ("configs/layer_fields.py", "_plain"): [HANDED + "RoPE by layer type"],
     ("configs/layer_fields.py", "_check_table"): [BROKEN + "a garbled number of positions"],
     ("configs/layer_fields.py", "_check_theta"): [BROKEN + "no base"],
@@ -468,7 +487,7 @@ VERDICTS = {
     ],
     ("models/dflash.py", "DFlashAttention.context_kv_weight"): [HANDED + "a draft to quantize"],
     ("models/dflash.py", "DFlashDraftModel.use_pool"): [HANDED + "unified memory"],
-    ("models/dflash_weights.py", "load_checkpoint"): [BROKEN + "wrong tensors"],
+    ("models/dflash_weights.py", "load_checkpoint"): [BROKEN + "wrong tensors", BROKEN + "a tensor twice"],
     ("models/mask_token.py", "find_mask_token"): [BROKEN + "no tokenizer", BROKEN + "no row to spare"],
     ("models/mask_token.py", "read_mask_embedding"): [
         BROKEN + "no embedding",

@@ -104,7 +104,7 @@ def record(tree: SourceTree) -> dict[str, dict[str, str]]:
     bodies: dict[str, str] = {}
     imports: dict[str, str] = {}
     for change in all_changes():
-        if body := body_of(tree, change):
+        if (body := body_of(tree, change)) and body.node is not None:
             bodies[change.replaces or change.target] = fingerprint(body.node)
     for name in imported_names():
         found = tree.find(f"{name.module}.{name.name}" if name.name else name.module)
@@ -175,7 +175,7 @@ def _compare_change(tree: SourceTree, change: Change, bodies: dict[str, str]) ->
     if path is None:
         return Row(change.label, SAME, "a key of ours", _place(tree, target), change)
     body = body_of(tree, change)
-    if body is None:
+    if body is None or body.node is None:
         return Row(change.label, CHANGED, f"there is no {path} any more", _place(tree, target), change)
     known = bodies.get(path)
     if known is None:
