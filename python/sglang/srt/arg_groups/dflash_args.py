@@ -289,7 +289,7 @@ def _warn_of_ignored_flags(args: Any) -> None:
 
 
 def _tell_of_inherited_quantization(args: Any) -> None:
-    """Log that a draft is not quantized like its target, as SGLang would unless told otherwise."""
+    """Log that the target's quantization is not the draft's, as it would be in SGLang."""
     inherited = args.speculative_draft_model_quantization
     if inherited is not None and not args._speculative_draft_quantization_explicitly_set:
         logger.info("DFLASH: --quantization %s is the target's; the draft stays as it is saved.", inherited)
