@@ -29,6 +29,7 @@ LOST = (
     "copies",
     "sampled drafts",
     "penalties at every position of a block",
+    "exact logit processors and caps per request",
     "speculators and P-EAGLE drafts",
 )
 
@@ -106,6 +107,7 @@ def _requested_by_name(args: Any) -> list[str]:
         (DFlashOptions.DRAFT_TEMPERATURE_SCALE, "--speculative-draft-temperature-scale"),
         (DFlashOptions.DRAFT_SAMPLED_SLOTS, "--speculative-draft-sampled-slots"),
         (DFlashOptions.DRAFT_HEAD_DTYPE, "--speculative-draft-head-dtype"),
+        (DFlashOptions.DRAFT_LAYERS_DTYPE, "--speculative-draft-layers-dtype"),
     ):
         if option.get() != option.default:
             named.append(flag)
