@@ -78,7 +78,6 @@ def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
     [
         ("{", ("Invalid JSON",)),
         ("[0, 1]", ("JSON object", "candidate_steps")),
-        ('{"1": {"candidate_steps": [0, 1]}}', ("batch sizes", "EAGLE")),
         ('{"candidate_step": [0]}', ("candidate_step: Unexpected", "with any of")),
         ('{"candidate_steps": [3, 1]}', ("ascend", "[3, 1]")),
         ('{"candidate_steps": [1, 1]}', ("ascend", "[1, 1]")),

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
-from serving import DRAFT, SPECULATORS_DRAFT, TARGET
+from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, SPECULATORS_DRAFT, TARGET
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.server_args import ServerArgs
@@ -373,6 +373,28 @@ def test_flags_that_plain_sglang_overrides_get_a_warning(field, value, words, ca
     assert (args.speculative_num_steps, args.speculative_eagle_topk) == (1, 1)
     [warning] = [text.getMessage() for text in caplog.records if "DFLASH ignores" in text.getMessage()]
     assert words in warning
+
+
+@pytest.mark.parametrize(
+    "given, field, served, words",
+    [
+        ({"enable_mixed_chunk": True, "page_size": 16}, "enable_mixed_chunk", False, "--page-size 16"),
+        ({"enable_mixed_chunk": True, "page_size": 1}, "enable_mixed_chunk", True, None),
+        (
+            {"speculative_num_draft_tokens": 33, "mamba_track_interval": 64},
+            "mamba_track_interval",
+            128,
+            "every 128 tokens instead of every 64",
+        ),
+    ],
+)
+def test_what_would_spoil_the_prefix_cache_of_recurrent_states_is_adjusted(
+    given, field, served, words, caplog
+):
+    record = resolve(record_of(HYBRID_DRAFT, model_path=str(HYBRID_TARGET), **given))
+    assert not Implementation.of(record).is_builtin
+    assert getattr(resolving_view(record), field) == served
+    assert words is None or words in caplog.text
 
 
 def test_widths_of_eagle_get_a_warning(tmp_path, caplog):

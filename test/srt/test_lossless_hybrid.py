@@ -301,18 +301,6 @@ def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], co
     return kept
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (("--page-size", "16", "--enable-mixed-chunk"), "--enable-mixed-chunk with --page-size 16"),
-        (("--speculative-num-draft-tokens", "33", *GRID), "--mamba-track-interval 66"),
-    ],
-)
-def test_flags_that_would_corrupt_the_prefix_cache_are_refused(arguments, words):
-    with pytest.raises(RuntimeError, match=words):
-        run(["--model-path", TARGET, *dflash_arguments(DRAFT), *arguments], [[]])
-
-
 def test_starts_without_a_flag(known):
     """Serve in bf16, as shipped, with and without a draft, twice each."""
     jobs = [Job(k.prompt, min(24, len(k.answer)), step=number) for number, k in enumerate(known[:8])]

@@ -21,7 +21,7 @@ def flag_problem(args: Any, quantization: DraftQuantization | None) -> str | Non
     quantization: the file's; None if it is dense. "unquant" fits all: packed layers are dequantized.
     """
     named = args.speculative_draft_model_quantization
-    if not args._speculative_draft_quantization_explicitly_set or named is None:
+    if named is None or not args._speculative_draft_quantization_explicitly_set:
         return None
     flag = f"--speculative-draft-model-quantization {named}"
     if quantization is None:
