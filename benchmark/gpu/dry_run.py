@@ -42,7 +42,7 @@ def problems_of(spec: ServerSpec) -> list[str]:
 
     load_plugins()  # as a server does first; ours reads configs that SGLang's own parser rejects
     from sglang_dflash.srt.arg_groups.dflash_args import load_and_check_configs
-    from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
+    from sglang_dflash.srt.arg_groups.draft_attention import suited_backends
 
     unknown = [
         name for name in spec.environment if name not in _known_variables() and not hasattr(envs, name)
@@ -59,7 +59,10 @@ def problems_of(spec: ServerSpec) -> list[str]:
         try:
             target, draft = load_and_check_configs(args)
             if spec.is_ours and args.attention_backend != CPU_BACKEND:
-                choose_draft_attention(args, args.attention_backend, draft, target)
+                # A server would choose another backend, with a warning. The measurement means this one.
+                _, unsuited = suited_backends(args, draft, target)
+                if reason := unsuited.get(args.speculative_draft_attention_backend or args.attention_backend):
+                    problems.append(reason)
         except (ValueError, OSError) as error:
             problems.append(str(error))
     return problems

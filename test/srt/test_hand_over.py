@@ -6,6 +6,7 @@ whole record.
 
 import ast
 import copy
+import inspect
 import json
 import logging
 import pickle
@@ -41,6 +42,14 @@ def options(monkeypatch) -> None:
     for option in vars(DFlashOptions).values():
         if isinstance(option, Option):
             monkeypatch.setenv(option.variable, "")  # restored afterwards, whatever a test sets
+
+
+@pytest.fixture(autouse=True)
+def without_plugin(monkeypatch):
+    """Undo what another file's tests may have installed in this process."""
+    for name in ("handle_server_args", "create_worker"):
+        plain = inspect.unwrap(getattr(SpeculativeAlgorithm, name))
+        monkeypatch.setattr(SpeculativeAlgorithm, name, plain)
 
 
 def record_of(draft=DRAFT, **arguments) -> ServerArgs:
