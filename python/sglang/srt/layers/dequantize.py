@@ -17,10 +17,7 @@ def dequantize(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, col
     Raises ValueError for values that no writer means.
     """
     shape, scale = (rows, columns), _scale(parts, scheme)
-    if not torch.isfinite(scale).all():
-        raise ValueError(
-            f"weight_scale holds {int((~torch.isfinite(scale)).sum())} values that are not finite"
-        )
+    _check_finite("weight_scale", scale)
     order = parts.get("weight_g_idx") if scheme.has_order else None
     if order is not None and (order.min() < 0 or order.max() >= scale.shape[-1]):
         raise ValueError(f"weight_g_idx points outside its {scale.shape[-1]} groups")
@@ -31,10 +28,7 @@ def dequantize(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, col
         weight = _unpack_integers(parts["weight_packed"], scheme.bits, columns).float()
     elif scheme.layout in ("int8", "fp8", "modelopt-fp8"):
         weight = parts["weight"].float()
-        if not torch.isfinite(weight).all():
-            raise ValueError(
-                f"weight holds {int((~torch.isfinite(weight)).sum())} values that are not finite"
-            )
+        _check_finite("weight", weight)
     else:
         packed = parts["weight"] if scheme.layout == "modelopt-nvfp4" else parts["weight_packed"]
         values = torch.tensor(_E2M1, device=packed.device)

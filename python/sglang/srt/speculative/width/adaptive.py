@@ -210,8 +210,11 @@ class AdaptiveWidth:
         if batch.key[2] != self._num_prefills:
             same = self._row_generation[rows] == batch.generations
             rows, modes, accepted, verified = rows[same], modes[same], accepted[same], verified[same]
-        if not (
-            self._copies is None or cycle.matches is None or proposals is None or proposals.lengths is None
+        if (
+            self._copies is not None
+            and cycle.matches is not None
+            and proposals is not None
+            and proposals.lengths is not None
         ):
             lengths = proposals.lengths.numpy()[same]
             is_capped = verified < cycle.width - 1
