@@ -147,14 +147,6 @@ HANDED_OVER = {
         {},
         "Domino",
     ),
-    "no block size": ({"block_size": REMOVE}, {}, "block_size is missing"),
-    "no mask token": ({"dflash_config": {"mask_token_id": REMOVE}}, {}, "mask_token_id is missing"),
-    "a target of another depth": ({"num_target_layers": 36}, {}, "num_target_layers is 36"),
-    "layers in another order": (
-        {"dflash_config": {"target_layer_ids": [7, 4, 1]}},
-        {},
-        "target_layer_ids must be ascending",
-    ),
     "no target layers": (
         {"dflash_config": {"target_layer_ids": REMOVE}, "num_target_layers": REMOVE},
         {},
@@ -420,6 +412,25 @@ def test_served_by_ours(arguments):
     assert not Implementation.of(resolve(record_of(**arguments))).is_builtin
 
 
+# name -> (changes to the draft's config, text of the warning)
+ASSUMED = {
+    "no block size": ({"block_size": REMOVE}, "block_size is missing, 16 is assumed"),
+    "no mask token": ({"dflash_config": {"mask_token_id": REMOVE}}, "<|MASK|> is assumed"),
+    "another depth": ({"num_target_layers": 36}, "num_target_layers is 36"),
+    "another order": ({"dflash_config": {"target_layer_ids": [10, 7, 4, 1]}}, ""),
+}
+
+
+@pytest.mark.parametrize("name", ASSUMED)
+def test_checkpoints_that_plain_sglang_takes_are_served(name, tmp_path, caplog):
+    changes, words = ASSUMED[name]
+    record = resolve(record_of(make_draft(tmp_path / "draft", base=DRAFT, **changes)))
+    assert not Implementation.of(record).is_builtin
+    assert words in caplog.text
+    if name == "no block size":
+        assert resolving_view(record).speculative_num_draft_tokens == 16
+
+
 def test_quantization_of_the_target_is_not_the_drafts(caplog):
     caplog.set_level(logging.INFO)
     inherited = {
@@ -460,13 +471,12 @@ VERDICTS = {
     ("configs/dflash2_config.py", "_check_selector"): [BROKEN + "a selector of no published format"] * 3,
     ("configs/draft_config.py", "_check_vocabulary"): [BROKEN + "more drafted tokens than tokens"],
     ("configs/draft_config.py", "_check_mask_token"): [
-        HANDED + "no mask token",
         BROKEN + "no such row of the embedding",
     ],
     ("configs/draft_config.py", "_check_target_layers"): [
         HANDED + "no target layers",
-        BROKEN + "no such layer, or a last one that SGLang does not capture",
-        HANDED + "layers in another order",
+        BROKEN + "a negative id",
+        BROKEN + "a layer twice, which SGLang captures once",
     ],
     ("configs/draft_config.py", "_check_layer_types"): [BROKEN + "other layers than layer_types"],
     ("configs/draft_config.py", "_check_sliding_window"): [
@@ -476,7 +486,10 @@ VERDICTS = {
     ("configs/draft_config.py", "_check_speculative_tokens"): [BY_NAME + "a field of speculators"],
     ("configs/draft_config.py", "DFlashDraftConfig.parse"): [HANDED + "sinks"],
     ("configs/draft_config.py", "spread_target_layer_ids"): [BROKEN + "a target that is too shallow"],
-    ("configs/draft_config.py", "check_draft_fits_target"): [HANDED + "a target of another depth"],
+    ("configs/draft_config.py", "check_draft_fits_target"): [
+        BROKEN + "other sizes, no such layer, or a last one that SGLang does not capture"
+    ],
+    ("configs/peagle_config.py", "_check_ascending"): [BY_NAME + "P-EAGLE"] * 2,
     ("configs/draft_config_parser.py", "_read_checked"): [
         BY_NAME + "a speculators file",
         BROKEN + "transformers cannot read it",

@@ -21,8 +21,10 @@ from serving import (
     heldout_prompts,
 )
 from support import sequence_probs as sequences
+from support.drafts import make_draft
 from support.parity import assert_same
 from support.rehearsal.compare import (
+    CONCURRENCY,
     NO_CACHE,
     Expected,
     acceptance,
@@ -89,6 +91,21 @@ def test_the_built_in_worker(backend, expected, reference):
     with rehearse(Scene(backend, is_built_in=True), DRAFT, NO_CACHE) as played:
         assert_as_expected(played, DRAFT, requests, expected, reference)
         assert_launches(played, f"built-in/{backend}-dflash")
+
+
+def test_a_server_that_is_handed_over(reference, tmp_path):
+    """Serve a draft that only the built-in reads, from our decision in the launcher on."""
+    draft = make_draft(tmp_path / "draft", base=DRAFT, use_gemma_norm=True)
+    requests = greedy_requests()
+    with rehearse(Scene("fa3", is_handed_over=True), draft, NO_CACHE) as played:
+        answers = played.server.generate_many(requests, CONCURRENCY)
+        assert_same(requests, answers, reference.answers(requests))
+        assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in answers)
+        [state] = played.server.get("/server_info")["internal_states"]
+        assert state["speculative_implementation"]["name"] == "sglang"
+        assert "Gemma's RMSNorm" in state["speculative_implementation"]["because"][0]
+        assert played.server.log().count("built-in implementation serves this server") == 1
+        assert "sglang-dflash DFlashWorker" not in played.server.log()
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

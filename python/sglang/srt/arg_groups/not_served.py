@@ -9,7 +9,7 @@ from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKEND
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_quantization import find_quantization, read_quantization
-from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES, draft_findings, target_findings
+from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES, draft_findings
 from sglang_dflash.srt.configs.layer_fields import is_int
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import config_class, is_draft
@@ -135,7 +135,6 @@ def checkpoint_findings(args: Any) -> list[NotServed]:
     found = []
     if not is_ours_alone and _is_dflash_draft(config):
         found = draft_findings(config, config_class(config.get("architectures")).nested_fields())
-        found += target_findings(config, read_config(args.model_path, args.revision) or {})
     if problem := _split_problem(args, config.get("transformer_layer_config") or config):
         found.append(NotServed(problem))
     if problem := _quantization_problem(args, config):

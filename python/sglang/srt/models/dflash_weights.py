@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_quantization import Scheme, quantization_of
 from sglang_dflash.srt.configs.draft_tensors import (
     canonical_name,
@@ -22,6 +23,8 @@ from sglang_dflash.srt.configs.packed_tensors import Header, unpack_headers
 from sglang_dflash.srt.models.packed_weights import FUSED, PackedModule, row_check
 
 logger = logging.getLogger(__name__)
+
+FUSION = "fc.weight"
 
 # Element types by PyTorch's names, in safetensors' words.
 _DTYPES = {
@@ -70,11 +73,15 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     _make_room_for_vocabulary(model, {*tensors, *(f"{module.name}.weight" for module in packed)})
     params = dict(model.named_parameters())
     for name, tensor in tensors.items():
+        if name == FUSION:
+            tensor = _in_captured_order(tensor, model.draft)
         _load(params, name, _padded(name, tensor, missing_width))
     model.row_checks = []
     for module in packed:
         name, weight = f"{module.name}.weight", module.dequantize(model.norm.weight.device)
         weight = _padded(name, weight, missing_width)
+        if name == FUSION:
+            weight = _in_captured_order(weight, model.draft)
         _load(params, name, weight.to(model.norm.weight.dtype))
         if (check := row_check(model, module, weight)) is not None:
             model.row_checks.append(check)
@@ -82,6 +89,15 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         schemes = ", ".join(sorted({module.scheme.name for module in packed}))
         logger.info("DFLASH draft: %d quantized layers (%s) are dequantized.", len(packed), schemes)
     return set(params)
+
+
+def _in_captured_order(weight: torch.Tensor, draft: DFlashDraftConfig) -> torch.Tensor:
+    """Reorder the columns of `fc` [hidden, aux_width] as SGLang captures layers: ascending."""
+    ids = draft.target_layer_ids
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    if order == list(range(len(ids))):
+        return weight
+    return torch.cat([weight.chunk(len(ids), dim=1)[place] for place in order], dim=1)
 
 
 def _header(tensor: torch.Tensor) -> Header:

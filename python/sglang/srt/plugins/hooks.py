@@ -45,15 +45,11 @@ def check_draft_path():
 
 def handle_server_args():
     from sglang_dflash.srt.arg_groups.dflash_args import resolve_dflash_args
-    from sglang_dflash.srt.plugins import compatibility, install, ledger
+    from sglang_dflash.srt.plugins import install, ledger
     from sglang_dflash.srt.speculative.implementation import Implementation
 
     def handle(original, self, server_args):
-        if (
-            not self.is_dflash()
-            or compatibility.leave_to_sglang(server_args)
-            or Implementation.of(server_args).is_builtin
-        ):
+        if not self.is_dflash() or Implementation.of(server_args).is_builtin:
             return original(self, server_args)
         install.install(ledger.AT_FRONT_END)
         return resolve_dflash_args(server_args)
@@ -76,7 +72,7 @@ def create_worker():
     from sglang_dflash.srt.speculative.implementation import Implementation, check_ranks_agree
 
     def create(original, self, server_args):
-        if not self.is_dflash() or compatibility.is_left_to_sglang(server_args):
+        if not self.is_dflash():
             return original(self, server_args)
         implementation = Implementation.of(server_args)
         check_ranks_agree(implementation)

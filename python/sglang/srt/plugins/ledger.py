@@ -326,6 +326,21 @@ AT_WORKER = (
         build=_ours("srt.speculative.dflash_utils.validate_dflash_request"),
     ),
     Change(
+        target="sglang.srt.managers.scheduler.validate_spec_sampling_mask_request",
+        remove_when="SGLang asks the worker which masks it returns",
+        feature="sampling masks of sampled requests",
+        signature="(req, spec_algorithm)",
+        why="SGLang's DFLASH needs a CUDA kernel and no min_p for sampling masks, ours does not",
+        build=_ours("srt.speculative.acceptance.sampling_masks.validate_sampling_mask_request"),
+    ),
+    Change(
+        target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+        remove_when="processors get the tokens of the step before",
+        signature="(self, batch, last_batch)",
+        why="a custom logit processor reads its request's tokens, which the host must know by then",
+        build=_made_by("srt.speculative.acceptance.processors.without_overlap"),
+    ),
+    Change(
         target="sglang.srt.speculative.dflash_info.DFlashVerifyInput",
         remove_when="graphs are captured with the worker's own input",
         kind="class",

@@ -31,6 +31,7 @@ class Scene:
         interprets_context_kv: Interpret also the kernel with a program per token and layer, which takes a
             third of a second per step. Its twin runs otherwise.
         is_built_in: SGLang's own worker instead of ours.
+        is_handed_over: The same, because our decision leaves the server to it.
     """
 
     backend: str
@@ -38,6 +39,7 @@ class Scene:
     fault: str | None = None
     interprets_context_kv: bool = False
     is_built_in: bool = False
+    is_handed_over: bool = False
 
     @classmethod
     def from_environment(cls) -> "Scene":
@@ -72,7 +74,7 @@ def set_the_stage(ledger) -> None:
         backend = {"flashinfer": _flashinfer, "fa3": _fa3, "triton": _triton}[scene.backend]()
         steps.watch()
         _capture_graphs(scene.buckets)
-        if not scene.is_built_in:
+        if not (scene.is_built_in or scene.is_handed_over):
             _prepare_our_worker(scene)
 
         def create(runner):
@@ -87,8 +89,16 @@ def set_the_stage(ledger) -> None:
     attention = dataclasses.replace(ours, build=build)
     if scene.is_built_in:
         built_in.take_the_stage(ledger, attention, scene.buckets)
+    elif scene.is_handed_over:
+        built_in.follow_the_hand_over(ledger, attention, scene.buckets)
     else:
         ledger.AT_WORKER = (*ledger.AT_WORKER, attention)
+
+
+def pretend_support(speculative_hook) -> None:
+    """Let SGLang's own DFLASH accept the CPU, if a server is to be handed over to it."""
+    if Scene.from_environment().is_handed_over:
+        speculative_hook.current_platform = built_in.PlatformWithDFlash(speculative_hook.current_platform)
 
 
 def _prepare_our_worker(scene: Scene) -> None:

@@ -140,6 +140,13 @@ def set_the_stage(module) -> None:
     stage.set_the_stage(module)
 
 
+def pretend_support(module) -> None:
+    """Let SGLang's own DFLASH accept the CPU in a rehearsal of the hand-over."""
+    from support.rehearsal import stage
+
+    stage.pretend_support(module)
+
+
 def no_memory_reserve(module) -> None:
     """Let a host pool take the last 10 GiB of memory, which SGLang leaves free."""
     module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
@@ -156,7 +163,10 @@ PATCHES = {
     "misdeclared_draft": {"sglang_dflash.srt.speculative.drafters.sampling": misdeclared_draft},
     "overcommit": {"sglang.srt.managers.schedule_policy": overcommit},
     "no_memory_reserve": {"sglang.srt.mem_cache.pool_host.base": no_memory_reserve},
-    "rehearsal": {"sglang_dflash.srt.plugins.ledger": set_the_stage},
+    "rehearsal": {
+        "sglang_dflash.srt.plugins.ledger": set_the_stage,
+        "sglang.srt.arg_groups.speculative_hook": pretend_support,
+    },
     "deterministic_on_cpu": {
         "sglang.srt.arg_groups.choices": allow_deterministic_on_cpu,
         "sglang.srt.model_executor.model_runner": no_batch_invariant_kernels,
