@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
-from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, SPECULATORS_DRAFT, TARGET
+from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, ROOT, SPECULATORS_DRAFT, TARGET
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.server_args import ServerArgs
@@ -27,6 +27,7 @@ import sglang_dflash
 from sglang_dflash.srt.arg_groups.dflash_args import check_draft_path
 from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
 from sglang_dflash.srt.arg_groups.hand_over import builtin_refusal
+from sglang_dflash.srt.arg_groups.not_served import SPLIT_EMBEDDINGS
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.observability.server_info import adding_implementation
@@ -422,8 +423,10 @@ ASSUMED = {
 
 
 @pytest.mark.parametrize("name", ASSUMED)
-def test_checkpoints_that_plain_sglang_takes_are_served(name, tmp_path, caplog):
+def test_checkpoints_that_plain_sglang_takes_are_served(name, tmp_path, caplog, monkeypatch):
     changes, words = ASSUMED[name]
+    if name == "no mask token":  # the bundled target's embedding has no row to spare for it
+        monkeypatch.setattr("sglang_dflash.srt.arg_groups.dflash_args.find_mask_token", lambda *_: 3)
     record = resolve(record_of(make_draft(tmp_path / "draft", base=DRAFT, **changes)))
     assert not Implementation.of(record).is_builtin
     assert words in caplog.text
@@ -441,6 +444,32 @@ def test_quantization_of_the_target_is_not_the_drafts(caplog):
     args = resolving_view(resolve(record_of(**inherited)))
     assert args.speculative_draft_model_quantization is None and args.quantization == "fp8"
     assert "--quantization fp8 is the target's" in caplog.text
+
+
+def test_targets_whose_embedding_is_split_are_known_in_the_launcher():
+    """By SGLang's sources: models with capture whose embedding does not follow the ranks of DP."""
+    models = Path(inspect.getfile(ServerArgs)).parent / "models"
+    found = set()
+    for path in models.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        splits = any(
+            getattr(call.func, "id", "") == "VocabParallelEmbedding"
+            and not {keyword.arg for keyword in call.keywords} & {"use_attn_tp_group", "enable_tp", None}
+            for call in calls
+        )
+        captures = {"set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"}
+        entries = [
+            node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EntryClass"
+        ]
+        if splits and captures & {getattr(node, "name", "") for node in ast.walk(tree)}:
+            found |= {node.id for entry in entries for node in ast.walk(entry) if isinstance(node, ast.Name)}
+    assert {"LlamaForCausalLM", "Lfm2ForCausalLM"} <= found
+    assert {name for name in found if name.endswith(("CausalLM", "Generation"))} <= set(SPLIT_EMBEDDINGS), (
+        found
+    )
 
 
 BROKEN = "broken: "  # no implementation loads such a checkpoint, or it would draft noise
@@ -465,6 +494,7 @@ VERDICTS = {
     ("arg_groups/draft_files.py", "check_draft_config"): [BROKEN + "no JSON", BROKEN + "wrong fields"],
     ("arg_groups/draft_files.py", "check_draft_tensors"): [BROKEN + "wrong sizes", BROKEN + "wrong tensors"],
     ("arg_groups/hand_over.py", "hand_over_if_not_served"): [BY_BOTH + "pipeline parallelism"],
+    ("arg_groups/hand_over.py", "leave_to_unsupported_sglang"): [BY_NAME + "options on another SGLang"],
     ("configs/config_file.py", "read_object"): [BROKEN + "no JSON object"] * 3,
     ("configs/dflash2_config.py", "_check_selected_vocabulary"): [BROKEN + "no such selector"] * 2,
     ("configs/dflash2_config.py", "_check_groups"): [BY_BOTH + "half of a convolution", BROKEN + "groups"],
@@ -562,6 +592,23 @@ def test_every_refusal_has_a_verdict():
         for function, count in raises_of(ast.parse(path.read_text()), "").items()
     }
     assert found == {key: len(verdicts) for key, verdicts in VERDICTS.items()}
+
+
+def test_no_row_of_the_page_ends_a_start_that_the_built_in_serves():
+    page = ROOT / "docs" / "compatibility.md"
+    header: list[str] = []
+    rows = 0
+    for line in page.read_text().splitlines():
+        cells = [cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|")]
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = cells
+        elif "built-in" in header and cells[header.index("built-in")].startswith("served"):
+            here = cells[header.index("CUDA" if "CUDA" in header else "here")].replace("CPU: refused", "")
+            assert "refused" not in here, line
+            rows += 1
+    assert rows > 20
 
 
 def test_verdicts_name_what_is_tested_here():

@@ -30,6 +30,7 @@ class Job:
 
     step: the scheduler step it joins in. abort_after: abort it once it has so many tokens. processor: a
     serialized custom logit processor. masks: return sampling masks. reasons: it begins inside its thoughts.
+    adapter: the LoRA adapter's name.
     """
 
     input_ids: tuple[int, ...]
@@ -43,6 +44,7 @@ class Job:
     processor: str | None = None
     masks: bool = False
     reasons: bool = False
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,9 @@ class _Driver:
 
     def __init__(self, scheduler, groups):
         self.scheduler = scheduler
+        adapters = getattr(scheduler.tp_worker.model_runner, "lora_manager", None)
+        refs = adapters.lora_refs.values() if adapters is not None else ()
+        self._adapter_ids = {ref.lora_name: ref.lora_id for ref in refs}
         self.groups = list(groups)
         self.sizes = [len(group) for group in groups]
         self.jobs = [job for group in groups for job in group]
@@ -220,6 +225,7 @@ class _Driver:
             custom_logit_processor=job.processor,
             return_sampling_mask=job.masks,
             require_reasoning=job.reasons,
+            lora_id=self._adapter_ids.get(job.adapter),
         )
 
     def answers(self):

@@ -20,12 +20,19 @@ TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_ml
 CPU_ATTENTION_BACKEND = "torch_native"
 
 # Targets whose embedding SGLang splits over all ranks, also with DP attention.
-_SPLIT_EMBEDDINGS = (
+SPLIT_EMBEDDINGS = (
+    "ApertusForCausalLM",
+    "InklingForConditionalGeneration",
     "IQuestCoderForCausalLM",
     "InternLM3ForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "Lfm2VlForConditionalGeneration",
     "LlamaForCausalLM",
     "Ministral3ForCausalLM",
     "MistralForCausalLM",
+    "MuseGlimmerForCausalLM",
+    "MuseGlimmerForConditionalGeneration",
     "Phi3ForCausalLM",
 )
 
@@ -107,7 +114,7 @@ def dp_attention_findings(args: Any) -> list[NotServed]:
         if applies
     ]
     architectures = (read_config(args.model_path, args.revision) or {}).get("architectures") or ()
-    if (name := next(iter(architectures), None)) in _SPLIT_EMBEDDINGS:
+    if (name := next(iter(architectures), None)) in SPLIT_EMBEDDINGS:
         found.append(NotServed(f"{name} {with_dp}: its embedding is split over all ranks", True))
     return found
 

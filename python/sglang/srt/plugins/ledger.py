@@ -427,7 +427,7 @@ AT_CPU_HOST_CACHE = (
             remove_when="SGLang copies in PyTorch on a CPU",
             feature=CPU_PD,
             signature=signature,
-            why="SGLang copies KV to host memory and back with CUDA kernels",
+            why="SGLang copies KV to host memory and back with CUDA kernels, and page-locks pages for storage",
             build=_ours(f"srt.hardware_backend.cpu.transfer.{ours}"),
         )
         for name, ours, signature in (
@@ -441,6 +441,7 @@ AT_CPU_HOST_CACHE = (
                 "restore_layer",
                 "(self, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft)",
             ),
+            ("get_dummy_flat_data_page", "empty_flat_page", "(self)"),
         )
     ),
 )

@@ -28,6 +28,12 @@ def prepare_transfer(args: Any) -> None:
         )
 
 
+def empty_flat_page(pool: Any) -> torch.Tensor:
+    """Make room for one page of keys and values of all layers, which a storage backend fills."""
+    shape = 2, pool.layer_num, pool.page_size, pool.head_num, pool.head_dim
+    return torch.zeros(shape, dtype=pool.dtype).flatten()
+
+
 def normalize_kv_mem_kinds(kinds: list[str] | None, expected_len: int) -> list[str]:
     """Give all KV buffers the kind of host memory. kinds: one per buffer, or None."""
     if kinds is not None and len(kinds) != expected_len:
