@@ -427,7 +427,7 @@ AT_CPU_HOST_CACHE = (
             remove_when="SGLang copies in PyTorch on a CPU",
             feature=CPU_PD,
             signature=signature,
-            why="SGLang copies KV to host memory and back with CUDA kernels, and page-locks pages for storage",
+            why="SGLang copies KV to host memory and back with CUDA kernels, and page-locks memory",
             build=_ours(f"srt.hardware_backend.cpu.transfer.{ours}"),
         )
         for name, ours, signature in (

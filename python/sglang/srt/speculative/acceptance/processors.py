@@ -7,7 +7,6 @@ they are called for every slot of a block, with the tokens before it, and their 
 
 import functools
 import inspect
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,7 +51,8 @@ class RequestAtSlot:
 
     def __init__(self, req: Any, drafted: Sequence[int]):
         self._req = req
-        self.output_ids = req.output_ids + array("q", drafted)
+        self.output_ids = req.output_ids[:]
+        self.output_ids.extend(drafted)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._req, name)
