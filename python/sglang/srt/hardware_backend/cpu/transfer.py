@@ -28,10 +28,10 @@ def prepare_transfer(args: Any) -> None:
         )
 
 
-def empty_flat_page(pool: Any) -> torch.Tensor:
+def empty_flat_page(self: Any) -> torch.Tensor:
     """Make room for one page of keys and values of all layers, which a storage backend fills."""
-    shape = 2, pool.layer_num, pool.page_size, pool.head_num, pool.head_dim
-    return torch.zeros(shape, dtype=pool.dtype).flatten()
+    shape = 2, self.layer_num, self.page_size, self.head_num, self.head_dim
+    return torch.zeros(shape, dtype=self.dtype).flatten()
 
 
 def normalize_kv_mem_kinds(kinds: list[str] | None, expected_len: int) -> list[str]:
