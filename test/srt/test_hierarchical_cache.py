@@ -39,19 +39,23 @@ def cycles(answer: dict) -> list[int]:
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_the_drafts_kv_comes_back(draft, servers, requests, reference, tmp_path):
-    """From the host, and from files once device and host are emptied."""
+    """From the host, and from files once device and host are emptied.
+
+    Cycles are compared with those after a prefix hit on the device: P-EAGLE has no state before the first
+    token of a prefill, so it drafts a little otherwise there than after a whole prompt.
+    """
     environment = patched("no_memory_reserve") | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
     server = servers.get(*FLOAT32, *dflash_arguments(draft), *CACHE, environment=environment)
-    first = [server.generate(**request) for request in requests]
+    first, warm = zip(*([server.generate(**request) for _ in range(2)] for request in requests), strict=True)
     again = [server.generate(**request) for request in requests]
     server.flush_cache()
     stored = [server.generate(**request) for request in requests]
     wanted = reference.answers(requests)
     assert LENGTH * len(requests) > SLOTS  # the first of them are no longer on the device
     assert sum(map(sum, map(cycles, first)))
-    for answers in (first, again, stored):
+    for answers in (first, warm, again, stored):
         assert_same(requests, answers, wanted)
-        assert list(map(cycles, answers)) == list(map(cycles, first))
-    for answers in (again, stored):
+    for answers in (warm, again, stored):
+        assert list(map(cycles, answers)) == list(map(cycles, warm))
         cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
         assert min(cached) >= LENGTH - 1, cached

@@ -15,6 +15,7 @@ from support.sampling_parameters import VOCABULARY, sampling_info
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
+from sglang_dflash.srt.speculative.acceptance import caps as caps_module
 from sglang_dflash.srt.speculative.acceptance import constraints
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
@@ -150,7 +151,9 @@ def test_a_cap_cuts_the_accepted_prefix_and_keeps_the_targets_token():
     assert accepted.accept_len.dtype == torch.int32 and accepted.committed.tolist() == [7, 11]
 
 
-def test_caps_of_a_batch():
+def test_caps_of_a_batch(monkeypatch):
+    monkeypatch.setattr(caps_module, "runs_per_slot", lambda serialized: serialized == "of SGLang")
+
     def reqs(*params, processor=None):
         return [
             SimpleNamespace(
@@ -165,6 +168,7 @@ def test_caps_of_a_batch():
     assert caps is not None and caps.tolist() == [0, 7, 7]
     caps = requested_caps(reqs(None) + reqs(None, {}, processor="serialized"), 8)
     assert caps is not None and caps.tolist() == [7, 0, 0]
+    assert requested_caps(reqs(None, {}, processor="of SGLang"), 8) is None
 
 
 def test_a_draft_gets_graphs_if_there_is_room(monkeypatch, caplog):
