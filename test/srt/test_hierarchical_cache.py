@@ -17,6 +17,7 @@ LENGTH, SLOTS = 200, 900
 CACHE = (
     "--enable-hierarchical-cache",
     *("--hicache-ratio", "4", "--max-total-tokens", str(SLOTS), "--no-speculative-adaptive"),
+    "--disable-overlap-schedule",  # a request that has ended would sometimes be in one more cycle
     *("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"),
     *("--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": 32})),
 )

@@ -116,16 +116,16 @@ def _find_capture_method(name: str) -> str:
         raise ValueError(
             f"DFLASH cannot serve {name}: SGLang has no such model, or could not import it on this machine."
         )
+    captures = [method for method in (_DFLASH_CAPTURE, _EAGLE3_CAPTURE) if hasattr(model_class, method)]
+    if not captures:
+        raise ValueError(
+            f"DFLASH cannot serve {name}: a draft reads hidden states of its target, and SGLang captures none."
+        )
     if not hasattr(model_class, "get_input_embeddings"):
         raise ValueError(
             f"DFLASH cannot serve {name}: a draft borrows the target's embedding, and it lends none."
         )
-    for method in (_DFLASH_CAPTURE, _EAGLE3_CAPTURE):
-        if hasattr(model_class, method):
-            return method
-    raise ValueError(
-        f"DFLASH cannot serve {name}: a draft reads hidden states of its target, and SGLang captures none."
-    )
+    return captures[0]
 
 
 def configure_capture(
