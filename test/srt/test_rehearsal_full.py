@@ -91,6 +91,17 @@ def test_the_built_in_worker(backend, expected, reference):
         assert_launches(played, f"built-in/{backend}-dflash")
 
 
+@pytest.mark.parametrize("draft", ["dflash", "peagle"])
+def test_without_bounds(draft, expected, reference):
+    """Serve on an SGLang that lacks a target of BOUNDS: each cycle waits, nothing else changes."""
+    requests = greedy_requests()
+    expected.answers(DRAFTS[draft], requests)
+    with rehearse(Scene("flashinfer", lacks_bounds=True), DRAFTS[draft], NO_CACHE) as played:
+        assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
+        assert played.waits() != []
+        assert "plans with exact lengths, so each cycle waits" in played.server.log()
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_triton(draft, expected, reference):
     """Run SGLang's attention kernels in Triton's interpreter, on short requests."""
