@@ -31,7 +31,7 @@ def dequantize(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, col
         _check_finite("weight", weight)
     else:
         packed = parts["weight"] if scheme.layout == "modelopt-nvfp4" else parts["weight_packed"]
-        values = torch.tensor(_E2M1, device=packed.device)
+        values = torch.tensor(_E2M1, dtype=torch.float32, device=packed.device)
         weight = values[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()]
     if not scheme.is_symmetric:
         weight = weight - _spread(_zero_point(parts, scheme, rows), shape, scheme, order)

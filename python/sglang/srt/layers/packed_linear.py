@@ -8,6 +8,7 @@ kernel is dequantized with a reason. `models/packed_weights.py` compares each la
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ Parts = dict[str, torch.Tensor]
 # Relative difference from the dequantized weights' output that rounding explains. Measured with emulated
 # activations: 0.003 of bfloat16 products, 0.026 of rows in FP8. Wrong scales give 0.19 and more.
 WEIGHTS_ALONE, ROWS_IN_FP8 = 0.02, 0.06
+
+FP8_BLOCK = (128, 128)  # rows and columns that share a scale
 
 # A layer of the model -> the modules of a checkpoint that it fuses, with their shards.
 FUSED: dict[str, dict[str, str | int]] = {
@@ -113,11 +116,11 @@ def _fp8_kernel(scheme: Scheme, capability: tuple[int, int]) -> Kernel | str:
         return Kernel("Marlin FP8", WEIGHTS_ALONE, make, "fp8 rows", _marlin_problem(-1))
     if not is_native:
         return "blocks of FP8 need compute capability 8.9, this GPU has {}.{}".format(*capability)
-    if scheme.block != (128, 128):
-        return f"the kernel takes blocks of 128 by 128, not {scheme.block[0]} by {scheme.block[1]}"
+    if scheme.block != FP8_BLOCK:
+        return "the kernel takes blocks of {} by {}, not {} by {}".format(*FP8_BLOCK, *scheme.block)
     args = QuantizationArgs(**options, strategy="block", block_structure=list(scheme.block))
     make = lambda: CompressedTensorsW8A8Fp8(args, is_static_input_scheme=False)  # noqa: E731
-    return Kernel("FP8 in blocks", ROWS_IN_FP8, make, "fp8 blocks", _multiple_of(128, 128))
+    return Kernel("FP8 in blocks", ROWS_IN_FP8, make, "fp8 blocks", _multiple_of(*FP8_BLOCK))
 
 
 def _marlin_problem(group: int) -> Callable[[int, int, Sequence[int]], str | None]:
@@ -244,8 +247,9 @@ class _ChoosingMethod(LinearMethodBase):
 
         self._packed.kernel, self._packed._make_dense = chosen, make_dense
         layer.scheme = chosen.sglang_scheme()
-        # The method's config is read for layers of other kinds alone.
-        layer.quant_method = CompressedTensorsLinearMethod(None)  # type: ignore[arg-type]
+        # All that SGLang's loaders read of the method's config, for scales of blocks.
+        config: Any = SimpleNamespace(weight_block_size=list(FP8_BLOCK))
+        layer.quant_method = CompressedTensorsLinearMethod(config)
         loader = getattr(layer, "weight_loader_v2", None) or options["weight_loader"]
         layer.quant_method.create_weights(layer, *sizes, **{**options, "weight_loader": loader})
 

@@ -109,7 +109,9 @@ def row_check(
     if module is None:
         return None
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(NUM_ROWS, weight.shape[1], generator=generator).to(weight.device)
+    inputs = torch.randn(NUM_ROWS, weight.shape[1], generator=generator, dtype=torch.float32).to(
+        weight.device
+    )
     columns = slice(None)
     if isinstance(module, RowParallelLinear):  # this rank's share of the input
         rank, num_ranks = get_group_rank_size(module.tp_group)
