@@ -69,6 +69,16 @@ class BlockDraftModel(nn.Module):
         self._fp8_head: Fp8Head | None = None
         self._fp8_copies: list[Fp8Copy] = []  # of the head and of layers
 
+    @property
+    def no_update_reason(self) -> str | None:
+        """Say why the weights cannot be replaced at run time; None if they can."""
+        if self.packed_layers is None or not self.packed_layers.has_kernels:
+            return None
+        return (
+            "the draft's quantized layers are stored as kernels take them, which a weight update cannot "
+            "replace. Start with --speculative-draft-model-quantization unquant to update a quantized draft"
+        )
+
     def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         """Use the target's embedding and head if the checkpoint brought none of its own.
 

@@ -20,11 +20,6 @@ from sglang_dflash.srt.configs.draft_tensors import (
 from sglang_dflash.srt.configs.packed_tensors import Header, unpack_headers
 from sglang_dflash.srt.models.packed_weights import SHARDS, PackedModule, load_packed_modules
 
-NO_UPDATE = (
-    "its quantized layers are stored as kernels take them, which a weight update cannot replace. Start with "
-    "--speculative-draft-model-quantization unquant to update a quantized draft"
-)
-
 # Element types by PyTorch's names, in safetensors' words.
 _DTYPES = {
     "float64": "F64",
@@ -48,8 +43,8 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     Packed modules are dequantized, one at a time, or loaded as their kernels take them. `model.row_checks`
     then compares them.
     """
-    if model.row_checks and model.packed_layers is not None and model.packed_layers.has_kernels:
-        raise ValueError("DFLASH draft: " + NO_UPDATE)
+    if model.row_checks and model.no_update_reason is not None:
+        raise ValueError(f"DFLASH draft: {model.no_update_reason}")
     tensors: dict[str, torch.Tensor] = {}
     for full_name, tensor in weights:
         name = canonical_name(full_name)
