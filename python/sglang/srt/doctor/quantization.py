@@ -1,4 +1,4 @@
-"""What quantization cost a draft, layer by layer, for `doctor --unquantized`."""
+"""Cost of a draft's quantization, layer by layer, for `doctor --unquantized`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _ANOTHER, _LARGE = 0.3, {"4": 0.22, "8": 0.06}
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What quantizing one layer of the draft costs, all others as they were.
+    """Cost of quantizing one layer of the draft, all others as they were.
 
     weight_errors: relative error by module. evidence: against the unquantized draft; gain is negative if
     something is lost.
@@ -41,7 +41,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class QuantizationCost:
-    """What quantization costs; `evidence` is that of all layers together."""
+    """Cost of quantization; `evidence` is that of all layers together."""
 
     unquantized: Acceptance
     quantized: Acceptance

@@ -1,4 +1,4 @@
-"""Linear layers of a quantized draft that multiply as their file stores them, by SGLang's methods.
+"""Linear layers that multiply as their file stores them, by SGLang's methods.
 
 SGLang's own choice of a method goes by names of modules, quantizes activations of some files, and leaves
 shapes that its kernels do not take to fail. Here each layer's method comes from the scheme that
@@ -174,7 +174,7 @@ class PackedLayer:
 
 
 class PackedLayers:
-    """What SGLang's linear layers take for a quantization config: it gives each its method.
+    """Quantization config of SGLang's linear layers: it gives each its method.
 
     layers: by name in the model, those with quantized modules.
     """
@@ -204,7 +204,7 @@ class PackedLayers:
 
 
 class _ChoosingMethod(LinearMethodBase):
-    """Method of a layer until its share of a rank is known, and with it whether the kernel takes it."""
+    """Method of a layer until its share of a rank, and so its kernel, is known."""
 
     def __init__(self, packed: PackedLayer, chosen: Kernel | str):
         self._packed, self._chosen = packed, chosen

@@ -1,4 +1,4 @@
-"""Packed modules of a quantized draft: loaded as they are if a kernel multiplies them, else dequantized.
+"""Packed modules of a quantized draft: loaded as they are, or dequantized.
 
 A wrong load of a quantized layer is not seen in the accept length: scales shifted by a group cost 6 % of it.
 So each layer's output is compared with that of the file's own weights, for a few random rows.
@@ -82,7 +82,7 @@ class RowCheck:
 
 
 def model_layer(module: str) -> tuple[str, str | int | None]:
-    """Return the layer of the model that holds a checkpoint's module, and its shard if it fuses some."""
+    """Return the layer of the model that holds a module, and its shard if fused."""
     parent, _, last = module.rpartition(".")
     fused, shard = SHARDS.get(last, (last, None))
     return f"{parent}.{fused}" if parent else fused, shard
@@ -128,7 +128,7 @@ def row_check(
 
 
 def _shares(module: Any, shard: str | int, num_rows: int) -> tuple[slice, slice]:
-    """Return this rank's rows of a fused module's shard, and their columns in the module's output."""
+    """Return this rank's rows of a shard, and their columns in the fused output."""
     rank, num_ranks = get_group_rank_size(module.tp_group)
     if isinstance(module, QKVParallelLinear):
         q_size, kv_size = module.q_proj_shard_size, module.kv_proj_shard_size
@@ -163,7 +163,7 @@ def run_row_checks(checks: Iterable[RowCheck]) -> None:
 
 
 def device_capability() -> tuple[int, int] | None:
-    """Return the compute capability of the GPU on which layers are made; None on another device."""
+    """Return the compute capability of the GPU that layers are made on, or None."""
     if torch.get_default_device().type != "cuda":
         return None
     return torch.cuda.get_device_capability()
@@ -208,7 +208,7 @@ def load_packed_modules(
 
 
 def _parameters(layer: PackedLayer, modules: Sequence[PackedModule]) -> dict[str, Parts] | None:
-    """Return the parameters of each module of a layer; None if it must be dense, which it then is."""
+    """Return the parameters of each module of a layer, or make it dense: None."""
     assert layer.kernel is not None
     try:
         found = {
@@ -232,7 +232,7 @@ def _load_parts(model: Any, module: PackedModule, parts: Parts) -> None:
 
 
 def _keep_context_rows(model: Any, module: PackedModule, weight: torch.Tensor) -> None:
-    """Keep this rank's K or V rows, which are multiplied for the context beside the packed ones."""
+    """Keep this rank's K or V rows, which multiply the context."""
     name, shard = model_layer(module.name)
     if shard not in ("k", "v") or not model.needs_context_rows:
         return
