@@ -32,6 +32,7 @@ class Scene:
             third of a second per step. Its twin runs otherwise.
         is_built_in: SGLang's own worker instead of ours.
         is_handed_over: The same, because our decision leaves the server to it.
+        lacks_bounds: On an SGLang where one target of the ledger's feature BOUNDS is gone.
     """
 
     backend: str
@@ -40,6 +41,7 @@ class Scene:
     interprets_context_kv: bool = False
     is_built_in: bool = False
     is_handed_over: bool = False
+    lacks_bounds: bool = False
 
     @classmethod
     def from_environment(cls) -> "Scene":
@@ -85,6 +87,8 @@ def set_the_stage(ledger) -> None:
 
         return create
 
+    if scene.lacks_bounds:
+        ledger.AT_WORKER = tuple(_without_lengths(change) for change in ledger.AT_WORKER)
     [ours] = [change for change in ledger.AT_LOAD if change.key == "torch_native"]
     attention = dataclasses.replace(ours, build=build)
     if scene.is_built_in:
@@ -99,6 +103,12 @@ def pretend_support(speculative_hook) -> None:
     """Let SGLang's own DFLASH accept the CPU, if a server is to be handed over to it."""
     if Scene.from_environment().is_handed_over:
         speculative_hook.current_platform = built_in.PlatformWithDFlash(speculative_hook.current_platform)
+
+
+def _without_lengths(change):
+    """Look for the lengths' target where it is not, as on a later SGLang."""
+    is_gone = change.name == "resolve_seq_lens_cpu"
+    return dataclasses.replace(change, target=f"{change.target}_as_it_was") if is_gone else change
 
 
 def _prepare_our_worker(scene: Scene) -> None:

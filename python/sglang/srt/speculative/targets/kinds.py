@@ -119,7 +119,7 @@ def _find_capture_method(name: str) -> str:
     captures = [method for method in (_DFLASH_CAPTURE, _EAGLE3_CAPTURE) if hasattr(model_class, method)]
     if not captures:
         raise ValueError(
-            f"DFLASH cannot serve {name}: a draft reads hidden states of its target, and SGLang captures none."
+            f"DFLASH cannot serve {name}: a draft reads its target's hidden states, and SGLang captures none."
         )
     if not hasattr(model_class, "get_input_embeddings"):
         raise ValueError(
