@@ -71,29 +71,38 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         raise ValueError("DFLASH draft weights do not match its config:\n  - " + "\n  - ".join(problems))
     packed = _take_packed_modules(tensors, found.schemes, found.shapes)
     _make_room_for_vocabulary(model, {*tensors, *(f"{module.name}.weight" for module in packed)})
-    for name, tensor in tensors.items():
+
+    def fitted(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name == FUSION:
             tensor = _in_captured_order(tensor, model.draft)
-        _load(model, name, _padded(name, tensor, missing_width))
+        return _padded(name, tensor, missing_width)
+
+    for name, tensor in tensors.items():
+        _load(model, name, fitted(name, tensor))
 
     def load_dense(module: PackedModule, weight: torch.Tensor) -> torch.Tensor:
         name = f"{module.name}.weight"
-        weight = _padded(name, weight, missing_width)
-        if name == FUSION:
-            weight = _in_captured_order(weight, model.draft)
+        weight = fitted(name, weight)
         _load(model, name, weight.to(model.norm.weight.dtype))
         return weight
 
+    fusion = model.packed_layers.layers.get("fc") if model.packed_layers is not None else None
+    if fusion is not None and fusion.kernel is not None and not _is_in_captured_order(model.draft):
+        fusion.make_dense("its target layers do not ascend")
     model.row_checks = load_packed_modules(model, packed, load_dense)
     return {name for name, _ in model.named_parameters()}
 
 
+def _is_in_captured_order(draft: DFlashDraftConfig) -> bool:
+    return list(draft.target_layer_ids) == sorted(draft.target_layer_ids)
+
+
 def _in_captured_order(weight: torch.Tensor, draft: DFlashDraftConfig) -> torch.Tensor:
     """Reorder the columns of `fc` [hidden, aux_width] as SGLang captures layers: ascending."""
+    if _is_in_captured_order(draft):
+        return weight
     ids = draft.target_layer_ids
     order = sorted(range(len(ids)), key=ids.__getitem__)
-    if order == list(range(len(ids))):
-        return weight
     return torch.cat([weight.chunk(len(ids), dim=1)[place] for place in order], dim=1)
 
 
