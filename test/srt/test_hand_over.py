@@ -526,7 +526,9 @@ VERDICTS = {
     ],
     ("arg_groups/draft_quantization.py", "check_draft_quantization"): [HANDED + "a draft to quantize"],
     # The launcher reads the quantization first, and hands over what is not served (`not_served.py`).
-    ("configs/draft_quantization.py", "_compressed_scheme"): [HANDED + "a draft of another quantization"] * 6,
+    ("configs/draft_quantization.py", "_block"): [HANDED + "a draft of another quantization"],
+    ("configs/draft_quantization.py", "_compressed_scheme"): [HANDED + "a draft of another quantization"] * 5,
+    ("configs/draft_quantization.py", "_read_fp8"): [HANDED + "a draft of another quantization"],
     ("configs/draft_quantization.py", "_modelopt_scheme"): [HANDED + "a draft of another quantization"] * 2,
     ("configs/draft_quantization.py", "_names"): [HANDED + "a draft of another quantization"] * 2,
     ("configs/draft_quantization.py", "_read_compressed_tensors"): [
@@ -562,7 +564,11 @@ VERDICTS = {
     ],
     ("models/dflash.py", "DFlashAttention.context_kv_weight"): [HANDED + "a draft to quantize"],
     ("models/dflash.py", "DFlashDraftModel.use_pool"): [HANDED + "unified memory"],
-    ("models/dflash_weights.py", "load_checkpoint"): [BROKEN + "wrong tensors", BROKEN + "a tensor twice"],
+    ("models/dflash_weights.py", "load_checkpoint"): [
+        BROKEN + "an update that packed layers cannot take",
+        BROKEN + "wrong tensors",
+        BROKEN + "a tensor twice",
+    ],
     ("models/mask_token.py", "find_mask_token"): [BROKEN + "no tokenizer", BROKEN + "no row to spare"],
     ("models/mask_token.py", "read_mask_embedding"): [
         BROKEN + "no embedding",
