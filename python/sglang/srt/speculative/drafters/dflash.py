@@ -18,6 +18,7 @@ from sglang_dflash.srt.speculative.dflash_info import (
     Prompts,
 )
 from sglang_dflash.srt.speculative.drafters.deferred_context import ContextRows, DeferredContext
+from sglang_dflash.srt.speculative.drafters.forward import run_draft
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.drafters.window import DraftView, FullView, WindowView
 
@@ -157,4 +158,4 @@ class DFlashDrafter:
             can_run_decode_cuda_graph=cycle.can_run_cuda_graph,
         )
         plan.bind(forward_batch, self._runner.kv_index_translator, cols=columns)
-        return self._runner.forward(forward_batch).logits_output
+        return run_draft(self._runner, forward_batch)
