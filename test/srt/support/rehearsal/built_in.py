@@ -56,10 +56,10 @@ def _on_stage(worker: type, buckets: tuple[int, ...]) -> type:
     class Worker(worker):
         def forward_batch_generation(self, batch, *args, **kwargs):
             is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
-            step = super().forward_batch_generation if is_prefill else self._decode
+            step = super().forward_batch_generation if is_prefill else self.decode
             return step(batch, *args, **kwargs)
 
-        def _decode(self, batch, *args, **kwargs):
+        def decode(self, batch, *args, **kwargs):
             return super().forward_batch_generation(batch, *args, **kwargs)
 
     launches.watch_decode_steps(Worker)
