@@ -136,6 +136,21 @@ def test_a_batch_beyond_the_captured_sizes_waits(expected, reference):
         assert played.steps_without_graphs() == beyond
 
 
+@pytest.mark.parametrize("draft", ["dflash", "peagle"])
+def test_fa3_schedules_once_per_forward(draft, expected, reference):
+    """A graph computes one schedule, and every layer without a window reads that one."""
+    requests = greedy_requests()
+    expected.answers(DRAFTS[draft], requests)
+    once = {"SGLANG_DFLASH_FA3_SCHEDULE_ONCE": "1"}
+    with rehearse(Scene("fa3"), DRAFTS[draft], NO_CACHE, environment=once) as played:
+        assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
+        captures = played.notes("capture")
+    assert {note["role"] for note in captures} == {"target", "draft"}
+    for note in captures:
+        operations = note["operations"]
+        assert operations["get_scheduler_metadata"] == 1 < operations["flash_attn_with_kvcache"], note["role"]
+
+
 SETTINGS = {
     "draft window": ("flashinfer", DRAFT, "--speculative-draft-window-size", WINDOW),
     "draft window without host lengths": ("fa3", DRAFT, "--speculative-draft-window-size", WINDOW),
