@@ -99,7 +99,7 @@ class DFlashDraftInput(SpecInput):
 
 
 def _reserve_slots(batch: Any, committed: list[int]) -> torch.Tensor:
-    """Give each request slots for two blocks, and return the slots that it then has: [bs] int32.
+    """Give each request slots for two blocks, and return its slots: [bs] int32.
 
     Two, because under overlap `kv_committed_len` is one step behind the running forward. If slots are short
     and the pool has room, requests get two more blocks, so that most cycles reserve nothing.

@@ -69,6 +69,7 @@ class PEagleDrafter:
 
     has_own_table = True
     writes_context_apart = False
+    defers_plain_cycles = False
 
     def __init__(self, draft_runner: Any, target_model: Any, block_size: int):
         self._runner = draft_runner
