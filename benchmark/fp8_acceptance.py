@@ -5,7 +5,8 @@
 
 On a CPU the copies are computed with FP8's rounding, in bfloat16: the figures are acceptances, not speeds.
 Requests and draft settings are those of acceptance.py. The standard error of a ratio comes from resampling
-the requests, each of which is answered with every draft. Writes benchmark/results/fp8-layers.json and .md.
+the requests, each of which is answered with every draft. Writes benchmark/results/fp8-layers.json and .md; a
+call replaces the rows of its pairs.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import os
 import platform
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 from datetime import date
 
@@ -46,21 +46,18 @@ def main() -> None:
     parser.add_argument("--profile", nargs="+", choices=profiles, default=list(profiles))
     args = parser.parse_args()
     os.chdir(ROOT)  # the profiles name the bundled models from here
-    rows = []
+    rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     for name in args.profile:
         plain: Requests | None = None
+        rows = [row for row in rows if row["profile"] != name]
         for draft, environment in DRAFTS.items():
             found = measure(profiles[name], environment)
             plain = plain or found
             rows.append({"profile": name, "draft": draft, **compared(found, plain)})
             print(rows[-1], flush=True)
-    heading = {
-        "date": str(date.today()),
-        "command": " ".join(["python", "benchmark/fp8_acceptance.py", *sys.argv[1:]]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
-    }
-    RESULTS.write_text(json.dumps({**heading, "rows": rows}, indent=1) + "\n")
-    RESULTS.with_suffix(".md").write_text(page(heading, rows))
+        heading = {"date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores"}
+        RESULTS.write_text(json.dumps({**heading, "rows": rows}, indent=1) + "\n")
+        RESULTS.with_suffix(".md").write_text(page(heading, rows))
 
 
 def prompts_of(profile: dict) -> str | None:
@@ -116,7 +113,14 @@ def page(heading: dict, rows: Sequence[dict]) -> str:
     for row in rows:
         figures = [f"{row[name]:.3f}" for name in ("accept_length", "ratio", "error")]
         lines.append(f"| {' | '.join([row['profile'], row['draft'], *figures])} |")
-    return "\n".join([*lines, "", f"Command: `{heading['command']}`", ""])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Command: `python benchmark/fp8_acceptance.py`.",
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":
