@@ -117,11 +117,6 @@ ALLOWED = {
         "((text == suffix[:, :1]) & is_earlier).nonzero(as_tuple=True)",
     ): "the CPU's twin",
     (
-        "srt/speculative/dflash_info.py",
-        "prepare_for_decode",
-        "int(batch.seq_lens_cpu.sum())",
-    ): "lies on the host",
-    (
         "srt/speculative/width/adaptive.py",
         "_expected_per_width",
         "self._chooser.costs.widths.tolist()",

@@ -101,7 +101,7 @@ def test_the_verify_graph_absorbs_the_commit(one_naming):
         SimpleNamespace(logits_output=output, can_run_cuda_graph=graph) for graph in (True, False)
     )
     assert tail.states_to_commit(by_graph) is states  # a graph without our tail
-    batch = SimpleNamespace(positions=object(), out_cache_loc=object())
+    batch = SimpleNamespace(positions=object(), out_cache_loc=object(), batch_size=2)
     for hook in target.capture_tail_hooks:
         hook(target.decode_cuda_graph_runner, output, batch, 6)
     assert len(drafter.absorb.mock_calls) == one_naming
@@ -112,6 +112,19 @@ def test_the_verify_graph_absorbs_the_commit(one_naming):
     assert tail.states_to_commit(eager) is states
     target.decode_cuda_graph_runner = MagicMock()  # another width's, made by others
     assert tail.states_to_commit(by_graph) is states
+
+
+@pytest.mark.parametrize("defers", [True, False])
+def test_the_graph_of_plain_cycles_leaves_deferred_context_to_the_commit(defers):
+    drafter, runner = MagicMock(defers_plain_cycles=defers), MagicMock(capture_tail_hooks=[])
+    runner.kv_index_translator.space.return_value = SimpleNamespace(write=None)
+    tail = VerifyTail(drafter, runner, runner)
+    output = SimpleNamespace(hidden_states=torch.zeros(8, 4))
+    [hook] = runner.capture_tail_hooks
+    hook(runner.decode_cuda_graph_runner, output, MagicMock(batch_size=6), 6)
+    target_out = SimpleNamespace(logits_output=output, can_run_cuda_graph=True)
+    assert (drafter.absorb.mock_calls == []) == defers
+    assert (tail.states_to_commit(target_out) is output.hidden_states) == defers
 
 
 @pytest.mark.parametrize("agrees", [True, False])

@@ -5,6 +5,7 @@
 | `AT_LOAD` | when SGLang loads its plugins | every process |
 | `AT_FRONT_END` | when the arguments turn out to request DFLASH | the process that receives requests |
 | `AT_WORKER` | by the `create_worker` hook | scheduler processes that run DFLASH; others keep stock code |
+| `AT_FA3_SCHEDULES` | with it, if SGLANG_DFLASH_FA3_SCHEDULE_ONCE=1 | the same |
 | `AT_HAND_OVER` | by the same hook | scheduler processes that run SGLang's own DFLASH instead of ours |
 | `AT_DISAGGREGATION` | with `AT_WORKER` | schedulers that serve prefill or decode alone |
 | `AT_CPU_DISAGGREGATION` | when the attention backend is built | the same, on a CPU, with DFLASH or without |
@@ -114,6 +115,7 @@ SPECULATORS = "speculators checkpoints and P-EAGLE"
 CPU = "serving on a CPU"  # DFLASH on a CPU needs it
 RECURRENT = "targets with recurrent states on a CPU"
 CPU_PD = "disaggregation on a CPU"
+SCHEDULES = "FlashAttention 3's schedules once per forward"
 BOUNDS = "decode cycles that do not wait for the device's lengths"
 SPEED = "faster operators on a CPU"
 
@@ -407,6 +409,27 @@ AT_WORKER = (
     ),
 )
 
+AT_FA3_SCHEDULES = (
+    Change(
+        target="sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend",
+        remove_when="SGLang computes schedules of blocks once per forward",
+        feature=SCHEDULES,
+        signature="(self, q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks, q_descale, "
+        "k_descale, v_descale, score_mod, aux_tensors, rel_bias, rel_bias_event, return_lse)",
+        why="a schedule belongs to the forward that is captured",
+        build=_made_by("srt.layers.attention.fa3_schedules.noting_the_forward"),
+    ),
+    Change(
+        target="sglang.srt.layers.attention.flashattention_backend.flash_attn_with_kvcache",
+        remove_when="SGLang computes schedules of blocks once per forward",
+        feature=SCHEDULES,
+        # Wrapped with whatever it takes: a schedule is passed only in calls whose arguments are all known.
+        signature=None,
+        why="FA3 computes the schedule of a block's tiles in every layer; once per forward is enough",
+        build=_made_by("srt.layers.attention.fa3_schedules.attending_with_schedules"),
+    ),
+)
+
 AT_HAND_OVER = (
     Change(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
@@ -529,6 +552,7 @@ TABLES = {
     "AT_LOAD": AT_LOAD,
     "AT_FRONT_END": AT_FRONT_END,
     "AT_WORKER": AT_WORKER,
+    "AT_FA3_SCHEDULES": AT_FA3_SCHEDULES,
     "AT_DISAGGREGATION": AT_DISAGGREGATION,
     "AT_CPU_DISAGGREGATION": AT_CPU_DISAGGREGATION,
     "AT_CPU_ATTENTION": AT_CPU_ATTENTION,
