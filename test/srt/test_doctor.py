@@ -17,8 +17,8 @@ from support.packed_drafts import write_packed
 from support.reference_dflash2 import ReferenceDFlash2
 
 from sglang_dflash import doctor
-from sglang_dflash.srt.doctor import copies, measure, static_checks
-from sglang_dflash.srt.doctor.checkpoint import Checkpoint
+from sglang_dflash.srt.doctor import copies, measure, quantization, static_checks
+from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
 from sglang_dflash.srt.doctor.page import page
 from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 from sglang_dflash.srt.doctor.prompts import PROMPTS
@@ -130,8 +130,8 @@ BROKEN = {
         r"tensor layers.1.mlp.up_proj.weight_scale \(F32\): the config names no quantization for it",
     ),
     "a quantised draft of another library": (
-        lambda folder: make_draft(folder, quantization_config={"quant_method": "fp8"}),
-        r"quantization_config: quant_method 'fp8' is not served",
+        lambda folder: make_draft(folder, quantization_config={"quant_method": "awq"}),
+        r"quantization_config: quant_method 'awq' is not served",
     ),
     "another depth": (
         lambda folder: make_draft(folder, num_target_layers=36),
@@ -459,6 +459,45 @@ def dense_length(observed) -> float:
 def test_acceptance_of_a_quantised_draft(scheme, lost, observed, dense_length, tmp_path):
     length = accept_length(write_packed(tmp_path / "draft", DRAFT, scheme), observed)
     assert length > (1 - lost) * dense_length, (length, dense_length)
+
+
+def open_pair(folder: Path) -> static_checks.Pair:
+    return static_checks.Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
+
+
+def test_what_each_layer_lost(observed, tmp_path):
+    """The scales of one layer are halved: it is named, costs the most, and the others hardly anything."""
+    folder = write_packed(tmp_path / "draft", DRAFT, "W4A16")
+    weights = load_file(folder / "model.safetensors")
+    own = [name for name in weights if name.startswith("layers.1.") and name.endswith("weight_scale")]
+    save_file(weights | {name: weights[name] / 2 for name in own}, folder / "model.safetensors")
+    pair = open_pair(folder)
+    cost = quantization.measure_cost(pair, open_pair(DRAFT), few(observed))
+    layers = {layer.name: layer for layer in cost.layers}
+    assert list(layers) == ["fc", "layers.0", "layers.1", "layers.2"]
+    assert cost.unquantized.length > cost.quantized.length
+    worst = min(cost.layers, key=lambda layer: layer.evidence.gain)
+    assert worst is layers["layers.1"] and worst.evidence.t < -4
+    errors = {name: max(layer.weight_errors.values()) for name, layer in layers.items()}
+    assert 0.5 < errors.pop("layers.1") < 0.6 and all(0.05 < error < 0.2 for error in errors.values())
+    faults = [finding.problem for finding in quantization.findings(cost)]
+    assert len(faults) == len(own) and all("layers.1." in problem for problem in faults)
+    said = quantization.text(cost)
+    assert len(said.splitlines()) == 7 and "layers.1 quantized      W4" in said
+    html = page(pair, [], measure.measure(pair, few(observed)), cost)
+    cells = [cell.text for cell in ElementTree.fromstring(html).iter("th")]
+    assert "layers.1 quantized" in cells and "all quantized" in cells
+
+
+def test_what_cannot_be_compared(observed, tmp_path):
+    packed = open_pair(write_packed(tmp_path / "draft", DRAFT, "W4A16"))
+    for pair, before, words in (
+        (open_pair(DRAFT), open_pair(DRAFT), "has no quantized layers"),
+        (packed, packed, "is no unquantized draft"),
+        (packed, open_pair(DFLASH2_DRAFT), "its config is another one"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            quantization.measure_cost(pair, before, observed)
 
 
 def test_a_quantised_draft_is_no_fault(tmp_path, capsys):

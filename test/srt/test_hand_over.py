@@ -122,17 +122,17 @@ HANDED_OVER = {
     "interleaved RoPE": ({"rope_is_neox_style": False}, {}, "interleaved rotary"),
     "another activation": ({"hidden_act": "swigluoai"}, {}, "hidden_act is 'swigluoai'"),
     "a draft of another quantization": (
-        {"quantization_config": {"quant_method": "fp8"}},
+        {"quantization_config": {"quant_method": "gptq"}},
         {},
-        "quant_method 'fp8'",
+        "quant_method 'gptq'",
     ),
     "a draft to quantize": (
         {},
         {
-            "speculative_draft_model_quantization": "fp8",
+            "speculative_draft_model_quantization": "awq",
             "_speculative_draft_quantization_explicitly_set": True,
         },
-        "--speculative-draft-model-quantization fp8",
+        "--speculative-draft-model-quantization awq",
     ),
     "Domino": (
         {

@@ -6,6 +6,7 @@ Each entry must fit the installed SGLang. A mismatch must leave the server to SG
 import dataclasses
 import inspect
 import pickle
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -57,7 +58,8 @@ def test_an_entry(change):
     elif change.kind == "resolution":
         assert parameters == [*change.parameters, "previous"]
     else:
-        assert parameters == [*extra, *change.parameters]
+        # A hook that passes on whatever its target takes has the parameters of this SGLang.
+        assert parameters[: len(extra)] == extra and change.accepts(parameters[len(extra) :])
 
 
 def test_kinds_and_times():
@@ -219,6 +221,7 @@ def test_a_later_sglang_is_served_with_one_warning(as_another_sglang, caplog):
     assert not any(compatibility.leave_to_sglang(record) for _ in range(2))
     [line] = [entry.getMessage() for entry in caplog.records]
     assert "0.5.99" in line and "create_worker (sglang/srt/file.py:7)" in line and OPTIONAL.name in line
+    assert f"Off on this SGLang: {OPTIONAL.feature}." in line
     assert not compatibility.is_left_to_sglang(record)
 
 
@@ -233,6 +236,41 @@ def test_without_a_required_target_the_built_in_serves(state, as_another_sglang,
     assert hooks.create_worker()(lambda *_: "stock worker", algorithm, scheduler) == "stock worker"
     [line] = [entry.getMessage() for entry in caplog.records]
     assert "built-in" in line and EXAMPLE.target in line
+
+
+def test_what_another_plugin_replaced_is_found_in_the_launcher(monkeypatch, caplog):
+    """The files are those of a supported release, but a plugin has replaced a function."""
+    from sglang.srt.speculative import dflash_utils
+
+    compatibility.why_off.cache_clear()
+    monkeypatch.setattr(dflash_utils, "resolve_dflash_verify_mask_policy", lambda backend, mode: None)
+    record = SimpleNamespace(speculative_algorithm="DFLASH")
+    algorithm = SimpleNamespace(is_dflash=lambda: True)
+    try:
+        assert compatibility.leave_to_sglang(record)
+        assert (
+            hooks.handle_server_args()(lambda *_: "stock arguments", algorithm, record) == "stock arguments"
+        )
+    finally:
+        compatibility.why_off.cache_clear()
+    [line] = [entry.getMessage() for entry in caplog.records]
+    assert "resolve_dflash_verify_mask_policy takes (backend, mode), expected (attn_backend)" in line
+
+
+def test_a_target_that_is_not_loaded_is_not_imported_on_an_unchanged_release(monkeypatch):
+    change = next(change for change in ledger.AT_WORKER if change.name == "DFlashVerifyInput")
+    elsewhere = dataclasses.replace(change, target="sglang.srt.no_such_module.DFlashVerifyInput")
+    assert install.find_mismatch([elsewhere], is_loaded_only=True) is None
+    assert "no_such_module" in install.find_mismatch([elsewhere])
+
+
+def test_a_worker_that_cannot_be_imported_is_found_in_the_launcher(as_another_sglang, monkeypatch, caplog):
+    """A name that our files import may be there in the file, and fail to be imported."""
+    as_another_sglang("0.5.99")
+    monkeypatch.setitem(sys.modules, "sglang_dflash.srt.speculative.dflash_worker", None)
+    assert compatibility.leave_to_sglang(SimpleNamespace(speculative_algorithm="DFLASH"))
+    [line] = [entry.getMessage() for entry in caplog.records]
+    assert "built-in" in line and "dflash_worker" in line
 
 
 def test_an_unchanged_release_says_nothing(caplog):

@@ -91,6 +91,18 @@ def test_the_built_in_worker(backend, expected, reference):
         assert_launches(played, f"built-in/{backend}-dflash")
 
 
+@pytest.mark.parametrize("draft", ["dflash", "peagle"])
+def test_without_bounds(draft, expected, reference):
+    """Serve on an SGLang that lacks a target of BOUNDS: each cycle waits, nothing else changes."""
+    requests = greedy_requests()
+    expected.answers(DRAFTS[draft], requests)
+    with rehearse(Scene("flashinfer", lacks_bounds=True), DRAFTS[draft], NO_CACHE) as played:
+        assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
+        assert played.waits() != []
+        [state] = played.server.get("/server_info")["internal_states"]
+        assert "plans" not in (state.get("speculative_plans") or {}), "plans were made within bounds"
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_triton(draft, expected, reference):
     """Run SGLang's attention kernels in Triton's interpreter, on short requests."""

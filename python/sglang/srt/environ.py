@@ -73,6 +73,8 @@ class DFlashOptions:
     DRAFT_LAYERS_DTYPE = Option(
         "SGLANG_DFLASH_DRAFT_LAYERS_DTYPE", "auto", {"auto": "auto", "fp8": "fp8"}.__getitem__, "auto or fp8"
     )
+    # --speculative-draft-model-quantization unquant: dequantize every layer of a quantized draft at load.
+    DRAFT_DEQUANTIZED = _switch("SGLANG_DFLASH_DRAFT_DEQUANTIZED")
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
     # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.

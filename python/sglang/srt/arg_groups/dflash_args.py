@@ -17,7 +17,10 @@ from sglang_dflash.srt.arg_groups.adaptive_width import (
 )
 from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
-from sglang_dflash.srt.arg_groups.draft_quantization import check_draft_quantization
+from sglang_dflash.srt.arg_groups.draft_quantization import (
+    check_draft_quantization,
+    settle_draft_quantization,
+)
 from sglang_dflash.srt.arg_groups.hand_over import find_not_served, hand_over_if_not_served
 from sglang_dflash.srt.arg_groups.not_served import CPU_ATTENTION_BACKEND, draft_attention_findings
 from sglang_dflash.srt.configs.config_file import read_config
@@ -199,6 +202,7 @@ def resolve_dflash_args(server_args: Any) -> None:
     draft.check_arguments(block_size, args.speculative_draft_window_size)
     adjusted = _adjust_to_recurrent_target(args, target_config, block_size) if is_recurrent else {}
     _tell_of_inherited_quantization(args)
+    settle_draft_quantization(args)
     declare_resolution(
         server_args,
         SOURCE,

@@ -1,7 +1,6 @@
 """Loading of a draft checkpoint's tensors, which `configs/draft_tensors.py` lists."""
 
 import copy
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,9 +18,7 @@ from sglang_dflash.srt.configs.draft_tensors import (
     tensor_problems,
 )
 from sglang_dflash.srt.configs.packed_tensors import Header, unpack_headers
-from sglang_dflash.srt.models.packed_weights import FUSED, PackedModule, row_check
-
-logger = logging.getLogger(__name__)
+from sglang_dflash.srt.models.packed_weights import SHARDS, PackedModule, load_packed_modules
 
 # Element types by PyTorch's names, in safetensors' words.
 _DTYPES = {
@@ -43,8 +40,11 @@ _DTYPES = {
 def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Load a checkpoint, or raise ValueError with all problems; return parameter names.
 
-    Packed modules are dequantized, one at a time. `model.row_checks` then compares them.
+    Packed modules are dequantized, one at a time, or loaded as their kernels take them. `model.row_checks`
+    then compares them.
     """
+    if model.row_checks and model.no_update_reason is not None:
+        raise ValueError(f"DFLASH draft: {model.no_update_reason}")
     tensors: dict[str, torch.Tensor] = {}
     for full_name, tensor in weights:
         name = canonical_name(full_name)
@@ -68,20 +68,17 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         raise ValueError("DFLASH draft weights do not match its config:\n  - " + "\n  - ".join(problems))
     packed = _take_packed_modules(tensors, found.schemes, found.shapes)
     _make_room_for_vocabulary(model, {*tensors, *(f"{module.name}.weight" for module in packed)})
-    params = dict(model.named_parameters())
     for name, tensor in tensors.items():
-        _load(params, name, _padded(name, tensor, missing_width))
-    model.row_checks = []
-    for module in packed:
-        name, weight = f"{module.name}.weight", module.dequantize(model.norm.weight.device)
+        _load(model, name, _padded(name, tensor, missing_width))
+
+    def load_dense(module: PackedModule, weight: torch.Tensor) -> torch.Tensor:
+        name = f"{module.name}.weight"
         weight = _padded(name, weight, missing_width)
-        _load(params, name, weight.to(model.norm.weight.dtype))
-        if (check := row_check(model, module, weight)) is not None:
-            model.row_checks.append(check)
-    if packed:
-        schemes = ", ".join(sorted({module.scheme.name for module in packed}))
-        logger.info("DFLASH draft: %d quantized layers (%s) are dequantized.", len(packed), schemes)
-    return set(params)
+        _load(model, name, weight.to(model.norm.weight.dtype))
+        return weight
+
+    model.row_checks = load_packed_modules(model, packed, load_dense)
+    return {name for name, _ in model.named_parameters()}
 
 
 def _header(tensor: torch.Tensor) -> Header:
@@ -102,13 +99,14 @@ def _take_packed_modules(
     return found
 
 
-def _load(params: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
+def _load(model: Any, name: str, tensor: torch.Tensor) -> None:
     shard: tuple[str | int, ...] = ()
-    part = next((p for p in FUSED if f".{p}." in name), None)
+    part = next((p for p in SHARDS if f".{p}." in name), None)
     if part is not None:
-        fused, shard_id = FUSED[part]
+        fused, shard_id = SHARDS[part]
         name, shard = name.replace(part, fused), (shard_id,)
-    getattr(params[name], "weight_loader", default_weight_loader)(params[name], tensor, *shard)
+    parameter = model.get_parameter(name)
+    getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor, *shard)
 
 
 def _missing_width(model, tensors: dict[str, torch.Tensor]) -> int:

@@ -1,23 +1,27 @@
 """Decides whether our DFLASH can run on the installed SGLang.
 
 The decision is made once, in the process that resolves the arguments, and only if DFLASH is requested. It
-reads SGLang's files and imports nothing (`static_check.py`). On an unchanged supported release it compares
-the hashes of some files, which takes milliseconds.
+reads SGLang's files (`static_check.py`). On an unchanged supported release it compares the hashes of some
+files, and targets that are loaded, which takes milliseconds. On any other SGLang it also imports our worker,
+and checks each target of a scheduler. So a scheduler finds no mismatch that this process could have found.
 """
 
 import functools
+import importlib
 import logging
 from typing import Any
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.plugins import ledger, static_check
-from sglang_dflash.srt.plugins.install import Mismatch, is_main_process
+from sglang_dflash.srt.plugins.install import Mismatch, find_mismatch, is_main_process
 from sglang_dflash.srt.plugins.source_tree import SourceTree, installed_version
 from sglang_dflash.srt.plugins.static_check import BROKEN, CHANGED, Row
 
 logger = logging.getLogger(__name__)
 
 HELP = "`python -m sglang_dflash.ledger` lists all differences."
+# What a scheduler that runs our DFLASH changes.
+_IN_SCHEDULERS = ledger.AT_WORKER + ledger.AT_DISAGGREGATION
 # Attribute of the server's arguments, which every child receives: why SGLang's own DFLASH runs.
 _OFF = "_sglang_dflash_off"
 
@@ -30,22 +34,28 @@ def why_off() -> str | None:
     """
     tree = SourceTree.installed()
     if static_check.is_as_recorded(tree):
-        return None
+        return find_mismatch(_IN_SCHEDULERS, is_loaded_only=True)
     baseline = static_check.baseline_for(tree.version)
     rows = static_check.compare(tree, baseline)
     missing = [row for row in rows if row.is_fatal or _is_needed_here(row)]
     if missing:
         first = missing[0]
         return f"{first.detail or first.state}: {first.label}" + _and_more(len(missing) - 1)
+    if reason := find_mismatch(_IN_SCHEDULERS) or _why_worker_fails():
+        return reason
     changed = [row for row in rows if row.change is not None and row.state in (CHANGED, *BROKEN)]
     names = ", ".join(f"{row.change.name} ({row.where or 'gone'})" for row in changed if row.change)
+    off = sorted(
+        {row.change.feature for row in changed if row.change and row.change.feature and row.is_broken}
+    )
     known = tree.version in static_check.supported_versions()
     logger.warning(
-        "sglang-dflash was tested with SGLang %s, this is %s%s. %s %s",
+        "sglang-dflash was tested with SGLang %s, this is %s%s. %s%s %s",
         ", ".join(static_check.supported_versions()),
         tree.version,
         ", with changed files" if known else "",
         f"It differs in what we replace: {names}." if changed else "Nothing that we replace differs.",
+        f" Off on this SGLang: {'; '.join(off)}." if off else "",
         HELP,
     )
     return None
@@ -102,6 +112,15 @@ def _tell_if_dflash_is_requested() -> None:
             previous(server_args)
     except (ImportError, ValueError) as error:
         logger.debug("SGLang %s has no such step: %s", installed_version(), error)
+
+
+def _why_worker_fails() -> str | None:
+    """Import what a scheduler runs, and return why that fails. None: it does not."""
+    try:
+        importlib.import_module("sglang_dflash.srt.speculative.dflash_worker")
+    except Exception as error:  # returned, and logged as the reason
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _is_needed_here(row: Row) -> bool:

@@ -121,6 +121,7 @@ AT_LOAD = (
     Change(
         target="sglang.srt.arg_groups.parallel_hook.handle_deprecated_dp_attention",
         remove_when="SGLang reads speculators checkpoints and has P-EAGLE",
+        upstream="https://github.com/sgl-project/sglang/issues/23171",
         feature=SPECULATORS,
         kind="resolution",
         signature="(server_args)",
@@ -131,6 +132,7 @@ AT_LOAD = (
     Change(
         target="sglang.srt.configs.model_config_parser_registry._MODEL_CONFIG_PARSER_REGISTRY",
         remove_when="SGLang reads speculators checkpoints",
+        upstream="https://github.com/sgl-project/sglang/pull/40630",
         feature=SPECULATORS,
         replaces="sglang.srt.utils.hf_transformers.config.HfModelConfigParser",
         kind="entry",
@@ -141,6 +143,7 @@ AT_LOAD = (
     _CpuChange(
         target="sglang.srt.arg_groups.platform_hook.handle_cpu_backends",
         remove_when="SGLang serves on any CPU without kernels of its own",
+        upstream="https://github.com/sgl-project/sglang/issues/8281",
         feature=CPU,
         kind="resolution",
         signature="(server_args)",
@@ -159,6 +162,7 @@ AT_LOAD = (
     _CpuChange(
         target="sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
         remove_when="SGLang's torch_native has these",
+        upstream="https://github.com/sgl-project/sglang/issues/36352",
         feature=CPU,
         replaces="sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
         kind="entry",
@@ -171,6 +175,7 @@ AT_LOAD = (
     Change(
         target="sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
         remove_when="SGLang names a missing draft, and DFLASH's adaptive width is upstream",
+        upstream="https://github.com/sgl-project/sglang/issues/36127",
         kind="resolution",
         signature="(server_args)",
         why="report a missing draft by name before SGLang tries to read its config",
@@ -188,6 +193,7 @@ AT_LOAD = (
     Change(
         target=f"{_ALGORITHM}.handle_server_args",
         remove_when="SGLang lets a plugin replace a built-in algorithm",
+        upstream="https://github.com/sgl-project/sglang/pull/23991",
         kind="around",
         signature="(self, server_args)",
         why="resolve and validate DFLASH's arguments with our rules",
@@ -196,6 +202,7 @@ AT_LOAD = (
     Change(
         target=f"{_ALGORITHM}.create_worker",
         remove_when="SGLang lets a plugin replace a built-in algorithm",
+        upstream="https://github.com/sgl-project/sglang/pull/23991",
         kind="around",
         signature="(self, server_args)",
         why="run our worker, and apply AT_WORKER just before it is built",
@@ -205,6 +212,7 @@ AT_LOAD = (
     _CpuChange(
         target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
         remove_when="SGLang keeps snapshots on a CPU",
+        upstream="https://github.com/sgl-project/sglang/pull/37705",
         feature=RECURRENT,
         signature="()",
         why="the CPU runtime keeps snapshots of recurrent states for the prefix cache, SGLang only on GPUs",
@@ -214,24 +222,28 @@ AT_LOAD = (
         _CpuChange(
             target=f"sglang.kernels.ops.mamba.mamba_state_scatter_triton.{name}",
             remove_when="SGLang has these functions in PyTorch",
+            upstream=upstream,
             feature=RECURRENT,
             signature=signature,
             why="SGLang copies recurrent states between slots in Triton, which a CPU cannot run",
             build=_ours(f"srt.hardware_backend.cpu.recurrent_states.{name}"),
         )
-        for name, signature in (
+        for name, upstream, signature in (
             (
                 "track_mamba_states_all_layers",
+                "none",
                 "(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, "
                 "batch_size, check_freed_slots)",
             ),
             (
                 "track_mamba_states_if_needed",
+                "none",
                 "(conv_states, ssm_states, cache_indices, mamba_track_mask, mamba_track_indices, batch_size, "
                 "check_freed_slots)",
             ),
             (
                 "scatter_mamba_states_after_mtp_verify",
+                "https://github.com/sgl-project/sglang/pull/37851",
                 "(mamba_caches, state_indices_tensor, last_correct_step_indices, mamba_track_indices, "
                 "mamba_steps_to_track, src_indices_raw)",
             ),
@@ -282,6 +294,7 @@ AT_FRONT_END = (
     Change(
         target="sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
         remove_when="SGLang checks their types and ranges",
+        upstream="https://github.com/sgl-project/sglang/pull/28960",
         feature="checks of sampling parameters",
         signature="(self)",
         why="SGLang does not check types and ranges of sampling parameters; some end the scheduler",
@@ -312,6 +325,7 @@ AT_WORKER = (
     Change(
         target="sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config",
         remove_when="SGLang's loader leaves a draft's packed tensors to its model",
+        upstream="https://github.com/sgl-project/sglang/issues/39087",
         feature="quantized drafts",
         signature="(self)",
         why="we dequantize packed drafts ourselves; SGLang has no kernel for some, and none on a CPU",
@@ -377,6 +391,7 @@ AT_WORKER = (
     Change(
         target="sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu",
         remove_when="SGLang plans with bounds of lengths",
+        upstream="https://github.com/sgl-project/sglang/pull/32417",
         feature=BOUNDS,
         signature="(self, batch, stream_ordered)",
         also="(self, batch)",  # 0.5.22
@@ -386,6 +401,7 @@ AT_WORKER = (
     Change(
         target="sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_forward_metadata_out_graph",
         remove_when="SGLang plans with bounds of lengths",
+        upstream="https://github.com/sgl-project/sglang/pull/32417",
         feature=BOUNDS,
         signature="(self, forward_batch, in_capture)",
         why="FlashInfer plans on the host with exact lengths; bounds do, if the chunks are chosen by them",

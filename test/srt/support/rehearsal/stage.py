@@ -31,6 +31,7 @@ class Scene:
         interprets_context_kv: Interpret also the kernel with a program per token and layer, which takes a
             third of a second per step. Its twin runs otherwise.
         is_built_in: SGLang's own worker instead of ours.
+        lacks_bounds: On an SGLang where one target of the ledger's feature BOUNDS is gone.
     """
 
     backend: str
@@ -38,6 +39,7 @@ class Scene:
     fault: str | None = None
     interprets_context_kv: bool = False
     is_built_in: bool = False
+    lacks_bounds: bool = False
 
     @classmethod
     def from_environment(cls) -> "Scene":
@@ -83,12 +85,20 @@ def set_the_stage(ledger) -> None:
 
         return create
 
+    if scene.lacks_bounds:
+        ledger.AT_WORKER = tuple(_without_lengths(change) for change in ledger.AT_WORKER)
     [ours] = [change for change in ledger.AT_LOAD if change.key == "torch_native"]
     attention = dataclasses.replace(ours, build=build)
     if scene.is_built_in:
         built_in.take_the_stage(ledger, attention, scene.buckets)
     else:
         ledger.AT_WORKER = (*ledger.AT_WORKER, attention)
+
+
+def _without_lengths(change):
+    """Look for the lengths' target where it is not, as on a later SGLang."""
+    is_gone = change.name == "resolve_seq_lens_cpu"
+    return dataclasses.replace(change, target=f"{change.target}_as_it_was") if is_gone else change
 
 
 def _prepare_our_worker(scene: Scene) -> None:
