@@ -344,7 +344,6 @@ AT_WORKER = (
         target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_req_pool",
         remove_when="SGLang's DFLASH commits GatedDeltaNet's ring",
         feature="ReplaySSM (--enable-linear-replayssm-spec)",
-        kind="around",
         signature="(self, max_num_reqs, extra_max_context_len)",
         why="SGLang refuses ReplaySSM with DFLASH, as its own worker cannot commit the ring; ours can",
         build=_made_by("srt.speculative.targets.states.building_replay_pools"),
