@@ -87,10 +87,6 @@ BROKEN = {
         lambda folder: make_draft(folder, dflash_config={"target_layer_ids": [2, 5, 8, 11]}),
         r"name the last layer.*subtract one from each",
     ),
-    "layer ids in reversed order": (
-        lambda folder: make_draft(folder, dflash_config={"target_layer_ids": [10, 7, 4, 1]}),
-        r"must be ascending.*Put the ids in ascending order",
-    ),
     "mask token": (
         lambda folder: make_draft(folder, dflash_config={"mask_token_id": 300}),
         r"mask_token_id 300 is an ordinary piece of text.*<\|mask\|> is 3",
@@ -157,6 +153,22 @@ def test_a_fault_is_named(what, tmp_path, capsys):
     assert examine(make(tmp_path / "draft")) == 1
     faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
     assert any(re.search(said, line) for line in faults), faults
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({}, "served by sglang-dflash"),
+        (
+            {"use_gemma_norm": True},
+            "served by SGLang's built-in DFLASH, on a GPU alone, because use_gemma",
+        ),
+        ({"dflash_config": {"markov_order": 1}}, "served by nobody: dflash_config.markov_order"),
+    ],
+)
+def test_who_serves_is_said(changes, words, tmp_path, capsys):
+    examine(make_draft(tmp_path / "draft", **changes))
+    assert words in capsys.readouterr().out
 
 
 def test_a_file_cut_short_is_named(tmp_path, capsys):

@@ -24,7 +24,7 @@ from sglang_dflash.srt.arg_groups.draft_quantization import (
 from sglang_dflash.srt.arg_groups.hand_over import find_not_served, hand_over_if_not_served
 from sglang_dflash.srt.arg_groups.not_served import CPU_ATTENTION_BACKEND, draft_attention_findings
 from sglang_dflash.srt.configs.config_file import read_config
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target, depth_problem
 from sglang_dflash.srt.configs.draft_quantization import quantization_of
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
@@ -190,6 +190,9 @@ def resolve_dflash_args(server_args: Any) -> None:
     _warn_of_ignored_flags(args)
     DraftSampling.from_environment()  # refuse a bad value before the workers read it
     target_config, draft = load_and_check_configs(args)
+    for text in (*draft.assumed(), depth_problem(draft, target_config)):
+        if text is not None:
+            logger.warning("DFLASH: the draft's %s.", text)
     _check_mask_token(args, draft)
     block_size = choose_block_size(args, draft)
     check_copy_ahead(block_size)
@@ -244,7 +247,7 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
     target_kind(target.architectures)  # refuse what no draft could read before looking for faults in this one
     config = read_draft_config(draft, checkpoint)
     target_text = get_hf_text_config(target)
-    check_draft_fits_target(config, target_text, checkpoint)
+    check_draft_fits_target(config, target_text, checkpoint, target.architectures or ())
     check_draft_quantization(args, quantization_of(draft, checkpoint))
     check_draft_tensors(checkpoint, draft, config)
     return target_text, config

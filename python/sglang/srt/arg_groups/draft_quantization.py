@@ -41,8 +41,9 @@ def flag_problem(args: Any, quantization: DraftQuantization | None) -> str | Non
 def settle_draft_quantization(args: Any) -> None:
     """Pass the flag on to the processes that load the draft.
 
-    It fits the file (`flag_problem`). "unquant", which SGLang has turned into None, dequantizes all layers. "fp8" for a draft that is not
-    quantized makes FP8 copies of its layers, as `--speculative-draft-layers-dtype fp8` does.
+    It fits the file (`flag_problem`). "unquant", which SGLang has turned into None, dequantizes all layers.
+    "fp8" for a draft that is not quantized makes FP8 copies of its layers, as
+    `--speculative-draft-layers-dtype fp8` does.
     """
     named = args.speculative_draft_model_quantization
     is_named = args._speculative_draft_quantization_explicitly_set

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_quantization import Scheme, quantization_of
 from sglang_dflash.srt.configs.draft_tensors import (
     canonical_name,
@@ -19,6 +20,8 @@ from sglang_dflash.srt.configs.draft_tensors import (
 )
 from sglang_dflash.srt.configs.packed_tensors import Header, unpack_headers
 from sglang_dflash.srt.models.packed_weights import SHARDS, PackedModule, load_packed_modules
+
+FUSION = "fc.weight"
 
 # Element types by PyTorch's names, in safetensors' words.
 _DTYPES = {
@@ -68,17 +71,39 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         raise ValueError("DFLASH draft weights do not match its config:\n  - " + "\n  - ".join(problems))
     packed = _take_packed_modules(tensors, found.schemes, found.shapes)
     _make_room_for_vocabulary(model, {*tensors, *(f"{module.name}.weight" for module in packed)})
+
+    def fitted(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == FUSION:
+            tensor = _in_captured_order(tensor, model.draft)
+        return _padded(name, tensor, missing_width)
+
     for name, tensor in tensors.items():
-        _load(model, name, _padded(name, tensor, missing_width))
+        _load(model, name, fitted(name, tensor))
 
     def load_dense(module: PackedModule, weight: torch.Tensor) -> torch.Tensor:
         name = f"{module.name}.weight"
-        weight = _padded(name, weight, missing_width)
+        weight = fitted(name, weight)
         _load(model, name, weight.to(model.norm.weight.dtype))
         return weight
 
+    fusion = model.packed_layers.layers.get("fc") if model.packed_layers is not None else None
+    if fusion is not None and fusion.kernel is not None and not _is_in_captured_order(model.draft):
+        fusion.make_dense("its target layers do not ascend")
     model.row_checks = load_packed_modules(model, packed, load_dense)
     return {name for name, _ in model.named_parameters()}
+
+
+def _is_in_captured_order(draft: DFlashDraftConfig) -> bool:
+    return list(draft.target_layer_ids) == sorted(draft.target_layer_ids)
+
+
+def _in_captured_order(weight: torch.Tensor, draft: DFlashDraftConfig) -> torch.Tensor:
+    """Reorder the columns of `fc` [hidden, aux_width] as SGLang captures layers: ascending."""
+    if _is_in_captured_order(draft):
+        return weight
+    ids = draft.target_layer_ids
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    return torch.cat([weight.chunk(len(ids), dim=1)[place] for place in order], dim=1)
 
 
 def _header(tensor: torch.Tensor) -> Header:

@@ -11,19 +11,19 @@ import importlib
 import logging
 from typing import Any
 
+from sglang_dflash.srt.arg_groups.hand_over import leave_to_unsupported_sglang
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.plugins import ledger, static_check
 from sglang_dflash.srt.plugins.install import Mismatch, find_mismatch, is_main_process
 from sglang_dflash.srt.plugins.source_tree import SourceTree, installed_version
 from sglang_dflash.srt.plugins.static_check import BROKEN, CHANGED, Row
+from sglang_dflash.srt.speculative.implementation import Implementation
 
 logger = logging.getLogger(__name__)
 
 HELP = "`python -m sglang_dflash.ledger` lists all differences."
 # What a scheduler that runs our DFLASH changes.
 _IN_SCHEDULERS = ledger.AT_WORKER + ledger.AT_DISAGGREGATION
-# Attribute of the server's arguments, which every child receives: why SGLang's own DFLASH runs.
-_OFF = "_sglang_dflash_off"
 
 
 @functools.cache
@@ -62,24 +62,17 @@ def why_off() -> str | None:
 
 
 def leave_to_sglang(server_args: Any) -> bool:
-    """Tell whether SGLang's own DFLASH is to serve, and log why, once."""
+    """Tell whether ours does not fit this SGLang, whose own DFLASH then serves; log why, once.
+
+    Raises ValueError if something was requested that only ours has.
+    """
     reason = why_off()
-    if reason is not None and getattr(server_args, _OFF, None) is None:
-        setattr(server_args, _OFF, reason)
-        logger.error(
-            "DFLASH: SGLang's built-in implementation serves this server, because sglang-dflash %s does not "
-            "fit SGLang %s (%s). Lost: adaptive width, copies, sampled drafts, exact penalties. %s",
-            _our_version(),
-            installed_version(),
-            reason,
-            HELP,
-        )
-    return reason is not None
-
-
-def is_left_to_sglang(server_args: Any) -> bool:
-    """Tell whether the process that resolved the arguments left DFLASH to SGLang."""
-    return getattr(server_args, _OFF, None) is not None
+    if reason is None:
+        return False
+    if not Implementation.of(server_args).is_builtin:
+        what = f"SGLang {installed_version()}, which sglang-dflash {_our_version()} does not fit"
+        leave_to_unsupported_sglang(server_args, f"{what} ({reason}; {HELP.rstrip('.')})")
+    return True
 
 
 def switch_off(error: Exception) -> None:

@@ -5,6 +5,7 @@
 | `AT_LOAD` | when SGLang loads its plugins | every process |
 | `AT_FRONT_END` | when the arguments turn out to request DFLASH | the process that receives requests |
 | `AT_WORKER` | by the `create_worker` hook | scheduler processes that run DFLASH; others keep stock code |
+| `AT_FA3_SCHEDULES` | with it, if SGLANG_DFLASH_FA3_SCHEDULE_ONCE=1 | the same |
 | `AT_HAND_OVER` | by the same hook | scheduler processes that run SGLang's own DFLASH instead of ours |
 | `AT_DISAGGREGATION` | with `AT_WORKER` | schedulers that serve prefill or decode alone |
 | `AT_CPU_DISAGGREGATION` | when the attention backend is built | the same, on a CPU, with DFLASH or without |
@@ -114,6 +115,7 @@ SPECULATORS = "speculators checkpoints and P-EAGLE"
 CPU = "serving on a CPU"  # DFLASH on a CPU needs it
 RECURRENT = "targets with recurrent states on a CPU"
 CPU_PD = "disaggregation on a CPU"
+SCHEDULES = "FlashAttention 3's schedules once per forward"
 BOUNDS = "decode cycles that do not wait for the device's lengths"
 SPEED = "faster operators on a CPU"
 
@@ -356,6 +358,21 @@ AT_WORKER = (
         build=_ours("srt.speculative.dflash_utils.validate_dflash_request"),
     ),
     Change(
+        target="sglang.srt.managers.scheduler.validate_spec_sampling_mask_request",
+        remove_when="SGLang asks the worker which masks it returns",
+        feature="sampling masks of sampled requests",
+        signature="(req, spec_algorithm)",
+        why="SGLang's DFLASH needs a CUDA kernel and no min_p for sampling masks, ours does not",
+        build=_ours("srt.speculative.acceptance.sampling_masks.validate_sampling_mask_request"),
+    ),
+    Change(
+        target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+        remove_when="processors get the tokens of the step before",
+        signature="(self, batch, last_batch)",
+        why="a custom logit processor reads its request's tokens, which the host must know by then",
+        build=_made_by("srt.speculative.acceptance.processors.without_overlap"),
+    ),
+    Change(
         target="sglang.srt.speculative.dflash_info.DFlashVerifyInput",
         remove_when="graphs are captured with the worker's own input",
         kind="class",
@@ -408,6 +425,27 @@ AT_WORKER = (
     ),
 )
 
+AT_FA3_SCHEDULES = (
+    Change(
+        target="sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend",
+        remove_when="SGLang computes schedules of blocks once per forward",
+        feature=SCHEDULES,
+        signature="(self, q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks, q_descale, "
+        "k_descale, v_descale, score_mod, aux_tensors, rel_bias, rel_bias_event, return_lse)",
+        why="a schedule belongs to the forward that is captured",
+        build=_made_by("srt.layers.attention.fa3_schedules.noting_the_forward"),
+    ),
+    Change(
+        target="sglang.srt.layers.attention.flashattention_backend.flash_attn_with_kvcache",
+        remove_when="SGLang computes schedules of blocks once per forward",
+        feature=SCHEDULES,
+        # Wrapped with whatever it takes: a schedule is passed only in calls whose arguments are all known.
+        signature=None,
+        why="FA3 computes the schedule of a block's tiles in every layer; once per forward is enough",
+        build=_made_by("srt.layers.attention.fa3_schedules.attending_with_schedules"),
+    ),
+)
+
 AT_HAND_OVER = (
     Change(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
@@ -444,7 +482,7 @@ AT_CPU_HOST_CACHE = (
             remove_when="SGLang copies in PyTorch on a CPU",
             feature=CPU_PD,
             signature=signature,
-            why="SGLang copies KV to host memory and back with CUDA kernels",
+            why="SGLang copies KV to host memory and back with CUDA kernels, and page-locks memory",
             build=_ours(f"srt.hardware_backend.cpu.transfer.{ours}"),
         )
         for name, ours, signature in (
@@ -458,6 +496,7 @@ AT_CPU_HOST_CACHE = (
                 "restore_layer",
                 "(self, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft)",
             ),
+            ("get_dummy_flat_data_page", "empty_flat_page", "(self)"),
         )
     ),
 )
@@ -537,6 +576,7 @@ TABLES = {
     "AT_LOAD": AT_LOAD,
     "AT_FRONT_END": AT_FRONT_END,
     "AT_WORKER": AT_WORKER,
+    "AT_FA3_SCHEDULES": AT_FA3_SCHEDULES,
     "AT_DISAGGREGATION": AT_DISAGGREGATION,
     "AT_CPU_DISAGGREGATION": AT_CPU_DISAGGREGATION,
     "AT_CPU_ATTENTION": AT_CPU_ATTENTION,

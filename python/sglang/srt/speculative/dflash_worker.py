@@ -35,6 +35,8 @@ from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, rejectio
 from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
 from sglang_dflash.srt.speculative.acceptance.constraints import constrain
 from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
+from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
+from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
 from sglang_dflash.srt.speculative.cycle.known_lengths import plans_within_bounds
@@ -302,14 +304,18 @@ class DFlashWorker(BaseSpecWorker):
         cycle, block = self._draft(batch, verify_len, batch.sampling_info if draws else None, drafts)
         self._notify("on_drafted", batch, cycle, block)
         # The copy to the host starts before verify, so that grammars run beside it on the host.
-        grammar_tree = GrammarTree.from_linear_chain(block.tokens) if batch.has_grammar else None
+        reads_chains = batch.has_grammar or need_tokens(batch.reqs)
+        chains = GrammarTree.from_linear_chain(block.tokens) if reads_chains else None
         target_out = verify(self._target_worker, self.target_states, batch, cycle, block)
         logits_output = target_out.logits_output
         logits = logits_output.next_token_logits
         self._notify("on_verified", batch, block, logits)
-        constrain(batch, block.tokens, logits, self.penalties, grammar_tree, grammar_barrier)
+        constrain(batch, block.tokens, logits, self.penalties, chains, grammar_barrier)
         limits = None if caps is None else on_device(caps, torch.int32, self.device)
-        accepted = self.acceptor.accept(batch, cycle, block, logits, limits)
+        masks = SamplingMasks.requested(batch.sampling_info, verify_len)
+        accepted = self.acceptor.accept(batch, cycle, block, logits, limits, masks)
+        if masks is not None:
+            logits_output.sampling_mask_output = masks.output(accepted)
         if Penalties.are_requested(batch.sampling_info):
             self.penalties.count_block(batch, accepted)
         self.target_states.commit(batch, accepted.commit_lens)

@@ -28,6 +28,12 @@ def prepare_transfer(args: Any) -> None:
         )
 
 
+def empty_flat_page(self: Any) -> torch.Tensor:
+    """Make room for one page of keys and values of all layers, which a storage backend fills."""
+    shape = 2, self.layer_num, self.page_size, self.head_num, self.head_dim
+    return torch.zeros(shape, dtype=self.dtype).flatten()
+
+
 def normalize_kv_mem_kinds(kinds: list[str] | None, expected_len: int) -> list[str]:
     """Give all KV buffers the kind of host memory. kinds: one per buffer, or None."""
     if kinds is not None and len(kinds) != expected_len:

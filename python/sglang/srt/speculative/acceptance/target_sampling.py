@@ -7,12 +7,19 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
+from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
+
 # Fields of SamplingBatchInfo with one row per request that shape the target's distribution.
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps")
 
 
 def draw_target_tokens(
-    logits: torch.Tensor, sampling_info, positions: torch.Tensor, block_size: int, sampler
+    logits: torch.Tensor,
+    sampling_info,
+    positions: torch.Tensor,
+    block_size: int,
+    sampler,
+    masks: SamplingMasks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the target's token after each block position.
 
@@ -26,6 +33,7 @@ def draw_target_tokens(
         positions: [bs * B] int64, position of each row's input token. SGLang seeds draws with it.
         block_size: B.
         sampler: SGLang's.
+        masks: takes the sampler's masks. None: no request returns one.
 
     Returns:
         Tokens [bs, B] int64, and the largest logits [bs, B]. If such a logit is not finite, the logits were
@@ -38,8 +46,12 @@ def draw_target_tokens(
     max_logits = replace_broken_rows(logits)
     per_row = _parameters_per_row(sampling_info, block_size)
     per_row["sampling_seed"] = repeat_rows(sampling_info.sampling_seed, block_size)
+    output = LogitsProcessorOutput(next_token_logits=logits)
+    if masks is not None:
+        output, per_row = masks.drawn, per_row | masks.sampler_fields()
+        output.next_token_logits = logits
     drawn = sampler(
-        LogitsProcessorOutput(next_token_logits=logits),
+        output,
         # Custom processors are applied already, and know nothing of blocks.
         dataclasses.replace(sampling_info, **per_row, has_custom_logit_processor=False),
         return_logprob=False,
