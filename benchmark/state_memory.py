@@ -12,6 +12,7 @@ Weights are counted from the shapes. What CUDA itself takes is assumed (CONTEXT_
 import argparse
 import contextlib
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -82,6 +83,7 @@ def _sizes(server: Server, folder: Path) -> Sizes:
 
     from sglang_dflash.srt.speculative.targets.state_memory import find_state_memory
 
+    os.environ["TRITON_INTERPRET"] = "1"  # else ReplaySSM is turned off on a machine without a GPU
     arguments = ["--model-path", str(folder / "target"), "--skip-tokenizer-init", "--dtype", "bfloat16"]
     arguments += ["--tp-size", str(server.tp_size), "--mem-fraction-static", "0.9", *server.flags]
     if server.speculates:
