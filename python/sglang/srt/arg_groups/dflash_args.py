@@ -332,18 +332,24 @@ def choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
 
 
 def _adjust_to_recurrent_target(args: Any, target_config: Any, block_size: int) -> dict[str, Any]:
-    """Return the fields without which a wrong recurrent state would be cached.
-
-    Raises ValueError for a disaggregated server on a CPU, where SGLang cannot send states.
-    """
-    if args.disaggregation_mode != "null" and args.device == "cpu":
-        raise ValueError(
-            "--disaggregation-mode does not support targets with recurrent states (Mamba, GatedDeltaNet) on "
-            "a CPU: SGLang declares the states as GPU memory."
-        )
-    if args.disable_radix_cache:
-        return {}
+    """Return the fields without which a state would be wrong, or could not be verified."""
     adjusted: dict[str, Any] = {}
+    can_replay = args.device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
+    if args.enable_linear_replayssm_spec and not can_replay:
+        logger.warning("DFLASH turns --enable-linear-replayssm-spec off: its kernels need a GPU.")
+        adjusted["enable_linear_replayssm_spec"] = False
+    keeps_backup = args.disaggregation_decode_retraction_backup != "none"
+    if args.disaggregation_mode == "decode" and keeps_backup and not args.disable_overlap_schedule:
+        # SGLang retracts before it has read the last cycle's result. It saves the state after that cycle with
+        # the tokens before it.
+        logger.warning(
+            "DFLASH ends requests that a full decode server retracts with HTTP 503 instead of resuming them: "
+            "SGLang would save a recurrent state one cycle ahead of its tokens. With "
+            "--disable-overlap-schedule they resume."
+        )
+        adjusted["disaggregation_decode_retraction_backup"] = "none"
+    if args.disable_radix_cache:
+        return adjusted
     if args.enable_mixed_chunk and (args.page_size or 1) > 1:
         # SGLang then cuts prompts inside a page, and files the state there under the page's beginning.
         logger.warning(

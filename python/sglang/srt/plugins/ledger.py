@@ -252,6 +252,14 @@ AT_LOAD = (
         )
     ),
     _CpuChange(
+        target="sglang.kernels.ops.mamba.mamba_state_scatter_triton.fused_conv_window_scatter_with_mask",
+        remove_when="SGLang has this function in PyTorch",
+        feature=RECURRENT,
+        signature="(dst, src, dst_indices_raw, step_indices_raw, src_indices_raw)",
+        why="the same copies for convolutions alone, with ReplaySSM",
+        build=_ours("srt.hardware_backend.cpu.recurrent_states.fused_conv_window_scatter_with_mask"),
+    ),
+    _CpuChange(
         target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
         remove_when="SGLang has this function in PyTorch",
         feature=RECURRENT,
@@ -333,6 +341,14 @@ AT_WORKER = (
         "dflash_use_aux_hidden_state, dflash_target_layer_ids, is_dspark)",
         why="some targets accept the layers to capture only through EAGLE-3's interface",
         build=_ours("srt.speculative.targets.kinds.configure_capture"),
+    ),
+    Change(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_req_pool",
+        remove_when="SGLang's DFLASH commits GatedDeltaNet's ring",
+        feature="ReplaySSM (--enable-linear-replayssm-spec)",
+        signature="(self, max_num_reqs, extra_max_context_len)",
+        why="SGLang refuses ReplaySSM with DFLASH, as its own worker cannot commit the ring; ours can",
+        build=_made_by("srt.speculative.targets.states.building_replay_pools"),
     ),
     Change(
         target="sglang.srt.managers.scheduler.validate_dflash_request",
@@ -493,6 +509,14 @@ AT_CPU_DISAGGREGATION = (
         signature="(kinds, expected_len)",
         why="SGLang declares all KV pools as GPU memory, which nixl refuses on a machine without a GPU",
         build=_ours("srt.hardware_backend.cpu.transfer.normalize_kv_mem_kinds"),
+    ),
+    _CpuChange(
+        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager.register_buffer_to_engine",
+        remove_when="nixl is told where a state is",
+        feature=CPU_PD,
+        signature="(self)",
+        why="SGLang declares the states of recurrent targets as GPU memory, in six calls of nixl",
+        build=_made_by("srt.hardware_backend.cpu.transfer.registering_host_memory"),
     ),
     _CpuChange(
         target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_xfer",

@@ -49,6 +49,7 @@ from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_
 from sglang_dflash.srt.speculative.drafters.prewarm import prewarm_probabilistic_step
 from sglang_dflash.srt.speculative.scale_out.disaggregation import arrivals
 from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, run_idle
+from sglang_dflash.srt.speculative.targets.state_memory import tell_if_states_cap_batch
 from sglang_dflash.srt.speculative.targets.states import make_target_states
 from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_updates
 from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
@@ -128,6 +129,7 @@ class DFlashWorker(BaseSpecWorker):
             super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
         target_runner = self._target_worker.model_runner
         check_kv_budget(target_runner, self._draft_worker.model_runner)
+        tell_if_states_cap_batch(target_runner, self._draft_worker.model_runner, self.block_size)
         self.drafter.attach_pools(target_runner)
         self.verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
         num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
