@@ -487,7 +487,6 @@ VERDICTS = {
     ("arg_groups/dflash_args.py", "_check_draft_is_there"): [BY_BOTH + "no draft", BROKEN + "no folder"],
     ("arg_groups/dflash_args.py", "check_copy_ahead"): [BY_NAME + "--speculative-copy-ahead"] * 2,
     ("arg_groups/dflash_args.py", "choose_block_size"): [BY_BOTH + "two block sizes", BY_BOTH + "no block"],
-    ("arg_groups/dflash_args.py", "_adjust_to_recurrent_target"): [BY_BOTH + "a CPU"],
     ("arg_groups/draft_attention.py", "choose_draft_attention"): [
         BROKEN + "on a GPU found before, by draft_attention_findings"
     ],

@@ -63,7 +63,7 @@ def test_the_drafts_kv_comes_back(draft, servers, requests, reference, tmp_path)
     if draft == DRAFT:
         assert list(map(cycles, again)) == list(map(cycles, warm))
     else:
-        # P-EAGLE drafts otherwise after the host in 3 of 8 requests: 94 cycles instead of 95. The cause is not
+        # P-EAGLE drafts otherwise after the host in 3 of 8 requests: 94 cycles for 95. The cause is not
         # known.
         totals = [sum(sum(cycles(answer)) for answer in answers) for answers in (again, warm)]
         assert abs(totals[0] - totals[1]) <= 0.03 * totals[1], totals
