@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_disagg, get_memory, get_spec
@@ -100,6 +101,10 @@ class DFlashDrafter:
         rows = output.hidden_states.view(cycle.bs, self.num_draft_rows, -1)
         return self.draw(rows[:, self._model.draft.num_idle_rows :], cycle.tokens[:, 0], sampling_info)
 
+    def overdue(self, requests: torch.Tensor, lengths: np.ndarray) -> np.ndarray:
+        """See `Drafter`. Context does not need the draft's forward."""
+        return np.zeros(len(lengths), dtype=bool)
+
     def draw(
         self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
     ) -> tuple[torch.Tensor, DraftProbs]:
@@ -112,7 +117,7 @@ class DFlashDrafter:
         if aux_hidden is None:
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
-        rows = ContextRows(aux_hidden, cycle.positions.flatten(), cache_loc)
+        rows = ContextRows(aux_hidden, cycle.rows.pack(cycle.positions), cache_loc)
         # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
         # spares writes on a GPU. On a CPU selecting the others costs more than it spares.
         if aux_hidden.is_cuda:
@@ -122,6 +127,7 @@ class DFlashDrafter:
                 self._write_deferred()
             self._deferred.add(cycle.req_pool_indices, rows)
         else:
+            self._write_deferred()  # a later write of theirs may hit a slot that has another owner by then
             self._write(rows)
 
     def _write_deferred(self) -> None:
