@@ -53,7 +53,16 @@ def assert_targets(jobs: list[Job], answers: list[Answer]) -> None:
             torch.testing.assert_close(torch.tensor(answer.logprobs), wanted, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    # What the others cover too is for the long lane.
+    [
+        "DFlash",
+        pytest.param("P-EAGLE", marks=pytest.mark.long),
+        "P-EAGLE, copies",
+        pytest.param("probabilistic, copies", marks=pytest.mark.long),
+    ],
+)
 def test_answers_are_the_targets(case):
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     prompts = [
