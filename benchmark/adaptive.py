@@ -2,6 +2,7 @@
 
     python benchmark/adaptive.py          # everything: two hours on two cores, a third with --starts 1
     python benchmark/adaptive.py --cases trained random --concurrency 1 16 --rounds 20
+    python benchmark/adaptive.py --cases mixed --concurrency 16 --starts 1 --rounds 3 --name mixed  # minutes
 
 There are two servers per draft: one without speculation, and an adaptive one that verifies each fixed width
 in turn and its own choice twice, each for some cycles (width_switch/sitecustomize.py). So every request
@@ -63,7 +64,7 @@ class Case:
     """A draft, and how requests are sampled."""
 
     name: str
-    temperature: float = 0.0
+    temperature: float | tuple[float, ...] = 0.0  # several: clients have them in turn
     base: Path = DRAFT
     noise: float = 0.0  # of each weight, relative to its tensor's own spread
     flags: tuple[str, ...] = ()
@@ -103,6 +104,8 @@ CASES = {
         Case("random", noise=1.0),
         Case("sampled", temperature=1.0),
         Case("drawn", temperature=1.0, flags=PROBABILISTIC),
+        Case("mixed", temperature=(0.0, 1.0)),
+        Case("mixed, weakened", temperature=(0.0, 1.0), noise=0.35),
     )
 }
 
@@ -118,7 +121,9 @@ class Cell:
     seconds: Counter = field(default_factory=Counter)
     tokens: Counter = field(default_factory=Counter)
     cycles: Counter = field(default_factory=Counter)
-    widths: Counter = field(default_factory=Counter)  # adaptive cycles per number of verified drafted tokens
+    lengths: Counter = field(default_factory=Counter)  # adaptive blocks per number of verified drafted tokens
+    # Blocks verified whole in turn, and the tokens that the policy's lengths would have made of them.
+    own_on_whole: Counter = field(default_factory=Counter)
     deciding: float = 0.0  # seconds of choosing these and learning from them
     accepted: Counter = field(default_factory=Counter)  # blocks verified whole in turn, by accept length
     # Of a prefill, per request, in each start of the servers.
@@ -145,30 +150,24 @@ class Cell:
         accepted = sum(count * min(length, k) for length, count in self.accepted.items())
         return 1 + accepted / self.accepted.total()
 
-    def _of_chosen(self, worth: Callable[[int], float]) -> float:
-        """Return the mean worth of adaptive cycles, given the worth of a cycle of each width."""
-        return sum(count * worth(int(k)) for k, count in self.widths.items()) / self.widths.total()
-
     def _turn_seconds(self, k: int) -> float:
         return self.seconds[str(k)] / self.cycles[str(k)]
 
     @property
     def deciding_seconds(self) -> float:
         """Seconds of choosing and learning per adaptive cycle."""
-        return self.deciding / self.widths.total()
+        return self.deciding / self.cycles[ADAPTIVE]
 
     @property
     def evened(self) -> float:
-        """Adaptive speed over the best fixed width's, with the same texts and moments of the machine.
+        """Adaptive speed over the best fixed width's, on the same texts.
 
-        Tokens and times of the chosen widths are those in turn, plus the time of deciding.
+        Tokens of all are those of blocks verified whole, cut to each width and to the lengths that the policy
+        would have chosen for these blocks. Times are those of the turns.
         """
         best = max(self._on_same_texts(k) / self._turn_seconds(k) for k in STEPS)
-        return (
-            self._of_chosen(self._on_same_texts)
-            / (self._of_chosen(self._turn_seconds) + self.deciding_seconds)
-            / best
-        )
+        own = self.own_on_whole["tokens"] / self.own_on_whole["blocks"]
+        return own / (self.seconds[ADAPTIVE] / self.cycles[ADAPTIVE]) / best
 
     @property
     def of_none(self) -> list[float]:
@@ -179,19 +178,20 @@ class Cell:
         )
         return (ours / none).tolist()
 
-    @property
-    def cycle_time(self) -> float:
-        """Time of adaptive cycles over that of cycles of the same widths in turn."""
-        return self.seconds[ADAPTIVE] / self.cycles[ADAPTIVE] / self._of_chosen(self._turn_seconds)
-
 
 class Load:
     """Sends requests without end, `concurrency` at a time, while the block runs."""
 
-    def __init__(self, server: Server, prompts: list[str], concurrency: int, params: dict):
-        self._server, self._prompts, self._params = server, itertools.cycle(prompts), params
+    def __init__(self, server: Server, prompts: list[str], concurrency: int, case: Case, params: dict):
+        self._server, self._prompts = server, itertools.cycle(prompts)
         self._ended = threading.Event()
-        self._clients = [threading.Thread(target=self._ask) for _ in range(concurrency)]
+        of_clients = case.temperature if isinstance(case.temperature, tuple) else (case.temperature,)
+        self._clients = [
+            threading.Thread(
+                target=self._ask, args=[params | {"temperature": of_clients[i % len(of_clients)]}]
+            )
+            for i in range(concurrency)
+        ]
 
     def __enter__(self) -> "Load":
         for client in self._clients:
@@ -204,9 +204,9 @@ class Load:
         for client in self._clients:
             client.join()
 
-    def _ask(self) -> None:
+    def _ask(self, params: dict) -> None:
         while not self._ended.is_set():
-            self._server.generate(text=next(self._prompts), sampling_params=self._params)
+            self._server.generate(text=next(self._prompts), sampling_params=params)
 
 
 class Busy:
@@ -270,8 +270,8 @@ def measure(
     """
     # Long enough for hundreds of adaptive cycles, whose first ones learn.
     seconds = args.seconds * max(1, cell.concurrency / _LONGER_BEYOND)
-    params = {"temperature": case.temperature, "max_new_tokens": args.new_tokens, "ignore_eos": True}
-    with Load(server, prompts, cell.concurrency, params):
+    params = {"max_new_tokens": args.new_tokens, "ignore_eos": True}
+    with Load(server, prompts, cell.concurrency, case, params):
         busy = Busy(server)
         time.sleep(seconds)  # warms up; the policy sees this load
         busy.look()
@@ -284,7 +284,8 @@ def measure(
                 gained = {what: gained[what] + more for what, more in busy.look().items()}
             for number, name in names.items():
                 cell.add(name, *(gained[what][number] for what in ("seconds", "tokens", "cycles")))
-            cell.widths += Counter({str(int(width) - 1): count for width, count in gained["widths"].items()})
+            cell.lengths += gained["lengths"]
+            cell.own_on_whole += gained["own_on_widest"]
             cell.deciding += gained["decided"]["seconds"]
             cell.accepted += Counter({int(k): count for k, count in gained["accepted_of_widest"].items()})
             prefill += gained["seconds"]["prefill"]
@@ -311,7 +312,7 @@ def start_and_measure(case: Case, cells: list[Cell], start: int, args, say: Call
             cell.prompt_ms[ADAPTIVE].append(measure(ours, turns, cell, prompts, args.rounds, case, args))
             measure(plain, {"0": NONE}, cell, prompts, 1, case, args)
             shown = ", ".join(f"{name} {cell.speed(name):.0f}" for name in SERVED)
-            say(f"{case.name:>9} x{cell.concurrency:<3} {shown} tokens/s; {dict(cell.widths)}")
+            say(f"{case.name:>9} x{cell.concurrency:<3} {shown} tokens/s; {dict(cell.lengths)}")
 
 
 def measured(ratios: list[float]) -> str:
@@ -326,23 +327,21 @@ def mark(ratio: float) -> str:
 
 def table(cells: list[Cell]) -> str:
     head = "| draft | requests | no speculation | " + " | ".join(f"{k} verified" for k in STEPS)
-    head += " | adaptive | of the best fixed: measured | evened out | cycle time | deciding, ms | of none"
-    rows = [head + " | adaptive cycles, by k | ms a prompt: none, ours |"]
-    rows.append("|---|" + "---:|" * (len(STEPS) + 8) + "---|---:|")
+    head += " | adaptive | of the best fixed: measured | evened out | deciding, ms | of none"
+    rows = [head + " | adaptive blocks, by k | ms a prompt: none, ours |"]
+    rows.append("|---|" + "---:|" * (len(STEPS) + 7) + "---|---:|")
     for cell in cells:
         speeds = " | ".join(f"{cell.speed(name):.0f}" for name in SERVED)
-        widths = ", ".join(f"{k}: {count}" for k, count in sorted(cell.widths.items()))
+        widths = ", ".join(f"{k}: {count}" for k, count in sorted(cell.lengths.items()))
         pairs = zip(cell.speeds[ADAPTIVE], cell.speeds[cell.best_fixed], strict=True)
         of = f"{measured([ours / theirs for ours, theirs in pairs])} | {mark(cell.evened)}"
-        of += f" | {cell.cycle_time:.2f} | {1e3 * cell.deciding_seconds:.2f} | {measured(cell.of_none)}"
+        of += f" | {1e3 * cell.deciding_seconds:.2f} | {measured(cell.of_none)}"
         prompts = ", ".join(f"{statistics.median(ms):.1f}" for ms in cell.prompt_ms.values())
         rows.append(f"| {cell.case} | {cell.concurrency} | {speeds} | {of} | {widths} | {prompts} |")
     return "\n".join(rows)
 
 
 def page(cells: list[Cell], args, command: str) -> str:
-    times = [cell.cycle_time for cell in cells]
-    error = statistics.stdev(times) / math.sqrt(len(times)) if len(times) > 1 else math.nan
     gpu = machine()
     return f"""# Adaptive verify width against fixed ones
 
@@ -355,20 +354,18 @@ sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request
 Tokens per second of decode steps, medians of all rounds. "k verified": the draft fills its block of 8 and k
 of its tokens are verified; 0 is plain decoding that writes the draft's context. Drafts: `trained` and
 `peagle` are the bundled ones, `weakened` has noise on every weight, `random` is noise, `sampled` is
-`trained` at temperature 1, `drawn` the same with probabilistic drafting. Every request goes through all
-widths.
+`trained` at temperature 1, `drawn` the same with probabilistic drafting, `mixed` half the requests greedy and
+half at temperature 1. Every request goes through all widths.
 
 How to read the columns:
 
 - **Of the best fixed, measured**: the ratio per round, its median and standard error. It is noisy and biased:
   by chance one width gets harder texts or a slower moment of the machine, and the comparison is with the best
   of four widths.
-- **Evened out**: the same ratio without that noise. Tokens: each width commits its accepted tokens of the
-  same blocks, namely those that were verified whole. Times: those of the same widths in turn. Adaptive
-  cycles count with the widths that they had, plus the measured time of choosing and learning
-  ("deciding").
-- **Cycle time**: time of adaptive cycles over that of cycles of the same widths in turn. Over all cells:
-  {statistics.mean(times):.3f} ± {error:.3f}.
+- **Evened out**: the same ratio without that noise of texts. All commit their accepted tokens of the same
+  blocks, namely those that were verified whole in turn: each width its first tokens, adaptive those of the
+  lengths that the policy chose for these blocks and did not get. Times are those of the turns. Adaptive times
+  include choosing and learning ("deciding").
 - **Of none**: compared with no speculation, which was another process, before and after. So it has the noise
   of starts: speed depends on where a process lies in memory.
 - Prompts are not in these times. In the time of a prompt, ours also writes the draft's context.

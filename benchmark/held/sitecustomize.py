@@ -14,12 +14,16 @@ from pathlib import Path
 
 
 def force_tokens(module) -> None:
+    import torch
+
     constrain = module.constrain
 
     def constrain_and_force(batch, block, logits, *more):
         constrain(batch, block, logits, *more)
-        by_request = logits.view(*block.shape, -1)
-        for rows, req, length in zip(by_request, batch.reqs, batch.seq_lens.tolist(), strict=True):
+        *_, verified = more
+        slots = verified.unpack(torch.arange(len(logits))).tolist()
+        for of_request, req, length in zip(slots, batch.reqs, batch.seq_lens.tolist(), strict=True):
+            rows = [logits[row] for row in dict.fromkeys(of_request)]
             forced = (req.sampling_params.custom_params or {}).get("forced", ())
             first = length + 1 - len(req.origin_input_ids)  # the output position that slot 0 decides
             for row, token in zip(rows, forced[first:]):

@@ -7,11 +7,14 @@ WIDTH_TURNS: numbers of slots to verify, separated by commas, each for TURN_CYCL
 own choice. All have their turn, in an order drawn anew (from TURN_SEED): requests that begin together would
 otherwise meet the same turn at the same age again and again.
 
+In the widest turn the policy is asked as well, and not obeyed: what its lengths would have kept of the same
+blocks is compared with what every fixed width would have. The time of asking is taken off that turn.
+
 /server_info reports, as "busy" and since the start:
 - seconds, tokens and number of decode steps per turn, without the first two cycles of a turn, which may pay
   for the turn before;
-- the widths of the server's own choice, and the seconds that choosing and learning took;
-- accept lengths of blocks that the widest turn verified;
+- blocks of the server's own choice by their length, and the seconds that choosing and learning took;
+- accept lengths of blocks that the widest turn verified, and tokens that the policy would have made of them;
 - seconds and requests of prefills.
 """
 
@@ -47,75 +50,57 @@ class Turns:
 
 
 turns = Turns()
-widths: Counter[int] = Counter()
+lengths: Counter[int] = Counter()
 accepted_of_widest: Counter[int] = Counter()
+own_on_widest: Counter[str] = Counter()
 decided: Counter[str] = Counter()
+seconds: Counter[str] = Counter()
 
 
 def verify_in_turns(module) -> None:
-    chooser = module.WidthChooser
-    choose, on_accept_lens = chooser.choose, chooser.on_accept_lens
-    numbers: deque[int] = deque()
-
-    def choose_in_turn(self, rows, modes, num_tokens):
-        numbers.append(turns.number)
-        if turns.number == OWN:
-            choice = choose(self, rows, modes, num_tokens)
-            widths[choice.width] += 1
-            return choice
-        index, unknown = self.costs.widths.tolist().index(turns.number), 0.0 * self.costs.widths
-        return module.Choice(len(rows), turns.number, index, False, unknown, unknown)
-
-    def learn_own(self, rows, modes, width, accepted):
-        number = numbers.popleft()
-        if number == OWN:
-            on_accept_lens(self, rows, modes, width, accepted)
-        elif number == max(turns.numbers):
-            accepted_of_widest.update(accepted.tolist())
-
-    chooser.choose, chooser.on_accept_lens = choose_in_turn, learn_own
-
-
-def learn_own_times(module) -> None:
-    clock = module.CycleClock
-    start, finished = clock.start, clock.finished
-    numbers: deque[int] = deque()
-
-    def start_cycle(self):
-        numbers.append(turns.number)
-        start(self)
-
-    def finished_own(self):
-        return [timing for timing in finished(self) if numbers.popleft() == OWN]
-
-    clock.start, clock.finished = start_cycle, finished_own
-
-
-def time_decisions(module) -> None:
-    """Count the seconds that a server of one width would not spend."""
+    """Replace choices by those of the turn."""
     adaptive = module.AdaptiveWidth
-    choose_width, on_launched = adaptive.choose_width, adaptive.on_launched
-    on_accept_lens = adaptive.on_accept_lens
-    numbers: deque[int] = deque()
+    choose_own, choose, learn = adaptive._choose, adaptive.choose, adaptive.on_accept_lens
+    cycles: deque = deque()  # turn of each cycle in flight, and lengths that the policy would have chosen
+    chosen = None
 
-    def timed(number, function, *args):
+    def choose_in_turn(self, *arguments):
+        nonlocal chosen
+        if turns.number not in (OWN, max(turns.numbers)):
+            chosen = None
+        else:
+            chosen = choose_own(self, *arguments)
+        if turns.number == OWN:
+            return chosen
+        n = len(arguments[0].rows)
+        depth = module.np.full(n, turns.number - 1)
+        # No seconds are expected, so none are learned from.
+        return module.Choice(depth, module.np.zeros(n, dtype=bool), True, 0.0, 0.0)
+
+    def timed_choose(self, *arguments):
         since = time.perf_counter()
-        result = function(*args)
+        plan = choose(self, *arguments)
+        spent = time.perf_counter() - since
+        cycles.append((turns.number, None if chosen is None else chosen.lengths))
+        if turns.number == OWN:
+            decided["seconds"] += spent
+            lengths.update(plan.verified_drafts(len(plan.batch.rows)).tolist())
+        elif chosen is not None and turns.counts:
+            seconds[str(turns.number)] -= spent
+        return plan
+
+    def learn_own(self, plan, accept_lens, *rest):
+        number, own = cycles.popleft()
         if number == OWN:
+            since = time.perf_counter()
+            learn(self, plan, accept_lens, *rest)
             decided["seconds"] += time.perf_counter() - since
-        return result
+        elif own is not None:
+            accepted_of_widest.update(accept_lens)
+            own_on_widest["blocks"] += len(own)
+            own_on_widest["tokens"] += sum(1 + min(pair) for pair in zip(accept_lens, own.tolist()))
 
-    def choose(self, *arguments):
-        numbers.append(turns.number)
-        return timed(turns.number, choose_width, self, *arguments)
-
-    def launched(self, *arguments):
-        timed(turns.number, on_launched, self, *arguments)
-
-    def learn(self, *arguments):
-        return timed(numbers.popleft(), on_accept_lens, self, *arguments)
-
-    adaptive.choose_width, adaptive.on_launched, adaptive.on_accept_lens = choose, launched, learn
+    adaptive._choose, adaptive.choose, adaptive.on_accept_lens = choose_in_turn, timed_choose, learn_own
 
 
 def time_steps(module) -> None:
@@ -123,7 +108,7 @@ def time_steps(module) -> None:
     scheduler = module.Scheduler
     run_batch, process = scheduler.run_batch, scheduler.process_batch_result
     on_idle, internal_state = scheduler.on_idle, scheduler.get_internal_state
-    seconds, tokens, cycles = Counter(), Counter(), Counter()
+    tokens, cycles = Counter(), Counter()
     prefilled = 0
     launches: deque[str] = deque()
     current, since = "", 0.0
@@ -163,7 +148,8 @@ def time_steps(module) -> None:
             "seconds": {activity: value for activity, value in seconds.items() if activity},
             "tokens": dict(tokens),
             "cycles": dict(cycles),
-            "widths": {str(width): count for width, count in widths.items()},
+            "lengths": {str(length): count for length, count in lengths.items()},
+            "own_on_widest": dict(own_on_widest),
             "accepted_of_widest": {str(k): count for k, count in accepted_of_widest.items()},
             "decided": dict(decided),
             "prefilled": prefilled,
@@ -179,9 +165,7 @@ from after_import import after_import  # noqa: E402
 
 after_import(
     {
-        "sglang_dflash.srt.speculative.width.chooser": verify_in_turns,
-        "sglang_dflash.srt.speculative.width.clock": learn_own_times,
-        "sglang_dflash.srt.speculative.width.adaptive": time_decisions,
+        "sglang_dflash.srt.speculative.width.adaptive": verify_in_turns,
         "sglang.srt.managers.scheduler": time_steps,
     }
 )

@@ -9,14 +9,15 @@ import torch
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
+from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
 from sglang_dflash.srt.speculative.width import backends as width_backends
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth, PlannedCycle
-from sglang_dflash.srt.speculative.width.chooser import WidthChooser
+from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
 from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.estimates import MODES, SurvivalEstimate
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 from sglang_dflash.srt.speculative.width.start_up import _seconds_overlapped
+from sglang_dflash.srt.speculative.width.survival import MODES
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -61,12 +62,12 @@ def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
     monkeypatch.delenv(DFlashOptions.ADAPTIVE.variable, raising=False)
     assert AdaptiveSettings.from_environment() is None
     path = tmp_path / "widths.json"
-    path.write_text(json.dumps({"candidate_steps": [0, 2, 5], "patience": 0.2, "schedule": [2, 0]}))
+    path.write_text(json.dumps({"candidate_steps": [0, 2, 5], "probe_share": 0.01, "schedule": [2, 0]}))
     monkeypatch.setenv(DFlashOptions.ADAPTIVE.variable, "")
     settings = AdaptiveSettings.read(str(path))
     settings.to_environment()
     assert AdaptiveSettings.from_environment() == settings
-    assert settings.patience == 0.2
+    assert settings.probe_share == 0.01
     assert AdaptiveSettings(candidate_steps=(0, 2, 5)).widths(8, "cpu") == (1, 3, 6)
     assert settings.widths(8, "cpu") == (1, 3)
     AdaptiveSettings().to_environment()
@@ -86,11 +87,11 @@ def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
         ('{"candidate_steps": [0, true]}', ("candidate_steps.1", "valid integer", "True")),
         ('{"candidate_steps": 3}', ("candidate_steps", "valid array")),
         ('{"schedule": [1, -2]}', ("schedule.1", "greater than or equal to 0", "-2")),
-        ('{"patience": -1}', ("patience", "-1")),
-        ('{"patience": "much"}', ("patience", "much")),
-        ('{"patience": true}', ("patience", "True")),
-        ('{"patience": NaN}', ("patience",)),
-        ('{"patience": -1, "schedule": 3}', ("patience", "-1", "schedule", "valid array")),
+        ('{"probe_share": -1}', ("probe_share", "-1")),
+        ('{"probe_share": "much"}', ("probe_share", "much")),
+        ('{"probe_share": true}', ("probe_share", "True")),
+        ('{"probe_share": NaN}', ("probe_share",)),
+        ('{"probe_share": -1, "schedule": 3}', ("probe_share", "-1", "schedule", "valid array")),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(text, words, tmp_path):
@@ -110,44 +111,11 @@ def test_more_than_the_block_holds():
 
 
 class Clock(CycleClock):
-    """Cycles take as long as the test says."""
-
-    def __init__(self, costs):
-        super().__init__("cpu")
-        self.seconds = dict(zip(WIDTHS, costs, strict=True))
+    """Cycles take twice what was expected."""
 
     def finished(self):
-        return [
-            CycleTiming(
-                timing.num_requests, timing.width, timing.num_tokens, self.seconds[timing.width], None
-            )
-            for timing in super().finished()
-        ]
-
-
-class Chooser(WidthChooser):
-    """Notes what it is told."""
-
-    def __init__(self, costs=(1.0, 1.2, 1.3, 1.6)):
-        table = CostTable(np.array([1, 64]), np.array(WIDTHS), np.array([costs, costs]))
-        super().__init__(table, SurvivalEstimate(32, 7))
-        self.new_rows, self.batches, self.learned, self.cycle_times = [], [], [], []
-
-    def on_prefill(self, rows, num_emitted=0):
-        self.new_rows.append(rows.tolist())
-        super().on_prefill(rows, num_emitted)
-
-    def choose(self, rows, modes, num_tokens=None, caps=None):
-        self.batches.append((rows, modes))
-        return super().choose(rows, modes, num_tokens, caps)
-
-    def on_accept_lens(self, rows, modes, width, accepted):
-        self.learned.append((rows.tolist(), accepted.tolist()))
-        super().on_accept_lens(rows, modes, width, accepted)
-
-    def on_cycle_time(self, *timing):
-        self.cycle_times.append(timing)
-        return super().on_cycle_time(*timing)
+        timings = super().finished()
+        return [CycleTiming(timing.expected, 2 * (timing.expected or 1.0), None, False) for timing in timings]
 
 
 class Backends:
@@ -170,153 +138,171 @@ def request(row: int | None, grammar=None, **params) -> SimpleNamespace:
     )
 
 
-def batch_of(*reqs: SimpleNamespace) -> SimpleNamespace:
-    return SimpleNamespace(reqs=list(reqs))
+def batch_of(*reqs: SimpleNamespace, has_processor: bool = False) -> SimpleNamespace:
+    info = SimpleNamespace(has_custom_logit_processor=has_processor)
+    return SimpleNamespace(reqs=list(reqs), sampling_info=info)
 
 
 def prompts_of(*reqs: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(new_reqs=reqs)
 
 
-def adaptive(schedule=(), chooser=None, backends=None, group=None, **more) -> AdaptiveWidth:
+def adaptive(schedule=(), backends=None, group=None, row=0.06, **more) -> AdaptiveWidth:
+    """Make one that serves own lengths, or one width for all with `backends`. row: seconds of a slot."""
+    costs = 1.0 + row * (np.array(WIDTHS) - 1)
+    table = CostTable(np.array([1, 64]), np.array(WIDTHS), np.stack([costs, costs]), np.array([0.1, 0.1]))
     group = group or SimpleNamespace(world_size=1, rank_in_group=0)
-    clock = Clock((1.0, 1.2, 1.3, 1.6))
-    return AdaptiveWidth(chooser or Chooser(), backends or Backends(), clock, 32, group, schedule, **more)
+    chooser = LengthChooser(table, 32, backends is None)
+    return AdaptiveWidth(chooser, backends, Clock("cpu"), 32, group, schedule, **more)
 
 
-def test_accept_lengths_arrive_one_cycle_late():
-    backends = Backends()
+def run(width: AdaptiveWidth, batch, cycles: int, kept, **options) -> list[PlannedCycle]:
+    """Run cycles whose accept lengths arrive one late. kept: plan -> accept lengths."""
+    plans: list[PlannedCycle] = []
+    for _ in range(cycles):
+        plans.append(width.choose(batch, False, **options))
+        width.on_launched(plans[-1], plans[-1].width > 1)
+        if len(plans) > 1:
+            width.on_accept_lens(plans[-2], kept(plans[-2]))
+    return plans
+
+
+@pytest.mark.parametrize("backends", [None, Backends()], ids=["own lengths", "one width"])
+def test_a_useless_draft_ends_as_plain_decoding(backends):
     width, batch = adaptive(backends=backends), batch_of(*(request(row) for row in range(4)))
     width.begin_prefill(prompts_of(*batch.reqs))
-    cycles = []
-    for number in range(60):
-        cycles.append(width.choose_width(batch, draws_drafts=False))
-        width.on_launched(cycles[-1])
-        if number:
-            width.on_accept_lens(cycles[-2], [0, 0, 0, 0])
-    chosen = [cycle.width for cycle in cycles]
-    assert chosen[0] == 8 and chosen[-20:].count(1) > 15, "a useless draft ends as plain decoding"
-    assert backends.applied == chosen
+    plans = run(width, batch, 120, lambda plan: [0] * 4)
+    chosen = [plan.width for plan in plans]
+    assert chosen[0] > 1 and chosen[-40:].count(1) > 30
+    assert backends is None or backends.applied == chosen
     report = width.report()
-    assert report["width"] == chosen[-1] and sum(report["cycles_per_width"].values()) == 60
+    assert report["width"] == chosen[-1] and sum(report["cycles_per_width"].values()) == 120
+    assert sum(report["blocks_per_length"].values()) == 4 * 120
+    assert report["own_lengths"] is (backends is None)
+    assert report["measured_over_expected_time"] > 1
     json.dumps(report)
 
 
-@pytest.mark.parametrize("cap, expected", [(0, 1), (1, 2), (7, 8)])
-def test_no_more_is_verified_than_the_caps_let_through(cap, expected):
-    """Without caps this perfect draft would get whole blocks. The other widths are probes."""
-    width, batch, caps = adaptive(), batch_of(request(0), request(1)), np.array([cap, cap], dtype=np.int32)
+def test_each_request_gets_its_own_length():
+    """The draft knows what the first two say, and nothing of the others."""
+    width, batch = adaptive(row=0.25), batch_of(*(request(row) for row in range(4)))
     width.begin_prefill(prompts_of(*batch.reqs))
-    chosen = []
-    for _ in range(40):
-        cycle = width.choose_width(batch, False, None, caps)
-        width.on_launched(cycle)
-        width.on_accept_lens(cycle, [min(cap, cycle.width - 1)] * 2)
-        chosen.append(cycle.width)
-    assert chosen.count(expected) > 30, chosen
+    plans = run(width, batch, 120, lambda plan: np.where([1, 1, 0, 0], plan.lengths, 0))
+    lengths = np.stack([plan.lengths for plan in plans[-40:]])
+    assert (lengths[:, :2] == 7).mean() > 0.9 and (lengths[:, 2:] == 0).mean() > 0.85
+    assert all(plan.width == plan.lengths.max() + 1 and not plan.copies.any() for plan in plans)
 
 
-def test_a_capped_block_teaches_only_what_it_could_accept():
-    """All tokens before the cap were accepted: that is no rejection."""
-    chooser = Chooser()
-    width, batch = adaptive((7,), chooser), batch_of(request(0), request(1), request(2))
+@pytest.mark.parametrize("backends", [None, Backends()], ids=["own lengths", "one width"])
+def test_no_more_is_verified_than_the_caps_let_through(backends):
+    width, batch = adaptive(backends=backends), batch_of(request(0), request(1))
+    caps = np.array([0, 2], dtype=np.int32)
     width.begin_prefill(prompts_of(*batch.reqs))
-    for _ in range(30):
-        cycle = width.choose_width(batch, False, None, np.array([0, 3, 7], dtype=np.int32))
-        width.on_accept_lens(cycle, [0, 3, 7])
-    assert chooser.learned[:3] == [([0], [0]), ([1], [3]), ([2], [7])]
-    averages = chooser.estimate.averages(0)
-    assert all((probs > 0.7).all() for probs in averages.values()), averages
+    plans = run(width, batch, 40, lambda plan: plan.verified_drafts(2).tolist(), caps=caps)
+    assert all((plan.verified_drafts(2) <= caps).all() for plan in plans)
+    if backends is None:
+        assert all((plan.lengths <= caps).all() for plan in plans)
+    assert sum(plan.width >= 3 for plan in plans) > 30
+    assert (width.chooser.drafts.averages[0] > 0.7).all(), "kept up to a cap, which is no rejection"
 
 
-def test_cycle_times_are_learned_some_at_a_time_and_by_kind():
-    chooser = Chooser()
-    width, batch = adaptive((7, 7, 1), chooser), batch_of(request(0), request(1))
-    for _ in range(17):
-        width.on_launched(width.choose_width(batch, draws_drafts=False))
-    times = chooser.cycle_times
-    assert [(num_requests, verified, cycles) for num_requests, verified, _, cycles, *_ in times[:5]] == [
-        (2, 8, 2),
-        (2, 2, 1),
-        (2, 8, 2),
-        (2, 2, 1),
-        (2, 8, 2),
-    ]
-    assert sum(cycles for _, _, _, cycles, *_ in times) == 16
-    assert all(
-        (seconds, tokens) == (pytest.approx({8: 1.6, 2: 1.2}[verified]), 200)
-        for _, verified, seconds, _, tokens, _ in times
-    )
+def test_blocks_of_one_length_beside_a_custom_logit_processor():
+    width = adaptive((7, 3, 1, 0))
+    batch = batch_of(*(request(row) for row in range(4)), has_processor=True)
+    plan = width.choose(batch, False, caps=np.array([0, 7, 7, 7], dtype=np.int32))
+    assert len(set(plan.lengths.tolist())) == 1 and plan.lengths[0] == plan.width - 1
+    assert plan.verified_drafts(4)[0] == 0
+
+
+def test_a_schedule_gives_neighbours_different_lengths():
+    width, batch = adaptive((7, 3, 0, 1, 5)), batch_of(*(request(row) for row in range(3)))
+    lengths = np.stack([width.choose(batch, False).lengths for _ in range(5)])
+    assert [sorted(column) for column in lengths.T] == [[0, 1, 3, 5, 7]] * 3
+    same = adaptive((7, 3), Backends())
+    assert [same.choose(batch, False).width for _ in range(4)] == [8, 4, 8, 4]
+    assert same.choose(batch, False).lengths is None
 
 
 def test_accept_lengths_of_a_rows_previous_request_are_dropped():
-    chooser = Chooser()
-    width, old, new = adaptive((7,), chooser), batch_of(request(3)), batch_of(request(3))
+    width, old, new = adaptive((7,)), batch_of(request(3)), batch_of(request(3))
     width.begin_prefill(prompts_of(*old.reqs))
-    cycles = [width.choose_width(old, False) for _ in range(30)]
-    for cycle in cycles[:-1]:
-        width.on_accept_lens(cycle, [0])
-    width.begin_prefill(
-        prompts_of(*new.reqs)
-    )  # under overlap scheduling, before the old one's last cycle is known
-    width.on_accept_lens(cycles[-1], [0])
-    probs = chooser.estimate.accept_probs(np.array([3, 5]), np.array([0, 0]))
-    assert (probs[0] == probs[1]).all()
+    plans = run(width, old, 30, lambda plan: [0])
+    # Under overlap scheduling, before the old one's last cycle is known.
+    width.begin_prefill(prompts_of(*new.reqs))
+    width.on_accept_lens(plans[-1], [0])
+    found = width.chooser.drafts.of(np.array([3, 5]), np.array([0, 0]))
+    assert (found[0] == found[1]).all()
 
 
 def test_an_unchanged_batch_is_described_once():
-    chooser = Chooser()
-    width, first, second = adaptive((7,), chooser), request(0), request(1)
-    cycles = []
-    for reqs in ([first, second], [first, second], [second], [second, first]):
-        cycles.append(width.choose_width(batch_of(*reqs), False))
+    width, first, second = adaptive((7,)), request(0), request(1)
+    batches = [
+        width.choose(batch_of(*reqs), False).batch
+        for reqs in ([first, second], [first, second], [second], [second, first])
+    ]
+    assert batches[0] is batches[1] and len(set(map(id, batches))) == 3
+    assert [batch.rows.tolist() for batch in batches[1:]] == [[0, 1], [1], [1, 0]]
     width.begin_prefill(prompts_of(request(1)))
-    cycles.append(width.choose_width(batch_of(second, first), False))
-    width.choose_width(batch_of(second, first), True)
-    rows, modes = zip(*chooser.batches, strict=True)
-    assert rows[0] is rows[1] and modes[0] is modes[1]
-    assert len(set(map(id, rows))) == len(set(map(id, modes))) == 5
-    assert [batch.tolist() for batch in rows[1:]] == [[0, 1], [1], [1, 0], [1, 0], [1, 0]]
-    for cycle, accepted in zip(cycles, ([1, 2], [1, 2], [3], [4, 5], [6, 7]), strict=True):
-        width.on_accept_lens(cycle, accepted)
-    assert chooser.learned[2:] == [([0], [5]), ([1, 0], [6, 7])], "row 1 has a new request"
-
-
-def test_tokens_in_the_log_are_of_the_requests_decided_for(caplog):
-    """A decision holds while a fourth joins three."""
-    caplog.set_level("INFO")
-    width, reqs = adaptive(log_every=1), [request(row) for row in range(4)]
-    width.begin_prefill(prompts_of(*reqs[:3]))
-    for _ in range(36):
-        cycle = width.choose_width(batch_of(*reqs[:3]), False)
-        width.on_launched(cycle)
-        width.on_accept_lens(cycle, [7] * 3)
-    width.begin_prefill(prompts_of(*reqs[3:]))
-    width.choose_width(batch_of(*reqs), False)
-    before, after = caplog.messages[-2:]
-    assert "8 for 3 requests: 7." in before and "8 for 4 requests: 7." in after
+    assert width.choose(batch_of(second, first), False).batch is not batches[-1]
 
 
 def test_running_requests_of_a_mixed_batch_are_not_new():
-    chooser = Chooser()
-    width, running = adaptive((7,), chooser), batch_of(request(1))
+    width, running = adaptive((7,)), batch_of(request(1))
     width.begin_prefill(prompts_of(*running.reqs))
-    cycle = width.choose_width(running, False)
-    width.on_launched(cycle)
+    plan = width.choose(running, False)
+    width.on_launched(plan)
     width.begin_prefill(prompts_of(request(2)))
-    width.on_accept_lens(cycle, [0])
-    running, new = (chooser.estimate.accept_probs(np.array([row]), np.array([0])) for row in (1, 2))
-    assert (running < new).all()
+    width.on_accept_lens(plan, [0])
+    known, new = width.chooser.drafts.of(np.array([1, 2]), np.array([0, 0]))
+    assert known[0] < new[0]
 
 
 def test_a_request_that_was_retracted_before_its_first_cycle_has_no_row():
-    chooser = Chooser()
-    adaptive(chooser=chooser).begin_prefill(prompts_of(request(None), request(5)))
-    assert chooser.new_rows == [[5]]
+    adaptive().begin_prefill(prompts_of(request(None), request(5)))
+
+
+def proposals(lengths: list[int], right: list[int] | None = None, was_drafted: bool = True):
+    """Make the outcome of a cycle's copies, as `CopyStats.proposals` does."""
+    right = None if right is None else torch.tensor(right)
+    return Proposals(torch.tensor(lengths, dtype=torch.int32), None, was_drafted, 0, right)
+
+
+def test_copies_teach_their_own_estimate():
+    """With own lengths every match is compared with the output, used or not."""
+    width, batch = adaptive(has_copies=True), batch_of(*(request(row) for row in range(3)))
+    width.begin_prefill(prompts_of(*batch.reqs))
+    for _ in range(60):
+        plan = width.choose(batch, False, matches=np.array([9, 9, 0]))
+        plan = plan._replace(width=8, lengths=np.array([7, 0, 7]))
+        width.on_accept_lens(plan, [7, 0, 2], proposals([9, -12, 0], [7, 0, 0]))
+    copies, drafts = width.chooser.copies.averages[0], width.chooser.drafts.averages[0]
+    assert copies[9] > 0.9 and copies[14] > 0.9 and copies[12] < 0.6
+    assert drafts[1] > 0.9 and drafts[2] < 0.1, "of the third request's draft alone"
+    plan = width.choose(batch, False, matches=np.array([9, 0, 0]))
+    assert plan.copies.tolist() == [True, False, False] and plan.lengths[0] == 7
+    assert width.report()["copy_accept_probs"]["greedy"][9 - 3] > 0.9
+
+
+def test_results_tell_which_copies_go_on():
+    """As on a GPU, where the host learns of matches with the accept lengths."""
+    width = adaptive((3,), Backends(), has_copies=True)
+    batch = batch_of(*(request(row) for row in range(4)))
+    width.begin_prefill(prompts_of(*batch.reqs))
+    plan = width.choose(batch, False)
+    assert plan.matches.tolist() == [1] * 4, "there may be one"
+    width.on_accept_lens(plan, [3, 3, 0, 2], proposals([6, -6, 0, 6]))
+    assert width.choose(batch, False).matches.tolist() == [9, 1, 1, 1], "after a verified copy"
+    plain = plan._replace(width=1)
+    width.on_accept_lens(plain, [0] * 4, proposals([5, -5, 0, 16], was_drafted=False))
+    assert width.choose(batch, False).matches.tolist() == [6, 1, 1, 16], "after a plain cycle"
+    averages = width.chooser.copies.averages[0]
+    # One of eight was passed over.
+    assert averages[1] == pytest.approx((4 + 2 * 0.1) / (7 + 2), rel=0.02)
+    width.begin_prefill(prompts_of(request(0)))
+    assert width.choose(batch, False).matches.tolist() == [1, 1, 1, 16]
 
 
 def test_modes():
-    chooser = Chooser()
     batch = batch_of(
         request(0),
         request(1, top_k=50),
@@ -325,28 +311,30 @@ def test_modes():
         request(4, min_new_tokens=3),
         request(5, logit_bias={"3": 1.0}),
     )
-    width = adaptive((3,), chooser)
+    width = adaptive((3,))
     for draws_drafts, sampled in ((False, "sampled"), (True, "drawn")):
-        width.choose_width(batch, draws_drafts)
-        _, modes = chooser.batches[-1]
+        modes = width.choose(batch, draws_drafts).batch.modes
         assert [MODES[mode] for mode in modes] == ["greedy", sampled, *["constrained"] * 4]
 
 
-def test_ranks_take_what_rank_0_chose(monkeypatch):
+@pytest.mark.parametrize("backends", [None, Backends()], ids=["own lengths", "one width"])
+def test_ranks_take_what_rank_0_chose(backends, monkeypatch):
     """A rank other than 0 does not choose, and has no expectations to log."""
     broadcasts = []
-    monkeypatch.setattr(
-        torch.distributed,
-        "broadcast",
-        lambda values, src, group: broadcasts.append((src, group)) or values.copy_(torch.tensor([4, 0])),
-    )
+
+    def broadcast(values, src, group):
+        broadcasts.append((src, group))
+        values.copy_(torch.tensor([[3, 3], [0, 1], [0, 0]]))
+
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
-    backends, chooser = Backends(), Chooser()
-    width = adaptive(chooser=chooser, backends=backends, group=group, log_every=1)
-    cycle = width.choose_width(batch_of(request(0)), False)
-    assert (cycle.width, cycle.drafts) == (4, False)
-    assert broadcasts == [(6, "host")] and backends.applied == [4] and not chooser.batches
-    assert width.report()["expected"] == {}
+    width = adaptive(backends=backends, group=group, log_every=1)
+    plan = width.choose(batch_of(request(0), request(1)), False)
+    assert broadcasts == [(6, "host")] and (plan.width, plan.drafts) == (4, False)
+    if backends is None:
+        assert plan.lengths.tolist() == [3, 3] and plan.copies.tolist() == [False, True]
+    width.on_launched(plan)
+    assert width.report()["measured_over_expected_time"] is None
 
 
 class Event:
@@ -379,7 +367,7 @@ def test_a_clock_on_a_gpu_records_its_events_again(monkeypatch):
     for cycle in range(20):
         for _ in range(2):  # launched before the first is read
             clock.start()
-            clock.stop(3, 8, 10)
+            clock.stop(1.0)
         first, second = clock.finished()
         assert first.seconds == second.seconds == second.gap == 1.0
         assert first.gap == (1.0 if cycle else None)
@@ -388,22 +376,22 @@ def test_a_clock_on_a_gpu_records_its_events_again(monkeypatch):
 
 def test_a_clock_on_the_host():
     clock = CycleClock("cpu")
-    for load in ((2, 4, 50), (3, 1, 70)):
+    for expected, is_plain in ((0.5, True), (None, False)):
         clock.start()
-        clock.stop(*load)
+        clock.stop(expected, is_plain)
     first, second = clock.finished()
-    assert (first.num_requests, first.width, first.num_tokens, first.gap) == (2, 4, 50, None)
-    assert second.gap >= 0 and second.previous_width == 4
+    assert (first.expected, first.gap) == (0.5, None)
+    assert second.gap >= 0 and second.was_plain and second.expected is None
     clock.interrupt()
     clock.start()
-    clock.stop(1, 1, 20)
+    clock.stop()
     assert clock.finished()[0].gap is None and clock.finished() == []
 
 
 def test_a_fixed_width_is_always_the_same():
     width, batch = FixedWidth(8), batch_of(request(0))
     width.begin_prefill(prompts_of(*batch.reqs))
-    cycle = width.choose_width(batch, True)
+    cycle = width.choose(batch, True)
     width.on_launched(cycle)
     width.on_accept_lens(cycle, [3])
     assert cycle.width == 8 and width.report() == {}
@@ -412,7 +400,7 @@ def test_a_fixed_width_is_always_the_same():
 def test_cycles_land_in_the_order_of_their_launch():
     cycles = CyclesInFlight()
     for num_requests, width in ((2, 8), (3, 1)):
-        cycles.launch(CycleInFlight(num_requests, PlannedCycle(width, 0, None), None))
-    assert cycles.land([0, 7]).num_drafted == 7
+        cycles.launch(CycleInFlight(num_requests, PlannedCycle(width), None))
+    assert cycles.land([0, 7]).num_drafted == [7, 7]
     with pytest.raises(AssertionError, match="once, in order"):
         cycles.land([0, 0])

@@ -229,6 +229,9 @@ class Drafted:
     def draw(self, *_):
         pass
 
+    def overdue(self, *_):
+        pass
+
     def absorb(self, *_):
         pass
 
@@ -285,7 +288,7 @@ class Simulation:
         tokens[:, 0] = torch.tensor([self.texts[row][-1] for row in rows])
         self.cycle = SimpleNamespace(
             bs=len(rows), verify_len=width, tokens=tokens, committed=lengths, committed_host=lengths,
-            req_pool_indices=torch.tensor(rows),
+            drafted=None, req_pool_indices=torch.tensor(rows),
         )  # fmt: skip
         self.matches = self.drafter.look_up(
             SimpleNamespace(
@@ -301,7 +304,8 @@ class Simulation:
         for row, tokens, count in zip(self.cycle.req_pool_indices.tolist(), out_tokens, kept):
             self.texts[row] += tokens[: count + 1]
         if tells:
-            self.drafter.stats.on_accept_lens(self.drafter.proposals, kept, self.cycle.verify_len - 1)
+            drafted = [self.cycle.verify_len - 1] * len(kept)
+            self.drafter.stats.on_accept_lens(self.drafter.proposals, kept, drafted)
 
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -451,7 +455,7 @@ def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
     assert played.propose(2).tokens.tolist() == [[700, 700, 700, 700]]
     assert played.inner.forwards == WHOLE_CYCLES
     played.commit([[701, 444, 444, 444]], [0], tells=False)
-    played.drafter.stats.on_accept_lens(unreported, [0], 3)
+    played.drafter.stats.on_accept_lens(unreported, [0], [3])
     assert played.propose(2).tokens.tolist() == [[701, 900, 901, 902]]
 
 
@@ -460,10 +464,10 @@ def test_a_new_request_is_drafted_for():
     whole = torch.tensor([9], dtype=torch.int32)
     cycles = [stats.proposals(whole, True) for _ in range(WHOLE_CYCLES + 1)]
     for cycle in cycles[:-1]:
-        stats.on_accept_lens(cycle, [7], 7)
+        stats.on_accept_lens(cycle, [7], [7])
     assert stats.all_copy
     stats.on_admission()
-    stats.on_accept_lens(cycles[-1], [7], 7)  # begun before the admission
+    stats.on_accept_lens(cycles[-1], [7], [7])  # begun before the admission
     assert not stats.all_copy
 
 
@@ -478,9 +482,9 @@ def test_outcomes_by_source():
         stats.proposals(torch.tensor([9, 0], dtype=torch.int32), False),
         stats.proposals(None, False),
     ]
-    stats.on_accept_lens(cycles[0], [5, 2, 1], 7)
-    stats.on_accept_lens(cycles[1], [3, 0], 7)
-    stats.on_accept_lens(cycles[2], [0, 0], 0)
+    stats.on_accept_lens(cycles[0], [5, 2, 1], [7, 7, 7])
+    stats.on_accept_lens(cycles[1], [3, 0], [7, 7])
+    stats.on_accept_lens(cycles[2], [0, 0], [0, 0])
     assert counted == [("copy", 1, 7, 5), ("draft", 2, 14, 3), ("copy", 1, 7, 3), ("draft", 0, 0, 0)]
     assert stats.report() == {
         "cycles": 3,

@@ -189,7 +189,7 @@ def test_a_decode_server_verifies_what_is_worth_it(draft, servers, reference, pr
         assert_same(requests, answers, reference.answers(requests))
         check_idle(pair.decode)
         [state] = pair.decode.get("/server_info")["internal_states"]
-        assert set(state["speculative_width"]["cycles_per_width"]) == {"1", "2", "4", "8"}
+        assert set(state["speculative_width"]["blocks_per_length"]) == {"0", "1", "3", "7"}
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ def launch_prepare_window():
     window.prepare_window_triton(ints, ints, table, table, 4096, 16, 4127)
 
 
-def launch_penalize_block(dtype: torch.dtype, has_stops: bool):
+def launch_penalize_block(dtype: torch.dtype, has_stops: bool, is_ragged: bool = False):
     bs, width, vocabulary = 4, 16, 151_936
     logits, counts = (
         torch.zeros(bs * width, vocabulary, dtype=dtype),
@@ -52,7 +52,18 @@ def launch_penalize_block(dtype: torch.dtype, has_stops: bool):
         torch.zeros(bs, vocabulary) if has_stops else None,
     )
     penalties.penalize_block_triton(
-        logits, tokens, counts, ints, ints, floats, floats, floats, ints, ints, stops
+        logits,
+        tokens,
+        counts,
+        ints,
+        ints,
+        floats,
+        floats,
+        floats,
+        ints,
+        ints,
+        stops,
+        *((ints, ints.int()) if is_ragged else ()),
     )
 
 
@@ -150,6 +161,12 @@ CASES = {
         "penalize_block_kernel",
         launch_penalize_block,
         (BF16, True),
+    ),
+    "penalize_block, own lengths": (
+        penalties,
+        "penalize_block_kernel",
+        launch_penalize_block,
+        (torch.float32, False, True),
     ),
     "count_tokens": (penalties, "count_tokens_kernel", launch_count_tokens, ()),
     "prepare_rows": (peagle_rows, "prepare_rows_kernel", launch_prepare_rows, (None,)),

@@ -34,7 +34,7 @@ def decode_batch(known: list | None, rows: list[int], committed: list[int]) -> S
 
 
 def launched(ring: CyclesInFlight, width: int, num_requests: int = 2) -> CycleInFlight:
-    return ring.launch(CycleInFlight(num_requests, PlannedCycle(width, 0, None), None))
+    return ring.launch(CycleInFlight(num_requests, PlannedCycle(width), None))
 
 
 @pytest.fixture

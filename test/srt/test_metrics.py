@@ -34,7 +34,7 @@ def test_counts_are_sums_over_blocks(metrics, registry):
     dice = random.Random(5)
     batches = [[dice.randrange(BLOCK_SIZE) for _ in range(dice.randrange(9))] for _ in range(50)]
     for batch in batches:
-        metrics.count_verified(batch, BLOCK_SIZE - 1)
+        metrics.count_verified(batch, [BLOCK_SIZE - 1] * len(batch))
     blocks = [accept_len for batch in batches for accept_len in batch]
     assert read_counts(generate_latest(registry).decode()) == Counts(
         drafts=len(blocks),
@@ -47,7 +47,7 @@ def test_counts_are_sums_over_blocks(metrics, registry):
 def test_narrow_cycles_count_what_they_verified(metrics, registry):
     for width in (1, 4, 4):
         metrics.count_width(width)
-        metrics.count_verified([0, 0], width - 1)
+        metrics.count_verified([0, 0], [width - 1] * 2)
     page = generate_latest(registry).decode()
     assert read_counts(page).drafted == 12
     assert registry.get_sample_value("sglang:spec_verify_width_bucket", {**LABELS, "le": "1.0"}) == 1
@@ -87,7 +87,7 @@ def test_an_unknown_fallback_is_an_error(metrics):
 
 def test_a_server_without_metrics_still_logs_fallbacks(caplog):
     silent = DFlashMetrics(BLOCK_SIZE - 1, None)
-    silent.count_verified([1, 2], 7)
+    silent.count_verified([1, 2], [7, 7])
     silent.count_source("copy", 1, 7, 3)
     silent.count_undrafted(1)
     silent.count_fallback(next(iter(FALLBACKS)))

@@ -7,6 +7,7 @@ from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
 from sglang_dflash.srt.speculative.acceptance.penalties import count_tokens_torch, penalize_block_torch
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 ROWS, VOCABULARY = 7, 1030  # two tiles, the second nearly empty
 
@@ -23,8 +24,9 @@ def random_counts(rng: torch.Generator) -> torch.Tensor:
     st.integers(1, 9),
     st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
 )
-def test_penalize_block_equals_its_twin(seed, bs, width, has_stops, dtype):
+def test_penalize_block_equals_its_twin(seed, bs, width, has_stops, dtype, is_ragged):
     rng = torch.Generator().manual_seed(seed)
     vocabulary = torch.tensor([0, 5, 1023, 1024, VOCABULARY - 1])  # often equal, and at the ends of tiles
     block = vocabulary[torch.randint(5, (bs, width), generator=rng)]
@@ -46,6 +48,12 @@ def test_penalize_block_equals_its_twin(seed, bs, width, has_stops, dtype):
         prompt_lens[:, None],
     )
     arguments = *(argument.to(DEVICE) for argument in arguments), stops.to(DEVICE) if has_stops else None
+    if is_ragged:
+        rows = VerifyRows(bs, width, torch.randint(width, (bs,), generator=rng).numpy(), DEVICE)
+        arguments, logits = (
+            (*arguments, rows.starts, rows.limits),
+            rows.pack(logits.to(DEVICE).view(bs, width, -1)),
+        )
     # Rows need not be contiguous.
     got, want = (logits.to(DEVICE, copy=True)[:, :VOCABULARY] for _ in range(2))
     penalize_block_triton(got, *arguments), penalize_block_torch(want, *arguments)

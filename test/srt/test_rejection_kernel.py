@@ -1,5 +1,6 @@
 """The rejection kernel against its PyTorch twins, on a GPU or interpreted."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,18 +16,29 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
     walk_by_block_verification,
     walk_by_rejection,
 )
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 
-def assert_same_verdict(arguments, block_verification: bool) -> None:
+def assert_same_verdict(arguments, block_verification: bool, lengths: np.ndarray | None = None) -> None:
+    """Compare whole blocks, or blocks of which each request verifies `lengths` [bs] drafted tokens."""
     block, target_probs, draft, accept_uniforms, final_uniforms = arguments
+    rows = VerifyRows(*block.shape, lengths, DEVICE)
+    target_probs = rows.pack(target_probs)
     twin = walk_by_block_verification if block_verification else walk_by_rejection
-    want = twin(block, target_probs, draft, accept_uniforms)
+    want = twin(block, target_probs, draft, accept_uniforms, rows)
     got = kernels.walk_blocks_triton(
-        block, target_probs, draft.ids, draft.probs, accept_uniforms.contiguous(), block_verification
+        block,
+        target_probs,
+        draft.ids,
+        draft.probs,
+        accept_uniforms.contiguous(),
+        block_verification,
+        rows.starts,
+        rows.limits,
     )
     assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in want]
     verdicts = [
-        draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms)
+        draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms, rows)
         for accept_len, weight in (got, want)
     ]
     for ours, theirs in zip(*verdicts, strict=True):
@@ -34,12 +46,13 @@ def assert_same_verdict(arguments, block_verification: bool) -> None:
 
 
 @against_twin
-@given(batches(), st.booleans())
-def test_the_walk_equals_its_twin(arguments, block_verification):
+@given(batches(), st.booleans(), st.one_of(st.none(), st.integers(0, 2**31)))
+def test_the_walk_equals_its_twin(arguments, block_verification, seed):
     block, target_probs, draft, *uniforms = arguments
     draft = DraftProbs(draft.ids.to(DEVICE), draft.probs.to(DEVICE))
     arguments = block.to(DEVICE), target_probs.to(DEVICE), draft, *[u.to(DEVICE) for u in uniforms]
-    assert_same_verdict(arguments, block_verification)
+    lengths = None if seed is None else np.random.default_rng(seed).integers(0, block.shape[1], len(block))
+    assert_same_verdict(arguments, block_verification, lengths)
 
 
 @against_twin
@@ -77,9 +90,10 @@ def test_an_empty_batch():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize("block_verification", [False, True])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_kernel_compiles(arch, block_verification, monkeypatch):
+def test_the_kernel_compiles(arch, block_verification, is_ragged, monkeypatch):
     """Compile for GPUs that this machine need not have."""
     launch = Launch(kernels.walk_blocks_kernel)
     monkeypatch.setattr(kernels, "walk_blocks_kernel", launch)
@@ -91,5 +105,6 @@ def test_the_kernel_compiles(arch, block_verification, monkeypatch):
         ids.float(),
         torch.zeros(4, 15),
         block_verification,
+        *((torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)) if is_ragged else ()),
     )
     assert f".target sm_{arch}" in launch.compile(arch).asm["ptx"]

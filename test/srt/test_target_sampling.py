@@ -7,17 +7,28 @@ chance that one differs by more than EPSILON from its probability over DRAWS dra
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from support.engine import start
 from support.sampling_parameters import VOCABULARY, sampling_info
 
-from sglang_dflash.srt.speculative.acceptance.target_sampling import (
-    draw_target_tokens,
-    repeat_rows,
-    target_probs,
-)
+from sglang_dflash.srt.speculative.acceptance import target_sampling
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+
+
+def draw_target_tokens(logits, info, positions, width, sampler):
+    """Draw after every slot of whole blocks."""
+    rows = VerifyRows(len(logits) // width, width)
+    return target_sampling.draw_target_tokens(logits, info, positions, rows, sampler)
+
+
+def target_probs(logits, info, width):
+    """Compute the distributions after every slot of whole blocks."""
+    found, best = target_sampling.target_probs(logits, info, VerifyRows(len(logits) // width, width))
+    return found.view(*best.shape, -1), best
+
 
 DRAWS, EPSILON = 40_000, 0.02
 
@@ -173,9 +184,28 @@ def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
     assert not torch.equal(drawn, other)
 
 
-def test_repeat_rows():
-    assert repeat_rows(None, 3) is None
-    assert repeat_rows(torch.tensor([[1], [2]]), 3).tolist() == [[1], [1], [1], [2], [2], [2]]
+def test_rows_of_requests_with_lengths_of_their_own(sampler):
+    """Packed rows are drawn as in whole blocks; slots past a request's rows repeat its last one."""
+    width, bs, lengths = 4, 3, np.array([1, 3, 0])
+    rows = VerifyRows(bs, width, lengths)
+    assert rows.index.tolist() == [0, 1, 4, 5, 6, 7, 8] and rows.starts.tolist() == [0, 2, 6]
+    assert rows.slots.tolist() == [[0, 1, 1, 1], [2, 3, 4, 5], [6, 6, 6, 6]]
+    assert rows.limits.tolist() == lengths.tolist() and rows.limits.dtype == torch.int32
+    blocks = torch.arange(bs * width).view(bs, width)
+    assert rows.pack(blocks).tolist() == rows.index.tolist()
+    assert rows.unpack(rows.pack(blocks)).tolist() == [[0, 1, 1, 1], [4, 5, 6, 7], [8, 8, 8, 8]]
+    info = sampling_info({"top_k": 1}, {"temperature": 0.8, "top_k": 1}, {"top_k": 1})
+    assert rows.repeat(None) is None
+    assert rows.repeat(torch.tensor([[1], [2], [3]])).flatten().tolist() == [1, 1, 2, 2, 2, 2, 3]
+    logits = torch.randn(bs * width, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(bs * width)
+    whole, _ = draw_target_tokens(logits.clone(), info, positions, width, sampler)
+    drawn, best = target_sampling.draw_target_tokens(
+        logits[rows.index].clone(), info, positions[rows.index], rows, sampler
+    )
+    assert torch.equal(rows.pack(drawn), rows.pack(whole)) and best.shape == (bs, width)
+    probs, _ = target_sampling.target_probs(logits[rows.index].clone(), info, rows)
+    assert torch.equal(probs, target_probs(logits.clone(), info, width)[0].flatten(0, 1)[rows.index])
 
 
 REQUESTS = [
@@ -200,7 +230,7 @@ def test_target_probs_are_the_samplers():
     assert found.shape == (bs, width, VOCABULARY) and found.dtype == torch.float32
     assert found.data_ptr() == logits.data_ptr()  # in place
     rows = {
-        name: repeat_rows(getattr(info, name), width)
+        name: VerifyRows(bs, width).repeat(getattr(info, name))
         for name in ("temperatures", "top_ks", "top_ps", "min_ps")
     }
     _, weights, ids, _ = top_k_top_p_min_p_sampling_from_probs_torch(

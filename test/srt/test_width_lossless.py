@@ -1,4 +1,4 @@
-"""Any verify width that is chosen before a token is drawn is lossless; one chosen by the drawn token is not.
+"""Any verify length chosen before a token is drawn is lossless; one chosen by the drawn token is not.
 
 Many requests are simulated at once with the acceptance rules of the project, over a vocabulary small enough
 that the target's probability of every sequence is known. A request's width may differ in every cycle and from
@@ -11,9 +11,15 @@ import itertools
 import pytest
 import torch
 from scipy.stats import chi2
-from support.decisions import accept_by_block_verification, accept_by_rejection, accept_matching_prefix
+from support.decisions import (
+    accept_by_block_verification,
+    accept_by_rejection,
+    accept_matching_prefix,
+    decide,
+)
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 FALSE_ALARM = 1e-6
 REQUESTS, LENGTH, VOCABULARY, BLOCK = 60_000, 4, 2, 4
@@ -39,6 +45,21 @@ def by_confidence(cycle, anchor, accepted, drafted):
     return 1 + is_sure.int().cumprod(dim=1).sum(dim=1)
 
 
+def by_pooled_rank(cycle, anchor, accepted, drafted):
+    """By the draft's probabilities, with a budget of rows that all requests share: half of their slots."""
+    survival = DRAFT[anchor].amax(dim=2).cumprod(dim=1).double()
+    pooled = survival - 1e-9 * torch.arange(survival.numel()).view_as(survival)  # equals by position
+    budget = pooled.flatten().topk(pooled.numel() // 2).values[-1]
+    return 1 + (pooled >= budget).sum(dim=1)
+
+
+def by_budget_of_drawn_tokens(cycle, anchor, accepted, drafted):
+    """A trap: the length with most tokens for its cost, by what the drawn tokens were given."""
+    given = DRAFT[anchor].gather(2, drafted[..., None]).squeeze(2)
+    tokens = 1 + torch.nn.functional.pad(given.cumprod(dim=1).cumsum(dim=1), (1, 0))
+    return 1 + (tokens / torch.tensor([1.0, 1.55, 1.75, 2.4])).argmax(dim=1)
+
+
 def by_drawn_token(cycle, anchor, accepted, drafted):
     """The trap: verify only drawn tokens that are likely, otherwise take the target's own sample."""
     is_likely = DRAFT[anchor].gather(2, drafted[..., None]).squeeze(2) > 0.5
@@ -46,20 +67,21 @@ def by_drawn_token(cycle, anchor, accepted, drafted):
 
 
 def rejection(rule):
-    def accept(block, width, anchor):
-        rows, drafted = len(block), width - 1
-        ids = torch.arange(VOCABULARY).expand(rows, drafted, -1)
-        uniforms = torch.rand(rows, width)
-        probs = DraftProbs(ids, DRAFT[anchor][:, :drafted])
-        return rule(block[:, :width], TARGET[block[:, :width]], probs, uniforms[:, 1:], uniforms[:, 0])
+    def accept(block, rows, anchor):
+        ids = torch.arange(VOCABULARY).expand(len(block), BLOCK - 1, -1)
+        uniforms = torch.rand(len(block), BLOCK)
+        probs = DraftProbs(ids, DRAFT[anchor])
+        return rule(block, rows.pack(TARGET[block]), probs, uniforms[:, 1:], uniforms[:, 0], rows=rows)
 
     return accept
 
 
-def draw_from_target(block, width, anchor):
+def draw_from_target(block, rows, anchor):
     """One-hot drafts: compare drafted tokens with a draw from the target."""
-    draws = torch.multinomial(TARGET[block[:, :width]].flatten(0, 1), 1).view(-1, width)
-    return accept_matching_prefix(block[:, :width], draws)
+    draws = rows.unpack(torch.multinomial(rows.pack(TARGET[block]), 1).squeeze(1))
+    found = accept_matching_prefix(block, draws)
+    limits = found.accept_len if rows.limits is None else rows.limits
+    return decide(found.accept_len.minimum(limits), draws)
 
 
 def sequences(choose_width, accept, copies: bool = False) -> torch.Tensor:
@@ -78,17 +100,14 @@ def sequences(choose_width, accept, copies: bool = False) -> torch.Tensor:
             drafted = followed.gather(1, anchor[:, None]).expand(-1, BLOCK - 1)
         widths = choose_width(cycle, anchor, accepted, drafted)
         block = torch.cat([anchor[:, None], drafted], dim=1)
-        is_running = length < LENGTH
-        for width in range(1, BLOCK + 1):
-            rows = torch.nonzero(is_running & (widths == width)).squeeze(1)
-            if not len(rows):
-                continue
-            blocks = accept(block[rows], width, anchor[rows])
-            columns = length[rows][:, None] + torch.arange(width)
-            emitted[rows[:, None], columns] = blocks.out_tokens
-            followed[rows, anchor[rows]] = blocks.out_tokens[:, 0]
-            accepted[rows], anchor[rows] = blocks.accept_len.long(), blocks.bonus
-            length[rows] += accepted[rows] + 1
+        running = torch.nonzero(length < LENGTH).squeeze(1)
+        block, rows = block[running], VerifyRows(len(running), BLOCK, widths[running].numpy() - 1)
+        blocks = accept(block, rows, anchor[running])
+        columns = length[running][:, None] + torch.arange(BLOCK)
+        emitted[running[:, None], columns] = blocks.out_tokens
+        followed[running, anchor[running]] = blocks.out_tokens[:, 0]
+        accepted[running], anchor[running] = blocks.accept_len.long(), blocks.bonus
+        length[running] += accepted[running] + 1
     assert (length >= LENGTH).all()
     return emitted[:, :LENGTH]
 
@@ -108,7 +127,7 @@ def p_value(tokens: torch.Tensor) -> float:
     return float(chi2.sf(((counts - mean) ** 2 / mean).sum().item(), len(probabilities) - 1))
 
 
-@pytest.mark.parametrize("choose_width", [by_schedule, by_history, by_confidence])
+@pytest.mark.parametrize("choose_width", [by_schedule, by_history, by_confidence, by_pooled_rank])
 @pytest.mark.parametrize(
     "accept",
     [rejection(accept_by_rejection), rejection(accept_by_block_verification), draw_from_target],
@@ -128,10 +147,10 @@ def by_copied_token(cycle, anchor, accepted, drafted):
 def certain(rule):
     """Run a rejection rule on proposals of probability 1."""
 
-    def accept(block, width, anchor):
-        uniforms = torch.rand(len(block), width)
-        probs = DraftProbs.one_hot(block[:, 1:width])
-        return rule(block[:, :width], TARGET[block[:, :width]], probs, uniforms[:, 1:], uniforms[:, 0])
+    def accept(block, rows, anchor):
+        uniforms = torch.rand(len(block), BLOCK)
+        probs = DraftProbs.one_hot(block[:, 1:])
+        return rule(block, rows.pack(TARGET[block]), probs, uniforms[:, 1:], uniforms[:, 0], rows=rows)
 
     return accept
 
@@ -148,8 +167,9 @@ def test_a_width_by_the_copied_token_is_lossless(accept):
     assert p > FALSE_ALARM, f"not the target's distribution, p = {p:.2g}"
 
 
-def test_verifying_by_the_drawn_token_is_not_lossless():
+@pytest.mark.parametrize("choose_width", [by_drawn_token, by_budget_of_drawn_tokens])
+def test_verifying_by_the_drawn_token_is_not_lossless(choose_width):
     """Draft and target agree on the first slot, and still the likely token is emitted too often."""
     torch.manual_seed(0)
-    p = p_value(sequences(by_drawn_token, rejection(accept_by_rejection)))
+    p = p_value(sequences(choose_width, rejection(accept_by_rejection)))
     assert p < FALSE_ALARM, f"trimming by the drawn token passes, p = {p:.2g}"

@@ -49,8 +49,9 @@ def test_widths_in_log_server_info_and_metrics(server, prompts):
     server.generate_many([{"text": prompt, **sampling} for prompt in prompts], 4)
     [state, *_] = server.get("/server_info")["internal_states"]
     report = state["speculative_width"]
-    assert report["candidates"] == [1, 2, 4, 8] and set(report["cycles_per_width"]) == {"1", "2", "4", "8"}
-    assert 0 < report["accept_probs"]["greedy"]["from_token_0"][0] < 1
+    assert report["candidates"] == [1, 2, 4, 8] and report["own_lengths"]
+    assert set(report["blocks_per_length"]) == {"0", "1", "3", "7"}
+    assert 0 < report["accept_probs"]["greedy"][0] < 1
     assert report["expected"].keys() == {"1", "2", "4", "8"} and report["expected"]["1"]["cycle_ms"] > 0
     page = server.get("/metrics")
     [count] = [
@@ -60,8 +61,7 @@ def test_widths_in_log_server_info_and_metrics(server, prompts):
     ]
     assert count == sum(report["cycles_per_width"].values())
     assert (
-        "DFLASH verify width" in server.log()
-        and "DFLASH adaptive: widths [1, 2, 4, 8] measured" in server.log()
+        "DFLASH verifies" in server.log() and "DFLASH adaptive: widths [1, 2, 4, 8] measured" in server.log()
     )
 
 

@@ -20,12 +20,14 @@ from sglang_dflash.srt.speculative.acceptance import constraints
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
 from sglang_dflash.srt.speculative.cycle.verify import VerifyTail
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import DraftBlock, packed_ranges
 from sglang_dflash.srt.speculative.dflash_utils import (
     graph_output_for_runner,
     has_room_for_draft_graphs,
 )
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+from sglang_dflash.srt.speculative.width.adaptive import PlannedCycle
 
 
 def worker(**fields) -> DFlashWorker:
@@ -66,7 +68,8 @@ def test_grammars_run_beside_verify(monkeypatch):
         penalties=MagicMock(),
     )  # fmt: skip
     info = SimpleNamespace(logit_bias=None, is_all_greedy=True, has_custom_logit_processor=False)
-    made.run_cycle(MagicMock(has_grammar=True, sampling_info=info, return_logprob=False), 4, draws=False)
+    batch = MagicMock(has_grammar=True, sampling_info=info, return_logprob=False)
+    made.run_cycle(batch, PlannedCycle(4), draws=False)
     assert events == ["copy", "verify", "mask", "accept"]
 
 
@@ -138,7 +141,7 @@ def test_ranks_agree_on_a_verdict_in_one_broadcast(agrees):
     batch = SimpleNamespace(sampling_info=info, return_logprob=False)
     block = torch.zeros(2, 4, dtype=torch.int64)
     drawn = DraftBlock(block, DraftProbs.one_hot(block[:, 1:]))
-    cycle = SimpleNamespace(committed=torch.tensor([5, 7]))
+    cycle = SimpleNamespace(rows=VerifyRows(2, 4), committed=torch.tensor([5, 7]))
     agreed = acceptor.accept(batch, cycle, drawn, torch.zeros(8, VOCABULARY))
     want = theirs if agrees else mine
     for got, wanted in zip((agreed.accept_len, agreed.tokens, agreed.bonus), want, strict=True):
@@ -154,7 +157,7 @@ def test_a_cap_cuts_the_accepted_prefix_and_keeps_the_targets_token():
     info = sampling_info({"top_k": 1}, {"top_k": 1})
     batch = SimpleNamespace(sampling_info=info, return_logprob=False)
     cycle = SimpleNamespace(
-        positions=torch.arange(8).view(2, 4), verify_len=4, committed=torch.tensor([5, 7])
+        positions=torch.arange(8).view(2, 4), rows=VerifyRows(2, 4), committed=torch.tensor([5, 7])
     )
     sync = SimpleNamespace(enabled=lambda site: False, sync=lambda site, values: values)
     acceptor = Acceptor(None, VOCABULARY, sync)

@@ -16,12 +16,11 @@ from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.dflash_info import DraftBlock, Prompts, packed_ranges
 from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead
 from sglang_dflash.srt.speculative.drafters.copy_stats import CopyStats
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth
-from sglang_dflash.srt.speculative.width.chooser import WidthChooser
+from sglang_dflash.srt.speculative.drafters.some import draft_for_some
+from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth, PlannedCycle
+from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
-from sglang_dflash.srt.speculative.width.copies import CopyWidths
 from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 
 BLOCK, VOCABULARY, ROWS = 8, 1000, 32
 WIDTHS = np.array([1, 2, 4, BLOCK])
@@ -86,26 +85,47 @@ class OracleDraft:
 
     prefill = admit_prefilled = draw = absorb = commit = begin_prefill
 
+    def overdue(self, requests, lengths):
+        """Run for every verified block if only the forward writes context."""
+        return (lengths > 0) & (not self.writes_context_apart)
+
 
 class _Clock(CycleClock):
     """Cycles take what the simulation says."""
 
-    def __init__(self, cost, noise: float):
+    def __init__(self, noise: float):
         super().__init__("cpu")
-        self.cost, self.noise, self.rng = cost, noise, np.random.default_rng(2)
+        self.noise, self.rng = noise, np.random.default_rng(2)
         self.seconds = 0.0
+        self.durations: deque[float] = deque()
+
+    def last(self, seconds: float) -> None:
+        """Set the seconds of the cycle that is about to stop."""
+        self.durations.append(seconds * np.exp(self.noise * self.rng.standard_normal()))
+        self.seconds += seconds
 
     def finished(self):
-        return [self._timed(*timing) for timing in super().finished()]
+        return [
+            CycleTiming(timing.expected, self.durations.popleft(), None, False)
+            for timing in super().finished()
+        ]
 
-    def stop(self, num_requests, width, num_tokens, was_drafted=True):
-        super().stop(num_requests, width, num_tokens, was_drafted)
-        self.seconds += self.cost(num_requests, width, width > 1 and was_drafted)
 
-    def _timed(self, num_requests, width, num_tokens, _, gap, previous_width, was_drafted):
-        seconds = self.cost(num_requests, width, width > 1 and was_drafted)
-        seconds *= np.exp(self.noise * self.rng.standard_normal())
-        return CycleTiming(num_requests, width, num_tokens, seconds, None, None, was_drafted)
+@dataclass
+class _Cycle:
+    """Fields of `Cycle` that copies and drafts read."""
+
+    bs: int
+    verify_len: int
+    committed: torch.Tensor
+    req_pool_indices: torch.Tensor
+    tokens: torch.Tensor
+    drafted: torch.Tensor | None = None
+
+    def of_requests(self, chosen, _):
+        """Keep some requests."""
+        fields = self.committed[chosen], self.req_pool_indices[chosen], self.tokens[chosen]
+        return _Cycle(len(chosen), self.verify_len, *fields)
 
 
 @dataclass
@@ -113,15 +133,16 @@ class CopySimulation:
     """A server of one batch: each text is a request, and the batch shrinks as they end.
 
     Args:
-        cost: seconds of (requests, width, whether the draft runs).
+        cost: seconds of (requests, slots per request, share of the requests that are drafted for).
         hit_rate: of the draft's tokens.
         copies: whether they are on.
         adaptive: or whole blocks.
-        lag: cycles until the host learns of a result; it then does not read matches from the device either.
+        lag: cycles until the host learns of a result; as on a GPU it then does not read matches from the
+            device either, and all requests get one width.
         skips_draft: False for a draft whose forward writes its context.
     """
 
-    cost: Callable[[int, int, bool], float]
+    cost: Callable[[int, float, float], float]
     hit_rate: float = 0.002
     copies: bool = True
     adaptive: bool = True
@@ -137,20 +158,18 @@ class CopySimulation:
         self.drafter = CopyAhead(self.draft, BLOCK, CopyStats(DFlashMetrics(BLOCK - 1, None)))
         self.drafter.allocate(ROWS, 2000, VOCABULARY, CPU)
         self.drafter.knows_matches_on_host = self.lag == 0
-        self.clock = _Clock(self.cost, self.noise)
+        self.clock = _Clock(self.noise)
         self.width = self._adaptive_width() if self.adaptive else FixedWidth(BLOCK)
         self.tokens = self.cycles = 0
 
     def _adaptive_width(self) -> AdaptiveWidth:
-        seconds = [[self.cost(int(n), int(w), w > 1) for w in WIDTHS] for n in LOADS]
-        skips = self.skips_draft and self.copies
-        draft = [self.cost(int(n), BLOCK, True) - self.cost(int(n), BLOCK, False) for n in LOADS]
-        costs = CostTable(LOADS, WIDTHS, np.array(seconds), draft=np.array(draft) if skips else 0.0)
-        copies = CopyWidths(costs, ROWS, BLOCK - 1, skips) if self.copies else None
-        chooser = WidthChooser(costs, SurvivalEstimate(ROWS, BLOCK - 1))
-        backends = SimpleNamespace(apply=lambda width: None)
+        verify = np.array([[self.cost(int(n), int(w), 0) for w in WIDTHS] for n in LOADS])
+        draft = np.array([self.cost(int(n), 1, 1) - self.cost(int(n), 1, 0) for n in LOADS])
+        costs, is_own = CostTable(LOADS, WIDTHS, verify, draft), self.lag == 0
+        chooser = LengthChooser(costs, ROWS, is_own, skips_draft=self.skips_draft)
+        backends = None if is_own else SimpleNamespace(apply=lambda width: None)
         group = SimpleNamespace(world_size=1, rank_in_group=0)
-        return AdaptiveWidth(chooser, backends, self.clock, ROWS, group, copies=copies)
+        return AdaptiveWidth(chooser, backends, self.clock, ROWS, group, has_copies=self.copies)
 
     def run(self, texts: Sequence[Text]) -> "CopySimulation":
         """Serve the texts as one batch to their end; totals are of this run."""
@@ -198,31 +217,28 @@ class CopySimulation:
             req_pool_indices=torch.tensor(rows),
             seq_lens=committed,
             seq_lens_cpu=committed,
+            sampling_info=SimpleNamespace(has_custom_logit_processor=False),
         )
         matches = self.drafter.look_up(batch) if self.copies else None
-        plan = self.width.choose_width(batch, False, matches)
-        drafter = self.drafter if self.copies else self.draft
+        plan = self.width.choose(batch, False, matches)
         slots = BLOCK if plan.width > 1 else 1
-        cycle = SimpleNamespace(
-            bs=len(rows), verify_len=slots, committed=committed, req_pool_indices=batch.req_pool_indices,
-            tokens=torch.tensor([[self.draft.texts[row][n]] * slots for row, n in self._places(rows)]),
-        )  # fmt: skip
-        block = (drafter.propose if plan.drafts else drafter.propose_copies)(cycle).narrowed(plan.width)
+        tokens = torch.tensor([[self.draft.texts[row][n]] * slots for row, n in self._places(rows)])
+        cycle = _Cycle(len(rows), slots, committed, batch.req_pool_indices, tokens)
+        block, drafted = self._propose(cycle, plan)
         cycle.verify_len = plan.width
         target = [
             (self.draft.texts[row][n + 1 :] + [VOCABULARY] * BLOCK)[: plan.width]
             for row, n in self._places(rows)
         ]
+        lengths = torch.from_numpy(plan.verified_drafts(len(rows)))
         accepted = accept_matching_prefix(block.tokens, torch.tensor(target))
-        drafter.commit(
-            cycle, None, SimpleNamespace(tokens=torch.tensor(target), accept_len=accepted.accept_len)
-        )
+        accept_len = accepted.accept_len.minimum(lengths).int()
+        drafter = self.drafter if self.copies else self.draft
+        drafter.commit(cycle, None, SimpleNamespace(tokens=torch.tensor(target), accept_len=accept_len))
         proposals = self.drafter.proposals if self.copies else None
-        was_drafted = proposals is None or proposals.was_drafted
-        if self.adaptive:
-            self.width.on_launched(plan, was_drafted)
-        else:
-            self.clock.seconds += self.cost(len(rows), plan.width, was_drafted)
+        self.clock.last(self.cost(len(rows), 1 + float(lengths.double().mean()), drafted / len(rows)))
+        self.width.on_launched(plan, drafted > 0)
+        accepted = accepted._replace(accept_len=accept_len)
         accept_lens = accepted.accept_len.tolist()
         self.chosen.append(plan.width)
         self.cycles += len(rows)
@@ -235,12 +251,28 @@ class CopySimulation:
                 del running[row]
         return plan, accept_lens, proposals
 
+    def _propose(self, cycle: _Cycle, plan: PlannedCycle) -> tuple[DraftBlock, int]:
+        """Return blocks, and the number of requests that were drafted for, as the worker has them."""
+        before = self.draft.forwards
+        if plan.lengths is None:
+            drafter = self.drafter if self.copies else self.draft
+            propose = drafter.propose if plan.drafts else self.drafter.propose_copies
+            block = propose(cycle).narrowed(plan.width)
+            return block, cycle.bs * (self.draft.forwards - before)
+        chosen = (plan.lengths > 0) & ~plan.copies | self.draft.overdue(None, plan.lengths)
+        cycle.drafted = torch.from_numpy(np.flatnonzero(chosen))
+        block = draft_for_some(self.draft, cycle, cycle.drafted, plan.width, None, None)
+        if self.copies:
+            block = self.drafter.overlay(cycle, block, plan.copies, bool(chosen.any()))
+        return block, int(chosen.sum())
+
     def _places(self, rows):
         return [(row, self.committed[row]) for row in rows]
 
     def _tell(self, plan, accept_lens, proposals) -> None:
         if proposals is not None:
-            self.drafter.stats.on_accept_lens(proposals, accept_lens, plan.width - 1)
+            drafted = plan.verified_drafts(len(accept_lens)).tolist()
+            self.drafter.stats.on_accept_lens(proposals, accept_lens, drafted)
         self.width.on_accept_lens(plan, accept_lens, proposals)
 
     @property

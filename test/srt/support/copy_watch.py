@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import numpy as np
+
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.drafters import copy_stats
 from sglang_dflash.srt.speculative.width.costs import CostTable
@@ -53,13 +55,9 @@ class KnownCosts(Watch):
         """Register in the scheduler's process."""
         super().__call__(scheduler)
         self.worker.drafter.knows_matches_on_host = not self.late
-        CostTable.seconds = _seconds
-        CostTable.draft_share = lambda table, n: 0.3 * (table.widths > 1) / _seconds(table, n)
+        CostTable.verify = lambda table, n, _=None: 1 + 0.01 * np.arange(n * (table.widths[-1] - 1) + 1)
+        CostTable.draft = lambda table, n: np.where(np.arange(n + 1) > 0, 0.3, 0.0)
 
     def on_begun(self, batch):
         """Write the outcomes, with those of the widths."""
         self.path.write_text(json.dumps({**self.worker.copy_report, "widths": self.worker.width_report}))
-
-
-def _seconds(table, num_requests, num_tokens=None):
-    return 1 + 0.01 * num_requests * (table.widths - 1) + 0.3 * (table.widths > 1)

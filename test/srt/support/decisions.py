@@ -8,6 +8,7 @@ import torch
 from sglang_dflash.kernels.ops.speculative import accept
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks, complete_blocks_torch
 from sglang_dflash.srt.speculative.acceptance import rejection
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 
 class Decision(NamedTuple):
@@ -25,8 +26,10 @@ def decide(accept_len: torch.Tensor, out_tokens: torch.Tensor) -> Decision:
 
 
 def _named(rule: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Decision]:
-    def run(*args: Any) -> Decision:
-        return decide(*rule(*args))
+    def run(block: Any, target_probs: Any, *args: Any, rows: VerifyRows | None = None) -> Decision:
+        """Run the rule. target_probs: [T, V], or [bs, B, V] of whole blocks without `rows`."""
+        flat = target_probs.flatten(0, -2)
+        return decide(*rule(block, flat, *args, rows or VerifyRows(*block.shape)))
 
     run.__name__ = rule.__name__
     return run

@@ -1,119 +1,126 @@
-"""A simulated server: costs and acceptance are given, the chooser chooses the width.
+"""A simulated server: costs and acceptance are given, the chooser chooses verify lengths.
 
 All seconds are simulated.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import numpy as np
 
-from sglang_dflash.srt.speculative.width.chooser import WidthChooser
+from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
-from sglang_dflash.srt.speculative.width.policy import expected_tokens
 
 WIDTHS = np.array([1, 2, 4, 8])
 LOADS = np.array([1, 2, 4, 8, 16, 32, 64])
+DEPTH = int(WIDTHS[-1]) - 1
+# Probability that a drafted token is accepted if those before it are.
+KINDS = {
+    "strong": np.linspace(0.92, 0.85, DEPTH),
+    "usual": np.linspace(0.8, 0.6, DEPTH),
+    "weak": np.linspace(0.45, 0.3, DEPTH),
+    "random": np.full(DEPTH, 0.002),
+}
 
 
-def smooth_cost(draft: float = 0.3, row: float = 0.01) -> Callable[[int, int], float]:
-    """Seconds of a cycle: a plain step takes 1, each further row `row`, a draft `draft`."""
-    return lambda n, width: 1 + row * n * (width - 1) + (draft if width > 1 else 0)
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a cycle. A plain step of one request takes 1.
+
+    request, row: of each request and each drafted row that is verified. step: rows that are free until they
+    fill so many. draft, each: of a draft forward, and of each request it serves.
+    """
+
+    request: float = 0.02
+    row: float = 0.01
+    step: int = 1
+    draft: float = 0.1
+    each: float = 0.02
+
+    def verify(self, n: int, drafted: int) -> float:
+        return 1 + self.request * n + self.row * self.step * (drafted // self.step)
+
+    def draft_for(self, m: int) -> float:
+        return self.draft + self.each * m if m else 0.0
 
 
-def staircase_cost(step: int = 64, rise: float = 0.6, draft: float = 0.2) -> Callable[[int, int], float]:
-    """Rows are free until they fill a tile."""
-    return lambda n, width: 1 + rise * ((n * width - 1) // step) + (draft if width > 1 else 0)
-
-
-def mean_tokens(accept_probs: np.ndarray, width: int) -> float:
-    return 1 + np.cumprod(accept_probs[: width - 1]).sum()
-
-
-def best_speed(cost, accept_probs: np.ndarray, n: int, widths=WIDTHS) -> float:
-    """Return the tokens per second of the best fixed width."""
-    return max(n * mean_tokens(accept_probs, int(w)) / cost(n, int(w)) for w in widths)
+def best_uniform(cost: Cost, accept_probs: np.ndarray) -> float:
+    """Return the tokens per second of the best common width. accept_probs: [n, K]"""
+    n, survival = len(accept_probs), accept_probs.cumprod(axis=1)
+    return max(
+        (n + survival[:, : w - 1].sum())
+        / (cost.verify(n, n * (w - 1)) + (cost.draft_for(n) if w > 1 else 0.0))
+        for w in WIDTHS.tolist()
+    )
 
 
 @dataclass
 class Simulation:
-    """A server whose requests answer with 128 tokens each, and are then replaced.
+    """A server whose requests answer with 256 tokens each, and are then replaced.
 
-    The next request takes the same row.
+    Attributes:
+        cost: of a cycle.
+        kinds: of requests, of KINDS, in turn.
+        own_lengths: whether requests have lengths of their own.
+        lag: cycles until the host knows accept lengths.
+        noise: standard deviation of the logarithm of a cycle's time.
+        error: relative error of what start-up measured of wide blocks.
     """
 
-    cost: Callable[[int, int], float]  # seconds of (requests, width) with no committed tokens
-    noise: float = 0.0  # standard deviation of the logarithm of a cycle's time
+    cost: Cost
+    kinds: Sequence[str]
+    own_lengths: bool = True
+    lag: int = 2
+    noise: float = 0.1
+    error: float = 0.0
     seed: int = 0
-    table: Callable[[int, int], float] | None = None  # what the start-up measured; None: the truth
-    widths: np.ndarray = field(default_factory=lambda: WIDTHS)
-    reads: float = 0.0  # seconds per committed token
-    context: int = 0  # committed tokens of each request
-    knows_reads: bool = True  # whether the start-up measured `reads`
-    young: float = 1.0  # factor of the acceptance of an answer's first tokens
-    grown_up: int = 0  # number of these first tokens
+    chosen: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self):
         self.rng = np.random.default_rng(self.seed)
-        measured = [[(self.table or self.cost)(int(n), int(w)) for w in self.widths] for n in LOADS]
-        estimate = SurvivalEstimate(num_rows=256, depth=int(self.widths[-1]) - 1)
-        self.chooser = WidthChooser(
-            CostTable(LOADS, self.widths, np.array(measured), reads=self.reads * self.knows_reads), estimate
-        )
-        self.num_emitted = np.zeros(256, dtype=int)
-        self.chosen: list[int] = []
-        self.probes: list[int] = []
-        self.seconds = self.tokens = 0.0
+        wrong = 1 + self.error * (WIDTHS > 2)
+        verify = np.array([[self.cost.verify(int(n), int(n * (w - 1))) for w in WIDTHS] for n in LOADS])
+        draft = np.array([self.cost.draft_for(int(n)) for n in LOADS])
+        self.costs = CostTable(LOADS, WIDTHS, verify * wrong, draft)
+        self.chooser = LengthChooser(self.costs, 64, self.own_lengths)
+        self.tokens = self.seconds = 0.0
 
-    def run(self, cycles: int, accept_probs: np.ndarray, rows=range(4), modes=None) -> "Simulation":
-        """Run some cycles; totals are of this run, with expected instead of drawn tokens.
-
-        accept_probs: [K], or [n, K] if requests differ.
-        """
-        rows = np.array(list(rows))
-        modes = np.zeros(len(rows), dtype=int) if modes is None else modes
-        accept_probs = np.broadcast_to(accept_probs, (len(rows), np.shape(accept_probs)[-1]))
-        self.chosen, self.probes, self.seconds, self.tokens = [], [], 0.0, 0.0
-        for cycle in range(cycles):
-            num_tokens = len(rows) * self.context
-            choice = self.chooser.choose(rows, modes, num_tokens)
-            probs = np.where(
-                self.num_emitted[rows, None] < self.grown_up, self.young * accept_probs, accept_probs
-            )
-            is_accepted = self.rng.random(probs.shape) < probs
-            accepted = is_accepted[:, : choice.width - 1].cumprod(axis=1).sum(axis=1)
-            expected_seconds = self.cost(len(rows), choice.width) + self.reads * num_tokens
-            seconds = expected_seconds * np.exp(self.noise * self.rng.standard_normal())
-            self.chooser.on_accept_lens(rows, modes, choice.width, accepted)
-            self.chooser.on_cycle_time(len(rows), choice.width, seconds, num_tokens=num_tokens)
-            self.chosen.append(choice.width)
-            if choice.is_probe:
-                self.probes.append(cycle)
-            self.seconds += expected_seconds
-            self.tokens += expected_tokens(probs, np.array([choice.width]))[0]
-            self._emit(rows, accepted + 1)
+    def run(self, n: int, cycles: int = 400, warm: int = 100, caps=None) -> "Simulation":
+        """Run so many cycles of n requests; totals leave out the first ones, with expected tokens."""
+        rows, modes, kinds = np.arange(n), np.zeros(n, dtype=int), cycle(self.kinds)
+        self.accept_probs = np.stack([KINDS[next(kinds)] for _ in rows])
+        survival = self.accept_probs.cumprod(axis=1)
+        said, born, late = self.rng.integers(0, 256, n), np.zeros(n, dtype=int), []
+        self.chosen, self.tokens, self.seconds = [], 0.0, 0.0
+        for number in range(cycles):
+            choice = self.chooser.choose(born.sum(), rows, modes, caps=caps)
+            lengths = choice.lengths
+            hits = (self.rng.random(survival.shape) < self.accept_probs).cumprod(axis=1).sum(axis=1)
+            kept = np.minimum(hits, lengths)
+            seconds = self.cost.verify(n, int(lengths.sum())) + self.cost.draft_for(int((lengths > 0).sum()))
+            self.costs.observe(choice.seconds, seconds * np.exp(self.noise * self.rng.normal()), None, False)
+            late.append((lengths, kept, born.copy()))
+            if len(late) > self.lag:
+                verified, accepted, whose = late.pop(0)
+                [same] = np.nonzero(whose == born)
+                self.chooser.drafts.learn(same, modes[same], verified[same], accepted[same])
+            if number >= warm:
+                self.chosen.append(lengths)
+                self.tokens += n + np.where(np.arange(DEPTH) < lengths[:, None], survival, 0.0).sum()
+                self.seconds += seconds
+            said += kept + 1
+            [ended] = np.nonzero(said >= 256)
+            said[ended] = 0
+            born[ended] += 1
+            self.chooser.drafts.reset(ended)
         return self
-
-    def _emit(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        self.num_emitted[rows] += tokens
-        ended = rows[self.num_emitted[rows] >= 128]
-        if self.grown_up and len(ended):
-            self.num_emitted[ended] = 0
-            self.chooser.on_prefill(ended)
 
     @property
     def speed(self) -> float:
         return self.tokens / self.seconds
 
-    def usual(self) -> int:
-        """Return the most frequent width."""
-        return int(np.bincount(self.chosen).argmax())
-
     @property
-    def settled(self) -> list[int]:
-        """The chosen widths without probes."""
-        return [width for cycle, width in enumerate(self.chosen) if cycle not in set(self.probes)]
-
-    def moves(self) -> int:
-        return int((np.diff(self.settled) != 0).sum())
+    def of_best_uniform(self) -> float:
+        """Speed over that of the best common width, with acceptance known."""
+        return self.speed / best_uniform(self.cost, self.accept_probs)

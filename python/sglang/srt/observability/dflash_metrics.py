@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_schedule, get_serving
 
@@ -62,7 +61,7 @@ class DFlashMetrics:
         self._by_position = [by_position.labels(**labels, position=k + 1) for k in range(drafted_per_block)]
         self._width = Histogram(
             "sglang:spec_verify_width",
-            "Slots verified by a cycle, the anchor counted.",
+            "Most slots of a request verified by a cycle, the anchor counted.",
             list(labels),
             buckets=range(1, drafted_per_block + 2),
             registry=registry,
@@ -101,28 +100,23 @@ class DFlashMetrics:
             labels["dp_rank"] = parallel.dp_rank
         return cls(drafted_per_block, {**labels, **(observability.extra_metric_labels or {})})
 
-    def count_verified(
-        self, accept_lens: Sequence[int], drafted: int, caps: np.ndarray | None = None
-    ) -> None:
+    def count_verified(self, accept_lens: Sequence[int], drafted: Sequence[int]) -> None:
         """Count a verified batch.
 
         Args:
             accept_lens: accepted drafted tokens of each block.
-            drafted: drafted tokens of each block.
-            caps: most tokens of each block to accept. None: no limits. [n]
+            drafted: drafted tokens of each block that could be accepted.
         """
         if not self._enabled:
             return
         self._drafts.inc(len(accept_lens))
-        self._drafted.inc(
-            len(accept_lens) * drafted if caps is None else int(np.minimum(caps, drafted).sum())
-        )
+        self._drafted.inc(sum(drafted))
         self._accepted.inc(sum(accept_lens))
         for before, at_position in enumerate(self._by_position):
             at_position.inc(sum(accept_len > before for accept_len in accept_lens))
 
     def count_width(self, width: int) -> None:
-        """Count a cycle that verifies `width` slots, if the width is chosen per cycle."""
+        """Count a cycle that verifies up to `width` slots a request, if that is chosen per cycle."""
         if self._enabled:
             self._width.observe(width)
 

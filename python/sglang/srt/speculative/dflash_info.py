@@ -1,9 +1,9 @@
 """Types of a speculative cycle, and the two inputs that SGLang carries and plans with."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
@@ -14,6 +14,11 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sglang_dflash.kernels.ops.speculative.block import pack_blocks, prepare_block
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests as PrefilledRequests
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts as Prompts
+from sglang_dflash.srt.speculative.cycle.prompts import on_device as on_device
+from sglang_dflash.srt.speculative.cycle.prompts import packed_ranges as packed_ranges
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 if TYPE_CHECKING:
     from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight
@@ -134,100 +139,6 @@ def _reserve_slots(batch: Any, committed: list[int]) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
-    """Tokens of one prefill, packed request after request. Fixed before the target's forward.
-
-    Attributes:
-        req_pool_indices: [bs] int64, rows of the request table.
-        tokens: [n] int64, n = sum(extend_lens).
-        positions: [n] int64.
-        prefix_lens: position of each request's first token, on the host.
-        extend_lens: number of each request's tokens, on the host.
-        num_running: requests at the end of the batch that are not new. In a mixed batch a running request
-            takes part with its bonus token.
-        is_continued: per request, whether its tokens continue an earlier step's instead of a cached prefix.
-        reqs: SGLang's requests, in this order.
-    """
-
-    req_pool_indices: torch.Tensor
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    prefix_lens: list[int]
-    extend_lens: list[int]
-    num_running: int
-    is_continued: list[bool]
-    reqs: Sequence[Any] = ()
-
-    @property
-    def new_reqs(self) -> Sequence[Any]:
-        """SGLang's requests without the running ones."""
-        return self.reqs[: len(self.reqs) - self.num_running]
-
-    @property
-    def ends(self) -> list[int]:
-        """Tokens of each request with KV after this prefill."""
-        return [prefix + new for prefix, new in zip(self.prefix_lens, self.extend_lens, strict=True)]
-
-    @classmethod
-    def from_batch(cls, batch: Any) -> "Prompts":
-        """Read the prompts of the scheduler's prefill or mixed batch."""
-        num_running = len(batch.decoding_reqs) if batch.forward_mode.is_mixed() else 0
-        new = batch.reqs[: len(batch.reqs) - num_running]
-        return cls(
-            req_pool_indices=batch.req_pool_indices,
-            tokens=batch.input_ids,
-            positions=packed_ranges(batch.prefix_lens, batch.extend_lens, batch.device),
-            prefix_lens=list(batch.prefix_lens),
-            extend_lens=list(batch.extend_lens),
-            num_running=num_running,
-            is_continued=[req.extend_batch_idx > 1 for req in new] + [True] * num_running,
-            reqs=batch.reqs,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PrefilledRequests:
-    """Requests prefilled by another server: newly arrived, or resumed after retraction.
-
-    Attributes:
-        reqs: SGLang's requests.
-        req_pool_indices: [bs] int64, rows of the request table.
-        lengths: tokens of each request with KV, n.
-        bonus_tokens: [bs] int64, the token at position n.
-        output_ids: output of each request at its admission, the bonus token included.
-    """
-
-    reqs: Sequence[Any]
-    req_pool_indices: torch.Tensor
-    lengths: list[int]
-    bonus_tokens: torch.Tensor
-    output_ids: list[list[int]]
-
-    @property
-    def new_reqs(self) -> Sequence[Any]:
-        """SGLang's requests, all of which are new here."""
-        return self.reqs
-
-
-def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy numbers of the host to a device without waiting for it."""
-    tensor = torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
-    return tensor.to(device, non_blocking=True)
-
-
-def packed_ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Count up from each request's start, request after request: [sum(counts)] int64.
-
-    Computed on the device: a copy of more than 64 KB from ordinary host memory would wait for the stream.
-    """
-    on_host = torch.tensor([list(starts), list(counts)], dtype=torch.int64)
-    total = int(on_host[1].sum())
-    on_host[0] -= on_host[1].cumsum(0) - on_host[1]
-    shifts, lengths = on_host.to(device, non_blocking=True)
-    return torch.arange(total, device=device) + shifts.repeat_interleave(lengths, output_size=total)
-
-
-@dataclass(frozen=True, slots=True)
 class Cycle:
     """Inputs of one decode step, fixed before drafting: bs requests, blocks of B slots.
 
@@ -243,7 +154,11 @@ class Cycle:
         cache_loc: [bs * B] int64, KV slots of these positions.
         kv_loc_plan: SGLang's translation of the slots, shared by the draft's and the verify forward.
         can_run_cuda_graph: SGLang's permission for this batch.
-        write_cols: columns of the planned slots that the block covers. None: all of them.
+        write_cols: columns of the planned slots that the block covers, or an index of these slots. None: all
+            of them.
+        ragged: verified slots, if requests verify different numbers. None: all slots.
+        drafted: [m] int64, requests whose blocks the draft's forward has run. None: all, if there is more
+            than an anchor.
     """
 
     bs: int
@@ -256,7 +171,9 @@ class Cycle:
     kv_loc_plan: KVLocPlan
     can_run_cuda_graph: bool
     spread: list[int] | None = None
-    write_cols: slice | None = None
+    write_cols: slice | torch.Tensor | None = None
+    ragged: VerifyRows | None = None
+    drafted: torch.Tensor | None = None
 
     @classmethod
     def begin(cls, batch: Any, target_runner: Any, mask_token_id: int, num_slots: int) -> "Cycle":
@@ -300,6 +217,51 @@ class Cycle:
     def verify_len(self) -> int:
         """Slots of each block, the anchor included."""
         return self.tokens.shape[1]
+
+    @property
+    def rows(self) -> VerifyRows:
+        """Rows of the verify forward."""
+        return self.ragged or VerifyRows(self.bs, self.verify_len)
+
+    def of_requests(self, chosen: torch.Tensor, target_runner: Any) -> "Cycle":
+        """Keep some requests, [m] int64, for a forward of their own."""
+        slots = self.cache_loc.view(self.bs, -1)[chosen].flatten()
+        requests, committed = self.req_pool_indices[chosen], self.committed[chosen]
+        committed_host = self.committed_host[chosen]
+        plan = target_runner.kv_index_translator.plan(
+            req_pool_indices=requests,
+            seq_lens=committed,
+            seq_lens_cpu=committed_host,
+            write_virtual=slots,
+            read_extent=self.verify_len,
+        )
+        return replace(
+            self,
+            bs=len(chosen),
+            req_pool_indices=requests,
+            committed=committed,
+            committed_host=committed_host,
+            tokens=self.tokens[chosen],
+            positions=self.positions[chosen],
+            cache_loc=slots,
+            kv_loc_plan=plan,
+            spread=None,
+        )
+
+    def packed(self, rows: VerifyRows, drafted: torch.Tensor) -> "Cycle":
+        """Keep the verified slots of each block, after the blocks `drafted` [m] have been filled."""
+        cycle = replace(self, drafted=drafted)
+        if rows.index is None:
+            return cycle.narrowed(rows.width)
+        index = rows.index // rows.width * self.verify_len + rows.index % rows.width
+        return replace(
+            cycle,
+            tokens=self.tokens[:, : rows.width],
+            positions=self.positions[:, : rows.width],
+            cache_loc=self.cache_loc[index],
+            write_cols=index,
+            ragged=rows,
+        )
 
     def narrowed(self, verify_len: int) -> "Cycle":
         """Keep the first `verify_len` slots of each block."""
@@ -357,17 +319,20 @@ class DFlashVerifyInput(SpecInput):
     # SGLang's backends read these for every verify. A chain has one candidate per position and no mask.
     topk: int = 1
     custom_mask: torch.Tensor | None = None
-    ragged_verify_layout: Any = None  # for algorithms with a verify length per request
+    ragged_verify_layout: Any = None  # of SGLang's CUDA graphs
+    # [bs] int64 on the host, rows of each request; then W is `draft_token_num`. None: every request has W.
+    verify_lens: np.ndarray | None = None
     # [bs], by how much `ForwardBatch.seq_lens_cpu` may exceed a length. None: it is exact. Read by our plans.
     spread: list[int] | None = None
 
     @classmethod
     def for_target(
-        cls, verify_len: int, tokens: torch.Tensor, positions: torch.Tensor, spread: list[int] | None = None
+        cls, rows: VerifyRows, tokens: torch.Tensor, positions: torch.Tensor, spread: list[int] | None = None
     ) -> "DFlashVerifyInput":
-        """Describe a verify forward. tokens, positions: [bs * verify_len] int64."""
+        """Describe a verify forward. tokens, positions: [T] int64."""
+        lens = None if rows.lengths is None else rows.lengths + 1
         mode = CaptureHiddenMode.FULL
-        return cls(verify_len, mode, draft_token=tokens, positions=positions, spread=spread)
+        return cls(rows.width, mode, draft_token=tokens, positions=positions, spread=spread, verify_lens=lens)
 
     def __post_init__(self):
         super().__init__(spec_input_type=SpecInputType.DFLASH_VERIFY)

@@ -43,16 +43,18 @@ from sglang_dflash.srt.speculative.cycle.known_lengths import plans_within_bound
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.cycle.rows import RequestRows
 from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts, on_device
 from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
 from sglang_dflash.srt.speculative.drafters.prewarm import prewarm_probabilistic_step
+from sglang_dflash.srt.speculative.drafters.some import draft_for_some
 from sglang_dflash.srt.speculative.scale_out.disaggregation import arrivals
 from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, run_idle
 from sglang_dflash.srt.speculative.targets.state_memory import tell_if_states_cap_batch
 from sglang_dflash.srt.speculative.targets.states import make_target_states
 from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_updates
-from sglang_dflash.srt.speculative.width.adaptive import FixedWidth
+from sglang_dflash.srt.speculative.width.adaptive import FixedWidth, PlannedCycle
 from sglang_dflash.srt.speculative.width.start_up import make_width
 
 logger = logging.getLogger(__name__)
@@ -201,9 +203,10 @@ class DFlashWorker(BaseSpecWorker):
         if not accept_lens:
             return  # an idle rank
         cycle = self._in_flight.land(accept_lens)
-        self.metrics.count_verified(accept_lens, cycle.num_drafted, cycle.plan.caps)
+        num_drafted = cycle.num_drafted
+        self.metrics.count_verified(accept_lens, num_drafted)
         if self._copies is not None and cycle.proposals is not None:
-            self._copies.stats.on_accept_lens(cycle.proposals, accept_lens, cycle.num_drafted)
+            self._copies.stats.on_accept_lens(cycle.proposals, accept_lens, num_drafted)
         self._width.on_accept_lens(cycle.plan, accept_lens, cycle.proposals)
 
     # -- one step
@@ -264,12 +267,12 @@ class DFlashWorker(BaseSpecWorker):
         caps = requested_caps(batch.reqs, self.block_size)
         draws = self.acceptor.draws_drafts(batch.sampling_info, caps is not None)
         matches = self._copies.look_up(batch) if self._copies is not None else None
-        # The width is the number of slots to verify. It may not depend on drawn tokens, so it is chosen
-        # before anything is drafted. A copy is not drawn: the text determines it.
-        plan = self._width.choose_width(batch, draws, matches, caps)
+        # Which slots are verified may not depend on drawn tokens, so it is chosen before anything is drafted.
+        # A copy is not drawn: the text determines it.
+        plan = self._width.choose(batch, draws, matches, caps)
         verify_len = self.speculative_num_draft_tokens = plan.width
         self._notify("on_length_chosen", batch, verify_len)
-        result = self.run_cycle(batch, verify_len, draws, on_publish, grammar_barrier, plan.drafts, caps)
+        result = self.run_cycle(batch, plan, draws, on_publish, grammar_barrier)
         if self._has_graph_plans and not result.can_run_cuda_graph:
             count_cycle_without_graph(len(batch.reqs))
         proposals = self._copies.proposals if self._copies is not None else None
@@ -282,26 +285,27 @@ class DFlashWorker(BaseSpecWorker):
     def run_cycle(
         self,
         batch,
-        verify_len: int,
+        plan: PlannedCycle,
         draws: bool,
         on_publish=None,
         grammar_barrier=None,
-        drafts: bool = True,
-        caps: np.ndarray | None = None,
     ) -> GenerationBatchResult:
         """Draft, verify, accept and commit. Start-up measures this too.
 
         Args:
             batch: the scheduler's decode batch.
-            verify_len: slots of each block to verify, the anchor included. The draft fills whole blocks, and
-                does not run for the anchor alone.
+            plan: slots of each block to verify. The draft fills whole blocks, and runs for requests that
+                verify what it proposes.
             draws: whether drafted tokens are drawn instead of the draft's argmax.
             on_publish: called with the new lengths as soon as they exist.
             grammar_barrier: SGLang's, waits until grammars are up to date.
-            drafts: False to propose copies alone, without the draft.
-            caps: [bs] int32, the most drafted tokens of each request to accept. None: no limits.
         """
-        cycle, block = self._draft(batch, verify_len, batch.sampling_info if draws else None, drafts)
+        sampling_info = batch.sampling_info if draws else None
+        if plan.lengths is None:
+            cycle, block = self._draft(batch, plan, sampling_info)
+        else:
+            cycle, block = self._draft_for_some(batch, plan, plan.lengths, sampling_info)
+        rows = cycle.rows
         self._notify("on_drafted", batch, cycle, block)
         # The copy to the host starts before verify, so that grammars run beside it on the host.
         reads_chains = batch.has_grammar or need_tokens(batch.reqs)
@@ -310,9 +314,11 @@ class DFlashWorker(BaseSpecWorker):
         logits_output = target_out.logits_output
         logits = logits_output.next_token_logits
         self._notify("on_verified", batch, block, logits)
-        constrain(batch, block.tokens, logits, self.penalties, chains, grammar_barrier)
-        limits = None if caps is None else on_device(caps, torch.int32, self.device)
-        masks = SamplingMasks.requested(batch.sampling_info, verify_len)
+        constrain(batch, block.tokens, logits, self.penalties, chains, grammar_barrier, rows)
+        # Own lengths include the caps.
+        has_caps = plan.caps is not None and cycle.ragged is None
+        limits = on_device(plan.caps, torch.int32, self.device) if has_caps else None
+        masks = SamplingMasks.requested(batch.sampling_info, plan.width)
         accepted = self.acceptor.accept(batch, cycle, block, logits, limits, masks)
         if masks is not None:
             logits_output.sampling_mask_output = masks.output(accepted)
@@ -322,7 +328,8 @@ class DFlashWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(accepted.committed)
         if batch.return_logprob:
-            compute_spec_logprobs(batch, logits_output, accepted.tokens.flatten(), chain_stride=verify_len)
+            layout = {"chain_stride": rows.width} if rows.slots is None else {"accept_index": rows.slots}
+            compute_spec_logprobs(batch, logits_output, rows.pack(accepted.tokens), **layout)
         self._notify("on_accepted", batch, cycle, accepted)
         aux_hidden = self.verify_tail.states_to_commit(target_out)
         self.drafter.commit(cycle, aux_hidden, accepted)
@@ -335,22 +342,42 @@ class DFlashWorker(BaseSpecWorker):
             next_draft_input=DFlashDraftInput(accepted.bonus, accepted.committed),
             new_seq_lens=accepted.committed,
             can_run_cuda_graph=target_out.can_run_cuda_graph,
-            speculative_num_draft_tokens=verify_len,
+            speculative_num_draft_tokens=plan.width,
             routed_experts_output=target_out.routed_experts_output,
             indexer_topk_output=target_out.indexer_topk_output,
         )
 
-    def _draft(self, batch, verify_len: int, sampling_info: Any, drafts: bool) -> tuple[Cycle, DraftBlock]:
+    def _draft(self, batch, plan: PlannedCycle, sampling_info: Any) -> tuple[Cycle, DraftBlock]:
         """Draft the first slots of each block; with `sampling_info`, draw them."""
-        num_slots = self.block_size if verify_len > 1 else 1
+        num_slots = self.block_size if plan.width > 1 else 1
         runner = self._target_worker.model_runner
         cycle = Cycle.begin(batch, runner, self.drafter.mask_token_id, num_slots)
-        if drafts or self._copies is None:
+        if plan.drafts or self._copies is None:
             block = self.drafter.propose(cycle, sampling_info)
         else:
             block = self._copies.propose_copies(cycle, sampling_info)
         self.acceptor.share_drawn_tokens(block)
-        return cycle.narrowed(verify_len), block.narrowed(verify_len)
+        return cycle.narrowed(plan.width), block.narrowed(plan.width)
+
+    def _draft_for_some(
+        self, batch, plan: PlannedCycle, lengths: np.ndarray, sampling_info: Any
+    ) -> tuple[Cycle, DraftBlock]:
+        """Draft for requests that verify the draft's tokens, and copy for others.
+
+        lengths: drafted or copied tokens that each verifies. [n]
+        """
+        runner = self._target_worker.model_runner
+        drafter = self.drafter if self._copies is None else self._copies.inner
+        assert plan.copies is not None
+        chosen = (lengths > 0) & ~plan.copies | drafter.overdue(batch.req_pool_indices, lengths)
+        num_slots = self.block_size if chosen.any() or plan.width > 1 else 1
+        cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
+        drafted = on_device(np.flatnonzero(chosen), torch.int64, self.device)
+        block = draft_for_some(drafter, cycle, drafted, plan.width, sampling_info, runner)
+        if self._copies is not None:
+            block = self._copies.overlay(cycle, block, plan.copies, bool(len(drafted)))
+        self.acceptor.share_drawn_tokens(block)
+        return cycle.packed(VerifyRows(cycle.bs, plan.width, lengths, self.device), drafted), block
 
     def _notify(self, stage: str, *args: Any) -> None:
         for observer in self.observers:

@@ -267,3 +267,25 @@ def commit_rows_kernel(
         tl.store(pending_fused + written * hidden + channel, state, mask=inside)
     if slot == 0:
         tl.store(pending_count + request, count)
+
+
+def append_rows(
+    requests: torch.Tensor,
+    accept_len: torch.Tensor,
+    out_tokens: torch.Tensor,
+    fused: torch.Tensor,
+    pending: Pending,
+) -> None:
+    """Append the output of blocks to any number of pending rows, on a CPU.
+
+    requests: [bs] int64, rows of `pending`. accept_len: [bs] int32, one less than the rows to append.
+        out_tokens: [bs, w] int64, the token after each slot. fused: [bs, w, hidden], the target's fused state
+            of each slot.
+    """
+    slot = torch.arange(out_tokens.shape[1])
+    number, slot = (slot <= accept_len[:, None]).nonzero(as_tuple=True)
+    row = requests[number]
+    column = pending.count[row] + slot
+    pending.tokens[row, column] = out_tokens[number, slot]
+    pending.fused[row, column] = fused[number, slot]
+    pending.count[requests] += accept_len + 1

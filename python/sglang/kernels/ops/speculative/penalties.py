@@ -17,27 +17,39 @@ def penalize_block_triton(
     min_new_tokens: torch.Tensor,
     prompt_lens: torch.Tensor,
     stop_logits: torch.Tensor | None,
+    starts: torch.Tensor | None = None,
+    limits: torch.Tensor | None = None,
 ) -> None:
     """Penalise logits in place, each row for the tokens its request emitted up to it.
 
-    logits: [bs * B, vocab] float. block: [bs, B] int64; the first column is counted already.
+    logits: [T, vocab] float, rows of the verified slots. block: [bs, B] int64; the first column is counted
+        already.
     counts: [rows, vocab] int32, emitted tokens. requests: [bs] int64, rows of `counts`.
     seq_lens: [bs] int64, tokens before the block. frequency, presence, repetition: [bs] float32.
     min_new_tokens, prompt_lens: [bs] int64. stop_logits: [bs, vocab] float32, added while a request is too
         short to end; None if none is.
+    starts: [bs] int64, row of each request's anchor. limits: [bs] int32, verified drafted tokens. Both None:
+        T is bs * B, and every request verifies its block.
 
     No host synchronisation. Moves bs * vocab * (2 B * itemsize + 4) bytes, and 4 more with stop_logits.
     """
     per_request = block, requests, seq_lens, frequency, presence, repetition, min_new_tokens, prompt_lens
     assert all(tensor.is_contiguous() for tensor in (*per_request, counts)) and logits.stride(1) == 1
     (bs, width), vocabulary, tile = block.shape, counts.shape[1], 1024
-    assert logits.shape == (bs * width, vocabulary)
+    is_ragged = starts is not None
+    assert logits.shape[1] == vocabulary and (is_ragged or logits.shape[0] == bs * width)
     stops = counts if stop_logits is None else stop_logits.contiguous()  # `counts` is not read
-    tensors = logits, counts, *per_request, stops
+    ragged = (starts, limits) if is_ragged else (requests, requests)  # not read
+    tensors = logits, counts, *per_request, stops, *ragged
     sizes = logits.stride(0), vocabulary, width
     if bs:
         penalize_block_kernel[(bs, triton.cdiv(vocabulary, tile))](
-            *tensors, *sizes, HAS_STOPS=stop_logits is not None, TILE=tile, num_warps=4
+            *tensors,
+            *sizes,
+            HAS_STOPS=stop_logits is not None,
+            IS_RAGGED=is_ragged,
+            TILE=tile,
+            num_warps=4,
         )
 
 
@@ -57,10 +69,13 @@ def penalize_block_kernel(
     min_new_tokens,
     prompt_lens,
     stop_logits,
+    starts,
+    limits,
     logits_stride,
     vocabulary,
     width,
     HAS_STOPS: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One program per request and tile of the vocabulary, one step per position."""
@@ -77,8 +92,13 @@ def penalize_block_kernel(
     if HAS_STOPS:
         stop = tl.load(stop_logits + number * vocabulary + token, mask=inside, other=0.0)
     block += number * width
-    logits += number * width * logits_stride
-    for position in range(width):
+    if IS_RAGGED:
+        logits += tl.load(starts + number) * logits_stride
+        end = tl.load(limits + number) + 1
+    else:
+        logits += number * width * logits_stride
+        end = width
+    for position in range(end):
         if position > 0:
             count += (token == tl.load(block + position)).to(tl.int32)
         is_emitted = count > 0

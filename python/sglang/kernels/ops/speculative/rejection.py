@@ -12,23 +12,30 @@ def walk_blocks_triton(
     draft_probs: torch.Tensor,
     accept_uniforms: torch.Tensor,
     block_verification: bool,
+    starts: torch.Tensor | None = None,
+    limits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return accept_len [bs] int32 and weight [bs] float64, as `draw_final_tokens` takes them.
 
     Arguments as for `accept_by_rejection`, contiguous; draft_ids and draft_probs are the fields of
-    `DraftProbs`. One program per request, no host synchronisation. Reads 12 bytes per drafted slot and
-    candidate; block verification reads them twice, and the target's probability of each candidate once.
+    `DraftProbs`. starts: [bs] int64, row of `target_probs` of each request's anchor. limits: [bs] int32,
+    verified drafted tokens. Both None: every request verifies its block. One program per request, no host
+    synchronisation. Reads 12 bytes per drafted slot and candidate; block verification reads them twice, and
+    the target's probability of each candidate once.
     """
-    tensors = block, target_probs, draft_ids, draft_probs, accept_uniforms
+    is_ragged = starts is not None and limits is not None
+    ragged = (block, block) if starts is None or limits is None else (starts, limits)  # or not read
+    tensors = block, target_probs, draft_ids, draft_probs, accept_uniforms, *ragged
     assert all(tensor.is_contiguous() for tensor in tensors)
     (bs, width), candidates = block.shape, draft_ids.shape[2]
     accept_len = block.new_empty((bs,), dtype=torch.int32)
     weight = block.new_empty((bs,), dtype=torch.float64)
     tile = min(triton.next_power_of_2(candidates), 1024)
-    options = dict(BLOCK_VERIFICATION=block_verification, TILE=tile, num_warps=max(1, min(8, tile // 128)))
+    options = dict(BLOCK_VERIFICATION=block_verification, IS_RAGGED=is_ragged, TILE=tile)
+    options |= dict(num_warps=max(1, min(8, tile // 128)))
     if bs:
         walk_blocks_kernel[(bs,)](
-            *tensors, accept_len, weight, width, candidates, target_probs.shape[2], **options
+            *tensors, accept_len, weight, width, candidates, target_probs.shape[-1], **options
         )
     return accept_len, weight
 
@@ -40,18 +47,26 @@ def walk_blocks_kernel(
     draft_ids,
     draft_probs,
     accept_uniforms,
+    starts,
+    limits,
     accept_len,
     weight,
     width,
     candidates,
     vocabulary,
     BLOCK_VERIFICATION: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One program per request, one step per drafted slot."""
     request = tl.program_id(0).to(tl.int64)
     block += request * width
-    target_probs += request * width * vocabulary
+    if IS_RAGGED:
+        target_probs += tl.load(starts + request) * vocabulary
+        end = tl.load(limits + request) + 1
+    else:
+        target_probs += request * width * vocabulary
+        end = width
     draft_ids += request * (width - 1) * candidates
     draft_probs += request * (width - 1) * candidates
     accept_uniforms += request * (width - 1)
@@ -60,7 +75,7 @@ def walk_blocks_kernel(
     going_on = tl.full((), 1, tl.int32)
     prefix_weight = tl.full((), 1, tl.float64)
     kept_weight = tl.full((), 1, tl.float64)
-    for length in range(1, width):
+    for length in range(1, end):
         token = tl.load(block + length)
         target = tl.load(target_probs + token).to(tl.float64)
         draft = tl.full((), 0, tl.float64)
@@ -76,7 +91,7 @@ def walk_blocks_kernel(
         if BLOCK_VERIFICATION:
             prefix_weight = tl.minimum(prefix_weight * (target / draft), 1)
             shared = tl.full((), 0, tl.float64)
-            if length < width - 1:
+            if length < end - 1:
                 for start in range(0, candidates, TILE):
                     inside = start + column < candidates
                     ids = tl.load(draft_ids + start + column, mask=inside, other=0)

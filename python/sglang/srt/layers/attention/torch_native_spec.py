@@ -50,6 +50,8 @@ class _Segment:
     """The last `width` tokens of each of bs requests, as queries.
 
     rows: the queries among the forward's tokens, request by request: a slice, or int64 indices.
+    counts: [bs] int64, queries of each request. A request with fewer than `width` repeats its last one. None:
+        all have `width`.
     slots: [bs * longest] int64, pool slots by position, 0 past a request's end (SGLang's padding slot).
     lengths: [bs] int64, committed tokens and queries. window_slots: `slots` in the pool of window layers.
     """
@@ -59,6 +61,7 @@ class _Segment:
     slots: torch.Tensor
     lengths: torch.Tensor
     window_slots: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
     _masks: dict[tuple[_Visibility, int], torch.Tensor | None] = field(default_factory=dict)
 
     @property
@@ -89,7 +92,11 @@ class _Segment:
         """Return which keys each query sees, [bs, width, longest] bool; None for all keys."""
         keys = torch.arange(self.longest)[None, None, :]
         lengths = self.lengths[:, None, None]
-        queries = lengths - self.width + torch.arange(self.width)[None, :, None]
+        queries = torch.arange(self.width)[None, :, None]
+        if self.counts is None:
+            queries = lengths - self.width + queries
+        else:
+            queries = lengths - self.counts[:, None, None].sub(queries).clamp(min=1)
         sees_no_less = self.width == 1 or not visibility.causal
         if sees_no_less and visibility.window < 0 and bool((self.lengths == self.longest).all()):
             return None
@@ -137,6 +144,9 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         if bs == 0 or mode.is_idle():
             return []
         if mode.is_target_verify():
+            counts = getattr(forward_batch.spec_info, "verify_lens", None)
+            if counts is not None:
+                return self._by_count(requests, lengths, torch.from_numpy(counts))
             width = forward_batch.spec_info.num_tokens_per_req
             return self._by_length(requests, lengths + width, width)
         if mode.is_decode():
@@ -151,27 +161,69 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
             start += width
         return segments
 
-    def _by_length(self, requests: torch.Tensor, lengths: torch.Tensor, width: int) -> list[_Segment]:
-        """Make segments of requests that are padded to the longest of their segment."""
+    def _by_count(
+        self, requests: torch.Tensor, committed: torch.Tensor, counts: torch.Tensor
+    ) -> list[_Segment]:
+        """Make segments of requests with about as many queries.
+
+        Numbers of queries with the same next power of two share a segment. counts: [bs] int64, queries of
+        each request, packed request after request.
+        """
+        starts = counts.cumsum(0) - counts
+        exponents = (counts - 1).double().add(1).log2().ceil().long()
+        segments = []
+        for exponent in range(int(exponents.max()) + 1):
+            members = (exponents == exponent).nonzero().squeeze(1)
+            if not members.numel():
+                continue
+            own = counts[members]
+            width = int(own.max())
+            rows = starts[members, None] + torch.arange(width).expand(len(own), -1).minimum(own[:, None] - 1)
+            lengths = committed[members] + own
+            same = None if bool((own == width).all()) else own
+            segments += self._by_length(requests[members], lengths, width, rows, same)
+        return segments
+
+    def _by_length(
+        self,
+        requests: torch.Tensor,
+        lengths: torch.Tensor,
+        width: int,
+        rows: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+    ) -> list[_Segment]:
+        """Make segments of requests that are padded to the longest of their segment.
+
+        rows: [bs, width] int64, the queries. None: all tokens of the forward. counts: of `_Segment`.
+        """
         by_length, order = lengths.sort()
         cuts = cuts_by_length(by_length.tolist(), SEGMENT_COST * 8 // max(width, 2))
-        if not cuts:
+        if not cuts and rows is None:
             return [self._segment(requests, lengths, width, slice(0, requests.numel() * width))]
+        if rows is None:
+            rows = torch.arange(requests.numel() * width).view(-1, width)
         segments = []
         for members in order.tensor_split(cuts):
-            rows = (members[:, None] * width + torch.arange(width)).flatten()
-            segments.append(self._segment(requests[members], lengths[members], width, rows))
+            own = None if counts is None else counts[members]
+            segments.append(
+                self._segment(requests[members], lengths[members], width, rows[members].flatten(), own)
+            )
         return segments
 
     def _segment(
-        self, requests: torch.Tensor, lengths: torch.Tensor, width: int, rows: slice | torch.Tensor
+        self,
+        requests: torch.Tensor,
+        lengths: torch.Tensor,
+        width: int,
+        rows: slice | torch.Tensor,
+        counts: torch.Tensor | None = None,
     ) -> _Segment:
         positions = torch.arange(int(lengths.max()))
         slots = self.req_to_token_pool.req_to_token[requests, : positions.numel()].long()
         slots = slots.masked_fill(positions[None, :] >= lengths[:, None], 0).flatten()
         has_windows = self.use_sliding_window_kv_pool
         window_slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots) if has_windows else None
-        return _Segment(rows, width, slots, lengths, window_slots)
+        return _Segment(rows, width, slots, lengths, window_slots, counts)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         """Attend, and write k and v into the pool if `save_kv_cache`.
@@ -209,7 +261,7 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
                 sinks,
             )
             outputs.append((segment.rows, attended))
-        if len(outputs) == 1 and outputs[0][1].shape[0] == q.shape[0]:
+        if len(outputs) == 1 and isinstance(outputs[0][0], slice) and outputs[0][1].shape[0] == q.shape[0]:
             return outputs[0][1].flatten(1)
         # A forward may end in padding rows.
         output = q.new_zeros(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)

@@ -21,11 +21,13 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
 from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
 from sglang_dflash.srt.speculative.acceptance.target_sampling import draw_target_tokens, target_probs
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock
 
 # `accept_by_rejection` or `accept_by_block_verification`.
 RejectionRule = Callable[
-    [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+    [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, torch.Tensor, VerifyRows],
+    tuple[torch.Tensor, torch.Tensor],
 ]
 
 
@@ -105,8 +107,8 @@ class Acceptor:
             batch: the scheduler's.
             cycle: the step's blocks.
             block: the drafted tokens. Not drawn if there are caps.
-            logits: [bs * B, vocab], biased and masked. Sampling overwrites them.
-            caps: [bs] int32, the most drafted tokens of each request to accept. None: no limits.
+            logits: [T, vocab] of the cycle's rows, biased and masked. Sampling overwrites them.
+            caps: [bs] int32, the most drafted tokens of each request to accept. None: what is verified.
             masks: takes what the tokens were drawn from. None: no request returns it.
         """
         if batch.return_logprob and not batch.sampling_info.is_all_greedy:
@@ -114,10 +116,11 @@ class Acceptor:
         if block.probs is not None:
             assert caps is None, "drawn blocks have no caps"
             accept_len, tokens, max_logits = self._reject(
-                batch.sampling_info, block.tokens, block.probs, logits, masks
+                batch.sampling_info, block.tokens, block.probs, logits, cycle.rows, masks
             )
         else:
             tokens, max_logits = self._target_tokens(batch.sampling_info, cycle, logits, masks)
+            caps = cycle.rows.limits if caps is None else caps
             if self._simulated is None and caps is None:
                 return accept_greedy(block.tokens, tokens, max_logits, cycle.committed, self._broken_token)
             accept_len = accept_matching_prefix(block.tokens, tokens)
@@ -133,7 +136,7 @@ class Acceptor:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run `draw_target_tokens`, with rank 0's tokens."""
         tokens, max_logits = draw_target_tokens(
-            logits, sampling_info, cycle.positions.flatten(), cycle.verify_len, self._sampler, masks
+            logits, sampling_info, cycle.rows.pack(cycle.positions), cycle.rows, self._sampler, masks
         )
         greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         return self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens), max_logits
@@ -144,16 +147,17 @@ class Acceptor:
         tokens: torch.Tensor,
         draft: DraftProbs,
         logits: torch.Tensor,
+        rows: VerifyRows,
         masks: SamplingMasks | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the rejection rule. Returns accept lengths, output tokens and the largest logits."""
         assert self._rule is not None, "no block is drawn without a rule"
         bs, verify_len = tokens.shape
-        probs, max_logits = target_probs(logits, sampling_info, verify_len)
+        probs, max_logits = target_probs(logits, sampling_info, rows)
         if masks is not None:
-            masks.probs = probs
+            masks.probs = rows.unpack(probs)
         uniforms = torch.rand(bs, verify_len, device=logits.device)
-        accept_len, tokens = self._rule(tokens, probs, draft, uniforms[:, 1:], uniforms[:, 0])
+        accept_len, tokens = self._rule(tokens, probs, draft, uniforms[:, 1:], uniforms[:, 0], rows)
         return *self._agree(accept_len, tokens), max_logits
 
     def _agree(self, accept_len: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

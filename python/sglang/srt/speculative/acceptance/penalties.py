@@ -12,6 +12,7 @@ import torch
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts, on_device
 
 
@@ -142,7 +143,9 @@ class Penalties:
         """Count the tokens that a prefill has emitted, [bs] int64."""
         self._count(batch, next_tokens[:, None], torch.zeros_like(next_tokens, dtype=torch.int32))
 
-    def penalize_block(self, batch: Any, block: torch.Tensor, logits: torch.Tensor) -> None:
+    def penalize_block(
+        self, batch: Any, block: torch.Tensor, logits: torch.Tensor, rows: VerifyRows | None = None
+    ) -> None:
         """Penalize the logits of a block, in place.
 
         One launch on CUDA. Elsewhere position by position, as [bs, B, vocab] counts would not fit beside the
@@ -151,12 +154,14 @@ class Penalties:
         Args:
             batch: the scheduler's.
             block: [bs, B] int64, drafted after its first column.
-            logits: [bs * B, vocab].
+            logits: [T, vocab] of the verified rows.
+            rows: verified slots. None: all of them.
         """
         terms = _Terms.from_requests(batch.reqs, self._shape[1], self._device)
         run = penalize_block_triton if logits.is_cuda else penalize_block_torch
         columns = (getattr(terms, field.name) for field in fields(terms))
-        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *columns)
+        ragged = () if rows is None else (rows.starts, rows.limits)
+        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *columns, *ragged)
 
     def count_block(self, batch: Any, accepted: AcceptedBlocks) -> None:
         """Count the output of a block."""
@@ -167,20 +172,38 @@ class Penalties:
         run(self._counts, batch.req_pool_indices, tokens, accept_len)
 
 
-def penalize_block_torch(logits, block, counts, requests, seq_lens, *columns) -> None:
-    """Run `penalize_block_triton` in PyTorch, on any device. columns: the fields of `_Terms`."""
+def penalize_block_torch(
+    logits,
+    block,
+    counts,
+    requests,
+    seq_lens,
+    frequency,
+    presence,
+    repetition,
+    min_new_tokens,
+    prompt_lens,
+    stop_logits,
+    starts=None,
+    limits=None,
+) -> None:
+    """Run `penalize_block_triton` in PyTorch, on any device."""
     bs, block_size = block.shape
-    terms, counts = _Terms(*columns), counts[requests]
-    by_position = logits.view(bs, block_size, -1)
-    one = counts.new_ones((bs, 1))
+    terms = _Terms(frequency, presence, repetition, min_new_tokens, prompt_lens, stop_logits)
+    counts, one = counts[requests], counts.new_ones((bs, 1))
+    if starts is None:
+        starts = torch.arange(bs, device=block.device) * block_size
     for k in range(block_size):
         if k > 0:
             counts.scatter_add_(1, block[:, k : k + 1], one)
-        row = by_position[:, k]
+        # Requests that do not verify this slot look at their last row, and leave it alone.
+        row = starts + (k if limits is None else limits.clamp(max=k))
+        old = logits[row]
         # The block's first token, at position seq_lens, has been emitted too.
-        row.add_(terms.additive(counts, seq_lens + 1 + k))
+        new = (old + terms.additive(counts, seq_lens + 1 + k)).to(old.dtype)
         scaling = terms.scaling(counts)
-        row.copy_(torch.where(row > 0, row / scaling, row * scaling))
+        new = torch.where(new > 0, new / scaling, new * scaling).to(old.dtype)
+        logits[row] = new if limits is None else torch.where((k <= limits)[:, None], new, old)
 
 
 def count_tokens_torch(counts, requests, tokens, accept_len) -> None:

@@ -1,9 +1,9 @@
 """Accept drawn tokens by the draft's own probabilities.
 
 Pure functions over one verified batch of blocks. Every random number is an argument, and no request depends
-on another. Shapes: bs requests, blocks of B slots (column 0 the anchor, B - 1 drafted), C draft candidates,
-vocabulary V. Each rule returns accept lengths [bs] int32 and tokens [bs, B] int64: the accepted tokens, then
-the final one, then ids without a meaning.
+on another. Shapes: bs requests, blocks of B slots (column 0 the anchor, B - 1 drafted), T verified rows, C
+draft candidates, vocabulary V. Each rule returns accept lengths [bs] int32 and tokens [bs, B] int64: the
+accepted tokens, then the final one, then ids without a meaning.
 
 Neither rule needs the draft's distribution over the whole vocabulary. Rejection needs the probability of the
 drafted token. Block verification also needs the mass shared with the target, to which only candidates add.
@@ -14,6 +14,7 @@ import torch
 
 from sglang_dflash.kernels.ops.speculative.rejection import walk_blocks_triton
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 
 def accept_by_rejection(
@@ -22,6 +23,7 @@ def accept_by_rejection(
     draft: DraftProbs,
     accept_uniforms: torch.Tensor,
     final_uniforms: torch.Tensor,
+    rows: VerifyRows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept by standard rejection.
 
@@ -36,13 +38,15 @@ def accept_by_rejection(
 
     Args:
         block: [bs, B] int64, column 0 the anchor.
-        target_probs: [bs, B, V] float32, row k the target's distribution after block position k, normalised.
-            One-hot for a greedy request, which is then accepted as by `accept_matching_prefix`.
+        target_probs: [T, V] float32, the target's distribution after each verified slot, normalised. One-hot
+            for a greedy request, which is then accepted as by `accept_matching_prefix`.
         draft: distributions that columns 1.. were drawn from.
         accept_uniforms: [bs, B - 1] in [0, 1), independent of the drafting.
         final_uniforms: [bs] in [0, 1), independent of all others.
+        rows: verified slots, chosen before any of these draws. A chain that is kept to its last verified slot
+            counts as a whole block.
     """
-    return _accept(walk_by_rejection, block, target_probs, draft, accept_uniforms, final_uniforms)
+    return _accept(walk_by_rejection, block, target_probs, draft, accept_uniforms, final_uniforms, rows)
 
 
 def accept_by_block_verification(
@@ -51,6 +55,7 @@ def accept_by_block_verification(
     draft: DraftProbs,
     accept_uniforms: torch.Tensor,
     final_uniforms: torch.Tensor,
+    rows: VerifyRows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept by block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2).
 
@@ -63,39 +68,67 @@ def accept_by_block_verification(
 
     Arguments are those of `accept_by_rejection`.
     """
-    return _accept(walk_by_block_verification, block, target_probs, draft, accept_uniforms, final_uniforms)
+    walk = walk_by_block_verification
+    return _accept(walk, block, target_probs, draft, accept_uniforms, final_uniforms, rows)
 
 
 def _accept(
-    walk, block, target_probs, draft, accept_uniforms, final_uniforms
+    walk, block, target_probs, draft, accept_uniforms, final_uniforms, rows
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if block.is_cuda:
         by_block = walk is walk_by_block_verification
         accept_len, weight = walk_blocks_triton(
-            block, target_probs, draft.ids, draft.probs, accept_uniforms.contiguous(), by_block
+            block,
+            target_probs,
+            draft.ids,
+            draft.probs,
+            accept_uniforms.contiguous(),
+            by_block,
+            rows.starts,
+            rows.limits,
         )
     else:
-        accept_len, weight = walk(block, target_probs, draft, accept_uniforms)
-    return draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms)
+        accept_len, weight = walk(block, target_probs, draft, accept_uniforms, rows)
+    return draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms, rows)
 
 
 def walk_by_rejection(
-    block: torch.Tensor, target_probs: torch.Tensor, draft: DraftProbs, accept_uniforms: torch.Tensor
+    block: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft: DraftProbs,
+    accept_uniforms: torch.Tensor,
+    rows: VerifyRows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept drafted tokens one by one.
 
     Returns accept lengths [bs] int32 and weights [bs] float64, which are always 1.
     """
     drafted = block[:, 1:]
-    target_prob = target_probs[:, :-1].gather(2, drafted[..., None]).squeeze(2)
     # A product instead of u < p / q, so that q may be zero.
-    is_accepted = accept_uniforms.double() * draft.of(drafted) < target_prob
+    is_accepted = accept_uniforms.double() * draft.of(drafted) < _probs_of(drafted, target_probs, rows)
+    if rows.limits is not None:
+        is_accepted &= torch.arange(drafted.shape[1], device=block.device) < rows.limits[:, None]
     accept_len = is_accepted.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
     return accept_len, torch.ones_like(accept_len, dtype=torch.float64)
 
 
+def _probs_of(drafted: torch.Tensor, target_probs: torch.Tensor, rows: VerifyRows) -> torch.Tensor:
+    """Look up the target's probability of each drafted token. [bs, B - 1]"""
+    if rows.slots is not None:
+        return target_probs[rows.slots[:, :-1], drafted]
+    return (
+        target_probs.view(*rows.shape, target_probs.shape[-1])[:, :-1]
+        .gather(2, drafted[..., None])
+        .squeeze(2)
+    )
+
+
 def walk_by_block_verification(
-    block: torch.Tensor, target_probs: torch.Tensor, draft: DraftProbs, accept_uniforms: torch.Tensor
+    block: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft: DraftProbs,
+    accept_uniforms: torch.Tensor,
+    rows: VerifyRows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the longest accepted prefix of each block.
 
@@ -103,8 +136,7 @@ def walk_by_block_verification(
     """
     width = block.shape[1]
     drafted = block[:, 1:]
-    target_prob = target_probs[:, :-1].gather(2, drafted[..., None]).squeeze(2)
-    ratios = target_prob / draft.of(drafted).double()
+    ratios = _probs_of(drafted, target_probs, rows) / draft.of(drafted).double()
     accept_len = torch.zeros(len(block), dtype=torch.int32, device=block.device)
     prefix_weight = weight = torch.ones_like(accept_len, dtype=torch.float64)
     for length in range(1, width):
@@ -112,10 +144,14 @@ def walk_by_block_verification(
         # The sum of min(w * p, q), to which only candidates add. r is w - shared, r + 1 - w is 1 - shared.
         shared = torch.zeros_like(prefix_weight)
         if length < width - 1:
-            target = target_probs[:, length].gather(1, draft.ids[:, length])
+            target = target_probs[rows.of(length)[:, None], draft.ids[:, length]]
             shared = torch.minimum(prefix_weight[:, None] * target, draft.probs[:, length]).sum(dim=1)
+            if rows.limits is not None:
+                shared = torch.where(length < rows.limits, shared, 0)
         # A product: if w is 1 and p equals q, both sides are zero, and a later length is accepted.
         accepted = accept_uniforms[:, length - 1].double() * (1 - shared) < prefix_weight - shared
+        if rows.limits is not None:
+            accepted &= length <= rows.limits
         accept_len = torch.where(accepted, length, accept_len)
         weight = torch.where(accepted, prefix_weight, weight)
     return accept_len, weight
@@ -128,24 +164,30 @@ def draw_final_tokens(
     weight: torch.Tensor,
     draft: DraftProbs,
     final_uniforms: torch.Tensor,
+    rows: VerifyRows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the last token from max(0, weight * p - q), or from p after a whole block.
 
     Args:
         block: [bs, B] int64, column 0 the anchor.
         accept_len: [bs] int32, accepted drafted tokens.
-        target_probs: [bs, B, V] float32.
+        target_probs: [T, V] float32.
         weight: [bs] float64, of the accepted prefix. 1 under standard rejection.
         draft: distributions that columns 1.. were drawn from.
         final_uniforms: [bs] in [0, 1).
+        rows: verified slots.
     """
     bs, block_size = block.shape
     requests = torch.arange(bs, device=block.device)
     accepted = accept_len.long()
-    mass = target_probs[requests, accepted]
+    if rows.slots is None:
+        mass = target_probs.view(bs, block_size, target_probs.shape[-1])[requests, accepted]
+    else:
+        mass = target_probs[rows.slots[requests, accepted]]
     if block_size > 1:
         slot = accepted.clamp(max=block_size - 2)
-        is_rejection = (accepted < block_size - 1)[:, None]
+        last = block_size - 1 if rows.limits is None else rows.limits
+        is_rejection = (accepted < last)[:, None]
         drawn_from = torch.where(is_rejection, draft.probs[requests, slot], 0)
         weighted = weight.to(mass.dtype)[:, None] * mass
         weighted.scatter_add_(1, draft.ids[requests, slot], -drawn_from.to(mass.dtype))

@@ -1,13 +1,13 @@
 """Sample the target after every position of a verified block."""
 
 import dataclasses
-from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 # Fields of SamplingBatchInfo with one row per request that shape the target's distribution.
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps")
@@ -17,7 +17,7 @@ def draw_target_tokens(
     logits: torch.Tensor,
     sampling_info,
     positions: torch.Tensor,
-    block_size: int,
+    rows: VerifyRows,
     sampler,
     masks: SamplingMasks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,25 +27,24 @@ def draw_target_tokens(
     request: the same joint top-k / top-p / min-p filter and seeds as without speculation.
 
     Args:
-        logits: [bs * B, vocab], biased and masked. Sampled requests overwrite them (SGLang's sampler works in
+        logits: [T, vocab], biased and masked. Sampled requests overwrite them (SGLang's sampler works in
             place).
         sampling_info: SGLang's, one row per request.
-        positions: [bs * B] int64, position of each row's input token. SGLang seeds draws with it.
-        block_size: B.
+        positions: [T] int64, position of each row's input token. SGLang seeds draws with it.
+        rows: verified slots.
         sampler: SGLang's.
         masks: takes the sampler's masks. None: no request returns one.
 
     Returns:
-        Tokens [bs, B] int64, and the largest logits [bs, B]. If such a logit is not finite, the logits were
+        Tokens [bs, W] int64, and the largest logits [bs, W]. If such a logit is not finite, the logits were
         broken and the token has no meaning (`replace_broken_rows`).
     """
     if sampling_info.is_all_greedy:
         sanitize_nan_logits(logits, "DFLASH verify")
         max_logits, tokens = logits.max(dim=-1)
-        return tokens.view(-1, block_size), max_logits.view(-1, block_size)
+        return rows.unpack(tokens), rows.unpack(max_logits)
     max_logits = replace_broken_rows(logits)
-    per_row = _parameters_per_row(sampling_info, block_size)
-    per_row["sampling_seed"] = repeat_rows(sampling_info.sampling_seed, block_size)
+    per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in (*_PER_REQUEST, "sampling_seed")}
     output = LogitsProcessorOutput(next_token_logits=logits)
     if masks is not None:
         output, per_row = masks.drawn, per_row | masks.sampler_fields()
@@ -59,10 +58,10 @@ def draw_target_tokens(
         token_ids_logprobs=[],
         positions=positions,
     )
-    return drawn.long().view(-1, block_size), max_logits.view(-1, block_size)
+    return rows.unpack(drawn.long()), rows.unpack(max_logits)
 
 
-def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def target_probs(logits: torch.Tensor, sampling_info, rows: VerifyRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the distributions that the sampler would draw from after each block position.
 
     One joint filter, as the sampler's: top-k and top-p both look at the unfiltered softmax, min-p at its
@@ -70,22 +69,22 @@ def target_probs(logits: torch.Tensor, sampling_info, block_size: int) -> tuple[
     every request's top_k is small. Beside the result, memory of a few times `ELEMENTS_AT_ONCE` is needed.
 
     Args:
-        logits: [bs * B, vocab], biased and masked. float32 logits are overwritten with the result: a second
-            tensor of this size is 0.5 GB at bs 48, B 16 and V = 152k.
+        logits: [T, vocab], biased and masked. float32 logits are overwritten with the result: a second
+            tensor of this size is 0.5 GB at 48 blocks of 16 and a vocabulary of 152k.
         sampling_info: SGLang's, one row per request.
-        block_size: B.
+        rows: verified slots.
 
     Returns:
-        Probabilities [bs, B, vocab] float32, and the largest logits [bs, B]. If such a logit is not finite,
+        Probabilities [T, vocab] float32, and the largest logits [bs, W]. If such a logit is not finite,
         the probabilities have no meaning (`replace_broken_rows`).
     """
     max_logits = replace_broken_rows(logits)
-    per_row = _parameters_per_row(sampling_info, block_size)
+    per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in _PER_REQUEST}
     probs = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
-    for rows in slices_of_rows(*logits.shape):
-        torch.softmax(logits[rows].float() / per_row["temperatures"][rows], dim=-1, out=probs[rows])
-        _filter(probs[rows], {name: values[rows] for name, values in per_row.items()}, sampling_info)
-    return probs.view(-1, block_size, probs.shape[-1]), max_logits.view(-1, block_size)
+    for some in slices_of_rows(*logits.shape):
+        torch.softmax(logits[some].float() / per_row["temperatures"][some], dim=-1, out=probs[some])
+        _filter(probs[some], {name: values[some] for name, values in per_row.items()}, sampling_info)
+    return probs, rows.unpack(max_logits)
 
 
 # Sorting so many float32 takes about 0.4 GB of temporary memory.
@@ -136,17 +135,3 @@ def replace_broken_rows(logits: torch.Tensor) -> torch.Tensor:
     max_logits = logits.amax(dim=-1)
     logits.masked_fill_(~max_logits.isfinite()[:, None], 0)
     return max_logits
-
-
-def _parameters_per_row(sampling_info, block_size: int) -> dict[str, torch.Tensor]:
-    return {name: repeat_rows(getattr(sampling_info, name), block_size) for name in _PER_REQUEST}
-
-
-def repeat_rows(per_request: Any, block_size: int) -> Any:
-    """Repeat each request's row for its block positions: [bs, ...] -> [bs * block_size, ...].
-
-    None stays None.
-    """
-    if per_request is None or block_size == 1:
-        return per_request
-    return per_request.repeat_interleave(block_size, dim=0)

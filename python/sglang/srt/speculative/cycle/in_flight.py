@@ -32,9 +32,9 @@ class CycleInFlight:
         return self.plan.width
 
     @property
-    def num_drafted(self) -> int:
-        """Drafted tokens verified of each request."""
-        return self.plan.width - 1
+    def num_drafted(self) -> list[int]:
+        """Drafted tokens of each request that could be accepted."""
+        return self.plan.verified_drafts(self.num_requests).tolist()
 
 
 class CyclesInFlight:

@@ -61,20 +61,21 @@ class VerifyTail:
 def verify(
     target_worker: TpModelWorker, states: TargetStates, batch: Any, cycle: Cycle, block: DraftBlock
 ) -> GenerationBatchResult:
-    """Run one causal target forward over all blocks.
+    """Run one causal target forward over the verified slots of all blocks.
 
     Overwrites fields of the batch, which the scheduler restores after the step. The result has logits
-    [bs * B, vocab] and the aux hidden states of every row.
+    [T, vocab] and the aux hidden states of every row.
     """
-    tokens = block.tokens.flatten()
+    rows = cycle.rows
+    tokens = rows.pack(block.tokens)
     seq_lens_cpu = cycle.committed_host + cycle.verify_len
     batch.input_ids = tokens
     batch.out_cache_loc = cycle.cache_loc
     batch.forward_mode = ForwardMode.TARGET_VERIFY
     batch.seq_lens_cpu = seq_lens_cpu
     batch.seq_lens_sum = int(seq_lens_cpu.sum())
-    positions = cycle.positions.flatten()
-    batch.spec_info = DFlashVerifyInput.for_target(cycle.verify_len, tokens, positions, cycle.spread)
+    positions = rows.pack(cycle.positions)
+    batch.spec_info = DFlashVerifyInput.for_target(rows, tokens, positions, cycle.spread)
     states.begin_verify(batch)
     forward_batch = ForwardBatch.init_new(
         batch,

@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
@@ -57,6 +58,17 @@ class Drafter(Protocol):
             sampling_info: SGLang's. If given, tokens are drawn under the requests' parameters.
         """
 
+    def overdue(self, requests: torch.Tensor, lengths: np.ndarray) -> np.ndarray:
+        """Tell which requests need the draft's forward in a cycle.
+
+        They need it whether or not they verify its tokens. Called only if requests have verify lengths of
+        their own, on a CPU.
+
+        Args:
+            requests: [bs] int64, rows of the request table.
+            lengths: [bs], drafted tokens that each verifies.
+        """
+
     def draw(
         self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
     ) -> tuple[torch.Tensor, DraftProbs]:
@@ -85,7 +97,7 @@ class Drafter(Protocol):
 
         Args:
             cycle: verified slots, which may be the first of a drafted block, or the anchor alone.
-            aux_hidden: [bs * B, num_aux * hidden], row 0 of a block its anchor's. The next target forward may
-                overwrite it. None: the verify graph has absorbed it.
+            aux_hidden: [T, num_aux * hidden] of the cycle's rows. The next target forward may overwrite it.
+                None: the verify graph has absorbed it.
             accepted: the step's output.
         """

@@ -52,12 +52,13 @@ class CopyAhead:
         stats: counts outcomes by source.
 
     Attributes:
+        inner: the inner drafter.
         history: [rows, positions] int32, texts. -1: no token.
         knows_matches_on_host: whether the host reads from the device who copies. `allocate` sets it on a CPU.
     """
 
     def __init__(self, drafter: Drafter, block_size: int, stats: CopyStats):
-        self._drafter = drafter
+        self.inner = drafter
         self._block_size = block_size
         self.stats = stats
         self.knows_matches_on_host = False
@@ -70,10 +71,10 @@ class CopyAhead:
         self.mask_token_id, self.num_draft_rows = drafter.mask_token_id, drafter.num_draft_rows
         self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
         self.defers_plain_cycles = drafter.defers_plain_cycles
-        self.draw, self.absorb = drafter.draw, drafter.absorb
+        self.draw, self.absorb, self.overdue = drafter.draw, drafter.absorb, drafter.overdue
 
     def attach_pools(self, target_runner: Any) -> None:
-        self._drafter.attach_pools(target_runner)
+        self.inner.attach_pools(target_runner)
 
     def allocate_texts(self, target_runner: Any) -> None:
         """Allocate texts for the request table, when all graphs have their memory."""
@@ -116,7 +117,7 @@ class CopyAhead:
         self._records[prompts.req_pool_indices[:new]] = self._start
         rows = _repeated(prompts.req_pool_indices, prompts.extend_lens, prompts.tokens.numel())
         self.history[rows, prompts.positions] = self._valid(prompts.tokens)
-        self._drafter.begin_prefill(prompts)
+        self.inner.begin_prefill(prompts)
 
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
@@ -124,7 +125,7 @@ class CopyAhead:
         ends = [prefix + new for prefix, new in zip(prompts.prefix_lens, prompts.extend_lens, strict=True)]
         at = on_device(ends, torch.int64, next_tokens.device)
         self.history[prompts.req_pool_indices, at] = next_tokens.int()
-        self._drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
+        self.inner.prefill(prompts, aux_hidden, cache_loc, next_tokens)
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
         """See `Drafter`. Writes the texts of new requests."""
@@ -133,7 +134,7 @@ class CopyAhead:
         outputs = zip(requests.reqs, requests.output_ids, strict=True)
         self._write(requests.req_pool_indices, [[*req.origin_input_ids, *output] for req, output in outputs])
         self._records[requests.req_pool_indices] = self._start
-        self._drafter.admit_prefilled(requests)
+        self.inner.admit_prefilled(requests)
 
     def look_up(self, batch: Any) -> np.ndarray | None:
         """Find the matches of the next cycle, before its width is chosen.
@@ -151,10 +152,10 @@ class CopyAhead:
         """See `Drafter`. Copies what `look_up` found, if the request's record prefers copies."""
         self._choose_copies(cycle, beside_draft=cycle.verify_len > 1)
         if self._copied is None or cycle.verify_len == 1:
-            return self._drafter.propose(cycle, sampling_info)
+            return self.inner.propose(cycle, sampling_info)
         self._was_drafted = not self._needs_no_draft()
         if self._was_drafted:
-            return overlay_copies(self._drafter.propose(cycle, sampling_info), self._copied)
+            return overlay_copies(self.inner.propose(cycle, sampling_info), self._copied)
         return self._without_draft(cycle, sampling_info)
 
     def propose_copies(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
@@ -162,6 +163,30 @@ class CopyAhead:
         self._choose_copies(cycle, beside_draft=False)
         self._was_drafted = False
         return self._without_draft(cycle, sampling_info)
+
+    def overlay(self, cycle: Cycle, block: DraftBlock, copies: np.ndarray, was_drafted: bool) -> DraftBlock:
+        """Put the copies of some requests into a block.
+
+        All that `look_up` found is compared with the output later.
+
+        Args:
+            cycle: the blocks before drafting.
+            block: [bs, W], filled by the inner drafter for the others.
+            copies: [bs] bool, which requests copy, whatever their records.
+            was_drafted: whether the inner drafter's forward ran for any.
+        """
+        self._copied = self._lengths = None
+        self._was_drafted = was_drafted
+        if self._keys is None:
+            return block
+        requests, width = cycle.req_pool_indices, block.tokens.shape[1]
+        self._copied, lengths = choose_copies(
+            self.history, self._no_records, requests, cycle.committed, self._keys, self._block_size, RULE
+        )
+        self._keys = None
+        is_copy = torch.from_numpy(copies)
+        self._lengths = torch.where(is_copy, lengths, -lengths)
+        return overlay_copies(block, torch.where(is_copy[:, None], self._copied, -1)[:, :width])
 
     def _choose_copies(self, cycle: Cycle, beside_draft: bool) -> None:
         self._copied = self._lengths = None
@@ -190,7 +215,7 @@ class CopyAhead:
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
         """See `Drafter`. Appends the output to the texts, and notes the sources in `proposals`."""
-        lengths = self._lengths
+        lengths, right, is_own = self._lengths, None, cycle.drafted is not None
         if self._has_texts:
             append_tokens(
                 self.history,
@@ -199,14 +224,18 @@ class CopyAhead:
                 cycle.committed,
                 accepted.tokens,
                 accepted.accept_len,
-                torch.zeros_like(accepted.accept_len) if lengths is None else lengths,
-                self._was_drafted,
+                # With verify lengths of its own, a request's estimates replace its record.
+                torch.zeros_like(accepted.accept_len) if lengths is None or is_own else lengths,
+                self._was_drafted and not is_own,
                 RULE,
             )
-        if lengths is not None and self._copied is not None and cycle.verify_len == 1:
-            lengths = torch.where(self._copied[:, 1] == accepted.tokens[:, 0], lengths, -lengths)
-        self.proposals = self.stats.proposals(lengths, self._was_drafted)
-        self._drafter.commit(cycle, aux_hidden, accepted)
+        if lengths is not None and self._copied is not None:
+            if is_own:
+                right = _num_right(self._copied, accepted)
+            elif cycle.verify_len == 1:
+                lengths = torch.where(self._copied[:, 1] == accepted.tokens[:, 0], lengths, -lengths)
+        self.proposals = self.stats.proposals(lengths, self._was_drafted, right)
+        self.inner.commit(cycle, aux_hidden, accepted)
 
     def _valid(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace ids that stand for an image by -1. int32."""
@@ -236,6 +265,14 @@ def overlay_copies(block: DraftBlock, copied: torch.Tensor) -> DraftBlock:
             torch.where(is_certain, is_first.to(probs.probs.dtype), probs.probs),
         )
     return DraftBlock(tokens, probs)
+
+
+def _num_right(copied: torch.Tensor, accepted: AcceptedBlocks) -> torch.Tensor:
+    """Count the copied tokens [bs, B] up to the first that is not the output's. [bs] int64"""
+    width = min(copied.shape[1] - 1, accepted.tokens.shape[1])
+    is_right = copied[:, 1 : width + 1] == accepted.tokens[:, :width]
+    is_right &= torch.arange(width, device=copied.device) <= accepted.accept_len[:, None]
+    return is_right.cumprod(dim=1).sum(dim=1)
 
 
 def _repeated(rows: torch.Tensor, counts: Sequence[int], total: int) -> torch.Tensor:

@@ -30,12 +30,15 @@ class Proposals:
         transferred: end of the transfer of `lengths` to the host.
         was_drafted: whether the draft ran.
         admissions: prefills and arrivals before the cycle.
+        right: [bs] int64 on the host, tokens of each match's continuation that were the target's, used or
+            not. None: not compared.
     """
 
     lengths: torch.Tensor | None
     transferred: torch.cuda.Event | None
     was_drafted: bool
     admissions: int
+    right: torch.Tensor | None = None
 
 
 class CopyStats:
@@ -60,16 +63,20 @@ class CopyStats:
         self._admissions += 1
         self._whole = 0
 
-    def proposals(self, lengths: torch.Tensor | None, was_drafted: bool) -> Proposals:
+    def proposals(
+        self, lengths: torch.Tensor | None, was_drafted: bool, right: torch.Tensor | None = None
+    ) -> Proposals:
         """Record a cycle that begins. lengths: [bs] int32, on the device."""
         transferred = None
         if lengths is not None and lengths.is_cuda:
             lengths = lengths.to("cpu", non_blocking=True)
             transferred = torch.cuda.Event()
             transferred.record()
-        return Proposals(lengths, transferred, was_drafted, self._admissions)
+        return Proposals(lengths, transferred, was_drafted, self._admissions, right)
 
-    def on_accept_lens(self, cycle: Proposals, accept_lens: Sequence[int], num_drafted: int) -> None:
+    def on_accept_lens(
+        self, cycle: Proposals, accept_lens: Sequence[int], num_drafted: Sequence[int]
+    ) -> None:
         """Count the accepted ones of `num_drafted` proposed tokens of each request."""
         self._cycles += 1
         if cycle.lengths is None:
@@ -77,27 +84,25 @@ class CopyStats:
             return
         if cycle.transferred is not None:
             cycle.transferred.synchronize()  # over already: SGLang has waited for later work
-        if num_drafted == 0:
+        if not any(num_drafted):
             self._whole = 0
             return
         self._without_draft += not cycle.was_drafted
         is_copied = [length > 0 for length in cycle.lengths.tolist()]
-        by_source = {
-            COPY: [n for n, copied in zip(accept_lens, is_copied, strict=True) if copied],
+        for source in (COPY, DRAFT):
             # If nothing was drafted, the tokens beside copies have no source.
-            DRAFT: [
-                n
-                for n, copied in zip(accept_lens, is_copied, strict=True)
-                if not copied and cycle.was_drafted
-            ],
-        }
-        for source, lens in by_source.items():
-            self._blocks[source] += len(lens)
-            self._proposed[source] += num_drafted * len(lens)
-            self._accepted[source] += sum(lens)
-            self._metrics.count_source(source, len(lens), num_drafted * len(lens), sum(lens))
+            blocks = [
+                (kept, drafted)
+                for kept, drafted, copied in zip(accept_lens, num_drafted, is_copied, strict=True)
+                if drafted and copied == (source == COPY) and (copied or cycle.was_drafted)
+            ]
+            accepted, proposed = (sum(block[i] for block in blocks) for i in (0, 1))
+            self._blocks[source] += len(blocks)
+            self._proposed[source] += proposed
+            self._accepted[source] += accepted
+            self._metrics.count_source(source, len(blocks), proposed, accepted)
         self._metrics.count_undrafted(not cycle.was_drafted)
-        is_whole = all(is_copied) and num_drafted > 0 and min(accept_lens, default=0) == num_drafted
+        is_whole = all(is_copied) and list(accept_lens) == list(num_drafted)
         self._whole = self._whole + 1 if is_whole and cycle.admissions == self._admissions else 0
 
     def report(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_disagg, get_memory, get_spec
@@ -101,6 +102,10 @@ class DFlashDrafter:
         rows = output.hidden_states.view(cycle.bs, self.num_draft_rows, -1)
         return self.draw(rows[:, self._model.draft.num_idle_rows :], cycle.tokens[:, 0], sampling_info)
 
+    def overdue(self, requests: torch.Tensor, lengths: np.ndarray) -> np.ndarray:
+        """See `Drafter`. Context does not need the draft's forward."""
+        return np.zeros(len(lengths), dtype=bool)
+
     def draw(
         self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
     ) -> tuple[torch.Tensor, DraftProbs]:
@@ -110,10 +115,12 @@ class DFlashDrafter:
         self._write(ContextRows(aux_hidden, positions, cache_loc))
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
+        if cycle.verify_len > 1:
+            self._write_deferred()  # a later write may hit a slot that has another owner by then
         if aux_hidden is None:
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
-        rows = ContextRows(aux_hidden, cycle.positions.flatten(), cache_loc)
+        rows = ContextRows(aux_hidden, cycle.rows.pack(cycle.positions), cache_loc)
         if cycle.verify_len == 1 and self.defers_plain_cycles:
             if not self._deferred.has_room_for(cycle.req_pool_indices):
                 self._write_deferred()

@@ -24,17 +24,25 @@ cycle overwrite. If a request ends and no further step includes it, its last blo
 goes to the prefix cache with keys of mask rows. Its readers draft a little worse. The output is not affected.
 
 A cycle that verifies the anchor alone does not draft, and adds one pending row. At B pending rows all are
-run, in a block whose drafts are ignored."""
+run, in a block whose drafts are ignored. If requests have verify lengths of their own, each has its own
+number of pending rows, and a request whose next rows might not fit is drafted for, whatever it verifies."""
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
-from sglang_dflash.kernels.ops.speculative.peagle_rows import Pending, RowTables, commit_rows, prepare_rows
+from sglang_dflash.kernels.ops.speculative.peagle_rows import (
+    Pending,
+    RowTables,
+    append_rows,
+    commit_rows,
+    prepare_rows,
+)
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
@@ -179,6 +187,9 @@ class PEagleDrafter:
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
         if not self._drafted:
             return
+        if cycle.drafted is not None:
+            self._append(cycle, cycle.drafted, aux_hidden, accepted)
+            return
         requests, rows = cycle.req_pool_indices, cycle.bs * cycle.verify_len
         if cycle.verify_len == 1 and self._max_pending == self._block_size:
             # SGLang lets the next batch rewrite the request table once verify has read it. This forward reads
@@ -191,6 +202,20 @@ class PEagleDrafter:
         fused = self._absorbed[:rows] if aux_hidden is None else self._model.fuse(aux_hidden)
         commit_rows(requests, accepted.accept_len, accepted.tokens, fused, self._pending)
         self._max_pending = self._max_pending + 1 if cycle.verify_len == 1 else cycle.verify_len
+
+    def _append(
+        self, cycle: Cycle, drafted: torch.Tensor, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks
+    ) -> None:
+        """Make verified tokens pending, after those of the requests `drafted` [m] have been run."""
+        assert aux_hidden is not None, "own verify lengths are served without CUDA graphs"
+        requests = cycle.req_pool_indices
+        self._pending.count[requests[drafted]] = 0
+        fused = cycle.rows.unpack(self._model.fuse(aux_hidden))
+        append_rows(requests, accepted.accept_len, accepted.tokens, fused, self._pending)
+
+    def overdue(self, requests: torch.Tensor, lengths: np.ndarray) -> np.ndarray:
+        """See `Drafter`. A request has room for a block's rows, and pending ones wait there too."""
+        return self._pending.count[requests].numpy() + lengths + 1 > self._block_size
 
     def _run_cycle_blocks(self, cycle: Cycle) -> DraftOutput:
         return self._run_blocks(

@@ -9,6 +9,7 @@ import torch
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows, target_probs
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 
 @torch.no_grad()
@@ -48,9 +49,10 @@ def prewarm_probabilistic_step(
     at_once = min(bs, -(-slices_of_rows(bs * block_size, vocab_size)[0].stop // block_size))
     some = {name: value[:at_once] if torch.is_tensor(value) else value for name, value in vars(info).items()}
     logits = torch.zeros(at_once * block_size, vocab_size, device=device)
-    target_probs(logits, SimpleNamespace(**some), block_size)
+    target_probs(logits, SimpleNamespace(**some), VerifyRows(at_once, block_size))
     # Every row of the target is the same memory. The rows that are drawn from take their own.
-    target = torch.zeros(1, 1, vocab_size, device=device).expand(bs, block_size, -1)
+    target = torch.zeros(1, vocab_size, device=device).expand(bs * block_size, -1)
     zeros = torch.zeros(bs, device=device)
     block = torch.cat((anchors[:, None], drafted), dim=1)
-    draw_final_tokens(block, zeros.int(), target, torch.ones_like(zeros, dtype=torch.float64), draft, zeros)
+    weight, rows = torch.ones_like(zeros, dtype=torch.float64), VerifyRows(bs, block_size)
+    draw_final_tokens(block, zeros.int(), target, weight, draft, zeros, rows)

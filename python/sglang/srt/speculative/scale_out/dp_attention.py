@@ -17,6 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.spec_utils import draft_pp_context
 
 from sglang_dflash.srt.compat import resolve_draft_layout, run_as_draft
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import has_room_for_draft_graphs
 from sglang_dflash.srt.speculative.drafters.base import Drafter
@@ -68,6 +69,7 @@ class SubgroupDrafter:
         self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
         self.defers_plain_cycles = drafter.defers_plain_cycles
         self.attach_pools, self.absorb, self.draw = drafter.attach_pools, drafter.absorb, drafter.draw
+        self.overdue = drafter.overdue
         self.begin_prefill = self._on_own_ranks(drafter.begin_prefill)
         self.prefill = self._on_own_ranks(drafter.prefill)
         self.admit_prefilled = self._on_own_ranks(drafter.admit_prefilled)
@@ -97,7 +99,7 @@ def run_idle(batch: Any, target_worker: Any, block_size: int) -> GenerationBatch
     nothing = torch.empty((0,), dtype=torch.int64, device=target_worker.device)
     if not batch.is_extend_in_batch:
         # SGLang reads from it how many rows each request of the other ranks has.
-        batch.spec_info = DFlashVerifyInput.for_target(block_size, tokens=nothing, positions=nothing)
+        batch.spec_info = DFlashVerifyInput.for_target(VerifyRows(0, block_size), nothing, nothing)
     forward_batch = ForwardBatch.init_new(
         batch,
         target_worker.model_runner,

@@ -1,155 +1,178 @@
-"""The width policy with its memory, independent of engine and tensors."""
+"""The policy with its memory, independent of engine and tensors."""
 
-import itertools
-from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
-from sglang_dflash.srt.speculative.width.policy import (
-    DEFAULTS,
-    Constants,
-    Exploration,
-    WidthState,
-    expected_tokens,
-    explore,
-    fastest_width,
-    update_width,
-)
+from sglang_dflash.srt.speculative.width.policy import choose_lengths, choose_width
+from sglang_dflash.srt.speculative.width.survival import CopySurvival, DraftSurvival
 
-# A decision, with what it learns first, takes the host most of a millisecond. So it holds for a quarter of
-# the cycles since the width last moved, within these bounds, while at most this share of requests changed.
-_HOLD_AT_LEAST, _HOLD_AT_MOST, _MAY_CHANGE = 4, 32, 1 / 4
+# A decision holds for so many cycles of an unchanged batch, if no copies come and go.
+_HOLD = 4
+# A probe counts as this share of a cycle at least.
+_LEAST_PROBE = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A decision for some requests, with the expectations that led to it."""
+class Choice(NamedTuple):
+    """A decision for n requests, and what it expects."""
 
-    num_requests: int
-    width: int  # slots to verify, the anchor included
-    index: int  # of the width among the candidates
-    is_probe: bool  # verified to learn, not because it is the fastest
-    tokens: np.ndarray  # expected of a cycle of these requests, per candidate. [W]
-    seconds: np.ndarray  # likewise. [W]
-    drafts: bool = True  # whether the draft runs, if anything is verified
+    lengths: np.ndarray  # drafted tokens to verify. [n]
+    copies: np.ndarray  # with own lengths: which requests verify a copy instead. [n] bool
+    drafts: bool  # without: whether the draft runs, if anything is verified
+    tokens: float  # committed by the cycle, of all requests
+    seconds: float  # with the gap to the next cycle
 
 
-class WidthChooser:
-    """Chooses widths from `costs`, which names the candidates, and from `estimate`."""
+class LengthChooser:
+    """Chooses verify lengths from costs and from what was accepted.
 
-    def __init__(self, costs: CostTable, estimate: SurvivalEstimate, constants: Constants = DEFAULTS):
-        self.costs, self._estimate, self._constants = costs, estimate, constants
-        self._unlearned: list[tuple[np.ndarray, np.ndarray, int, np.ndarray]] = []
-        self._state: WidthState | None = None
-        self._exploration = Exploration()
-        self._held: Choice | None = None
-        self._hold_for = 0
-        self._cycles = self._num_new = 0  # since the last decision: cycles and new requests
+    Args:
+        costs: of a cycle. Its widths are the candidates, and the largest is the most a request verifies.
+        num_rows: of the request table.
+        own_lengths: whether requests of a cycle may verify different numbers of tokens.
+        probe_share: share of the time that probes may cost.
+        skips_draft: whether a copy may be verified without running the draft.
 
-    @property
-    def estimate(self) -> SurvivalEstimate:
-        """The estimate, with all accept lengths learned.
+    Attributes:
+        drafts, copies: what is known of their acceptance.
+        depth: K, most drafted tokens to verify of a request.
+        num_probes: blocks or cycles that were verified to learn.
+    """
 
-        They are learned on demand: many cycles together cost a fraction of one at a time between two
-        forwards, which evict all of it from the processor's caches.
-        """
-        self._learn()
-        return self._estimate
-
-    def _learn(self) -> None:
-        def batch_and_width(cycle):  # as long as a batch stays the same it comes as the same arrays
-            return id(cycle[0]), id(cycle[1]), cycle[2]
-
-        for _, alike in itertools.groupby(self._unlearned, batch_and_width):
-            rows, modes, drafted, _ = (cycles := list(alike))[0]
-            self._estimate.learn(rows, modes, drafted, np.array([accepted for *_, accepted in cycles]))
-        self._unlearned.clear()
+    def __init__(
+        self,
+        costs: CostTable,
+        num_rows: int,
+        own_lengths: bool = True,
+        probe_share: float = 0.005,
+        skips_draft: bool = True,
+    ):
+        self.costs, self.own_lengths, self.depth = costs, own_lengths, int(costs.widths[-1]) - 1
+        self.drafts, self.copies = DraftSurvival(num_rows, self.depth), CopySurvival(self.depth)
+        self._num_rows, self._probe_share, self._skips_draft = num_rows, probe_share, skips_draft
+        self._held: tuple[Any, Choice] | None = None  # the latest choice, and what it was for
+        self._held_for = self._turn = self.num_probes = 0
+        self._credit = 0.0  # seconds that probes may cost
 
     def choose(
         self,
+        key: Any,
         rows: np.ndarray,
         modes: np.ndarray,
         num_tokens: int | None = None,
+        matches: np.ndarray | None = None,
         caps: np.ndarray | None = None,
     ) -> Choice:
-        """Choose the width of the next cycle.
+        """Return the held choice, a new one, or a probe.
 
         Args:
+            key: of the batch. A decision holds while it is the same.
             rows: of the request table. [n]
             modes: of `MODES`. [n]
             num_tokens: committed tokens of all requests; None: as many as costs were measured with.
-            caps: the most drafted tokens that each request may accept. None: no limits. [n]
+            matches: lengths of the requests' matches, 0 without one, or `UNKNOWN_MATCH`. None: there are no
+                copies. [n]
+            caps: most drafted tokens that each request may accept. None: no limits. [n]
         """
-        self._cycles += 1
-        held, num_requests = self._held, len(rows)
-        if held is not None and self._cycles < self._hold_for:
-            num_left = abs(held.num_requests + self._num_new - num_requests)
-            if max(self._num_new, num_left) <= _MAY_CHANGE * num_requests:
-                return held
-        choice = self._decide(rows, modes, num_tokens, caps, self._cycles)
-        self._cycles = self._num_new = 0
+        has_matches = matches is not None and bool((matches >= RULE.shortest).any())
+        for_what = key, None if caps is None else caps.tolist()
+        self._held_for += 1
+        if has_matches or self._held is None or self._held_for >= _HOLD or self._held[0] != for_what:
+            costs = self.seconds(len(rows), num_tokens)
+            choice = self._decide(rows, modes, costs, matches, caps)
+            self._held = None if has_matches else (for_what, choice)
+            self._credit += self._probe_share * self._held_for * choice.seconds
+            self._held_for = 0
+            choice = self._probe(choice, rows, costs, caps)
+        else:
+            choice = self._held[1]
         return choice
+
+    def seconds(self, num_requests: int, num_tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return seconds of verifying 0 .. n K tokens, and of drafting for 0 .. n requests."""
+        verify, (after_plain, after_other) = self.costs.verify(num_requests, num_tokens), self.costs.gaps()
+        verify[0] += after_plain
+        verify[1:] += after_other
+        return verify, self.costs.draft(num_requests)
 
     def _decide(
         self,
         rows: np.ndarray,
         modes: np.ndarray,
-        num_tokens: int | None,
+        costs: tuple[np.ndarray, np.ndarray],
+        matches: np.ndarray | None,
         caps: np.ndarray | None,
-        cycles: int,
     ) -> Choice:
-        num_requests, widths, constants = len(rows), self.costs.widths, self._constants
-        estimate = self.estimate
-        accept_probs = estimate.accept_probs(rows, modes)
-        is_unknown = estimate.lacks_data(modes)
+        (verify, draft), n = costs, len(rows)
+        survival, copies = self.drafts.of(rows, modes), np.zeros(n, dtype=bool)
+        copied = np.zeros_like(survival)
+        if matches is not None:
+            copied = self.copies.of(modes, matches)
         if caps is not None:
-            accept_probs[np.arange(estimate.depth) >= caps[:, None]] = 0.0
-            is_unknown &= caps > 0  # the others teach nothing
-        lacks_data = bool(is_unknown.any())
-        tokens = expected_tokens(accept_probs, widths)
-        seconds = self.costs.seconds(num_requests, num_tokens)
-        if self._state is None or lacks_data:
-            best = fastest_width(tokens, seconds, constants.free_rows)
-            self._state = WidthState.fresh(best, len(widths), num_requests)
-        else:
-            self._state = update_width(self._state, tokens, seconds, num_requests, constants, cycles)
-        self._hold_for = min(max(self._state.cycles // 4, _HOLD_AT_LEAST), _HOLD_AT_MOST)
-        index = self._state.index
-        if lacks_data and widths[index] == 1:
-            index += 1  # nothing is learned if nothing is verified
-        # Costs are not probed before anything is known of acceptance.
-        uncertainty = np.zeros(len(widths)) if lacks_data else self.costs.uncertainty(num_requests, index)
-        self._exploration, probed = explore(
-            self._exploration, index, tokens, seconds, uncertainty, constants, cycles
-        )
-        estimate.age(cycles)
-        choice = Choice(num_requests, int(widths[index]), index, False, tokens, seconds)
-        self._held = None if lacks_data else choice
-        if probed is None:
-            return choice
-        return replace(choice, width=int(widths[probed]), index=probed, is_probe=True)
+            beyond = np.arange(self.depth) >= caps[:, None]
+            survival, copied = np.where(beyond, 0.0, survival), np.where(beyond, 0.0, copied)
+        if not self.own_lengths:
+            return self._decide_width(survival, copied, verify, float(draft[-1]))
+        if matches is not None:
+            # What the draft of a request costs, in tokens of a cycle at this price.
+            price = draft[-1] / verify[0] if self._skips_draft else 0.0
+            worth, drafted = copied.sum(axis=1), survival.sum(axis=1)
+            copies = (worth > 0) & (worth >= drafted - price)
+            survival = np.where(copies[:, None], copied, survival)
+        is_free = copies & self._skips_draft
+        lengths, tokens, seconds = choose_lengths(survival, is_free, verify, draft)
+        return Choice(lengths, copies, True, tokens, seconds)
 
-    def on_prefill(self, rows: np.ndarray, num_emitted: np.ndarray | int = 0) -> None:
-        """Start new requests in these rows, which have emitted so many tokens."""
-        self._num_new += len(rows)
-        self.estimate.reset(rows, num_emitted)
+    def _decide_width(
+        self, survival: np.ndarray, copied: np.ndarray, verify: np.ndarray, draft: float
+    ) -> Choice:
+        """Choose one width for all. Who copies is decided on the device."""
+        widths, n = self.costs.widths, len(survival)
+        is_better = copied.sum(axis=1) > survival.sum(axis=1)
+        both = np.where(is_better[:, None], copied, survival)
+        width, tokens, seconds = choose_width(both, widths, verify, draft)
+        drafts = True
+        if self._skips_draft and copied.any():
+            alone = choose_width(copied, widths, verify, 0.0)
+            if alone[1] / alone[2] > tokens / seconds:
+                (width, tokens, seconds), drafts = alone, False
+        return Choice(np.full(n, width - 1), is_better, drafts, tokens, seconds)
 
-    def on_accept_lens(self, rows: np.ndarray, modes: np.ndarray, width: int, accepted: np.ndarray) -> None:
-        """Note the accept lengths of a cycle of this width, bonus excluded. [n]"""
-        self._unlearned.append((rows, modes, width - 1, accepted))
-        if len(self._unlearned) == _HOLD_AT_MOST:  # of a rank that does not choose
-            self._learn()
-
-    def on_cycle_time(
+    def _probe(
         self,
-        num_requests: int,
-        width: int,
-        seconds: float,
-        cycles: int = 1,
-        num_tokens: int | None = None,
-        was_drafted: bool = True,
-    ) -> float:
-        """Learn from cycle times, as `CostTable.observe` does."""
-        return self.costs.observe(num_requests, width, seconds, cycles, num_tokens, was_drafted)
+        choice: Choice,
+        rows: np.ndarray,
+        costs: tuple[np.ndarray, np.ndarray],
+        caps: np.ndarray | None,
+    ) -> Choice:
+        """Verify a whole block of the next request in turn if the credit pays for it.
+
+        Without own lengths that is all requests. What is not verified is not learned. Probes cost
+        `probe_share` of the time at most.
+        """
+        (verify, draft), n = costs, len(rows)
+        most = np.full(n, self.depth) if caps is None else np.minimum(caps, self.depth)
+        short = np.flatnonzero((choice.lengths < most) & ~choice.copies)
+        if not len(short):
+            return choice
+        lengths = choice.lengths.copy()
+        if self.own_lengths:
+            distance = (rows[short] - self._turn) % self._num_rows
+            probed = short[distance.argmin()]
+            lengths[probed] = most[probed]
+        else:
+            lengths[:] = self.depth
+        drafted = int(((lengths > 0) & ~choice.copies).sum())
+        seconds = float(verify[lengths.sum()] + draft[drafted])
+        price = max(seconds - choice.seconds, _LEAST_PROBE * choice.seconds)
+        self._credit = min(self._credit, max(price, 3 * choice.seconds))
+        if self._credit < price:
+            return choice
+        self._credit -= price
+        self.num_probes += 1
+        self._held = None
+        if self.own_lengths:
+            self._turn = int(rows[probed]) + 1
+        return choice._replace(lengths=lengths, drafts=True, seconds=seconds)

@@ -10,13 +10,10 @@ import torch
 class CycleTiming(NamedTuple):
     """A finished cycle and the gap before it."""
 
-    num_requests: int
-    width: int
-    num_tokens: int  # committed tokens of its requests when it began
+    expected: float | None  # seconds, as `stop` was told
     seconds: float
     gap: float | None  # seconds since the end of the previous cycle; None if something else ran in between
-    previous_width: int | None = None
-    was_drafted: bool = True  # False: the draft was left out
+    was_plain: bool  # whether the previous cycle verified no drafted token
 
 
 class CycleClock:
@@ -29,8 +26,8 @@ class CycleClock:
     def __init__(self, device: str):
         self._is_cuda = device != "cpu"
         self._free_events: list[Any] = []  # read; recorded again, as making two in every cycle takes time
-        self._pending: deque[tuple[int, int, int, bool, Any, Any, Any]] = deque()
-        self._previous: tuple[Any, int] | None = None  # end and width of the previous cycle
+        self._pending: deque[tuple[float | None, Any, Any, Any]] = deque()
+        self._previous: tuple[Any, bool] | None = None  # end of the previous cycle, and whether it was plain
         self._start: Any = None
 
     def _now(self) -> Any:
@@ -43,10 +40,14 @@ class CycleClock:
     def start(self) -> None:
         self._start = self._now()
 
-    def stop(self, num_requests: int, width: int, num_tokens: int, was_drafted: bool = True) -> None:
+    def stop(self, expected: float | None = None, is_plain: bool = False) -> None:
+        """End a cycle.
+
+        expected: its seconds; None: unknown. is_plain: whether it verified no drafted token.
+        """
         end = self._now()
-        self._pending.append((num_requests, width, num_tokens, was_drafted, self._previous, self._start, end))
-        self._previous = end, width
+        self._pending.append((expected, self._previous, self._start, end))
+        self._previous = end, is_plain
 
     def interrupt(self) -> None:
         self._previous = None
@@ -54,16 +55,14 @@ class CycleClock:
     def finished(self) -> list[CycleTiming]:
         timings = []
         while self._pending and (not self._is_cuda or self._pending[0][-1].query()):
-            num_requests, width, num_tokens, was_drafted, previous, start, end = self._pending.popleft()
-            previous_end, previous_width = previous or (None, None)
+            expected, previous, start, end = self._pending.popleft()
+            previous_end, was_plain = previous or (None, False)
             gap = None if previous_end is None else self._between(previous_end, start)
             seconds = self._between(start, end)
             if self._is_cuda:
                 # The next cycle's gap begins with `end`, so that one is free a cycle later.
                 self._free_events += [start] if previous_end is None else [start, previous_end]
-            timings.append(
-                CycleTiming(num_requests, width, num_tokens, seconds, gap, previous_width, was_drafted)
-            )
+            timings.append(CycleTiming(expected, seconds, gap, was_plain))
         return timings
 
     def _between(self, start: Any, end: Any) -> float:

@@ -1,4 +1,4 @@
-"""Settings of `--speculative-adaptive`: candidate widths and the policy's constants."""
+"""Settings of `--speculative-adaptive`."""
 
 import dataclasses
 import json
@@ -6,11 +6,10 @@ import os
 from itertools import pairwise
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, TypeAdapter, ValidationError, field_validator
 from pydantic.dataclasses import dataclass
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.speculative.width.policy import Constants
 
 _Steps = tuple[Annotated[int, Field(ge=0)], ...]  # numbers of drafted tokens, in SGLang's words
 
@@ -20,17 +19,20 @@ class EagleSettingsError(ValueError):
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class AdaptiveSettings(Constants):
-    """The config file: the policy's constants, and which widths there are.
+class AdaptiveSettings:
+    """The config file.
 
-    candidate_steps: drafted tokens that a cycle may verify, ascending; 0 is plain decoding. None: on a CPU 0,
-    1, 3, 7, .. up to all of them; on a GPU, where narrow blocks of few requests cost as much as wide ones, 0,
-    about half and all. schedule: drafted tokens to verify, cycle by cycle in turn, instead of choosing; for
-    tests and measurements.
+    candidate_steps: drafted tokens that a cycle may verify, ascending; 0 is plain decoding. If requests have
+    lengths of their own, these are what start-up measures, and the last is the most that a request verifies.
+    None: on a CPU 0, 1, 3, 7, .. up to all of them; on a GPU, where narrow blocks of few requests cost as
+        much
+    as wide ones, 0, about half and all. schedule: drafted tokens to verify, cycle by cycle in turn, instead
+    of choosing; for tests and measurements. probe_share: share of the time that probes may cost.
     """
 
     candidate_steps: _Steps | None = None
     schedule: _Steps = ()
+    probe_share: NonNegativeFloat = 0.005
 
     @field_validator("candidate_steps")
     @classmethod

@@ -11,20 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.runtime_context import get_observability
+from sglang.srt.runtime_context import get_lora, get_observability
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.srt.layers.attention.flashinfer_plans import accepts_bounds
+from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
+from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth
+from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth, PlannedCycle
 from sglang_dflash.srt.speculative.width.backends import TargetBackends, captured_sizes, has_room_for_widths
-from sglang_dflash.srt.speculative.width.chooser import WidthChooser
+from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock
-from sglang_dflash.srt.speculative.width.copies import CopyWidths
 from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.estimates import SurvivalEstimate
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
@@ -51,51 +50,76 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     if settings is None or (widths := settings.widths(block_size, worker.device)) == (block_size,):
         return FixedWidth(block_size)
     runner = worker.target_worker.model_runner
-    if not has_room_for_widths(runner, len(widths) - 1, tp_group):
-        return FixedWidth(block_size)
-    backends = TargetBackends(runner, widths, block_size)
-    skips_draft = has_copies and worker.drafter.writes_context_apart
+    backends, schedule = None, settings.schedule
+    if not serves_own_lengths(runner):
+        if not has_room_for_widths(runner, len(widths) - 1, tp_group):
+            return FixedWidth(block_size)
+        backends = TargetBackends(runner, widths, block_size)
+    elif len(widths) == 1:
+        schedule = (widths[0] - 1,)
+    skips_draft = worker.drafter.writes_context_apart
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
-    costs = _measure(worker, backends, widths, skips_draft, budget)
-    backends.apply(block_size)
+    costs = _measure(worker, backends, widths, has_copies and skips_draft, budget)
+    if backends is not None:
+        backends.apply(block_size)
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
-    chooser = WidthChooser(costs, SurvivalEstimate(num_rows, block_size - 1), settings)
-    clock = CycleClock(runner.device)
-    log_every = get_observability().decode_log_interval
-    copies = CopyWidths(costs, num_rows, block_size - 1, skips_draft) if has_copies else None
     return AdaptiveWidth(
-        chooser, backends, clock, num_rows, tp_group, settings.schedule, log_every, metrics, copies
+        LengthChooser(costs, num_rows, backends is None, settings.probe_share, skips_draft),
+        backends,
+        CycleClock(runner.device),
+        num_rows,
+        tp_group,
+        schedule,
+        has_copies,
+        get_observability().decode_log_interval,
+        metrics,
     )
 
 
+def serves_own_lengths(runner: Any) -> bool:
+    """Tell whether requests of one batch may verify different numbers of tokens; log why not."""
+    reason = None
+    if not isinstance(runner.attn_backend, TorchNativeSpecAttnBackend):
+        reason = f"{type(runner.attn_backend).__name__} verifies one width"
+    elif runner.model_config.model_is_mrope:
+        reason = "SGLang's multimodal positions are of blocks of one width"
+    elif get_lora().enable_lora:
+        reason = "SGLang applies adapters to blocks of one width"
+    if reason is not None:
+        logger.info("DFLASH: all requests of a cycle verify equally many tokens: %s.", reason)
+    return reason is None
+
+
 def _measure(
-    worker: Any, backends: TargetBackends, widths: tuple[int, ...], skips_draft: bool, budget: float
+    worker: Any, backends: TargetBackends | None, widths: tuple[int, ...], skips_draft: bool, budget: float
 ) -> CostTable:
     timer, start = _CycleTimer(worker, backends, widths), time.perf_counter()
     loads = _loads(timer.runner)
     context = timer.feasible_context(_CONTEXT)
     cycles = [(width, True) for width in widths]
-    if skips_draft:
+    if skips_draft and backends is not None:
         cycles.append((widths[-1], False))
-    seconds = timer.time_loads(cycles, loads, context, budget)
+    seconds, drafts = timer.time_loads(cycles, loads, context, budget)
     loads = loads[: len(seconds)]
-    draft = np.maximum(seconds[:, len(widths) - 1] - seconds[:, -1], 0.0)  # zeros if it is always run
-    seconds = seconds[:, : len(widths)]
+    if backends is None:
+        draft = drafts[:, [width > 1 for width in widths]].min(axis=1)
+    else:
+        draft = np.maximum(seconds[:, len(widths) - 1] - seconds[:, -1], 0.0)  # zeros if it is always run
+    verify = seconds[:, : len(widths)] - np.where(np.array(widths) > 1, draft[:, None], 0.0)
     few = max(n for n in loads if n <= max(_FEW_REQUESTS, loads[0]))
     reads = timer.time_reads(few, context, budget / 4)
     logger.info(
-        "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle: %s; us for each further "
-        "committed token: %s; ms of a draft that copies may replace: %s.",
+        "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle without its draft: %s; ms "
+        "of drafting for all: %s; us for each further committed token: %.3f.",
         list(widths),
         loads,
         time.perf_counter() - start,
-        (1e3 * seconds).round(2).tolist(),
-        (1e6 * reads).round(3).tolist(),
+        (1e3 * verify).round(2).tolist(),
         (1e3 * draft).round(2).tolist(),
+        1e6 * reads,
     )
-    waits = worker.device != "cpu" and not all(map(accepts_bounds, worker.spec_v2_attn_backends))
     padded = bool(captured_sizes(timer.runner))
-    return CostTable(np.array(loads), np.array(widths), seconds, padded, reads, context, waits, draft)
+    return CostTable(np.array(loads), np.array(widths), verify, draft, padded, reads, context)
 
 
 def _loads(runner: Any) -> list[int]:
@@ -110,14 +134,24 @@ def _loads(runner: Any) -> list[int]:
     return loads
 
 
+class _DraftClock(CycleObserver):
+    """Notes when a cycle has drafted, on a CPU."""
+
+    drafted_at = 0.0
+
+    def on_drafted(self, batch: Any, cycle: Any, block: Any) -> None:
+        self.drafted_at = time.perf_counter()
+
+
 class _CycleTimer:
     """Times the worker's cycles. n: requests. context: committed tokens of each.
 
     A cycle is its width, and whether the draft runs.
     """
 
-    def __init__(self, worker: Any, backends: TargetBackends, widths: tuple[int, ...]):
+    def __init__(self, worker: Any, backends: TargetBackends | None, widths: tuple[int, ...]):
         self._worker, self._backends, self._widths = worker, backends, widths
+        self._draft_clock = _DraftClock()
         self.runner = worker.target_worker.model_runner
 
     def feasible_context(self, wanted: int) -> int:
@@ -142,14 +176,14 @@ class _CycleTimer:
 
     def time_loads(
         self, cycles: list[tuple[int, bool]], loads: list[int], context: int, budget: float
-    ) -> np.ndarray:
-        """Return the seconds of each cycle, the least of some samples. [loads, cycles]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of each cycle, and of its draft. [loads, cycles] each
 
-        Loads take turns, so that a second in which the machine does something else spoils one sample of each
-        and not all samples of one.
+        They are the least of some samples. The draft's are zeros on a GPU. Loads take turns, so that a second
+        in which the machine does something else spoils one sample of each and not all samples of one.
         """
         deadline = time.perf_counter() + budget
-        samples: list[list[list[float]]] = []  # of each load, [repeats][cycles]
+        samples: list[list[np.ndarray]] = []  # of each load, [repeats][2, cycles]
         with self._own_kv_slots(loads[-1], context):
             for n in loads:
                 self._time_cycles(cycles, n, context)  # warms up
@@ -160,36 +194,37 @@ class _CycleTimer:
                 if time.perf_counter() >= deadline:
                     break
                 of_load.append(self._time_cycles(cycles, n, context))
-        return np.array([np.min(of_load, axis=0) for of_load in samples])
+        least = np.stack([np.min(of_load, axis=0) for of_load in samples], axis=1)
+        return least[0], least[1]
 
-    def time_reads(self, n: int, context: int, budget: float) -> np.ndarray:
-        """Return the seconds that a committed token beyond `context` adds. [widths]
+    def time_reads(self, n: int, context: int, budget: float) -> float:
+        """Return the seconds that a committed token beyond `context` adds to a verify.
 
-        Zeros if contexts can hardly be longer. Attention reads a context once, however many rows query it,
-        and a cycle that drafts also reads the draft's. So the cost of a byte is measured at all widths
-        together: at one width and moment, memory time says little if other processes use it.
+        0 if contexts can hardly be longer. Attention reads a context once, however many rows query
+        it, and a cycle that drafts also reads the draft's. So all widths are measured together: at one width
+        and moment, memory time says little if other processes use it.
         """
         longer = self.feasible_context(_MANY_TOKENS[self._worker.device] // n)
         if longer < 2 * context:
-            return np.zeros(len(self._widths))
+            return 0.0
         deadline = time.perf_counter() + budget
         added: list[float] = []  # seconds of all widths together
         cycles = [(width, True) for width in self._widths]
         with self._own_kv_slots(n, longer):
             for repeat in range(1 + _REPEATS):
-                short, long = (sum(self._time_cycles(cycles, n, length)) for length in (context, longer))
+                short, long = (self._time_cycles(cycles, n, length)[0].sum() for length in (context, longer))
                 if repeat > 0:  # the first warms up
-                    added.append(long - short)
+                    added.append(float(long - short))
                     if time.perf_counter() >= deadline:
                         break
         draft_pool = self._worker.draft_worker.model_runner.token_to_kv_pool
         draft_share = draft_pool.mem_usage / self.runner.token_to_kv_pool.mem_usage
-        reads = np.where(np.array(self._widths) > 1, 1 + draft_share, 1.0)
-        return max(float(np.median(added)), 0.0) / (n * (longer - context)) * reads / reads.sum()
+        reads = len(self._widths) + draft_share * sum(width > 1 for width in self._widths)
+        return max(float(np.median(added)), 0.0) / (n * (longer - context)) / reads
 
     @torch.no_grad()
-    def _time_cycles(self, cycles: list[tuple[int, bool]], n: int, context: int) -> list[float]:
-        """Return the seconds of each cycle.
+    def _time_cycles(self, cycles: list[tuple[int, bool]], n: int, context: int) -> np.ndarray:
+        """Return the seconds of each cycle, and of its draft. [2, cycles]
 
         The last, which is a widest, comes first: what a narrow cycle leaves to the next costs that one least.
         The first cycle of a width is not timed: it may have to run what the previous one left, and finds
@@ -197,18 +232,25 @@ class _CycleTimer:
         """
         seconds = []
         for width, drafts in reversed(cycles):
-            self._backends.apply(width)
-            run = functools.partial(self._worker.run_cycle, verify_len=width, draws=False, drafts=drafts)
+            plan = PlannedCycle(width, drafts=drafts)
+            if self._backends is None:
+                plan = plan._replace(lengths=np.full(n, width - 1), copies=np.zeros(n, dtype=bool))
+            else:
+                self._backends.apply(width)
+            run = functools.partial(self._worker.run_cycle, plan=plan, draws=False)
             if self._worker.device == "cpu":
                 run(_make_batch(self._worker, n, context))
                 batch = _make_batch(self._worker, n, context)
+                self._worker.observers = [self._draft_clock]
                 start = time.perf_counter()
                 run(batch)
-                seconds.append(time.perf_counter() - start)
+                end = time.perf_counter()
+                self._worker.observers = []
+                seconds.append((end - start, self._draft_clock.drafted_at - start))
             else:
                 batches = [_make_batch(self._worker, n, context) for _ in range(1 + _OVERLAPPED_CYCLES)]
-                seconds.append(_seconds_overlapped(run, batches))
-        return seconds[::-1]
+                seconds.append((_seconds_overlapped(run, batches), 0.0))
+        return np.array(seconds[::-1]).T
 
 
 def _seconds_overlapped(run: Callable[[Any], Any], batches: Sequence[Any]) -> float:
@@ -221,7 +263,7 @@ def _seconds_overlapped(run: Callable[[Any], Any], batches: Sequence[Any]) -> fl
     clock.start()
     for batch in batches[1:]:
         run(batch)
-    clock.stop(0, 0, 0)
+    clock.stop()
     torch.cuda.synchronize()
     [timing] = clock.finished()
     return timing.seconds / len(batches[1:])

@@ -1,0 +1,101 @@
+"""Requests of a prefill, and requests that another server has prefilled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Tokens of one prefill, packed request after request. Fixed before the target's forward.
+
+    Attributes:
+        req_pool_indices: [bs] int64, rows of the request table.
+        tokens: [n] int64, n = sum(extend_lens).
+        positions: [n] int64.
+        prefix_lens: position of each request's first token, on the host.
+        extend_lens: number of each request's tokens, on the host.
+        num_running: requests at the end of the batch that are not new. In a mixed batch a running request
+            takes part with its bonus token.
+        is_continued: per request, whether its tokens continue an earlier step's instead of a cached prefix.
+        reqs: SGLang's requests, in this order.
+    """
+
+    req_pool_indices: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    prefix_lens: list[int]
+    extend_lens: list[int]
+    num_running: int
+    is_continued: list[bool]
+    reqs: Sequence[Any] = ()
+
+    @property
+    def new_reqs(self) -> Sequence[Any]:
+        """SGLang's requests without the running ones."""
+        return self.reqs[: len(self.reqs) - self.num_running]
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens of each request with KV after this prefill."""
+        return [prefix + new for prefix, new in zip(self.prefix_lens, self.extend_lens, strict=True)]
+
+    @classmethod
+    def from_batch(cls, batch: Any) -> "Prompts":
+        """Read the prompts of the scheduler's prefill or mixed batch."""
+        num_running = len(batch.decoding_reqs) if batch.forward_mode.is_mixed() else 0
+        new = batch.reqs[: len(batch.reqs) - num_running]
+        return cls(
+            req_pool_indices=batch.req_pool_indices,
+            tokens=batch.input_ids,
+            positions=packed_ranges(batch.prefix_lens, batch.extend_lens, batch.device),
+            prefix_lens=list(batch.prefix_lens),
+            extend_lens=list(batch.extend_lens),
+            num_running=num_running,
+            is_continued=[req.extend_batch_idx > 1 for req in new] + [True] * num_running,
+            reqs=batch.reqs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefilledRequests:
+    """Requests prefilled by another server: newly arrived, or resumed after retraction.
+
+    Attributes:
+        reqs: SGLang's requests.
+        req_pool_indices: [bs] int64, rows of the request table.
+        lengths: tokens of each request with KV, n.
+        bonus_tokens: [bs] int64, the token at position n.
+        output_ids: output of each request at its admission, the bonus token included.
+    """
+
+    reqs: Sequence[Any]
+    req_pool_indices: torch.Tensor
+    lengths: list[int]
+    bonus_tokens: torch.Tensor
+    output_ids: list[list[int]]
+
+    @property
+    def new_reqs(self) -> Sequence[Any]:
+        """SGLang's requests, all of which are new here."""
+        return self.reqs
+
+
+def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copy numbers of the host to a device without waiting for it."""
+    tensor = torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
+    return tensor.to(device, non_blocking=True)
+
+
+def packed_ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Count up from each request's start, request after request: [sum(counts)] int64.
+
+    Computed on the device: a copy of more than 64 KB from ordinary host memory would wait for the stream.
+    """
+    on_host = torch.tensor([list(starts), list(counts)], dtype=torch.int64)
+    total = int(on_host[1].sum())
+    on_host[0] -= on_host[1].cumsum(0) - on_host[1]
+    shifts, lengths = on_host.to(device, non_blocking=True)
+    return torch.arange(total, device=device) + shifts.repeat_interleave(lengths, output_size=total)
