@@ -1,21 +1,26 @@
 """Time the host's part of a decode cycle, without a GPU.
 
-    python benchmark/gpu/host_time.py           # 12 servers; 20 minutes on two free cores
+    python benchmark/gpu/host_time.py           # 5 servers; 10 minutes on two free cores
     python benchmark/gpu/host_time.py --backend fa3 --server ours built-in --requests 1
 
 Servers run in the rehearsal of the CUDA path (docs/rehearsal.md): SGLang's attention metadata, plans, graph
 runners and scheduler, with stand-ins for kernels. The time of the stand-ins is taken out, so what is left is
-what the host does in a cycle while a GPU waits for it or not. Absolute times are this machine's, and launches
-cost nothing here: compare servers of one call. Writes benchmark/results/host-time.json and .md.
+what the host does in a cycle while a GPU waits for it or not. A backend's servers run at once and take turns,
+round by round, so whatever else the machine does hits all of them. Only CPU time of the scheduler's thread is
+counted. Absolute times are this machine's, and launches cost nothing here: compare servers of one call.
+Writes benchmark/results/host-time.json and .md.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -23,15 +28,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, benchmark/ is not on the path
 
 from gpu.servers import SIMULATION  # noqa: E402
-from serving import DRAFT, ROOT, TARGET, dflash_arguments, serve  # noqa: E402
+from serving import DRAFT, ROOT, TARGET, Server, dflash_arguments, serve  # noqa: E402
 
 BACKENDS = ("flashinfer", "fa3")
 OURS, BUILT_IN, PLAIN = "ours", "built-in", "no speculation"
 SERVERS = (OURS, BUILT_IN, PLAIN)
 REQUESTS = (1, 16)
-NEW_TOKENS, WARM_UP_TOKENS = 900, 40
-ROUNDS = 2
+NOT_REHEARSED = {("flashinfer", PLAIN)}  # the plans of its decode kernel have no stand-in
+ROUNDS = 4
+NEW_TOKENS = 120  # of a request in a round
 START_TIMEOUT_S = 900
+WRITTEN_AFTER_S = 1.2  # the probe writes every half second
 ARGUMENTS = (
     *("--model-path", str(TARGET), "--dtype", "float32", "--random-seed", "7", "--max-total-tokens", "16384"),
     *("--context-length", "1024", "--max-running-requests", "16", "--sampling-backend", "pytorch"),
@@ -44,11 +51,10 @@ def main() -> None:
     args = _parse_arguments()
     rows = []
     for backend in args.backend:
-        for server in args.server:
-            for requests in args.requests:
-                figures = measure(backend, server, requests)
-                rows.append({"backend": backend, "server": server, "requests": requests, **figures})
-                print(f"{backend}, {server}, {requests} requests: {figures['ms']:.2f} ms", flush=True)
+        kinds = [kind for kind in args.server if (backend, kind) not in NOT_REHEARSED]
+        for row in measure(backend, kinds, args.requests):
+            rows.append({"backend": backend, **row})
+            print(f"{backend}, {row['server']}, {row['requests']} requests: {row['ms']:.2f} ms", flush=True)
     heading = {
         "date": str(date.today()),
         "command": " ".join(["python", "benchmark/gpu/host_time.py", *sys.argv[1:]]),
@@ -61,21 +67,65 @@ def main() -> None:
     print(f"written: {args.name}.json, {args.name}.md")
 
 
-def measure(backend: str, kind: str, requests: int) -> dict[str, float]:
-    """Return the host's milliseconds per cycle: {"cycles", "ms", "ms_p10", "ms_p90"}."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for file in ("report", "fault"):
-            (folder / file).touch()
-        arguments = ARGUMENTS if kind == PLAIN else (*ARGUMENTS, *dflash_arguments(DRAFT))
-        with serve(*arguments, env=environment(backend, kind, folder), timeout=START_TIMEOUT_S) as server:
-            prompts = [f"def f{number}(x):\n    return " for number in range(requests)]
-            for tokens in (WARM_UP_TOKENS, *[NEW_TOKENS] * ROUNDS):
-                sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-                asked = [{"text": prompt, "sampling_params": sampling} for prompt in prompts]
-                server.generate_many(asked, requests)
-            time.sleep(2)  # the probe writes every half second
-        return json.loads((folder / "times.json").read_text())[str(requests)]
+def measure(backend: str, kinds: Sequence[str], loads: Sequence[int]) -> list[dict]:
+    """Measure servers in turn: a row {"server", "requests", and `summary`} per server and load."""
+    found: dict[tuple[str, int], list[list[float]]] = {(kind, load): [] for kind in kinds for load in loads}
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for kind in kinds:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            for file in ("report", "fault"):
+                (folder / file).touch()
+            arguments = ARGUMENTS if kind == PLAIN else (*ARGUMENTS, *dflash_arguments(DRAFT))
+            settings = environment(backend, kind, folder)
+            server = stack.enter_context(serve(*arguments, env=settings, timeout=START_TIMEOUT_S))
+            servers[kind] = server, folder / "times.json"
+        for turn in range(ROUNDS + 1):
+            for load in loads:
+                for kind, (server, times) in servers.items():
+                    cycles = decode(server, times, load)
+                    if turn:  # the first one is the warm-up
+                        found[kind, load].append(cycles)
+    return [
+        {"server": kind, "requests": load, **summary(rounds, found.get((BUILT_IN, load)))}
+        for (kind, load), rounds in found.items()
+    ]
+
+
+def decode(server: Server, times: Path, requests: int) -> list[float]:
+    """Have a server decode, and return the milliseconds of each cycle with all requests."""
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    prompts = [f"def f{number}(x):\n    return " for number in range(requests)]
+    before = cycles_of(times, requests)
+    server.generate_many([{"text": prompt, "sampling_params": sampling} for prompt in prompts], requests)
+    time.sleep(WRITTEN_AFTER_S)
+    return [1e3 * seconds for seconds in cycles_of(times, requests)[len(before) :]]
+
+
+def cycles_of(times: Path, requests: int) -> list[float]:
+    """Read the probe's file: seconds of each cycle so far with so many requests."""
+    return json.loads(times.read_text()).get(str(requests), []) if times.exists() else []
+
+
+def middle_mean(cycles: Sequence[float]) -> float:
+    """Average without the fastest and the slowest tenth."""
+    tenth = len(cycles) // 10
+    return statistics.fmean(sorted(cycles)[tenth : len(cycles) - tenth])
+
+
+def summary(rounds: Sequence[Sequence[float]], built_in: Sequence[Sequence[float]] | None) -> dict:
+    """Summarize rounds of milliseconds per cycle.
+
+    Returns {"cycles", "ms"} and, if the built-in took the same rounds, "ratio": the median over the rounds of
+    ours / built-in, "ratio_least" and "ratio_most".
+    """
+    every = [cycle for cycles in rounds for cycle in cycles]
+    found: dict[str, float] = {"cycles": len(every), "ms": middle_mean(every)}
+    if built_in is not None:
+        pairs = zip(rounds, built_in, strict=True)
+        ratios = [middle_mean(mine) / middle_mean(other) for mine, other in pairs]
+        found |= {"ratio": statistics.median(ratios), "ratio_least": min(ratios), "ratio_most": max(ratios)}
+    return found
 
 
 def environment(backend: str, kind: str, folder: Path) -> dict[str, str]:
@@ -107,20 +157,21 @@ def page(heading: dict, rows: list[dict]) -> str:
         "",
         f"{heading['date']}; {heading['machine']}; {versions}.",
         "",
-        "CPU milliseconds of the scheduler's thread per cycle, in the rehearsal of the CUDA path: medians,",
-        "and the 10th and 90th percentiles. Kernels, graphs and their launches cost nothing here. Compare",
-        "servers with each other; absolute times are this machine's.",
+        "CPU milliseconds of the scheduler's thread per cycle, in the rehearsal of the CUDA path: means",
+        "without the fastest and the slowest tenth. Kernels, graphs and their launches cost nothing here.",
+        "Servers of a backend took turns in rounds. The ratio is the median of the rounds, with the least",
+        "and the largest. Absolute times are this machine's. FlashInfer without speculation is not",
+        "rehearsed.",
         "",
-        "| backend | requests | server | ms | 10 % | 90 % | / built-in | cycles |",
-        "|---|---:|---|---:|---:|---:|---:|---:|",
+        "| backend | requests | server | ms | / built-in | of a round | cycles |",
+        "|---|---:|---|---:|---:|---:|---:|",
     ]
-    built_in = {(row["backend"], row["requests"]): row["ms"] for row in rows if row["server"] == BUILT_IN}
     for row in sorted(rows, key=lambda row: (row["backend"], row["requests"])):
-        other = built_in.get((row["backend"], row["requests"]))
-        ratio = f"{row['ms'] / other:.2f}" if other else "–"
-        cells = [row["backend"], str(row["requests"]), row["server"]]
-        cells += [f"{row[name]:.2f}" for name in ("ms", "ms_p10", "ms_p90")]
-        lines.append(f"| {' | '.join([*cells, ratio, str(row['cycles'])])} |")
+        ratio = ["–", "–"]
+        if "ratio" in row:
+            ratio = [f"{row['ratio']:.2f}", f"{row['ratio_least']:.2f} to {row['ratio_most']:.2f}"]
+        cells = [row["backend"], str(row["requests"]), row["server"], f"{row['ms']:.2f}", *ratio]
+        lines.append(f"| {' | '.join([*cells, str(row['cycles'])])} |")
     return "\n".join([*lines, "", f"Command: `{heading['command']}`", ""])
 
 

@@ -39,14 +39,12 @@ $python evaluate.py "$target" "$draft" prompts/heldout.jsonl --json "$work/evalu
     --block-sizes 4 6 12 --check 4
 $python model_cards.py "$work" "$target" "$draft"
 
-if [ "$kind" = qwen3 ]; then
-    sampled=$work/sampled
-    mkdir -p "$sampled" && cp "$work/corpus.npz" "$work/tokenizer.json" "$sampled"
-    $python rollouts.py "$sampled" "$target" --sampled
-    $python train_dflash2.py "$sampled" "$target" "$draft" "${draft}2" --steps 1500
-    $python dflash2_gain.py "$target" "$draft" "${draft}2" prompts/heldout.jsonl --json "$sampled/dflash2_gain.json"
-    $python model_cards.py dflash2 "$sampled" "${draft}2"
-fi
+sampled=$work/sampled
+mkdir -p "$sampled" && cp "$work/corpus.npz" "$work/tokenizer.json" "$sampled"
+$python rollouts.py "$sampled" "$target" --sampled
+$python train_dflash2.py "$sampled" "$target" "$draft" "${draft}2" --steps 1500
+$python dflash2_gain.py "$target" "$draft" "${draft}2" prompts/heldout.jsonl --json "$sampled/dflash2_gain.json"
+$python model_cards.py dflash2 "$sampled" "${draft}2"
 
 [ -n "${SPECULATORS_PYTHON:-}" ] && [ "$kind" = qwen3 ] || exit 0
 golden=$here/../../test/srt/golden

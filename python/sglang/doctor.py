@@ -1,7 +1,7 @@
 """Find out why acceptance is low, without a server.
 
     python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT [--measure] [--prompts FILE] [--html
-    FILE]
+    FILE] [--unquantized DRAFT]
 
 Configs and tensor headers are examined first. `--measure` then loads both models in plain PyTorch and decodes
 some prompts. Exit status: 0 nothing found (notes do not count), 1 a fault is named, 2 nothing to examine.
@@ -38,6 +38,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--html", type=Path, metavar="FILE", help="write the findings as a page; implies --measure")
     help_copies = "also report what --speculative-copy-ahead would have copied; implies --measure"
     add("--copy-ahead", action="store_true", help=help_copies)
+    help_unquantized = "the draft before it was quantized: report what each layer lost; implies --measure"
+    add("--unquantized", metavar="DRAFT", help=help_unquantized)
     help_tokens = "tokens to decode per prompt (default: 64)"
     add("--max-new-tokens", type=int, default=64, metavar="N", help=help_tokens)
     add("--device", help="for --measure (default: cuda if there is one)")
@@ -45,7 +47,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.max_new_tokens < 2:
         parser.error("--max-new-tokens must be at least 2")
-    args.measure = args.measure or args.copy_ahead or args.prompts is not None or args.html is not None
+    implied = args.copy_ahead, args.prompts is not None, args.html is not None, args.unquantized is not None
+    args.measure = args.measure or any(implied)
     return args
 
 
@@ -53,6 +56,7 @@ def _examine(args: argparse.Namespace) -> int:
     # All that cannot work is reported before anything is loaded.
     draft = Checkpoint.open(args.draft, with_tensors=True)
     target = Checkpoint.open(args.model_path, with_tensors=False)
+    before = None if args.unquantized is None else Checkpoint.open(args.unquantized, with_tensors=True)
     if args.html is not None:
         _check_writable(args.html)
     from sglang_dflash.srt.doctor.prompts import PROMPTS, read_prompts
@@ -65,13 +69,18 @@ def _examine(args: argparse.Namespace) -> int:
     print(report.heading(pair), end="\n\n")
     for finding in found:
         print(finding)
-    measured = None
+    measured = cost = None
     if args.measure and any(finding.is_fatal for finding in found):
         print("Not measured: the draft cannot be loaded as it is.")
     elif args.measure:
-        measured, more = _measure(args, pair, prompts)
+        before_pair = None if before is None else static_checks.Pair(target, before)
+        measured, cost, more = _measure(args, pair, before_pair, prompts)
         found += more
         print(report.figures(measured), end="\n\n")
+        if cost is not None:
+            from sglang_dflash.srt.doctor import quantization
+
+            print(quantization.text(cost), end="\n\n")
         for finding in more:
             print(finding)
     faults = sum(finding.level == FAULT for finding in found)
@@ -80,27 +89,29 @@ def _examine(args: argparse.Namespace) -> int:
         from sglang_dflash.srt.doctor.page import page
 
         try:
-            args.html.write_text(page(pair, found, measured), encoding="utf-8")
+            args.html.write_text(page(pair, found, measured, cost), encoding="utf-8")
         except OSError as error:
             raise BadInput(f"{args.html}: {error.strerror or error}") from error
         print(f"Written to {args.html}.")
     return int(faults > 0)
 
 
-def _measure(args, pair, prompts):
+def _measure(args, pair, before, prompts):
     import torch
 
-    from sglang_dflash.srt.doctor import measure
+    from sglang_dflash.srt.doctor import measure, quantization
 
     dtype = getattr(torch, args.dtype)
     try:
         observed = measure.observe(pair.target, prompts, args.max_new_tokens, args.device, dtype)
         measured = measure.measure(pair, observed, args.copy_ahead)
+        cost = None if before is None else quantization.measure_cost(pair, before, observed)
     except torch.OutOfMemoryError as error:
         raise BadInput(
             "the device has too little memory for both models; try --dtype bfloat16 or --device cpu"
         ) from error
-    return measured, list(measure.findings(measured))
+    found = list(measure.findings(measured))
+    return measured, cost, found if cost is None else [*found, *quantization.findings(cost)]
 
 
 def _check_writable(path: Path) -> None:

@@ -150,6 +150,8 @@ def _download(version: str, folder: Path) -> Path:
     if done.returncode or not wheels:
         reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = reasons[-1].removeprefix("ERROR: ") if reasons else f"exit status {done.returncode}"
+        if "(from versions: none)" in done.stderr:
+            reason = "the package index has no version of it, or cannot be reached"
         raise NotSGLang(f"pip cannot download {requirement}: {reason}")
     return wheels[0]
 

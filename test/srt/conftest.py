@@ -15,6 +15,7 @@ from hypothesis import is_hypothesis_test, settings
 pytest.register_assert_rewrite("support")
 
 from support.core_files import CORE  # noqa: E402
+from support.cycle_counts import Recorder  # noqa: E402
 from support.servers import PLAIN_FLOAT32, Reference, Servers, plain_target  # noqa: E402
 
 # Files that take minutes, longest first: the workers of `make test` start them in this order.
@@ -58,6 +59,7 @@ class SGLangBlocker(importlib.abc.MetaPathFinder):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--core", action="store_true", help="run what needs no SGLang, and block its import")
+    parser.addoption("--record-cycles", type=Path, help="append each test's cycles (support/cycle_counts.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,6 +67,20 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("long" if config.option.markexpr == "long" else "short")
     if config.option.core:
         sys.meta_path.insert(0, SGLangBlocker())
+    if config.option.record_cycles:
+        recorder = Recorder(config.option.record_cycles)
+        recorder.install()
+        config.pluginmanager.register(RecorderPlugin(recorder))
+
+
+class RecorderPlugin:
+    """Writes the recorded cycles after each test."""
+
+    def __init__(self, recorder: Recorder):
+        self._recorder = recorder
+
+    def pytest_runtest_logfinish(self) -> None:
+        self._recorder.write()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

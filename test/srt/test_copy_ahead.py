@@ -205,6 +205,7 @@ class Drafted:
     """A drafter that proposes 900, 901, ..."""
 
     mask_token_id, num_draft_rows, has_own_table, writes_context_apart = 999, 7, False, True
+    defers_plain_cycles = False
 
     def __init__(self, block_size: int = 4):
         self.block_size, self.forwards = block_size, 0

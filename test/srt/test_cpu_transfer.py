@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sglang_dflash.srt.hardware_backend.cpu.transfer import (
+    HostMemoryAgent,
     back_up_all_layers,
     prepare_transfer,
     restore_layer,
@@ -63,3 +64,29 @@ def test_a_layout_that_is_not_known_is_refused_at_the_start():
         )
     )
     prepare_transfer(SimpleNamespace(disaggregation_mode="decode", hicache_mem_layout="page_first"))
+
+
+def test_states_are_sent_as_host_memory():
+    """SGLang's calls for states name GPU memory, which nixl refuses without a GPU."""
+    nixl = pytest.importorskip("nixl._api")
+    config = nixl.nixl_agent_config(backends=["UCX"])
+    sender, receiver = (nixl.nixl_agent(name, config) for name in ("sender", "receiver"))
+    states = [torch.arange(24.0).view(6, 4), torch.zeros(6, 4)]
+    regions = [[(state.data_ptr(), state.nbytes, 0, "")] for state in states]
+    with pytest.raises(nixl.nixlBind.nixlBackendError):
+        sender.register_memory(regions[0], "VRAM")
+    agents = [HostMemoryAgent(agent) for agent in (sender, receiver)]
+    for agent, region in zip(agents, regions):
+        agent.register_memory(region, "VRAM")
+    peer = agents[0].add_remote_agent(agents[1].get_agent_metadata())
+    row = states[0][0].nbytes
+    rows = [
+        agents[0].get_xfer_descs([(state.data_ptr() + slot * row, row, 0)], "VRAM")
+        for state, slot in zip(states, (4, 1))
+    ]
+    transfer = agents[0].initialize_xfer("WRITE", *rows, peer)
+    status = agents[0].transfer(transfer)
+    while status == "PROC":
+        status = agents[0].check_xfer_state(transfer)
+    assert status == "DONE"
+    assert torch.equal(states[1][1], states[0][4]) and states[1].count_nonzero() == 4

@@ -20,10 +20,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments, serve
+from serving import (
+    DRAFT,
+    HYBRID_DRAFT,
+    HYBRID_TARGET,
+    PEAGLE_DRAFT,
+    TARGET,
+    Server,
+    dflash_arguments,
+    serve,
+)
 from support.parity import assert_same
 from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy, some_prompts
-from support.servers import ENVIRONMENT, FLOAT32, WIDTHS_CHANGE, patched, warm_start
+from support.servers import ENVIRONMENT, FLOAT32, WIDTHS_CHANGE, Reference, patched, warm_start
 from support.streaming import stream
 
 pytestmark = [
@@ -77,10 +86,13 @@ class Pair:
 
 @contextlib.contextmanager
 def pair_of(
-    *arguments: str, decode: tuple[str, ...] = (), environment: dict[str, str] | None = None
+    *arguments: str,
+    decode: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+    target: object = TARGET,
 ) -> Iterator[Pair]:
     port = free_port()
-    common = ["--model-path", TARGET, *FLOAT32, *arguments, "--disaggregation-transfer-backend", "nixl"]
+    common = ["--model-path", target, *FLOAT32, *arguments, "--disaggregation-transfer-backend", "nixl"]
     common += ["--disaggregation-bootstrap-port", port]
     environment = ENVIRONMENT | (environment or {})
     with (
@@ -180,6 +192,68 @@ def test_a_decode_server_verifies_what_is_worth_it(draft, servers, reference, pr
         assert set(state["speculative_width"]["blocks_per_length"]) == {"0", "1", "3", "7"}
 
 
+@pytest.mark.long
+def test_recurrent_states_arrive_whole(servers, prompts):
+    """A target with recurrent states: every request has the cycles that it has on one server.
+
+    Short answers end with the first or second cycle, which reads the state that was sent. A retracted request
+    ends with HTTP 503, and the others are right: SGLang would resume it with a state of other tokens.
+    """
+    flags = dflash_arguments(HYBRID_DRAFT)
+    requests = [greedy(ids, max_new_tokens=(4, 9, 40)[number % 3]) for number, ids in enumerate(prompts)]
+    many = [greedy(ids, max_new_tokens=200) for ids in prompts[:12]]
+    one = servers.get("--model-path", HYBRID_TARGET, *FLOAT32, *flags)
+    alone, of_one = one.generate_many(requests, 8), Reference(one)
+    of_one.answers([*many, *(greedy(ids) for ids in prompts[:6])])  # it remembers what is compared below
+    servers.close()
+    with pair_of(*flags, target=HYBRID_TARGET, decode=TIGHT, environment=PATIENCE) as pair:
+        assert_same_cycles(pair.generate_many(requests, 4), alone)
+        assert_same_cycles(pair.generate_many(requests, 4), alone)  # slots have had other owners now
+        ended = generate_or_give_up(pair, many)
+        assert 0 < ended.count(503) < len(many)
+        resumed = [number for number, answer in enumerate(ended) if answer != 503]
+        picked = [many[number] for number in resumed]
+        assert_same(picked, [ended[number] for number in resumed], of_one.answers(picked))
+        check_idle(pair.decode)
+        check_abort(pair, of_one, prompts)
+        # The prompt's slots were not free again 30 s later; a dense target's are.
+        check_dead_peer(pair, prompts, frees_slots=False)
+
+
+@pytest.mark.long
+def test_recurrent_states_of_retracted_requests_come_back(servers, prompts):
+    """Without overlap scheduling they go to host memory with the tokens that they belong to."""
+    flags = dflash_arguments(HYBRID_DRAFT)
+    many = [greedy(ids, max_new_tokens=200) for ids in prompts[:12]]
+    of_one = Reference(servers.get("--model-path", HYBRID_TARGET, *FLOAT32, *flags))
+    of_one.answers(many)
+    servers.close()
+    with pair_of(*flags, target=HYBRID_TARGET, decode=(*TIGHT, "--disable-overlap-schedule")) as pair:
+        hurried = pair.generate_many(many, len(many))
+        assert retractions(hurried) > 0
+        assert_same(many, hurried, of_one.answers(many))
+        check_idle(pair.decode)
+
+
+def generate_or_give_up(pair: Pair, requests: list[dict]) -> list[dict | int]:
+    """Send all requests at once; return each one's answer, or the HTTP status that ended it."""
+
+    def generate(request: dict) -> dict | int:
+        try:
+            return pair.generate(**request)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    with concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(generate, requests))
+
+
+def assert_same_cycles(answers: list[dict], alone: list[dict]) -> None:
+    for name in ("output_ids", "spec_correct_drafts_histogram"):
+        got, want = ([{**a, **a["meta_info"]}[name] for a in side] for side in (answers, alone))
+        assert got == want, name
+
+
 def retractions(answers: list[dict]) -> int:
     return sum(answer["meta_info"]["num_retractions"] for answer in answers)
 
@@ -267,14 +341,15 @@ def check_abort(pair: Pair, reference, prompts) -> None:
         prefilled.result()
 
 
-def check_dead_peer(pair: Pair, prompts) -> None:
+def check_dead_peer(pair: Pair, prompts, frees_slots: bool = True) -> None:
     """Stop the prefill server: requests end with an error, the decode server lives."""
     os.killpg(pair.prefill.process.pid, signal.SIGKILL)
     with pytest.raises(urllib.error.HTTPError) as failure:
         pair.decode.post("/generate", {**greedy(prompts[0]), **pair.somewhere()}, timeout=120)
     assert failure.value.code >= 500, failure.value.read()
     assert pair.decode.process.poll() is None
-    check_idle(pair.decode)
+    if frees_slots:
+        check_idle(pair.decode)
 
 
 def check_idle(server: Server) -> None:

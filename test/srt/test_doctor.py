@@ -17,8 +17,8 @@ from support.packed_drafts import write_packed
 from support.reference_dflash2 import ReferenceDFlash2
 
 from sglang_dflash import doctor
-from sglang_dflash.srt.doctor import copies, measure, static_checks
-from sglang_dflash.srt.doctor.checkpoint import Checkpoint
+from sglang_dflash.srt.doctor import copies, measure, quantization, static_checks
+from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
 from sglang_dflash.srt.doctor.page import page
 from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 from sglang_dflash.srt.doctor.prompts import PROMPTS
@@ -87,10 +87,6 @@ BROKEN = {
         lambda folder: make_draft(folder, dflash_config={"target_layer_ids": [2, 5, 8, 11]}),
         r"name the last layer.*subtract one from each",
     ),
-    "layer ids in reversed order": (
-        lambda folder: make_draft(folder, dflash_config={"target_layer_ids": [10, 7, 4, 1]}),
-        r"must be ascending.*Put the ids in ascending order",
-    ),
     "mask token": (
         lambda folder: make_draft(folder, dflash_config={"mask_token_id": 300}),
         r"mask_token_id 300 is an ordinary piece of text.*<\|mask\|> is 3",
@@ -130,8 +126,8 @@ BROKEN = {
         r"tensor layers.1.mlp.up_proj.weight_scale \(F32\): the config names no quantization for it",
     ),
     "a quantised draft of another library": (
-        lambda folder: make_draft(folder, quantization_config={"quant_method": "fp8"}),
-        r"quantization_config: quant_method 'fp8' is not served",
+        lambda folder: make_draft(folder, quantization_config={"quant_method": "awq"}),
+        r"quantization_config: quant_method 'awq' is not served",
     ),
     "another depth": (
         lambda folder: make_draft(folder, num_target_layers=36),
@@ -157,6 +153,22 @@ def test_a_fault_is_named(what, tmp_path, capsys):
     assert examine(make(tmp_path / "draft")) == 1
     faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
     assert any(re.search(said, line) for line in faults), faults
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({}, "served by sglang-dflash"),
+        (
+            {"use_gemma_norm": True},
+            "served by SGLang's built-in DFLASH, on a GPU alone, because use_gemma",
+        ),
+        ({"dflash_config": {"markov_order": 1}}, "served by nobody: dflash_config.markov_order"),
+    ],
+)
+def test_who_serves_is_said(changes, words, tmp_path, capsys):
+    examine(make_draft(tmp_path / "draft", **changes))
+    assert words in capsys.readouterr().out
 
 
 def test_a_file_cut_short_is_named(tmp_path, capsys):
@@ -459,6 +471,45 @@ def dense_length(observed) -> float:
 def test_acceptance_of_a_quantised_draft(scheme, lost, observed, dense_length, tmp_path):
     length = accept_length(write_packed(tmp_path / "draft", DRAFT, scheme), observed)
     assert length > (1 - lost) * dense_length, (length, dense_length)
+
+
+def open_pair(folder: Path) -> static_checks.Pair:
+    return static_checks.Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
+
+
+def test_what_each_layer_lost(observed, tmp_path):
+    """The scales of one layer are halved: it is named, costs the most, and the others hardly anything."""
+    folder = write_packed(tmp_path / "draft", DRAFT, "W4A16")
+    weights = load_file(folder / "model.safetensors")
+    own = [name for name in weights if name.startswith("layers.1.") and name.endswith("weight_scale")]
+    save_file(weights | {name: weights[name] / 2 for name in own}, folder / "model.safetensors")
+    pair = open_pair(folder)
+    cost = quantization.measure_cost(pair, open_pair(DRAFT), few(observed))
+    layers = {layer.name: layer for layer in cost.layers}
+    assert list(layers) == ["fc", "layers.0", "layers.1", "layers.2"]
+    assert cost.unquantized.length > cost.quantized.length
+    worst = min(cost.layers, key=lambda layer: layer.evidence.gain)
+    assert worst is layers["layers.1"] and worst.evidence.t < -4
+    errors = {name: max(layer.weight_errors.values()) for name, layer in layers.items()}
+    assert 0.5 < errors.pop("layers.1") < 0.6 and all(0.05 < error < 0.2 for error in errors.values())
+    faults = [finding.problem for finding in quantization.findings(cost)]
+    assert len(faults) == len(own) and all("layers.1." in problem for problem in faults)
+    said = quantization.text(cost)
+    assert len(said.splitlines()) == 7 and "layers.1 quantized      W4" in said
+    html = page(pair, [], measure.measure(pair, few(observed)), cost)
+    cells = [cell.text for cell in ElementTree.fromstring(html).iter("th")]
+    assert "layers.1 quantized" in cells and "all quantized" in cells
+
+
+def test_what_cannot_be_compared(observed, tmp_path):
+    packed = open_pair(write_packed(tmp_path / "draft", DRAFT, "W4A16"))
+    for pair, before, words in (
+        (open_pair(DRAFT), open_pair(DRAFT), "has no quantized layers"),
+        (packed, packed, "is no unquantized draft"),
+        (packed, open_pair(DFLASH2_DRAFT), "its config is another one"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            quantization.measure_cost(pair, before, observed)
 
 
 def test_a_quantised_draft_is_no_fault(tmp_path, capsys):

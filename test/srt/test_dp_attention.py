@@ -14,7 +14,15 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from serving import DRAFT, PEAGLE_DRAFT, TARGET, Server, dflash_arguments
+from serving import (
+    DRAFT,
+    HYBRID_DRAFT,
+    HYBRID_TARGET,
+    PEAGLE_DRAFT,
+    TARGET,
+    Server,
+    dflash_arguments,
+)
 from support.parity import assert_same
 from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
 from support.servers import FLOAT32, Reference
@@ -107,6 +115,28 @@ def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prom
     ]
     check_samples(server, reference, prompts)
     check_abort(server, reference, requests)
+
+
+@pytest.mark.server
+@pytest.mark.long
+def test_a_target_with_recurrent_states(servers, prompts, dp_attention_arguments):
+    """Each rank has the states of its own requests, and commits them while the other rank may be idle."""
+    requests = uneven(prompts)
+    arguments = ["--model-path", HYBRID_TARGET, *FLOAT32, *dflash_arguments(HYBRID_DRAFT)]
+    server = servers.get(*arguments)
+    alone, of_one = server.generate_many(requests, 8), Reference(server)
+    of_one.answers(requests)  # it remembers them
+    server = servers.get(*arguments, *dp_attention_arguments)
+    for at_once in (1, 3, 8):
+        server.flush_cache()
+        before = len(server.log())
+        few = requests[: 12 if at_once == 1 else len(requests)]
+        answers = serve_staggered(server, few, at_once)
+        assert_same(few, answers, of_one.answers(few))
+        expected = cycles(alone[: len(few)])
+        assert abs(cycles(answers) - expected) <= max(1, NEARLY_SAME * expected), at_once
+        assert ranks_that_decoded(server.log()[before:]) == {"0", "1"}
+    check_abort(server, of_one, requests)
 
 
 def check_abort(server: Server, reference: Reference, requests: list[dict]) -> None:

@@ -31,6 +31,21 @@ def plain(tmp_path):
     return read_config(BASE, tmp_path), random_weights(BASE, 2)
 
 
+def test_layers_in_another_order(plain, tmp_path):
+    """SGLang captures layers in ascending order; `fc` reads them in the checkpoint's."""
+    config, weights = plain
+    nested = BASE["dflash_config"]
+    ids = nested["target_layer_ids"]
+    assert len(ids) > 1 and ids == sorted(ids)
+    columns = weights["fc.weight"].chunk(len(ids), dim=1)
+    other = BASE | {"dflash_config": nested | {"target_layer_ids": [*ids[1:], ids[0]]}}
+    moved = weights | {"fc.weight": torch.cat((*columns[1:], columns[0]), dim=1)}
+    wanted = build(DFlashDraftModel, config, iter(weights.items())).fc.weight
+    (tmp_path / "other").mkdir()
+    found = build(DFlashDraftModel, read_config(other, tmp_path / "other"), iter(moved.items())).fc.weight
+    assert torch.equal(found, wanted) and not torch.equal(moved["fc.weight"], wanted)
+
+
 @pytest.mark.parametrize("part", PARTS + FUSED_PARTS)
 def test_a_missing_tensor_is_named(part, plain):
     config, weights = plain

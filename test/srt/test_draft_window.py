@@ -60,6 +60,7 @@ def test_drafted_tokens_see_the_window_alone(name, page_size, window, tmp_path):
         token_to_kv_pool=pools.token_to_kv_pool,
         req_to_token_pool=own.req_to_token_pool,
         kv_index_translator=None,
+        decode_cuda_graph_runner=None,
         forward=lambda batch: SimpleNamespace(logits_output=own.forward(case.model, batch)),
     )
     target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)

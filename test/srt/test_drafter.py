@@ -66,6 +66,7 @@ def drafter_on(pools, case: Case, block_size: int) -> DFlashDrafter:
         model=case.model,
         token_to_kv_pool=pools.token_to_kv_pool,
         kv_index_translator=None,
+        decode_cuda_graph_runner=None,
         forward=lambda batch: SimpleNamespace(logits_output=pools.forward(case.model, batch)),
     )
     return DFlashDrafter(runner, target, block_size)

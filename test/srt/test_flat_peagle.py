@@ -9,12 +9,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, TARGET
+from serving import DFLASH2_DRAFT, DRAFT, TARGET
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_transformers_utils import get_config
 from support.engine import build
+from support.flat_peagle import INPUTS, SOURCE, amazon, nemo, tensors, write
 
 from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
@@ -24,47 +25,6 @@ from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
 from sglang_dflash.srt.configs.peagle_config import ALIASES, PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
-
-SOURCE = json.loads((PEAGLE_DRAFT / "config.json").read_text())
-LAYERS = SOURCE["transformer_layer_config"]
-INPUTS = SOURCE["eagle_aux_hidden_state_layer_ids"]
-KEPT_PLAIN = ("lm_head.", "mask_hidden", "d2t", "t2d")
-
-
-def tensors() -> dict[str, torch.Tensor]:
-    """Return the bundled draft's tensors without norms of queries and keys, which these drafts lack."""
-    found = load_file(PEAGLE_DRAFT / "model.safetensors")
-    return {name: t for name, t in found.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))}
-
-
-def write(folder, config: dict, weights: dict):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
-    return folder
-
-
-def amazon(folder, **changes):
-    """Write gpt-oss' form: EAGLE-3's names, the mask token as text, layers left to the default."""
-    config = {**LAYERS, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
-    config |= {"ptd_token_id": str(SOURCE["mask_token_id"]), "draft_vocab_size": SOURCE["draft_vocab_size"]}
-    renamed = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors().items()}
-    return write(folder, config | changes, renamed)
-
-
-def nemo(folder, **changes):
-    """Write NeMo's form: most names after `model.`, options in the config."""
-    config = {
-        **LAYERS,
-        "architectures": ["LlamaEagle3DraftModel"],
-        "parallel_drafting": True,
-        "num_depths": 5,
-    }
-    config |= {"mask_token_id": SOURCE["mask_token_id"], "draft_vocab_size": SOURCE["draft_vocab_size"]}
-    config |= {"norm_before_fc": False, "fc_norm": False, "norm_output": False}
-    config |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": INPUTS}}
-    renamed = {n if n.startswith(KEPT_PLAIN) else f"model.{n}": t for n, t in tensors().items()}
-    return write(folder, config | changes, renamed)
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,8 @@ from gpu.shapes import LLAMA_3_1_8B, PAIRS, QWEN3_8_27B, QWEN3_8B, shrunk
 from serving import ROOT
 from sglang.srt.managers.scheduler import Scheduler
 from support.engine import read_config
-from support.rehearsal import graphs, launches, stage
+from support.rehearsal import faults, graphs, launches, stage
+from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.speculative import dflash_worker
@@ -832,15 +833,15 @@ def test_an_error_carries_the_end_of_the_servers_log(monkeypatch):
         raise ConnectionRefusedError("no answer")
 
 
-def test_host_time_page_compares_with_the_built_in_of_its_backend():
-    figures = {"ms_p10": 1.0, "ms_p90": 9.0, "cycles": 270}
+def test_host_time_compares_rounds_with_the_built_ins():
+    ours = [[2.0] * 8 + [0.1, 90.0], [6.0] * 10, [3.0] * 10]
+    built_in = [[4.0] * 10, [8.0] * 10, [4.0] * 10]
+    found = host_time.summary(ours, built_in)
+    assert (found["ratio"], found["ratio_least"], found["ratio_most"]) == (0.75, 0.5, 0.75)
+    assert found["cycles"] == 30 and "ratio" not in host_time.summary(ours, None)
     rows = [
-        {"backend": backend, "server": server, "requests": 1, "ms": ms, **figures}
-        for backend, server, ms in (
-            ("flashinfer", host_time.OURS, 3.0),
-            ("flashinfer", host_time.BUILT_IN, 4.0),
-            ("fa3", host_time.OURS, 2.0),
-        )
+        {"backend": "flashinfer", "requests": 1, "server": host_time.OURS, **found},
+        {"backend": "fa3", "requests": 1, "server": host_time.OURS, **host_time.summary(ours, None)},
     ]
     heading = {
         "date": "today",
@@ -849,8 +850,8 @@ def test_host_time_page_compares_with_the_built_in_of_its_backend():
         "versions": {"sglang": "0"},
     }
     page = host_time.page(heading, rows)
-    assert "| flashinfer | 1 | ours | 3.00 | 1.00 | 9.00 | 0.75 | 270 |" in page
-    assert "| fa3 | 1 | ours | 2.00 | 1.00 | 9.00 | – | 270 |" in page
+    assert "| flashinfer | 1 | ours | 3.75 | 0.75 | 0.50 to 0.75 | 30 |" in page
+    assert "| fa3 | 1 | ours | 3.75 | – | – | 30 |" in page
 
 
 def test_host_time_stays_on_the_rehearsals_stage(tmp_path):
@@ -862,6 +863,8 @@ def test_host_time_stays_on_the_rehearsals_stage(tmp_path):
         (stage, ("_interpret_triton", "_flashinfer", "_fa3", "_capture_graphs", "flash_attn_with_kvcache")),
         (launches, ("one_operation", "watch_decode_steps")),
         (graphs.GraphBackend, ("replay", "replays")),
+        (faults, ("PLANTED",)),
+        (InterpretedFunction, ("run",)),
         (Scheduler, ("ingest_requests", "run_batch")),
     ):
         assert all(hasattr(owner, name) for name in names), owner

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
-from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, SPECULATORS_DRAFT, TARGET
+from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, ROOT, SPECULATORS_DRAFT, TARGET
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.server_args import ServerArgs
@@ -27,6 +27,7 @@ import sglang_dflash
 from sglang_dflash.srt.arg_groups.dflash_args import check_draft_path
 from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
 from sglang_dflash.srt.arg_groups.hand_over import builtin_refusal
+from sglang_dflash.srt.arg_groups.not_served import SPLIT_EMBEDDINGS
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.observability.server_info import adding_implementation
@@ -122,17 +123,17 @@ HANDED_OVER = {
     "interleaved RoPE": ({"rope_is_neox_style": False}, {}, "interleaved rotary"),
     "another activation": ({"hidden_act": "swigluoai"}, {}, "hidden_act is 'swigluoai'"),
     "a draft of another quantization": (
-        {"quantization_config": {"quant_method": "fp8"}},
+        {"quantization_config": {"quant_method": "gptq"}},
         {},
-        "quant_method 'fp8'",
+        "quant_method 'gptq'",
     ),
     "a draft to quantize": (
         {},
         {
-            "speculative_draft_model_quantization": "fp8",
+            "speculative_draft_model_quantization": "awq",
             "_speculative_draft_quantization_explicitly_set": True,
         },
-        "--speculative-draft-model-quantization fp8",
+        "--speculative-draft-model-quantization awq",
     ),
     "Domino": (
         {
@@ -146,14 +147,6 @@ HANDED_OVER = {
         },
         {},
         "Domino",
-    ),
-    "no block size": ({"block_size": REMOVE}, {}, "block_size is missing"),
-    "no mask token": ({"dflash_config": {"mask_token_id": REMOVE}}, {}, "mask_token_id is missing"),
-    "a target of another depth": ({"num_target_layers": 36}, {}, "num_target_layers is 36"),
-    "layers in another order": (
-        {"dflash_config": {"target_layer_ids": [7, 4, 1]}},
-        {},
-        "target_layer_ids must be ascending",
     ),
     "no target layers": (
         {"dflash_config": {"target_layer_ids": REMOVE}, "num_target_layers": REMOVE},
@@ -420,6 +413,27 @@ def test_served_by_ours(arguments):
     assert not Implementation.of(resolve(record_of(**arguments))).is_builtin
 
 
+# name -> (changes to the draft's config, text of the warning)
+ASSUMED = {
+    "no block size": ({"block_size": REMOVE}, "block_size is missing, 16 is assumed"),
+    "no mask token": ({"dflash_config": {"mask_token_id": REMOVE}}, "<|MASK|> is assumed"),
+    "another depth": ({"num_target_layers": 36}, "num_target_layers is 36"),
+    "another order": ({"dflash_config": {"target_layer_ids": [10, 7, 4, 1]}}, ""),
+}
+
+
+@pytest.mark.parametrize("name", ASSUMED)
+def test_checkpoints_that_plain_sglang_takes_are_served(name, tmp_path, caplog, monkeypatch):
+    changes, words = ASSUMED[name]
+    if name == "no mask token":  # the bundled target's embedding has no row to spare for it
+        monkeypatch.setattr("sglang_dflash.srt.arg_groups.dflash_args.find_mask_token", lambda *_: 3)
+    record = resolve(record_of(make_draft(tmp_path / "draft", base=DRAFT, **changes)))
+    assert not Implementation.of(record).is_builtin
+    assert words in caplog.text
+    if name == "no block size":
+        assert resolving_view(record).speculative_num_draft_tokens == 16
+
+
 def test_quantization_of_the_target_is_not_the_drafts(caplog):
     caplog.set_level(logging.INFO)
     inherited = {
@@ -430,6 +444,32 @@ def test_quantization_of_the_target_is_not_the_drafts(caplog):
     args = resolving_view(resolve(record_of(**inherited)))
     assert args.speculative_draft_model_quantization is None and args.quantization == "fp8"
     assert "--quantization fp8 is the target's" in caplog.text
+
+
+def test_targets_whose_embedding_is_split_are_known_in_the_launcher():
+    """By SGLang's sources: models with capture whose embedding does not follow the ranks of DP."""
+    models = Path(inspect.getfile(ServerArgs)).parent / "models"
+    found = set()
+    for path in models.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        splits = any(
+            getattr(call.func, "id", "") == "VocabParallelEmbedding"
+            and not {keyword.arg for keyword in call.keywords} & {"use_attn_tp_group", "enable_tp", None}
+            for call in calls
+        )
+        captures = {"set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"}
+        entries = [
+            node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EntryClass"
+        ]
+        if splits and captures & {getattr(node, "name", "") for node in ast.walk(tree)}:
+            found |= {node.id for entry in entries for node in ast.walk(entry) if isinstance(node, ast.Name)}
+    assert {"LlamaForCausalLM", "Lfm2ForCausalLM"} <= found
+    assert {name for name in found if name.endswith(("CausalLM", "Generation"))} <= set(SPLIT_EMBEDDINGS), (
+        found
+    )
 
 
 BROKEN = "broken: "  # no implementation loads such a checkpoint, or it would draft noise
@@ -447,26 +487,25 @@ VERDICTS = {
     ("arg_groups/dflash_args.py", "_check_draft_is_there"): [BY_BOTH + "no draft", BROKEN + "no folder"],
     ("arg_groups/dflash_args.py", "check_copy_ahead"): [BY_NAME + "--speculative-copy-ahead"] * 2,
     ("arg_groups/dflash_args.py", "choose_block_size"): [BY_BOTH + "two block sizes", BY_BOTH + "no block"],
-    ("arg_groups/dflash_args.py", "_adjust_to_recurrent_target"): [BY_BOTH + "a CPU"],
     ("arg_groups/draft_attention.py", "choose_draft_attention"): [
         BROKEN + "on a GPU found before, by draft_attention_findings"
     ],
     ("arg_groups/draft_files.py", "check_draft_config"): [BROKEN + "no JSON", BROKEN + "wrong fields"],
     ("arg_groups/draft_files.py", "check_draft_tensors"): [BROKEN + "wrong sizes", BROKEN + "wrong tensors"],
     ("arg_groups/hand_over.py", "hand_over_if_not_served"): [BY_BOTH + "pipeline parallelism"],
+    ("arg_groups/hand_over.py", "leave_to_unsupported_sglang"): [BY_NAME + "options on another SGLang"],
     ("configs/config_file.py", "read_object"): [BROKEN + "no JSON object"] * 3,
     ("configs/dflash2_config.py", "_check_selected_vocabulary"): [BROKEN + "no such selector"] * 2,
     ("configs/dflash2_config.py", "_check_groups"): [BY_BOTH + "half of a convolution", BROKEN + "groups"],
     ("configs/dflash2_config.py", "_check_selector"): [BROKEN + "a selector of no published format"] * 3,
     ("configs/draft_config.py", "_check_vocabulary"): [BROKEN + "more drafted tokens than tokens"],
     ("configs/draft_config.py", "_check_mask_token"): [
-        HANDED + "no mask token",
         BROKEN + "no such row of the embedding",
     ],
     ("configs/draft_config.py", "_check_target_layers"): [
         HANDED + "no target layers",
-        BROKEN + "no such layer, or a last one that SGLang does not capture",
-        HANDED + "layers in another order",
+        BROKEN + "a negative id",
+        BROKEN + "a layer twice, which SGLang captures once",
     ],
     ("configs/draft_config.py", "_check_layer_types"): [BROKEN + "other layers than layer_types"],
     ("configs/draft_config.py", "_check_sliding_window"): [
@@ -476,14 +515,19 @@ VERDICTS = {
     ("configs/draft_config.py", "_check_speculative_tokens"): [BY_NAME + "a field of speculators"],
     ("configs/draft_config.py", "DFlashDraftConfig.parse"): [HANDED + "sinks"],
     ("configs/draft_config.py", "spread_target_layer_ids"): [BROKEN + "a target that is too shallow"],
-    ("configs/draft_config.py", "check_draft_fits_target"): [HANDED + "a target of another depth"],
+    ("configs/draft_config.py", "check_draft_fits_target"): [
+        BROKEN + "other sizes, no such layer, or a last one that SGLang does not capture"
+    ],
+    ("configs/peagle_config.py", "_check_ascending"): [BY_NAME + "P-EAGLE"] * 2,
     ("configs/draft_config_parser.py", "_read_checked"): [
         BY_NAME + "a speculators file",
         BROKEN + "transformers cannot read it",
     ],
     ("arg_groups/draft_quantization.py", "check_draft_quantization"): [HANDED + "a draft to quantize"],
     # The launcher reads the quantization first, and hands over what is not served (`not_served.py`).
-    ("configs/draft_quantization.py", "_compressed_scheme"): [HANDED + "a draft of another quantization"] * 6,
+    ("configs/draft_quantization.py", "_block"): [HANDED + "a draft of another quantization"],
+    ("configs/draft_quantization.py", "_compressed_scheme"): [HANDED + "a draft of another quantization"] * 5,
+    ("configs/draft_quantization.py", "_read_fp8"): [HANDED + "a draft of another quantization"],
     ("configs/draft_quantization.py", "_modelopt_scheme"): [HANDED + "a draft of another quantization"] * 2,
     ("configs/draft_quantization.py", "_names"): [HANDED + "a draft of another quantization"] * 2,
     ("configs/draft_quantization.py", "_read_compressed_tensors"): [
@@ -519,7 +563,11 @@ VERDICTS = {
     ],
     ("models/dflash.py", "DFlashAttention.context_kv_weight"): [HANDED + "a draft to quantize"],
     ("models/dflash.py", "DFlashDraftModel.use_pool"): [HANDED + "unified memory"],
-    ("models/dflash_weights.py", "load_checkpoint"): [BROKEN + "wrong tensors", BROKEN + "a tensor twice"],
+    ("models/dflash_weights.py", "load_checkpoint"): [
+        BROKEN + "an update that packed layers cannot take",
+        BROKEN + "wrong tensors",
+        BROKEN + "a tensor twice",
+    ],
     ("models/mask_token.py", "find_mask_token"): [BROKEN + "no tokenizer", BROKEN + "no row to spare"],
     ("models/mask_token.py", "read_mask_embedding"): [
         BROKEN + "no embedding",
@@ -549,6 +597,23 @@ def test_every_refusal_has_a_verdict():
         for function, count in raises_of(ast.parse(path.read_text()), "").items()
     }
     assert found == {key: len(verdicts) for key, verdicts in VERDICTS.items()}
+
+
+def test_no_row_of_the_page_ends_a_start_that_the_built_in_serves():
+    page = ROOT / "docs" / "compatibility.md"
+    header: list[str] = []
+    rows = 0
+    for line in page.read_text().splitlines():
+        cells = [cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|")]
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = cells
+        elif "built-in" in header and cells[header.index("built-in")].startswith("served"):
+            here = cells[header.index("CUDA" if "CUDA" in header else "here")].replace("CPU: refused", "")
+            assert "refused" not in here, line
+            rows += 1
+    assert rows > 20
 
 
 def test_verdicts_name_what_is_tested_here():

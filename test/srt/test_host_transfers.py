@@ -16,6 +16,8 @@ DECODE_PATH = (
     "srt/speculative/dflash_info.py",
     "srt/speculative/acceptance/acceptor.py",
     "srt/speculative/acceptance/caps.py",
+    "srt/speculative/acceptance/processors.py",
+    "srt/speculative/acceptance/sampling_masks.py",
     "srt/layers/attention/flashinfer_plans.py",
     "srt/layers/attention/kv_chunks.py",
     "srt/layers/candidate_selector.py",
@@ -65,6 +67,16 @@ FUNCTIONS = {"int", "float", "bool", "nonzero", "synchronize"}
 PLANS = "srt/layers/attention/flashinfer_plans.py"
 ALLOWED = {
     ("srt/speculative/width/backends.py", "has_room_for_widths", "bool(left >= 0)"): "start-up, on the host",
+    (
+        "srt/speculative/acceptance/processors.py",
+        "apply_processors",
+        "blocks[row, 1:].tolist()",
+    ): "lies on the host",
+    (
+        "srt/speculative/acceptance/processors.py",
+        "is_disable_overlap_for_batch",
+        "bool(info is not None and info.has_custom_logit_processor and self.result_queue)",
+    ): "on the host",
     (PLANS, "prepare", "forward_batch.seq_lens_cpu.tolist()"): "lies on the host",
     (PLANS, "_choose_plan", "self._offsets[0].diff().cpu()"): "no plan holds; logged and counted",
     (PLANS, "_choose_plan", "self._offsets[0].diff().cpu().tolist()"): "no plan holds; logged and counted",
@@ -105,11 +117,6 @@ ALLOWED = {
         "find_match_torch",
         "((text == suffix[:, :1]) & is_earlier).nonzero(as_tuple=True)",
     ): "the CPU's twin",
-    (
-        "srt/speculative/dflash_info.py",
-        "prepare_for_decode",
-        "int(batch.seq_lens_cpu.sum())",
-    ): "lies on the host",
     ("srt/speculative/width/adaptive.py", "_agree", "bool(shared[2, 0])"): "numpy",
     ("srt/speculative/width/adaptive.py", "_count", "lengths.tolist()"): "numpy",
     ("srt/speculative/width/adaptive.py", "_expected_per_width", "float(seconds)"): "numpy; /server_info",

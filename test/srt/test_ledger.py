@@ -6,6 +6,7 @@ Each entry must fit the installed SGLang. A mismatch must leave the server to SG
 import dataclasses
 import inspect
 import pickle
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,11 @@ import sglang  # noqa: F401  loads our platform plugin before any of SGLang's mo
 from sglang.srt.arg_groups import model_override_base
 from support.servers import run_to_end
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.plugins import compatibility, entry_points, hooks, install, ledger, static_check
 from sglang_dflash.srt.plugins.source_tree import SourceTree
+from sglang_dflash.srt.speculative.implementation import Implementation
 
 CHANGES = tuple(change for table in ledger.TABLES.values() for change in table)
 # SGLang has no P-EAGLE model and no MLA on torch_native, and 0.5.22 has DFlash2 under one name. Any other new
@@ -57,7 +60,8 @@ def test_an_entry(change):
     elif change.kind == "resolution":
         assert parameters == [*change.parameters, "previous"]
     else:
-        assert parameters == [*extra, *change.parameters]
+        # A hook that passes on whatever its target takes has the parameters of this SGLang.
+        assert parameters[: len(extra)] == extra and change.accepts(parameters[len(extra) :])
 
 
 def test_kinds_and_times():
@@ -219,7 +223,8 @@ def test_a_later_sglang_is_served_with_one_warning(as_another_sglang, caplog):
     assert not any(compatibility.leave_to_sglang(record) for _ in range(2))
     [line] = [entry.getMessage() for entry in caplog.records]
     assert "0.5.99" in line and "create_worker (sglang/srt/file.py:7)" in line and OPTIONAL.name in line
-    assert not compatibility.is_left_to_sglang(record)
+    assert f"Off on this SGLang: {OPTIONAL.feature}." in line
+    assert not Implementation.of(record).is_builtin
 
 
 @pytest.mark.parametrize("state", ["gone", "parameters"])
@@ -228,11 +233,57 @@ def test_without_a_required_target_the_built_in_serves(state, as_another_sglang,
     as_another_sglang("0.5.99", row(EXAMPLE, state))
     record = SimpleNamespace(speculative_algorithm="DFLASH")
     algorithm = SimpleNamespace(is_dflash=lambda: True)
+    assert compatibility.leave_to_sglang(record)
     assert hooks.handle_server_args()(lambda *_: "stock arguments", algorithm, record) == "stock arguments"
     scheduler = pickle.loads(pickle.dumps(record))
     assert hooks.create_worker()(lambda *_: "stock worker", algorithm, scheduler) == "stock worker"
     [line] = [entry.getMessage() for entry in caplog.records]
     assert "built-in" in line and EXAMPLE.target in line
+
+
+@pytest.mark.parametrize(
+    "option, words", [(DFlashOptions.STRICT, "strict forbids"), (DFlashOptions.COPY_AHEAD, "copy-ahead")]
+)
+def test_what_only_ours_has_is_refused_there(option, words, as_another_sglang, monkeypatch):
+    as_another_sglang("0.5.99", row(EXAMPLE, "gone"))
+    monkeypatch.setenv(option.variable, "1")
+    with pytest.raises(ValueError, match=f"does not fit .*{words}"):
+        compatibility.leave_to_sglang(SimpleNamespace())
+
+
+def test_what_another_plugin_replaced_is_found_in_the_launcher(monkeypatch, caplog):
+    """The files are those of a supported release, but a plugin has replaced a function."""
+    from sglang.srt.speculative import dflash_utils
+
+    compatibility.why_off.cache_clear()
+    monkeypatch.setattr(dflash_utils, "resolve_dflash_verify_mask_policy", lambda backend, mode: None)
+    record = SimpleNamespace(speculative_algorithm="DFLASH")
+    algorithm = SimpleNamespace(is_dflash=lambda: True)
+    try:
+        assert compatibility.leave_to_sglang(record)
+        assert (
+            hooks.handle_server_args()(lambda *_: "stock arguments", algorithm, record) == "stock arguments"
+        )
+    finally:
+        compatibility.why_off.cache_clear()
+    [line] = [entry.getMessage() for entry in caplog.records]
+    assert "resolve_dflash_verify_mask_policy takes (backend, mode), expected (attn_backend)" in line
+
+
+def test_a_target_that_is_not_loaded_is_not_imported_on_an_unchanged_release(monkeypatch):
+    change = next(change for change in ledger.AT_WORKER if change.name == "DFlashVerifyInput")
+    elsewhere = dataclasses.replace(change, target="sglang.srt.no_such_module.DFlashVerifyInput")
+    assert install.find_mismatch([elsewhere], is_loaded_only=True) is None
+    assert "no_such_module" in install.find_mismatch([elsewhere])
+
+
+def test_a_worker_that_cannot_be_imported_is_found_in_the_launcher(as_another_sglang, monkeypatch, caplog):
+    """A name that our files import may be there in the file, and fail to be imported."""
+    as_another_sglang("0.5.99")
+    monkeypatch.setitem(sys.modules, "sglang_dflash.srt.speculative.dflash_worker", None)
+    assert compatibility.leave_to_sglang(SimpleNamespace(speculative_algorithm="DFLASH"))
+    [line] = [entry.getMessage() for entry in caplog.records]
+    assert "built-in" in line and "dflash_worker" in line
 
 
 def test_an_unchanged_release_says_nothing(caplog):
@@ -247,13 +298,14 @@ def test_the_record_of_arguments_carries_the_decision(as_another_sglang):
     as_another_sglang("0.5.99", row(EXAMPLE, "gone"))
     args = ServerArgs(model_path="none")
     assert compatibility.leave_to_sglang(args)
-    assert compatibility.is_left_to_sglang(pickle.loads(pickle.dumps(args)))
+    assert Implementation.of(pickle.loads(pickle.dumps(args))).is_builtin
 
 
 IMPORTED_BEFORE = """
 import sys
 import sglang.srt.managers.scheduler
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.plugins import install, ledger
 from sglang.srt.plugins import load_plugins

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from serving import ROOT
 
 from sglang_dflash import ledger as command
 from sglang_dflash.srt.plugins import source_tree, static_check
@@ -92,7 +93,7 @@ def test_a_copy_and_a_wheel_of_it_are_the_same(copy, tmp_path, capsys):
 RETURNS = ") -> Optional[Union[Type[BaseSpecWorker], Type[TpModelWorker], "
 ARGUMENTS = f"server_args: ServerArgs\n    {RETURNS}"
 PLANTED = {
-    "a body": ((SCHEDULER_INFO, "platform_worker_cls is not None", "platform_worker_cls"), "changed", 0),
+    "a body": ((SCHEDULER_INFO, "return DFlashWorkerV2\n", "return UnoWorkerV2\n"), "changed", 0),
     "a target renamed": ((SCHEDULER_INFO, "def create_worker(", "def make_worker("), "gone", 1),
     "an argument added": ((SCHEDULER_INFO, ARGUMENTS, f"rank, {ARGUMENTS}"), "rank", 1),
 }
@@ -143,7 +144,7 @@ def test_a_step_that_nobody_may_wrap_is_gone(copy, capsys):
 def test_comments_docstrings_and_annotations_are_no_change(copy, capsys):
     folder = copy(
         ANNOTATION,
-        (SCHEDULER_INFO, "        platform_worker_cls =", "        # why\n        platform_worker_cls ="),
+        (SCHEDULER_INFO, "return DFlashWorkerV2\n", "return (  # why\n                DFlashWorkerV2)\n"),
     )
     assert run("--against", folder) == 0
     assert not told(capsys.readouterr().out)
@@ -158,10 +159,7 @@ def test_the_difference_is_shown(copy, capsys, monkeypatch):
     )
     assert run("--against", edited, "--since", "0.5.23", "--diff", WORKER) == 0
     output = capsys.readouterr().out
-    assert (
-        "-        if platform_worker_cls is not None:" in output
-        and "+        if platform_worker_cls:" in output
-    )
+    assert "-            return DFlashWorkerV2\n+            return UnoWorkerV2\n" in output
 
 
 def test_a_version_is_recorded(copy, tmp_path):
@@ -170,6 +168,21 @@ def test_a_version_is_recorded(copy, tmp_path):
     [(version, recorded)] = json.loads(file.read_text()).items()
     installed = static_check.records()[SourceTree.installed().version]
     assert version == "0.5.99" and recorded == installed
+
+
+PAGE = ROOT / "docs" / "updating-sglang.md"
+
+
+def test_the_documented_table_is_the_commands_output(capsys):
+    """The page compares the newest supported release with the one before."""
+    installed, (*_, before, newest) = SourceTree.installed(), static_check.supported_versions()
+    if installed.version != newest:
+        pytest.skip(f"the table is of SGLang {newest}")
+    assert run("--since", before) == 0
+    section = PAGE.read_text().partition(f"## {before} to {newest}")[2].partition("\nWhat became")[0]
+    assert told(section) == told(capsys.readouterr().out), (
+        f"write the output of `python -m sglang_dflash.ledger --since {before}` into {PAGE.name}"
+    )
 
 
 def no_wheel(tmp_path: Path) -> Path:
@@ -194,15 +207,32 @@ def test_bad_input_is_one_line(bad, tmp_path, capsys):
     assert not printed.out and len(printed.err.splitlines()) == 1 and str(tmp_path) in printed.err
 
 
-@pytest.mark.parametrize("version", ["0.0.0.1", "latest"])
-def test_a_version_that_cannot_be_downloaded_is_one_line(version, capsys, monkeypatch):
-    """No such version, or no network: pip reads an empty folder in place of an index."""
+@pytest.mark.parametrize("version", ["0.5.23", "latest"])
+def test_no_network_is_one_line(version, capsys, monkeypatch):
+    """pip reads an empty folder in place of an index."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
     assert run("--against", version) == 2
     printed = capsys.readouterr()
-    assert (
-        not printed.out and len(printed.err.splitlines()) == 1 and "pip cannot download sglang" in printed.err
-    )
+    assert not printed.out and len(printed.err.splitlines()) == 1
+    assert "pip cannot download sglang" in printed.err and "cannot be reached" in printed.err
+
+
+def test_a_version_that_does_not_exist_is_one_line(tmp_path, capsys, monkeypatch):
+    """The index has another version."""
+    with zipfile.ZipFile(tmp_path / "sglang-0.0.1-py3-none-any.whl", "w") as archive:
+        archive.writestr("sglang/__init__.py", "")
+        archive.writestr(
+            "sglang-0.0.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: sglang\nVersion: 0.0.1\n"
+        )
+        archive.writestr("sglang-0.0.1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("sglang-0.0.1.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert run("--against", "0.5.999") == 2
+    printed = capsys.readouterr()
+    assert not printed.out and len(printed.err.splitlines()) == 1
+    assert "sglang==0.5.999" in printed.err and "cannot be reached" not in printed.err
 
 
 def test_a_file_that_cannot_be_parsed_is_one_line(copy, capsys):

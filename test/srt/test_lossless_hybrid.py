@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from serving import HYBRID_DFLASH2_DRAFT as DFLASH2_DRAFT
 from serving import HYBRID_DRAFT as DRAFT
 from serving import HYBRID_TARGET as TARGET
 from serving import dflash_arguments, heldout_prompts
 from support.drafts import random_peagle_draft, read_config
 from support.parity import FLOAT32_TIE
 from support.reference_dflash import ReferenceDFlash
+from support.reference_dflash2 import ReferenceDFlash2
 from support.scheduled import Answer, Job, Oracle, run
 
 pytestmark = pytest.mark.server
@@ -247,28 +249,46 @@ def test_sampled_tokens_have_the_targets_probabilities(method, target, known):
         torch.testing.assert_close(torch.tensor(answer.logprobs), want, atol=2e-3, rtol=0)
 
 
-def test_every_block_accepts_what_a_plain_loop_accepts():
-    """The trained pair accepts as many tokens in every block as a plain loop."""
+@pytest.mark.parametrize(
+    ("folder", "reference", "count"),
+    [
+        pytest.param(DRAFT, ReferenceDFlash, 10, id="dflash"),
+        pytest.param(DFLASH2_DRAFT, ReferenceDFlash2, 10, id="dflash2"),
+        pytest.param(DRAFT, ReferenceDFlash, 100, id="dflash-100", marks=pytest.mark.long),
+        pytest.param(DFLASH2_DRAFT, ReferenceDFlash2, 100, id="dflash2-100", marks=pytest.mark.long),
+    ],
+)
+def test_every_block_accepts_what_a_plain_loop_accepts(folder, reference, count):
+    """The trained pair accepts as many tokens in every block as a plain loop without any cache."""
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    prompts = [tuple(tokenizer.encode(prompt["text"]).ids) for prompt in heldout_prompts()[:80:8]]
+    texts = [prompt["text"] for prompt in heldout_prompts()]
+    stride = 8 if count == 10 else 1
+    prompts = [tuple(tokenizer.encode(text).ids) for text in texts[: count * stride : stride]]
     jobs = [Job(prompt, 48, step=number) for number, prompt in enumerate(prompts)]
-    arguments = ["--model-path", TARGET, *FLOAT32, *POOL, *dflash_arguments(DRAFT)]
+    arguments = ["--model-path", TARGET, *FLOAT32, *POOL, *dflash_arguments(folder)]
     [answers] = run(arguments, [jobs], environment=ENVIRONMENT)
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    draft = ReferenceDFlash(
-        json.loads((DRAFT / "config.json").read_text()), load_file(DRAFT / "model.safetensors")
+    draft = reference(
+        json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     )
+    ties = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         text = [*prompt, *answer.output_ids]
         with torch.no_grad():
             out = model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
-        assert out.logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(answer.output_ids)
+        best = out.logits[0, len(prompt) - 1 : -1].topk(2, dim=-1)
+        wrong = best.indices[:, 0] != torch.tensor(answer.output_ids)
+        assert (best.values[wrong, 0] - best.values[wrong, 1] < FLOAT32_TIE).all()
+        if wrong.any():  # the loop below would follow another text
+            ties += 1
+            continue
         expected = plain_loop(model, draft, out.hidden_states, text, len(prompt))
         # The last block may reach past the answer's end, where the loop has no token to compare.
         assert list(answer.accepted[:-1]) == expected[:-1] and answer.accepted[-1] >= expected[-1]
+    assert ties <= count // 20
 
 
 def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], committed: int) -> list[int]:
@@ -285,12 +305,15 @@ def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], co
     settings = draft.config["dflash_config"]
     width = draft.config["block_size"]
     aux = torch.cat([hidden_states[layer + 1][0] for layer in settings["target_layer_ids"]], dim=-1)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight.detach()
     kept = []
     while committed < len(text) - 1:
         block = torch.tensor([text[committed], *[settings["mask_token_id"]] * (width - 1)])
         hidden = draft.block_hidden(embedding[block].detach(), draft.context_kv(aux[:committed]))
-        drafted = (hidden[1:] @ head.detach().double().T).argmax(-1).tolist()
+        if isinstance(draft, ReferenceDFlash2):
+            drafted = draft.greedy_path(hidden[1:], head, text[committed])
+        else:
+            drafted = (hidden[1:] @ head.double().T).argmax(-1).tolist()
         right = 0
         for token, want in zip(drafted, text[committed + 1 :]):
             if token != want:
@@ -299,6 +322,29 @@ def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], co
         kept.append(right)
         committed += right + 1
     return kept
+
+
+@pytest.mark.rehearsal_full
+def test_replay_commits_the_same_states(target, known):
+    """ReplaySSM, its Triton kernels interpreted: ids and acceptance are those of copied states.
+
+    Answers cross the grid on which states are kept, and the second group continues from it.
+    """
+    generator = random.Random(4)
+    picked = generator.sample([k for k in known if 40 <= len(k.prompt) < 70 and len(k.answer) > 30], 3)
+    first = [(Job(k.prompt, 28, step=2 * number), k) for number, k in enumerate(picked)]
+    groups = [[job for job, _ in jobs] for jobs in (first, continued(first))]
+    arguments = ["--model-path", target, *FLOAT32, *POOL, *GRID, *dflash_arguments(DRAFT)]
+    copied = run(arguments, groups, environment=ENVIRONMENT)
+    replayed = run(
+        [*arguments, "--enable-linear-replayssm-spec"],
+        groups,
+        environment={**ENVIRONMENT, "TRITON_INTERPRET": "1"},
+        is_cold=True,
+    )
+    for one, other in zip(copied, replayed, strict=True):
+        assert [answer.output_ids for answer in one] == [answer.output_ids for answer in other]
+        assert [answer.accepted for answer in one] == [answer.accepted for answer in other]
 
 
 def test_starts_without_a_flag(known):

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import yaml
 from serving import ROOT
 
 SOURCE = ROOT / "python" / "sglang"
@@ -61,6 +62,20 @@ def test_pins(pyproject):
     assert requirements[0] == "sglang"
     assert not [line for line in requirements if "==" in line or "~=" in line or "<" in line]
     assert importlib.metadata.version("sglang") in supported_versions()
+
+
+def test_every_supported_release_is_tested():
+    """The workflow's matrix has the recorded releases, and make installs the newest one."""
+    from sglang_dflash.srt.plugins.static_check import supported_versions
+
+    workflows = {
+        path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")
+    }
+    assert all(workflow["jobs"] for workflow in workflows.values())
+    matrix = workflows["supported-versions.yml"]["jobs"]["test"]["strategy"]["matrix"]
+    assert matrix["sglang"] == supported_versions()
+    default = re.search(r"^SGLANG \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert default and default[1] == supported_versions()[-1]
 
 
 def imported_modules(source: str) -> set[str]:

@@ -134,6 +134,7 @@ class Simulation:
             kv_index_translator=Translator(),
             attn_backend=self.pools.backend,
             model_config=SimpleNamespace(context_len=CAPACITY),
+            decode_cuda_graph_runner=None,
             forward=lambda batch: SimpleNamespace(logits_output=self.pools.forward(self.model, batch)),
         )
         borrowed = SimpleNamespace(

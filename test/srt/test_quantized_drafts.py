@@ -12,13 +12,17 @@ from sglang.srt.layers import linear
 from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
 from sglang.srt.utils.hf_transformers_utils import get_config
 from support.engine import build, start
-from support.packed_drafts import SCHEMES, pack, pack_for_modelopt, write
+from support.packed_drafts import SCHEMES, pack, pack_for_modelopt, pack_plain_fp8, write
 
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_tensors
-from sglang_dflash.srt.arg_groups.draft_quantization import check_draft_quantization
+from sglang_dflash.srt.arg_groups.draft_quantization import (
+    check_draft_quantization,
+    settle_draft_quantization,
+)
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.draft_quantization import Scheme, quantization_of
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.models import packed_weights
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.packed_weights import PackedModule, row_check, run_row_checks
@@ -46,11 +50,17 @@ def one_layer(folder):
 
 def packed_draft(tmp_path, scheme: str):
     """Return the folder of a packed draft of one layer, its tensors, and those of the library."""
-    packed, quantization, unpacked = pack_for_modelopt(SMALL) if scheme == "ModelOpt" else pack(SMALL, scheme)
+    others = {
+        "ModelOpt": pack_for_modelopt,
+        "plain FP8": lambda tensors: pack_plain_fp8(tensors, in_blocks=False),
+        "plain FP8 in blocks": lambda tensors: pack_plain_fp8(tensors, in_blocks=True),
+    }
+    writer = others.get(scheme) or (lambda tensors: pack(tensors, scheme))
+    packed, quantization, unpacked = writer(SMALL)
     return write(tmp_path / "draft", DRAFT, packed, quantization), packed, unpacked
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, "ModelOpt"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "ModelOpt", "plain FP8", "plain FP8 in blocks"])
 def test_a_packed_draft_is_what_its_library_unpacks(scheme, tmp_path):
     """Equal to the library's own weights up to bfloat16's rounding, which is the library's."""
     folder, packed, unpacked = packed_draft(tmp_path, scheme)
@@ -302,23 +312,72 @@ def test_groups_win_in_order():
     assert names == ["W8", "FP8", None]
 
 
+def flag(named: str | None, is_given: bool = True, path=None) -> SimpleNamespace:
+    return SimpleNamespace(
+        speculative_draft_model_quantization=named,
+        _speculative_draft_quantization_explicitly_set=is_given,
+        speculative_draft_model_path=path,
+        speculative_draft_model_revision=None,
+    )
+
+
 @pytest.mark.parametrize("named, is_refused", [(None, False), ("compressed-tensors", False), ("fp8", True)])
 def test_the_flag(named, is_refused, checked):
-    """Unset and "unquant", which SGLang turns into None, fit every draft."""
+    """Unset and "unquant", which SGLang turns into None, fit every draft. The target's is not the draft's."""
     found = quantization_of(SimpleNamespace(draft_quantization=checked.quantization))
-    args = SimpleNamespace(
-        speculative_draft_model_quantization=named, _speculative_draft_quantization_explicitly_set=True
-    )
-    inherited = SimpleNamespace(
-        speculative_draft_model_quantization="awq", _speculative_draft_quantization_explicitly_set=False
-    )
-    check_draft_quantization(inherited, found)
-    check_draft_quantization(inherited, None)
+    check_draft_quantization(flag("awq", is_given=False), found)
+    check_draft_quantization(flag("awq", is_given=False), None)
     if is_refused:
         with pytest.raises(ValueError, match="quantized by compressed-tensors"):
-            check_draft_quantization(args, found)
+            check_draft_quantization(flag(named), found)
     else:
-        check_draft_quantization(args, found)
-    if named is not None:
-        with pytest.raises(ValueError, match="not served for a draft that is not quantized"):
-            check_draft_quantization(args, None)
+        check_draft_quantization(flag(named), found)
+    for name in ("awq", "compressed-tensors"):
+        with pytest.raises(ValueError, match="not served for a draft that is not quantized, only fp8"):
+            check_draft_quantization(flag(name), None)
+    check_draft_quantization(flag("fp8"), None)
+
+
+def test_what_the_flag_does(tmp_path, monkeypatch):
+    """Processes that load the draft read two options."""
+    packed, quantization, _ = pack_plain_fp8(SMALL, in_blocks=True)
+    plain_fp8 = write(tmp_path / "fp8", DRAFT, packed, quantization)
+    check_draft_quantization(flag("fp8"), quantization_of(read_hf_config(plain_fp8)))
+    options = DFlashOptions.DRAFT_DEQUANTIZED, DFlashOptions.DRAFT_LAYERS_DTYPE
+
+    def settled(*args):
+        for option in options:
+            monkeypatch.delenv(option.variable, raising=False)
+        settle_draft_quantization(flag(*args))
+        return tuple(option.get() for option in options)
+
+    assert settled(None, False, str(DRAFT)) == (False, "auto")
+    assert settled("awq", False, str(DRAFT)) == (False, "auto")  # the target's
+    assert settled(None, True, str(plain_fp8)) == (True, "auto")  # unquant
+    assert settled("fp8", True, str(DRAFT)) == (False, "fp8")
+    assert settled("fp8", True, str(plain_fp8)) == (False, "auto")  # the file's own
+    for option in options:
+        monkeypatch.delenv(option.variable, raising=False)
+
+
+PLAIN_FP8 = {
+    "no blocks": ({"weight_block_size": None}, "weight_scale_inv: FP8 has no such tensor"),
+    "other blocks": ({"weight_block_size": [64, 128]}, r"weight_scale_inv is .*, expected .* of FP8"),
+    "a size that is none": ({"weight_block_size": [0, 128]}, "must be two positive integers"),
+    "another type": ({"fmt": "e5m2"}, "fmt 'e5m2': not served"),
+    "a layer that is not converted": (
+        {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp"]},
+        "mlp.gate_proj.weight.*: the config names no quantization for it",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PLAIN_FP8)
+def test_bad_plain_fp8(fault, tmp_path):
+    """FP8 without a library's name, scales `weight_scale_inv` in blocks."""
+    changes, words = PLAIN_FP8[fault]
+    packed, quantization, _ = pack_plain_fp8(SMALL, in_blocks=True)
+    folder = write(tmp_path / "draft", DRAFT, packed, quantization | changes)
+    with pytest.raises(DraftConfigError, match=words):
+        config = one_layer(folder)
+        check_draft_tensors(str(folder), config, DFlashDraftConfig.parse(config, "draft"))

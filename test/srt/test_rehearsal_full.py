@@ -21,8 +21,10 @@ from serving import (
     heldout_prompts,
 )
 from support import sequence_probs as sequences
+from support.drafts import make_draft
 from support.parity import assert_same
 from support.rehearsal.compare import (
+    CONCURRENCY,
     NO_CACHE,
     Expected,
     acceptance,
@@ -91,6 +93,33 @@ def test_the_built_in_worker(backend, expected, reference):
         assert_launches(played, f"built-in/{backend}-dflash")
 
 
+def test_a_server_that_is_handed_over(reference, tmp_path):
+    """Serve a draft that only the built-in reads, from our decision in the launcher on."""
+    draft = make_draft(tmp_path / "draft", base=DRAFT, use_gemma_norm=True)
+    requests = greedy_requests()
+    with rehearse(Scene("fa3", is_handed_over=True), draft, NO_CACHE) as played:
+        answers = played.server.generate_many(requests, CONCURRENCY)
+        assert_same(requests, answers, reference.answers(requests))
+        assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in answers)
+        [state] = played.server.get("/server_info")["internal_states"]
+        assert state["speculative_implementation"]["name"] == "sglang"
+        assert "Gemma's RMSNorm" in state["speculative_implementation"]["because"][0]
+        assert played.server.log().count("built-in implementation serves this server") == 1
+        assert "sglang-dflash DFlashWorker" not in played.server.log()
+
+
+@pytest.mark.parametrize("draft", ["dflash", "peagle"])
+def test_without_bounds(draft, expected, reference):
+    """Serve on an SGLang that lacks a target of BOUNDS: each cycle waits, nothing else changes."""
+    requests = greedy_requests()
+    expected.answers(DRAFTS[draft], requests)
+    with rehearse(Scene("flashinfer", lacks_bounds=True), DRAFTS[draft], NO_CACHE) as played:
+        assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
+        assert played.waits() != []
+        [state] = played.server.get("/server_info")["internal_states"]
+        assert "plans" not in (state.get("speculative_plans") or {}), "plans were made within bounds"
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_triton(draft, expected, reference):
     """Run SGLang's attention kernels in Triton's interpreter, on short requests."""
@@ -134,6 +163,22 @@ def test_a_batch_beyond_the_captured_sizes_waits(expected, reference):
         beyond = [step for step in played.steps_without_graphs() if step["bs"] > 2]
         assert len(beyond) == state["speculative_plans"]["cycles_without_graph"] > 0
         assert played.steps_without_graphs() == beyond
+
+
+@pytest.mark.parametrize(("draft", "in_draft"), [("dflash", 1), ("peagle", 0)])
+def test_fa3_schedules_once_per_forward(draft, in_draft, expected, reference):
+    """A graph computes one schedule for all layers without a window. The P-EAGLE draft has no such layer."""
+    requests = greedy_requests()
+    expected.answers(DRAFTS[draft], requests)
+    once = {"SGLANG_DFLASH_FA3_SCHEDULE_ONCE": "1"}
+    with rehearse(Scene("fa3"), DRAFTS[draft], NO_CACHE, environment=once) as played:
+        assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
+        captures = played.notes("capture")
+    found = {role: set() for role in ("target", "draft")}
+    for note in captures:
+        assert note["operations"]["flash_attn_with_kvcache"] > 1
+        found[note["role"]].add(note["operations"].get("get_scheduler_metadata", 0))
+    assert found == {"target": {1}, "draft": {in_draft}}
 
 
 SETTINGS = {

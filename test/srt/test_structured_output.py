@@ -234,3 +234,15 @@ def test_the_llguidance_backend(llguidance, prompts):
     sampled = [greedy(prompt, 150, temperature=1.0, json_schema=json.dumps(SCHEMA)) for prompt in prompts]
     for answer in llguidance.generate_many(sampled, 6):
         check_schema(answer["text"])
+
+
+def test_outlines_serves_all_but_grammars():
+    """It cannot roll back over rejected tokens, which ends SGLang's own server with DFLASH."""
+    jobs = [
+        Job((5, 6, 7), 8, sampling={"temperature": 0.0, "regex": "[a-z]+"}),
+        Job((5, 6, 7), 8),
+    ]
+    arguments = ["--model-path", TARGET, *FLOAT32, *dflash_arguments(), "--grammar-backend", "outlines"]
+    [[refused, served]] = run(arguments, [jobs])
+    assert refused.finish_reason == "FINISH_ABORT"
+    assert served.finish_reason == "FINISH_LENGTH" and len(served.output_ids) == 8

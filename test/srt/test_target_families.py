@@ -15,8 +15,12 @@ from support.families import (
     FAMILIES,
     IMAGE_TOKEN,
     LAYER_IDS,
+    VIDEO_TOKEN,
+    VISION_END,
+    VISION_START,
     VOCAB,
     Target,
+    vision_kinds,
     write_draft,
     write_peagle_draft,
     write_target,
@@ -108,56 +112,76 @@ def test_a_family_with_a_peagle_draft(name, tmp_path):
     check_answers(answers, wanted)
 
 
-def image(prompt: list[int], model, seed: int):
-    """Insert a random picture after the prompt's first two tokens.
+def seen(prompt: list[int], model, seed: int, at: int, grid: tuple[int, int, int]):
+    """Insert a random picture, or a video of several frames, after the prompt's first `at` tokens.
 
-    The picture has 4 x 6 patches and 2 x 3 tokens.
+    grid: frames, rows and columns of patches. Four patches are one token; each frame stands alone.
 
     Returns:
         The token ids, the other inputs of Hugging Face's model, and those of SGLang's scheduler.
     """
-    config, grid = model.config.vision_config, torch.tensor([[1, 4, 6]])
+    frames, rows, columns = grid
+    modality = Modality.IMAGE if frames == 1 else Modality.VIDEO
+    token = IMAGE_TOKEN if frames == 1 else VIDEO_TOKEN
+    config, count = model.config.vision_config, rows * columns // 4
     width = 3 * config.temporal_patch_size * config.patch_size**2
-    pixels = torch.randn(24, width, generator=torch.Generator().manual_seed(seed))
-    ids = [*prompt[:2], 4, *[IMAGE_TOKEN] * 6, 5, *prompt[2:]]
-    kinds = (torch.tensor([ids]) == IMAGE_TOKEN).int()
+    pixels = torch.randn(frames * rows * columns, width, generator=torch.Generator().manual_seed(seed))
+    frame = [VISION_START, *[token] * count, VISION_END]
+    ids = [*prompt[:at], *frame * frames, *prompt[at:]]
+    first = [at + 1 + number * len(frame) for number in range(frames)]
+    name, grids = f"{modality.name.lower()}_grid_thw", torch.tensor([grid])
     positions, delta = model.model.get_rope_index(
-        torch.tensor([ids]), mm_token_type_ids=kinds, image_grid_thw=grid
+        torch.tensor([ids]), mm_token_type_ids=vision_kinds(ids), **{name: grids}
     )
     item = MultimodalDataItem(
-        modality=Modality.IMAGE,
-        offsets=[(3, 8)],
+        modality=modality,
+        offsets=[(start, start + count - 1) for start in first],
         feature=pixels,
-        model_specific_data={"image_grid_thw": grid},
+        model_specific_data={name: grids},
     )
     given = MultimodalProcessorOutput(
         mm_items=[item],
         input_ids=ids,
         im_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
         mrope_positions=positions[:, 0],
         mrope_position_delta=delta.view(1, 1),
     )
-    return ids, {"pixel_values": pixels, "image_grid_thw": grid}, given
+    pixels_name = "pixel_values" if frames == 1 else "pixel_values_videos"
+    return ids, {pixels_name: pixels, name: grids}, given
 
 
-def test_images(draft, tmp_path):
-    """Serve two pictures and a text in one batch.
+# After how many of a prompt's tokens, and how many frames, rows and columns of patches. The second picture
+# lies across two chunks of 64 tokens, and across the first point at which states are kept.
+PICTURES = ((9, 2, (1, 4, 6)), (100, 40, (1, 8, 16)), (70, 50, (1, 6, 8)), (30, 4, (3, 4, 6)))
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5", pytest.param("qwen3.5-moe", marks=pytest.mark.long)])
+def test_images(name, draft, tmp_path):
+    """Serve pictures, a video and a text in one batch, then again from the prefix cache.
 
     After a picture, text positions lag behind slots, so a block verified at slot numbers would be wrong.
     """
-    target = write_target("qwen3-vl", tmp_path / "target")
+    target = write_target(name, tmp_path / "target")
     jobs, wanted = [], []
-    for seed, prompt in enumerate(prompts((9, 30))):
-        ids, pictures, given = image(prompt, target.model, seed)
+    for seed, (length, at, grid) in enumerate(PICTURES):
+        ids, pictures, given = seen(prompts((length,), seed)[0], target.model, seed, at, grid)
         wanted.append(target.answer(ids, ANSWER, **pictures))
         jobs.append(Job(tuple(ids), max_new_tokens=ANSWER, mm_inputs=given))
     text = prompts((12,))[0]
     jobs.append(Job(tuple(text), max_new_tokens=ANSWER))
     wanted.append(target.answer(text, ANSWER))
-    assert target.answer(jobs[0].input_ids, ANSWER)[0] != wanted[0][0], "the picture does not matter"
+    for number in (0, 3):
+        assert target.answer(jobs[number].input_ids, ANSWER)[0] != wanted[number][0], "the picture is unseen"
     arguments = ["--model-path", target.path, *dflash_arguments(draft), *FLAGS]
-    [answers] = run(arguments, [jobs], Oracle([ids + [0] * 8 for ids, _ in wanted]), ENVIRONMENT)
-    check_answers(answers, wanted)
+    arguments += ["--chunked-prefill-size", "64", *["--mamba-track-interval", "64"] * (name != "qwen3-vl")]
+    oracle = Oracle([ids + [0] * 8 for ids, _ in wanted] * 2)
+    first, again = run(arguments, [jobs, jobs], oracle, ENVIRONMENT)
+    check_answers(first, wanted)
+    check_answers(again, wanted)
+    kept = [count for answer in (*first, *again) for count in answer.accepted]
+    assert sum(kept) > 2 * len(kept), "the oracle's drafts were not accepted"
+    assert first[1].cached_tokens == 0 < 64 <= again[1].cached_tokens, "the cache knows no picture"
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gemma4", "deepseek-v3"])

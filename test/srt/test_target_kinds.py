@@ -28,6 +28,9 @@ class Model:
     def set_eagle3_layers_to_capture(self, ids):
         self.captured["eagle3"] = ids
 
+    def get_input_embeddings(self):
+        """Lent to the draft."""
+
 
 def configure(model, **changes):
     arguments = {
@@ -75,11 +78,14 @@ def test_wrong_states_are_refused():
 
 @pytest.fixture
 def registry(monkeypatch):
-    """SGLang's model registry, replaced by three models that are not in our list."""
+    """SGLang's model registry, replaced by models that are not in our list."""
     models = {
         "BothForCausalLM": Model,
-        "Eagle3OnlyForCausalLM": type("Eagle3Only", (), {"set_eagle3_layers_to_capture": None}),
-        "NeitherForCausalLM": object,
+        "Eagle3OnlyForCausalLM": type(
+            "Eagle3Only", (), {"set_eagle3_layers_to_capture": None, "get_input_embeddings": None}
+        ),
+        "NeitherForCausalLM": type("Neither", (), {"get_input_embeddings": None}),
+        "KeepsForCausalLM": type("Keeps", (), {"set_dflash_layers_to_capture": None}),
     }
     module = SimpleNamespace(ModelRegistry=SimpleNamespace(models=models))
     monkeypatch.setitem(__import__("sys").modules, "sglang.srt.models.registry", module)
@@ -107,7 +113,12 @@ def test_a_target_that_names_inputs_gets_the_ids_of_inputs(monkeypatch):
 
 @pytest.mark.parametrize(
     "names, words",
-    [(["NeitherForCausalLM"], "captures none"), (["NoSuchModel"], "no such model"), (None, "None")],
+    [
+        (["NeitherForCausalLM"], "captures none"),
+        (["KeepsForCausalLM"], "lends none"),
+        (["NoSuchModel"], "no such model"),
+        (None, "None"),
+    ],
 )
 def test_impossible_targets_are_refused(names, words, registry):
     with pytest.raises(ValueError, match=words):

@@ -15,6 +15,7 @@ from support.sampling_parameters import VOCABULARY, sampling_info
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
+from sglang_dflash.srt.speculative.acceptance import caps as caps_module
 from sglang_dflash.srt.speculative.acceptance import constraints
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
@@ -103,7 +104,7 @@ def test_the_verify_graph_absorbs_the_commit(one_naming):
         SimpleNamespace(logits_output=output, can_run_cuda_graph=graph) for graph in (True, False)
     )
     assert tail.states_to_commit(by_graph) is states  # a graph without our tail
-    batch = SimpleNamespace(positions=object(), out_cache_loc=object())
+    batch = SimpleNamespace(positions=object(), out_cache_loc=object(), batch_size=2)
     for hook in target.capture_tail_hooks:
         hook(target.decode_cuda_graph_runner, output, batch, 6)
     assert len(drafter.absorb.mock_calls) == one_naming
@@ -114,6 +115,19 @@ def test_the_verify_graph_absorbs_the_commit(one_naming):
     assert tail.states_to_commit(eager) is states
     target.decode_cuda_graph_runner = MagicMock()  # another width's, made by others
     assert tail.states_to_commit(by_graph) is states
+
+
+@pytest.mark.parametrize("defers", [True, False])
+def test_the_graph_of_plain_cycles_leaves_deferred_context_to_the_commit(defers):
+    drafter, runner = MagicMock(defers_plain_cycles=defers), MagicMock(capture_tail_hooks=[])
+    runner.kv_index_translator.space.return_value = SimpleNamespace(write=None)
+    tail = VerifyTail(drafter, runner, runner)
+    output = SimpleNamespace(hidden_states=torch.zeros(8, 4))
+    [hook] = runner.capture_tail_hooks
+    hook(runner.decode_cuda_graph_runner, output, MagicMock(batch_size=6), 6)
+    target_out = SimpleNamespace(logits_output=output, can_run_cuda_graph=True)
+    assert (drafter.absorb.mock_calls == []) == defers
+    assert (tail.states_to_commit(target_out) is output.hidden_states) == defers
 
 
 @pytest.mark.parametrize("agrees", [True, False])
@@ -153,7 +167,9 @@ def test_a_cap_cuts_the_accepted_prefix_and_keeps_the_targets_token():
     assert accepted.accept_len.dtype == torch.int32 and accepted.committed.tolist() == [7, 11]
 
 
-def test_caps_of_a_batch():
+def test_caps_of_a_batch(monkeypatch):
+    monkeypatch.setattr(caps_module, "runs_per_slot", lambda serialized: serialized == "of SGLang")
+
     def reqs(*params, processor=None):
         return [
             SimpleNamespace(
@@ -168,6 +184,7 @@ def test_caps_of_a_batch():
     assert caps is not None and caps.tolist() == [0, 7, 7]
     caps = requested_caps(reqs(None) + reqs(None, {}, processor="serialized"), 8)
     assert caps is not None and caps.tolist() == [7, 0, 0]
+    assert requested_caps(reqs(None, {}, processor="of SGLang"), 8) is None
 
 
 def test_a_draft_gets_graphs_if_there_is_room(monkeypatch, caplog):

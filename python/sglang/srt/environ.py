@@ -73,12 +73,16 @@ class DFlashOptions:
     DRAFT_LAYERS_DTYPE = Option(
         "SGLANG_DFLASH_DRAFT_LAYERS_DTYPE", "auto", {"auto": "auto", "fp8": "fp8"}.__getitem__, "auto or fp8"
     )
+    # --speculative-draft-model-quantization unquant: dequantize every layer of a quantized draft at load.
+    DRAFT_DEQUANTIZED = _switch("SGLANG_DFLASH_DRAFT_DEQUANTIZED")
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
     # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.
     ADAPTIVE: Option[str | None] = Option("SGLANG_DFLASH_ADAPTIVE", None, str)
     # Compare FlashInfer's chunk counts with the device's lengths; a difference ends the server.
     CHECK_PLANS = _switch("SGLANG_DFLASH_CHECK_PLANS")
+    # Compute FlashAttention 3's schedule of a block once per forward, not in every layer. No GPU has run it.
+    FA3_SCHEDULE_ONCE = _switch("SGLANG_DFLASH_FA3_SCHEDULE_ONCE")
     # Observers of the cycle (`cycle/observer.py`), `module:Class` each, separated by commas.
     OBSERVERS: Option[tuple[str, ...]] = Option(
         "SGLANG_DFLASH_OBSERVERS", (), lambda text: tuple(text.split(","))

@@ -60,6 +60,7 @@ class OracleDraft:
     """A draft whose tokens are each right with a given probability."""
 
     mask_token_id, num_draft_rows, has_own_table = 999, BLOCK - 1, False
+    defers_plain_cycles = False
 
     def __init__(self, hit_rate: float, writes_context_apart: bool = True):
         self.hit_rate, self.writes_context_apart = hit_rate, writes_context_apart

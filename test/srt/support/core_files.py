@@ -6,6 +6,7 @@ CORE = (
     "test_block_conv.py",
     "test_cpu_runtime.py",
     "test_cpu_transfer.py",
+    "test_cycle_counts.py",
     "test_draft_attention.py",
     "test_fetch_smollm2.py",
     "test_flashinfer_plans.py",

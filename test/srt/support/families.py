@@ -73,14 +73,16 @@ _QWEN3_VISION = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1],
 }
-IMAGE_TOKEN = 2
+IMAGE_TOKEN, VIDEO_TOKEN, VISION_START, VISION_END = 2, 3, 4, 5
 _QWEN3_VL = {
     "vision_config": _QWEN3_VISION,
     "image_token_id": IMAGE_TOKEN,
-    "video_token_id": 3,
-    "vision_start_token_id": 4,
-    "vision_end_token_id": 5,
+    "video_token_id": VIDEO_TOKEN,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
 }
+# As published: its text layers get no features of the vision tower's inner layers.
+_QWEN3_5 = _QWEN3_VL | {"vision_config": _QWEN3_VISION | {"deepstack_visual_indexes": []}}
 _HYBRID = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"] * (LAYERS // 3),
     "linear_num_key_heads": 2,
@@ -243,7 +245,7 @@ FAMILIES = {
         _HYBRID,
         _IN_TEXT_CONFIG,
         outer="Qwen3_5Config",
-        outer_fields=_QWEN3_VL,
+        outer_fields=_QWEN3_5,
     ),
     "qwen3.5-text": Family("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HYBRID, _HYBRID_FIELDS),
     "qwen3.5-moe": Family(
@@ -252,7 +254,7 @@ FAMILIES = {
         {**_HYBRID, **_MOE, "num_experts": 4, "shared_expert_intermediate_size": 32},
         _IN_TEXT_CONFIG,
         outer="Qwen3_5MoeConfig",
-        outer_fields=_QWEN3_VL,
+        outer_fields=_QWEN3_5,
     ),
     "mistral": Family("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
     "ministral3": Family("Ministral3ForCausalLM", "Ministral3Config", {}),
@@ -264,6 +266,12 @@ FAMILIES = {
         _ROUTING | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
 }
+
+
+def vision_kinds(ids: Sequence[int]) -> torch.Tensor:
+    """Return [1, n]: 1 at tokens of an image, 2 at tokens of a video."""
+    tokens = torch.tensor([list(ids)])
+    return (tokens == IMAGE_TOKEN).int() + 2 * (tokens == VIDEO_TOKEN).int()
 
 
 @dataclass
@@ -280,7 +288,7 @@ class Target:
         ids, leads = list(prompt), []
         for _ in range(length):
             if pictures:
-                pictures["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE_TOKEN).int()
+                pictures["mm_token_type_ids"] = vision_kinds(ids)
             best = self.model(torch.tensor([ids]), **pictures).logits[0, -1].topk(2)
             ids.append(int(best.indices[0]))
             leads.append(float(best.values[0] - best.values[1]))

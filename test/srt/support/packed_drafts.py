@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 # What published drafts leave dense.
 IGNORED = ("re:.*kernel_projection$", "re:.*candidate_selector.*", "re:.*norm$", "lm_head", "embed_tokens")
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 SCHEMES = (
     "W4A16",
     "W4A16_ASYM",
@@ -28,8 +29,10 @@ SCHEMES = (
 )
 
 
-def pack(tensors: dict, name: str) -> tuple[dict, dict, dict]:
+def pack(tensors: dict, name: str, shared: bool = False) -> tuple[dict, dict, dict]:
     """Quantize a draft's linear layers.
+
+    shared: give modules that servers fuse one global scale, as llm-compressor does.
 
     Returns the packed tensors, the `quantization_config`, and the tensors as the library unpacks them.
     """
@@ -41,7 +44,10 @@ def pack(tensors: dict, name: str) -> tuple[dict, dict, dict]:
             packed[key] = unpacked[key] = tensor
             continue
         form = _format(scheme)
-        parts = _compressed(tensor, scheme, form)
+        fused = next((names for names in FUSED if shared and module.endswith(names)), ())
+        parent = module.rpartition(".")[0]
+        together = [tensors[f"{parent}.{part}.weight"].flatten() for part in fused] or [tensor.flatten()]
+        parts = _compressed(tensor, scheme, form, torch.cat(together).float())
         packed |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
         dense = BaseCompressor.get_value_from_registry(form).decompress(parts, scheme)
         unpacked[key] = dense["weight"].to(tensor.dtype)
@@ -54,9 +60,20 @@ def pack(tensors: dict, name: str) -> tuple[dict, dict, dict]:
     return packed, config.model_dump(mode="json"), unpacked
 
 
-def pack_for_modelopt(tensors: dict) -> tuple[dict, dict, dict]:
+def pack_plain_fp8(tensors: dict, in_blocks: bool) -> tuple[dict, dict, dict]:
+    """Quantize to FP8 as exports without a library's name do. Returns what `pack` does."""
+    packed, _, unpacked = pack(tensors, "FP8_BLOCK" if in_blocks else "FP8")
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    config["modules_to_not_convert"] = ["lm_head", "embed_tokens", "candidate_selector"]
+    if in_blocks:
+        config["weight_block_size"] = [128, 128]
+        packed = {name.replace("weight_scale", "weight_scale_inv"): value for name, value in packed.items()}
+    return packed, config, unpacked
+
+
+def pack_for_modelopt(tensors: dict, shared: bool = False) -> tuple[dict, dict, dict]:
     """Quantize to NVFP4 in ModelOpt's names and factors. Returns what `pack` does."""
-    packed, _, unpacked = pack(tensors, "NVFP4A16")
+    packed, _, unpacked = pack(tensors, "NVFP4A16", shared)
     renamed = {}
     for name, tensor in packed.items():
         if name.endswith(".weight_global_scale"):  # ModelOpt multiplies where compressed-tensors divides
@@ -88,7 +105,7 @@ def _format(scheme) -> str:
     return getattr(form, "value", form)
 
 
-def _compressed(weight: torch.Tensor, scheme, form: str) -> dict:
+def _compressed(weight: torch.Tensor, scheme, form: str, together: torch.Tensor) -> dict:
     args = scheme.weights
     strategy = getattr(args.strategy, "value", args.strategy)
     rows, columns = weight.shape
@@ -101,7 +118,7 @@ def _compressed(weight: torch.Tensor, scheme, form: str) -> dict:
     }[strategy]().float()
     state = {"weight": weight}
     if strategy == "tensor_group":
-        state["weight_global_scale"] = generate_gparam(weight.float().amin(), weight.float().amax())
+        state["weight_global_scale"] = generate_gparam(together.amin(), together.amax())
     scale, zero = calculate_qparams(
         view.amin(-1), view.amax(-1), args, global_scale=state.get("weight_global_scale")
     )

@@ -1,7 +1,7 @@
 """A DFlash2 draft in plain PyTorch and float64, for the tests.
 
 It is `ReferenceDFlash` with the convolutions and the selector. Written from the formulas of
-vllm-project/vllm#52816 and sgl-project/sglang#35371: token by token, channel by channel.
+vllm-project/vllm#52816 and sgl-project/sglang#35371, token by token.
 """
 
 import torch
@@ -55,9 +55,8 @@ class ReferenceDFlash2(ReferenceDFlash):
         out = torch.zeros_like(x)
         for row in range(x.shape[0]):
             for tap in range(min(base.shape[0], row + 1)):
-                for channel in range(x.shape[1]):
-                    weight = base[tap, channel] + deltas[row, side, tap, channel // size]
-                    out[row, channel] += weight * x[row - tap, channel]
+                weights = base[tap] + deltas[row, side, tap].repeat_interleave(size)
+                out[row] += weights * x[row - tap]
         return out
 
     def candidates(self, hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,9 @@ _PROGRAM = (
 class Job:
     """One request.
 
-    step: the scheduler step it joins in. abort_after: abort it once it has so many tokens.
+    step: the scheduler step it joins in. abort_after: abort it once it has so many tokens. processor: a
+    serialized custom logit processor. masks: return sampling masks. reasons: it begins inside its thoughts.
+    adapter: the LoRA adapter's name.
     """
 
     input_ids: tuple[int, ...]
@@ -39,6 +41,10 @@ class Job:
     ignore_eos: bool = True
     logprobs: bool = False
     mm_inputs: Any = None  # SGLang's MultimodalProcessorOutput
+    processor: str | None = None
+    masks: bool = False
+    reasons: bool = False
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ class Answer:
     """The answer to a job.
 
     logprobs: of the output ids; gaps: the lead of the best token at each position over the second, in log
-    probability; both if requested. accepted: drafts kept in each verified block, in order.
+    probability; both if requested. accepted: drafts kept in each verified block, in order. masks: the tokens
+    that each output token was drawn from, with its log probability among them, if requested.
     """
 
     output_ids: tuple[int, ...]
@@ -56,6 +63,7 @@ class Answer:
     accepted: tuple[int, ...]
     cached_tokens: int
     retractions: int
+    masks: tuple[tuple[frozenset[int], float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ def run(
     oracle: Oracle | None = None,
     environment: dict[str, str] | None = None,
     prepare: Callable[[Any], None] | None = None,
+    is_cold: bool = False,
 ) -> list[list[Answer]]:
     """Serve groups of jobs one after another on one scheduler, under SGLang's `arguments`.
 
@@ -84,14 +93,14 @@ def run(
     with what the process printed.
 
     prepare: called in the process with its scheduler, before anything runs; pickled. A request's id is its
-    job's number.
+    job's number. is_cold: in an interpreter of its own, which reads the whole environment.
     """
     from support.servers import run_to_end  # of the tests' process alone
 
     with tempfile.TemporaryDirectory() as folder:
         task, answers = Path(folder) / "task", Path(folder) / "answers"
         task.write_bytes(pickle.dumps(([str(a) for a in arguments], groups, oracle, prepare)))
-        ended = run_to_end("-c", _PROGRAM, task, answers, environment=environment)
+        ended = run_to_end("-c", _PROGRAM, task, answers, environment=environment, is_cold=is_cold)
         if not answers.exists():
             raise RuntimeError(f"exit code {ended.code}; its output ends:\n{ended.output[-4000:]}")
         return pickle.loads(answers.read_bytes())
@@ -117,9 +126,9 @@ def serve(
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     configure_scheduler_process(server_args, 0)
     scheduler = Scheduler(server_args, ports)
-    scheduler.ipc_channels.send_to_detokenizer.send_output = lambda *_: None
-    scheduler.output_streamer.send_to_detokenizer.send_output = lambda *_: None
     driver = _Driver(scheduler, groups)
+    scheduler.ipc_channels.send_to_detokenizer.send_output = lambda *_: None
+    scheduler.output_streamer.send_to_detokenizer.send_output = driver.note_output
     if scheduler.draft_worker is not None:
         worker = scheduler.draft_worker
         vocab_size = worker.target_worker.model_runner.model_config.vocab_size
@@ -135,11 +144,15 @@ class _Driver:
 
     def __init__(self, scheduler, groups):
         self.scheduler = scheduler
+        adapters = getattr(scheduler.tp_worker.model_runner, "lora_manager", None)
+        refs = adapters.lora_refs.values() if adapters is not None else ()
+        self._adapter_ids = {ref.lora_name: ref.lora_id for ref in refs}
         self.groups = list(groups)
         self.sizes = [len(group) for group in groups]
         self.jobs = [job for group in groups for job in group]
         self.requests: dict[str, Any] = {}
         self.accepted: dict[str, list[int]] = {}
+        self.masks: dict[str, list[tuple[frozenset[int], float]]] = {}
         self.step = 0
         self.first = 0
         self.waiting: list[int] = []
@@ -158,6 +171,13 @@ class _Driver:
         self.waiting = list(range(self.first, self.first + count))
         self.first += count
         self.step = 0
+
+    def note_output(self, output, *_):
+        """Take the sampling masks of what the scheduler sends."""
+        for rid, chunk in zip(output.rids, output.output_token_sampling_mask or (), strict=False):
+            if chunk is not None:
+                tokens, logprobs = chunk.to_lists(support_logprobs=False)
+                self.masks.setdefault(rid, []).extend(zip(map(frozenset, tokens), logprobs, strict=True))
 
     def ingest(self, stop_at_pause=False):
         from sglang.srt.managers.io_struct import AbortReq
@@ -203,6 +223,10 @@ class _Driver:
             top_logprobs_num=2 if job.logprobs else 0,
             token_ids_logprob=None,
             stream=False,
+            custom_logit_processor=job.processor,
+            return_sampling_mask=job.masks,
+            require_reasoning=job.reasons,
+            lora_id=self._adapter_ids.get(job.adapter),
         )
 
     def answers(self):
@@ -232,6 +256,7 @@ class _Driver:
             accepted=tuple(accepted),
             cached_tokens=request.cached_tokens,
             retractions=request.retraction_count,
+            masks=tuple(self.masks.get(request.rid, ())),
         )
 
 

@@ -17,11 +17,14 @@ from sglang_dflash.srt.arg_groups.adaptive_width import (
 )
 from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
-from sglang_dflash.srt.arg_groups.draft_quantization import check_draft_quantization
+from sglang_dflash.srt.arg_groups.draft_quantization import (
+    check_draft_quantization,
+    settle_draft_quantization,
+)
 from sglang_dflash.srt.arg_groups.hand_over import find_not_served, hand_over_if_not_served
 from sglang_dflash.srt.arg_groups.not_served import CPU_ATTENTION_BACKEND, draft_attention_findings
 from sglang_dflash.srt.configs.config_file import read_config
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target, depth_problem
 from sglang_dflash.srt.configs.draft_quantization import quantization_of
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
@@ -187,6 +190,9 @@ def resolve_dflash_args(server_args: Any) -> None:
     _warn_of_ignored_flags(args)
     DraftSampling.from_environment()  # refuse a bad value before the workers read it
     target_config, draft = load_and_check_configs(args)
+    for text in (*draft.assumed(), depth_problem(draft, target_config)):
+        if text is not None:
+            logger.warning("DFLASH: the draft's %s.", text)
     _check_mask_token(args, draft)
     block_size = choose_block_size(args, draft)
     check_copy_ahead(block_size)
@@ -199,6 +205,7 @@ def resolve_dflash_args(server_args: Any) -> None:
     draft.check_arguments(block_size, args.speculative_draft_window_size)
     adjusted = _adjust_to_recurrent_target(args, target_config, block_size) if is_recurrent else {}
     _tell_of_inherited_quantization(args)
+    settle_draft_quantization(args)
     declare_resolution(
         server_args,
         SOURCE,
@@ -240,7 +247,7 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
     target_kind(target.architectures)  # refuse what no draft could read before looking for faults in this one
     config = read_draft_config(draft, checkpoint)
     target_text = get_hf_text_config(target)
-    check_draft_fits_target(config, target_text, checkpoint)
+    check_draft_fits_target(config, target_text, checkpoint, target.architectures or ())
     check_draft_quantization(args, quantization_of(draft, checkpoint))
     check_draft_tensors(checkpoint, draft, config)
     return target_text, config
@@ -325,18 +332,24 @@ def choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
 
 
 def _adjust_to_recurrent_target(args: Any, target_config: Any, block_size: int) -> dict[str, Any]:
-    """Return the fields without which a wrong recurrent state would be cached.
-
-    Raises ValueError for a disaggregated server on a CPU, where SGLang cannot send states.
-    """
-    if args.disaggregation_mode != "null" and args.device == "cpu":
-        raise ValueError(
-            "--disaggregation-mode does not support targets with recurrent states (Mamba, GatedDeltaNet) on "
-            "a CPU: SGLang declares the states as GPU memory."
-        )
-    if args.disable_radix_cache:
-        return {}
+    """Return the fields without which a state would be wrong, or could not be verified."""
     adjusted: dict[str, Any] = {}
+    can_replay = args.device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
+    if args.enable_linear_replayssm_spec and not can_replay:
+        logger.warning("DFLASH turns --enable-linear-replayssm-spec off: its kernels need a GPU.")
+        adjusted["enable_linear_replayssm_spec"] = False
+    keeps_backup = args.disaggregation_decode_retraction_backup != "none"
+    if args.disaggregation_mode == "decode" and keeps_backup and not args.disable_overlap_schedule:
+        # SGLang retracts before it has read the last cycle's result. It saves the state after that cycle with
+        # the tokens before it.
+        logger.warning(
+            "DFLASH ends requests that a full decode server retracts with HTTP 503 instead of resuming them: "
+            "SGLang would save a recurrent state one cycle ahead of its tokens. With "
+            "--disable-overlap-schedule they resume."
+        )
+        adjusted["disaggregation_decode_retraction_backup"] = "none"
+    if args.disable_radix_cache:
+        return adjusted
     if args.enable_mixed_chunk and (args.page_size or 1) > 1:
         # SGLang then cuts prompts inside a page, and files the state there under the page's beginning.
         logger.warning(

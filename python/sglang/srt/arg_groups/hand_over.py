@@ -68,27 +68,45 @@ def hand_over_if_not_served(server_args: Any, found: list[NotServed]) -> bool:
             f"DFLASH does not support:\n  - {listed}\n"
             f"SGLang's built-in implementation does not serve instead: {'; '.join(reasons)}."
         )
+    _decide_for_builtin(server_args, found)
+    return True
+
+
+def leave_to_unsupported_sglang(server_args: Any, what: str) -> None:
+    """Decide for the built-in on a SGLang that ours does not fit.
+
+    Raises ValueError if something was requested that only ours has.
+    """
+    if reasons := _reasons_of_options():
+        raise ValueError(f"{what}. SGLang's built-in DFLASH does not serve instead: {'; '.join(reasons)}.")
+    _decide_for_builtin(server_args, [NotServed(what, True)], logging.ERROR)
+
+
+def _decide_for_builtin(server_args: Any, found: list[NotServed], level: int = logging.WARNING) -> None:
     lost = (*LOST, *(finding.lost for finding in found if finding.lost))
     decision = Implementation.builtin(tuple(finding.what for finding in found), lost)
     decision.decide(server_args)
     DFlashOptions.ADAPTIVE.clear()
-    logger.warning(
+    logger.log(
+        level,
         "DFLASH: SGLang's built-in implementation serves this server, because ours does not support %s. "
         "Lost: %s. --speculative-dflash-strict (%s=1) refuses instead.",
         "; ".join(decision.because),
         ", ".join(decision.lost),
         DFlashOptions.STRICT.variable,
     )
-    return True
 
 
 def _reasons_to_refuse(server_args: Any, found: list[NotServed]) -> list[str]:
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
+    reasons = _reasons_of_options()
     if DFlashOptions.STRICT.get():
-        return ["--speculative-dflash-strict forbids it"]
+        return reasons
     args = resolving_view(server_args)
-    reasons = [f"it lacks {name}, which was requested" for name in _requested_by_name(args)]
+    config = read_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+    if config is not None and is_speculators_config(config):
+        reasons.append("it lacks a reader of speculators checkpoints, which was requested")
     if any(not finding.builtin_serves for finding in found):
         reasons.append("it does not support all of this either")
     if refusal := builtin_refusal(server_args):
@@ -96,8 +114,10 @@ def _reasons_to_refuse(server_args: Any, found: list[NotServed]) -> list[str]:
     return reasons
 
 
-def _requested_by_name(args: Any) -> list[str]:
-    """List requested features that only ours has."""
+def _reasons_of_options() -> list[str]:
+    """List the options that only ours has, or only that of strict servers."""
+    if DFlashOptions.STRICT.get():
+        return ["--speculative-dflash-strict forbids it"]
     named = []
     if DFlashOptions.COPY_AHEAD.get():
         named.append("--speculative-copy-ahead")
@@ -111,10 +131,7 @@ def _requested_by_name(args: Any) -> list[str]:
     ):
         if option.get() != option.default:
             named.append(flag)
-    config = read_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
-    if config is not None and is_speculators_config(config):
-        named.append("a reader of speculators checkpoints")
-    return named
+    return [f"it lacks {name}, which was requested" for name in named]
 
 
 def builtin_refusal(server_args: Any) -> str | None:

@@ -9,7 +9,7 @@ from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKEND
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_quantization import find_quantization, read_quantization
-from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES, draft_findings, target_findings
+from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES, draft_findings
 from sglang_dflash.srt.configs.layer_fields import is_int
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import config_class, is_draft
@@ -20,12 +20,19 @@ TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_ml
 CPU_ATTENTION_BACKEND = "torch_native"
 
 # Targets whose embedding SGLang splits over all ranks, also with DP attention.
-_SPLIT_EMBEDDINGS = (
+SPLIT_EMBEDDINGS = (
+    "ApertusForCausalLM",
+    "InklingForConditionalGeneration",
     "IQuestCoderForCausalLM",
     "InternLM3ForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "Lfm2VlForConditionalGeneration",
     "LlamaForCausalLM",
     "Ministral3ForCausalLM",
     "MistralForCausalLM",
+    "MuseGlimmerForCausalLM",
+    "MuseGlimmerForConditionalGeneration",
     "Phi3ForCausalLM",
 )
 
@@ -107,7 +114,7 @@ def dp_attention_findings(args: Any) -> list[NotServed]:
         if applies
     ]
     architectures = (read_config(args.model_path, args.revision) or {}).get("architectures") or ()
-    if (name := next(iter(architectures), None)) in _SPLIT_EMBEDDINGS:
+    if (name := next(iter(architectures), None)) in SPLIT_EMBEDDINGS:
         found.append(NotServed(f"{name} {with_dp}: its embedding is split over all ranks", True))
     return found
 
@@ -135,7 +142,6 @@ def checkpoint_findings(args: Any) -> list[NotServed]:
     found = []
     if not is_ours_alone and _is_dflash_draft(config):
         found = draft_findings(config, config_class(config.get("architectures")).nested_fields())
-        found += target_findings(config, read_config(args.model_path, args.revision) or {})
     if problem := _split_problem(args, config.get("transformer_layer_config") or config):
         found.append(NotServed(problem))
     if problem := _quantization_problem(args, config):

@@ -31,6 +31,27 @@ _NESTED_ONLY = ("output_multiplier", "final_logit_softcapping", "input_embedding
 # Fields of `dflash_config` that are read along with others.
 _READ_BESIDE = ("causal", "use_swa", "swa_window_size")
 
+# What SGLang's own DFLASH assumes if a checkpoint does not say.
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MASK_TOKEN = "<|MASK|>"
+
+# Targets whose last layer SGLang captures. Others have no next layer, at whose input it would.
+_CAPTURES_LAST_LAYER = (
+    "BeamForCausalLM",
+    "InklingForConditionalGeneration",
+    "KimiK3ForConditionalGeneration",
+    "KimiK3LinearForCausalLM",
+    "LagunaForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiMoV2ForCausalLM",
+    "MiniMaxM3SparseForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration",
+    "MuseSparkForConditionalGeneration",
+    "NemotronHForCausalLM",
+)
+
 # Validators of one field. They see the fields above it in the class, as far as those are valid.
 _DERIVED: Any = None  # the default of a field that its validator derives from others
 _UNKNOWN = 2**63  # in place of a size that is not valid
@@ -46,8 +67,6 @@ def _check_vocabulary(value: Any, validate: Any, info: ValidationInfo) -> int:
 
 def _check_mask_token(value: int | None, info: ValidationInfo) -> int | None:
     vocab_size = info.data.get("vocab_size", _UNKNOWN)
-    if value is None and info.data.get("mask_token") is None:
-        raise ValueError("is missing")
     if value is not None and not 0 <= value < vocab_size:
         raise ValueError(f"is {value}, outside the vocabulary of {vocab_size} tokens")
     return value
@@ -60,11 +79,10 @@ def _check_target_layers(value: Any, validate: Any, info: ValidationInfo) -> tup
             raise ValueError("is missing, and so is num_target_layers, over which to spread layers")
         value = spread_target_layer_ids(depth, info.data.get("num_hidden_layers", 1))
     ids = validate(value)
-    if problem := _target_layer_problem(ids, depth):
-        raise ValueError(problem)
-    # SGLang concatenates captured states in ascending order, once each.
-    if list(ids) != sorted(set(ids)):
-        raise ValueError(f"must be ascending without repeats, got {shown(list(ids))}")
+    if min(ids) < 0:
+        raise ValueError(f"{_listed(ids)} hold a negative id")
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"must be without repeats, got {shown(list(ids))}")
     return ids
 
 
@@ -105,12 +123,14 @@ Multiplier = Annotated[float, Field(gt=0), BeforeValidator(lambda value: 1.0 if 
 class DFlashDraftConfig(StrictModel):
     """One draft, in this project's terms.
 
-    block_size: the anchor (the bonus token) and the mask tokens after it.
+    block_size: the anchor (the bonus token) and the mask tokens after it. As in SGLang 16 if not given.
     draft_vocab_size: rows of the draft's head; fewer than `vocab_size` if the checkpoint maps them to the
         target's.
-    mask_token: the mask token by name, looked up in the target's tokenizer, if mask_token_id is None.
+    mask_token: the mask token by name, looked up in the target's tokenizer if mask_token_id is None. As in
+        SGLang `<|MASK|>` if neither is given.
     num_target_layers: None if the checkpoint does not say.
-    target_layer_ids: 0-based, naming layer OUTPUTS: entry i is Hugging Face's `hidden_states[i + 1]`.
+    target_layer_ids: 0-based, naming layer OUTPUTS: entry i is Hugging Face's `hidden_states[i + 1]`. In the
+        order in which `fc` reads them.
     sliding_window: tokens a sliding layer sees, the query itself included.
     causal: whether all layers are causal inside the block, None if the checkpoint does not say: full layers
         then see their whole block.
@@ -135,9 +155,9 @@ class DFlashDraftConfig(StrictModel):
     hidden_size: Positive
     num_hidden_layers: NumLayers
     vocab_size: Positive
-    block_size: Positive
+    block_size: Positive = DEFAULT_BLOCK_SIZE
     draft_vocab_size: Annotated[Positive, WrapValidator(_check_vocabulary)] = _DERIVED
-    mask_token: Annotated[str, Field(min_length=1)] | None = None
+    mask_token: Annotated[str, Field(min_length=1)] | None = DEFAULT_MASK_TOKEN
     mask_token_id: Annotated[int | None, AfterValidator(_check_mask_token)] = None
     num_target_layers: NumLayers | None = None
     target_layer_ids: Annotated[LayerIds, WrapValidator(_check_target_layers)] = _DERIVED
@@ -201,11 +221,10 @@ class DFlashDraftConfig(StrictModel):
         if values["is_causal"] is None:
             values["is_causal"] = get("causal")
         cls._read_use_swa(nested, values)
-        if values["mask_token_id"] is not None:
-            values["mask_token"] = None
         if not isinstance(types := values["layer_types"], list | tuple) or SLIDING_ATTENTION not in types:
             values["sliding_window"] = None
-        return {key: value for key, value in values.items() if value is not None}
+        given = {key: value for key, value in values.items() if value is not None}
+        return given if "mask_token_id" not in given else {**given, "mask_token": None}
 
     @staticmethod
     def _read_use_swa(nested: Mapping[str, Any], values: dict[str, Any]) -> None:
@@ -222,6 +241,15 @@ class DFlashDraftConfig(StrictModel):
                 values["sliding_window"] = window
             if values["is_causal"] is None:
                 values["sliding_is_causal"] = False
+
+    def assumed(self) -> list[str]:
+        """Say which values the checkpoint does not give and SGLang's defaults replace."""
+        found = []
+        if "block_size" not in self.model_fields_set:
+            found.append(f"block_size is missing, {self.block_size} is assumed")
+        if self.mask_token_id is None and "mask_token" not in self.model_fields_set:
+            found.append(f"dflash_config.mask_token_id is missing, {self.mask_token} is assumed")
+        return found
 
     @property
     def aux_width(self) -> int:
@@ -303,41 +331,54 @@ def spread_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tu
     return tuple(round(first + i * (last - first) / (num_draft_layers - 1)) for i in range(num_draft_layers))
 
 
-def check_draft_fits_target(draft: DFlashDraftConfig, target_text_config: Any, checkpoint: str) -> None:
-    """Raise DraftConfigError unless the draft was made for a target of these dimensions."""
+def check_draft_fits_target(
+    draft: DFlashDraftConfig, target_text_config: Any, checkpoint: str, architectures: Sequence[str] = ()
+) -> None:
+    """Raise DraftConfigError unless the draft can read this target's states.
+
+    architectures: the target's.
+    """
     problems = []
     for name, drafted, wanted in (
         ("hidden_size", draft.hidden_size, "hidden_size"),
         ("vocab_size", draft.vocab_size, "vocab_size"),
-        ("num_target_layers", draft.num_target_layers, "num_hidden_layers"),
     ):
         size = getattr(target_text_config, wanted)
-        if drafted not in (None, size):
+        if drafted != size:
             problems.append(f"{name} is {drafted}, but the target's {wanted} is {size}")
     streams = getattr(target_text_config, "hc_mult", None) or 1
     if draft.aux_streams != streams:
         problems.append(f"hc_mult is {draft.aux_streams}, but the target's residual has {streams} streams")
-    # A draft that names its target's depth was checked against it when it was parsed.
-    if draft.num_target_layers is None:
-        problem = _target_layer_problem(draft.target_layer_ids, target_text_config.num_hidden_layers)
-        problems += [f"target_layer_ids {problem}"] if problem else []
+    # A looped target has each layer several times, and counts them all.
+    depth = target_text_config.num_hidden_layers * (getattr(target_text_config, "num_loops", None) or 1)
+    problem = _target_layer_problem(draft.target_layer_ids, depth, architectures)
+    problems += [f"target_layer_ids {problem}"] if problem else []
     if problems:
         raise DraftConfigError(checkpoint, problems)
 
 
-def _target_layer_problem(ids: Sequence[int], num_target_layers: int | None) -> str | None:
+def depth_problem(draft: DFlashDraftConfig, target_text_config: Any) -> str | None:
+    """Say that the draft was trained for a target of another depth, if so."""
+    trained, depth = draft.num_target_layers, target_text_config.num_hidden_layers
+    if trained in (None, depth):
+        return None
+    return f"num_target_layers is {trained}, but the target's num_hidden_layers is {depth}"
+
+
+def _listed(ids: Sequence[int]) -> str:
+    return f"{shown(list(ids))} (0-based layer outputs; speculators counts one more)"
+
+
+def _target_layer_problem(ids: Sequence[int], depth: int, architectures: Sequence[str]) -> str | None:
     """Say why these layer outputs cannot be captured.
 
-    SGLang captures a layer's output as the next layer's input.
+    On most targets SGLang captures a layer's output as the next layer's input.
     """
-    listed = f"{shown(list(ids))} (0-based layer outputs; speculators counts one more)"
-    if min(ids) < 0:
-        return f"{listed} hold a negative id"
-    if num_target_layers is not None and max(ids) >= num_target_layers:
-        return f"{listed} leave the target's {num_target_layers} layers"
-    if num_target_layers is not None and max(ids) == num_target_layers - 1:
+    if max(ids) >= depth:
+        return f"{_listed(ids)} leave the target's {depth} layers"
+    if max(ids) == depth - 1 and next(iter(architectures), None) not in _CAPTURES_LAST_LAYER:
         return (
-            f"{listed} name the last layer: SGLang captures a layer's output at the input of the next "
+            f"{_listed(ids)} name the last layer: SGLang captures a layer's output at the input of the next "
             "one, and the last layer has none"
         )
     return None

@@ -1,8 +1,8 @@
 """Quantized draft checkpoints: which modules are packed, and in which tensors.
 
 Read from `quantization_config`, `compression_config` or `hf_quant_config.json`, as the compressed-tensors
-library and ModelOpt write them. Activations are not quantized here, and the KV cache has the target's type:
-what a file says of these is not read.
+library, ModelOpt and plain FP8 exports (`quant_method` "fp8") write them. The KV cache has the target's type:
+what a file says of it, or of activations, is not read.
 """
 
 import fnmatch
@@ -55,6 +55,7 @@ class Scheme:
     block: tuple[int, int] = (128, 128)
     is_symmetric: bool = True
     has_order: bool = False
+    scale: str = "weight_scale"
 
     @property
     def name(self) -> str:
@@ -94,7 +95,7 @@ class Scheme:
         if self.layout in ("int8", "fp8", "modelopt-fp8"):
             found = {
                 "weight": Part(("I8",) if self.layout == "int8" else _FP8, ((rows, columns),)),
-                "weight_scale": Part(FLOATS, scales),
+                self.scale: Part(FLOATS, scales),
             }
             if not self.is_symmetric:
                 found["weight_zero_point"] = Part(("I8",), scales)
@@ -146,6 +147,7 @@ class DraftQuantization:
 
     method: as the file has it. names: values of --speculative-draft-model-quantization that name it.
     ignore: modules that are not quantized. uses_wildcards: names may hold `*`, as in ModelOpt's.
+    ignores_prefixes: `ignore` holds parts of names, from a dot to a dot, as in plain FP8 exports.
     """
 
     method: str
@@ -153,10 +155,14 @@ class DraftQuantization:
     groups: tuple[Group, ...]
     ignore: tuple[str, ...] = ()
     uses_wildcards: bool = False
+    ignores_prefixes: bool = False
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of a linear module, named without `model.`; None if dense."""
         if any(self._matches(module, pattern) for pattern in self.ignore):
+            return None
+        inside = f".model.{module}."
+        if self.ignores_prefixes and any(f".{name.strip('.')}." in inside for name in self.ignore):
             return None
         for group in self.groups:
             if "Linear" in group.targets or any(self._matches(module, name) for name in group.targets):
@@ -210,7 +216,9 @@ def read_quantization(raw: Any) -> DraftQuantization | None:
         return _read_compressed_tensors(raw)
     if isinstance(method, str) and method.startswith("modelopt"):
         return _read_modelopt(raw)
-    raise ValueError(f"quant_method {shown(method)} is not served, only compressed-tensors and modelopt")
+    if method == "fp8":
+        return _read_fp8(raw)
+    raise ValueError(f"quant_method {shown(method)} is not served, only compressed-tensors, modelopt and fp8")
 
 
 def _read_compressed_tensors(raw: Mapping[str, Any]) -> DraftQuantization:
@@ -263,17 +271,38 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
         raise ValueError(f"has strategy {shown(strategy)}: not served")
     if strategy == "group" and (not isinstance(group, int) or isinstance(group, bool) or group < 1):
         raise ValueError(f"has group_size {shown(group)}, which must be a positive integer")
-    block = weights.get("block_structure") or (128, 128)
-    is_pair = isinstance(block, list | tuple) and len(block) == 2
-    if not is_pair or not all(type(size) is int and size > 0 for size in block):
-        raise ValueError(f"has block_structure {shown(block)}, which must be two positive integers")
+    block = _block(weights.get("block_structure") or (128, 128), "block_structure")
     is_symmetric = weights.get("symmetric", True) is not False
     has_zero_points = found == "packed" and strategy != "tensor" or found == "int8"
     if not is_symmetric and not has_zero_points:
         raise ValueError(f"is asymmetric with strategy {strategy}: not served")
     has_order = weights.get("actorder") == "group" and found == "packed"
-    return Scheme(
-        found, bits, strategy, group if strategy == "group" else 0, tuple(block), is_symmetric, has_order
+    return Scheme(found, bits, strategy, group if strategy == "group" else 0, block, is_symmetric, has_order)
+
+
+def _block(value: Any, name: str) -> tuple[int, int]:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in value):
+        raise ValueError(f"has {name} {shown(value)}, which must be two positive integers")
+    return value[0], value[1]
+
+
+def _read_fp8(raw: Mapping[str, Any]) -> DraftQuantization:
+    """Read an FP8 export without a library's name, as Qwen's and DeepSeek's.
+
+    With blocks its scales are named `weight_scale_inv`. They are factors all the same.
+    """
+    kind = raw.get("fmt") or "e4m3"
+    if kind not in ("e4m3", "float8_e4m3fn"):
+        raise ValueError(f"has fmt {shown(kind)}: not served, only e4m3")
+    scheme = Scheme("fp8", 8, "tensor")
+    if raw.get("weight_block_size") is not None:
+        block = _block(raw["weight_block_size"], "weight_block_size")
+        scheme = Scheme("fp8", 8, "block", block=block, scale="weight_scale_inv")
+    fields = ("ignored_layers", "modules_to_not_convert")
+    ignore = [name for field in fields for name in _names(raw.get(field), field)]
+    return DraftQuantization(
+        "fp8", ("fp8",), (Group(("Linear",), scheme),), tuple(ignore), ignores_prefixes=True
     )
 
 

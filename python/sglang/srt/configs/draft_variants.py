@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any, get_args
 
-from sglang_dflash.srt.configs.layer_fields import RopeKind, is_int
+from sglang_dflash.srt.configs.layer_fields import RopeKind
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.validation import shown
 
@@ -40,22 +40,6 @@ _REFUSED = {
 }
 # Of these, what the built-in does not run under DFLASH either.
 _BUILTIN_LACKS = ("markov_", "selector_")
-# Targets whose last layer SGLang captures. Others have no next layer, at whose input it would.
-_CAPTURES_LAST_LAYER = (
-    "BeamForCausalLM",
-    "InklingForConditionalGeneration",
-    "KimiK3ForConditionalGeneration",
-    "KimiK3LinearForCausalLM",
-    "LagunaForCausalLM",
-    "Lfm2ForCausalLM",
-    "Lfm2MoeForCausalLM",
-    "MiMoV2FlashForCausalLM",
-    "MiMoV2ForCausalLM",
-    "MiniMaxM3SparseForCausalLM",
-    "MiniMaxM3SparseForConditionalGeneration",
-    "MuseSparkForConditionalGeneration",
-    "NemotronHForCausalLM",
-)
 # Other models of drafts that the built-in runs under DFLASH.
 BUILTIN_ARCHITECTURES = ("DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel")
 
@@ -100,43 +84,15 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[N
 
 
 def _missing_findings(config: Mapping[str, Any], nested: Mapping[str, Any]) -> list[NotServed]:
-    """Find missing fields for which the built-in has defaults."""
+    """Find missing fields for which only the built-in has defaults."""
 
     def has(name: str) -> bool:
         return nested.get(name) is not None or config.get(name) is not None
 
-    found = []
-    if not has("block_size"):
-        found.append(NotServed("block_size is missing", True, "the built-in assumes blocks of 16"))
-    if not has("target_layer_ids") and not has("num_target_layers"):
-        what = "target_layer_ids is missing, and so is num_target_layers, over which to spread layers"
-        found.append(NotServed(what, True, "the built-in spreads layers over the target it finds"))
-    if not has("mask_token_id") and not has("mask_token"):
-        lost = "the built-in adds a mask token to the tokenizer"
-        found.append(NotServed("dflash_config.mask_token_id is missing", True, lost))
-    return found
-
-
-def target_findings(config: Mapping[str, Any], target: Mapping[str, Any]) -> list[NotServed]:
-    """List what ours does not run of a draft on this target. Both are a config.json."""
-    layers = target.get("text_config") or target
-    depth, trained_depth = layers.get("num_hidden_layers"), config.get("num_target_layers")
-    nested = config.get("dflash_config")
-    ids = (nested if isinstance(nested, Mapping) else config).get("target_layer_ids")
-    found = []
-    if is_int(trained_depth) and is_int(depth) and trained_depth != depth:
-        text = f"num_target_layers is {trained_depth}, but the target's num_hidden_layers is {depth}"
-        found.append(NotServed(text, True, "tokens drafted for another target are hardly ever kept"))
-    if not isinstance(ids, list) or not ids or not all(map(is_int, ids)):
-        return found
-    if ids != sorted(ids) and len(set(ids)) == len(ids):
-        text = f"target_layer_ids must be ascending, got {shown(ids)}"
-        lost = "the built-in hands the layers to the draft in ascending order, not in the draft's"
-        found.append(NotServed(text, True, lost))
-    architecture = next(iter(target.get("architectures") or ()), None)
-    if max(ids) + 1 == depth and architecture in _CAPTURES_LAST_LAYER:
-        found.append(NotServed(f"target_layer_ids {shown(ids)} name the last layer", True))
-    return found
+    if has("target_layer_ids") or has("num_target_layers"):
+        return []
+    what = "target_layer_ids is missing, and so is num_target_layers, over which to spread layers"
+    return [NotServed(what, True, "the built-in spreads layers over the target it finds")]
 
 
 def _variant_findings(

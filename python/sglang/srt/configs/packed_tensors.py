@@ -10,6 +10,7 @@ from sglang_dflash.srt.configs.layer_fields import Shapes
 _PACKED_PARTS = (
     "weight_packed",
     "weight_scale",
+    "weight_scale_inv",
     "weight_scale_2",
     "weight_global_scale",
     "weight_shape",

@@ -5,16 +5,27 @@ Format: speculators, `speculators_model_type: "peagle"`, converted to a flat con
 """
 
 import logging
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator
 
 from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES, DFlash2DraftConfig
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.layer_fields import Shapes, layer_shapes
-from sglang_dflash.srt.configs.validation import DraftConfigError, shown
+from sglang_dflash.srt.configs.validation import DraftConfigError, LayerIds, Positive, shown
 
 logger = logging.getLogger(__name__)
 
 PEAGLE_ARCHITECTURE = "PEagleDraftModel"
+
+
+def _check_ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
+    if min(ids) < 0:
+        raise ValueError(f"hold a negative id: {shown(list(ids))}")
+    # SGLang concatenates captured states in ascending order, and norms are fitted to each place.
+    if list(ids) != sorted(set(ids)):
+        raise ValueError(f"must be ascending without repeats, got {shown(list(ids))}")
+    return ids
 
 
 class PEagleDraftConfig(DFlashDraftConfig):
@@ -31,6 +42,8 @@ class PEagleDraftConfig(DFlashDraftConfig):
     kind: ClassVar[str] = "P-EAGLE"
     shifts_request_table: ClassVar[bool] = True
 
+    block_size: Positive
+    target_layer_ids: Annotated[LayerIds, AfterValidator(_check_ascending)]
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from sglang_dflash.srt.doctor import quantization
 from sglang_dflash.srt.doctor.findings import Finding
 from sglang_dflash.srt.doctor.measure import Measurement, Outcome
+from sglang_dflash.srt.doctor.quantization import QuantizationCost
 from sglang_dflash.srt.doctor.readings import blocks
 from sglang_dflash.srt.doctor.report import describe_draft, likelihood
 from sglang_dflash.srt.doctor.static_checks import Pair
@@ -18,8 +20,16 @@ _BAR, _GAP, _HEIGHT, _LEFT, _TOP = 30, 10, 170, 36, 22
 Span = tuple[str, str, str]
 
 
-def page(pair: Pair, found: Sequence[Finding], measured: Measurement | None) -> str:
-    """Return the page; `measured` is None if the draft cannot be loaded."""
+def page(
+    pair: Pair,
+    found: Sequence[Finding],
+    measured: Measurement | None,
+    cost: QuantizationCost | None = None,
+) -> str:
+    """Return the page; `measured` is None if the draft cannot be loaded.
+
+    cost: of quantization, if it was measured.
+    """
     width = len(measured.configured.by_position) if measured else 0
     body = [
         "<header>",
@@ -40,6 +50,7 @@ def page(pair: Pair, found: Sequence[Finding], measured: Measurement | None) -> 
             _summary(measured),
             _chart(measured),
             _readings(measured.outcomes),
+            "" if cost is None else _costs(cost),
             "</aside></main>",
         ]
     return (
@@ -190,6 +201,19 @@ def _readings(outcomes: Sequence[Outcome]) -> str:
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
     return (
         "<table><caption>If the checkpoint meant something else</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    )
+
+
+def _costs(cost: QuantizationCost) -> str:
+    cells = [[_text(cell) for cell in row] for row in quantization.table(cost)]
+    rows = "".join(
+        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>'
+        for first, *others in cells
+    )
+    head = "".join(f'<th scope="col">{_text(column)}</th>' for column in quantization.COLUMNS)
+    return (
+        "<table><caption>What quantization cost, one layer at a time</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     )
 

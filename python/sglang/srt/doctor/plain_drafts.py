@@ -38,8 +38,8 @@ class DraftedBlocks:
 class PlainDraft:
     """A draft in plain PyTorch.
 
-    `mask_token_id`, `layer_order` and `embedding_scale` may be changed, to draft by another reading of the
-    checkpoint.
+    `mask_token_id`, `layer_order`, `embedding_scale` and `weights` may be changed, to draft by another
+    reading of the checkpoint.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PlainDraft:
         self.mask_token_id = draft.mask_token_id
         self.layer_order = tuple(range(draft.num_hidden_layers))
         self._config = hf_config
-        self._weights = weights
+        self.weights = weights
         self._embedding = weights.get("embed_tokens.weight", embedding)
         self.target_scale = 1.0 if "embed_tokens.weight" in weights else target_scale
         configured = draft.input_embedding_scale
@@ -174,16 +174,16 @@ class PlainDraft:
 
     def _rotated(self, name: str, x: torch.Tensor, count: int, positions: torch.Tensor) -> torch.Tensor:
         heads = self._heads(f"{name}_proj", x, count)
-        if f"{name}_norm.weight" in self._weights:
+        if f"{name}_norm.weight" in self.weights:
             heads = self._norm(f"{name}_norm", heads)
         cos, sin = self._rope(heads, positions[None])
         return apply_rotary_pos_emb(heads[None], heads[None], cos, sin)[0][0]
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        weight = self._weights[f"{name}.weight"]
+        weight = self.weights[f"{name}.weight"]
         return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
 
@@ -242,7 +242,7 @@ class PlainDFlash2(PlainDFlash):
         gate: [..., rank], the projected hidden states. ids, unary: [..., K], the candidates and their logits.
         """
         assert self.codebooks is not None
-        before, after = (self._weights[f"candidate_selector.{name}_codebook"] for name in self.codebooks)
+        before, after = (self.weights[f"candidate_selector.{name}_codebook"] for name in self.codebooks)
         query = before[previous].float() * gate
         return unary + (after[ids].float() @ query[..., None])[..., 0]
 
@@ -252,7 +252,7 @@ class PlainDFlash2(PlainDFlash):
             return sublayer(x)
         # [R, 2, taps, hidden]: what each row adds to the kernels, the same for the channels of a group.
         added = self._linear(f"{conv}.kernel_projection", x).view(len(x), 2, taps, -1)
-        kernels = self._weights[f"{conv}.base_kernel"] + added.repeat_interleave(
+        kernels = self.weights[f"{conv}.base_kernel"] + added.repeat_interleave(
             self.draft.conv_group_size, dim=-1
         )
         return self._convolve(sublayer(self._convolve(x, kernels[:, 0])), kernels[:, 1])
@@ -281,7 +281,7 @@ class PlainPEagle(PlainDraft):
         rows = _after(text, masks)
         ids = torch.cat((tokens[1 : last + 1], torch.full_like(masks.positions, self.mask_token_id)))
         states = torch.cat(
-            (aux_hidden[:last], self._weights["mask_hidden"][0].expand(len(masks.positions), -1))
+            (aux_hidden[:last], self.weights["mask_hidden"][0].expand(len(masks.positions), -1))
         )
         fused = self._fuse(states)
         hidden = fused

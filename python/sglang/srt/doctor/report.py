@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
+from sglang_dflash.srt.doctor.implementation import implementation
 from sglang_dflash.srt.doctor.static_checks import Pair
 
 if TYPE_CHECKING:  # measure.py needs torch and transformers' models, the static checks do not
@@ -10,12 +11,13 @@ if TYPE_CHECKING:  # measure.py needs torch and transformers' models, the static
 
 
 def heading(pair: Pair) -> str:
-    """Describe the target and the draft, in two lines."""
+    """Describe the target, the draft and who serves them, in three lines."""
     text = pair.text_config
     kind = "/".join(pair.target.config.get("architectures") or ("of unknown architecture",))
     size = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, {text.vocab_size} tokens"
     draft = describe_draft(pair)
-    return f"target  {pair.target.name}: {kind}, {size}\ndraft   {pair.draft.name}: {draft}"
+    lines = f"target  {pair.target.name}: {kind}, {size}", f"draft   {pair.draft.name}: {draft}"
+    return "\n".join((*lines, f"served by {implementation(pair.draft)}"))
 
 
 def describe_draft(pair: Pair) -> str:

@@ -16,10 +16,12 @@ from sglang_dflash.srt.configs.draft_config import (
     DFlashDraftConfig,
     DraftConfigError,
     check_draft_fits_target,
+    depth_problem,
     spread_target_layer_ids,
 )
 from sglang_dflash.srt.configs.draft_quantization import find_quantization, quantization_of
 from sglang_dflash.srt.configs.draft_tensors import expected_tensors, is_ignored, tensor_problems
+from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES
 from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
 from sglang_dflash.srt.configs.layer_fields import Shapes
 from sglang_dflash.srt.configs.packed_tensors import Header, Unpacked, unpack_headers
@@ -71,9 +73,10 @@ def flat_config(draft: Checkpoint, target_layers: int | None = None) -> dict[str
         return flatten_peagle(config, str(draft.folder), target_layers)
     architectures = config.get("architectures")
     if not _BLOCK_DRAFTS.intersection(architectures or ()):
-        raise BadInput(
-            f"{draft.name}: neither a DFlash nor a P-EAGLE draft, its architectures are {architectures}"
-        )
+        other = f"{draft.name}: neither a DFlash nor a P-EAGLE draft, its architectures are {architectures}"
+        if set(BUILTIN_ARCHITECTURES).intersection(architectures or ()):
+            other += ". SGLang's built-in DFLASH serves it on a GPU"
+        raise BadInput(other)
     return dict(config)
 
 
@@ -118,7 +121,9 @@ class Pair:
                 mask = find_mask_token(config, target.tokenizer, draft.name)
                 config = config.model_copy(update={"mask_token_id": mask})
             self.parsed_draft = ParsedDraft(config, hf_config, mask)
-            check_draft_fits_target(config, self.text_config, draft.name)
+            check_draft_fits_target(
+                config, self.text_config, draft.name, target.config.get("architectures") or ()
+            )
         except DraftConfigError as error:
             self.config_faults = [fault(problem, _config_advice(problem), True) for problem in error.problems]
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -185,7 +190,8 @@ def _check_quantisation(pair: Pair) -> Iterator[Finding]:
         listed = ", ".join(f"{count} layers {name}" for name, count in sorted(counts.items()))
         yield note(
             f"the draft is quantised ({listed})",
-            "It is served dequantised, at the size of an unquantised one; --measure shows its acceptance",
+            "A GPU with kernels for it runs it packed, otherwise it is dequantised at load; --measure shows "
+            "its acceptance, --unquantized DRAFT what each layer lost",
         )
     configs = (vars(pair.text_config), pair.target.config)
     if not any(config.get("quantization_config") for config in configs):
@@ -316,6 +322,8 @@ def _check_mask_token(pair: Pair) -> Iterator[Finding]:
 def _check_layer_ids(pair: Pair) -> Iterator[Finding]:
     config, depth = pair.parsed.config, pair.text_config.num_hidden_layers
     ids = config.target_layer_ids
+    if problem := depth_problem(config, pair.text_config):
+        yield fault(problem, _config_advice(problem))
     if len(ids) < 2 or depth < 4 or config.num_target_layers not in (None, depth):
         return
     shift, sign, other, advice = 1, "plus", "the speculators library's", "subtract one from each"

@@ -17,7 +17,7 @@ def dequantize(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, col
     Raises ValueError for values that no writer means.
     """
     shape, scale = (rows, columns), _scale(parts, scheme)
-    _check_finite("weight_scale", scale)
+    _check_finite(scheme.scale, scale)
     order = parts.get("weight_g_idx") if scheme.has_order else None
     if order is not None and (order.min() < 0 or order.max() >= scale.shape[-1]):
         raise ValueError(f"weight_g_idx points outside its {scale.shape[-1]} groups")
@@ -31,7 +31,7 @@ def dequantize(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, col
         _check_finite("weight", weight)
     else:
         packed = parts["weight"] if scheme.layout == "modelopt-nvfp4" else parts["weight_packed"]
-        values = torch.tensor(_E2M1, device=packed.device)
+        values = torch.tensor(_E2M1, dtype=torch.float32, device=packed.device)
         weight = values[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()]
     if not scheme.is_symmetric:
         weight = weight - _spread(_zero_point(parts, scheme, rows), shape, scheme, order)
@@ -45,7 +45,7 @@ def _check_finite(name: str, values: torch.Tensor) -> None:
 
 
 def _scale(parts: Mapping[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
-    scale = parts["weight_scale"]
+    scale = parts[scheme.scale]
     if scheme.layout == "mxfp4":  # E8M0: an exponent alone
         exponents = scale if scale.dtype == torch.uint8 else scale.view(torch.uint8)
         return torch.exp2(exponents.float() - 127).masked_fill(exponents == 255, torch.nan)

@@ -4,8 +4,7 @@ A draft step reads every layer once. The copies halve the bytes, and take half a
 context's keys and values, and everything of the target, come from the layers as they are. So the output stays
 the target's, and only acceptance can change.
 
-SGLang's `--speculative-draft-model-quantization fp8` replaces the layers instead. That is not served here,
-because the context's keys and values are read from the rows of `qkv_proj`.
+`--speculative-draft-model-quantization fp8`, for a draft that is not quantized, means these copies too.
 """
 
 import torch

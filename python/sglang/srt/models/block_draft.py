@@ -18,6 +18,7 @@ from torch import nn
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.layers.fp8_head import Fp8Copy, Fp8Head, reason_against
 from sglang_dflash.srt.layers.fp8_layers import use_fp8_copies
+from sglang_dflash.srt.layers.packed_linear import PackedLayers
 from sglang_dflash.srt.layers.vocab_argmax import full_logits
 from sglang_dflash.srt.models.dflash_weights import load_checkpoint
 from sglang_dflash.srt.models.mask_token import MASK_EMBEDDING_FILE, MaskEmbedding, find_mask_token
@@ -42,15 +43,16 @@ class BlockDraftModel(nn.Module):
     """Base of the draft models: fusion of target states, vocabulary, weights."""
 
     layers: Any  # nn.ModuleList of DFlashDecoderLayer
+    needs_context_rows = False  # K and V rows of each layer, beside `qkv_proj`
 
-    def __init__(self, config, draft: DFlashDraftConfig, quant_config, prefix: str):
+    def __init__(self, config, draft: DFlashDraftConfig, quant_config: PackedLayers | None, prefix: str):
         super().__init__()
         self.config = config
         self.draft = draft
         self.mask_token_id: Any = draft.mask_token_id  # an id, once `prepare_mask` has run
         self.num_ranks = get_parallel().tp_size  # with DP attention fewer than at a weight update
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        options = dict(bias=False, quant_config=quant_config, prefix=add_prefix("fc", prefix))
+        options: Any = dict(bias=False, quant_config=quant_config, prefix=add_prefix("fc", prefix))
         self.fc = ReplicatedLinear(draft.aux_width, config.hidden_size, **options)
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
@@ -59,11 +61,23 @@ class BlockDraftModel(nn.Module):
         self.d2t: torch.Tensor | None = None
         # [hidden], the mask token's embedding in place of its row of the table.
         self.mask_embedding: torch.Tensor | None = None
+        # Methods of quantized layers; None if every layer is dense.
+        self.packed_layers: PackedLayers | None = quant_config
         # Of the quantized layers of the last checkpoint; `run_row_checks` runs them once.
         self.row_checks: list[RowCheck] = []
         self._borrowed: tuple[Any, Any] = (None, None)
         self._fp8_head: Fp8Head | None = None
         self._fp8_copies: list[Fp8Copy] = []  # of the head and of layers
+
+    @property
+    def no_update_reason(self) -> str | None:
+        """Say why the weights cannot be replaced at run time; None if they can."""
+        if self.packed_layers is None or not self.packed_layers.has_kernels:
+            return None
+        return (
+            "the draft's quantized layers are stored as kernels take them, which a weight update cannot "
+            "replace. Start with --speculative-draft-model-quantization unquant to update a quantized draft"
+        )
 
     def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         """Use the target's embedding and head if the checkpoint brought none of its own.

@@ -33,6 +33,7 @@ from sglang_dflash.srt.compat import table_qk_norm_rope_
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
+from sglang_dflash.srt.models.packed_weights import packed_layers_of
 
 _TARGET_ROPE_FIELDS = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
@@ -76,6 +77,8 @@ class DFlashAttention(nn.Module):
         # Any: a P-EAGLE draft without these norms has no code path that reads them.
         self.q_norm: Any = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
         self.k_norm: Any = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
+        # "k" and "v" -> rows [kv_size, hidden] of a packed `qkv_proj`, for the context.
+        self.context_rows: dict[str, torch.Tensor] = {}
         # [q heads + kv heads, head_dim], gathered on first use on a CPU.
         self._qk_weight: torch.Tensor | None = None
         rope_theta, rope_scaling = get_rope_config(hf_config)
@@ -143,15 +146,18 @@ class DFlashAttention(nn.Module):
         return qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, normed:]
 
     def context_kv_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return K and V rows of `qkv_proj`: weight [2 * kv_size, hidden], bias or None."""
-        if not isinstance(self.qkv_proj.quant_method, UnquantizedLinearMethod):
-            raise ValueError(
-                "DFLASH reads the K/V rows of its draft's qkv_proj, which is quantized here "
-                f"({type(self.qkv_proj.quant_method).__name__}): "
-                "give --speculative-draft-model-quantization unquant, and an unquantized draft"
-            )
+        """Return K and V rows of `qkv_proj`: weight [2 * kv_size, hidden], bias or None.
+
+        Those of a packed layer are handed out once, as they were dequantized at load.
+        """
         bias = self.qkv_proj.bias
-        return self.qkv_proj.weight[self.q_size :], None if bias is None else bias[self.q_size :]
+        bias = None if bias is None else bias[self.q_size :]
+        if self.context_rows:
+            return torch.cat((self.context_rows.pop("k"), self.context_rows.pop("v"))), bias
+        if not isinstance(self.qkv_proj.quant_method, UnquantizedLinearMethod):
+            method = type(self.qkv_proj.quant_method).__name__
+            raise ValueError(f"DFLASH draft: K and V rows of a packed qkv_proj ({method}) are gone")
+        return self.qkv_proj.weight[self.q_size :], bias
 
 
 class DFlashDecoderLayer(nn.Module):
@@ -190,11 +196,13 @@ class DFlashDraftModel(BlockDraftModel):
     `d2t` from its rows to target tokens; earlier releases of the library saved all three.
     """
 
+    needs_context_rows = True
     layer_class: type[DFlashDecoderLayer] = DFlashDecoderLayer
     draft_config_class: type[DFlashDraftConfig] = DFlashDraftConfig
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
         draft = self.draft_config_class.parse(config, getattr(config, "_name_or_path", "draft"))
+        quant_config = packed_layers_of(config)  # SGLang is told of none
         super().__init__(config, draft, quant_config, prefix)
         self.layers = nn.ModuleList(
             self.layer_class(config, draft, layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix))
@@ -290,7 +298,7 @@ class DFlashDraftModel(BlockDraftModel):
 
     @torch.no_grad()
     def stack_kv_weights(self) -> None:
-        """Stack K/V weights where CUDA graphs read them; raise ValueError if quantized."""
+        """Stack K/V weights where CUDA graphs read them."""
         weights, biases = zip(*(layer.self_attn.context_kv_weight() for layer in self.layers), strict=True)
         self._kv_weight = torch.cat(weights, out=self._kv_weight)
         self._kv_bias = None if biases[0] is None else torch.cat(biases, out=self._kv_bias)

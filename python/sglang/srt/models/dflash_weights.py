@@ -1,7 +1,6 @@
 """Loading of a draft checkpoint's tensors, which `configs/draft_tensors.py` lists."""
 
 import copy
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_quantization import Scheme, quantization_of
 from sglang_dflash.srt.configs.draft_tensors import (
     canonical_name,
@@ -19,9 +19,9 @@ from sglang_dflash.srt.configs.draft_tensors import (
     tensor_problems,
 )
 from sglang_dflash.srt.configs.packed_tensors import Header, unpack_headers
-from sglang_dflash.srt.models.packed_weights import FUSED, PackedModule, row_check
+from sglang_dflash.srt.models.packed_weights import SHARDS, PackedModule, load_packed_modules
 
-logger = logging.getLogger(__name__)
+FUSION = "fc.weight"
 
 # Element types by PyTorch's names, in safetensors' words.
 _DTYPES = {
@@ -43,8 +43,11 @@ _DTYPES = {
 def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Load a checkpoint, or raise ValueError with all problems; return parameter names.
 
-    Packed modules are dequantized, one at a time. `model.row_checks` then compares them.
+    Packed modules are dequantized, one at a time, or loaded as their kernels take them. `model.row_checks`
+    then compares them.
     """
+    if model.row_checks and model.no_update_reason is not None:
+        raise ValueError(f"DFLASH draft: {model.no_update_reason}")
     tensors: dict[str, torch.Tensor] = {}
     for full_name, tensor in weights:
         name = canonical_name(full_name)
@@ -68,20 +71,39 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         raise ValueError("DFLASH draft weights do not match its config:\n  - " + "\n  - ".join(problems))
     packed = _take_packed_modules(tensors, found.schemes, found.shapes)
     _make_room_for_vocabulary(model, {*tensors, *(f"{module.name}.weight" for module in packed)})
-    params = dict(model.named_parameters())
+
+    def fitted(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == FUSION:
+            tensor = _in_captured_order(tensor, model.draft)
+        return _padded(name, tensor, missing_width)
+
     for name, tensor in tensors.items():
-        _load(params, name, _padded(name, tensor, missing_width))
-    model.row_checks = []
-    for module in packed:
-        name, weight = f"{module.name}.weight", module.dequantize(model.norm.weight.device)
-        weight = _padded(name, weight, missing_width)
-        _load(params, name, weight.to(model.norm.weight.dtype))
-        if (check := row_check(model, module, weight)) is not None:
-            model.row_checks.append(check)
-    if packed:
-        schemes = ", ".join(sorted({module.scheme.name for module in packed}))
-        logger.info("DFLASH draft: %d quantized layers (%s) are dequantized.", len(packed), schemes)
-    return set(params)
+        _load(model, name, fitted(name, tensor))
+
+    def load_dense(module: PackedModule, weight: torch.Tensor) -> torch.Tensor:
+        name = f"{module.name}.weight"
+        weight = fitted(name, weight)
+        _load(model, name, weight.to(model.norm.weight.dtype))
+        return weight
+
+    fusion = model.packed_layers.layers.get("fc") if model.packed_layers is not None else None
+    if fusion is not None and fusion.kernel is not None and not _is_in_captured_order(model.draft):
+        fusion.make_dense("its target layers do not ascend")
+    model.row_checks = load_packed_modules(model, packed, load_dense)
+    return {name for name, _ in model.named_parameters()}
+
+
+def _is_in_captured_order(draft: DFlashDraftConfig) -> bool:
+    return list(draft.target_layer_ids) == sorted(draft.target_layer_ids)
+
+
+def _in_captured_order(weight: torch.Tensor, draft: DFlashDraftConfig) -> torch.Tensor:
+    """Reorder the columns of `fc` [hidden, aux_width] as SGLang captures layers: ascending."""
+    if _is_in_captured_order(draft):
+        return weight
+    ids = draft.target_layer_ids
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    return torch.cat([weight.chunk(len(ids), dim=1)[place] for place in order], dim=1)
 
 
 def _header(tensor: torch.Tensor) -> Header:
@@ -102,13 +124,14 @@ def _take_packed_modules(
     return found
 
 
-def _load(params: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
+def _load(model: Any, name: str, tensor: torch.Tensor) -> None:
     shard: tuple[str | int, ...] = ()
-    part = next((p for p in FUSED if f".{p}." in name), None)
+    part = next((p for p in SHARDS if f".{p}." in name), None)
     if part is not None:
-        fused, shard_id = FUSED[part]
+        fused, shard_id = SHARDS[part]
         name, shard = name.replace(part, fused), (shard_id,)
-    getattr(params[name], "weight_loader", default_weight_loader)(params[name], tensor, *shard)
+    parameter = model.get_parameter(name)
+    getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor, *shard)
 
 
 def _missing_width(model, tensors: dict[str, torch.Tensor]) -> int:

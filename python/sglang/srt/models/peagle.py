@@ -20,6 +20,7 @@ from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer
+from sglang_dflash.srt.models.packed_weights import packed_layers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class PEagleDraftModel(BlockDraftModel):
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
         draft = PEagleDraftConfig.parse(config, getattr(config, "_name_or_path", "draft"))
+        quant_config = packed_layers_of(config)  # SGLang is told of none
         super().__init__(config, draft, quant_config, prefix)
         self.layers = nn.ModuleList()
         for layer_id in range(config.num_hidden_layers):

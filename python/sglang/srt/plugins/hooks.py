@@ -45,15 +45,11 @@ def check_draft_path():
 
 def handle_server_args():
     from sglang_dflash.srt.arg_groups.dflash_args import resolve_dflash_args
-    from sglang_dflash.srt.plugins import compatibility, install, ledger
+    from sglang_dflash.srt.plugins import install, ledger
     from sglang_dflash.srt.speculative.implementation import Implementation
 
     def handle(original, self, server_args):
-        if (
-            not self.is_dflash()
-            or compatibility.leave_to_sglang(server_args)
-            or Implementation.of(server_args).is_builtin
-        ):
+        if not self.is_dflash() or Implementation.of(server_args).is_builtin:
             return original(self, server_args)
         install.install(ledger.AT_FRONT_END)
         return resolve_dflash_args(server_args)
@@ -72,11 +68,12 @@ def add_cli_args():
 
 
 def create_worker():
+    from sglang_dflash.srt.environ import DFlashOptions
     from sglang_dflash.srt.plugins import compatibility, install, ledger
     from sglang_dflash.srt.speculative.implementation import Implementation, check_ranks_agree
 
     def create(original, self, server_args):
-        if not self.is_dflash() or compatibility.is_left_to_sglang(server_args):
+        if not self.is_dflash():
             return original(self, server_args)
         implementation = Implementation.of(server_args)
         check_ranks_agree(implementation)
@@ -86,6 +83,8 @@ def create_worker():
         is_disaggregated = server_args.disaggregation_mode != "null"
         try:
             install.install(ledger.AT_WORKER + (ledger.AT_DISAGGREGATION if is_disaggregated else ()))
+            if DFlashOptions.FA3_SCHEDULE_ONCE.get():
+                install.install(ledger.AT_FA3_SCHEDULES)
         except install.Mismatch as mismatch:
             # The arguments are resolved by our rules, so SGLang's own worker cannot take over here.
             raise SystemExit(f"sglang-dflash: {mismatch} {compatibility.HELP}") from mismatch

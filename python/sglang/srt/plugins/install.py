@@ -80,6 +80,38 @@ def check(change: Change) -> None:
         raise Mismatch(f"{change.target} takes {found}, expected {change.signature}. Reason: {change.why}")
 
 
+def find_mismatch(changes: Sequence[Change], is_loaded_only: bool = False) -> str | None:
+    """Return why a required change of a process to come cannot be made. None: each can.
+
+    Files do not show what another plugin has replaced at run time. It has done so in this process too,
+    because SGLang loads plugins in all of them. Registries' entries are left out: their modules import every
+    model.
+
+    Args:
+        changes: tables of the process to come.
+        is_loaded_only: check only targets whose modules are loaded. No other can have been replaced.
+    """
+    for change in _relevant(changes):
+        if change.feature is not None or change.kind == "entry":
+            continue
+        if is_loaded_only and not _is_loaded(change.target):
+            continue
+        try:
+            check(change)
+        except Mismatch as mismatch:
+            return str(mismatch)
+    return None
+
+
+def _is_loaded(path: str) -> bool:
+    """Tell whether the module of a dotted path is loaded, and has the next name of the path."""
+    parts = path.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        if (module := sys.modules.get(".".join(parts[:split]))) is not None:
+            return hasattr(module, parts[split])
+    return False
+
+
 def is_main_process() -> bool:
     """Tell whether SGLang started this process itself: what a user reads once is logged there."""
     return multiprocessing.parent_process() is None

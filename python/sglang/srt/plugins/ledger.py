@@ -5,6 +5,7 @@
 | `AT_LOAD` | when SGLang loads its plugins | every process |
 | `AT_FRONT_END` | when the arguments turn out to request DFLASH | the process that receives requests |
 | `AT_WORKER` | by the `create_worker` hook | scheduler processes that run DFLASH; others keep stock code |
+| `AT_FA3_SCHEDULES` | with it, if SGLANG_DFLASH_FA3_SCHEDULE_ONCE=1 | the same |
 | `AT_HAND_OVER` | by the same hook | scheduler processes that run SGLang's own DFLASH instead of ours |
 | `AT_DISAGGREGATION` | with `AT_WORKER` | schedulers that serve prefill or decode alone |
 | `AT_CPU_DISAGGREGATION` | when the attention backend is built | the same, on a CPU, with DFLASH or without |
@@ -114,6 +115,7 @@ SPECULATORS = "speculators checkpoints and P-EAGLE"
 CPU = "serving on a CPU"  # DFLASH on a CPU needs it
 RECURRENT = "targets with recurrent states on a CPU"
 CPU_PD = "disaggregation on a CPU"
+SCHEDULES = "FlashAttention 3's schedules once per forward"
 BOUNDS = "decode cycles that do not wait for the device's lengths"
 SPEED = "faster operators on a CPU"
 
@@ -121,6 +123,7 @@ AT_LOAD = (
     Change(
         target="sglang.srt.arg_groups.parallel_hook.handle_deprecated_dp_attention",
         remove_when="SGLang reads speculators checkpoints and has P-EAGLE",
+        upstream="https://github.com/sgl-project/sglang/issues/23171",
         feature=SPECULATORS,
         kind="resolution",
         signature="(server_args)",
@@ -131,6 +134,7 @@ AT_LOAD = (
     Change(
         target="sglang.srt.configs.model_config_parser_registry._MODEL_CONFIG_PARSER_REGISTRY",
         remove_when="SGLang reads speculators checkpoints",
+        upstream="https://github.com/sgl-project/sglang/pull/40630",
         feature=SPECULATORS,
         replaces="sglang.srt.utils.hf_transformers.config.HfModelConfigParser",
         kind="entry",
@@ -141,6 +145,7 @@ AT_LOAD = (
     _CpuChange(
         target="sglang.srt.arg_groups.platform_hook.handle_cpu_backends",
         remove_when="SGLang serves on any CPU without kernels of its own",
+        upstream="https://github.com/sgl-project/sglang/issues/8281",
         feature=CPU,
         kind="resolution",
         signature="(server_args)",
@@ -159,6 +164,7 @@ AT_LOAD = (
     _CpuChange(
         target="sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
         remove_when="SGLang's torch_native has these",
+        upstream="https://github.com/sgl-project/sglang/issues/36352",
         feature=CPU,
         replaces="sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
         kind="entry",
@@ -171,6 +177,7 @@ AT_LOAD = (
     Change(
         target="sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
         remove_when="SGLang names a missing draft, and DFLASH's adaptive width is upstream",
+        upstream="https://github.com/sgl-project/sglang/issues/36127",
         kind="resolution",
         signature="(server_args)",
         why="report a missing draft by name before SGLang tries to read its config",
@@ -188,6 +195,7 @@ AT_LOAD = (
     Change(
         target=f"{_ALGORITHM}.handle_server_args",
         remove_when="SGLang lets a plugin replace a built-in algorithm",
+        upstream="https://github.com/sgl-project/sglang/pull/23991",
         kind="around",
         signature="(self, server_args)",
         why="resolve and validate DFLASH's arguments with our rules",
@@ -196,6 +204,7 @@ AT_LOAD = (
     Change(
         target=f"{_ALGORITHM}.create_worker",
         remove_when="SGLang lets a plugin replace a built-in algorithm",
+        upstream="https://github.com/sgl-project/sglang/pull/23991",
         kind="around",
         signature="(self, server_args)",
         why="run our worker, and apply AT_WORKER just before it is built",
@@ -205,6 +214,7 @@ AT_LOAD = (
     _CpuChange(
         target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
         remove_when="SGLang keeps snapshots on a CPU",
+        upstream="https://github.com/sgl-project/sglang/pull/37705",
         feature=RECURRENT,
         signature="()",
         why="the CPU runtime keeps snapshots of recurrent states for the prefix cache, SGLang only on GPUs",
@@ -214,28 +224,40 @@ AT_LOAD = (
         _CpuChange(
             target=f"sglang.kernels.ops.mamba.mamba_state_scatter_triton.{name}",
             remove_when="SGLang has these functions in PyTorch",
+            upstream=upstream,
             feature=RECURRENT,
             signature=signature,
             why="SGLang copies recurrent states between slots in Triton, which a CPU cannot run",
             build=_ours(f"srt.hardware_backend.cpu.recurrent_states.{name}"),
         )
-        for name, signature in (
+        for name, upstream, signature in (
             (
                 "track_mamba_states_all_layers",
+                "none",
                 "(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, "
                 "batch_size, check_freed_slots)",
             ),
             (
                 "track_mamba_states_if_needed",
+                "none",
                 "(conv_states, ssm_states, cache_indices, mamba_track_mask, mamba_track_indices, batch_size, "
                 "check_freed_slots)",
             ),
             (
                 "scatter_mamba_states_after_mtp_verify",
+                "https://github.com/sgl-project/sglang/pull/37851",
                 "(mamba_caches, state_indices_tensor, last_correct_step_indices, mamba_track_indices, "
                 "mamba_steps_to_track, src_indices_raw)",
             ),
         )
+    ),
+    _CpuChange(
+        target="sglang.kernels.ops.mamba.mamba_state_scatter_triton.fused_conv_window_scatter_with_mask",
+        remove_when="SGLang has this function in PyTorch",
+        feature=RECURRENT,
+        signature="(dst, src, dst_indices_raw, step_indices_raw, src_indices_raw)",
+        why="the same copies for convolutions alone, with ReplaySSM",
+        build=_ours("srt.hardware_backend.cpu.recurrent_states.fused_conv_window_scatter_with_mask"),
     ),
     _CpuChange(
         target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
@@ -274,6 +296,7 @@ AT_FRONT_END = (
     Change(
         target="sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
         remove_when="SGLang checks their types and ranges",
+        upstream="https://github.com/sgl-project/sglang/pull/28960",
         feature="checks of sampling parameters",
         signature="(self)",
         why="SGLang does not check types and ranges of sampling parameters; some end the scheduler",
@@ -304,6 +327,7 @@ AT_WORKER = (
     Change(
         target="sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config",
         remove_when="SGLang's loader leaves a draft's packed tensors to its model",
+        upstream="https://github.com/sgl-project/sglang/issues/39087",
         feature="quantized drafts",
         signature="(self)",
         why="we dequantize packed drafts ourselves; SGLang has no kernel for some, and none on a CPU",
@@ -319,11 +343,34 @@ AT_WORKER = (
         build=_ours("srt.speculative.targets.kinds.configure_capture"),
     ),
     Change(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_req_pool",
+        remove_when="SGLang's DFLASH commits GatedDeltaNet's ring",
+        feature="ReplaySSM (--enable-linear-replayssm-spec)",
+        signature="(self, max_num_reqs, extra_max_context_len)",
+        why="SGLang refuses ReplaySSM with DFLASH, as its own worker cannot commit the ring; ours can",
+        build=_made_by("srt.speculative.targets.states.building_replay_pools"),
+    ),
+    Change(
         target="sglang.srt.managers.scheduler.validate_dflash_request",
         remove_when="SGLang's check is as strict",
         signature="(req, enable_overlap)",
         why="answer a request that DFLASH cannot serve exactly with HTTP 400",
         build=_ours("srt.speculative.dflash_utils.validate_dflash_request"),
+    ),
+    Change(
+        target="sglang.srt.managers.scheduler.validate_spec_sampling_mask_request",
+        remove_when="SGLang asks the worker which masks it returns",
+        feature="sampling masks of sampled requests",
+        signature="(req, spec_algorithm)",
+        why="SGLang's DFLASH needs a CUDA kernel and no min_p for sampling masks, ours does not",
+        build=_ours("srt.speculative.acceptance.sampling_masks.validate_sampling_mask_request"),
+    ),
+    Change(
+        target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+        remove_when="processors get the tokens of the step before",
+        signature="(self, batch, last_batch)",
+        why="a custom logit processor reads its request's tokens, which the host must know by then",
+        build=_made_by("srt.speculative.acceptance.processors.without_overlap"),
     ),
     Change(
         target="sglang.srt.speculative.dflash_info.DFlashVerifyInput",
@@ -360,6 +407,7 @@ AT_WORKER = (
     Change(
         target="sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu",
         remove_when="SGLang plans with bounds of lengths",
+        upstream="https://github.com/sgl-project/sglang/pull/32417",
         feature=BOUNDS,
         signature="(self, batch, stream_ordered)",
         also="(self, batch)",  # 0.5.22
@@ -369,10 +417,32 @@ AT_WORKER = (
     Change(
         target="sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_forward_metadata_out_graph",
         remove_when="SGLang plans with bounds of lengths",
+        upstream="https://github.com/sgl-project/sglang/pull/32417",
         feature=BOUNDS,
         signature="(self, forward_batch, in_capture)",
         why="FlashInfer plans on the host with exact lengths; bounds do, if the chunks are chosen by them",
         build=_made_by("srt.layers.attention.flashinfer_plans.planning_within_bounds"),
+    ),
+)
+
+AT_FA3_SCHEDULES = (
+    Change(
+        target="sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend",
+        remove_when="SGLang computes schedules of blocks once per forward",
+        feature=SCHEDULES,
+        signature="(self, q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks, q_descale, "
+        "k_descale, v_descale, score_mod, aux_tensors, rel_bias, rel_bias_event, return_lse)",
+        why="a schedule belongs to the forward that is captured",
+        build=_made_by("srt.layers.attention.fa3_schedules.noting_the_forward"),
+    ),
+    Change(
+        target="sglang.srt.layers.attention.flashattention_backend.flash_attn_with_kvcache",
+        remove_when="SGLang computes schedules of blocks once per forward",
+        feature=SCHEDULES,
+        # Wrapped with whatever it takes: a schedule is passed only in calls whose arguments are all known.
+        signature=None,
+        why="FA3 computes the schedule of a block's tiles in every layer; once per forward is enough",
+        build=_made_by("srt.layers.attention.fa3_schedules.attending_with_schedules"),
     ),
 )
 
@@ -412,7 +482,7 @@ AT_CPU_HOST_CACHE = (
             remove_when="SGLang copies in PyTorch on a CPU",
             feature=CPU_PD,
             signature=signature,
-            why="SGLang copies KV to host memory and back with CUDA kernels",
+            why="SGLang copies KV to host memory and back with CUDA kernels, and page-locks memory",
             build=_ours(f"srt.hardware_backend.cpu.transfer.{ours}"),
         )
         for name, ours, signature in (
@@ -426,6 +496,7 @@ AT_CPU_HOST_CACHE = (
                 "restore_layer",
                 "(self, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft)",
             ),
+            ("get_dummy_flat_data_page", "empty_flat_page", "(self)"),
         )
     ),
 )
@@ -438,6 +509,14 @@ AT_CPU_DISAGGREGATION = (
         signature="(kinds, expected_len)",
         why="SGLang declares all KV pools as GPU memory, which nixl refuses on a machine without a GPU",
         build=_ours("srt.hardware_backend.cpu.transfer.normalize_kv_mem_kinds"),
+    ),
+    _CpuChange(
+        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager.register_buffer_to_engine",
+        remove_when="nixl is told where a state is",
+        feature=CPU_PD,
+        signature="(self)",
+        why="SGLang declares the states of recurrent targets as GPU memory, in six calls of nixl",
+        build=_made_by("srt.hardware_backend.cpu.transfer.registering_host_memory"),
     ),
     _CpuChange(
         target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_xfer",
@@ -497,6 +576,7 @@ TABLES = {
     "AT_LOAD": AT_LOAD,
     "AT_FRONT_END": AT_FRONT_END,
     "AT_WORKER": AT_WORKER,
+    "AT_FA3_SCHEDULES": AT_FA3_SCHEDULES,
     "AT_DISAGGREGATION": AT_DISAGGREGATION,
     "AT_CPU_DISAGGREGATION": AT_CPU_DISAGGREGATION,
     "AT_CPU_ATTENTION": AT_CPU_ATTENTION,

@@ -42,6 +42,11 @@ class Row(NamedTuple):
         return self.change is None or self.change.feature is None
 
     @property
+    def is_broken(self) -> bool:
+        """Tell whether the change cannot be made, or the import may fail."""
+        return self.state in BROKEN
+
+    @property
     def is_fatal(self) -> bool:
         return self.is_required and (self.state == GONE or self.state in BROKEN and self.change is not None)
 

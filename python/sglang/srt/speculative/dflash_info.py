@@ -65,39 +65,18 @@ class DFlashDraftInput(SpecInput):
         return cls(bonus_tokens=nothing, new_seq_lens=nothing)
 
     def prepare_for_decode(self, batch) -> None:
-        """Reserve KV slots for the next cycle. The scheduler calls this before each decode step.
-
-        Reserves two blocks per request: under overlap `kv_committed_len` is one step behind the running
-        forward.
-        """
+        """Reserve KV slots for the next cycle. The scheduler calls this before each decode step."""
         batch.maybe_evict_swa()
         reqs = batch.reqs
         if not reqs:
             return
-        block_size = get_spec().speculative_num_draft_tokens
-        current, reserved, num_new = page_aligned_decode_alloc_lens(
-            reqs, reserve=2 * block_size, page_size=batch.token_to_kv_pool_allocator.page_size
-        )
-        current_cpu = torch.tensor(current, dtype=torch.int32)
-        reserved_cpu = torch.tensor(reserved, dtype=torch.int32)
-        alloc_for_spec_decode(
-            batch.tree_cache,
-            batch.req_to_token_pool,
-            reqs=reqs,
-            req_pool_indices=batch.req_pool_indices,
-            cur_kv_lens=current_cpu.to(batch.device, non_blocking=True),
-            cur_kv_lens_cpu=current_cpu,
-            nxt_kv_lens=reserved_cpu.to(batch.device, non_blocking=True),
-            nxt_kv_lens_cpu=reserved_cpu,
-            num_needed_tokens=num_new,
-            batch=batch,
-        )
+        committed = [req.kv.kv_committed_len for req in reqs]
+        self.reserved_lens_cpu = _reserve_slots(batch, committed)
         for req in reqs:
             req.decode_batch_idx += 1
         # Exact without overlap. With it, SGLang replaces both by the published lengths before the forward.
-        batch.seq_lens_cpu = torch.tensor([req.kv.kv_committed_len for req in reqs], dtype=torch.int64)
-        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        self.reserved_lens_cpu = reserved_cpu
+        batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
+        batch.seq_lens_sum = sum(committed)
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
         """Keep these rows of the batch."""
@@ -122,6 +101,41 @@ class DFlashDraftInput(SpecInput):
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
         self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
+
+
+def _reserve_slots(batch: Any, committed: list[int]) -> torch.Tensor:
+    """Give each request slots for two blocks, and return its slots: [bs] int32.
+
+    Two, because under overlap `kv_committed_len` is one step behind the running forward. If slots are short
+    and the pool has room, requests get two more blocks, so that most cycles reserve nothing.
+    """
+    reqs, allocator = batch.reqs, batch.token_to_kv_pool_allocator
+    least = 2 * get_spec().speculative_num_draft_tokens
+    if all(req.kv.kv_allocated_len >= n + least for req, n in zip(reqs, committed, strict=True)):
+        return torch.tensor([req.kv.kv_allocated_len for req in reqs], dtype=torch.int32)
+    row_len = batch.req_to_token_pool.req_to_token.shape[1]
+    for reserve in (2 * least, least):
+        current, reserved, num_new = page_aligned_decode_alloc_lens(
+            reqs, reserve=reserve, page_size=allocator.page_size
+        )
+        # What the others may need next stays free.
+        if num_new + least * len(reqs) <= allocator.available_size() and max(reserved) <= row_len:
+            break
+    current_cpu = torch.tensor(current, dtype=torch.int32)
+    reserved_cpu = torch.tensor(reserved, dtype=torch.int32)
+    alloc_for_spec_decode(
+        batch.tree_cache,
+        batch.req_to_token_pool,
+        reqs=reqs,
+        req_pool_indices=batch.req_pool_indices,
+        cur_kv_lens=current_cpu.to(batch.device, non_blocking=True),
+        cur_kv_lens_cpu=current_cpu,
+        nxt_kv_lens=reserved_cpu.to(batch.device, non_blocking=True),
+        nxt_kv_lens_cpu=reserved_cpu,
+        num_needed_tokens=num_new,
+        batch=batch,
+    )
+    return reserved_cpu
 
 
 @dataclass(frozen=True, slots=True)

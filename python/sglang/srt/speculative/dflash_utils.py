@@ -27,8 +27,6 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
     refused = []
     if req.return_hidden_states:
         refused.append("return_hidden_states")
-    if getattr(req, "return_sampling_mask", False):
-        refused.append("return_sampling_mask")
     if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
         # SGLang's sampler would end the server, and even a refused request gets one forward.
         refused.append("min_p with --enable-deterministic-inference")

@@ -35,6 +35,8 @@ from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, rejectio
 from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
 from sglang_dflash.srt.speculative.acceptance.constraints import constrain
 from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
+from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
+from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
 from sglang_dflash.srt.speculative.cycle.known_lengths import plans_within_bounds
@@ -49,6 +51,7 @@ from sglang_dflash.srt.speculative.drafters.prewarm import prewarm_probabilistic
 from sglang_dflash.srt.speculative.drafters.some import draft_for_some
 from sglang_dflash.srt.speculative.scale_out.disaggregation import arrivals
 from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, run_idle
+from sglang_dflash.srt.speculative.targets.state_memory import tell_if_states_cap_batch
 from sglang_dflash.srt.speculative.targets.states import make_target_states
 from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_updates
 from sglang_dflash.srt.speculative.width.adaptive import FixedWidth, PlannedCycle
@@ -128,6 +131,7 @@ class DFlashWorker(BaseSpecWorker):
             super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
         target_runner = self._target_worker.model_runner
         check_kv_budget(target_runner, self._draft_worker.model_runner)
+        tell_if_states_cap_batch(target_runner, self._draft_worker.model_runner, self.block_size)
         self.drafter.attach_pools(target_runner)
         self.verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
         num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
@@ -304,16 +308,20 @@ class DFlashWorker(BaseSpecWorker):
         rows = cycle.rows
         self._notify("on_drafted", batch, cycle, block)
         # The copy to the host starts before verify, so that grammars run beside it on the host.
-        grammar_tree = GrammarTree.from_linear_chain(block.tokens) if batch.has_grammar else None
+        reads_chains = batch.has_grammar or need_tokens(batch.reqs)
+        chains = GrammarTree.from_linear_chain(block.tokens) if reads_chains else None
         target_out = verify(self._target_worker, self.target_states, batch, cycle, block)
         logits_output = target_out.logits_output
         logits = logits_output.next_token_logits
         self._notify("on_verified", batch, block, logits)
-        constrain(batch, block.tokens, logits, self.penalties, grammar_tree, grammar_barrier, rows)
+        constrain(batch, block.tokens, logits, self.penalties, chains, grammar_barrier, rows)
         # Own lengths include the caps.
         has_caps = plan.caps is not None and cycle.ragged is None
         limits = on_device(plan.caps, torch.int32, self.device) if has_caps else None
-        accepted = self.acceptor.accept(batch, cycle, block, logits, limits)
+        masks = SamplingMasks.requested(batch.sampling_info, plan.width)
+        accepted = self.acceptor.accept(batch, cycle, block, logits, limits, masks)
+        if masks is not None:
+            logits_output.sampling_mask_output = masks.output(accepted)
         if Penalties.are_requested(batch.sampling_info):
             self.penalties.count_block(batch, accepted)
         self.target_states.commit(batch, accepted.commit_lens)

@@ -56,8 +56,11 @@ def check_ranks_agree(implementation: Implementation) -> None:
     Nodes decide by themselves, from their own files and devices.
     """
     import torch.distributed as dist
-    from sglang.srt.distributed import get_tp_group
 
+    try:
+        from sglang.srt.distributed import get_tp_group
+    except ImportError:  # a SGLang that we do not know, whose built-in serves
+        return
     if not dist.is_initialized() or get_tp_group().world_size == 1:
         return
     group = get_tp_group()

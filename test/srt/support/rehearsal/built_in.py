@@ -35,6 +35,43 @@ def take_the_stage(ledger: ModuleType, attention: Any, buckets: tuple[int, ...])
     ledger.AT_WORKER = (attention,)
 
 
+def follow_the_hand_over(ledger: ModuleType, attention: Any, buckets: tuple[int, ...]) -> None:
+    """Leave the decision and the choice of worker to our hooks; the worker must be SGLang's."""
+
+    def build():
+        from sglang_dflash.srt.plugins import hooks
+
+        create = hooks.create_worker()
+        return lambda original, self, server_args: _on_stage(create(original, self, server_args), buckets)
+
+    def changed(change):
+        return (
+            dataclasses.replace(change, build=build) if change.target.endswith(".create_worker") else change
+        )
+
+    ledger.AT_LOAD = tuple(map(changed, ledger.AT_LOAD))
+    ledger.AT_HAND_OVER = (*ledger.AT_HAND_OVER, attention)
+
+
+class PlatformWithDFlash:
+    """SGLang's platform, on which its DFLASH runs."""
+
+    def __init__(self, platform: Any):
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def is_out_of_tree(self) -> bool:
+        return True
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == "DFLASH"
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        return backend == "torch_native"  # what the arguments call it here
+
+
 def _on_stage(worker: type, buckets: tuple[int, ...]) -> type:
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -56,10 +93,10 @@ def _on_stage(worker: type, buckets: tuple[int, ...]) -> type:
     class Worker(worker):
         def forward_batch_generation(self, batch, *args, **kwargs):
             is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
-            step = super().forward_batch_generation if is_prefill else self._decode
+            step = super().forward_batch_generation if is_prefill else self.decode
             return step(batch, *args, **kwargs)
 
-        def _decode(self, batch, *args, **kwargs):
+        def decode(self, batch, *args, **kwargs):
             return super().forward_batch_generation(batch, *args, **kwargs)
 
     launches.watch_decode_steps(Worker)

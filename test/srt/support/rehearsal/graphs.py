@@ -10,6 +10,7 @@ A kernel (`kernel`) is one operation, which reads at each replay what its argume
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,11 @@ class Recorder(TorchDispatchMode):
         return tree_map(freeze, arguments)
 
 
+def is_capturing() -> bool:
+    """Tell whether operations are being recorded."""
+    return _recording is not None
+
+
 def kernel(name: str, body: Callable) -> Callable:
     """Wrap `body` as one operation of a graph that is being captured; otherwise just run it."""
 
@@ -182,7 +188,8 @@ class GraphBackend:
         finally:
             _recording = None
         self._graphs[shape_key] = recorder
-        report.note("capture", role=self._role, shape=str(shape_key), nodes=len(recorder.nodes))
+        operations = Counter(name for name, _ in recorder.nodes)
+        report.note("capture", role=self._role, shape=str(shape_key), operations=operations)
 
     def can_run(self, forward_batch, shape_key) -> bool:
         return shape_key in self._graphs

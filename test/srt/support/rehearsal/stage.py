@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from support.rehearsal import built_in, faults, flashinfer_kernels, graphs, launches, report, steps
 from support.rehearsal.attention import merge
-from support.rehearsal.fa3_kernels import flash_attn_with_kvcache
+from support.rehearsal.fa3_kernels import flash_attn_with_kvcache, get_scheduler_metadata
 
 VARIABLE = "REHEARSAL"
 
@@ -31,6 +31,8 @@ class Scene:
         interprets_context_kv: Interpret also the kernel with a program per token and layer, which takes a
             third of a second per step. Its twin runs otherwise.
         is_built_in: SGLang's own worker instead of ours.
+        is_handed_over: The same, because our decision leaves the server to it.
+        lacks_bounds: On an SGLang where one target of the ledger's feature BOUNDS is gone.
     """
 
     backend: str
@@ -38,6 +40,8 @@ class Scene:
     fault: str | None = None
     interprets_context_kv: bool = False
     is_built_in: bool = False
+    is_handed_over: bool = False
+    lacks_bounds: bool = False
 
     @classmethod
     def from_environment(cls) -> "Scene":
@@ -72,7 +76,7 @@ def set_the_stage(ledger) -> None:
         backend = {"flashinfer": _flashinfer, "fa3": _fa3, "triton": _triton}[scene.backend]()
         steps.watch()
         _capture_graphs(scene.buckets)
-        if not scene.is_built_in:
+        if not (scene.is_built_in or scene.is_handed_over):
             _prepare_our_worker(scene)
 
         def create(runner):
@@ -83,12 +87,28 @@ def set_the_stage(ledger) -> None:
 
         return create
 
+    if scene.lacks_bounds:
+        ledger.AT_WORKER = tuple(_without_lengths(change) for change in ledger.AT_WORKER)
     [ours] = [change for change in ledger.AT_LOAD if change.key == "torch_native"]
     attention = dataclasses.replace(ours, build=build)
     if scene.is_built_in:
         built_in.take_the_stage(ledger, attention, scene.buckets)
+    elif scene.is_handed_over:
+        built_in.follow_the_hand_over(ledger, attention, scene.buckets)
     else:
         ledger.AT_WORKER = (*ledger.AT_WORKER, attention)
+
+
+def pretend_support(speculative_hook) -> None:
+    """Let SGLang's own DFLASH accept the CPU, if a server is to be handed over to it."""
+    if Scene.from_environment().is_handed_over:
+        speculative_hook.current_platform = built_in.PlatformWithDFlash(speculative_hook.current_platform)
+
+
+def _without_lengths(change):
+    """Look for the lengths' target where it is not, as on a later SGLang."""
+    is_gone = change.name == "resolve_seq_lens_cpu"
+    return dataclasses.replace(change, target=f"{change.target}_as_it_was") if is_gone else change
 
 
 def _prepare_our_worker(scene: Scene) -> None:
@@ -175,6 +195,11 @@ def _fa3():
     from sglang_dflash.srt.speculative.drafters import window as draft_window
 
     draft_window.PAGED_BACKENDS = ("torch_native",)  # what the arguments call it here
+    from sglang_dflash.srt.layers.attention import fa3_schedules
+
+    fa3_schedules.is_capturing = graphs.is_capturing
+    schedule = graphs.kernel("get_scheduler_metadata", get_scheduler_metadata)
+    fa3_schedules.schedule_function = lambda: schedule
     return module.FlashAttentionBackend
 
 

@@ -140,6 +140,42 @@ def set_the_stage(module) -> None:
     stage.set_the_stage(module)
 
 
+def pretend_support(module) -> None:
+    """Let SGLang's own DFLASH accept the CPU in a rehearsal of the hand-over."""
+    from support.rehearsal import stage
+
+    stage.pretend_support(module)
+
+
+def lora_on_cpu(module) -> None:
+    """Let SGLang's LoRA run without a GPU: it page-locks tensors of the host."""
+    import torch
+
+    class WithoutPinnedMemory:
+        def __getattr__(self, name):
+            value = getattr(torch, name)
+            if name not in ("zeros", "empty", "tensor"):
+                return value
+            return lambda *args, pin_memory=False, **kwargs: value(*args, **kwargs)
+
+    module.torch = WithoutPinnedMemory()
+
+
+def another_sglang(module) -> None:
+    """Pretend that SGLang is another version, with other parameters of `create_worker`."""
+    from dataclasses import replace
+
+    module.AT_LOAD = tuple(
+        replace(change, signature="(self, server_args, more)") if change.name == "create_worker" else change
+        for change in module.AT_LOAD
+    )
+
+
+def another_version(module) -> None:
+    """Name the pretended version."""
+    module.installed_version = lambda: "0.5.99"
+
+
 def no_memory_reserve(module) -> None:
     """Let a host pool take the last 10 GiB of memory, which SGLang leaves free."""
     module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
@@ -156,7 +192,18 @@ PATCHES = {
     "misdeclared_draft": {"sglang_dflash.srt.speculative.drafters.sampling": misdeclared_draft},
     "overcommit": {"sglang.srt.managers.schedule_policy": overcommit},
     "no_memory_reserve": {"sglang.srt.mem_cache.pool_host.base": no_memory_reserve},
-    "rehearsal": {"sglang_dflash.srt.plugins.ledger": set_the_stage},
+    "another_sglang": {
+        "sglang_dflash.srt.plugins.ledger": another_sglang,
+        "sglang_dflash.srt.plugins.compatibility": another_version,
+    },
+    "lora_on_cpu": {
+        "sglang.srt.lora.backend.torch_backend": lora_on_cpu,
+        "sglang.srt.lora.layers": lora_on_cpu,
+    },
+    "rehearsal": {
+        "sglang_dflash.srt.plugins.ledger": set_the_stage,
+        "sglang.srt.arg_groups.speculative_hook": pretend_support,
+    },
     "deterministic_on_cpu": {
         "sglang.srt.arg_groups.choices": allow_deterministic_on_cpu,
         "sglang.srt.model_executor.model_runner": no_batch_invariant_kernels,

@@ -61,6 +61,21 @@ def scatter_mamba_states_after_mtp_verify(
             _copy_step(pool, steps, rows, mamba_track_indices.long(), mamba_steps_to_track.long())
 
 
+def fused_conv_window_scatter_with_mask(dst, src, dst_indices_raw, step_indices_raw, src_indices_raw=None):
+    """Copy one step of each request's convolution windows.
+
+    Args:
+        dst: [layers, slots, channels, kernel - 1].
+        src: [layers, rows, tokens, channels, kernel - 1], what the verify forward wrote.
+        dst_indices_raw: [bs] slots.
+        step_indices_raw: [bs] tokens of the block.
+        src_indices_raw: [bs] rows; None: request i has row i.
+    """
+    steps = step_indices_raw.long()
+    rows = torch.arange(len(steps)) if src_indices_raw is None else src_indices_raw.long()
+    _copy_step(dst, src, rows, dst_indices_raw.long(), steps)
+
+
 def _copy_step(pool, steps, rows, slots, step):
     taken = (step >= 0) & (slots >= 0)
     pool[:, slots[taken]] = steps[:, rows[taken], step[taken]]

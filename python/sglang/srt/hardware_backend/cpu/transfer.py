@@ -28,11 +28,61 @@ def prepare_transfer(args: Any) -> None:
         )
 
 
+def empty_flat_page(self: Any) -> torch.Tensor:
+    """Make room for one page of keys and values of all layers, which a storage backend fills."""
+    shape = 2, self.layer_num, self.page_size, self.head_num, self.head_dim
+    return torch.zeros(shape, dtype=self.dtype).flatten()
+
+
 def normalize_kv_mem_kinds(kinds: list[str] | None, expected_len: int) -> list[str]:
     """Give all KV buffers the kind of host memory. kinds: one per buffer, or None."""
     if kinds is not None and len(kinds) != expected_len:
         raise ValueError(f"{len(kinds)} kinds of memory for {expected_len} KV buffers")
     return ["DRAM"] * expected_len
+
+
+class HostMemoryAgent:
+    """A nixl agent to which GPU memory is host memory.
+
+    SGLang names the kind of KV buffers, but calls state buffers GPU memory in every call.
+    """
+
+    def __init__(self, agent: Any):
+        self._agent = agent
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_agent":  # a lookup before __init__ would recurse
+            raise AttributeError(name)
+        return getattr(self._agent, name)
+
+    def register_memory(self, regions: Any, kind: str) -> Any:
+        """Register regions [(address, length, device, name)]."""
+        return self._agent.register_memory(regions, "DRAM")
+
+    def get_xfer_descs(self, regions: Any, kind: str) -> Any:
+        """Describe regions [(address, length, device)] of a transfer."""
+        return self._agent.get_xfer_descs(regions, "DRAM")
+
+    def prep_xfer_dlist(self, agent_name: str, regions: Any, kind: str) -> Any:
+        """Prepare a list of regions that transfers choose from."""
+        return self._agent.prep_xfer_dlist(agent_name, regions, "DRAM")
+
+
+def registering_host_memory() -> Callable[[Any], None]:
+    """Build `NixlKVManager.register_buffer_to_engine`.
+
+    It is the first that names a kind of memory.
+    """
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+
+    original = NixlKVManager.register_buffer_to_engine
+
+    @functools.wraps(original)
+    def register_buffer_to_engine(self):
+        self.agent = HostMemoryAgent(self.agent)
+        original(self)
+
+    return register_buffer_to_engine
 
 
 def preparing_targets_layers() -> Callable[[Any, Any], None]:

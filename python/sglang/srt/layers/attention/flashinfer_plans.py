@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _PADDING_LENGTH = 1
 # Positions in FlashInfer's plan information.
 _PADDED_BATCH_SIZE, _CTA_TILE_Q, _CHUNK_OFFSET = 0, 3, 9
+# Attribute of our `init_forward_metadata_out_graph`. An SGLang that the change does not fit keeps its own.
+_MARK = "plans_within_bounds"
 # Cycles after which a check of chunk counts is waited for.
 _MOST_UNREAD_CHECKS = 8
 
@@ -47,6 +49,7 @@ def _plans_blocks(backend: Any) -> bool:
 
     return (
         type(backend) is FlashInferAttnBackend
+        and hasattr(FlashInferAttnBackend.init_forward_metadata_out_graph, _MARK)
         and backend.dispatch_reason is None
         and backend.prefill_backend == "fa2"
         and not backend.use_sliding_window_kv_pool
@@ -90,6 +93,7 @@ def planning_within_bounds():
             _add_plan(self, forward_batch)
         self.dflash_plans[forward_batch.batch_size].prepare(forward_batch)
 
+    setattr(init_forward_metadata_out_graph, _MARK, True)
     return init_forward_metadata_out_graph
 
 

@@ -18,6 +18,7 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_block_verification,
     accept_by_rejection,
 )
+from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
 from sglang_dflash.srt.speculative.acceptance.target_sampling import draw_target_tokens, target_probs
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
@@ -98,6 +99,7 @@ class Acceptor:
         block: DraftBlock,
         logits: torch.Tensor,
         caps: torch.Tensor | None = None,
+        masks: SamplingMasks | None = None,
     ) -> AcceptedBlocks:
         """Accept verified blocks.
 
@@ -107,16 +109,17 @@ class Acceptor:
             block: the drafted tokens. Not drawn if there are caps.
             logits: [T, vocab] of the cycle's rows, biased and masked. Sampling overwrites them.
             caps: [bs] int32, the most drafted tokens of each request to accept. None: what is verified.
+            masks: takes what the tokens were drawn from. None: no request returns it.
         """
         if batch.return_logprob and not batch.sampling_info.is_all_greedy:
             logits = logits.clone()  # log probabilities are still to be read
         if block.probs is not None:
             assert caps is None, "drawn blocks have no caps"
             accept_len, tokens, max_logits = self._reject(
-                batch.sampling_info, block.tokens, block.probs, logits, cycle.rows
+                batch.sampling_info, block.tokens, block.probs, logits, cycle.rows, masks
             )
         else:
-            tokens, max_logits = self._target_tokens(batch.sampling_info, cycle, logits)
+            tokens, max_logits = self._target_tokens(batch.sampling_info, cycle, logits, masks)
             caps = cycle.rows.limits if caps is None else caps
             if self._simulated is None and caps is None:
                 return accept_greedy(block.tokens, tokens, max_logits, cycle.committed, self._broken_token)
@@ -129,11 +132,11 @@ class Acceptor:
         return complete_blocks(accept_len, tokens, max_logits, cycle.committed, self._broken_token)
 
     def _target_tokens(
-        self, sampling_info: Any, cycle: Cycle, logits: torch.Tensor
+        self, sampling_info: Any, cycle: Cycle, logits: torch.Tensor, masks: SamplingMasks | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run `draw_target_tokens`, with rank 0's tokens."""
         tokens, max_logits = draw_target_tokens(
-            logits, sampling_info, cycle.rows.pack(cycle.positions), cycle.rows, self._sampler
+            logits, sampling_info, cycle.rows.pack(cycle.positions), cycle.rows, self._sampler, masks
         )
         greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         return self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens), max_logits
@@ -145,11 +148,14 @@ class Acceptor:
         draft: DraftProbs,
         logits: torch.Tensor,
         rows: VerifyRows,
+        masks: SamplingMasks | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the rejection rule. Returns accept lengths, output tokens and the largest logits."""
         assert self._rule is not None, "no block is drawn without a rule"
         bs, verify_len = tokens.shape
         probs, max_logits = target_probs(logits, sampling_info, rows)
+        if masks is not None:
+            masks.probs = rows.unpack(probs)
         uniforms = torch.rand(bs, verify_len, device=logits.device)
         accept_len, tokens = self._rule(tokens, probs, draft, uniforms[:, 1:], uniforms[:, 0], rows)
         return *self._agree(accept_len, tokens), max_logits

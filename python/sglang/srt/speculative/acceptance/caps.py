@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from sglang_dflash.srt.speculative.acceptance.processors import runs_per_slot
+
 # In a request's `custom_params`. SGLang passes these on from every endpoint.
 FIELD = "speculative_max_tokens"
 
@@ -23,8 +25,8 @@ def check_cap(custom_params: Any) -> None:
 def requested_caps(reqs: Sequence[Any], block_size: int) -> np.ndarray | None:
     """Return the most drafted tokens that each request may accept in a cycle, [n] int32.
 
-    None if no request has a cap, which is the usual case. A request with a custom logit processor gets one
-    token a cycle.
+    None if no request has a cap, which is the usual case. A request with a custom logit processor of the
+    user's own gets one token a cycle.
     """
     largest = block_size - 1
     caps = [_cap(req, largest) for req in reqs]
@@ -32,7 +34,8 @@ def requested_caps(reqs: Sequence[Any], block_size: int) -> np.ndarray | None:
 
 
 def _cap(req: Any, largest: int) -> int:
-    if req.custom_logit_processor is not None:
+    processor = req.custom_logit_processor
+    if processor is not None and not runs_per_slot(processor):
         return 0  # its logits may depend on all earlier tokens, and its state on every call
     params = req.sampling_params.custom_params
     return min(params.get(FIELD, largest), largest) if params else largest

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
+from sglang_dflash.srt.speculative.acceptance.processors import apply_processors
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 
@@ -15,21 +15,20 @@ def constrain(
     block: torch.Tensor,
     logits: torch.Tensor,
     penalties: Penalties,
-    grammar_tree: GrammarTree | None,
+    chains: GrammarTree | None,
     grammar_barrier: Any,
     rows: VerifyRows | None = None,
 ) -> None:
     """Apply all that shapes a request's logits to the verify logits, in place.
 
-    Custom logit processors come last, as in plain SGLang. Their requests accept no drafted token, so each one
-    is called once per emitted token, for the anchor's logits alone.
+    Custom logit processors come last, as in plain SGLang.
 
     Args:
         batch: the scheduler's.
         block: [bs, B] int64, the drafted chains.
         logits: [T, vocab] of the verified rows.
         penalties: counts of emitted tokens.
-        grammar_tree: the chains on their way to the host. None: no request has a grammar.
+        chains: the blocks on their way to the host. None: nothing reads them there.
         grammar_barrier: SGLang's, waits until the grammars are up to date.
         rows: verified slots. None: all of them. With custom logit processors, all requests verify as many.
     """
@@ -42,10 +41,11 @@ def constrain(
             logits.view(*block.shape, -1).add_(info.logit_bias[:, None])
         else:
             logits.add_(rows.repeat(info.logit_bias))
-    if grammar_tree is not None:
+    if batch.has_grammar:
+        assert chains is not None
         mask = build_grammar_vocab_mask(
             reqs=batch.reqs,
-            tree=grammar_tree,
+            tree=chains,
             sampling_info=info,
             device=logits.device,
             barrier=grammar_barrier,
@@ -55,4 +55,5 @@ def constrain(
                 mask = mask._replace(vocab_mask=mask.vocab_mask[rows.index])
             mask.apply(logits)
     if info.has_custom_logit_processor:
-        apply_custom_logit_processor(logits.view(*block.shape, -1)[:, 0], info)
+        blocks = None if chains is None else chains.resolve()[-1]
+        apply_processors(batch, logits.view(*block.shape, -1), blocks)

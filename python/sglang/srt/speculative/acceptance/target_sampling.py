@@ -6,6 +6,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
+from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 # Fields of SamplingBatchInfo with one row per request that shape the target's distribution.
@@ -13,7 +14,12 @@ _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps")
 
 
 def draw_target_tokens(
-    logits: torch.Tensor, sampling_info, positions: torch.Tensor, rows: VerifyRows, sampler
+    logits: torch.Tensor,
+    sampling_info,
+    positions: torch.Tensor,
+    rows: VerifyRows,
+    sampler,
+    masks: SamplingMasks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the target's token after each block position.
 
@@ -27,6 +33,7 @@ def draw_target_tokens(
         positions: [T] int64, position of each row's input token. SGLang seeds draws with it.
         rows: verified slots.
         sampler: SGLang's.
+        masks: takes the sampler's masks. None: no request returns one.
 
     Returns:
         Tokens [bs, W] int64, and the largest logits [bs, W]. If such a logit is not finite, the logits were
@@ -38,8 +45,12 @@ def draw_target_tokens(
         return rows.unpack(tokens), rows.unpack(max_logits)
     max_logits = replace_broken_rows(logits)
     per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in (*_PER_REQUEST, "sampling_seed")}
+    output = LogitsProcessorOutput(next_token_logits=logits)
+    if masks is not None:
+        output, per_row = masks.drawn, per_row | masks.sampler_fields()
+        output.next_token_logits = logits
     drawn = sampler(
-        LogitsProcessorOutput(next_token_logits=logits),
+        output,
         # Custom processors are applied already, and know nothing of blocks.
         dataclasses.replace(sampling_info, **per_row, has_custom_logit_processor=False),
         return_logprob=False,

@@ -43,6 +43,8 @@ class VerifyTail:
 
     def _capture(self, graph_runner: Any, out: Any, forward_batch: Any, num_tokens: int) -> None:
         """Absorb states. SGLang calls this at the end of each warm-up and capture of a forward."""
+        if num_tokens == forward_batch.batch_size and self._drafter.defers_plain_cycles:
+            return
         self._drafter.absorb(
             out.hidden_states[:num_tokens], forward_batch.positions, forward_batch.out_cache_loc
         )

@@ -19,12 +19,15 @@ class Drafter(Protocol):
         has_own_table: whether the draft reads through its own request table, which SGLang then makes.
         writes_context_apart: whether context is written without the draft's forward, which a cycle may then
             skip.
+        defers_plain_cycles: whether `commit` keeps the context of cycles that verify the anchor alone, to
+            write it later. Their graphs then absorb nothing.
     """
 
     mask_token_id: int
     num_draft_rows: int
     has_own_table: bool
     writes_context_apart: bool
+    defers_plain_cycles: bool
 
     def attach_pools(self, target_runner: Any) -> None:
         """Allocate what depends on the pools of both runners. Called once, when they exist."""

@@ -70,6 +70,7 @@ class CopyAhead:
         self.proposals = stats.proposals(None, False)
         self.mask_token_id, self.num_draft_rows = drafter.mask_token_id, drafter.num_draft_rows
         self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
+        self.defers_plain_cycles = drafter.defers_plain_cycles
         self.draw, self.absorb, self.overdue = drafter.draw, drafter.absorb, drafter.overdue
 
     def attach_pools(self, target_runner: Any) -> None:

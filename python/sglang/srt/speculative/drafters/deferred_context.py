@@ -1,4 +1,7 @@
-"""Context rows that are written later: on a CPU one row takes as many operators as fifty."""
+"""Context rows that are written later.
+
+On a CPU one row takes as many operators as fifty. On a GPU each write reads the weights of keys and values.
+"""
 
 from dataclasses import dataclass
 
@@ -32,7 +35,10 @@ class DeferredContext:
         """Tell whether rows of one more cycle of these requests [bs] int64 may be added."""
         if self._requests is None or not self._rows:
             return True
-        return len(self._rows) < self._max_cycles and torch.equal(requests, self._requests)
+        if len(self._rows) == self._max_cycles:
+            return False
+        # SGLang makes another tensor when its batch changes. Comparing values on a GPU would wait for it.
+        return requests is self._requests or (not requests.is_cuda and torch.equal(requests, self._requests))
 
     def add(self, requests: torch.Tensor, rows: ContextRows) -> None:
         """Keep a copy of the rows: the next target forward may overwrite `aux_hidden`."""

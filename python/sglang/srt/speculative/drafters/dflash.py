@@ -19,10 +19,11 @@ from sglang_dflash.srt.speculative.dflash_info import (
     Prompts,
 )
 from sglang_dflash.srt.speculative.drafters.deferred_context import ContextRows, DeferredContext
+from sglang_dflash.srt.speculative.drafters.forward import run_draft
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.drafters.window import DraftView, FullView, WindowView
 
-# Cycles without drafts whose context is written together on a CPU.
+# Cycles without drafts whose context is written together.
 _DEFERRED_CYCLES = 8
 
 
@@ -51,7 +52,7 @@ class DFlashDrafter:
         self._deferred = DeferredContext(_DEFERRED_CYCLES)
         # With disaggregation another server's KV may arrive in a slot at any time, and a hierarchical cache
         # copies slots to the host as soon as the target's KV is in them.
-        self._may_defer = (
+        self.defers_plain_cycles = (
             get_disagg().disaggregation_mode == "null" and not get_memory().enable_hierarchical_cache
         )
         self._model.stack_kv_weights()
@@ -118,17 +119,15 @@ class DFlashDrafter:
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
         rows = ContextRows(aux_hidden, cycle.rows.pack(cycle.positions), cache_loc)
-        # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
-        # spares writes on a GPU. On a CPU selecting the others costs more than it spares.
-        if aux_hidden.is_cuda:
-            self._write(rows, accepted.accept_len)
-        elif cycle.verify_len == 1 and self._may_defer:
+        if cycle.verify_len == 1 and self.defers_plain_cycles:
             if not self._deferred.has_room_for(cycle.req_pool_indices):
                 self._write_deferred()
             self._deferred.add(cycle.req_pool_indices, rows)
-        else:
-            self._write_deferred()  # a later write of theirs may hit a slot that has another owner by then
-            self._write(rows)
+            return
+        self._write_deferred()  # a later write of theirs may hit a slot that has another owner by then
+        # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
+        # spares writes on a GPU. On a CPU selecting the others costs more than it spares.
+        self._write(rows, accepted.accept_len if aux_hidden.is_cuda else None)
 
     def _write_deferred(self) -> None:
         rows = self._deferred.take()
@@ -163,4 +162,4 @@ class DFlashDrafter:
             can_run_decode_cuda_graph=cycle.can_run_cuda_graph,
         )
         plan.bind(forward_batch, self._runner.kv_index_translator, cols=columns)
-        return self._runner.forward(forward_batch).logits_output
+        return run_draft(self._runner, forward_batch)

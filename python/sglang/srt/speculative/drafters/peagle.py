@@ -54,6 +54,7 @@ from sglang_dflash.srt.speculative.dflash_info import (
     Prompts,
     packed_ranges,
 )
+from sglang_dflash.srt.speculative.drafters.forward import run_draft
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 
 
@@ -76,6 +77,7 @@ class PEagleDrafter:
 
     has_own_table = True
     writes_context_apart = False
+    defers_plain_cycles = False
 
     def __init__(self, draft_runner: Any, target_model: Any, block_size: int):
         self._runner = draft_runner
@@ -274,7 +276,7 @@ class PEagleDrafter:
             can_run_decode_cuda_graph=can_run_cuda_graph,
         )
         self._bind(forward_batch, read_extent=width)
-        return self._runner.forward(forward_batch).logits_output
+        return run_draft(self._runner, forward_batch)
 
     def _run_prompts(self, prompts: Prompts, fused: torch.Tensor, cache_loc: torch.Tensor) -> None:
         """Run one forward over the rows of a prefill: one per token except a text's first.

@@ -67,6 +67,7 @@ class SubgroupDrafter:
         self._drafter, self._layout = drafter, layout
         self.mask_token_id, self.num_draft_rows = drafter.mask_token_id, drafter.num_draft_rows
         self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
+        self.defers_plain_cycles = drafter.defers_plain_cycles
         self.attach_pools, self.absorb, self.draw = drafter.attach_pools, drafter.absorb, drafter.draw
         self.overdue = drafter.overdue
         self.begin_prefill = self._on_own_ranks(drafter.begin_prefill)

@@ -107,7 +107,7 @@ def _warn_not_compared(name: str) -> None:
 def _find_capture_method(name: str) -> str:
     """Return the method by which SGLang's class of this name is told what to capture.
 
-    Raises ValueError if there is no such class or method.
+    Raises ValueError if there is no such class or method, or if it does not lend its embedding.
     """
     from sglang.srt.models.registry import ModelRegistry  # imports every model, so not at the top
 
@@ -116,12 +116,16 @@ def _find_capture_method(name: str) -> str:
         raise ValueError(
             f"DFLASH cannot serve {name}: SGLang has no such model, or could not import it on this machine."
         )
-    for method in (_DFLASH_CAPTURE, _EAGLE3_CAPTURE):
-        if hasattr(model_class, method):
-            return method
-    raise ValueError(
-        f"DFLASH cannot serve {name}: a draft reads hidden states of its target, and SGLang captures none."
-    )
+    captures = [method for method in (_DFLASH_CAPTURE, _EAGLE3_CAPTURE) if hasattr(model_class, method)]
+    if not captures:
+        raise ValueError(
+            f"DFLASH cannot serve {name}: a draft reads its target's hidden states, and SGLang captures none."
+        )
+    if not hasattr(model_class, "get_input_embeddings"):
+        raise ValueError(
+            f"DFLASH cannot serve {name}: a draft borrows the target's embedding, and it lends none."
+        )
+    return captures[0]
 
 
 def configure_capture(

@@ -33,22 +33,30 @@ def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
     If a checkpoint fails to load, the old weights are restored and the update reports why. After an update of
     either model the draft renews its FP8 copies.
     """
-    on_updated = draft_runner.model.refresh_fp8_copies
+    draft = draft_runner.model
     for runner, of_draft in ((target_runner, False), (draft_runner, True)):
+        refusal = draft.no_update_reason if of_draft else None
         runner.weight_updater = RoutedUpdater(
-            runner.weight_updater, runner.model_config, of_draft, on_updated
+            runner.weight_updater, runner.model_config, of_draft, draft.refresh_fp8_copies, refusal
         )
 
 
 class RoutedUpdater:
     """SGLang's WeightUpdater of one runner, for checkpoints of its own kind.
 
-    on_updated: called after each change of the weights.
+    on_updated: called after each change of the weights. refusal: why the model takes no checkpoint.
     """
 
-    def __init__(self, updater: Any, model_config: Any, of_draft: bool, on_updated: Callable[[], None]):
+    def __init__(
+        self,
+        updater: Any,
+        model_config: Any,
+        of_draft: bool,
+        on_updated: Callable[[], None],
+        refusal: str | None = None,
+    ):
         self._updater, self._model_config, self._of_draft = updater, model_config, of_draft
-        self._on_updated = on_updated
+        self._on_updated, self._refusal = on_updated, refusal
 
     def __getattr__(self, name: str) -> Any:
         if name == "_updater":  # a lookup before __init__ would recurse
@@ -70,6 +78,8 @@ class RoutedUpdater:
         config = read_config(model_path, None)
         if (config is not None and is_draft(config)) != self._of_draft:
             return True, "Succeeded to update model weights."  # it is the other model's
+        if self._refusal is not None:
+            return False, f"{model_path!r} is not loaded: {self._refusal}"
         before, load = self._model_config.model_path, self._reporting(self._updater.update_weights_from_disk)
         try:
             return load(model_path, *args, **kwargs)

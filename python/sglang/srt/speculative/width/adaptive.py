@@ -169,8 +169,8 @@ class AdaptiveWidth:
             matches = self._expected_matches[requests.rows]
         choice = self._agree(requests, num_tokens, matches, caps)
         lengths, copies = choice.lengths, choice.copies
-        if self._backends is None and batch.sampling_info.has_custom_logit_processor:
-            lengths = np.full_like(lengths, lengths.max())  # processors are called for whole blocks
+        if self._backends is None and _reads_blocks(batch.sampling_info):
+            lengths = np.full_like(lengths, lengths.max())
         width = int(lengths.max()) + 1
         plan = PlannedCycle(width, None, None, choice.drafts, caps, matches, requests, choice.seconds)
         if self._backends is None:
@@ -346,6 +346,15 @@ class AdaptiveWidth:
                 seconds = verify[n * (width - 1)] + draft[n if width > 1 else 0]
                 expected[str(width)] = {"cycle_ms": round(1e3 * float(seconds), 3)}
         return expected
+
+
+def _reads_blocks(sampling_info: Any) -> bool:
+    """Tell whether blocks must have one length.
+
+    Logit processors and returned sampling masks take rectangles.
+    """
+    has_masks = getattr(sampling_info, "sampling_mask_batch_indices", None) is not None
+    return has_masks or sampling_info.has_custom_logit_processor
 
 
 def _mode(req: Any, draws_drafts: bool) -> int:

@@ -1,0 +1,146 @@
+"""Cost of a draft's quantization, layer by layer, for `doctor --unquantized`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sglang_dflash.srt.doctor.checkpoint import BadInput
+from sglang_dflash.srt.doctor.findings import Finding, fault, note
+from sglang_dflash.srt.doctor.measure import Acceptance, Observed, load_draft
+from sglang_dflash.srt.doctor.plain_drafts import PlainDraft
+from sglang_dflash.srt.doctor.readings import (
+    AS_CONFIGURED,
+    Drafts,
+    Evidence,
+    Reading,
+    blocks,
+    compare,
+    draft_everywhere,
+)
+from sglang_dflash.srt.doctor.static_checks import Pair
+
+# Relative error of a weight: 0.11 is usual for four bits, 0.03 for eight. Another draft's weights give 1.4.
+_ANOTHER, _LARGE = 0.3, {"4": 0.22, "8": 0.06}
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Cost of quantizing one layer of the draft, all others as they were.
+
+    weight_errors: relative error by module. evidence: against the unquantized draft; gain is negative if
+    something is lost.
+    """
+
+    name: str
+    schemes: tuple[str, ...]
+    weight_errors: dict[str, float]
+    acceptance: Acceptance
+    evidence: Evidence
+
+
+@dataclass(frozen=True)
+class QuantizationCost:
+    """Cost of quantization; `evidence` is that of all layers together."""
+
+    unquantized: Acceptance
+    quantized: Acceptance
+    evidence: Evidence
+    layers: list[LayerCost]
+
+
+def measure_cost(pair: Pair, unquantized: Pair, observed: Observed) -> QuantizationCost:
+    """Draft at every position of the target's texts, with one layer quantized at a time.
+
+    pair, unquantized: the same draft, quantized and before. Raises BadInput if they are not.
+    """
+    schemes = pair.packed_modules().schemes
+    if not schemes:
+        raise BadInput(f"{pair.draft.name}: has no quantized layers, so --unquantized compares nothing")
+    if unquantized.parsed_draft is None or unquantized.packed_modules().schemes:
+        raise BadInput(f"{unquantized.draft.name}: is no unquantized draft that can be read")
+    if unquantized.parsed.config != pair.parsed.config:
+        raise BadInput(f"{unquantized.draft.name}: its config is another one than {pair.draft.name}'s")
+    draft, before = load_draft(pair, observed.target), load_draft(unquantized, observed.target)
+
+    def with_quantized(modules: list[str]) -> tuple[Acceptance, list[Drafts]]:
+        own = {f"{module}.weight": draft.weights[f"{module}.weight"] for module in modules}
+        reading = Reading("", changes={"weights": {**before.weights, **own}})
+        return _measured(before, observed, reading)
+
+    reference, drafts = _measured(before, observed, AS_CONFIGURED)
+    groups: dict[str, list[str]] = {}
+    for module in sorted(schemes, key=_place):
+        groups.setdefault(_layer(module), []).append(module)
+    layers = []
+    for name, modules in groups.items():
+        acceptance, found = with_quantized(modules)
+        errors = {module: _weight_error(draft, before, module) for module in modules}
+        names = tuple(sorted({schemes[module].name for module in modules}))
+        layers.append(LayerCost(name, names, errors, acceptance, compare(drafts, found)))
+    acceptance, found = _measured(draft, observed, AS_CONFIGURED)
+    return QuantizationCost(reference, acceptance, compare(drafts, found), layers)
+
+
+def findings(cost: QuantizationCost) -> Iterator[Finding]:
+    """Judge the errors of the weights."""
+    for layer in cost.layers:
+        for module, error in layer.weight_errors.items():
+            if error > _ANOTHER:
+                problem = f"{module} differs from the unquantized draft's by {error:.2f}"
+                yield fault(problem, "It was quantized wrongly, or from another draft: quantize it again")
+            elif any(error > large for bits, large in _LARGE.items() if bits in "".join(layer.schemes)):
+                problem = f"{module} differs from the unquantized draft's by {error:.2f}, more than usual"
+                yield note(problem, f"Leave it out of the quantization if {layer.name} costs acceptance")
+
+
+def table(cost: QuantizationCost) -> list[tuple[str, str, str, str, str]]:
+    """Return rows of text: layer, schemes, largest weight error, accept length, likelihood."""
+    rows = [("unquantized", "", "", f"{cost.unquantized.length:.2f}", "(the reference)")]
+    for layer in cost.layers:
+        error = f"{max(layer.weight_errors.values()):.3f}"
+        length = f"{layer.acceptance.length:.2f}"
+        rows.append(
+            (f"{layer.name} quantized", ", ".join(layer.schemes), error, length, _words(layer.evidence))
+        )
+    rows.append(("all quantized", "", "", f"{cost.quantized.length:.2f}", _words(cost.evidence)))
+    return rows
+
+
+COLUMNS = ("", "scheme", "weight error", "accept length", "likelihood of the target's tokens")
+
+
+def text(cost: QuantizationCost) -> str:
+    """Format the cost as a table."""
+    rows = [COLUMNS, *table(cost)]
+    return "\n".join(
+        f"{name:<24}{scheme:<10}{error:>13}{length:>15}   {words}"
+        for name, scheme, error, length, words in rows
+    )
+
+
+def _words(evidence: Evidence) -> str:
+    return f"{evidence.gain:+.3f} nats a token ({abs(evidence.t):.1f} standard errors)"
+
+
+def _layer(module: str) -> str:
+    """Return the layer of a module: `layers.3`, or its own name."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else module
+
+
+def _place(module: str) -> tuple[int, str]:
+    parts = module.split(".")
+    return (int(parts[1]), module) if parts[0] == "layers" else (-1, module)
+
+
+def _weight_error(draft: PlainDraft, before: PlainDraft, module: str) -> float:
+    found, expected = (d.weights[f"{module}.weight"].float() for d in (draft, before))
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+@torch.no_grad()
+def _measured(draft: PlainDraft, observed: Observed, reading: Reading) -> tuple[Acceptance, list[Drafts]]:
+    drafts = [draft_everywhere(draft, text, reading) for text in observed.texts + observed.branches]
+    own = [blocks(*pair) for pair in zip(observed.texts, drafts, strict=False)]
+    return Acceptance.over(observed.texts, own), drafts

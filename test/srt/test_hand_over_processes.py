@@ -1,0 +1,167 @@
+"""Processes that ours does not serve: what is changed in them, ranks that differ, another SGLang."""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from serving import DRAFT, TARGET
+from support.parity import assert_same
+from support.servers import PLAIN_FLOAT32, patched, plain_target, run_to_end
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+from sglang_dflash.srt.plugins import ledger
+
+# A launcher and two schedulers of one server, on a pretended GPU. Prints what differs from the state before
+# the plugin was loaded, which is that of SGLANG_PLUGINS=none: every function, class, method and entry of a
+# dictionary in all loaded modules of SGLang, compared by identity.
+CHANGES = """
+import json
+import logging
+import pickle
+import sys
+
+import sglang
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+from sglang_dflash.srt.plugins import install, ledger
+
+for table in (*ledger.TABLES.values(), ledger.AT_HAND_OVER):
+    for change in table:
+        if not change.cpu_only:
+            install.resolve(change.target)
+import sglang.srt.speculative.dflash_worker_v2
+
+
+def names_in(path, holder):
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, dict) and not name.startswith("__"):
+            yield from ((f"{path}.{name}[{key}]", entry) for key, entry in list(value.items()))
+        elif callable(value) or isinstance(value, staticmethod | classmethod):
+            yield f"{path}.{name}", value
+
+
+def contents():
+    found = {}
+    for path, module in list(sys.modules.items()):
+        if not path.startswith("sglang."):
+            continue
+        found |= names_in(path, module)
+        for name, value in list(vars(module).items()):
+            holder = value if isinstance(value, type) else type(value)
+            if holder.__module__ == path and hasattr(value, "__dict__"):
+                found |= names_in(f"{path}.{name}", value)
+    return found
+
+
+def differing(before):
+    now = contents()
+    return sorted(name for name, value in before.items() if now.get(name, value) is not value)
+
+
+runtime.is_active = lambda: False
+from sglang.srt.arg_groups import resolution_hooks, speculative_hook
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+arguments = dict(
+    model_path=TARGET,
+    device="cuda",
+    attention_backend="fa3",
+    page_size=1,
+    speculative_algorithm="DFLASH",
+    speculative_draft_model_path=DRAFT,
+    speculative_draft_model_revision="main",
+)
+before = contents()
+hooks_before = dict(resolution_hooks._HOOKS)
+install.install_at_load()
+loaded = differing(before)
+
+
+def serve(**more):
+    record = ServerArgs(**arguments, **more)
+    resolution_hooks.run_hook(speculative_hook.handle_speculative_decoding, record)
+    workers = set()
+    for _ in range(2):
+        scheduler = pickle.loads(pickle.dumps(record))
+        workers.add(SpeculativeAlgorithm.DFLASH.create_worker(scheduler).__module__)
+    return [*workers, *(name for name in differing(before) if name not in loaded)]
+
+
+handed_over = serve(attn_cp_size=2, disaggregation_mode="decode")
+print("ANSWER", json.dumps({"loaded": loaded, "handed over": handed_over, "ours": serve()}))
+"""
+
+
+def test_a_handed_over_server_has_sglangs_own_functions():
+    program = CHANGES.replace("=TARGET", f"={str(TARGET)!r}").replace("=DRAFT", f"={str(DRAFT)!r}")
+    done = run_to_end("-c", program)
+    [answer] = [line for line in done.output.splitlines() if line.startswith("ANSWER ")] or [done.output]
+    found = json.loads(answer.removeprefix("ANSWER "))
+    wanted = {
+        change.label for change in ledger.AT_LOAD if not change.cpu_only and change.kind != "resolution"
+    }
+    changed = {name for name in found["loaded"] if "resolution_hooks" not in name}
+    assert changed == wanted
+    [report] = ledger.AT_HAND_OVER
+    worker, *changed = found["handed over"]
+    assert worker == "sglang.srt.speculative.dflash_worker_v2"
+    assert changed == [report.target]
+    worker, *changed = found["ours"]  # control: the same program finds what ours changes
+    assert worker == "sglang_dflash.srt.speculative.dflash_worker"
+    replacing = [
+        change for change in (*ledger.AT_FRONT_END, *ledger.AT_WORKER) if change.replaces or not change.key
+    ]
+    assert {change.label for change in replacing} <= set(changed)
+
+
+RANK = """
+import sys; sys.path = PATH
+from types import SimpleNamespace
+import sglang
+import torch
+from sglang_dflash.srt.plugins.entry_points import prepare_platform
+prepare_platform()
+from sglang.srt.distributed.device_communicators import pynccl
+pynccl.PyNcclCommunicator = lambda **_: SimpleNamespace(disabled=True)
+from support.engine import start
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang_dflash.srt.plugins import hooks
+from sglang_dflash.srt.speculative.implementation import Implementation
+start(RANK, 2, torch.distributed.FileStore(STORE, 2))
+record = ServerArgs(model_path="none")
+if RANK == 1:
+    Implementation.builtin(("device 'npu' (only cuda and cpu)",), ()).decide(record)
+hooks.create_worker()(None, SpeculativeAlgorithm.DFLASH, record)
+"""
+
+
+def test_ranks_that_decide_differently_end_with_the_message(tmp_path):
+    """Each rank names both decisions, so that every node's log has them."""
+
+    def run(rank: int):
+        program = RANK.replace("PATH", repr(sys.path)).replace("STORE", repr(str(tmp_path / "store")))
+        return run_to_end("-c", program.replace("RANK", str(rank)))
+
+    with ThreadPoolExecutor(2) as pool:
+        for ended in pool.map(run, range(2)):
+            lines = [line for line in ended.output.splitlines() if line.startswith("ValueError")]
+            assert ended.code == 1 and len(lines) == 1, ended.output[-3000:]
+            [line] = lines
+            assert "rank 0 runs sglang-dflash" in line and "rank 1 runs SGLang's built-in" in line
+            assert "device 'npu'" in line
+
+
+@pytest.mark.server
+@pytest.mark.skipif(not runtime.needs_stand_in(), reason="a stock server on a GPU is not ours to test")
+def test_another_sglang_serves_without_dflash(reference, servers):
+    """Pretend a version whose `create_worker` has other parameters."""
+    servers.close()
+    sampling = {"temperature": 0, "max_new_tokens": 16}
+    requests = [{"text": text, "sampling_params": sampling} for text in ("def add(a, b):", "import os\n")]
+    with plain_target(*PLAIN_FLOAT32, environment=patched("another_sglang")) as plain:
+        assert_same(requests, plain.server.generate_many(requests, 2), reference.answers(requests))
+        log = plain.server.log()
+    assert log.count("is off, because it does not fit SGLang 0.5.99") == 1
+    assert "takes (self, server_args), expected (self, server_args, more)" in log
