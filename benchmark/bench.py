@@ -60,8 +60,8 @@ SPECULATIVE = {
     "whole-copies": (report.WHOLE_BLOCKS + report.COPIES, ("--no-speculative-adaptive", COPY_AHEAD)),
     "adaptive-copies": (report.ADAPTIVE + report.COPIES, (ADAPTIVE_WIDTH, COPY_AHEAD)),
 }
-# Sets of prompts whose answers do not repeat them: servers that copy are not measured on these.
-NOT_REPEATED = ("humaneval", "chat", "heldout")
+# Sets of prompts that servers that copy are not measured on: the tiny targets' text repeats itself.
+NOT_COPIED = ("heldout",)
 QUICK = {
     "rounds": 1,
     "concurrency": [4],
@@ -86,7 +86,8 @@ class Load:
 
     `seconds` is the wall time of the whole request set. `accepted[k]` counts the blocks that kept exactly k
     drafted tokens. `phase_ms` are milliseconds per cycle by phase; "rest" is everything outside our worker
-    (scheduler, detokenizer, HTTP). `stopped` counts the answers that the target ended itself.
+    (scheduler, detokenizer, HTTP). `stopped` counts the answers that the target ended itself, and
+    `accepted_stopped` their blocks: an answer that is cut at its limit often loops, which is easy to draft.
     """
 
     server: str
@@ -101,6 +102,7 @@ class Load:
     temperature: float = 0.0
     round: int = 0
     stopped: int = 0
+    accepted_stopped: list[int] = field(default_factory=list)
 
     @classmethod
     def from_answers(
@@ -108,6 +110,7 @@ class Load:
     ) -> "Load":
         """Build from the answers to a request set and its wall time."""
         infos = [answer["meta_info"] for answer in answers]
+        stopped = [info for info in infos if info["finish_reason"]["type"] == "stop"]
         return cls(
             server=server,
             concurrency=concurrency,
@@ -115,7 +118,8 @@ class Load:
             output_tokens=sum(info["completion_tokens"] for info in infos),
             seconds=seconds,
             accepted=sum_histograms(infos),
-            stopped=sum(info["finish_reason"]["type"] == "stop" for info in infos),
+            stopped=len(stopped),
+            accepted_stopped=sum_histograms(stopped),
             **where,
         )
 
@@ -203,7 +207,7 @@ def plan(
         for key in (key for key in SPECULATIVE if key in args.servers):
             name, flags = SPECULATIVE[key]
             name = name if len(drafts) == 1 else f"{Path(draft).name}, {name}"
-            skips = NOT_REPEATED if COPY_AHEAD in flags else ()
+            skips = NOT_COPIED if COPY_AHEAD in flags else ()
             if ADAPTIVE_WIDTH in flags and _is_hybrid(target):
                 print(
                     f"{target}: {name} is left out, as adaptive width needs a target without recurrent states"

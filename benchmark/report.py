@@ -96,8 +96,13 @@ def merged(loads) -> Iterator[tuple[str, float, str, Acceptance, list]]:
     drafted = [load for load in loads if load.acceptance]
     for prompts, temperature, server in dict.fromkeys((x.prompts, x.temperature, x.server) for x in drafted):
         runs = [x for x in drafted if (x.prompts, x.temperature, x.server) == (prompts, temperature, server)]
-        kept = [sum(column) for column in itertools.zip_longest(*(x.accepted for x in runs), fillvalue=0)]
-        yield prompts, temperature, server, Acceptance(len(kept) - 1, kept), runs
+        yield prompts, temperature, server, added([x.accepted for x in runs]), runs
+
+
+def added(histograms: Sequence[Sequence[int]]) -> Acceptance | None:
+    """Return the outcomes of all blocks in histograms of accepted tokens, None if there are none."""
+    kept = [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
+    return Acceptance(len(kept) - 1, kept) if sum(kept) else None
 
 
 def verifies_whole_blocks(server: str) -> bool:
@@ -105,19 +110,24 @@ def verifies_whole_blocks(server: str) -> bool:
 
 
 def acceptance_table(loads) -> str:
-    """Format accept lengths, and the acceptance of each position if whole blocks are verified."""
+    """Format accept lengths, and the acceptance of each position if whole blocks are verified.
+
+    The accept length stands once for all answers and once for those that the target ended.
+    """
     found = list(merged(loads))
     deepest = max((len(acceptance.by_position) for *_, acceptance, _ in found), default=0)
-    head = "| prompts | T | server | answers | accept length | "
+    head = "| prompts | T | server | answers | accept length | ended answers | "
     rows = [head + " | ".join(str(k) for k in range(1, deepest + 1)) + " |"]
-    rows.append("|---|---:|---|" + "---:|" * (2 + deepest))
+    rows.append("|---|---:|---|" + "---:|" * (3 + deepest))
     for prompts, temperature, server, acceptance, runs in found:
         shares = ["–"] * deepest
         if verifies_whole_blocks(server):  # no block kept more tokens than its histogram has
             kept = acceptance.by_position
             shares = [f"{share:.2f}" for share in kept + [0.0] * (deepest - len(kept))]
         answers = sum(x.requests for x in runs)
-        values = [f"{answers}", f"{acceptance.accept_length:.2f}", *shares]
+        ended = added([x.accepted_stopped for x in runs])
+        lengths = [f"{found.accept_length:.2f}" if found else "–" for found in (acceptance, ended)]
+        values = [f"{answers}", *lengths, *shares]
         rows.append(f"| {prompts} | {temperature:g} | {server} | " + " | ".join(values) + " |")
     return "\n".join(rows) + "\n"
 
@@ -193,8 +203,9 @@ def markdown(heading: dict, loads, stem: str) -> str:
         table(loads),
         f"![tokens per second and acceptance]({stem}.png)",
         "## Accept length and acceptance per position",
-        "Tokens per verified block, bonus token included, over the runs at all concurrencies. Then the share "
-        "of blocks in which the k-th drafted token was kept. Adaptive servers verify parts of blocks, and "
+        "Tokens per verified block, bonus token included, over the runs at all concurrencies: of all "
+        "answers, and of those that the target ended before the limit (cut ones often loop). Then the "
+        "share of blocks in which the k-th drafted token was kept. Adaptive servers verify parts of blocks, and "
         "their accept length is of these.",
         acceptance_table(loads),
         "## Milliseconds per cycle",

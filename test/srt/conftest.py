@@ -5,6 +5,7 @@ that share one therefore stand next to each other. The reference server sleeps b
 """
 
 import importlib.abc
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,3 +122,13 @@ def servers() -> Iterator[Servers]:
     servers = Servers()
     yield servers
     servers.close()
+
+
+@pytest.fixture(autouse=True)
+def our_variables():
+    """Restore our environment variables, which parsing a command line writes."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_DFLASH_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("SGLANG_DFLASH_")]:
+        del os.environ[name]
+    os.environ.update(before)

@@ -171,17 +171,12 @@ def test_a_server_is_measured_on_what_it_is_for(tmp_path):
         args = bench._parse_arguments()
     sets = [prompt_sets.load(name) for name in CHAT_SETS]
     plan = bench.plan(args, "t", ["d"], sets, tmp_path)
-    assert [v.name for v in plan if "humaneval" not in v.skips] == [
-        "no speculation",
-        "whole blocks",
-        "adaptive",
-    ]
-    assert [v.name for v in plan if "edits" not in v.skips][3:] == [
-        "whole blocks, copies",
-        "adaptive, copies",
-    ]
-    assert len(bench.plan(args, "t", ["d"], sets[:2], tmp_path)) == 3
-    hybrid = bench.plan(args, str(HYBRID_TARGET), ["d"], sets[:2], tmp_path)
+    names = ["no speculation", "whole blocks", "adaptive", "whole blocks, copies", "adaptive, copies"]
+    for chosen in CHAT_SETS:
+        assert [v.name for v in plan if chosen not in v.skips] == names
+    heldout = [prompt_sets.load("heldout")]
+    assert [v.name for v in bench.plan(args, "t", ["d"], heldout, tmp_path)] == names[:3]
+    hybrid = bench.plan(args, str(HYBRID_TARGET), ["d"], heldout, tmp_path)
     assert [v.name for v in hybrid] == ["no speculation", "whole blocks"]
 
 
@@ -208,9 +203,20 @@ def test_a_ratio_is_of_the_same_round():
     assert "2.50x" in report.line(loads[3], loads)
 
 
+def test_answers_that_the_target_ended_count_apart():
+    cut = {
+        "completion_tokens": 3,
+        "finish_reason": {"type": "length"},
+        "spec_correct_drafts_histogram": [0, 2],
+    }
+    answers = [answer("whole", {}), {"meta_info": cut}, answer("whole", {})]
+    found = Load.from_answers("whole blocks", 1, answers, 1.0)
+    assert (found.stopped, found.accepted, found.accepted_stopped) == (2, [2, 2, 2], [2, 0, 2])
+
+
 def test_acceptance_is_of_all_blocks_and_per_position_of_whole_ones():
     loads = [
-        load("whole blocks", 1, 0, accepted=[2, 1, 0, 1]),
+        load("whole blocks", 1, 0, accepted=[2, 1, 0, 1], accepted_stopped=[1, 0, 1]),
         load("whole blocks", 1, 1, accepted=[0, 1, 1, 2], concurrency=16),
         load("adaptive", 1, 0, accepted=[1, 1]),
         load("no speculation", 1, 0),
@@ -218,9 +224,9 @@ def test_acceptance_is_of_all_blocks_and_per_position_of_whole_ones():
     ]
     rows = report.acceptance_table(loads).splitlines()[2:]
     assert rows == [
-        "| chat | 0 | whole blocks | 8 | 2.62 | 0.75 | 0.50 | 0.38 |",
-        "| chat | 0 | adaptive | 4 | 1.50 | – | – | – |",
-        "| edits | 0 | whole blocks | 4 | 1.00 | 0.00 | 0.00 | 0.00 |",
+        "| chat | 0 | whole blocks | 8 | 2.62 | 2.00 | 0.75 | 0.50 | 0.38 |",
+        "| chat | 0 | adaptive | 4 | 1.50 | – | – | – | – |",
+        "| edits | 0 | whole blocks | 4 | 1.00 | – | 0.00 | 0.00 | 0.00 |",
     ]
 
 

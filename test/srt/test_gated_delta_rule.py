@@ -261,6 +261,7 @@ def test_a_target_without_one_kind_of_state():
     slots, steps = torch.tensor([5, 2, 7]), torch.tensor([0, 3, -1])
     recurrent_states.scatter_mamba_states_after_mtp_verify(Caches, slots, steps, None, None)
     assert Caches.conv[0].sum(dim=(0, 2)).nonzero().flatten().tolist() == [2, 5]
+    recurrent_states.fused_conv_window_scatter_with_mask(Caches.conv[1], None, slots, steps)
 
 
 def test_states_are_tracked_where_the_mask_says():

@@ -71,6 +71,8 @@ def fused_conv_window_scatter_with_mask(dst, src, dst_indices_raw, step_indices_
         step_indices_raw: [bs] tokens of the block.
         src_indices_raw: [bs] rows; None: request i has row i.
     """
+    if not dst.numel():  # a target without convolutions
+        return
     steps = step_indices_raw.long()
     rows = torch.arange(len(steps)) if src_indices_raw is None else src_indices_raw.long()
     _copy_step(dst, src, rows, dst_indices_raw.long(), steps)

@@ -115,6 +115,8 @@ class DFlashDrafter:
         self._write(ContextRows(aux_hidden, positions, cache_loc))
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
+        if cycle.verify_len > 1:
+            self._write_deferred()  # a later write may hit a slot that has another owner by then
         if aux_hidden is None:
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)

@@ -169,7 +169,7 @@ class AdaptiveWidth:
             matches = self._expected_matches[requests.rows]
         choice = self._agree(requests, num_tokens, matches, caps)
         lengths, copies = choice.lengths, choice.copies
-        if self._backends is None and _reads_blocks(batch.sampling_info):
+        if self._backends is None and _needs_equal_lengths(batch.sampling_info):
             lengths = np.full_like(lengths, lengths.max())
         width = int(lengths.max()) + 1
         plan = PlannedCycle(width, None, None, choice.drafts, caps, matches, requests, choice.seconds)
@@ -348,15 +348,6 @@ class AdaptiveWidth:
         return expected
 
 
-def _reads_blocks(sampling_info: Any) -> bool:
-    """Tell whether blocks must have one length.
-
-    Logit processors and returned sampling masks take rectangles.
-    """
-    has_masks = getattr(sampling_info, "sampling_mask_batch_indices", None) is not None
-    return has_masks or sampling_info.has_custom_logit_processor
-
-
 def _mode(req: Any, draws_drafts: bool) -> int:
     """Return which of MODES; requests with grammars or penalties are learned apart."""
     params = req.sampling_params
@@ -367,3 +358,9 @@ def _mode(req: Any, draws_drafts: bool) -> int:
     if params.top_k == 1:
         return _GREEDY
     return _DRAWN if draws_drafts else _SAMPLED
+
+
+def _needs_equal_lengths(sampling_info: Any) -> bool:
+    """Return True if custom logit processors or sampling masks read whole blocks."""
+    returns_masks = getattr(sampling_info, "sampling_mask_batch_indices", None) is not None
+    return sampling_info.has_custom_logit_processor or returns_masks
