@@ -101,7 +101,8 @@ def test_adaptive_width_copies_beside_a_useless_draft(late, tmp_path):
         assert report["accepted_tokens"]["draft"] <= 3, "it was to be wrong"
         if width == "adaptive":
             assert report["cycles_without_draft"] > 20, report
-            assert report["widths"]["cycles_per_width"]["1"] > 5, (
+            # If matches are known late, some slots are verified in case there is one.
+            assert late or report["widths"]["cycles_per_width"]["1"] > 5, (
                 "text that does not repeat is decoded plainly"
             )
     assert tokens_per_cycle["whole"] > 1.5, "hardly anything repeats: this shows little"

@@ -57,7 +57,8 @@ def test_copies_are_used_however_weak_the_draft_is(kind, count, skips_draft):
 def test_text_without_repetition_is_decoded_plainly(kind, count, lag):
     with_copies, without = (served(kind, count, copies=copies, lag=lag) for copies in (True, False))
     assert without.share_of_width(1) > 0.95
-    assert with_copies.share_of_width(1) > 0.9
+    # If matches are known late, some cycles verify in case there is one, at no loss.
+    assert with_copies.share_of_width(1) > (0.7 if lag else 0.9)
     assert with_copies.probes <= without.probes + 2
     assert with_copies.speed >= 0.99 * without.speed
 
