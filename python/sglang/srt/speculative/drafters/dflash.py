@@ -126,7 +126,6 @@ class DFlashDrafter:
                 self._write_deferred()
             self._deferred.add(cycle.req_pool_indices, rows)
             return
-        self._write_deferred()  # a later write of theirs may hit a slot that has another owner by then
         # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
         # spares writes on a GPU. On a CPU selecting the others costs more than it spares.
         self._write(rows, accepted.accept_len if aux_hidden.is_cuda else None)
