@@ -205,8 +205,8 @@ def markdown(heading: dict, loads, stem: str) -> str:
         "## Accept length and acceptance per position",
         "Tokens per verified block, bonus token included, over the runs at all concurrencies: of all "
         "answers, and of those that the target ended before the limit (cut ones often loop). Then the "
-        "share of blocks in which the k-th drafted token was kept. Adaptive servers verify parts of blocks, and "
-        "their accept length is of these.",
+        "share of blocks in which the k-th drafted token was kept. Adaptive servers verify parts of blocks, "
+        "and their accept length is of these.",
         acceptance_table(loads),
         "## Milliseconds per cycle",
         "Greedy. `rest` is the time outside the worker: scheduler, prefill, detokenizer, HTTP.",
