@@ -193,9 +193,6 @@ def load_packed_modules(
     layers = model.packed_layers.layers if model.packed_layers is not None else {}
     for name, modules in by_layer.items():
         layer = layers.get(name)
-        ids = model.draft.target_layer_ids
-        if layer is not None and layer.kernel is not None and name == "fc" and list(ids) != sorted(ids):
-            layer.make_dense("its columns are reordered, as the draft's layer ids do not ascend")
         parts = _parameters(layer, modules) if layer is not None and layer.kernel is not None else None
         for module in modules:
             weight = module.dequantize(model.norm.weight.device)
