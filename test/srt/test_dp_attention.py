@@ -99,15 +99,7 @@ def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prom
     assert_same(requests, alone, reference.answers(requests))
 
     server = servers.get(*arguments, *dp_attention_arguments)
-    for at_once in (1, 3, 8):
-        server.flush_cache()
-        before = len(server.log())
-        few = requests[: 12 if at_once == 1 else len(requests)]
-        answers = serve_staggered(server, few, at_once)
-        assert_same(few, answers, reference.answers(few))
-        expected = cycles(alone[: len(few)])
-        assert abs(cycles(answers) - expected) <= max(1, NEARLY_SAME * expected), at_once
-        assert ranks_that_decoded(server.log()[before:]) == {"0", "1"}
+    check_answers(server, requests, alone, reference)
     server.flush_cache()
     answers = server.generate_many(penalized, 5)
     assert [answer["output_ids"] for answer in answers] == [
@@ -127,16 +119,21 @@ def test_a_target_with_recurrent_states(servers, prompts, dp_attention_arguments
     alone, of_one = server.generate_many(requests, 8), Reference(server)
     of_one.answers(requests)  # it remembers them
     server = servers.get(*arguments, *dp_attention_arguments)
+    check_answers(server, requests, alone, of_one)
+    check_abort(server, of_one, requests)
+
+
+def check_answers(server: Server, requests: list[dict], alone: list[dict], reference: Reference) -> None:
+    """Compare answers and cycles with those of one rank, `alone`, however many requests come at once."""
     for at_once in (1, 3, 8):
         server.flush_cache()
         before = len(server.log())
         few = requests[: 12 if at_once == 1 else len(requests)]
         answers = serve_staggered(server, few, at_once)
-        assert_same(few, answers, of_one.answers(few))
+        assert_same(few, answers, reference.answers(few))
         expected = cycles(alone[: len(few)])
         assert abs(cycles(answers) - expected) <= max(1, NEARLY_SAME * expected), at_once
         assert ranks_that_decoded(server.log()[before:]) == {"0", "1"}
-    check_abort(server, of_one, requests)
 
 
 def check_abort(server: Server, reference: Reference, requests: list[dict]) -> None:

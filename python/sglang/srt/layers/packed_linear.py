@@ -8,6 +8,7 @@ kernel is dequantized with a reason. `models/packed_weights.py` compares each la
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,16 +111,16 @@ def _fp8_kernel(scheme: Scheme, capability: tuple[int, int]) -> Kernel | str:
         # One scale of a tensor becomes one per row: fused layers with different scales stay exact.
         args = QuantizationArgs(**options, strategy="channel")
         if is_native:
-            make = lambda: CompressedTensorsW8A8Fp8(args, is_static_input_scheme=False)  # noqa: E731
+            make = partial(CompressedTensorsW8A8Fp8, args, is_static_input_scheme=False)
             return Kernel("FP8", ROWS_IN_FP8, make, "fp8 rows", _multiple_of(16, 16))
-        make = lambda: CompressedTensorsW8A16Fp8("channel", is_static_input_scheme=False)  # noqa: E731
+        make = partial(CompressedTensorsW8A16Fp8, "channel", is_static_input_scheme=False)
         return Kernel("Marlin FP8", WEIGHTS_ALONE, make, "fp8 rows", _marlin_problem(-1))
     if not is_native:
         return "blocks of FP8 need compute capability 8.9, this GPU has {}.{}".format(*capability)
     if scheme.block != FP8_BLOCK:
         return "the kernel takes blocks of {} by {}, not {} by {}".format(*FP8_BLOCK, *scheme.block)
     args = QuantizationArgs(**options, strategy="block", block_structure=list(scheme.block))
-    make = lambda: CompressedTensorsW8A8Fp8(args, is_static_input_scheme=False)  # noqa: E731
+    make = partial(CompressedTensorsW8A8Fp8, args, is_static_input_scheme=False)
     return Kernel("FP8 in blocks", ROWS_IN_FP8, make, "fp8 blocks", _multiple_of(*FP8_BLOCK))
 
 
@@ -280,7 +281,7 @@ def parameter_parts(parts: Mapping[str, torch.Tensor], scheme: Scheme, layout: s
         }
     scale = parts[scheme.scale].float()
     scale = scale[:, 0, :, 0] if scale.ndim == 4 else scale  # ModelOpt's blocks
-    are_blocks = scale.ndim == 2 and scale.shape[1] > 1 or scale.ndim == 2 and scale.shape[0] not in (1, rows)
+    are_blocks = scale.ndim == 2 and (scale.shape[1] > 1 or scale.shape[0] not in (1, rows))
     if layout == "fp8 rows":
         if are_blocks:
             raise ValueError("its scales are of blocks, though its config names none")
