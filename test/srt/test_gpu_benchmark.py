@@ -22,8 +22,10 @@ from gpu.servers import ADAPTIVE_DFLASH, BUILT_IN_DFLASH, DFLASH, NO_SPECULATION
 from gpu.shapes import LLAMA_3_1_8B, PAIRS, QWEN3_8_27B, QWEN3_8B, shrunk
 from serving import ROOT
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache import allocation
+from sglang.srt.speculative import spec_utils
 from support.engine import read_config
-from support.rehearsal import faults, graphs, launches, stage
+from support.rehearsal import faults, graphs, launches, stage, steps
 from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
@@ -847,6 +849,7 @@ def test_host_time_compares_rounds_with_the_built_ins():
         "date": "today",
         "command": "host_time.py",
         "machine": "a machine",
+        "load": "2.0",
         "versions": {"sglang": "0"},
     }
     page = host_time.page(heading, rows)
@@ -861,6 +864,10 @@ def test_host_time_stays_on_the_rehearsals_stage(tmp_path):
     assert "HOST_TIME_PLAIN" in environment and "SGLANG_SIMULATE_ACC_LEN" not in environment
     for owner, names in (
         (stage, ("_interpret_triton", "_flashinfer", "_fa3", "_capture_graphs", "flash_attn_with_kvcache")),
+        (stage, ("_note_bounds",)),
+        (steps, ("watch",)),
+        (allocation, ("assign_req_to_token_pool_func",)),
+        (spec_utils, ("sample_simulated_acc_len",)),
         (launches, ("one_operation", "watch_decode_steps")),
         (graphs.GraphBackend, ("replay", "replays")),
         (faults, ("PLANTED",)),

@@ -143,7 +143,7 @@ def test_kinds_of_launches():
         "copy_ <- cuda_graph_buffer_registry.py fill_from: dst.copy_(src)": "input",
         "copy_ <- decode_cuda_graph_runner.py load_batch: "
         "buffers.input_embeds[:raw_num_token].copy_(forward_batch.input_embeds)": "input",
-        "sum <- verify.py verify: batch.seq_lens_sum = int(seq_lens_cpu.sum())": "host",
+        "tolist <- verify.py verify: batch.seq_lens_sum = sum(seq_lens_cpu.tolist())": "host",
         "flashinfer:plan <- flashinfer_backend.py fast_prefill_plan: "
         "self._plan_info = self._cached_module.plan(*args)": "metadata",
         "triton:pack_blocks_kernel <- block.py pack_blocks_triton: pack_blocks_kernel[(1,)](": "metadata",

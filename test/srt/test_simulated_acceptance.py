@@ -9,14 +9,11 @@ from sglang_dflash.srt.speculative.acceptance.simulated import FIXED_TOKEN_ID, S
 
 BLOCK = torch.tensor([[7, 11, 12, 13], [8, 21, 22, 23]])
 TARGET_TOKENS = torch.tensor([[31, 32, 33, 34], [41, 42, 43, 44]])
-ACCEPT_LEN = torch.tensor([0, 3], dtype=torch.int32)
 
 
 def test_real_tokens_are_the_drafted_ones_and_the_targets_after_them():
     verdict = decide(
-        *SimulatedAcceptance(3.0, "match-expected", real_tokens=True).override(
-            ACCEPT_LEN, TARGET_TOKENS, BLOCK
-        )
+        *SimulatedAcceptance(3.0, "match-expected", real_tokens=True).override(TARGET_TOKENS, BLOCK)
     )
     assert verdict.accept_len.tolist() == [2, 2]
     assert verdict.out_tokens[:, :3].tolist() == [[11, 12, 33], [21, 22, 43]]
@@ -25,9 +22,7 @@ def test_real_tokens_are_the_drafted_ones_and_the_targets_after_them():
 
 def test_the_fixed_token():
     verdict = decide(
-        *SimulatedAcceptance(1.0, "match-expected", real_tokens=False).override(
-            ACCEPT_LEN, TARGET_TOKENS, BLOCK
-        )
+        *SimulatedAcceptance(1.0, "match-expected", real_tokens=False).override(TARGET_TOKENS, BLOCK)
     )
     assert verdict.accept_len.tolist() == [0, 0]
     assert verdict.out_tokens.unique().tolist() == verdict.bonus.unique().tolist() == [FIXED_TOKEN_ID]
@@ -37,7 +32,7 @@ def test_the_fixed_token():
 def test_lengths_average_out_within_the_block(wanted, lengths):
     torch.manual_seed(0)
     simulated = SimulatedAcceptance(wanted, "match-expected", real_tokens=True)
-    found = [int(simulated.override(ACCEPT_LEN, TARGET_TOKENS, BLOCK)[0][0]) + 1 for _ in range(200)]
+    found = [int(simulated.override(TARGET_TOKENS, BLOCK)[0][0]) + 1 for _ in range(200)]
     assert set(found) == lengths
     # Half of 200 draws, give or take six standard deviations.
     assert sum(found) / 200 == pytest.approx(min(wanted, 4.0), abs=0.22)

@@ -18,7 +18,7 @@ from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests as Pre
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts as Prompts
 from sglang_dflash.srt.speculative.cycle.prompts import on_device as on_device
 from sglang_dflash.srt.speculative.cycle.prompts import packed_ranges as packed_ranges
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows, whole_blocks
 
 if TYPE_CHECKING:
     from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight
@@ -221,7 +221,7 @@ class Cycle:
     @property
     def rows(self) -> VerifyRows:
         """Rows of the verify forward."""
-        return self.ragged or VerifyRows(self.bs, self.verify_len)
+        return self.ragged or whole_blocks(self.bs, self.verify_len)
 
     def of_requests(self, chosen: torch.Tensor, target_runner: Any) -> "Cycle":
         """Keep some requests, [m] int64, for a forward of their own."""

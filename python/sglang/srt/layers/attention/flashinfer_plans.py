@@ -13,9 +13,9 @@ import inspect
 import logging
 from collections import Counter, deque
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_dflash.kernels.ops.speculative.block import pack_blocks
@@ -171,6 +171,10 @@ class BlockPlan:
         self._translator, self._staging = translator, staging
         self._bs = wrapper._fixed_batch_size
         self._queries_host = torch.arange(0, (self._bs + 1) * width, width, dtype=torch.int32)
+        # FlashInfer reads them before its plan returns, so every plan may use the same memory.
+        self._lengths_host = np.zeros(self._bs, dtype=np.int32)
+        self._offsets_host = np.zeros(self._bs + 1, dtype=np.int32)
+        self._keys_host = torch.from_numpy(self._offsets_host), torch.from_numpy(self._lengths_host)
         self._offsets = wrapper._paged_kv_indptr_buf, wrapper._qo_indptr_buf
         assert all(len(offsets) == self._bs + 1 for offsets in self._offsets)
         self._lengths = wrapper._paged_kv_indptr_buf.new_empty(self._bs, dtype=torch.int64)
@@ -239,15 +243,14 @@ class BlockPlan:
         lengths: keys of each request.
         """
         wrapper, staging = self.wrapper, self._staging.next()
-        lengths_host = torch.tensor(lengths, dtype=torch.int32)
-        offsets_host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        self._lengths_host[:] = lengths
+        np.cumsum(self._lengths_host, out=self._offsets_host[1:])
         information = wrapper._cached_module.plan(
             wrapper._float_workspace_buffer,
             wrapper._int_workspace_buffer,
             staging,
             self._queries_host,
-            offsets_host,
-            lengths_host,
+            *self._keys_host,
             self._bs * self._width,
             self._bs,
             *self._heads[:2],
@@ -266,8 +269,8 @@ class BlockPlan:
         wrapper._plan_info = information
         layout = [int(number) for number in information]
         start = layout[_CHUNK_OFFSET]
-        chunk_host = staging[start : start + 4].view(torch.int32)
-        return layout, int(chunk_host)
+        chunk_host = staging.numpy()[start : start + 4].view(np.int32)
+        return layout, int(chunk_host[0])
 
 
 class ChunkCheck:

@@ -121,13 +121,14 @@ class Acceptor:
         else:
             tokens, max_logits = self._target_tokens(batch.sampling_info, cycle, logits, masks)
             caps = cycle.rows.limits if caps is None else caps
-            if self._simulated is None and caps is None:
-                return accept_greedy(block.tokens, tokens, max_logits, cycle.committed, self._broken_token)
-            accept_len = accept_matching_prefix(block.tokens, tokens)
-            if caps is not None:
-                accept_len = accept_len.minimum(caps)
+            if self._simulated is None:
+                if caps is None:
+                    return accept_greedy(
+                        block.tokens, tokens, max_logits, cycle.committed, self._broken_token
+                    )
+                accept_len = accept_matching_prefix(block.tokens, tokens).minimum(caps)
         if self._simulated is not None:
-            accept_len, tokens = self._simulated.override(accept_len, tokens, block.tokens)
+            accept_len, tokens = self._simulated.override(tokens, block.tokens)
             max_logits = torch.zeros_like(max_logits)  # random weights may give any logits
         return complete_blocks(accept_len, tokens, max_logits, cycle.committed, self._broken_token)
 

@@ -39,22 +39,19 @@ class SimulatedAcceptance:
         real_tokens = envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "real-draft-token"
         return cls(accept_length, envs.SGLANG_SIMULATE_ACC_METHOD.get(), real_tokens)
 
-    def override(
-        self, accept_len: torch.Tensor, tokens: torch.Tensor, block: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replace a decision by one drawn accept length for all requests.
+    def override(self, tokens: torch.Tensor, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw one accept length for all requests.
 
         Args:
-            accept_len: [bs] int32, accepted drafted tokens.
             tokens: [bs, B] int64, the target's tokens.
             block: [bs, B] int64, the drafted block.
 
         Returns:
-            The same two, replaced.
+            Accepted drafted tokens [bs] int32, and output tokens [bs, B] int64.
         """
         commit = sample_simulated_acc_len(self._accept_length, self._method, block.shape[1])
         if self._real_tokens:
             tokens = torch.cat((block[:, 1:commit], tokens[:, commit - 1 :]), dim=1)
         else:
             tokens = torch.full_like(tokens, FIXED_TOKEN_ID)
-        return torch.full_like(accept_len, commit - 1), tokens
+        return tokens.new_full((len(tokens),), commit - 1, dtype=torch.int32), tokens

@@ -73,7 +73,7 @@ def verify(
     batch.out_cache_loc = cycle.cache_loc
     batch.forward_mode = ForwardMode.TARGET_VERIFY
     batch.seq_lens_cpu = seq_lens_cpu
-    batch.seq_lens_sum = int(seq_lens_cpu.sum())
+    batch.seq_lens_sum = sum(seq_lens_cpu.tolist())
     positions = rows.pack(cycle.positions)
     batch.spec_info = DFlashVerifyInput.for_target(rows, tokens, positions, cycle.spread)
     states.begin_verify(batch)

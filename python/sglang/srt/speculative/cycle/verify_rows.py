@@ -1,5 +1,6 @@
 """Rows of a verify forward: the first slots of each request's block, packed."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -76,3 +77,9 @@ class VerifyRows:
         if self.slots is None:
             return torch.arange(self.bs) * self.width + column
         return self.slots[:, column]
+
+
+@functools.lru_cache(maxsize=1024)
+def whole_blocks(bs: int, width: int) -> VerifyRows:
+    """Return the rows of blocks that are verified whole. A cycle asks several times."""
+    return VerifyRows(bs, width)

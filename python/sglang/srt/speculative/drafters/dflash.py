@@ -153,7 +153,7 @@ class DFlashDrafter:
             req_pool_indices=cycle.req_pool_indices,
             seq_lens=seq_lens,
             out_cache_loc=cycle.cache_loc,
-            seq_lens_sum=int(seq_lens_cpu.sum()),
+            seq_lens_sum=sum(seq_lens_cpu.tolist()),
             seq_lens_cpu=seq_lens_cpu,
             positions=cycle.positions[:, :width].flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,

@@ -266,7 +266,7 @@ class PEagleDrafter:
             req_pool_indices=requests,
             seq_lens=start,
             out_cache_loc=cache_loc,
-            seq_lens_sum=int(seq_lens_cpu.sum()),
+            seq_lens_sum=sum(seq_lens_cpu.tolist()),
             seq_lens_cpu=seq_lens_cpu,
             positions=positions.flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
