@@ -8,7 +8,7 @@ runners and scheduler, with stand-ins for kernels. The time of the stand-ins is 
 what the host does in a cycle while a GPU waits for it or not. A backend's servers run at once and take turns,
 round by round, so whatever else the machine does hits all of them. Only CPU time of the scheduler's thread is
 counted. Absolute times are this machine's, and launches cost nothing here: compare servers of one call.
-Writes benchmark/results/host-time.json and .md.
+Writes benchmark/results/host-time.json and .md; a call replaces the rows of its backends.
 """
 
 import argparse
@@ -49,7 +49,9 @@ RESULTS = ROOT / "benchmark" / "results"
 
 def main() -> None:
     args = _parse_arguments()
-    rows = []
+    file = RESULTS / f"{args.name}.json"
+    known = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows = [row for row in known if row["backend"] not in args.backend]
     for backend in args.backend:
         kinds = [kind for kind in args.server if (backend, kind) not in NOT_REHEARSED]
         for row in measure(backend, kinds, args.requests):
@@ -59,9 +61,9 @@ def main() -> None:
         "date": str(date.today()),
         "command": " ".join(["python", "benchmark/gpu/host_time.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "load": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
         "versions": {name: version(name) for name in ("sglang", "sglang-dflash", "torch")},
     }
-    file = RESULTS / f"{args.name}.json"
     file.write_text(json.dumps({**heading, "rows": rows}, indent=1) + "\n")
     file.with_suffix(".md").write_text(page(heading, rows))
     print(f"written: {args.name}.json, {args.name}.md")
@@ -158,10 +160,12 @@ def page(heading: dict, rows: list[dict]) -> str:
         f"{heading['date']}; {heading['machine']}; {versions}.",
         "",
         "CPU milliseconds of the scheduler's thread per cycle, in the rehearsal of the CUDA path: means",
-        "without the fastest and the slowest tenth. Kernels, graphs and their launches cost nothing here.",
-        "Servers of a backend took turns in rounds. The ratio is the median of the rounds, with the least",
-        "and the largest. Absolute times are this machine's. FlashInfer without speculation is not",
-        "rehearsed.",
+        "without the fastest and the slowest tenth. Triton and attention kernels, graphs, eager matrix",
+        "products and the draw of simulated accept lengths are taken out, launches included. Other small",
+        "tensor operations count what they take on a CPU. Servers of a backend took turns in rounds. The",
+        "ratio is the median of the rounds, with the least and the largest. Absolute times are this",
+        f"machine's, on which other work ran (load averages at the end: {heading['load']}). FlashInfer",
+        "without speculation is not rehearsed.",
         "",
         "| backend | requests | server | ms | / built-in | of a round | cycles |",
         "|---|---:|---|---:|---:|---:|---:|",

@@ -1,9 +1,10 @@
 """Times the host's part of each decode cycle in a rehearsed server, for `host_time.py`.
 
 Python imports this file at start-up if its folder is on PYTHONPATH. It runs the tests' server patches, which
-set the rehearsal's stage, and changes two things there. Graphs do nothing when they are replayed, and the
-time of stand-ins for kernels is taken out. What is left is the scheduler thread's CPU time for Python, plans
-and copies. HOST_TIME names the file that times are written to. HOST_TIME_PLAIN=1: no speculation.
+set the rehearsal's stage. Graphs do nothing when they are replayed. Taken out are the stand-ins for kernels,
+eager matrix products, the draw of simulated accept lengths, and the tests' own checks. What is left is the
+scheduler thread's CPU time for Python, plans and small tensor operations. HOST_TIME names the file that times
+are written to. HOST_TIME_PLAIN=1: no speculation.
 """
 
 import contextlib
@@ -25,25 +26,40 @@ class Clock:
     """CPU time of the calling thread without its operations of a GPU."""
 
     def __init__(self):
-        self._spent, self._depth = 0.0, 0
+        self._spent = 0.0
 
     def now(self) -> float:
         return time.thread_time() - self._spent
 
+    def set(self, now: float) -> None:
+        """Go back to an earlier time, so that what was between is not counted."""
+        self._spent = time.thread_time() - now
+
     @contextlib.contextmanager
     def uncounted(self, name: str):
         """Take the block out; in the rehearsal it is one operation on a GPU."""
-        self._depth += 1
-        begun = time.thread_time()
+        begun = self.now()
         try:
             yield
         finally:
-            self._depth -= 1
-            if not self._depth:
-                self._spent += time.thread_time() - begun
+            self.set(begun)
 
 
 CLOCK = Clock()
+
+
+def uncounted(body):
+    """Wrap a function whose time is taken out."""
+
+    @functools.wraps(body)
+    def run(*args, **kwargs):
+        begun = CLOCK.now()
+        try:
+            return body(*args, **kwargs)
+        finally:
+            CLOCK.set(begun)
+
+    return run
 
 
 class Loop:
@@ -92,26 +108,31 @@ def _write(loop: Loop) -> None:
             os.replace(partial, path)
 
 
-def free_the_gpu(launches, graphs, faults) -> None:
+def free_the_gpu(launches, graphs, faults, steps, stage) -> None:
     """Take the GPU's work out of the rehearsal, and the tests' own part of it."""
+    import torch
     from triton.runtime.interpreter import InterpretedFunction
 
-    run = InterpretedFunction.run
-
-    def run_uncounted(*args, **kwargs):
-        with CLOCK.uncounted("launch"):  # the interpreter's preparation too
-            return run(*args, **kwargs)
-
     def replay(self, shape_key, *_, **__):
-        with CLOCK.uncounted("replay"):
-            self.replays[self._role] += 1
-            return self._outputs[shape_key]
+        self.replays[self._role] += 1
+        return self._outputs[shape_key]
 
-    InterpretedFunction.run = run_uncounted
+    InterpretedFunction.run = uncounted(InterpretedFunction.run)  # the interpreter's preparation too
+    torch.nn.functional.linear, torch.mm = uncounted(torch.nn.functional.linear), uncounted(torch.mm)
     faults.PLANTED.clear()  # they look into a file several times a cycle
+    steps.watch = stage._note_bounds = lambda: None
     launches.one_operation = CLOCK.uncounted
     launches.watch_decode_steps = lambda worker: None
     graphs.GraphBackend.replay = replay
+
+
+def taking_out(name: str):
+    """Return a change of a module that takes a function's time out."""
+
+    def change(module) -> None:
+        setattr(module, name, uncounted(getattr(module, name)))
+
+    return change
 
 
 def set_a_plain_stage(stage, ledger) -> None:
@@ -142,9 +163,15 @@ if "HOST_TIME" in os.environ:
     runpy.run_path(str(ROOT / "test" / "srt" / "support" / "server_patches" / "sitecustomize.py"))
     sys.path.append(str(ROOT / "benchmark"))
     from after_import import after_import
-    from support.rehearsal import faults, graphs, launches, stage
+    from support.rehearsal import faults, graphs, launches, stage, steps
 
-    free_the_gpu(launches, graphs, faults)
+    free_the_gpu(launches, graphs, faults, steps, stage)
     if os.environ.get("HOST_TIME_PLAIN"):
         stage.set_the_stage = functools.partial(set_a_plain_stage, stage)
-    after_import({"sglang.srt.managers.scheduler": watch_scheduler})
+    after_import(
+        {
+            "sglang.srt.managers.scheduler": watch_scheduler,
+            "sglang.srt.mem_cache.allocation": taking_out("assign_req_to_token_pool_func"),
+            "sglang.srt.speculative.spec_utils": taking_out("sample_simulated_acc_len"),
+        }
+    )
