@@ -118,6 +118,7 @@ CPU_PD = "disaggregation on a CPU"
 SCHEDULES = "FlashAttention 3's schedules once per forward"
 BOUNDS = "decode cycles that do not wait for the device's lengths"
 SPEED = "faster operators on a CPU"
+RECURRENT_WIDTH = "adaptive width for targets with recurrent states on a CPU"
 
 AT_LOAD = (
     Change(
@@ -568,6 +569,14 @@ AT_CPU_ATTENTION = (
         key="torch_native",
         why="SGLang has no method for MLA on torch_native; the one it takes, Triton's, reads latents as keys",
         build=hooks.absorbed_mla,
+    ),
+    _CpuChange(
+        target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
+        remove_when="SGLang's GatedDeltaNet verifies different numbers of tokens",
+        feature=RECURRENT_WIDTH,
+        signature="(self, layer, forward_batch, mixed_qkv, a, b, kwargs)",
+        why="SGLang's verifies as many tokens for each request",
+        build=_made_by("srt.hardware_backend.cpu.ragged_states.verifying_own_lengths"),
     ),
     *CPU_SPEEDUPS,
 )

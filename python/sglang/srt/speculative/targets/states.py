@@ -53,7 +53,8 @@ class RecurrentStates:
         self._rows = rows.view(max_requests, block_size)
 
     def begin_verify(self, batch: Any) -> None:
-        prepare_mamba_track_for_verify(batch)
+        if batch.tree_cache is not None:  # the measurement of widths has no prefix cache
+            prepare_mamba_track_for_verify(batch)
 
     def commit(self, batch: Any, commit_lens: torch.Tensor) -> None:
         rows = self._rows[: commit_lens.numel()]
