@@ -33,7 +33,6 @@ FLOAT32 = ("--dtype", "float32", "--random-seed", "7")
 POOL = ("--max-total-tokens", "32768")
 # The finest grid SGLang allows. Decoding then stores states for the prefix cache, too.
 GRID = ("--mamba-track-interval", "64")
-WHOLE_BLOCKS = "--no-speculative-adaptive"
 
 
 @dataclass(frozen=True)
@@ -272,7 +271,7 @@ def test_every_block_accepts_what_a_plain_loop_accepts(folder, reference, count)
     stride = 8 if count == 10 else 1
     prompts = [tuple(tokenizer.encode(text).ids) for text in texts[: count * stride : stride]]
     jobs = [Job(prompt, 48, step=number) for number, prompt in enumerate(prompts)]
-    arguments = ["--model-path", TARGET, *FLOAT32, *POOL, *dflash_arguments(folder), WHOLE_BLOCKS]
+    arguments = ["--model-path", TARGET, *FLOAT32, *POOL, *dflash_arguments(folder)]
     [answers] = run(arguments, [jobs], environment=ENVIRONMENT)
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     draft = reference(
@@ -338,7 +337,7 @@ def test_replay_commits_the_same_states(target, known):
     picked = generator.sample([k for k in known if 40 <= len(k.prompt) < 70 and len(k.answer) > 30], 3)
     first = [(Job(k.prompt, 28, step=2 * number), k) for number, k in enumerate(picked)]
     groups = [[job for job, _ in jobs] for jobs in (first, continued(first))]
-    arguments = ["--model-path", target, *FLOAT32, *POOL, *GRID, *dflash_arguments(DRAFT), WHOLE_BLOCKS]
+    arguments = ["--model-path", target, *FLOAT32, *POOL, *GRID, *dflash_arguments(DRAFT)]
     copied = run(arguments, groups, environment=ENVIRONMENT)
     replayed = run(
         [*arguments, "--enable-linear-replayssm-spec"],
