@@ -95,8 +95,8 @@ def check_states_are_committed(model_config: Any) -> None:
     if name is None or hasattr(pkgutil.resolve_name(name), "update_mamba_state_after_mtp_verify"):
         return
     raise ValueError(
-        f"DFLASH cannot serve {model_config.hf_config.architectures[0]}: its attention backend {name} does not "
-        "commit recurrent states after verify."
+        f"DFLASH cannot serve {model_config.hf_config.architectures[0]}: its attention backend {name} "
+        "does not commit recurrent states after verify."
     )
 
 
