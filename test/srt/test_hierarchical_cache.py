@@ -1,7 +1,7 @@
-"""A hierarchical cache: KV of target and draft that comes back from the host.
+"""The draft's KV in the prefix cache: slots that it exchanges, and a hierarchical cache's host.
 
-The pool holds four of the eight prompts. So a prompt that is sent again is on the host, and the draft's KV
-returns with the target's.
+With a hierarchical cache the pool holds four of the eight prompts. So a prompt that is sent again is on the
+host, and the draft's KV returns with the target's.
 """
 
 import json
@@ -9,7 +9,10 @@ import json
 import pytest
 from serving import DRAFT, PEAGLE_DRAFT, TARGET, dflash_arguments, heldout_prompts
 from support.parity import assert_same
+from support.scheduled import Job, run
 from support.servers import FLOAT32, patched
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 pytestmark = pytest.mark.server
 
@@ -49,6 +52,22 @@ def hit_on_the_device(server, request: dict) -> dict:
         input_ids=ids[:-1], sampling_params={"temperature": 0, "max_new_tokens": 1}, extra_key="alone"
     )
     return server.generate(**request, extra_key="alone")
+
+
+@pytest.mark.skipif(not runtime.needs_stand_in(), reason="equal cycles are for float32 on a CPU")
+def test_equal_prompts_of_one_batch(requests):
+    """The second one gets the first one's slots after its prefill, and others write to its own.
+
+    P-EAGLE's drafter reads through a table of its own, which must follow.
+    """
+    prompts = [tuple(request["input_ids"]) for request in requests]
+    others = [Job(other, 8, step=2 * number) for number, other in enumerate(prompts[4:], 1)]
+    groups = [[Job(prompt, 48), Job(prompt, 48), *others] for prompt in prompts[:2]]
+    small = *FLOAT32, "--no-speculative-adaptive", "--max-total-tokens", "1000"
+    answers = run(["--model-path", TARGET, *small, *dflash_arguments(PEAGLE_DRAFT)], groups)
+    for one, other, *_ in answers:
+        assert other.cached_tokens < LENGTH - 1, "it was not in the same batch"
+        assert (one.output_ids, one.accepted) == (other.output_ids, other.accepted)
 
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
