@@ -164,6 +164,14 @@ def test_a_fault_is_named(what, tmp_path, capsys):
             "served by SGLang's built-in DFLASH, on a GPU alone, because use_gemma",
         ),
         ({"dflash_config": {"markov_order": 1}}, "served by nobody: dflash_config.markov_order"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "served by SGLang's built-in DFLASH, on a GPU alone, because quant_method 'awq' is not served",
+        ),
+        (
+            {"speculators_model_type": "dflash", "quantization_config": {"quant_method": "awq"}},
+            "served by nobody: quant_method 'awq' is not served",
+        ),
     ],
 )
 def test_who_serves_is_said(changes, words, tmp_path, capsys):
