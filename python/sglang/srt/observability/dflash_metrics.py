@@ -18,6 +18,11 @@ FALLBACKS = {
 }
 
 
+# Ranks of the tokens that replaced rejected ones: the `rank` label. The last bucket is outside the draft's
+# vocabulary.
+REPLACEMENT_RANKS = ("2", "3", "4", "5-8", "9-16", "17+", "outside")
+
+
 class DFlashMetrics:
     """Counters of drafted and verified blocks, from numbers that SGLang has on the host.
 
@@ -74,6 +79,12 @@ class DFlashMetrics:
         self._undrafted = counter(
             "cycles_without_draft", "Cycles without a draft forward, as all requests copied."
         )
+        replacements = counter(
+            "replacement_rank",
+            "Rejected drafted tokens of a sample of cycles, by the rank of the token that replaced them.",
+            "rank",
+        )
+        self._replacements = {rank: replacements.labels(**labels, rank=rank) for rank in REPLACEMENT_RANKS}
         fallbacks = counter("fallbacks", "Blocks that took another path than requested.", "reason")
         self._fallbacks = {reason: fallbacks.labels(**labels, reason=reason) for reason in FALLBACKS}
 
@@ -127,6 +138,11 @@ class DFlashMetrics:
         counts = ((self._blocks, blocks), (self._proposed, proposed), (self._accepted_by_source, accepted))
         for counter, count in counts:
             counter.labels(**self._labels, source=source).inc(count)
+
+    def count_replacement(self, rank: str) -> None:
+        """Count a rejected token, by one of REPLACEMENT_RANKS."""
+        if self._enabled:
+            self._replacements[rank].inc()
 
     def count_undrafted(self, cycles: int) -> None:
         if self._enabled:
