@@ -7,6 +7,8 @@ from typing import Any
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_schedule, get_serving
 
+from sglang_dflash.srt.layers.replacement_ranks import REPLACEMENT_RANKS
+
 logger = logging.getLogger(__name__)
 
 # Reasons for which a block is not drafted or verified as the server was told to: the `reason` label, and the
@@ -16,11 +18,6 @@ FALLBACKS = {
     "speculative_max_tokens": "a request has a cap or a logit processor, so its batch drafts by argmax "
     "instead of sampling",
 }
-
-
-# Ranks of the tokens that replaced rejected ones: the `rank` label. The last bucket is outside the draft's
-# vocabulary.
-REPLACEMENT_RANKS = ("2", "3", "4", "5-8", "9-16", "17+", "outside")
 
 
 class DFlashMetrics:

@@ -13,39 +13,13 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_dflash.srt.observability.dflash_metrics import REPLACEMENT_RANKS, DFlashMetrics
+from sglang_dflash.srt.layers.replacement_ranks import REPLACEMENT_RANKS, bucket, replacement_ranks
+from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.drafters.base import ShowsCandidates
 
 # Drafting cycles per counted one: a count reads the LM head once more.
 _EVERY = 16
-_ENDS = (2, 3, 4, 8, 16)  # last ranks of the buckets before the open one
-
-
-def replacement_ranks(
-    logits: torch.Tensor, ids: torch.Tensor, drafted: torch.Tensor, emitted: torch.Tensor
-) -> torch.Tensor:
-    """Return the rank of each emitted token if the drafted one has rank 1, [n] int64.
-
-    0: the draft cannot propose the token.
-
-    Args:
-        logits: [n, V] of the draft's vocabulary.
-        ids: [V] int64, target token of each column.
-        drafted: [n] int64, rejected tokens.
-        emitted: [n] int64, tokens that replaced them.
-    """
-    is_emitted = ids == emitted[:, None]
-    logit = logits.masked_fill(~is_emitted, -torch.inf).amax(dim=1, keepdim=True)
-    is_better = (logits > logit) & (ids != drafted[:, None])
-    return torch.where(is_emitted.any(dim=1), 2 + is_better.sum(dim=1), 0)
-
-
-def bucket(rank: int) -> str:
-    """Return the bucket of `REPLACEMENT_RANKS` that holds a rank."""
-    if rank == 0:
-        return REPLACEMENT_RANKS[-1]
-    return REPLACEMENT_RANKS[sum(rank > end for end in _ENDS)]
 
 
 class ReplacedTokens(CycleObserver):
