@@ -11,12 +11,12 @@ from collections import Counter
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_parallel
 
 from sglang_dflash.srt.layers.replacement_ranks import REPLACEMENT_RANKS, bucket, replacement_ranks
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.drafters.base import ShowsCandidates
+from sglang_dflash.srt.speculative.scale_out.dp_attention import SubgroupDrafter
 
 # Drafting cycles per counted one: a count reads the LM head once more.
 _EVERY = 16
@@ -46,9 +46,10 @@ class ReplacedTokens(CycleObserver):
 
         None on a GPU, where nobody has measured the cost, and with DP attention, whose ranks draft apart.
         """
-        if device != "cpu" or get_parallel().attn_dp_enabled:
+        inner = drafter if copies is None else copies.inner
+        if device != "cpu" or isinstance(inner, SubgroupDrafter):
             return None
-        return cls(drafter if copies is None else copies.inner, copies, metrics)
+        return cls(inner, copies, metrics)
 
     def report(self) -> dict[str, int]:
         """Return the counts by bucket, for /server_info."""
