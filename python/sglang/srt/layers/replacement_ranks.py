@@ -1,4 +1,4 @@
-"""Ranks of the tokens that replaced rejected ones, among the draft's candidates, and their buckets."""
+"""Ranks of tokens that replaced rejected ones, among the draft's candidates."""
 
 import torch
 

@@ -155,7 +155,7 @@ class DFlashWorker(BaseSpecWorker):
         has_copies = self._copies is not None
         self._width = make_width(self, get_parallel().tp_group, self.metrics, has_copies)
         if self._copies is not None:
-            self._copies.most_slots = self._width.most_slots
+            self._copies.most_slots = max(self.block_size, self._width.most_slots)
             self._copies.allocate_texts(self._target_worker.model_runner)
         self._rows = RequestRows(self._width, self.drafter, self.penalties)
         self._replaced = ReplacedTokens.of_server(self.drafter, self._copies, self.metrics, self.device)
@@ -274,7 +274,7 @@ class DFlashWorker(BaseSpecWorker):
         self._notify("on_begun", batch)
         for requests in arrivals.take():
             self._rows.admit_prefilled(requests)
-        most_slots = self._width.most_slots
+        most_slots = max(self.block_size, self._width.most_slots)
         caps = requested_caps(batch.reqs, most_slots)
         is_capped = caps is not None and bool(caps.min() < self.block_size - 1)
         draws = self.acceptor.draws_drafts(batch.sampling_info, is_capped)

@@ -61,14 +61,16 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     elif len(widths) == 1:
         schedule = (widths[0] - 1,)
     skips_draft = worker.drafter.writes_context_apart
-    most = copied_slots(worker, backends is None) if has_copies else block_size
+    copy_depth = None
+    if has_copies:
+        copy_depth = copied_tokens(worker, backends is None, settings.candidate_steps is not None)
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
     costs = _measure(worker, backends, widths, has_copies and skips_draft, budget)
     if backends is not None:
         backends.apply(block_size)
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     return AdaptiveWidth(
-        LengthChooser(costs, num_rows, backends is None, settings.probe_share, skips_draft, most - 1),
+        LengthChooser(costs, num_rows, backends is None, settings.probe_share, skips_draft, copy_depth),
         backends,
         CycleClock(runner.device),
         num_rows,
@@ -80,8 +82,11 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     )
 
 
-def copied_slots(worker: Any, has_own_lengths: bool) -> int:
-    """Return the most slots that a copying request verifies, and log the limit."""
+def copied_tokens(worker: Any, has_own_lengths: bool, has_candidates: bool) -> int | None:
+    """Return the most copied tokens that a request verifies, and log the limit.
+
+    None: as many as drafted ones. has_candidates: whether the server's options name the lengths to verify.
+    """
     requested, block_size = DFlashOptions.COPY_AHEAD_MAX_TOKENS.get(), worker.block_size
     reason = None
     if not has_own_lengths:
@@ -90,13 +95,18 @@ def copied_slots(worker: Any, has_own_lengths: bool) -> int:
         reason = "the draft's forward takes in the tokens of one block"
     elif not isinstance(worker.target_states, NoStates):
         reason = "the target's recurrent states are kept for one block"
-    most = max(block_size, requested or _COPIED_SLOTS) if reason is None else block_size
-    logger.info(
-        "DFLASH copy-ahead: a copying request verifies up to %d tokens, the anchor included (%s).",
-        most,
-        reason or "--speculative-copy-ahead-max-tokens",
-    )
-    return most
+    elif has_candidates and requested is None:
+        reason = "candidate_steps name the lengths"
+    most = max(block_size, requested or _COPIED_SLOTS)
+    if reason is None and most > block_size:
+        logger.info(
+            "DFLASH copy-ahead: a copying request verifies up to %d tokens, the anchor included "
+            "(--speculative-copy-ahead-max-tokens).",
+            most,
+        )
+        return most - 1
+    logger.info("DFLASH copy-ahead: a copy is no longer than a block: %s.", reason or "as requested")
+    return None
 
 
 def serves_own_lengths(runner: Any) -> bool:
