@@ -17,6 +17,12 @@ from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.drafters.ahead import copy_room, on_copies
 from sglang_dflash.srt.speculative.drafters.some import draft_for_some
+from sglang_dflash.srt.speculative.targets.states import NoStates
+from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
+from sglang_dflash.srt.speculative.width.chooser import LengthChooser
+from sglang_dflash.srt.speculative.width.clock import CycleClock
+from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.start_up import copied_tokens
 
 BLOCK, MOST, ROW = 4, 16, 400
 
@@ -32,6 +38,7 @@ class Pool:
         return self.free
 
     def allocate(self, tree_cache, table, reqs, num_needed_tokens, nxt_kv_lens_cpu, **_) -> None:
+        assert num_needed_tokens > 0
         self.free -= num_needed_tokens
         assert self.free >= 0, "SGLang retracts first, for two blocks each"
         for req, length in zip(reqs, nxt_kv_lens_cpu.tolist(), strict=True):
@@ -169,3 +176,57 @@ def test_a_limit_without_copies_is_an_error(monkeypatch):
     monkeypatch.setenv(DFlashOptions.COPY_AHEAD_MAX_TOKENS.variable, str(MOST_COPIED_SLOTS))
     with pytest.raises(ValueError, match="needs --speculative-copy-ahead"):
         check_copy_ahead(BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("requested", "own_lengths", "apart", "states", "named", "tokens", "words"),
+    [
+        (None, True, True, NoStates(), False, 63, "up to 64 tokens"),
+        (20, True, True, NoStates(), True, 19, "up to 20 tokens"),
+        (None, True, True, NoStates(), True, None, "candidate_steps"),
+        (BLOCK, True, True, NoStates(), False, None, "as requested"),
+        (20, False, True, NoStates(), False, None, "equally many"),
+        (20, True, False, NoStates(), False, None, "one block"),
+        (20, True, True, object(), False, None, "recurrent"),
+    ],
+)
+def test_the_longest_copy_is_logged_with_its_reason(
+    requested, own_lengths, apart, states, named, tokens, words, monkeypatch, caplog
+):
+    monkeypatch.setenv(DFlashOptions.COPY_AHEAD_MAX_TOKENS.variable, str(requested or ""))
+    caplog.set_level("INFO")
+    drafter = SimpleNamespace(writes_context_apart=apart)
+    worker = SimpleNamespace(block_size=BLOCK, drafter=drafter, target_states=states)
+    assert copied_tokens(worker, own_lengths, named) == tokens
+    [record] = caplog.records
+    assert words in record.message
+
+
+@pytest.mark.parametrize("has_processor", [False, True])
+def test_custom_logit_processors_read_whole_blocks(has_processor):
+    """All requests of such a batch verify as many, and none more than a block."""
+    costs = CostTable(np.array([1, 8]), np.array([1, 2, BLOCK]), np.full((2, 3), 1.0), np.full(2, 0.1))
+    group = SimpleNamespace(world_size=1, rank_in_group=0)
+    chooser = LengthChooser(costs, 8, copy_depth=MOST - 1)
+    right = np.full(9, MOST - 1)
+    chooser.copies.learn(np.zeros(9, dtype=int), np.full(9, 16), right, right)
+    width = AdaptiveWidth(chooser, None, CycleClock("cpu"), 8, group, has_copies=True)
+    assert width.most_slots == MOST
+    params = SimpleNamespace(
+        top_k=1, logit_bias=None, min_new_tokens=0, frequency_penalty=0, presence_penalty=0,
+        repetition_penalty=1,
+    )  # fmt: skip
+    reqs = [
+        SimpleNamespace(
+            kv=SimpleNamespace(req_pool_idx=row, kv_committed_len=9), grammar=None, sampling_params=params
+        )
+        for row in range(2)
+    ]
+    batch = SimpleNamespace(
+        reqs=reqs, sampling_info=SimpleNamespace(has_custom_logit_processor=has_processor)
+    )
+    plan = width.choose(batch, False, np.array([16, 0]), None, np.array([MOST - 1, BLOCK - 1]))
+    if has_processor:
+        assert plan.lengths.tolist() == [BLOCK - 1] * 2
+    else:
+        assert plan.lengths[0] > BLOCK and plan.lengths[1] < BLOCK and plan.copies.tolist() == [True, False]

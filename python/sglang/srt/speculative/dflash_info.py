@@ -135,6 +135,8 @@ def _reserve_slots(batch: Any, committed: list[int]) -> torch.Tensor:
         # What the others may need next stays free.
         if num_new + least * len(reqs) <= allocator.available_size() and max(reserved) <= row_len:
             break
+    if num_new == 0:  # there is no room for a long copy
+        return torch.tensor(reserved, dtype=torch.int32)
     current_cpu = torch.tensor(current, dtype=torch.int32)
     reserved_cpu = torch.tensor(reserved, dtype=torch.int32)
     alloc_for_spec_decode(
