@@ -208,11 +208,6 @@ def plan(
             name, flags = SPECULATIVE[key]
             name = name if len(drafts) == 1 else f"{Path(draft).name}, {name}"
             skips = NOT_COPIED if COPY_AHEAD in flags else ()
-            if ADAPTIVE_WIDTH in flags and _is_hybrid(target):
-                print(
-                    f"{target}: {name} is left out, as adaptive width needs a target without recurrent states"
-                )
-                continue
             if all(chosen.name in skips for chosen in sets):
                 continue
             file = scratch / f"phases-{len(variants)}.json"
@@ -224,12 +219,6 @@ def plan(
         arguments = (*common, *dflash_arguments(drafts[0]), *shlex.split(args.peer_args))
         variants.append(Variant("built-in DFLASH", arguments, env, args.peer_python or sys.executable))
     return variants
-
-
-def _is_hybrid(target: str) -> bool:
-    """Return whether a local target is known to have recurrent states."""
-    config = Path(target) / "config.json"
-    return config.exists() and '"linear_attention"' in config.read_text()
 
 
 def phase_times(path: Path) -> dict[str, str]:

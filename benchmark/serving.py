@@ -26,6 +26,7 @@ PEAGLE_DRAFT = ROOT / "models" / "tiny-qwen3-code-peagle"
 DFLASH2_DRAFT = ROOT / "models" / "tiny-qwen3-code-dflash2"
 HYBRID_TARGET = ROOT / "models" / "tiny-qwen3_5-code"
 HYBRID_DRAFT = ROOT / "models" / "tiny-qwen3_5-code-dflash"
+HYBRID_PEAGLE_DRAFT = ROOT / "models" / "tiny-qwen3_5-code-peagle"
 HYBRID_DFLASH2_DRAFT = ROOT / "models" / "tiny-qwen3_5-code-dflash2"
 # Not in the repository: `make model` fetches it.
 CHAT_TARGET = ROOT / "models" / "smollm2-135m-instruct"

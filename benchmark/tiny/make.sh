@@ -46,9 +46,16 @@ $python train_dflash2.py "$sampled" "$target" "$draft" "${draft}2" --steps 1500
 $python dflash2_gain.py "$target" "$draft" "${draft}2" prompts/heldout.jsonl --json "$sampled/dflash2_gain.json"
 $python model_cards.py dflash2 "$sampled" "${draft}2"
 
-[ -n "${SPECULATORS_PYTHON:-}" ] && [ "$kind" = qwen3 ] || exit 0
+[ -n "${SPECULATORS_PYTHON:-}" ] || exit 0
 golden=$here/../../test/srt/golden
 train=train_speculators_draft.py
+if [ "$kind" != qwen3 ]; then
+    $SPECULATORS_PYTHON $train peagle "$work" "$target" "$target-peagle" --steps 4500 --muon-lr 0.02 --adam-lr 0.003
+    $SPECULATORS_PYTHON speculators_golden.py "$target" "$target-peagle" prompts/heldout.jsonl \
+        "$golden/tiny-$kind-peagle"
+    $python model_cards.py speculators "$work" "$target-peagle" "$golden/tiny-$kind-peagle"
+    exit 0
+fi
 $SPECULATORS_PYTHON $train dflash "$work" "$target" "$draft-speculators" --steps 600 --warm-start "$draft"
 $SPECULATORS_PYTHON $train peagle "$work" "$target" "$target-peagle" --steps 6000 --muon-lr 0.02 --adam-lr 0.003
 for made in "$draft-speculators tiny-speculators" "$target-peagle tiny-peagle"; do

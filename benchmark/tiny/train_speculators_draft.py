@@ -1,4 +1,4 @@
-"""Train a draft for the tiny target with the `speculators` package's own model.
+"""Train a draft for a tiny target with the `speculators` package's own model.
 
 DFlash or P-EAGLE, shaped as by that package's command line: Qwen3 layers, all sliding (so a
 DFlash block is causal inside), a reduced draft vocabulary. Runs in an environment of its own (README.md); the
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from corpus import MASK_ID
+from kinds import kind_of
 from safetensors.torch import load_file
 from speculators.model import SpeculatorModel
 from speculators.models.dflash.core import DFlashDraftModel
@@ -25,7 +26,7 @@ from speculators.train.checkpointer import convert_float_dtype, patch_config_dty
 from speculators.train.cli import create_transformer_layer_config
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 from train_target import MasterWeights, learning_rate_scale
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 DRAFT_TOKENS, DRAFT_VOCAB = 7, 1536
 SLIDING_WINDOW = 2048
@@ -34,7 +35,7 @@ SLIDING_WINDOW = 2048
 class DFlashRecipe:
     model_class = DFlashDraftModel
     num_layers = 3
-    layer_ids = [2, 5, 8, 11]  # speculators' counting: inputs of these layers
+    layer_ids = {12: [2, 5, 8, 11]}  # by the target's depth, in speculators' counting: inputs of these layers
     rows_per_step = 2
     options = {"max_anchors": rows_per_step * 96}
     shape = {"block_size": DRAFT_TOKENS + 1}
@@ -53,7 +54,7 @@ class DFlashRecipe:
 class PEagleRecipe:
     model_class = PEagleDraftModel
     num_layers = 3  # with one, a token cannot build on a guess of the one before it
-    layer_ids = [2, 6, 9]  # what the library picks for twelve layers; its counting is EAGLE's
+    layer_ids = {12: [2, 6, 9], 8: [2, 4, 5]}  # what the library picks; its counting is EAGLE's
     rows_per_step = 1  # attention grows with the square of the packed row
     options = {"num_depths": DRAFT_TOKENS}
     # norm_before_residual as in the library's class and P-EAGLE tutorial; its command line defaults to True.
@@ -96,7 +97,7 @@ def target_states(target, tokens: torch.Tensor, layer_ids: list[int]) -> tuple[t
 def training_batch(recipe, target, pool: dict, picked: torch.Tensor) -> dict:
     """Pack rows of the pool into one: every tensor [1, S, ...]."""
     tokens = pool["tokens"][picked].long()
-    aux, last = target_states(target, tokens, recipe.layer_ids)
+    aux, last = target_states(target, tokens, recipe.layer_ids[target.config.num_hidden_layers])
     at, rows = torch.arange(tokens.shape[1]), []
     for i, (first, end) in enumerate(zip(pool["first"][picked].tolist(), pool["end"][picked].tolist())):
         row = recipe.prepare(
@@ -114,18 +115,18 @@ def training_batch(recipe, target, pool: dict, picked: torch.Tensor) -> dict:
     return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
 
 
-def new_draft(recipe, target_dir: Path, frequencies: Counter, vocab_size: int) -> SpeculatorModel:
+def new_draft(recipe, target_dir: Path, frequencies: Counter, config: PretrainedConfig) -> SpeculatorModel:
     layers = create_transformer_layer_config(
         str(target_dir), recipe.num_layers, "qwen3", None, SLIDING_WINDOW, full_attention_indices=[]
     )
-    d2t, t2d = build_vocab_mappings_from_distribution(dict(frequencies), DRAFT_VOCAB, vocab_size)
+    d2t, t2d = build_vocab_mappings_from_distribution(dict(frequencies), DRAFT_VOCAB, config.vocab_size)
     return recipe.model_class.from_training_args(
         layers,
         t2d=t2d,
         d2t=d2t,
         verifier_name_or_path=str(target_dir),
         draft_vocab_size=DRAFT_VOCAB,
-        target_layer_ids=recipe.layer_ids,
+        target_layer_ids=recipe.layer_ids[config.num_hidden_layers],
         mask_token_id=MASK_ID,
         draft_attn_impl="eager",
         **recipe.shape,
@@ -162,13 +163,16 @@ def main() -> None:
     generated = torch.arange(pool["argmax"].shape[1])[None] >= pool["first"][:, None]
     frequencies = Counter(pool["argmax"][generated].tolist())
     target = AutoModelForCausalLM.from_pretrained(args.target_dir, dtype=torch.bfloat16).eval()
-    draft = new_draft(recipe, args.target_dir, frequencies, target.config.vocab_size)
+    draft = new_draft(recipe, args.target_dir, frequencies, target.config)
     if args.warm_start:
         before = load_file(args.warm_start / "model.safetensors")
         missing, unexpected = draft.load_state_dict(before, strict=False)
         assert not unexpected, unexpected
         print("kept from the library's initialisation:", missing)
         draft.load_verifier_weights()  # the labels' head, by the draft vocabulary that was loaded
+    if kind_of(target.config.to_dict()).zero_centered_norm:
+        # The labels come from the target's final norm, which the library reads as an ordinary one.
+        draft.verifier_norm.weight.data += 1
     weights = MasterWeights(draft, args.muon_lr, args.adam_lr)
     options, _ = draft.get_trainer_kwargs(loss_fn="ce", loss_implementation="eager", **recipe.options)
 

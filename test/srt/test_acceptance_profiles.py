@@ -30,10 +30,7 @@ def test_the_arithmetic():
 @pytest.mark.parametrize(
     "profile",
     # Every cycle of the others is compared elsewhere: test_lossless_hybrid.py, test_speculators_parity.py.
-    [
-        pytest.param(name, marks=() if name in ("tiny-dflash", "tiny-dflash2") else pytest.mark.long)
-        for name in BUNDLED
-    ],
+    [pytest.param(name, marks=() if name == "tiny-dflash" else pytest.mark.long) for name in BUNDLED],
 )
 def test_a_bundled_draft(profile, servers):
     """Measure a draft; the harness starts the first one's server by itself."""

@@ -14,7 +14,7 @@ import report
 import ties
 from bench import Load
 from prompt_sets import CHAT_SETS, PromptSet
-from serving import HYBRID_TARGET, ROOT
+from serving import ROOT
 
 # -- prompt sets
 
@@ -176,8 +176,6 @@ def test_a_server_is_measured_on_what_it_is_for(tmp_path):
         assert [v.name for v in plan if chosen not in v.skips] == names
     heldout = [prompt_sets.load("heldout")]
     assert [v.name for v in bench.plan(args, "t", ["d"], heldout, tmp_path)] == names[:3]
-    hybrid = bench.plan(args, str(HYBRID_TARGET), ["d"], heldout, tmp_path)
-    assert [v.name for v in hybrid] == ["no speculation", "whole blocks"]
 
 
 def load(server: str, seconds: float, number: int = 0, tokens: int = 100, **more) -> Load:

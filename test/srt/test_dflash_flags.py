@@ -94,7 +94,12 @@ def test_a_config_file_turns_copies_on(parser, monkeypatch, tmp_path):
 
 
 ON_A_CPU = SimpleNamespace(
-    device="cpu", disaggregation_mode="null", attn_dp_size=1, enable_lora=None, lora_paths=None
+    device="cpu",
+    disaggregation_mode="null",
+    attn_dp_size=1,
+    enable_lora=None,
+    lora_paths=None,
+    enable_linear_replayssm_spec=False,
 )
 
 
@@ -120,7 +125,7 @@ def test_adaptive_width_is_the_default_unless_ruled_out(parser, said, is_wanted,
     [
         ({"device": "cuda"}, 8, False, "until it has been measured on one"),
         ({}, 1, False, "block of 1"),
-        ({}, 8, True, "recurrent states"),
+        ({"enable_linear_replayssm_spec": True}, 8, True, "ReplaySSM"),
         ({"disaggregation_mode": "prefill"}, 8, False, "only prefills"),
     ],
 )
@@ -138,7 +143,8 @@ def test_where_it_is_not_the_default_the_log_says_why(
     "arguments, is_recurrent, simulated, reason",
     [
         ({"attn_dp_size": 2}, False, "", "with DP attention"),
-        ({}, True, "", "recurrent states"),
+        ({"device": "cuda"}, True, "", "recurrent states"),
+        ({"enable_linear_replayssm_spec": True}, True, "", "ReplaySSM"),
         ({"device": "cuda", "enable_lora": True}, False, "", "with LoRA on a GPU"),
         ({"device": "cuda", "lora_paths": ["a=b"]}, False, "", "with LoRA on a GPU"),
         ({}, False, "3.5", "made-up accept lengths"),

@@ -6,6 +6,7 @@ import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,6 +165,14 @@ def test_a_fault_is_named(what, tmp_path, capsys):
             "served by SGLang's built-in DFLASH, on a GPU alone, because use_gemma",
         ),
         ({"dflash_config": {"markov_order": 1}}, "served by nobody: dflash_config.markov_order"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "served by SGLang's built-in DFLASH, on a GPU alone, because quant_method 'awq' is not served",
+        ),
+        (
+            {"speculators_model_type": "dflash", "quantization_config": {"quant_method": "awq"}},
+            "served by nobody: quant_method 'awq' is not served",
+        ),
     ],
 )
 def test_who_serves_is_said(changes, words, tmp_path, capsys):
@@ -314,7 +323,13 @@ def measured_pair(draft: Path, observed) -> tuple[static_checks.Pair, measure.Me
     return pair, measure.measure(pair, observed)
 
 
-@pytest.fixture(scope="module", params=BUNDLED, ids=lambda path: path.name)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(d, marks=() if d in (PEAGLE_DRAFT, DFLASH2_DRAFT) else pytest.mark.long) for d in BUNDLED
+    ],
+    ids=lambda path: path.name,
+)
 def bundled(request, observed):
     return measured_pair(request.param, observed)
 
@@ -389,16 +404,25 @@ MEASURED_SELECTOR = {
     ),
 }
 ONE_TOO_LOW = "layer ids one too low"
+
+
+def planted(base: Path, what: str, make, said: str, *marks) -> Any:
+    return pytest.param(base, what, make, said, id=f"{what}-{base.name}", marks=marks)
+
+
 PLANTED = [
-    *((DRAFT, what, *MEASURED[what]) for what in MEASURED),
-    *((DFLASH2_DRAFT, what, *MEASURED[what]) for what in MEASURED if what != ONE_TOO_LOW),
-    *((DFLASH2_DRAFT, what, *MEASURED_SELECTOR[what]) for what in MEASURED_SELECTOR),
+    *(planted(DRAFT, what, *MEASURED[what]) for what in MEASURED),
+    # The same measurements find them.
+    *(
+        planted(DFLASH2_DRAFT, what, *MEASURED[what], pytest.mark.long)
+        for what in MEASURED
+        if what != ONE_TOO_LOW
+    ),
+    *(planted(DFLASH2_DRAFT, what, *MEASURED_SELECTOR[what]) for what in MEASURED_SELECTOR),
 ]
 
 
-@pytest.mark.parametrize(
-    "base, what, make, said", PLANTED, ids=[f"{what}-{base.name}" for base, what, *_ in PLANTED]
-)
+@pytest.mark.parametrize("base, what, make, said", PLANTED)
 def test_a_fault_that_only_measuring_shows(base, what, make, said, observed, tmp_path):
     pair, found = measured_pair(
         make(tmp_path / "draft", base), observed if what == ONE_TOO_LOW else few(observed)

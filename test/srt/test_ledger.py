@@ -17,6 +17,7 @@ from support.servers import run_to_end
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.plugins import compatibility, entry_points, hooks, install, ledger, static_check
+from sglang_dflash.srt.plugins.change import Change
 from sglang_dflash.srt.plugins.source_tree import SourceTree
 from sglang_dflash.srt.speculative.implementation import Implementation
 
@@ -31,7 +32,7 @@ NEW_KEYS = {
 }
 
 
-def name_of(change: ledger.Change) -> str:
+def name_of(change: Change) -> str:
     return change.name + (f"[{change.key}]" if change.key else "")
 
 
@@ -152,7 +153,7 @@ def registry(monkeypatch) -> dict[str, str]:
     return registry
 
 
-def entry_of_registry(key: str, cpu_only: bool = False) -> ledger.Change:
+def entry_of_registry(key: str, cpu_only: bool = False) -> Change:
     entry = next(change for change in CHANGES if change.kind == "entry")
     return dataclasses.replace(
         entry, target="fake.registry", key=key, cpu_only=cpu_only, build=lambda: "ours"
@@ -210,7 +211,7 @@ def as_another_sglang(monkeypatch):
     compatibility.why_off.cache_clear()
 
 
-def row(change: ledger.Change, state: str) -> static_check.Row:
+def row(change: Change, state: str) -> static_check.Row:
     return static_check.Row(change.label, state, "as told", "sglang/srt/file.py:7", change)
 
 

@@ -178,7 +178,14 @@ def test_the_stored_answers_are_the_targets(requests, answers_alone, reference):
         )
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
+# What others cover too.
+COVERED = ("peagle", "peagle-widths-change", "random-draft")
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [pytest.param(c, id=c.name, marks=pytest.mark.long if c.name in COVERED else ()) for c in CONFIGURATIONS],
+)
 def test_float32_output_is_the_targets(
     configuration, requests, answers_alone, servers, cycle_counts, tmp_path_factory
 ):
@@ -223,8 +230,8 @@ def test_float32_retracted_requests_resume_as_the_target_would(requests, referen
     assert_pool_is_whole(server)
 
 
-def test_float32_all_prompts_at_concurrency_1_4_16(requests, answers_alone, servers, cycle_counts):
-    """Send every prompt; server settings must not change the number of cycles.
+def test_float32_all_prompts(requests, answers_alone, servers, cycle_counts):
+    """Send every prompt, alone or with 15 others; server settings must not change the number of cycles.
 
     Wrong draft KV cannot change the output, but it makes the draft guess worse. So equal cycles show that the
     draft's KV is right after chunked prefill, with pages, and from the prefix cache. This test itself
@@ -236,11 +243,8 @@ def test_float32_all_prompts_at_concurrency_1_4_16(requests, answers_alone, serv
     alone, cached = (server.generate_many(requests[::9], concurrency) for concurrency in (1, 16))
     assert all(a["meta_info"]["cached_tokens"] >= a["meta_info"]["prompt_tokens"] - 1 for a in cached)
     by_number = dict(zip(numbers[::9], alone))
-    for group, concurrency in (
-        ([*numbers[1::9], *numbers[2::9]], 4),
-        ([i for i in numbers if i % 9 > 2], 16),
-    ):
-        by_number |= zip(group, server.generate_many([requests[i] for i in group], concurrency))
+    others = [i for i in numbers if i % 9]
+    by_number |= zip(others, server.generate_many([requests[i] for i in others], 16))
     in_order = [by_number[i] for i in numbers]
     assert_same(requests, in_order, answers_alone)
     assert_same(requests[::9], cached, answers_alone[::9])

@@ -16,13 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from serving import HYBRID_DFLASH2_DRAFT as DFLASH2_DRAFT
 from serving import HYBRID_DRAFT as DRAFT
+from serving import HYBRID_PEAGLE_DRAFT as PEAGLE_DRAFT
 from serving import HYBRID_TARGET as TARGET
 from serving import dflash_arguments, heldout_prompts
 from support.drafts import random_peagle_draft, read_config
 from support.parity import FLOAT32_TIE
 from support.reference_dflash import ReferenceDFlash
 from support.reference_dflash2 import ReferenceDFlash2
+from support.reference_peagle import ReferencePEagle
 from support.scheduled import Answer, Job, Oracle, run
+from support.servers import WIDTHS_CHANGE
 
 pytestmark = pytest.mark.server
 
@@ -56,7 +59,9 @@ class Configuration:
 CONFIGURATIONS = (
     Configuration("default", (*POOL, *GRID)),
     Configuration(
-        "chunked-mixed-batches", (*POOL, *GRID, "--chunked-prefill-size", "128", "--enable-mixed-chunk")
+        "own-lengths-chunked-mixed-batches",
+        (*POOL, *GRID, *WIDTHS_CHANGE, "--chunked-prefill-size", "128", "--enable-mixed-chunk"),
+        accept_length=(2.0, 4.0),
     ),
     # Without overlap scheduling SGLang keeps one state per request, and caches it when the request finishes.
     Configuration("no-overlap", (*POOL, "--disable-overlap-schedule")),
@@ -221,8 +226,12 @@ def test_float32_output_is_the_targets(configuration, target, drafts, known):
         )
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_sampled_tokens_have_the_targets_probabilities(method, target, known):
+@pytest.mark.parametrize(
+    ("method", "draft"),
+    [("greedy", DRAFT), ("probabilistic", DFLASH2_DRAFT)],
+    ids=["greedy", "drawn-dflash2"],
+)
+def test_sampled_tokens_have_the_targets_probabilities(method, draft, target, known):
     """Compare log probabilities, in which a wrong state shows at every later token.
 
     Greedy requests share the batch and stay greedy.
@@ -233,7 +242,7 @@ def test_sampled_tokens_have_the_targets_probabilities(method, target, known):
     for number, k in enumerate(known[:12]):
         sampling = {"temperature": 0.0 if number % 3 == 0 else 1.0}
         jobs.append(Job(k.prompt, min(40, len(k.answer)), step=number, sampling=sampling, logprobs=True))
-    arguments = ["--model-path", target, *FLOAT32, *POOL, *GRID, *dflash_arguments(DRAFT)]
+    arguments = ["--model-path", target, *FLOAT32, *POOL, *GRID, *dflash_arguments(draft)]
     arguments += ["--speculative-draft-sample-method", method]
     [answers] = run(
         arguments, [jobs], Oracle([k.answer for k in known[:12]]) if method == "greedy" else None, ENVIRONMENT
@@ -254,8 +263,10 @@ def test_sampled_tokens_have_the_targets_probabilities(method, target, known):
     [
         pytest.param(DRAFT, ReferenceDFlash, 10, id="dflash"),
         pytest.param(DFLASH2_DRAFT, ReferenceDFlash2, 10, id="dflash2"),
+        pytest.param(PEAGLE_DRAFT, ReferencePEagle, 3, id="peagle"),
         pytest.param(DRAFT, ReferenceDFlash, 100, id="dflash-100", marks=pytest.mark.long),
         pytest.param(DFLASH2_DRAFT, ReferenceDFlash2, 100, id="dflash2-100", marks=pytest.mark.long),
+        pytest.param(PEAGLE_DRAFT, ReferencePEagle, 100, id="peagle-100", marks=pytest.mark.long),
     ],
 )
 def test_every_block_accepts_what_a_plain_loop_accepts(folder, reference, count):
@@ -265,7 +276,7 @@ def test_every_block_accepts_what_a_plain_loop_accepts(folder, reference, count)
 
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     texts = [prompt["text"] for prompt in heldout_prompts()]
-    stride = 8 if count == 10 else 1
+    stride = 1 if count == 100 else 8
     prompts = [tuple(tokenizer.encode(text).ids) for text in texts[: count * stride : stride]]
     jobs = [Job(prompt, 48, step=number) for number, prompt in enumerate(prompts)]
     arguments = ["--model-path", TARGET, *FLOAT32, *POOL, *dflash_arguments(folder)]
@@ -302,18 +313,10 @@ def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], co
         text: The prompt and the target's greedy answer to it.
         committed: Leading tokens of `text` that have KV.
     """
-    settings = draft.config["dflash_config"]
-    width = draft.config["block_size"]
-    aux = torch.cat([hidden_states[layer + 1][0] for layer in settings["target_layer_ids"]], dim=-1)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight.detach()
+    propose = propose_chain if isinstance(draft, ReferencePEagle) else propose_block
     kept = []
     while committed < len(text) - 1:
-        block = torch.tensor([text[committed], *[settings["mask_token_id"]] * (width - 1)])
-        hidden = draft.block_hidden(embedding[block].detach(), draft.context_kv(aux[:committed]))
-        if isinstance(draft, ReferenceDFlash2):
-            drafted = draft.greedy_path(hidden[1:], head, text[committed])
-        else:
-            drafted = (hidden[1:] @ head.double().T).argmax(-1).tolist()
+        drafted = propose(model, draft, hidden_states, text[: committed + 1])
         right = 0
         for token, want in zip(drafted, text[committed + 1 :]):
             if token != want:
@@ -322,6 +325,26 @@ def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], co
         kept.append(right)
         committed += right + 1
     return kept
+
+
+def propose_block(model, draft: ReferenceDFlash, hidden_states, tokens: list[int]) -> list[int]:
+    """Return what a DFlash or DFlash2 draft proposes after `tokens`, the last of which has no KV yet."""
+    settings = draft.config["dflash_config"]
+    committed, anchor = len(tokens) - 1, tokens[-1]
+    aux = torch.cat([hidden_states[layer + 1][0] for layer in settings["target_layer_ids"]], dim=-1)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight.detach()
+    block = torch.tensor([anchor, *[settings["mask_token_id"]] * (draft.config["block_size"] - 1)])
+    hidden = draft.block_hidden(embedding[block].detach(), draft.context_kv(aux[:committed]))
+    if isinstance(draft, ReferenceDFlash2):
+        return draft.greedy_path(hidden[1:], head, anchor)
+    return (hidden[1:] @ head.double().T).argmax(-1).tolist()
+
+
+def propose_chain(model, draft: ReferencePEagle, hidden_states, tokens: list[int]) -> list[int]:
+    """Return what a P-EAGLE draft proposes after `tokens`, the last of which has no KV yet."""
+    aux = torch.cat([hidden_states[layer][0] for layer in draft.aux_layers], dim=-1)
+    found = draft.step(tokens, aux, draft.num_drafted).argmax(-1)
+    return (found + draft.weights["d2t"].long()[found]).tolist()
 
 
 @pytest.mark.rehearsal_full

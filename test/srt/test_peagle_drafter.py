@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
 from support.checkpoint_fields import GOOD_PEAGLE
 from support.decisions import accepted_blocks
 from support.draft_cases import BASE, SLIDING, FakePlan, lm_head, random_weights
@@ -126,7 +126,8 @@ class Simulation:
         )
         # The target's table; the draft's own starts empty.
         own = self.pools.req_to_token_pool
-        self.table = own.req_to_token.clone()
+        self.target_pool = ReqToTokenPool(own.size, own.max_context_len, "cpu", enable_memory_saver=False)
+        self.table = self.target_pool.req_to_token.copy_(own.req_to_token)
         own.req_to_token.zero_()
         runner = SimpleNamespace(
             model=self.model,
@@ -142,8 +143,7 @@ class Simulation:
             get_input_embeddings=lambda: torch.nn.Embedding(64, hidden),
         )
         self.drafter = PEagleDrafter(runner, borrowed, block_size)
-        source = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self.table))
-        self.drafter.attach_pools(source)
+        self.drafter.attach_pools(SimpleNamespace(req_to_token_pool=self.target_pool))
         self.width = block_size
         self.texts = torch.randint(layers["vocab_size"], (requests, CAPACITY), generator=generator)
         self.states = torch.randn(requests, CAPACITY, num_aux * hidden, generator=generator)
@@ -175,6 +175,22 @@ class Simulation:
             if a and r not in continued and r not in running:
                 self.unknown[r].add(a - 1)
             self.lengths[r] = b
+
+    def exchange_slots(self, request: int, first: int, stop: int) -> None:
+        """Replace a request's slots by others with the same KV and free its own, as the prefix cache does.
+
+        A freed slot holds NaN, as another request may write there.
+        """
+        row = int(self.pools.rows[request])
+        own = self.table[row, first:stop].long()
+        kv_pool = self.pools.token_to_kv_pool
+        is_free = torch.ones(kv_pool.size, dtype=torch.bool)
+        is_free[self.table.flatten().long()] = False
+        others = is_free.nonzero().flatten()[: stop - first]
+        for buffer in (*kv_pool.k_buffer, *kv_pool.v_buffer):
+            buffer[others] = buffer[own]
+            buffer[own] = torch.nan
+        self.target_pool.write((row, slice(first, stop)), others.int())
 
     def begin_cycle(self, chosen: list[int], width: int | None = None) -> Cycle:
         width = self.width if width is None else width
@@ -319,6 +335,20 @@ def test_a_cached_prefix(tmp_path):
     assert simulation.unknown == [{9}, {0}]
     simulation.cycle({0: 4, 1: 4})
     simulation.cycle({0: 0, 1: 0})
+
+
+@pytest.mark.parametrize("backend", [TorchNativeSpecAttnBackend, KeysFromThePool])
+def test_the_prefix_cache_exchanges_slots(backend, tmp_path):
+    """Before the first cycle, or after it as under overlap scheduling."""
+    simulation = Simulation(5, 3, tmp_path, backend=backend)
+    simulation.prefill({0: 17, 1: 30})
+    simulation.exchange_slots(0, 0, 17)
+    simulation.cycle({0: 2, 1: 4})
+    simulation.exchange_slots(1, 12, 30)
+    simulation.prefill({2: 1})
+    simulation.exchange_slots(2, 0, 1)
+    simulation.cycle({0: 4, 1: 0, 2: 3})
+    simulation.cycle({0: 0, 1: 0, 2: 0})
 
 
 def test_a_mixed_batch(tmp_path):

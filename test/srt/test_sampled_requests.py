@@ -6,6 +6,7 @@ Kolmogorov-Smirnov test over all places rejects a right sampler once in 1 / FALS
 `test_the_statistic_rejects_other_samplers` shows that it rejects wrong samplers.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -173,6 +174,43 @@ def test_logprobs_of_sampled_tokens(server, reference, prompts):
                 assert abs(mine - theirs) < 1e-4, (
                     f"token {token} at {place} of {request}: {mine}, the target: {theirs}"
                 )
+
+
+def test_sampling_masks_are_the_filters_tokens(server, reference, prompts):
+    """Masks hold what the filter keeps of the target's tokens, however blocks are drafted."""
+    top_k, top_p = 4, 0.82
+    sampling = {"temperature": 1.0, "top_k": top_k, "top_p": top_p}
+    length = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    # In batches with requests that return no masks.
+    requests = [
+        {
+            "input_ids": ids,
+            "sampling_params": {**sampling, **length},
+            "return_sampling_mask": number % 4 > 0,
+        }
+        for number, ids in enumerate(prompts[:24])
+    ]
+    answers = server.generate_many(requests, 8)
+    sizes = set()
+    for request, answer in zip(requests, answers, strict=True):
+        masks = answer["meta_info"].get("output_token_sampling_mask")
+        logprobs = answer["meta_info"].get("output_token_sampling_logprobs")
+        if not request["return_sampling_mask"]:
+            assert masks is None
+            continue
+        assert len(masks) == len(logprobs) == NEW_TOKENS
+        # The first token comes from the prefill.
+        draws = score(reference, [request["input_ids"]], [answer["output_ids"]])
+        for draw, mask, logprob in zip(draws, masks[1:], logprobs[1:], strict=True):
+            least, most = (joint_filter(top_k, top_p, edge)(draw.probs) for edge in (-EDGE, EDGE))
+            assert set(draw.tokens[:least]) <= set(mask) <= set(draw.tokens[:most]), (draw, mask)
+            assert draw.token in mask
+            probs = dict(zip(draw.tokens, draw.probs, strict=True))
+            among = probs[draw.token] / sum(probs[token] for token in mask)
+            assert logprob == pytest.approx(math.log(among), abs=1e-3)
+            sizes.add(len(mask))
+    assert sizes == {1, 2, 3, 4}
+    assert sum(answer["meta_info"]["spec_accept_length"] for answer in answers) > len(answers)
 
 
 def test_samples_of_one_prompt_differ(server, prompts):

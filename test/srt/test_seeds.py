@@ -48,7 +48,7 @@ def seeded(servers, method: str) -> Server:
     return servers.get(*FLOAT32, *DETERMINISTIC, *flags, *dflash_arguments(), environment=ENVIRONMENT)
 
 
-@pytest.mark.parametrize("concurrency", [1, 12])
+@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.long), 12])
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_a_seed_gives_the_targets_own_tokens(method, concurrency, servers, requests, expected):
     server = seeded(servers, method)

@@ -27,7 +27,7 @@ from support.families import (
 )
 from support.parity import first_difference
 from support.scheduled import Job, Oracle, run
-from support.servers import PLAIN_FLOAT32
+from support.servers import PLAIN_FLOAT32, WIDTHS_CHANGE
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
@@ -175,12 +175,14 @@ def test_images(name, draft, tmp_path):
         assert target.answer(jobs[number].input_ids, ANSWER)[0] != wanted[number][0], "the picture is unseen"
     arguments = ["--model-path", target.path, *dflash_arguments(draft), *FLAGS]
     arguments += ["--chunked-prefill-size", "64", *["--mamba-track-interval", "64"] * (name != "qwen3-vl")]
+    changes_width = name == "qwen3.5"
+    arguments += WIDTHS_CHANGE if changes_width else ()
     oracle = Oracle([ids + [0] * 8 for ids, _ in wanted] * 2)
     first, again = run(arguments, [jobs, jobs], oracle, ENVIRONMENT)
     check_answers(first, wanted)
     check_answers(again, wanted)
     kept = [count for answer in (*first, *again) for count in answer.accepted]
-    assert sum(kept) > 2 * len(kept), "the oracle's drafts were not accepted"
+    assert sum(kept) > (1 if changes_width else 2) * len(kept), "the oracle's drafts were not accepted"
     assert first[1].cached_tokens == 0 < 64 <= again[1].cached_tokens, "the cache knows no picture"
 
 

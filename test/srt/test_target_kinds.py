@@ -14,6 +14,7 @@ from sglang_dflash.srt.speculative.targets.kinds import (
     configure_capture,
     target_kind,
 )
+from sglang_dflash.srt.speculative.targets.states import check_states_are_committed
 
 
 class Model:
@@ -165,3 +166,22 @@ def test_a_grammar_that_cannot_roll_back_is_refused_per_request(backend, is_refu
 def test_a_model_that_lacks_its_method_is_named():
     with pytest.raises(ValueError, match="object has no set_dflash_layers_to_capture"):
         target_kinds.TargetKind("Qwen3ForCausalLM").capture_layers(object(), [1])
+
+
+class BackendWithoutCommit:
+    """A hybrid attention backend of a plugin, which verifies no blocks."""
+
+
+def test_a_backend_that_cannot_commit_states_is_refused():
+    """The launcher knows it by the model's registration."""
+    committing = "sglang.srt.layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend"
+    hf_config = SimpleNamespace(architectures=["PluginForCausalLM"])
+
+    def model_config(registered):
+        result = registered and (SimpleNamespace(hybrid_backend_class_name=registered[0]), hf_config)
+        return SimpleNamespace(hf_config=hf_config, linear_attn_registry_result=result)
+
+    for registered in (None, [None], [committing]):
+        check_states_are_committed(model_config(registered))
+    with pytest.raises(ValueError, match="PluginForCausalLM: its attention backend .*BackendWithoutCommit"):
+        check_states_are_committed(model_config([f"{__name__}.BackendWithoutCommit"]))

@@ -17,6 +17,9 @@ class ReferencePEagle(ReferenceDFlash):
         super().__init__(layers | layers["rope_parameters"], weights)
         self.mask_token_id = config["mask_token_id"]
         self.norm_before_residual = config["norm_before_residual"]
+        self.aux_layers: list[int] = config["eagle_aux_hidden_state_layer_ids"]  # whose inputs it reads
+        [method] = config["speculators_config"]["proposal_methods"]
+        self.num_drafted: int = method["speculative_tokens"]
 
     def sees(self, layer: int, query: int, key: int, anchor: int) -> bool:
         if self.config["layer_types"][layer] == "full_attention":

@@ -41,7 +41,11 @@ def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> Adaptive
     """
     settings = AdaptiveSettings.from_environment()
     impossible = _first(
-        (is_recurrent, "not supported yet for targets with recurrent states (Mamba, GatedDeltaNet)"),
+        (
+            is_recurrent and args.device != "cpu",
+            "not supported yet on a GPU for targets with recurrent states (Mamba, GatedDeltaNet)",
+        ),
+        (is_recurrent and args.enable_linear_replayssm_spec, "not supported with ReplaySSM"),
         (
             args.attn_dp_size > 1,
             "not supported with DP attention, where each rank would choose its own width",

@@ -34,6 +34,7 @@ from sglang_dflash.srt.hardware_backend.cpu.transfer import prepare_transfer
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
 from sglang_dflash.srt.speculative.targets.kinds import target_kind
+from sglang_dflash.srt.speculative.targets.states import check_states_are_committed
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +199,10 @@ def resolve_dflash_args(server_args: Any) -> None:
     _check_mask_token(args, draft)
     block_size = choose_block_size(args, draft)
     check_copy_ahead(block_size)
-    is_recurrent = mambaish_config(model_config_of(server_args)) is not None
+    target_model = model_config_of(server_args)
+    is_recurrent = mambaish_config(target_model) is not None
+    if is_recurrent:
+        check_states_are_committed(target_model)
     resolve_adaptive(args, block_size, is_recurrent)
     prefill_backend, _ = attention_backends_of(resolved_view(server_args))
     draft_backend = CPU_ATTENTION_BACKEND

@@ -10,9 +10,9 @@ import logging
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.not_served import (
-    checkpoint_findings,
     chose_attention,
     dp_attention_findings,
+    draft_findings,
     flag_findings,
     target_attention_findings,
 )
@@ -49,7 +49,7 @@ def find_not_served(server_args: Any) -> list[NotServed]:
         *flag_findings(args),
         *dp_attention_findings(args),
         *target_attention_findings(args.device, verify_backend, chose_attention(server_args)),
-        *checkpoint_findings(args),
+        *draft_findings(args),
     ]
 
 

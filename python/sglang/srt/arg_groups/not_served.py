@@ -8,12 +8,13 @@ from sglang_dflash.srt.arg_groups.draft_quantization import flag_problem
 from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKENDS
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_quantization import find_quantization, read_quantization
-from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES, draft_findings
 from sglang_dflash.srt.configs.layer_fields import is_int
 from sglang_dflash.srt.configs.not_served import NotServed
-from sglang_dflash.srt.configs.peagle_config import config_class, is_draft
-from sglang_dflash.srt.configs.speculators_format import is_speculators_config
+from sglang_dflash.srt.configs.served_checkpoints import (
+    checkpoint_findings,
+    checkpoint_quantization,
+    is_dflash_draft,
+)
 
 # Backends that verify a chain by their causal flag, without a mask.
 TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
@@ -133,38 +134,22 @@ def target_attention_findings(device: str, verify_backend: str, is_chosen: bool)
     ]
 
 
-def checkpoint_findings(args: Any) -> list[NotServed]:
-    """List what ours does not run of the draft checkpoint, and of its requested quantization."""
-    config = read_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+def draft_findings(args: Any) -> list[NotServed]:
+    """List what ours does not run of the draft checkpoint under these arguments."""
+    checkpoint, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
+    config = read_config(checkpoint, revision)
     if config is None:
         return []
-    is_ours_alone = is_speculators_config(config)
-    found = []
-    if not is_ours_alone and _is_dflash_draft(config):
-        found = draft_findings(config, config_class(config.get("architectures")).nested_fields())
+    found = checkpoint_findings(config, checkpoint, revision)
     if problem := _split_problem(args, config.get("transformer_layer_config") or config):
         found.append(NotServed(problem))
-    if problem := _quantization_problem(args, config):
-        found.append(NotServed(problem, _is_dflash_draft(config) and not is_ours_alone))
-    return found
-
-
-def _quantization_problem(args: Any, config: Mapping[str, Any]) -> str | None:
-    """Say which quantization of the draft, in its file or by a flag, ours does not read."""
-    checkpoint, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
     try:
-        raw = find_quantization(config, checkpoint, revision)
-        return flag_problem(args, read_quantization(raw) if raw else None)
-    except ValueError as error:
-        return str(error)
-
-
-def _is_dflash_draft(config: Mapping[str, Any]) -> bool:
-    """Return True for a draft that ours or the built-in reads."""
-    architectures = config.get("architectures")
-    return is_draft(architectures) or (
-        isinstance(architectures, list) and architectures[:1] in [[name] for name in BUILTIN_ARCHITECTURES]
-    )
+        problem = flag_problem(args, checkpoint_quantization(config, checkpoint, revision))
+    except ValueError:
+        problem = None  # found above
+    if problem:
+        found.append(NotServed(problem, is_dflash_draft(config)))
+    return found
 
 
 def _split_problem(args: Any, layers: Mapping[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 from sglang_dflash.srt.arg_groups.hand_over import leave_to_unsupported_sglang
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.plugins import ledger, static_check
+from sglang_dflash.srt.plugins.change import CPU
 from sglang_dflash.srt.plugins.install import Mismatch, find_mismatch, is_main_process
 from sglang_dflash.srt.plugins.source_tree import SourceTree, installed_version
 from sglang_dflash.srt.plugins.static_check import BROKEN, CHANGED, Row
@@ -118,7 +119,7 @@ def _why_worker_fails() -> str | None:
 
 def _is_needed_here(row: Row) -> bool:
     """Tell whether a missing target is needed because this server runs on a CPU."""
-    is_cpu_row = row.change is not None and row.change.feature == ledger.CPU
+    is_cpu_row = row.change is not None and row.change.feature == CPU
     return is_cpu_row and row.state in BROKEN and runtime.is_active()
 
 

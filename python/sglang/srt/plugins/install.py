@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from sglang_dflash.srt.plugins import ledger
-from sglang_dflash.srt.plugins.ledger import Change, resolve
+from sglang_dflash.srt.plugins.change import Change, resolve
 
 logger = logging.getLogger(__name__)
 

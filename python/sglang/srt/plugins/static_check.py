@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dflash.srt.plugins.ledger import TABLES, Change
+from sglang_dflash.srt.plugins.change import Change
+from sglang_dflash.srt.plugins.ledger import TABLES
 from sglang_dflash.srt.plugins.source_tree import PACKAGE, Found, SourceTree, fingerprint, parameters
 
 RECORDED = Path(__file__).with_name("fingerprints.json")

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
@@ -340,8 +339,8 @@ class DFlashVerifyInput(SpecInput):
     topk: int = 1
     custom_mask: torch.Tensor | None = None
     ragged_verify_layout: Any = None  # of SGLang's CUDA graphs
-    # [bs] int64 on the host, rows of each request; then W is `draft_token_num`. None: every request has W.
-    verify_lens: np.ndarray | None = None
+    # The rows, if requests verify different numbers; then W is `draft_token_num`. None: every request has W.
+    ragged: VerifyRows | None = None
     # [bs], by how much `ForwardBatch.seq_lens_cpu` may exceed a length. None: it is exact. Read by our plans.
     spread: list[int] | None = None
 
@@ -350,9 +349,8 @@ class DFlashVerifyInput(SpecInput):
         cls, rows: VerifyRows, tokens: torch.Tensor, positions: torch.Tensor, spread: list[int] | None = None
     ) -> "DFlashVerifyInput":
         """Describe a verify forward. tokens, positions: [T] int64."""
-        lens = None if rows.lengths is None else rows.lengths + 1
-        mode = CaptureHiddenMode.FULL
-        return cls(rows.width, mode, draft_token=tokens, positions=positions, spread=spread, verify_lens=lens)
+        mode, ragged = CaptureHiddenMode.FULL, None if rows.lengths is None else rows
+        return cls(rows.width, mode, draft_token=tokens, positions=positions, spread=spread, ragged=ragged)
 
     def __post_init__(self):
         super().__init__(spec_input_type=SpecInputType.DFLASH_VERIFY)

@@ -144,9 +144,9 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         if bs == 0 or mode.is_idle():
             return []
         if mode.is_target_verify():
-            counts = getattr(forward_batch.spec_info, "verify_lens", None)
-            if counts is not None:
-                return self._by_count(requests, lengths, torch.from_numpy(counts))
+            ragged = getattr(forward_batch.spec_info, "ragged", None)
+            if ragged is not None:
+                return self._by_count(requests, lengths, torch.from_numpy(ragged.lengths + 1))
             width = forward_batch.spec_info.num_tokens_per_req
             return self._by_length(requests, lengths + width, width)
         if mode.is_decode():

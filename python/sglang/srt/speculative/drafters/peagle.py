@@ -23,10 +23,16 @@ input instead. Mask rows write to the slots of the tokens they stand for, which 
 cycle overwrite. If a request ends and no further step includes it, its last block of at most B - 1 tokens
 goes to the prefix cache with keys of mask rows. Its readers draft a little worse. The output is not affected.
 
+The first row after a cached prefix has the learned state, as the target's state before it is not cached. Its
+KV stays with the request, unless the prefix cache has the same token's: then it exchanges the request's slot
+for its own, whose row has the state. With a hierarchical cache that token may be on the host alone. SGLang
+then takes the request's slot into the cache, so drafts may differ a little from a hit on the device.
+
 A cycle that verifies the anchor alone does not draft, and adds one pending row. At B pending rows all are
 run, in a block whose drafts are ignored. If requests have verify lengths of their own, each has its own
 number of pending rows, and a request whose next rows might not fit is drafted for, whatever it verifies."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +78,29 @@ class PEagleVerifyInput(DFlashVerifyInput):
         return cls(block_rows, CaptureHiddenMode.NULL, draft_rows=rows, spread=spread)
 
 
+def mirror_exchanged_slots(pool: Any, table: torch.Tensor) -> None:
+    """Repeat in the draft's table what SGLang writes to ranges of a request's columns.
+
+    After a prefill the prefix cache exchanges a request's slots for its own, if it has the same tokens, and
+    frees the request's. Slots of decode steps are written otherwise, and `prepare_rows` copies them.
+
+    pool: the target's ReqToTokenPool. table: [rows, max_len], row i beside token i + 1.
+    """
+    write = pool.write
+
+    @functools.wraps(write)
+    def write_both(indices: Any, values: torch.Tensor) -> None:
+        write(indices, values)
+        request, columns = indices
+        if isinstance(columns, slice):
+            first, stop, _ = columns.indices(table.shape[1])
+            first = max(first, 1)  # the first token has no row
+            if first < stop:
+                table[request, first - 1 : stop - 1] = pool.req_to_token[request, first:stop]
+
+    pool.write = write_both
+
+
 class PEagleDrafter:
     """Drives the draft model through a SGLang model runner of its own."""
 
@@ -94,6 +123,7 @@ class PEagleDrafter:
         self._target_runner = target_runner
         self._source = target_runner.req_to_token_pool.req_to_token
         self._table = self._runner.req_to_token_pool.req_to_token
+        mirror_exchanged_slots(target_runner.req_to_token_pool, self._table)
         weight = self._model.norm.weight
         rows, block_size = self._source.shape[0], self._block_size
         self._pending = Pending(

@@ -5,6 +5,7 @@ convolution's window) cannot go back. Verify leaves it alone and stores the stat
 aside. Once tokens are accepted, the state after the last of them becomes the request's."""
 
 import functools
+import pkgutil
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -53,7 +54,8 @@ class RecurrentStates:
         self._rows = rows.view(max_requests, block_size)
 
     def begin_verify(self, batch: Any) -> None:
-        prepare_mamba_track_for_verify(batch)
+        if batch.tree_cache is not None:  # the measurement of widths has no prefix cache
+            prepare_mamba_track_for_verify(batch)
 
     def commit(self, batch: Any, commit_lens: torch.Tensor) -> None:
         rows = self._rows[: commit_lens.numel()]
@@ -82,17 +84,26 @@ def building_replay_pools() -> Callable[..., Any]:
     return _build_hybrid_req_pool
 
 
-def make_target_states(target_worker: Any, block_size: int) -> TargetStates:
-    """Choose the class for a target, once pools and attention backends exist.
+def check_states_are_committed(model_config: Any) -> None:
+    """Raise ValueError if the target's attention backend cannot commit recurrent states.
 
-    Raises ValueError if the attention backend cannot commit the target's recurrent states.
+    SGLang's own backends can. A model that another plugin registers may bring its own.
+
+    model_config: SGLang's ModelConfig of a target with recurrent states.
     """
+    registered = model_config.linear_attn_registry_result
+    name = None if registered is None else registered[0].hybrid_backend_class_name
+    if name is None or hasattr(pkgutil.resolve_name(name), "update_mamba_state_after_mtp_verify"):
+        return
+    raise ValueError(
+        f"DFLASH cannot serve {model_config.hf_config.architectures[0]}: its attention backend {name} "
+        "does not commit recurrent states after verify."
+    )
+
+
+def make_target_states(target_worker: Any, block_size: int) -> TargetStates:
+    """Choose the class for a target, once pools and attention backends exist."""
     runner = target_worker.model_runner
     if mambaish_config(runner.model_config) is None:
         return NoStates()
-    if not hasattr(runner.attn_backend, "update_mamba_state_after_mtp_verify"):
-        raise ValueError(
-            f"DFLASH cannot serve {type(runner.model).__name__}: SGLang's "
-            f"{type(runner.attn_backend).__name__} does not commit recurrent states after verify."
-        )
     return RecurrentStates(target_worker, block_size, runner.req_to_token_pool.size)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_lora, get_observability
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -17,6 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.hardware_backend.cpu.ragged_states import verifies_any_width
 from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
@@ -54,6 +56,9 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
         return FixedWidth(block_size)
     runner = worker.target_worker.model_runner
     backends, schedule = None, settings.schedule
+    if mambaish_config(runner.model_config) is not None and not _is_recurrent_with_any_width(runner):
+        logger.info("DFLASH verifies whole blocks: the target's recurrent states are of one width.")
+        return FixedWidth(block_size)
     if not serves_own_lengths(runner):
         if not has_room_for_widths(runner, len(widths) - 1, tp_group):
             return FixedWidth(block_size)
@@ -111,9 +116,11 @@ def copied_tokens(worker: Any, has_own_lengths: bool, has_candidates: bool) -> i
 
 def serves_own_lengths(runner: Any) -> bool:
     """Tell whether requests of one batch may verify different numbers of tokens; log why not."""
-    reason = None
-    if not isinstance(runner.attn_backend, TorchNativeSpecAttnBackend):
-        reason = f"{type(runner.attn_backend).__name__} verifies one width"
+    reason, backend = None, runner.attn_backend
+    if _is_recurrent_with_any_width(runner):
+        backend = backend.full_attn_backend
+    if not isinstance(backend, TorchNativeSpecAttnBackend):
+        reason = f"{type(backend).__name__} verifies one width"
     elif runner.model_config.model_is_mrope:
         reason = "SGLang's multimodal positions are of blocks of one width"
     elif get_lora().enable_lora:
@@ -121,6 +128,10 @@ def serves_own_lengths(runner: Any) -> bool:
     if reason is not None:
         logger.info("DFLASH: all requests of a cycle verify equally many tokens: %s.", reason)
     return reason is None
+
+
+def _is_recurrent_with_any_width(runner: Any) -> bool:
+    return verifies_any_width(getattr(runner.attn_backend, "linear_attn_backend", None))
 
 
 def _measure(

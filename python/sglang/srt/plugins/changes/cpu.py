@@ -1,0 +1,208 @@
+"""Changes on a CPU, which has no kernels of SGLang's own."""
+
+from sglang_dflash.srt.plugins import hooks
+from sglang_dflash.srt.plugins.change import (
+    CPU_PD,
+    RECURRENT,
+    RECURRENT_WIDTH,
+    SPEED,
+    CpuChange,
+    made_by,
+    our_object,
+)
+
+# Targets with recurrent states and several ranks, with a draft or without. Part of AT_LOAD.
+AT_CPU_LOAD = (
+    CpuChange(
+        target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
+        remove_when="SGLang keeps snapshots on a CPU",
+        upstream="https://github.com/sgl-project/sglang/pull/37705",
+        feature=RECURRENT,
+        signature="()",
+        why="the CPU runtime keeps snapshots of recurrent states for the prefix cache, SGLang only on GPUs",
+        build=hooks.cpu_snapshot_support,
+    ),
+    *(
+        CpuChange(
+            target=f"sglang.kernels.ops.mamba.mamba_state_scatter_triton.{name}",
+            remove_when="SGLang has these functions in PyTorch",
+            upstream=upstream,
+            feature=RECURRENT,
+            signature=signature,
+            why="SGLang copies recurrent states between slots in Triton, which a CPU cannot run",
+            build=our_object(f"srt.hardware_backend.cpu.recurrent_states.{name}"),
+        )
+        for name, upstream, signature in (
+            (
+                "track_mamba_states_all_layers",
+                "none",
+                "(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, "
+                "batch_size, check_freed_slots)",
+            ),
+            (
+                "track_mamba_states_if_needed",
+                "none",
+                "(conv_states, ssm_states, cache_indices, mamba_track_mask, mamba_track_indices, batch_size, "
+                "check_freed_slots)",
+            ),
+            (
+                "scatter_mamba_states_after_mtp_verify",
+                "https://github.com/sgl-project/sglang/pull/37851",
+                "(mamba_caches, state_indices_tensor, last_correct_step_indices, mamba_track_indices, "
+                "mamba_steps_to_track, src_indices_raw)",
+            ),
+        )
+    ),
+    CpuChange(
+        target="sglang.kernels.ops.mamba.mamba_state_scatter_triton.fused_conv_window_scatter_with_mask",
+        remove_when="SGLang has this function in PyTorch",
+        feature=RECURRENT,
+        signature="(dst, src, dst_indices_raw, step_indices_raw, src_indices_raw)",
+        why="the same copies for convolutions alone, with ReplaySSM",
+        build=our_object("srt.hardware_backend.cpu.recurrent_states.fused_conv_window_scatter_with_mask"),
+    ),
+    CpuChange(
+        target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
+        remove_when="SGLang has this function in PyTorch",
+        feature=RECURRENT,
+        signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
+        why="the output norm of GatedDeltaNet is a Triton kernel except on CPUs with AMX",
+        build=our_object("srt.hardware_backend.cpu.fused_layers.layernorm_fn"),
+    ),
+    CpuChange(
+        target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
+        remove_when="SGLang has this function in PyTorch",
+        feature="targets with shared experts on a CPU",
+        signature="(hidden_states, gate_weight, shared_output, output, do_add)",
+        why="the gate of a shared expert (Qwen3.5 MoE) is a Triton kernel on any device",
+        build=our_object("srt.hardware_backend.cpu.fused_layers.launch_fused_gate_sigmoid_mul"),
+    ),
+    CpuChange(
+        target="torch.Tensor.pin_memory",
+        remove_when="SGLang asks whether there is an accelerator",
+        feature=RECURRENT,
+        why="SGLang pins a tensor in every decode step with states; PyTorch refuses without an accelerator",
+        build=hooks.cpu_pin_memory,
+    ),
+    CpuChange(
+        target="sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
+        remove_when="SGLang looks for NCCL on GPUs only",
+        feature="several ranks on a CPU",
+        signature="()",
+        why="if PyTorch brings NCCL, two ranks on a CPU get a communicator that needs a device",
+        build=our_object("srt.hardware_backend.cpu.ranks.find_nccl_library"),
+    ),
+)
+
+AT_CPU_HOST_CACHE = (
+    CpuChange(
+        target="sglang.srt.mem_cache.pool_host.common._cuda_host_register",
+        remove_when="SGLang asks whether there is a GPU",
+        feature=CPU_PD,
+        signature="(buffer, registration_granularity_bytes)",
+        why="SGLang page-locks host buffers through the CUDA driver, which is missing on a CPU",
+        build=our_object("srt.hardware_backend.cpu.transfer.host_register"),
+    ),
+    *(
+        CpuChange(
+            target=f"sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.{name}",
+            remove_when="SGLang copies in PyTorch on a CPU",
+            feature=CPU_PD,
+            signature=signature,
+            why="SGLang copies KV to host memory and back with CUDA kernels, and page-locks memory",
+            build=our_object(f"srt.hardware_backend.cpu.transfer.{ours}"),
+        )
+        for name, ours, signature in (
+            (
+                "backup_from_device_all_layer",
+                "back_up_all_layers",
+                "(self, device_pool, host_indices, device_indices, io_backend)",
+            ),
+            (
+                "load_to_device_per_layer",
+                "restore_layer",
+                "(self, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft)",
+            ),
+            ("get_dummy_flat_data_page", "empty_flat_page", "(self)"),
+        )
+    ),
+)
+
+AT_CPU_DISAGGREGATION = (
+    CpuChange(
+        target="sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
+        remove_when="nixl is told where a pool is",
+        feature=CPU_PD,
+        signature="(kinds, expected_len)",
+        why="SGLang declares all KV pools as GPU memory, which nixl refuses on a machine without a GPU",
+        build=our_object("srt.hardware_backend.cpu.transfer.normalize_kv_mem_kinds"),
+    ),
+    CpuChange(
+        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager.register_buffer_to_engine",
+        remove_when="nixl is told where a state is",
+        feature=CPU_PD,
+        signature="(self)",
+        why="SGLang declares the states of recurrent targets as GPU memory, in six calls of nixl",
+        build=made_by("srt.hardware_backend.cpu.transfer.registering_host_memory"),
+    ),
+    CpuChange(
+        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_xfer",
+        remove_when="SGLang sends the target's layers alone",
+        feature=CPU_PD,
+        signature="(self, peer_info)",
+        why="a prefill server without a draft refuses to send to the host memory of a decode server with one",
+        build=made_by("srt.hardware_backend.cpu.transfer.preparing_targets_layers"),
+    ),
+    *AT_CPU_HOST_CACHE,
+)
+
+# Equal results in less time. Each entry can be removed alone, with its function in
+# `hardware_backend/cpu/speedups/` and that function's test.
+CPU_SPEEDUPS = (
+    CpuChange(
+        target="sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
+        remove_when="PyTorch takes oneDNN by itself",
+        feature=SPEED,
+        signature="(self, layer, x, bias)",
+        why="PyTorch takes MKL for float32, twice as slow as oneDNN, and loops over bfloat16 rows without "
+        "AVX-512",
+        build=made_by("srt.hardware_backend.cpu.speedups.linear.linear_for_this_cpu"),
+    ),
+    CpuChange(
+        target="sglang.srt.layers.layernorm.RMSNorm.forward_native",
+        remove_when="SGLang calls PyTorch's norm",
+        feature=SPEED,
+        signature="(self, x, residual, post_residual_addition, quant_linear)",
+        why="SGLang's norm takes six operators, PyTorch has one that computes the same",
+        build=made_by("srt.hardware_backend.cpu.speedups.fused_norm_rope.fused_rms_norm"),
+    ),
+    CpuChange(
+        target="sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
+        remove_when="SGLang rotates both at once",
+        feature=SPEED,
+        signature="(self, positions, query, key, offsets, fused_set_kv_buffer_arg)",
+        why="SGLang rotates queries and keys one after the other, in twice the operators",
+        build=made_by("srt.hardware_backend.cpu.speedups.fused_norm_rope.fused_rotation"),
+    ),
+)
+
+AT_CPU_ATTENTION = (
+    CpuChange(
+        target="sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry._handlers",
+        remove_when="SGLang has a method for it",
+        feature="MLA targets on a CPU",
+        kind="entry",
+        key="torch_native",
+        why="SGLang has no method for MLA on torch_native; the one it takes, Triton's, reads latents as keys",
+        build=hooks.absorbed_mla,
+    ),
+    CpuChange(
+        target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
+        remove_when="SGLang's GatedDeltaNet verifies different numbers of tokens",
+        feature=RECURRENT_WIDTH,
+        signature="(self, layer, forward_batch, mixed_qkv, a, b, kwargs)",
+        why="SGLang's verifies as many tokens for each request",
+        build=made_by("srt.hardware_backend.cpu.ragged_states.verifying_own_lengths"),
+    ),
+    *CPU_SPEEDUPS,
+)

@@ -1,0 +1,167 @@
+"""Changes in scheduler processes that run DFLASH, or SGLang's own instead."""
+
+from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES
+from sglang_dflash.srt.plugins.change import BOUNDS, SCHEDULES, Change, made_by, our_object
+
+AT_WORKER = (
+    *(
+        Change(
+            target="sglang.srt.models.registry.ModelRegistry.models",
+            remove_when="these models are upstream",
+            kind="entry",
+            key=architecture,
+            why="load drafts with our model classes; SGLang has none for P-EAGLE",
+            build=our_object(f"srt.models.{model}"),
+            replaces=stock,
+        )
+        for architecture, model, stock in (
+            ("DFlashDraftModel", "dflash.DFlashDraftModel", "sglang.srt.models.dflash.DFlashDraftModel"),
+            *(
+                (architecture, "dflash2.DFlash2DraftModel", "sglang.srt.models.dflash.DFlash2DraftModel")
+                for architecture in DFLASH2_ARCHITECTURES
+            ),
+            ("PEagleDraftModel", "peagle.PEagleDraftModel", None),
+        )
+    ),
+    Change(
+        target="sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config",
+        remove_when="SGLang's loader leaves a draft's packed tensors to its model",
+        upstream="https://github.com/sgl-project/sglang/issues/39087",
+        feature="quantized drafts",
+        signature="(self)",
+        why="we dequantize packed drafts ourselves; SGLang has no kernel for some, and none on a CPU",
+        build=made_by("srt.models.packed_weights.hiding_draft_quantization"),
+    ),
+    Change(
+        target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",
+        remove_when="every target has DFLASH's interface",
+        feature="targets that capture hidden states through EAGLE-3's interface only",
+        signature="(model, eagle_use_aux_hidden_state, eagle_aux_hidden_state_layer_ids, "
+        "dflash_use_aux_hidden_state, dflash_target_layer_ids, is_dspark)",
+        why="some targets accept the layers to capture only through EAGLE-3's interface",
+        build=our_object("srt.speculative.targets.kinds.configure_capture"),
+    ),
+    Change(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_req_pool",
+        remove_when="SGLang's DFLASH commits GatedDeltaNet's ring",
+        feature="ReplaySSM (--enable-linear-replayssm-spec)",
+        signature="(self, max_num_reqs, extra_max_context_len)",
+        why="SGLang refuses ReplaySSM with DFLASH, as its own worker cannot commit the ring; ours can",
+        build=made_by("srt.speculative.targets.states.building_replay_pools"),
+    ),
+    Change(
+        target="sglang.srt.managers.scheduler.validate_dflash_request",
+        remove_when="SGLang's check is as strict",
+        signature="(req, enable_overlap)",
+        why="answer a request that DFLASH cannot serve exactly with HTTP 400",
+        build=our_object("srt.speculative.dflash_utils.validate_dflash_request"),
+    ),
+    Change(
+        target="sglang.srt.managers.scheduler.validate_spec_sampling_mask_request",
+        remove_when="SGLang asks the worker which masks it returns",
+        feature="sampling masks of sampled requests",
+        signature="(req, spec_algorithm)",
+        why="SGLang's DFLASH needs a CUDA kernel and no min_p for sampling masks, ours does not",
+        build=our_object("srt.speculative.acceptance.sampling_masks.validate_sampling_mask_request"),
+    ),
+    Change(
+        target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+        remove_when="processors get the tokens of the step before",
+        signature="(self, batch, last_batch)",
+        why="a custom logit processor reads its request's tokens, which the host must know by then",
+        build=made_by("srt.speculative.acceptance.processors.without_overlap"),
+    ),
+    Change(
+        target="sglang.srt.speculative.dflash_info.DFlashVerifyInput",
+        remove_when="graphs are captured with the worker's own input",
+        kind="class",
+        signature="(draft_token, positions, draft_token_num, custom_mask, capture_hidden_mode, "
+        "ragged_verify_layout)",
+        why="SGLang builds one to capture CUDA graphs with; replays need the class that we run",
+        build=our_object("srt.speculative.dflash_info.DFlashVerifyInput"),
+    ),
+    Change(
+        target="sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy",
+        remove_when="SGLang asks the worker",
+        signature="(attn_backend)",
+        why="no block is run with a mask, so no CUDA graph is captured with one",
+        build=our_object("srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy"),
+    ),
+    Change(
+        target="sglang.srt.model_executor.graph_shared_output.GraphSharedOutput.create_for_model_runner",
+        remove_when="a draft's graphs have an output of their own",
+        feature="small output buffers of draft graphs",
+        signature="(model_runner)",
+        why="a draft's graphs put no logits into the shared buffer, which P-EAGLE's blocks would enlarge",
+        build=made_by("srt.speculative.dflash_utils.graph_output_for_runner"),
+    ),
+    Change(
+        target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
+        remove_when="workers can report to /server_info",
+        feature="DFLASH's reports in /server_info",
+        signature="(self, state)",
+        why="report the verify width in force, and its reason, in /server_info",
+        build=made_by("srt.observability.server_info.adding_worker_reports"),
+    ),
+    Change(
+        target="sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu",
+        remove_when="SGLang plans with bounds of lengths",
+        upstream="https://github.com/sgl-project/sglang/pull/32417",
+        feature=BOUNDS,
+        signature="(self, batch, stream_ordered)",
+        also="(self, batch)",  # 0.5.22
+        why="the host has bounds of all lengths without the device, exact ones after a prefill",
+        build=made_by("srt.speculative.cycle.known_lengths.resolving_known_lengths"),
+    ),
+    Change(
+        target="sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_forward_metadata_out_graph",
+        remove_when="SGLang plans with bounds of lengths",
+        upstream="https://github.com/sgl-project/sglang/pull/32417",
+        feature=BOUNDS,
+        signature="(self, forward_batch, in_capture)",
+        why="FlashInfer plans on the host with exact lengths; bounds do, if the chunks are chosen by them",
+        build=made_by("srt.layers.attention.flashinfer_plans.planning_within_bounds"),
+    ),
+)
+
+AT_FA3_SCHEDULES = (
+    Change(
+        target="sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend",
+        remove_when="SGLang computes schedules of blocks once per forward",
+        feature=SCHEDULES,
+        signature="(self, q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks, q_descale, "
+        "k_descale, v_descale, score_mod, aux_tensors, rel_bias, rel_bias_event, return_lse)",
+        why="a schedule belongs to the forward that is captured",
+        build=made_by("srt.layers.attention.fa3_schedules.noting_the_forward"),
+    ),
+    Change(
+        target="sglang.srt.layers.attention.flashattention_backend.flash_attn_with_kvcache",
+        remove_when="SGLang computes schedules of blocks once per forward",
+        feature=SCHEDULES,
+        # Wrapped with whatever it takes: a schedule is passed only in calls whose arguments are all known.
+        signature=None,
+        why="FA3 computes the schedule of a block's tiles in every layer; once per forward is enough",
+        build=made_by("srt.layers.attention.fa3_schedules.attending_with_schedules"),
+    ),
+)
+
+AT_HAND_OVER = (
+    Change(
+        target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
+        remove_when="SGLang reports the plugin that serves",
+        feature="DFLASH's reports in /server_info",
+        signature="(self, state)",
+        why="report in /server_info that SGLang's own DFLASH serves, and because of what",
+        build=made_by("srt.observability.server_info.adding_implementation"),
+    ),
+)
+
+AT_DISAGGREGATION = (
+    Change(
+        target="sglang.srt.speculative.dflash_disaggregation.build_dflash_disagg_draft_input",
+        remove_when="the worker builds the draft input",
+        signature="(batch, last_tokens_tensor, future_map)",
+        why="requests of a decode server come without our prefill: build the draft input, notify the worker",
+        build=our_object("srt.speculative.scale_out.disaggregation.build_disagg_draft_input"),
+    ),
+)
