@@ -24,6 +24,7 @@ DECODE_PATH = (
     "srt/layers/draft_probs.py",
     "srt/speculative/drafters/sampling.py",
     "srt/speculative/acceptance/constraints.py",
+    "srt/speculative/drafters/ahead.py",
     "srt/speculative/drafters/copy_ahead.py",
     "srt/speculative/drafters/copy_stats.py",
     "srt/speculative/acceptance/penalties.py",
@@ -146,6 +147,18 @@ ALLOWED = {
         "self.plan.verified_drafts(self.num_requests).tolist()",
     ): "numpy",
     ("srt/speculative/dflash_worker.py", "_draft_for_some", "bool(len(drafted))"): "a shape",
+    (
+        "srt/speculative/dflash_worker.py",
+        "decode",
+        "bool(caps.min() < self.block_size - 1)",
+    ): "numpy",
+    (
+        "srt/speculative/width/adaptive.py",
+        "exceeds",
+        "bool((caps < (self.width - 1 if self.lengths is None else self.lengths)).any())",
+    ): "numpy",
+    ("srt/speculative/drafters/ahead.py", "copy_room", "batch.seq_lens.numpy()"): "the CPU's alone",
+    ("srt/speculative/drafters/ahead.py", "on_copies", "is_long.tolist()"): "numpy",
     (
         "srt/speculative/drafters/peagle.py",
         "overdue",

@@ -1,7 +1,7 @@
 """Verify lengths of its own for each request, in every cycle: the output is the target's.
 
 The schedule gives each row of the request table another length than its neighbours, and another one in the
-next cycle: none, some, whole blocks, and pauses.
+next cycle: none, some, whole blocks, and pauses. Copies are four times as long, beyond a block.
 """
 
 import pytest
@@ -24,9 +24,12 @@ NEW = 72
 CROWDED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--max-total-tokens", "1200")
 ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
 CAPPED = {"custom_params": {"speculative_max_tokens": 2}}
+BLOCK = 8
+# The grammar leaves no choice, and its text is copied.
+REPEATED = {"temperature": 0.0, "regex": "(abc def ){60}"}
 PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
 CASES = {
-    "DFlash": (dflash_arguments(), ()),
+    "DFlash, copies": (dflash_arguments(), ("--speculative-copy-ahead",)),
     "P-EAGLE": (dflash_arguments(PEAGLE_DRAFT), ()),
     "P-EAGLE, copies": (dflash_arguments(PEAGLE_DRAFT), ("--speculative-copy-ahead",)),
     "probabilistic, copies": (dflash_arguments(), (*PROBABILISTIC, "--speculative-copy-ahead")),
@@ -57,7 +60,7 @@ def assert_targets(jobs: list[Job], answers: list[Answer]) -> None:
     "case",
     # What the others cover too is for the long lane.
     [
-        "DFlash",
+        "DFlash, copies",
         pytest.param("P-EAGLE", marks=pytest.mark.long),
         "P-EAGLE, copies",
         pytest.param("probabilistic, copies", marks=pytest.mark.long),
@@ -71,19 +74,28 @@ def test_answers_are_the_targets(case):
     kinds = (
         {"temperature": 0.0},
         {"temperature": 0.9, "top_k": 20},
-        {"temperature": 0.0, **(CAPPED if case == "DFlash" else {})},
+        {"temperature": 0.0, **(CAPPED if case == "DFlash, copies" else {})},
     )
     jobs = [
         Job(prompt, NEW, step=2 * i, sampling=kinds[i % 3], logprobs=i % 2 == 0)
         for i, prompt in enumerate(prompts)
     ]
+    if case == "DFlash, copies":
+        jobs.append(Job(jobs[0].input_ids, NEW, step=1, sampling=REPEATED))
     draft, more = CASES[case]
     arguments = ["--model-path", TARGET, *FLOAT32, *draft, *WIDTHS_CHANGE, *more, *CROWDED]
     [answers] = run(arguments, [jobs], environment=ENVIRONMENT)
     assert sum(answer.retractions for answer in answers) > 0, "nothing was retracted"
-    assert_targets(jobs, answers)
     kept = [n for answer in answers for n in answer.accepted]
     assert {0, 1, 3, 7} <= set(kept), sorted(set(kept))
+    # P-EAGLE's forward takes in the tokens of one block.
+    has_long_copies = "copies" in case and "P-EAGLE" not in case
+    assert (max(kept) > 2 * BLOCK) == has_long_copies, max(kept)
+    if case == "DFlash, copies":
+        text = tokenizer.decode(answers[-1].output_ids)
+        assert text == ("abc def " * 60)[: len(text)] and max(answers[-1].accepted) >= BLOCK
+        jobs, answers = jobs[:-1], answers[:-1]
+    assert_targets(jobs, answers)
     for job, answer in zip(jobs, answers, strict=True):
         if "custom_params" in job.sampling:
             assert max(answer.accepted) == 2

@@ -167,6 +167,44 @@ def test_a_width_by_the_copied_token_is_lossless(accept):
     assert p > FALSE_ALARM, f"not the target's distribution, p = {p:.2g}"
 
 
+def mixed_sequences(rule, slots: int) -> torch.Tensor:
+    """As `sequences`, with copies of up to slots - 1 tokens in half of the requests, and drawn blocks."""
+    emitted = torch.zeros(REQUESTS, LENGTH + slots, dtype=torch.int64)
+    length = torch.zeros(REQUESTS, dtype=torch.int64)
+    anchor, accepted = torch.zeros_like(length), torch.zeros_like(length)
+    followed = torch.arange(VOCABULARY).repeat(REQUESTS, 1)
+    copies = torch.arange(REQUESTS) % 2 == 0
+    for cycle in range(LENGTH):
+        uniforms = torch.rand(REQUESTS * (BLOCK - 1))
+        tokens = followed.gather(1, anchor[:, None]).repeat(1, slots - 1)  # nothing beyond a block is drawn
+        drawn = draw_by_inverse_cdf(DRAFT[anchor].flatten(0, 1), uniforms).view(REQUESTS, -1)
+        tokens[:, : BLOCK - 1] = torch.where(copies[:, None], tokens[:, : BLOCK - 1], drawn)
+        probs = torch.nn.functional.one_hot(tokens, VOCABULARY).float()
+        probs[:, : BLOCK - 1] = torch.where(copies[:, None, None], probs[:, : BLOCK - 1], DRAFT[anchor])
+        # A copy's length depends on its text; each depends on what was accepted last.
+        lengths = torch.where(copies, 2 + 3 * tokens[:, 0] + accepted, (cycle + accepted) % BLOCK)
+        lengths = lengths.minimum(torch.where(copies, slots - 1, BLOCK - 1))
+        running = torch.nonzero(length < LENGTH).squeeze(1)
+        rows = VerifyRows(len(running), slots, lengths[running].numpy())
+        block = torch.cat([anchor[:, None], tokens], dim=1)[running]
+        uniforms = torch.rand(len(running), slots)
+        draft = DraftProbs(torch.arange(VOCABULARY).expand(len(running), slots - 1, -1), probs[running])
+        blocks = rule(block, rows.pack(TARGET[block]), draft, uniforms[:, 1:], uniforms[:, 0], rows=rows)
+        emitted[running[:, None], length[running][:, None] + torch.arange(slots)] = blocks.out_tokens
+        followed[running, anchor[running]] = blocks.out_tokens[:, 0]
+        accepted[running], anchor[running] = blocks.accept_len.long(), blocks.bonus
+        length[running] += accepted[running] + 1
+    assert (length >= LENGTH).all() and accepted[copies].max() >= BLOCK
+    return emitted[:, :LENGTH]
+
+
+@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block_verification])
+def test_copies_longer_than_a_block_beside_drawn_blocks_are_lossless(rule):
+    torch.manual_seed(0)
+    p = p_value(mixed_sequences(rule, slots=8))
+    assert p > FALSE_ALARM, f"not the target's distribution, p = {p:.2g}"
+
+
 @pytest.mark.parametrize("choose_width", [by_drawn_token, by_budget_of_drawn_tokens])
 def test_verifying_by_the_drawn_token_is_not_lossless(choose_width):
     """Draft and target agree on the first slot, and still the likely token is emitted too often."""

@@ -5,7 +5,7 @@ All seconds are simulated. The target's text is known in advance, so a token is 
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -122,6 +122,10 @@ class _Cycle:
     tokens: torch.Tensor
     drafted: torch.Tensor | None = None
 
+    def narrowed(self, width):
+        """Keep the first slots."""
+        return replace(self, verify_len=min(width, self.verify_len), tokens=self.tokens[:, :width])
+
     def of_requests(self, chosen, _):
         """Keep some requests."""
         fields = self.committed[chosen], self.req_pool_indices[chosen], self.tokens[chosen]
@@ -140,6 +144,7 @@ class CopySimulation:
         lag: cycles until the host learns of a result; as on a GPU it then does not read matches from the
             device either, and all requests get one width.
         skips_draft: False for a draft whose forward writes its context.
+        most_slots: that a copying request verifies.
     """
 
     cost: Callable[[int, float, float], float]
@@ -149,6 +154,7 @@ class CopySimulation:
     lag: int = 0
     noise: float = 0.05
     skips_draft: bool = True
+    most_slots: int = BLOCK
     chosen: list[int] = field(default_factory=list)
     probes: int = 0
     copied_blocks: int = 0
@@ -156,6 +162,7 @@ class CopySimulation:
     def __post_init__(self):
         self.draft = OracleDraft(self.hit_rate, self.skips_draft)
         self.drafter = CopyAhead(self.draft, BLOCK, CopyStats(DFlashMetrics(BLOCK - 1, None)))
+        self.drafter.most_slots = self.most_slots
         self.drafter.allocate(ROWS, 2000, VOCABULARY, CPU)
         self.drafter.knows_matches_on_host = self.lag == 0
         self.clock = _Clock(self.noise)
@@ -166,7 +173,9 @@ class CopySimulation:
         verify = np.array([[self.cost(int(n), int(w), 0) for w in WIDTHS] for n in LOADS])
         draft = np.array([self.cost(int(n), 1, 1) - self.cost(int(n), 1, 0) for n in LOADS])
         costs, is_own = CostTable(LOADS, WIDTHS, verify, draft), self.lag == 0
-        chooser = LengthChooser(costs, ROWS, is_own, skips_draft=self.skips_draft)
+        chooser = LengthChooser(
+            costs, ROWS, is_own, skips_draft=self.skips_draft, copy_depth=self.most_slots - 1
+        )
         backends = None if is_own else SimpleNamespace(apply=lambda width: None)
         group = SimpleNamespace(world_size=1, rank_in_group=0)
         return AdaptiveWidth(chooser, backends, self.clock, ROWS, group, has_copies=self.copies)
@@ -220,14 +229,15 @@ class CopySimulation:
             sampling_info=SimpleNamespace(has_custom_logit_processor=False),
         )
         matches = self.drafter.look_up(batch) if self.copies else None
-        plan = self.width.choose(batch, False, matches)
-        slots = BLOCK if plan.width > 1 else 1
+        room = np.full(len(rows), self.most_slots - 1) if self.most_slots > BLOCK else None
+        plan = self.width.choose(batch, False, matches, room=room)
+        slots = max(BLOCK, plan.width) if plan.width > 1 else 1
         tokens = torch.tensor([[self.draft.texts[row][n]] * slots for row, n in self._places(rows)])
         cycle = _Cycle(len(rows), slots, committed, batch.req_pool_indices, tokens)
         block, drafted = self._propose(cycle, plan)
         cycle.verify_len = plan.width
         target = [
-            (self.draft.texts[row][n + 1 :] + [VOCABULARY] * BLOCK)[: plan.width]
+            (self.draft.texts[row][n + 1 :] + [VOCABULARY] * slots)[: plan.width]
             for row, n in self._places(rows)
         ]
         lengths = torch.from_numpy(plan.verified_drafts(len(rows)))
@@ -261,7 +271,7 @@ class CopySimulation:
             return block, cycle.bs * (self.draft.forwards - before)
         chosen = (plan.lengths > 0) & ~plan.copies | self.draft.overdue(None, plan.lengths)
         cycle.drafted = torch.from_numpy(np.flatnonzero(chosen))
-        block = draft_for_some(self.draft, cycle, cycle.drafted, plan.width, None, None)
+        block = draft_for_some(self.draft, cycle, cycle.drafted, plan.width, None, None, BLOCK)
         if self.copies:
             block = self.drafter.overlay(cycle, block, plan.copies, bool(chosen.any()))
         return block, int(chosen.sum())

@@ -48,6 +48,8 @@ CPU_MAX_RECURRENT_STATES = 256
 # Verify logits are [requests * block_size, vocab] in float32: an unbounded batch would not fit. SGLang caps
 # its other speculative algorithms at the same number.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
+# Grammars roll back over a rejected copy, and SGLang lets them roll back 200 tokens.
+MOST_COPIED_SLOTS = 128
 
 # Flags of other drafts, which SGLang's own DFLASH takes and does not follow.
 _IGNORED_FLAGS = (
@@ -308,7 +310,15 @@ def _tell_of_inherited_quantization(args: Any) -> None:
 
 def check_copy_ahead(block_size: int) -> None:
     """Raise ValueError if copies are requested and cannot work."""
+    most = DFlashOptions.COPY_AHEAD_MAX_TOKENS.get()
+    if most is not None and not block_size <= most <= MOST_COPIED_SLOTS:
+        raise ValueError(
+            f"--speculative-copy-ahead-max-tokens is at least the block size, {block_size}, and at most "
+            f"{MOST_COPIED_SLOTS}, got {most}."
+        )
     if not DFlashOptions.COPY_AHEAD.get():
+        if most is not None:
+            raise ValueError("--speculative-copy-ahead-max-tokens needs --speculative-copy-ahead.")
         return
     if block_size == 1:
         raise ValueError(

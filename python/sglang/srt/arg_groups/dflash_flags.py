@@ -96,6 +96,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         dest="COPY_AHEAD",
     )
     add(
+        "--speculative-copy-ahead-max-tokens",
+        "Most tokens that a request verifies in a cycle if it copies, the anchor included (default: 64 if "
+        "each request verifies its own number of tokens, as on a CPU; else the block size). Lossless.",
+        action=_SetOption,
+        dest="COPY_AHEAD_MAX_TOKENS",
+        type=int,
+    )
+    add(
         "--speculative-dflash-strict",
         "If this plugin does not serve a draft, flag or device that SGLang's built-in DFLASH serves, end the "
         "start. By default the built-in serves, and a warning says why.",

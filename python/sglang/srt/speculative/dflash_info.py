@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight
 
 
+# Attribute of SGLang's requests: KV slots that a request whose copy goes on should have beyond its committed
+# length.
+COPY_SLOTS = "dflash_copy_slots"
+
+
 @dataclass
 class DFlashDraftInput(SpecInput):
     """State that crosses from one cycle to the next, one row per running request.
@@ -106,20 +111,31 @@ def _reserve_slots(batch: Any, committed: list[int]) -> torch.Tensor:
     """Give each request slots for two blocks, and return its slots: [bs] int32.
 
     Two, because under overlap `kv_committed_len` is one step behind the running forward. If slots are short
-    and the pool has room, requests get two more blocks, so that most cycles reserve nothing.
+    and the pool has room, requests get two more blocks, so that most cycles reserve nothing. A request that
+    copies more than a block gets what `on_copies` noted, if there is room for that too.
     """
     reqs, allocator = batch.reqs, batch.token_to_kv_pool_allocator
     least = 2 * get_spec().speculative_num_draft_tokens
-    if all(req.kv.kv_allocated_len >= n + least for req, n in zip(reqs, committed, strict=True)):
-        return torch.tensor([req.kv.kv_allocated_len for req in reqs], dtype=torch.int32)
+    ahead = [getattr(req, COPY_SLOTS, 0) for req in reqs]
+    allocated = [req.kv.kv_allocated_len for req in reqs]
+    wanted = [n + max(least, more) for n, more in zip(committed, ahead, strict=True)]
+    if all(has >= wants for has, wants in zip(allocated, wanted, strict=True)):
+        return torch.tensor(allocated, dtype=torch.int32)
     row_len = batch.req_to_token_pool.req_to_token.shape[1]
-    for reserve in (2 * least, least):
-        current, reserved, num_new = page_aligned_decode_alloc_lens(
+    for reserve, most in ((2 * least, max(ahead)), (2 * least, 0), (least, 0)):
+        current, reserved, _ = page_aligned_decode_alloc_lens(
             reqs, reserve=reserve, page_size=allocator.page_size
         )
+        if most:
+            _, longest, _ = page_aligned_decode_alloc_lens(reqs, reserve=most, page_size=allocator.page_size)
+            pairs = zip(reserved, longest, ahead, strict=True)
+            reserved = [max(lens) if more else lens[0] for *lens, more in pairs]
+        num_new = sum(reserved) - sum(current)
         # What the others may need next stays free.
         if num_new + least * len(reqs) <= allocator.available_size() and max(reserved) <= row_len:
             break
+    if num_new == 0:  # there is no room for a long copy
+        return torch.tensor(reserved, dtype=torch.int32)
     current_cpu = torch.tensor(current, dtype=torch.int32)
     reserved_cpu = torch.tensor(reserved, dtype=torch.int32)
     alloc_for_spec_decode(
@@ -176,7 +192,10 @@ class Cycle:
 
     @classmethod
     def begin(cls, batch: Any, target_runner: Any, mask_token_id: int, num_slots: int) -> "Cycle":
-        """Prepare the cycle of a decode batch with blocks of `num_slots` slots."""
+        """Prepare the cycle of a decode batch with blocks of `num_slots` slots.
+
+        Slots beyond a request's reserved ones have any KV slot, and must not be verified.
+        """
         draft_input: DFlashDraftInput = batch.spec_info
         tokens, positions, cache_loc = prepare_block(
             draft_input.bonus_tokens,
@@ -189,7 +208,8 @@ class Cycle:
         if batch.seq_lens_cpu is None:
             assert draft_input.reserved_lens_cpu is not None, "prepare_for_decode comes first"
             seq_lens_cpu = draft_input.reserved_lens_cpu
-            committed_host = seq_lens_cpu - num_slots
+            # Copies beyond a block leave the slots of a block free.
+            committed_host = seq_lens_cpu - min(num_slots, get_spec().speculative_num_draft_tokens)
         else:
             seq_lens_cpu = committed_host = batch.seq_lens_cpu
         plan = target_runner.kv_index_translator.plan(

@@ -36,6 +36,7 @@ from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
 from sglang_dflash.srt.speculative.acceptance.constraints import constrain
 from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
+from sglang_dflash.srt.speculative.acceptance.replaced import ReplacedTokens
 from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
@@ -46,6 +47,7 @@ from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts, on_device
 from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget
+from sglang_dflash.srt.speculative.drafters.ahead import copy_room, on_copies
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
 from sglang_dflash.srt.speculative.drafters.prewarm import prewarm_probabilistic_step
 from sglang_dflash.srt.speculative.drafters.some import draft_for_some
@@ -153,9 +155,12 @@ class DFlashWorker(BaseSpecWorker):
         has_copies = self._copies is not None
         self._width = make_width(self, get_parallel().tp_group, self.metrics, has_copies)
         if self._copies is not None:
+            self._copies.most_slots = max(self.block_size, self._width.most_slots)
             self._copies.allocate_texts(self._target_worker.model_runner)
         self._rows = RequestRows(self._width, self.drafter, self.penalties)
+        self._replaced = ReplacedTokens.of_server(self.drafter, self._copies, self.metrics, self.device)
         self.observers = observers_from_environment()  # cycles that are measured above are nobody's
+        self.observers += filter(None, [self._replaced])
 
     def prewarm_sampling(self):
         """Allocate temporary memory of sampling. SGLang calls this when both models' graphs exist."""
@@ -192,6 +197,11 @@ class DFlashWorker(BaseSpecWorker):
     def copy_report(self) -> dict[str, Any]:
         """Outcomes of copies, for `/server_info`."""
         return self._copies.stats.report() if self._copies is not None else {}
+
+    @property
+    def rank_report(self) -> dict[str, Any]:
+        """Ranks of the tokens that replaced rejected ones, for `/server_info`."""
+        return self._replaced.report() if self._replaced is not None else {}
 
     def weight_update_runners(self):
         """List the runners whose weights may be updated beside the target's."""
@@ -264,12 +274,18 @@ class DFlashWorker(BaseSpecWorker):
         self._notify("on_begun", batch)
         for requests in arrivals.take():
             self._rows.admit_prefilled(requests)
-        caps = requested_caps(batch.reqs, self.block_size)
-        draws = self.acceptor.draws_drafts(batch.sampling_info, caps is not None)
+        most_slots = max(self.block_size, self._width.most_slots)
+        caps = requested_caps(batch.reqs, most_slots)
+        is_capped = caps is not None and bool(caps.min() < self.block_size - 1)
+        draws = self.acceptor.draws_drafts(batch.sampling_info, is_capped)
         matches = self._copies.look_up(batch) if self._copies is not None else None
+        room = copy_room(batch, self.block_size, most_slots) if most_slots > self.block_size else None
         # Which slots are verified may not depend on drawn tokens, so it is chosen before anything is drafted.
         # A copy is not drawn: the text determines it.
-        plan = self._width.choose(batch, draws, matches, caps)
+        plan = self._width.choose(batch, draws, matches, caps, room)
+        if room is not None and plan.copies is not None:
+            is_long = plan.copies & (plan.lengths >= self.block_size - 1)
+            on_copies(batch.reqs, is_long, self.block_size, most_slots)
         verify_len = self.speculative_num_draft_tokens = plan.width
         self._notify("on_length_chosen", batch, verify_len)
         result = self.run_cycle(batch, plan, draws, on_publish, grammar_barrier)
@@ -315,8 +331,7 @@ class DFlashWorker(BaseSpecWorker):
         logits = logits_output.next_token_logits
         self._notify("on_verified", batch, block, logits)
         constrain(batch, block.tokens, logits, self.penalties, chains, grammar_barrier, rows)
-        # Own lengths include the caps.
-        has_caps = plan.caps is not None and cycle.ragged is None
+        has_caps = plan.caps is not None and plan.exceeds(plan.caps)
         limits = on_device(plan.caps, torch.int32, self.device) if has_caps else None
         masks = SamplingMasks.requested(batch.sampling_info, plan.width)
         accepted = self.acceptor.accept(batch, cycle, block, logits, limits, masks)
@@ -370,10 +385,10 @@ class DFlashWorker(BaseSpecWorker):
         drafter = self.drafter if self._copies is None else self._copies.inner
         assert plan.copies is not None
         chosen = (lengths > 0) & ~plan.copies | drafter.overdue(batch.req_pool_indices, lengths)
-        num_slots = self.block_size if chosen.any() or plan.width > 1 else 1
+        num_slots = max(self.block_size, plan.width) if chosen.any() or plan.width > 1 else 1
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
         drafted = on_device(np.flatnonzero(chosen), torch.int64, self.device)
-        block = draft_for_some(drafter, cycle, drafted, plan.width, sampling_info, runner)
+        block = draft_for_some(drafter, cycle, drafted, plan.width, sampling_info, runner, self.block_size)
         if self._copies is not None:
             block = self._copies.overlay(cycle, block, plan.copies, bool(len(drafted)))
         self.acceptor.share_drawn_tokens(block)

@@ -18,7 +18,9 @@ def prepare_block(
     bonus_tokens: [bs] int64, the anchors.
     seq_lens: [bs] int64, committed lengths n. A block covers positions n .. n + B - 1.
     req_pool_indices: [bs] int64, the requests' rows of the request table.
-    req_to_token: [rows, max_len] int32, the KV slot of each position. n + B <= max_len is not checked.
+    req_to_token: [rows, max_len] int32, the KV slot of each position. n + B <= max_len is not checked on
+        CUDA. On a CPU slots past the table get its last column's: copies may make blocks longer than what
+        some requests verify.
 
     Returns tokens [bs, B], positions [bs, B] and their KV slots [bs * B], all int64. One launch on CUDA,
     without host synchronisation. Moves bs * (24 + 28 B) bytes: per request three int64 read; per slot one
@@ -33,7 +35,8 @@ def prepare_block_torch(bonus_tokens, seq_lens, req_pool_indices, req_to_token, 
     tokens = seq_lens.new_full((seq_lens.numel(), block_size), mask_token_id)
     tokens[:, 0] = bonus_tokens
     positions = seq_lens[:, None] + torch.arange(block_size, device=seq_lens.device)
-    cache_loc = req_to_token[req_pool_indices[:, None], positions].flatten().long()
+    columns = positions.clamp(max=req_to_token.shape[1] - 1)
+    cache_loc = req_to_token[req_pool_indices[:, None], columns].flatten().long()
     return tokens, positions, cache_loc
 
 

@@ -44,5 +44,9 @@ def verifying_own_lengths() -> Callable[..., Any]:
 
 
 def verifies_any_width(linear_backend: Any) -> bool:
-    """Tell whether a linear attention backend verifies blocks of any width, and own lengths."""
-    return getattr(type(linear_backend).forward_extend, "takes_own_lengths", False)
+    """Tell whether a linear attention backend verifies blocks of any width, and own lengths.
+
+    linear_backend: None if the target has none.
+    """
+    forward_extend = getattr(type(linear_backend), "forward_extend", None)
+    return getattr(forward_extend, "takes_own_lengths", False)

@@ -34,6 +34,7 @@ class DFlashDrafter:
     bookkeeping: whoever wrote a slot's target KV wrote its draft KV as well."""
 
     writes_context_apart = True
+    latest_rows: torch.Tensor | None = None
 
     def __init__(self, draft_runner: Any, target_model: Any, block_size: int):
         self._runner = draft_runner
@@ -88,6 +89,7 @@ class DFlashDrafter:
             return DraftBlock(tokens=cycle.tokens)
         self._write_deferred()
         output = self._run_block(cycle)
+        self.latest_rows = self._drafting_rows(cycle, output)
         if sampling_info is None:
             assert output.blocks is not None
             return DraftBlock(output.blocks[: cycle.bs])  # a CUDA graph pads its output
@@ -98,9 +100,16 @@ class DFlashDrafter:
         self, cycle: Cycle, output: DraftOutput, sampling_info: Any
     ) -> tuple[torch.Tensor, DraftProbs]:
         """Draw from the output of the block forward: tokens [bs, B - 1] and their distributions."""
+        return self.draw(self._drafting_rows(cycle, output), cycle.tokens[:, 0], sampling_info)
+
+    def _drafting_rows(self, cycle: Cycle, output: DraftOutput) -> torch.Tensor:
+        """Return the final states of the slots to fill, [bs, B - 1, hidden]."""
         assert output.hidden_states is not None
-        rows = output.hidden_states.view(cycle.bs, self.num_draft_rows, -1)
-        return self.draw(rows[:, self._model.draft.num_idle_rows :], cycle.tokens[:, 0], sampling_info)
+        rows = output.hidden_states.view(-1, self.num_draft_rows, output.hidden_states.shape[-1])
+        return rows[: cycle.bs, self._model.draft.num_idle_rows :]  # a CUDA graph pads its output
+
+    def logits_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._model.logits_and_ids(rows)
 
     def overdue(self, requests: torch.Tensor, lengths: np.ndarray) -> np.ndarray:
         """See `Drafter`. Context does not need the draft's forward."""

@@ -20,6 +20,7 @@ def draft_for_some(
     width: int,
     sampling_info: Any,
     target_runner: Any,
+    block_size: int,
 ) -> DraftBlock:
     """Fill the first `width` slots of some blocks; the others repeat their anchor.
 
@@ -27,30 +28,33 @@ def draft_for_some(
 
     Args:
         drafter: fills blocks.
-        cycle: all requests of the batch, whole blocks.
+        cycle: all requests of the batch, whole blocks, or more slots if a copy is longer than a block.
         chosen: [m] int64, requests to draft for.
         width: slots of the result.
         sampling_info: SGLang's, for all requests. If given, tokens are drawn.
         target_runner: plans the slots of the chosen requests.
+        block_size: slots that the draft fills.
     """
     tokens = cycle.tokens[:, :1].repeat(1, width)
     if not chosen.numel():
         return DraftBlock(tokens)
-    if chosen.numel() == cycle.bs:
+    if chosen.numel() == cycle.bs and width <= block_size:
         return drafter.propose(cycle, sampling_info if width > 1 else None).narrowed(width)
     if sampling_info is not None and width > 1:
         some = {name: getattr(sampling_info, name)[chosen] for name in _PER_REQUEST}
         sampling_info = dataclasses.replace(sampling_info, **some)
     else:
         sampling_info = None
-    block = drafter.propose(cycle.of_requests(chosen, target_runner), sampling_info).narrowed(width)
+    cycle = cycle.narrowed(block_size).of_requests(chosen, target_runner)
+    filled = min(width, block_size)
+    block = drafter.propose(cycle, sampling_info).narrowed(filled)
     probs = block.probs
-    tokens[chosen] = block.tokens
+    tokens[chosen, :filled] = block.tokens
     if probs is not None:
         # What nobody drew has probability 1.
         ids = tokens[:, 1:, None].repeat(1, 1, probs.ids.shape[2])
         certain = torch.zeros_like(ids, dtype=probs.probs.dtype)
         certain[..., 0] = 1.0
-        ids[chosen], certain[chosen] = probs.ids, probs.probs
+        ids[chosen, : filled - 1], certain[chosen, : filled - 1] = probs.ids, probs.probs
         probs = DraftProbs(ids, certain)
     return DraftBlock(tokens, probs)

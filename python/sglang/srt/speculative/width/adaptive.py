@@ -23,6 +23,7 @@ from sglang_dflash.srt.speculative.width.survival import MODES, UNKNOWN_MATCH
 logger = logging.getLogger(__name__)
 
 _GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
+_COPIES_SCHEDULED = 4  # copied tokens for each drafted one of a schedule
 
 
 class PlannedCycle(NamedTuple):
@@ -42,12 +43,21 @@ class PlannedCycle(NamedTuple):
         depth = np.full(num_requests, self.width - 1) if self.lengths is None else self.lengths
         return depth if self.caps is None else np.minimum(self.caps, depth)
 
+    def exceeds(self, caps: np.ndarray) -> bool:
+        """Tell whether a request verifies more than its cap."""
+        return bool((caps < (self.width - 1 if self.lengths is None else self.lengths)).any())
+
 
 class FixedWidth:
-    """Verifies the whole block in every cycle."""
+    """Verifies the whole block in every cycle.
+
+    Attributes:
+        most_slots: the most that a request verifies, the anchor included.
+    """
 
     def __init__(self, width: int):
         self._plan = PlannedCycle(width)
+        self.most_slots = width
 
     def begin_prefill(self, prompts: Prompts) -> None:
         """Do nothing: a fixed width learns nothing."""
@@ -61,6 +71,7 @@ class FixedWidth:
         draws_drafts: bool,
         matches: np.ndarray | None = None,
         caps: np.ndarray | None = None,
+        room: np.ndarray | None = None,
     ) -> PlannedCycle:
         """Plan whole blocks."""
         return self._plan if caps is None else self._plan._replace(caps=caps)
@@ -91,6 +102,10 @@ class _Batch(NamedTuple):
 class AdaptiveWidth:
     """Verifies as many drafted tokens in each cycle as pay off.
 
+    Attributes:
+        most_slots: the most that a request verifies, the anchor included; more than a block if copies may
+            be longer.
+
     Args:
         chooser: the policy. If there is a `schedule`, it still learns and decides, but is not obeyed.
         backends: the target's, per width. None: one that serves every request a length of its own.
@@ -98,7 +113,8 @@ class AdaptiveWidth:
         num_rows: of the request table.
         tp_group: rank 0 chooses for all of it.
         schedule: numbers of drafted tokens, verified in turn instead of what is chosen. With own lengths,
-            each row of the request table starts at another place. For tests and measurements.
+            each row of the request table starts at another place, and copies are four times as long if they
+            have room. For tests and measurements.
         has_copies: whether there are copies.
         log_every: cycles from one log line to the next.
         metrics: counts widths, if given.
@@ -127,6 +143,7 @@ class AdaptiveWidth:
         self._cycles_per_width: Counter[int] = Counter()
         self._blocks_per_length: Counter[int] = Counter()
         self._measured = self._expected = 0.0  # seconds of all cycles that were timed
+        self.most_slots = chooser.copy_depth + 1
 
     def begin_prefill(self, prompts: Prompts) -> None:
         """Start the new requests of a prefill."""
@@ -152,6 +169,7 @@ class AdaptiveWidth:
         draws_drafts: bool,
         matches: np.ndarray | None = None,
         caps: np.ndarray | None = None,
+        room: np.ndarray | None = None,
     ) -> PlannedCycle:
         """Choose what the next cycle drafts and verifies.
 
@@ -160,6 +178,7 @@ class AdaptiveWidth:
             draws_drafts: whether drafted tokens are drawn.
             matches: lengths of the requests' matches, if copies are on and the host knows them. [n]
             caps: most drafted tokens that each request may accept. None: no limits. [n]
+            room: most copied tokens that each request has KV slots for. None: those of a block. [n]
         """
         self._learn_timings()
         self._batch = requests = self._describe(batch.reqs, draws_drafts)
@@ -167,9 +186,10 @@ class AdaptiveWidth:
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
         if matches is None and self._has_copies:
             matches = self._expected_matches[requests.rows]
-        choice = self._agree(requests, num_tokens, matches, caps)
+        needs_equal = self._backends is None and _needs_equal_lengths(batch.sampling_info)
+        choice = self._agree(requests, num_tokens, matches, caps, None if needs_equal else room)
         lengths, copies = choice.lengths, choice.copies
-        if self._backends is None and _needs_equal_lengths(batch.sampling_info):
+        if needs_equal:
             lengths = np.full_like(lengths, lengths.max())
         width = int(lengths.max()) + 1
         plan = PlannedCycle(width, None, None, choice.drafts, caps, matches, requests, choice.seconds)
@@ -209,13 +229,14 @@ class AdaptiveWidth:
         modes = np.array([_mode(req, draws_drafts) for req in reqs])
         return _Batch(key, rows, self._row_generation[rows], modes)
 
-    def _agree(
-        self, batch: _Batch, num_tokens: int, matches: np.ndarray | None, caps: np.ndarray | None
-    ) -> Choice:
-        """Return rank 0's choice. Others may differ, and ranks that disagree hang."""
+    def _agree(self, batch: _Batch, num_tokens: int, *limits: np.ndarray | None) -> Choice:
+        """Return rank 0's choice. Others may differ, and ranks that disagree hang.
+
+        limits: matches, caps and room, as of `choose`.
+        """
         choice, n = None, len(batch.rows)
         if self._tp_group.rank_in_group == 0:
-            choice = self._choose(batch, num_tokens, matches, caps)
+            choice = self._choose(batch, num_tokens, *limits)
         if self._tp_group.world_size == 1:
             assert choice is not None
             return choice
@@ -227,14 +248,17 @@ class AdaptiveWidth:
         choice = choice or Choice(shared[0], shared[1] > 0, True, 0.0, 0.0)
         return choice._replace(lengths=shared[0], copies=shared[1] > 0, drafts=bool(shared[2, 0]))
 
-    def _choose(
-        self, batch: _Batch, num_tokens: int, matches: np.ndarray | None, caps: np.ndarray | None
-    ) -> Choice:
-        choice = self.chooser.choose(batch.key, batch.rows, batch.modes, num_tokens, matches, caps)
-        return self._scheduled(choice, batch, matches, caps) if len(self._schedule) else choice
+    def _choose(self, batch: _Batch, num_tokens: int, *limits: np.ndarray | None) -> Choice:
+        choice = self.chooser.choose(batch.key, batch.rows, batch.modes, num_tokens, *limits)
+        return self._scheduled(choice, batch, *limits) if len(self._schedule) else choice
 
     def _scheduled(
-        self, choice: Choice, batch: _Batch, matches: np.ndarray | None, caps: np.ndarray | None
+        self,
+        choice: Choice,
+        batch: _Batch,
+        matches: np.ndarray | None,
+        caps: np.ndarray | None,
+        room: np.ndarray | None,
     ) -> Choice:
         """Replace the choice by the schedule's."""
         place = np.full(len(batch.rows), self._num_cycles)
@@ -244,6 +268,8 @@ class AdaptiveWidth:
             if matches is not None:
                 copies = (matches > 0) & (place % 3 > 0)
         lengths = self._schedule[place % len(self._schedule)]
+        if room is not None:
+            lengths = np.where(copies, np.minimum(_COPIES_SCHEDULED * lengths, room), lengths)
         if caps is not None and self._backends is None:
             lengths = np.minimum(lengths, caps)
         return choice._replace(lengths=lengths, copies=copies, drafts=True)
@@ -301,7 +327,7 @@ class AdaptiveWidth:
         expected: lengths that the choice knew of. lengths, right: of `Proposals`.
         """
         if right is not None:  # compared with the output, used or not
-            seen = np.minimum(np.minimum(right, accepted) + 1, self.chooser.depth)
+            seen = np.minimum(np.minimum(right, accepted) + 1, self.chooser.copy_depth)
             matches = np.abs(lengths)
             goes_on = (matches > 0) & (right > accepted)
         else:
@@ -327,6 +353,7 @@ class AdaptiveWidth:
         return copies | {
             "width": self._width,
             "own_lengths": self._backends is None,
+            "most_slots": self.most_slots,
             "expected": self._expected_per_width(),
             "candidates": self.chooser.costs.widths.tolist(),
             "cycles_per_width": {str(width): n for width, n in sorted(self._cycles_per_width.items())},

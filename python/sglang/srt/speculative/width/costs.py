@@ -53,17 +53,28 @@ class CostTable:
             return column[index] * np.maximum(1.0, np.asarray(requests) / self.loads[-1])
         return np.interp(requests, self.loads, column) * np.maximum(1.0, requests / self.loads[-1])
 
-    def verify(self, num_requests: int, num_tokens: int | None = None) -> np.ndarray:
+    def verify(
+        self, num_requests: int, num_tokens: int | None = None, depth: int | None = None
+    ) -> np.ndarray:
         """Return the seconds of verifying 0 .. n K drafted tokens, without the gap.
 
-        num_tokens: committed tokens of all requests; None: as many as at start-up.
+        num_tokens: committed tokens of all requests; None: as many as at start-up. depth: K, tokens of a
+        request. None: as many as were measured. Rows beyond these cost what whole blocks of as many rows do,
+        of more requests.
         """
         by_width = np.array([self._at(num_requests, column) for column in self._verify.T])
         further = 0 if num_tokens is None else num_tokens - num_requests * self._context
         # With shorter contexts than at start-up, the part that is not attention stays.
         by_width = np.maximum(by_width + self._reads * further, by_width / 2)
-        drafted = np.arange(num_requests * (self.widths[-1] - 1) + 1)
-        return math.exp(self._log_pace) * np.interp(drafted, num_requests * (self.widths - 1), by_width)
+        drafted = np.arange(num_requests * (depth or self.widths[-1] - 1) + 1)
+        seconds = np.interp(drafted, num_requests * (self.widths - 1), by_width)
+        beyond = drafted[num_requests * (self.widths[-1] - 1) + 1 :]
+        if len(beyond):
+            whole = self._at(
+                np.r_[num_requests, (num_requests + beyond) / self.widths[-1]], self._verify[:, -1]
+            )
+            seconds[-len(beyond) :] += whole[1:] - whole[0]
+        return math.exp(self._log_pace) * seconds
 
     def draft(self, num_requests: int) -> np.ndarray:
         """Return the seconds of drafting for 0 .. n requests."""

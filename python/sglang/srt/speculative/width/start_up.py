@@ -17,10 +17,12 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.ragged_states import verifies_any_width
 from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
+from sglang_dflash.srt.speculative.targets.states import NoStates
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth, PlannedCycle
 from sglang_dflash.srt.speculative.width.backends import TargetBackends, captured_sizes, has_room_for_widths
 from sglang_dflash.srt.speculative.width.chooser import LengthChooser
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 _CONTEXT = 128  # committed tokens of a request in the measurement
 _REPEATS = 5
 _OVERLAPPED_CYCLES = 2  # timed together on a GPU
+_COPIED_SLOTS = 64  # default of --speculative-copy-ahead-max-tokens
 # Seconds after which each load is measured once and the larger ones are left out. Ignored with several ranks:
 # one rank cannot decide that alone.
 _BUDGET_S = 8.0
@@ -63,13 +66,16 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     elif len(widths) == 1:
         schedule = (widths[0] - 1,)
     skips_draft = worker.drafter.writes_context_apart
+    copy_depth = None
+    if has_copies:
+        copy_depth = copied_tokens(worker, backends is None, settings.candidate_steps is not None)
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
     costs = _measure(worker, backends, widths, has_copies and skips_draft, budget)
     if backends is not None:
         backends.apply(block_size)
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     return AdaptiveWidth(
-        LengthChooser(costs, num_rows, backends is None, settings.probe_share, skips_draft),
+        LengthChooser(costs, num_rows, backends is None, settings.probe_share, skips_draft, copy_depth),
         backends,
         CycleClock(runner.device),
         num_rows,
@@ -79,6 +85,33 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
         get_observability().decode_log_interval,
         metrics,
     )
+
+
+def copied_tokens(worker: Any, has_own_lengths: bool, has_candidates: bool) -> int | None:
+    """Return the most copied tokens that a request verifies, and log the limit.
+
+    None: as many as drafted ones. has_candidates: whether the server's options name the lengths to verify.
+    """
+    requested, block_size = DFlashOptions.COPY_AHEAD_MAX_TOKENS.get(), worker.block_size
+    reason = None
+    if not has_own_lengths:
+        reason = "all requests of a cycle verify equally many tokens"
+    elif not worker.drafter.writes_context_apart:
+        reason = "the draft's forward takes in the tokens of one block"
+    elif not isinstance(worker.target_states, NoStates):
+        reason = "the target's recurrent states are kept for one block"
+    elif has_candidates and requested is None:
+        reason = "candidate_steps name the lengths"
+    most = max(block_size, requested or _COPIED_SLOTS)
+    if reason is None and most > block_size:
+        logger.info(
+            "DFLASH copy-ahead: a copying request verifies up to %d tokens, the anchor included "
+            "(--speculative-copy-ahead-max-tokens).",
+            most,
+        )
+        return most - 1
+    logger.info("DFLASH copy-ahead: a copy is no longer than a block: %s.", reason or "as requested")
+    return None
 
 
 def serves_own_lengths(runner: Any) -> bool:

@@ -106,7 +106,7 @@ class CopySurvival:
     Each accepted token makes the match longer by one. So one probability per length says how long copies
     last. Matches of `RULE.longest` tokens or more are alike.
 
-    depth: K.
+    depth: most copied tokens of a request.
     """
 
     def __init__(self, depth: int):
@@ -118,9 +118,9 @@ class CopySurvival:
         """Probability that a copied token is accepted. [modes, longest + 1]"""
         return self._averages.get()
 
-    def of(self, modes: np.ndarray, matches: np.ndarray) -> np.ndarray:
-        """Return s_ik, 0 without a match. modes, matches: [n] -> [n, K]"""
-        lengths = np.minimum(matches[:, None] + self._steps, RULE.longest)
+    def of(self, modes: np.ndarray, matches: np.ndarray, depth: int | None = None) -> np.ndarray:
+        """Return s_ik of k = 1 .. depth, 0 without a match. modes, matches: [n] -> [n, depth]"""
+        lengths = np.minimum(matches[:, None] + self._steps[:depth], RULE.longest)
         return self._averages.get()[modes[:, None], lengths].cumprod(axis=1) * (matches > 0)[:, None]
 
     def learn(self, modes: np.ndarray, matches: np.ndarray, seen: np.ndarray, right: np.ndarray) -> None:
