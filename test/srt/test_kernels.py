@@ -255,9 +255,14 @@ def test_commit_rows_equals_its_twin(seed, bs, block_size, appends, hidden):
 @pytest.mark.parametrize("heads", [(4, 2), (1, 1)])
 def test_sglangs_norm_and_rotation_equals_its_twin(heads):
     """For a draft layer in bfloat16, equal to the model's CPU path but for the last bit."""
-    module = pytest.importorskip(
-        "sglang.kernels.ops.attention.table_qk_norm_rope", reason="0.5.22 has no such kernel"
-    )
+    try:
+        from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
+    except ImportError:  # SGLang 0.5.22, where the draft takes the operators
+        from sglang_dflash.srt import compat
+
+        assert compat.table_qk_norm_rope_ is None
+        return
+
     rng, (q_heads, kv_heads), dim, rows = torch.Generator().manual_seed(0), heads, 64, 7
     qkv = torch.randn(rows, (q_heads + 2 * kv_heads) * dim, generator=rng).to(DEVICE, torch.bfloat16)
     weights = [(1 + 0.3 * torch.randn(dim, generator=rng)).to(DEVICE, torch.bfloat16) for _ in "qk"]
@@ -270,7 +275,7 @@ def test_sglangs_norm_and_rotation_equals_its_twin(heads):
     normed = context_kv.rms_norm(qkv.view(rows, -1, dim)[:, : sum(heads)], by_head, 1e-6)
     wanted = context_kv.rotate(normed, positions, table)
     values = qkv[:, sum(heads) * dim :].clone()
-    module.table_qk_norm_rope_(qkv, positions, *weights, table, *heads, dim, 1e-6)
+    table_qk_norm_rope_(qkv, positions, *weights, table, *heads, dim, 1e-6)
     torch.testing.assert_close(qkv.view(rows, -1, dim)[:, : sum(heads)], wanted, rtol=0.02, atol=0.02)
     assert torch.equal(qkv[:, sum(heads) * dim :], values)
 
