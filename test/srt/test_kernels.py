@@ -255,7 +255,13 @@ def test_commit_rows_equals_its_twin(seed, bs, block_size, appends, hidden):
 @pytest.mark.parametrize("heads", [(4, 2), (1, 1)])
 def test_sglangs_norm_and_rotation_equals_its_twin(heads):
     """For a draft layer in bfloat16, equal to the model's CPU path but for the last bit."""
-    from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
+    try:
+        from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
+    except ImportError:  # SGLang 0.5.22, where the draft takes the operators
+        from sglang_dflash.srt import compat
+
+        assert compat.table_qk_norm_rope_ is None
+        return
 
     rng, (q_heads, kv_heads), dim, rows = torch.Generator().manual_seed(0), heads, 64, 7
     qkv = torch.randn(rows, (q_heads + 2 * kv_heads) * dim, generator=rng).to(DEVICE, torch.bfloat16)

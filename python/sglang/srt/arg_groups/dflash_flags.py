@@ -30,10 +30,17 @@ class _SetOption(argparse.Action):
 class _TurnOn(
     argparse._StoreTrueAction
 ):  # the class by which SGLang's config files know a flag without value
-    """Set the option that the argument's `dest` names to 1."""
+    """Set an option to 1.
+
+    `dest` stays the flag's own name, by which SGLang 0.5.22 finds the flag of a config file.
+    """
+
+    def __init__(self, *args, option: str, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._option = option
 
     def __call__(self, parser, namespace, values, option_string=None):
-        getattr(DFlashOptions, self.dest).set(1)
+        getattr(DFlashOptions, self._option).set(1)
 
 
 class _TurnOffAdaptive(_TurnOn):
@@ -93,7 +100,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "If a request's last tokens occur earlier in its prompt or output, propose what followed them there "
         "instead of the draft's block. Cycles in which all requests copy skip the draft. Lossless.",
         action=_TurnOn,
-        dest="COPY_AHEAD",
+        option="COPY_AHEAD",
     )
     add(
         "--speculative-copy-ahead-max-tokens",
@@ -108,12 +115,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "If this plugin does not serve a draft, flag or device that SGLang's built-in DFLASH serves, end the "
         "start. By default the built-in serves, and a warning says why.",
         action=_TurnOn,
-        dest="STRICT",
+        option="STRICT",
     )
     add(
         "--no-speculative-adaptive",
         "Always verify whole blocks. By default each cycle on a CPU verifies as many drafted tokens as pay "
         "off; on a GPU that needs --speculative-adaptive.",
         action=_TurnOffAdaptive,
-        dest="NO_ADAPTIVE",
+        option="NO_ADAPTIVE",
     )
