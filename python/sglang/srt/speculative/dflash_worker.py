@@ -152,13 +152,13 @@ class DFlashWorker(BaseSpecWorker):
         captures = self.block_size > 1 and self.ranks.may_capture(self.tp_sync, self.device, self.gpu_id)
         with self.ranks.as_draft(), self._with_draft_rows():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
-        has_copies = self._copies is not None
+        has_copies, target_runner = self._copies is not None, self._target_worker.model_runner
         self._width = make_width(self, get_parallel().tp_group, self.metrics, has_copies)
         if self._copies is not None:
             self._copies.most_slots = max(self.block_size, self._width.most_slots)
-            self._copies.allocate_texts(self._target_worker.model_runner)
+            self._copies.allocate_texts(target_runner)
         self._rows = RequestRows(self._width, self.drafter, self.penalties)
-        self._replaced = ReplacedTokens.of_server(self.drafter, self._copies, self.metrics, self.device)
+        self._replaced = ReplacedTokens.of_server(self.drafter, self._copies, self.metrics, target_runner)
         self.observers = observers_from_environment()  # cycles that are measured above are nobody's
         self.observers += filter(None, [self._replaced])
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
 from sglang_dflash.srt.layers.replacement_ranks import REPLACEMENT_RANKS, bucket, replacement_ranks
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
@@ -40,14 +41,16 @@ class ReplacedTokens(CycleObserver):
 
     @classmethod
     def of_server(
-        cls, drafter: Any, copies: Any, metrics: DFlashMetrics, device: str
+        cls, drafter: Any, copies: Any, metrics: DFlashMetrics, target_runner: Any
     ) -> "ReplacedTokens | None":
         """Make one if it can be served. drafter: the outermost one.
 
         None on a GPU, where nobody has measured the cost, and with DP attention, whose ranks draft apart.
         """
         inner = drafter if copies is None else copies.inner
-        if device != "cpu" or isinstance(inner, SubgroupDrafter):
+        backend = target_runner.attn_backend
+        backend = getattr(backend, "full_attn_backend", backend)  # of a target with recurrent states
+        if not isinstance(backend, TorchNativeSpecAttnBackend) or isinstance(inner, SubgroupDrafter):
             return None
         return cls(inner, copies, metrics)
 
