@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 NEW, BLOCK = 80, 8
+ADAPTIVE = ("--speculative-adaptive", "--speculative-copy-ahead-max-tokens", "64")
 # Chunks, mixed batches, and a pool that does not hold all requests to their end.
 CROWDED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--max-total-tokens", "1200")
 ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
@@ -84,10 +85,10 @@ def test_adaptive_width_copies_beside_a_useless_draft(late, tmp_path):
     ]
     tokens_per_cycle = {}
     for width in ("adaptive", "whole"):
-        switch = "--speculative-adaptive" if width == "adaptive" else "--no-speculative-adaptive"
+        switch = ADAPTIVE if width == "adaptive" else ("--no-speculative-adaptive",)
         outcomes = tmp_path / width
         answers = run(
-            [*ARGUMENTS, *dflash_arguments(draft), switch], groups, prepare=KnownCosts(outcomes, late)
+            [*ARGUMENTS, *dflash_arguments(draft), *switch], groups, prepare=KnownCosts(outcomes, late)
         )
         greedy = [
             (job, answer)

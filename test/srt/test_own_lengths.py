@@ -27,12 +27,13 @@ CAPPED = {"custom_params": {"speculative_max_tokens": 2}}
 BLOCK = 8
 # The grammar leaves no choice, and its text is copied.
 REPEATED = {"temperature": 0.0, "regex": "(abc def ){60}"}
+LONG_COPIES = ("--speculative-copy-ahead", "--speculative-copy-ahead-max-tokens", "64")
 PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
 CASES = {
-    "DFlash, copies": (dflash_arguments(), ("--speculative-copy-ahead",)),
+    "DFlash, copies": (dflash_arguments(), LONG_COPIES),
     "P-EAGLE": (dflash_arguments(PEAGLE_DRAFT), ()),
-    "P-EAGLE, copies": (dflash_arguments(PEAGLE_DRAFT), ("--speculative-copy-ahead",)),
-    "probabilistic, copies": (dflash_arguments(), (*PROBABILISTIC, "--speculative-copy-ahead")),
+    "P-EAGLE, copies": (dflash_arguments(PEAGLE_DRAFT), LONG_COPIES),
+    "probabilistic, copies": (dflash_arguments(), (*PROBABILISTIC, *LONG_COPIES)),
 }
 
 

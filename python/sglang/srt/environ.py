@@ -52,8 +52,8 @@ class DFlashOptions:
     ALLOW_UNTESTED_TARGET = _switch("SGLANG_DFLASH_ALLOW_UNTESTED_TARGET")
     # --speculative-copy-ahead: propose what followed a request's last tokens earlier in its own text.
     COPY_AHEAD = _switch("SGLANG_DFLASH_COPY_AHEAD")
-    # --speculative-copy-ahead-max-tokens: slots that a copying request verifies, the anchor included; None:
-    # 64, or a block if that is longer or if requests have no verify lengths of their own.
+    # --speculative-copy-ahead-max-tokens: slots that a copying request verifies, the anchor included; None: a
+    # block.
     COPY_AHEAD_MAX_TOKENS: Option[int | None] = Option(
         "SGLANG_DFLASH_COPY_AHEAD_MAX_TOKENS", None, int, "an integer"
     )

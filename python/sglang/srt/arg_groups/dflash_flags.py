@@ -104,8 +104,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--speculative-copy-ahead-max-tokens",
-        "Most tokens that a request verifies in a cycle if it copies, the anchor included (default: 64 if "
-        "each request verifies its own number of tokens, as on a CPU; else the block size). Lossless.",
+        "Most tokens that a request verifies in a cycle if it copies, the anchor included (default: block "
+        "size). More than a block only on a CPU, with adaptive width. Lossless.",
         action=_SetOption,
         dest="COPY_AHEAD_MAX_TOKENS",
         type=int,

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 _CONTEXT = 128  # committed tokens of a request in the measurement
 _REPEATS = 5
 _OVERLAPPED_CYCLES = 2  # timed together on a GPU
-_COPIED_SLOTS = 64  # default of --speculative-copy-ahead-max-tokens
 # Seconds after which each load is measured once and the larger ones are left out. Ignored with several ranks:
 # one rank cannot decide that alone.
 _BUDGET_S = 8.0
@@ -68,7 +67,7 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     skips_draft = worker.drafter.writes_context_apart
     copy_depth = None
     if has_copies:
-        copy_depth = copied_tokens(worker, backends is None, settings.candidate_steps is not None)
+        copy_depth = copied_tokens(worker, backends is None)
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
     costs = _measure(worker, backends, widths, has_copies and skips_draft, budget)
     if backends is not None:
@@ -87,12 +86,14 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     )
 
 
-def copied_tokens(worker: Any, has_own_lengths: bool, has_candidates: bool) -> int | None:
-    """Return the most copied tokens that a request verifies, and log the limit.
+def copied_tokens(worker: Any, has_own_lengths: bool) -> int | None:
+    """Return the most copied tokens that a request verifies, and log the limit if one was requested.
 
-    None: as many as drafted ones. has_candidates: whether the server's options name the lengths to verify.
+    None: as many as drafted ones.
     """
     requested, block_size = DFlashOptions.COPY_AHEAD_MAX_TOKENS.get(), worker.block_size
+    if requested is None or requested <= block_size:
+        return None
     reason = None
     if not has_own_lengths:
         reason = "all requests of a cycle verify equally many tokens"
@@ -100,18 +101,11 @@ def copied_tokens(worker: Any, has_own_lengths: bool, has_candidates: bool) -> i
         reason = "the draft's forward takes in the tokens of one block"
     elif not isinstance(worker.target_states, NoStates):
         reason = "the target's recurrent states are kept for one block"
-    elif has_candidates and requested is None:
-        reason = "candidate_steps name the lengths"
-    most = max(block_size, requested or _COPIED_SLOTS)
-    if reason is None and most > block_size:
-        logger.info(
-            "DFLASH copy-ahead: a copying request verifies up to %d tokens, the anchor included "
-            "(--speculative-copy-ahead-max-tokens).",
-            most,
-        )
-        return most - 1
-    logger.info("DFLASH copy-ahead: a copy is no longer than a block: %s.", reason or "as requested")
-    return None
+    if reason is not None:
+        logger.warning("DFLASH copy-ahead: a copy is no longer than a block: %s.", reason)
+        return None
+    logger.info("DFLASH copy-ahead: a copying request verifies up to %d tokens.", requested)
+    return requested - 1
 
 
 def serves_own_lengths(runner: Any) -> bool:
