@@ -87,7 +87,7 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
 
 
 def copied_tokens(worker: Any, has_own_lengths: bool) -> int | None:
-    """Return the most copied tokens that a request verifies, and log the limit if one was requested.
+    """Return the most copied tokens that a request verifies; log a requested limit.
 
     None: as many as drafted ones.
     """
