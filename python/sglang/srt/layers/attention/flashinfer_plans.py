@@ -169,6 +169,8 @@ class BlockPlan:
     ):
         self.wrapper, self._width, self._heads = wrapper, width, heads
         self._translator, self._staging = translator, staging
+        # SGLang 0.5.22 has no such arguments.
+        self._takes_sizes = "num_token_blocks" in inspect.signature(translator.pack_read_stream).parameters
         self._bs = wrapper._fixed_batch_size
         self._queries_host = torch.arange(0, (self._bs + 1) * width, width, dtype=torch.int32)
         # FlashInfer reads them before its plan returns, so every plan may use the same memory.
@@ -216,8 +218,8 @@ class BlockPlan:
             indptr=self._offsets[0],
             # The upper bounds of the lengths may exceed the buffer, the keys do not.
             out=self.wrapper._paged_kv_indices_buf[:num_keys],
-            num_token_blocks=None,  # several programs for each request if contexts are long
-            kv_lens_sum=num_keys,
+            # Several programs for each request if contexts are long.
+            **({"num_token_blocks": None, "kv_lens_sum": num_keys} if self._takes_sizes else {}),
         )
 
     def _choose_plan(self) -> None:
