@@ -144,9 +144,8 @@ class Drafts:
     first: int  # position of the first anchor
     tokens: torch.Tensor  # [N, K] int64, target ids
     nll: torch.Tensor  # [temperatures, N, K]
-    ranks: (
-        torch.Tensor
-    )  # [N, K] int64, of the text's token if the drafted one has rank 1; 0: unknown to the draft
+    # [N, K] int64, of the text's token if the drafted one has rank 1; 0: unknown to the draft.
+    ranks: torch.Tensor
 
 
 @torch.no_grad()
@@ -167,10 +166,9 @@ def draft_everywhere(draft: PlainDraft, text: Text, reading: Reading) -> Drafts:
         tokens.append(drafted.tokens)
         logits = drafted.logits
         positions = anchors[:, None] + 1 + torch.arange(logits.shape[1], device=device)
-        actual = text.tokens[positions.clamp(max=end - 1)]
-        ranks.append(_ranks(logits, draft_ids[actual], draft_ids[drafted.tokens]))
-        # The target's choice after the anchor, and the text after it if it continues with that choice.
         wanted = text.tokens[positions.clamp(max=end - 1)]
+        ranks.append(_ranks(logits, draft_ids[wanted], draft_ids[drafted.tokens]))
+        # The target's choice after the anchor, and the text after it if it continues with that choice.
         continues = wanted[:, :1] == text.choices[anchors, None]
         wanted[:, 0] = text.choices[anchors]
         ids = draft_ids[wanted]

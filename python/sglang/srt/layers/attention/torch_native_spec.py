@@ -11,7 +11,7 @@ slots, and reads are translated to them as writes are.
 """
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -125,6 +125,11 @@ def cuts_by_length(lengths: list[int], cost: int) -> list[int]:
         return cut(start, middle) + [middle] + cut(middle, end) if saved > cost else []
 
     return cut(0, len(lengths))
+
+
+def full_attention(backend: Any) -> Any:
+    """Return a target's attention backend without that of its recurrent layers."""
+    return getattr(backend, "full_attn_backend", backend)
 
 
 class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):

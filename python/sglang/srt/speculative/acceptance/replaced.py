@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
+from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend, full_attention
 from sglang_dflash.srt.layers.replacement_ranks import REPLACEMENT_RANKS, bucket, replacement_ranks
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
@@ -48,8 +48,7 @@ class ReplacedTokens(CycleObserver):
         None on a GPU, where nobody has measured the cost, and with DP attention, whose ranks draft apart.
         """
         inner = drafter if copies is None else copies.inner
-        backend = target_runner.attn_backend
-        backend = getattr(backend, "full_attn_backend", backend)  # of a target with recurrent states
+        backend = full_attention(target_runner.attn_backend)
         if not isinstance(backend, TorchNativeSpecAttnBackend) or isinstance(inner, SubgroupDrafter):
             return None
         return cls(inner, copies, metrics)

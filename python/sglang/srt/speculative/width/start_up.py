@@ -19,7 +19,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.ragged_states import verifies_any_width
-from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
+from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend, full_attention
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 from sglang_dflash.srt.speculative.targets.states import NoStates
@@ -55,7 +55,8 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
         return FixedWidth(block_size)
     runner = worker.target_worker.model_runner
     backends, schedule = None, settings.schedule
-    if mambaish_config(runner.model_config) is not None and not _is_recurrent_with_any_width(runner):
+    states = getattr(runner.attn_backend, "linear_attn_backend", None)
+    if mambaish_config(runner.model_config) is not None and not verifies_any_width(states):
         logger.info("DFLASH verifies whole blocks: the target's recurrent states are of one width.")
         return FixedWidth(block_size)
     if not serves_own_lengths(runner):
@@ -110,9 +111,7 @@ def copied_tokens(worker: Any, has_own_lengths: bool) -> int | None:
 
 def serves_own_lengths(runner: Any) -> bool:
     """Tell whether requests of one batch may verify different numbers of tokens; log why not."""
-    reason, backend = None, runner.attn_backend
-    if _is_recurrent_with_any_width(runner):
-        backend = backend.full_attn_backend
+    reason, backend = None, full_attention(runner.attn_backend)
     if not isinstance(backend, TorchNativeSpecAttnBackend):
         reason = f"{type(backend).__name__} verifies one width"
     elif runner.model_config.model_is_mrope:
@@ -122,10 +121,6 @@ def serves_own_lengths(runner: Any) -> bool:
     if reason is not None:
         logger.info("DFLASH: all requests of a cycle verify equally many tokens: %s.", reason)
     return reason is None
-
-
-def _is_recurrent_with_any_width(runner: Any) -> bool:
-    return verifies_any_width(getattr(runner.attn_backend, "linear_attn_backend", None))
 
 
 def _measure(
