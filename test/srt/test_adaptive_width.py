@@ -11,10 +11,12 @@ from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
 from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
 from sglang_dflash.srt.speculative.width import backends as width_backends
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth, PlannedCycle
+from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
+from sglang_dflash.srt.speculative.width.backends import AnyRows
 from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
 from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.plan import FixedWidth, PlannedCycle
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 from sglang_dflash.srt.speculative.width.start_up import _seconds_overlapped
 from sglang_dflash.srt.speculative.width.survival import MODES
@@ -119,11 +121,14 @@ class Clock(CycleClock):
 
 
 class Backends:
+    own_lengths = False
+
     def __init__(self):
         self.applied = []
 
-    def apply(self, width):
-        self.applied.append(width)
+    def follow(self, lengths, needs_rectangle=False):
+        self.applied.append(int(lengths[0]) + 1)
+        return self.applied[-1], None
 
 
 def request(row: int | None, grammar=None, **params) -> SimpleNamespace:
@@ -153,7 +158,7 @@ def adaptive(schedule=(), backends=None, group=None, row=0.06, **more) -> Adapti
     table = CostTable(np.array([1, 64]), np.array(WIDTHS), np.stack([costs, costs]), np.array([0.1, 0.1]))
     group = group or SimpleNamespace(world_size=1, rank_in_group=0)
     chooser = LengthChooser(table, 32, backends is None)
-    return AdaptiveWidth(chooser, backends, Clock("cpu"), 32, group, schedule, **more)
+    return AdaptiveWidth(chooser, backends or AnyRows(), Clock("cpu"), 32, group, schedule, **more)
 
 
 def run(width: AdaptiveWidth, batch, cycles: int, kept, **options) -> list[PlannedCycle]:

@@ -9,6 +9,7 @@ from support.rehearsal import flashinfer_planner as planner
 
 from sglang_dflash.srt.layers.attention.flashinfer_plans import BlockPlan, ChunkCheck, Staging, counts
 from sglang_dflash.srt.layers.attention.kv_chunks import num_chunks
+from sglang_dflash.srt.speculative.width.row_graphs import PreparedLayout
 
 WIDTH, HEADS = 8, (4, 2, 64)
 CPU = torch.device("cpu")
@@ -51,9 +52,9 @@ class Translator:
 
 
 class Graph:
-    """A captured graph of `bs` blocks and its plan."""
+    """A captured graph of `bs` blocks and its plan. captured: queries of each, if they may differ."""
 
-    def __init__(self, bs: int):
+    def __init__(self, bs: int, captured: list[int] | None = None):
         self.module, self.bs = Planner(), bs
         self.wrapper = SimpleNamespace(
             _fixed_batch_size=bs,
@@ -64,22 +65,36 @@ class Graph:
             _int_workspace_buffer=None,
             _cached_module=self.module,
         )
-        self.plan = BlockPlan(self.wrapper, WIDTH, HEADS, Translator(), Staging(1 << 16, CPU))
-        self.replay([1] * bs, None, [1 + WIDTH] * bs)  # captures
+        width = WIDTH if captured is None else None
+        rows = sum(captured or [WIDTH] * bs)
+        self.plan = BlockPlan(self.wrapper, width, rows, HEADS, Translator(), Staging(1 << 16, CPU))
+        keys = [1 + n for n in captured or [WIDTH] * bs]
+        self.replay([1] * bs, None, keys, captured)  # captures
 
-    def replay(self, host: list[int], spread: list[int] | None, device: list[int]) -> planner.Plan:
-        """Plan with the host's lengths, and return the last plan. device: the true numbers of keys."""
+    def replay(
+        self,
+        host: list[int],
+        spread: list[int] | None,
+        device: list[int],
+        counts: list[int] | None = None,
+    ) -> planner.Plan:
+        """Plan with the host's lengths, and return the last plan.
+
+        device: the true numbers of keys. counts: queries of each request, if they differ.
+        """
+        layout = None if counts is None else PreparedLayout.of(counts, sum(counts), "cpu")
+        queries = counts or [WIDTH] * self.bs
         self.plan.prepare(
             SimpleNamespace(
-                seq_lens=torch.tensor(device) - WIDTH,
+                seq_lens=torch.tensor(device) - torch.tensor(queries),
                 seq_lens_cpu=torch.tensor(host),
                 req_pool_indices=torch.arange(self.bs),
                 kv_loc_plan="slots",
-                spec_info=SimpleNamespace(spread=spread),
+                spec_info=SimpleNamespace(spread=spread, draft_token_num=WIDTH, ragged_verify_layout=layout),
             )
         )
         assert self.wrapper._paged_kv_indptr_buf.tolist() == offsets(device).tolist()
-        assert self.wrapper._qo_indptr_buf.tolist() == offsets([WIDTH] * self.bs).tolist()
+        assert self.wrapper._qo_indptr_buf.tolist() == offsets(queries).tolist()
         slots = [1000 * row + key for row, length in enumerate(device) for key in range(length)]
         assert self.wrapper._paged_kv_indices_buf[: sum(device)].tolist() == slots
         return self.module.made[-1]
@@ -92,6 +107,17 @@ def test_a_plan_holds_where_a_chunk_ends():
     for first in range(128, 136):
         device = [first, 500, 1 + WIDTH, 1 + WIDTH]
         assert planner.wrong_rows(made, device) == 0
+
+
+def test_requests_with_numbers_of_queries_of_their_own():
+    """The last lane pads the batch and the one before it has no row."""
+    graph = Graph(4, [2, 2, 2, 2])
+    made = graph.replay([135, 500, 1, 1], [7, 7], [125, 497, 1, 4], [3, 2, 0, 3])
+    assert made.information == graph.module.made[1].information, "the layout of the capture"
+    assert made.queries == [3, 2, 0, 3]
+    shorter = WIDTH - 3
+    for first in range(128 - shorter, 136 - shorter):
+        assert planner.wrong_rows(made, [first, 500 - WIDTH + 2, 1, 4]) == 0
 
 
 def test_exact_lengths_are_planned_as_they_are():

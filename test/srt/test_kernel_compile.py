@@ -30,9 +30,10 @@ def launch_prepare_block():
     block.prepare_block_triton(ints, ints, ints, table, 151_669, block_size)
 
 
-def launch_pack_blocks():
+def launch_pack_blocks(is_ragged: bool = False):
     lengths, offsets = torch.zeros(48, dtype=torch.int64), torch.zeros(49, dtype=torch.int32)
-    block.pack_blocks_triton(lengths, 16, lengths, offsets, offsets)
+    counts = lengths.int() if is_ragged else None
+    block.pack_blocks_triton(lengths, 16, lengths, offsets, offsets, counts)
 
 
 def launch_prepare_window():
@@ -154,6 +155,7 @@ CONTEXT_KV = {
 CASES = {
     "prepare_block": (block, "prepare_block_kernel", launch_prepare_block, ()),
     "pack_blocks": (block, "pack_blocks_kernel", launch_pack_blocks, ()),
+    "pack_blocks, own lengths": (block, "pack_blocks_kernel", launch_pack_blocks, (True,)),
     "prepare_window": (window, "prepare_window_kernel", launch_prepare_window, ()),
     "penalize_block": (penalties, "penalize_block_kernel", launch_penalize_block, (torch.float32, False)),
     "penalize_block, bfloat16, stops": (

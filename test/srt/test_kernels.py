@@ -59,14 +59,18 @@ def test_a_prepared_block():
     st.lists(st.integers(0, 2**20), max_size=9),
     st.integers(1, 17),
     st.sampled_from([torch.int32, torch.int64]),
+    st.booleans(),
 )
-def test_pack_blocks_equals_its_twin(seq_lens, block_size, dtype):
+def test_pack_blocks_equals_its_twin(seq_lens, block_size, dtype, is_ragged):
     seq_lens = torch.tensor(seq_lens, dtype=dtype, device=DEVICE)
+    counts = None
+    if is_ragged:
+        counts = torch.arange(len(seq_lens), dtype=torch.int32, device=DEVICE) % (block_size + 1)
     outputs = []
     for run in (block.pack_blocks_triton, block.pack_blocks_torch):
         offsets = [torch.full((len(seq_lens) + 1,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
         outputs.append((torch.full_like(seq_lens, -1), *offsets))
-        run(seq_lens, block_size, *outputs[-1])
+        run(seq_lens, block_size, *outputs[-1], counts)
     for got, want in zip(*outputs, strict=True):
         assert torch.equal(got, want)
 
@@ -74,6 +78,9 @@ def test_pack_blocks_equals_its_twin(seq_lens, block_size, dtype):
 def test_packed_blocks():
     lengths, keys, queries = block.pack_blocks(torch.tensor([5, 0, 7]), 4)
     assert [x.tolist() for x in (lengths, keys, queries)] == [[9, 4, 11], [0, 9, 13, 24], [0, 4, 8, 12]]
+    counts = torch.tensor([4, 0, 1], dtype=torch.int32)
+    lengths, keys, queries = block.pack_blocks(torch.tensor([5, 0, 7]), 4, counts=counts)
+    assert [x.tolist() for x in (lengths, keys, queries)] == [[9, 0, 8], [0, 9, 9, 17], [0, 4, 4, 5]]
 
 
 # -- the table of a window

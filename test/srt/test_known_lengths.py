@@ -15,7 +15,7 @@ from sglang_dflash.srt.speculative.cycle.known_lengths import (
     resolving_known_lengths,
 )
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, Prompts
-from sglang_dflash.srt.speculative.width.adaptive import PlannedCycle
+from sglang_dflash.srt.speculative.width.plan import PlannedCycle
 
 ON_DEVICE = torch.tensor([5, 6, 7, 8])
 

@@ -17,29 +17,40 @@ from sglang_dflash.srt.layers.attention.kv_chunks import choose_chunk, holds, nu
 
 @dataclass
 class Case:
-    """Blocks of `width` queries per request, with keys between bounds. heads: of queries and of keys."""
+    """Blocks of requests, with keys between bounds. heads: of queries and of keys.
+
+    counts: queries of each request, at most `width`. None: all have `width`.
+    """
 
     least: list[int]
     most: list[int]
     width: int
     heads: tuple[int, int]
     num_processors: int = 132
+    counts: list[int] | None = None
+
+    @property
+    def queries(self) -> list[int]:
+        return self.counts or [self.width] * len(self.most)
 
     def plan(self, lengths: list[int], fixed_chunk: int | None = None) -> planner.Plan:
         return planner.plan(
             lengths,
-            [self.width] * len(lengths),
+            self.queries,
             self.heads,
             num_processors=self.num_processors,
             fixed_chunk=fixed_chunk or -1,
-            uniform_queries=self.width,
+            uniform_queries=0 if self.counts else self.width,
         )
 
     def choose(self):
         """Choose as `BlockPlan` does: with what the capture's plan says of the kernel's grid."""
-        captured = self.plan([1 + self.width] * len(self.most))
+        captured = self.plan([1 + n for n in self.queries])
         capacity, tile = captured.information[0], captured.information[3]
-        tiles = planner.ceil_div(self.width * self.heads[0] // self.heads[1], tile)
+        if self.counts:
+            one = planner.plan([1], [1], self.heads, num_processors=self.num_processors, uniform_queries=1)
+            capacity = one.information[0]
+        tiles = [planner.ceil_div(n * self.heads[0] // self.heads[1], tile) for n in self.queries]
         return choose_chunk(self.least, self.most, tiles, capacity), captured
 
     def lengths(self, rng: random.Random) -> list[int]:
@@ -61,12 +72,24 @@ def random_case(rng: random.Random) -> Case:
     return Case(least, most + padding, width, heads, rng.choice([8, 46, 132]))
 
 
-def test_a_plan_exists_and_is_right_for_every_length():
+def ragged_case(rng: random.Random) -> Case:
+    """Draw a batch whose requests have numbers of queries of their own. Padding lanes may have none."""
+    case = random_case(rng)
+    num_padding = case.most.count(1 + case.width)
+    counts = [rng.randint(1, case.width) for _ in case.most[num_padding:]]
+    counts += [rng.randint(0, case.width) for _ in range(num_padding)]
+    bounds = ([n - case.width + count for n, count in zip(side, counts, strict=True)]
+              for side in (case.least, case.most))  # fmt: skip
+    return Case(*bounds, case.width, case.heads, case.num_processors, counts)
+
+
+@pytest.mark.parametrize("draw", [random_case, ragged_case])
+def test_a_plan_exists_and_is_right_for_every_length(draw):
     """Plain upper bounds are wrong for some of the same lengths: the arithmetic can tell."""
     rng = random.Random(20261123)
     num_wrong_with_upper_bounds = 0
     for _ in range(2000):
-        case = random_case(rng)
+        case = draw(rng)
         choice, captured = case.choose()
         assert choice is not None, case
         made = case.plan(choice.lengths, choice.fixed_chunk)
@@ -97,14 +120,14 @@ def test_the_searched_chunk_is_flashinfers(lengths, tiles, capacity):
     made = planner.plan(
         lengths, queries, (1, 1), num_processors=capacity, uniform_queries=64 * tiles, head_dim=256
     )
-    assert searched_chunk(lengths, tiles, made.information[0]) == made.chunk
+    assert searched_chunk(lengths, [tiles] * len(lengths), made.information[0]) == made.chunk
 
 
 @given(lengths, st.integers(0, 40), st.integers(1, 4), st.integers(1, 300))
 def test_a_choice_holds_fits_and_splits(most, spread, tiles, capacity):
     least = [max(1, n - spread) for n in most]
     capacity = max(capacity, tiles * len(most))  # the grid has a block for every tile
-    choice = choose_chunk(least, most, tiles, capacity)
+    choice = choose_chunk(least, most, [tiles] * len(most), capacity)
     if choice is None:
         return
     assert holds(choice.chunk, least, most)
@@ -117,8 +140,8 @@ def test_a_choice_holds_fits_and_splits(most, spread, tiles, capacity):
 
 
 def test_exact_lengths_keep_flashinfers_chunk():
-    choice = choose_chunk([300, 5000], [300, 5000], 1, 30)
-    assert choice.fixed_chunk is None and choice.chunk == searched_chunk([300, 5000], 1, 30)
+    choice = choose_chunk([300, 5000], [300, 5000], [1, 1], 30)
+    assert choice.fixed_chunk is None and choice.chunk == searched_chunk([300, 5000], [1, 1], 30)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +154,10 @@ def test_exact_lengths_keep_flashinfers_chunk():
     ],
 )
 def test_choices(least, most, capacity, fixed):
-    choice = choose_chunk(least, most, 1, capacity)
+    choice = choose_chunk(least, most, [1] * len(most), capacity)
     assert choice.fixed_chunk == fixed and holds(choice.chunk, least, most)
 
 
 def test_no_choice():
     """Two chunks for one length and three for another, and no chunk in between."""
-    assert choose_chunk([2], [200], 1, 66) is None
+    assert choose_chunk([2], [200], [1], 66) is None

@@ -19,6 +19,7 @@ from sglang_dflash.srt.speculative.drafters.ahead import copy_room, on_copies
 from sglang_dflash.srt.speculative.drafters.some import draft_for_some
 from sglang_dflash.srt.speculative.targets.states import NoStates
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
+from sglang_dflash.srt.speculative.width.backends import AnyRows
 from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock
 from sglang_dflash.srt.speculative.width.costs import CostTable
@@ -208,7 +209,7 @@ def test_custom_logit_processors_read_whole_blocks(has_processor):
     chooser = LengthChooser(costs, 8, copy_depth=MOST - 1)
     right = np.full(9, MOST - 1)
     chooser.copies.learn(np.zeros(9, dtype=int), np.full(9, 16), right, right)
-    width = AdaptiveWidth(chooser, None, CycleClock("cpu"), 8, group, has_copies=True)
+    width = AdaptiveWidth(chooser, AnyRows(), CycleClock("cpu"), 8, group, has_copies=True)
     assert width.most_slots == MOST
     params = SimpleNamespace(
         top_k=1, logit_bias=None, min_new_tokens=0, frequency_penalty=0, presence_penalty=0,

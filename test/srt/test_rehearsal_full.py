@@ -6,6 +6,7 @@ acceptance that of the CPU path.
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,13 @@ from support.rehearsal.stage import Scene
 from support.servers import patched
 from transformers import AutoModelForCausalLM
 
+from sglang_dflash.srt.speculative.width.row_graphs import row_sizes
+
 pytestmark = [pytest.mark.server, pytest.mark.rehearsal_full, on_cpu]
 
 DRAFTS = {"dflash": DRAFT, "speculators": SPECULATORS_DRAFT, "peagle": PEAGLE_DRAFT, "dflash2": DFLASH2_DRAFT}
 WINDOW = 12
+CHANGING = (7, 3, 0, 0, 1, 7, 0)  # drafted tokens to verify
 
 
 @pytest.fixture(scope="module")
@@ -200,32 +204,76 @@ def test_setting(name, expected, reference):
         assert_as_expected(played, draft, requests, expected, reference, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("backend", "draft"), [("flashinfer", "dflash"), ("fa3", "dflash"), ("fa3", "peagle")]
-)
-def test_widths_that_change(backend, draft, servers, reference, tmp_path):
+def kinds_of_requests() -> list[dict]:
+    """Return requests with and without a grammar, penalties and log probabilities."""
+    # A grammar's last token is the end of the text. With ignore_eos stock SGLang would emit one more token.
+    grammar = {"regex": "[a-z ]{8,24}", "ignore_eos": False}
+    kinds = ({}, grammar, {"frequency_penalty": 0.6, "repetition_penalty": 1.2}, {"min_new_tokens": 8})
+    requests = [greedy_requests(n + 1, 24, **kind)[n] for n, kind in enumerate(kinds)]
+    return [*requests, greedy_requests(5, 24)[4] | {"return_logprob": True, "top_logprobs_num": 2}]
+
+
+def verifying(folder: Path, *lengths: int) -> tuple[object, ...]:
+    """Return arguments of a server that verifies these numbers of drafted tokens in turn."""
+    config = folder / "widths.json"
+    config.write_text(json.dumps({"schedule": lengths}))
+    return "--speculative-adaptive", "--speculative-adaptive-config", config
+
+
+def test_widths_that_change(reference, tmp_path):
     """Swap backend and graphs per width from cycle to cycle.
 
-    Requests are sent one at a time, because the schedule of widths continues from one to the next.
+    Only the output is compared: on a CPU requests have lengths of their own.
     """
-    widths = tmp_path / "widths.json"
-    widths.write_text(json.dumps({"schedule": [7, 3, 0, 0, 1, 7, 0]}))
-    adaptive = "--speculative-adaptive", "--speculative-adaptive-config", widths
     requests = greedy_requests()
-    wanted = servers.get(*ARGUMENTS, *dflash_arguments(DRAFTS[draft]), NO_CACHE, *adaptive).generate_many(
-        requests, 1
-    )
-    with rehearse(Scene(backend), DRAFTS[draft], NO_CACHE, *adaptive) as played:
+    with rehearse(Scene("fa3"), PEAGLE_DRAFT, NO_CACHE, *verifying(tmp_path, *CHANGING)) as played:
         answers = played.server.generate_many(requests, 1)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == []
-        assert acceptance(answers) == acceptance(wanted)
         assert {step["replays"]["target"] for step in played.notes("step")} == {1}
         assert {step["replays"]["draft"] for step in played.notes("step")} == {0, 1}
         captures = [note["role"] for note in played.notes("capture")]
         assert captures.count("target") == 4 * captures.count("draft"), (
             "each batch size for 8, 4, 2 and 1 verified slots"
         )
+
+
+@pytest.mark.parametrize(("backend", "draft"), [("fa3", "dflash"), ("flashinfer", "dflash2")])
+def test_own_lengths(backend, draft, servers, reference, tmp_path):
+    """Verify another number of tokens of each request, with one set of graphs for all numbers of rows."""
+    requests, lengths = greedy_requests(), verifying(tmp_path, 6)
+    for request, cap in zip(requests, (3, 0, 7, 1, 5), strict=True):
+        request["sampling_params"] |= {"custom_params": {"speculative_max_tokens": cap}}
+    on_cpu = servers.get(*ARGUMENTS, *dflash_arguments(DRAFTS[draft]), NO_CACHE, *lengths)
+    wanted = [on_cpu.generate_many(requests, CONCURRENCY), on_cpu.generate_many(requests[:1], 1)]
+    with rehearse(Scene(backend), DRAFTS[draft], NO_CACHE, *lengths) as played:
+        answers = played.server.generate_many(requests, CONCURRENCY)
+        # The graph of 4 rows, for up to 4 requests, runs the block of one.
+        alone = played.server.generate_many(requests[:1], 1)
+        for found, expected in zip((answers, alone), wanted, strict=True):
+            assert_same(requests[: len(found)], found, reference.answers(requests[: len(found)]))
+            assert acceptance(found) == acceptance(expected)
+        assert played.problems() == [] and played.waits() == []
+        steps = played.notes("step")
+        assert {step["replays"]["target"] for step in steps} == {1}
+        assert max(step["bs"] for step in steps) > 1
+        captures = Counter(note["role"] for note in played.notes("capture"))
+        assert captures == {"draft": 3, "target": 3 + len(row_sizes(4, 8))}
+        [state] = played.server.get("/server_info")["internal_states"]
+        assert state["speculative_width"]["own_lengths"]
+
+
+@pytest.mark.parametrize(("backend", "draft"), [("fa3", "dflash"), ("flashinfer", "dflash2")])
+def test_own_lengths_that_change(backend, draft, reference, tmp_path):
+    """Verify none, some and all, another number for each request and cycle, of unlike requests."""
+    requests = kinds_of_requests()
+    with rehearse(Scene(backend), DRAFTS[draft], *verifying(tmp_path, *CHANGING)) as played:
+        answers = played.server.generate_many(requests, CONCURRENCY)
+        assert_same(requests, answers, reference.answers(requests))
+        assert played.problems() == [] and played.waits() == []
+        assert {step["replays"]["target"] for step in played.notes("step")} == {1}
+        assert {step["replays"]["draft"] for step in played.notes("step")} == {0, 1}
+        assert sum(map(sum, acceptance(answers))) > 0
 
 
 def test_our_context_kernel(expected, reference):
@@ -248,11 +296,7 @@ def test_nothing_drafted(draft, reference):
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
 def test_kinds_of_requests(backend, expected, reference):
     """Mix grammars, penalties and log probabilities in one batch."""
-    # A grammar's last token is the end of the text. With ignore_eos stock SGLang would emit one more token.
-    grammar = {"regex": "[a-z ]{8,24}", "ignore_eos": False}
-    kinds = ({}, grammar, {"frequency_penalty": 0.6, "repetition_penalty": 1.2}, {"min_new_tokens": 8})
-    requests = [greedy_requests(n + 1, 24, **kind)[n] for n, kind in enumerate(kinds)]
-    requests.append(greedy_requests(5, 24)[4] | {"return_logprob": True, "top_logprobs_num": 2})
+    requests = kinds_of_requests()
     expected.answers(DRAFT, requests)
     with rehearse(Scene(backend), DRAFT, NO_CACHE) as played:
         answers = assert_as_expected(played, DRAFT, requests, expected, reference)

@@ -27,7 +27,7 @@ from sglang_dflash.srt.speculative.dflash_utils import (
     has_room_for_draft_graphs,
 )
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
-from sglang_dflash.srt.speculative.width.adaptive import PlannedCycle
+from sglang_dflash.srt.speculative.width.plan import PlannedCycle
 
 
 def worker(**fields) -> DFlashWorker:
@@ -117,9 +117,12 @@ def test_the_verify_graph_absorbs_the_commit(one_naming):
     assert tail.states_to_commit(by_graph) is states
 
 
-@pytest.mark.parametrize("defers", [True, False])
-def test_the_graph_of_plain_cycles_leaves_deferred_context_to_the_commit(defers):
+@pytest.mark.parametrize(("defers", "by_rows"), [(True, False), (False, False), (True, True)])
+def test_the_graph_of_plain_cycles_leaves_deferred_context_to_the_commit(defers, by_rows):
+    """A graph of 6 rows for up to 6 requests also runs blocks of fewer requests, so it absorbs."""
     drafter, runner = MagicMock(defers_plain_cycles=defers), MagicMock(capture_tail_hooks=[])
+    runner.decode_cuda_graph_runner.ragged_verify_mode = by_rows
+    defers = defers and not by_rows
     runner.kv_index_translator.space.return_value = SimpleNamespace(write=None)
     tail = VerifyTail(drafter, runner, runner)
     output = SimpleNamespace(hidden_states=torch.zeros(8, 4))

@@ -17,10 +17,12 @@ from sglang_dflash.srt.speculative.dflash_info import DraftBlock, Prompts, packe
 from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead
 from sglang_dflash.srt.speculative.drafters.copy_stats import CopyStats
 from sglang_dflash.srt.speculative.drafters.some import draft_for_some
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth, PlannedCycle
+from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
+from sglang_dflash.srt.speculative.width.backends import AnyRows
 from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
 from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.plan import FixedWidth, PlannedCycle
 
 BLOCK, VOCABULARY, ROWS = 8, 1000, 32
 WIDTHS = np.array([1, 2, 4, BLOCK])
@@ -132,6 +134,15 @@ class _Cycle:
         return _Cycle(len(chosen), self.verify_len, *fields)
 
 
+class OneWidth:
+    """Backends that verify as many tokens of each request."""
+
+    own_lengths = False
+
+    def follow(self, lengths, needs_rectangle=False):
+        return int(lengths[0]) + 1, None
+
+
 @dataclass
 class CopySimulation:
     """A server of one batch: each text is a request, and the batch shrinks as they end.
@@ -176,7 +187,7 @@ class CopySimulation:
         chooser = LengthChooser(
             costs, ROWS, is_own, skips_draft=self.skips_draft, copy_depth=self.most_slots - 1
         )
-        backends = None if is_own else SimpleNamespace(apply=lambda width: None)
+        backends = AnyRows() if is_own else OneWidth()
         group = SimpleNamespace(world_size=1, rank_in_group=0)
         return AdaptiveWidth(chooser, backends, self.clock, ROWS, group, has_copies=self.copies)
 

@@ -271,14 +271,14 @@ class Cycle:
         """Keep the verified slots of each block, after the blocks `drafted` [m] have been filled."""
         cycle = replace(self, drafted=drafted)
         if rows.index is None:
-            return cycle.narrowed(rows.width)
-        index = rows.index // rows.width * self.verify_len + rows.index % rows.width
+            return replace(cycle.narrowed(rows.width), ragged=rows)
+        columns = rows.columns(self.verify_len)
         return replace(
             cycle,
             tokens=self.tokens[:, : rows.width],
             positions=self.positions[:, : rows.width],
-            cache_loc=self.cache_loc[index],
-            write_cols=index,
+            cache_loc=self.cache_loc[columns],  # of rows that are nobody's, SGLang reads `write_cols`
+            write_cols=columns,
             ragged=rows,
         )
 
@@ -349,8 +349,15 @@ class DFlashVerifyInput(SpecInput):
         cls, rows: VerifyRows, tokens: torch.Tensor, positions: torch.Tensor, spread: list[int] | None = None
     ) -> "DFlashVerifyInput":
         """Describe a verify forward. tokens, positions: [T] int64."""
-        mode, ragged = CaptureHiddenMode.FULL, None if rows.lengths is None else rows
-        return cls(rows.width, mode, draft_token=tokens, positions=positions, spread=spread, ragged=ragged)
+        return cls(
+            rows.width,
+            CaptureHiddenMode.FULL,
+            draft_token=tokens,
+            positions=positions,
+            spread=spread,
+            ragged_verify_layout=rows.layout,
+            ragged=None if rows.lengths is None else rows,
+        )
 
     def __post_init__(self):
         super().__init__(spec_input_type=SpecInputType.DFLASH_VERIFY)
@@ -374,7 +381,9 @@ class DFlashVerifyInput(SpecInput):
         `paged_kernel_lens` [bs] are committed lengths. Each request also reads its own block.
         """
         bs, width, device = req_pool_indices.numel(), self.draft_token_num, req_pool_indices.device
-        lengths, kv_indptr, qo_indptr = pack_blocks(paged_kernel_lens, width)
+        layout = self.ragged_verify_layout
+        counts = None if layout is None else layout.verify_lens[:bs]
+        lengths, kv_indptr, qo_indptr = pack_blocks(paged_kernel_lens, width, counts=counts)
         if kv_indices_buf is None:
             kv_indices_buf = torch.empty(paged_kernel_lens_sum + bs * width, dtype=torch.int32, device=device)
         translator.pack_read_stream(

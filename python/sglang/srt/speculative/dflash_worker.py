@@ -44,7 +44,6 @@ from sglang_dflash.srt.speculative.cycle.known_lengths import plans_within_bound
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.cycle.rows import RequestRows
 from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts, on_device
 from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget
 from sglang_dflash.srt.speculative.drafters.ahead import copy_room, on_copies
@@ -56,7 +55,7 @@ from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, run
 from sglang_dflash.srt.speculative.targets.state_memory import tell_if_states_cap_batch
 from sglang_dflash.srt.speculative.targets.states import make_target_states
 from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_updates
-from sglang_dflash.srt.speculative.width.adaptive import FixedWidth, PlannedCycle
+from sglang_dflash.srt.speculative.width.plan import FixedWidth, PlannedCycle
 from sglang_dflash.srt.speculative.width.start_up import make_width
 
 logger = logging.getLogger(__name__)
@@ -317,10 +316,8 @@ class DFlashWorker(BaseSpecWorker):
             grammar_barrier: SGLang's, waits until grammars are up to date.
         """
         sampling_info = batch.sampling_info if draws else None
-        if plan.lengths is None:
-            cycle, block = self._draft(batch, plan, sampling_info)
-        else:
-            cycle, block = self._draft_for_some(batch, plan, plan.lengths, sampling_info)
+        draft = self._draft if plan.rows is None else self._draft_for_some
+        cycle, block = draft(batch, plan, sampling_info)
         rows = cycle.rows
         self._notify("on_drafted", batch, cycle, block)
         # The copy to the host starts before verify, so that grammars run beside it on the host.
@@ -367,23 +364,21 @@ class DFlashWorker(BaseSpecWorker):
         num_slots = self.block_size if plan.width > 1 else 1
         runner = self._target_worker.model_runner
         cycle = Cycle.begin(batch, runner, self.drafter.mask_token_id, num_slots)
-        if plan.drafts or self._copies is None:
+        if plan.drafts:
             block = self.drafter.propose(cycle, sampling_info)
-        else:
+        elif self._copies is not None:
             block = self._copies.propose_copies(cycle, sampling_info)
+        else:  # start-up times a cycle without its draft
+            block = DraftBlock(cycle.tokens[:, :1].repeat(1, num_slots))
         self.acceptor.share_drawn_tokens(block)
         return cycle.narrowed(plan.width), block.narrowed(plan.width)
 
-    def _draft_for_some(
-        self, batch, plan: PlannedCycle, lengths: np.ndarray, sampling_info: Any
-    ) -> tuple[Cycle, DraftBlock]:
-        """Draft for requests that verify the draft's tokens, and copy for others.
-
-        lengths: drafted or copied tokens that each verifies. [n]
-        """
+    def _draft_for_some(self, batch, plan: PlannedCycle, sampling_info: Any) -> tuple[Cycle, DraftBlock]:
+        """Draft for requests that verify the draft's tokens, and copy for others."""
+        lengths = plan.lengths
         runner = self._target_worker.model_runner
         drafter = self.drafter if self._copies is None else self._copies.inner
-        assert plan.copies is not None
+        assert lengths is not None and plan.copies is not None and plan.rows is not None
         chosen = (lengths > 0) & ~plan.copies | drafter.overdue(batch.req_pool_indices, lengths)
         num_slots = max(self.block_size, plan.width) if chosen.any() or plan.width > 1 else 1
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
@@ -392,7 +387,7 @@ class DFlashWorker(BaseSpecWorker):
         if self._copies is not None:
             block = self._copies.overlay(cycle, block, plan.copies, bool(len(drafted)))
         self.acceptor.share_drawn_tokens(block)
-        return cycle.packed(VerifyRows(cycle.bs, plan.width, lengths, self.device), drafted), block
+        return cycle.packed(plan.rows, drafted), block
 
     def _notify(self, stage: str, *args: Any) -> None:
         for observer in self.observers:

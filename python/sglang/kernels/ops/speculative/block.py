@@ -86,11 +86,13 @@ def pack_blocks(
     seq_lens: torch.Tensor,
     block_size: int,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute where keys and queries of packed blocks begin and end, for FlashInfer.
 
     seq_lens: [bs] int, committed lengths. A request's keys are these tokens and its block's.
     out: tensors to write the result to.
+    counts: [bs] int32, slots of each request's block. None: `block_size` slots each.
 
     Returns lengths with the block [bs], as seq_lens; key offsets [bs + 1] int32; query offsets [bs + 1]
     int32. One launch on CUDA, without host synchronisation.
@@ -99,34 +101,55 @@ def pack_blocks(
         keys, queries = (seq_lens.new_empty((seq_lens.numel() + 1,), dtype=torch.int32) for _ in range(2))
         out = torch.empty_like(seq_lens), keys, queries
     run = pack_blocks_triton if seq_lens.is_cuda else pack_blocks_torch
-    run(seq_lens, block_size, *out)
+    run(seq_lens, block_size, *out, counts)
     return out
 
 
-def pack_blocks_torch(seq_lens, block_size, lengths, keys, queries):
+def pack_blocks_torch(seq_lens, block_size, lengths, keys, queries, counts=None):
     """`pack_blocks` in PyTorch, on any device."""
-    torch.add(seq_lens, block_size, out=lengths)
-    keys[0] = 0
-    torch.cumsum(lengths, dim=0, out=keys[1:])
-    torch.arange(0, (seq_lens.numel() + 1) * block_size, block_size, out=queries)
+    if counts is None:
+        counts = torch.full_like(seq_lens, block_size)
+    torch.add(seq_lens, counts, out=lengths)
+    for offsets, values in ((keys, lengths), (queries, counts)):
+        offsets[0] = 0
+        torch.cumsum(values, dim=0, out=offsets[1:])
 
 
-def pack_blocks_triton(seq_lens, block_size, lengths, keys, queries):
+def pack_blocks_triton(seq_lens, block_size, lengths, keys, queries, counts=None):
     """`pack_blocks` as a Triton kernel. All tensors contiguous."""
-    assert all(t.is_contiguous() for t in (seq_lens, lengths, keys, queries))
+    has_counts = counts is not None
+    counts = counts if has_counts else seq_lens  # or not read
+    assert all(t.is_contiguous() for t in (seq_lens, lengths, keys, queries, counts))
     bs = seq_lens.numel()
     pack_blocks_kernel[(1,)](
-        seq_lens, lengths, keys, queries, bs, block_size, BLOCK=triton.next_power_of_2(bs + 1)
+        *(seq_lens, counts, lengths, keys, queries, bs, block_size),
+        HAS_COUNTS=has_counts,
+        BLOCK=triton.next_power_of_2(bs + 1),
     )
 
 
 @triton.jit(do_not_specialize=["bs"])
-def pack_blocks_kernel(seq_lens, lengths, keys, queries, bs, block_size, BLOCK: tl.constexpr):
+def pack_blocks_kernel(
+    seq_lens,
+    counts,
+    lengths,
+    keys,
+    queries,
+    bs,
+    block_size,
+    HAS_COUNTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program for all requests."""
     entry = tl.arange(0, BLOCK)
     inside = entry < bs
-    length = tl.load(seq_lens + entry, mask=inside, other=0) + tl.where(inside, block_size, 0)
+    if HAS_COUNTS:
+        count = tl.load(counts + entry, mask=inside, other=0)
+    else:
+        count = tl.where(inside, block_size, 0)
+    length = tl.load(seq_lens + entry, mask=inside, other=0) + count
     tl.store(lengths + entry, length, mask=inside)
     tl.store(keys + 1 + entry, tl.cumsum(length.to(tl.int32), axis=0), mask=inside)
     tl.store(keys + entry, 0, mask=entry == 0)
-    tl.store(queries + entry, entry * block_size, mask=entry <= bs)
+    tl.store(queries + 1 + entry, tl.cumsum(count.to(tl.int32), axis=0), mask=inside)
+    tl.store(queries + entry, 0, mask=entry == 0)

@@ -87,11 +87,16 @@ def planning_within_bounds():
         )
         if not is_block:
             return original(self, forward_batch, in_capture)
+        layout = spec_info.ragged_verify_layout
+        size = forward_batch.batch_size if layout is None else layout.graph_num_tokens
         if in_capture:
-            # FlashInfer's own plan selects the kernel. The graph is captured with ours.
+            # FlashInfer's own plan selects the kernel. The graph is captured with ours. SGLang refuses a
+            # layout, which that plan does not need.
+            spec_info.ragged_verify_layout = None
             original(self, forward_batch, in_capture=True)
-            _add_plan(self, forward_batch)
-        self.dflash_plans[forward_batch.batch_size].prepare(forward_batch)
+            spec_info.ragged_verify_layout = layout
+            _add_plan(self, forward_batch, size)
+        self.dflash_plans[size].prepare(forward_batch)
 
     setattr(init_forward_metadata_out_graph, _MARK, True)
     return init_forward_metadata_out_graph
@@ -154,7 +159,8 @@ class BlockPlan:
 
     Args:
         wrapper: FlashInfer's paged prefill wrapper, which has been planned once.
-        width: queries of each request.
+        width: queries of each request. None: each forward has a layout of its own.
+        num_rows: queries of all requests.
         heads: of queries, of keys, and their dimension.
         translator: SGLang's `KVIndexTranslator` of the backend.
         staging: buffers of the backend.
@@ -165,14 +171,21 @@ class BlockPlan:
     """
 
     def __init__(
-        self, wrapper: Any, width: int, heads: tuple[int, int, int], translator: Any, staging: Staging
+        self,
+        wrapper: Any,
+        width: int | None,
+        num_rows: int,
+        heads: tuple[int, int, int],
+        translator: Any,
+        staging: Staging,
     ):
-        self.wrapper, self._width, self._heads = wrapper, width, heads
+        self.wrapper, self._width, self._num_rows, self._heads = wrapper, width, num_rows, heads
         self._translator, self._staging = translator, staging
         # SGLang 0.5.22 has no such arguments.
         self._takes_sizes = "num_token_blocks" in inspect.signature(translator.pack_read_stream).parameters
         self._bs = wrapper._fixed_batch_size
-        self._queries_host = torch.arange(0, (self._bs + 1) * width, width, dtype=torch.int32)
+        self._counts = [width or 0] * self._bs
+        self._queries_host = torch.arange(0, self._bs + 1, dtype=torch.int32) * (width or 0)
         # FlashInfer reads them before its plan returns, so every plan may use the same memory.
         self._lengths_host = np.zeros(self._bs, dtype=np.int32)
         self._offsets_host = np.zeros(self._bs + 1, dtype=np.int32)
@@ -190,27 +203,38 @@ class BlockPlan:
 
         forward_batch: padded to the graph's batch size.
         """
-        self.expect(forward_batch.seq_lens_cpu.tolist(), forward_batch.spec_info.spread)
+        spec_info = forward_batch.spec_info
+        layout = spec_info.ragged_verify_layout
+        if layout is not None:
+            self._counts = layout.counts
+            np.cumsum(layout.counts, out=self._queries_host.numpy()[1:])
+        self.expect(forward_batch.seq_lens_cpu.tolist(), spec_info.spread, spec_info.draft_token_num)
         self._write_indices(forward_batch)
         self._choose_plan()
 
-    def expect(self, lengths: Sequence[int], spread: Sequence[int] | None) -> None:
+    def expect(self, lengths: Sequence[int], spread: Sequence[int] | None, width: int) -> None:
         """Set the bounds of the next plan.
 
         Args:
-            lengths: [bs], upper bounds of the keys of each request.
+            lengths: [bs], upper bounds of the keys of each request, if it had `width` queries.
             spread: by how much a length may be below its bound, for the first lanes. None: the lengths are
                 exact.
+            width: the most queries of a request.
         """
         # A lane that pads the batch has the keys of its block too, which the host's length leaves out.
-        self.most = [n + self._width if n == _PADDING_LENGTH else n for n in lengths]
+        self.most = [
+            n + count - (0 if n == _PADDING_LENGTH else width)
+            for n, count in zip(lengths, self._counts, strict=True)
+        ]
         self.least = self.most.copy()
         for lane, below in enumerate(spread or ()):
             self.least[lane] -= below
 
     def _write_indices(self, forward_batch: Any) -> None:
         seq_lens, num_keys = forward_batch.seq_lens[: self._bs], sum(self.most)
-        pack_blocks(seq_lens, self._width, (self._lengths, *self._offsets))
+        layout = forward_batch.spec_info.ragged_verify_layout
+        counts = None if layout is None else layout.verify_lens
+        pack_blocks(seq_lens, self._width or 0, (self._lengths, *self._offsets), counts)
         self._translator.pack_read_stream(
             forward_batch.kv_loc_plan,
             req_pool_indices=forward_batch.req_pool_indices[: self._bs],
@@ -224,10 +248,15 @@ class BlockPlan:
 
     def _choose_plan(self) -> None:
         if self._layout is None:
+            # FlashInfer's search fills the grid of one wave. A graph's own may be larger: for whole blocks
+            # only if nothing fits into a wave, for other rows always.
+            self._capacity = self._probe() if self._width is None else None
             self._layout, _ = self._plan(self.most, None)
             return
-        tiles = -(-self._width * (self._heads[0] // self._heads[1]) // self._layout[_CTA_TILE_Q])
-        choice = choose_chunk(self.least, self.most, tiles, self._layout[_PADDED_BATCH_SIZE])
+        group, tile = self._heads[0] // self._heads[1], self._layout[_CTA_TILE_Q]
+        tiles = [-(-count * group // tile) for count in self._counts]
+        capacity = self._capacity or self._layout[_PADDED_BATCH_SIZE]
+        choice = choose_chunk(self.least, self.most, tiles, capacity)
         if choice is not None:
             layout, chunk = self._plan(choice.lengths, choice.fixed_chunk)
             counts.add("plans")
@@ -239,22 +268,56 @@ class BlockPlan:
         if self._check is not None:
             self._check.start(self._offsets[0], self.most, chunk)
 
+    def _probe(self) -> int:
+        """Return how many blocks of the kernel run at a time.
+
+        That is the grid of one request with one row.
+        """
+        one = torch.tensor([0, 1], dtype=torch.int32)
+        information = self._run_plan(self._staging.next(), (one, one, one[1:]), 1, 1, -1, 1)
+        self._staging.on_planned()
+        return int(information[_PADDED_BATCH_SIZE])
+
     def _plan(self, lengths: Sequence[int], fixed_chunk: int | None) -> tuple[list[int], int]:
         """Have FlashInfer plan, and return its layout and the chunk that it has chosen.
 
         lengths: keys of each request.
         """
-        wrapper, staging = self.wrapper, self._staging.next()
+        staging = self._staging.next()
         self._lengths_host[:] = lengths
         np.cumsum(self._lengths_host, out=self._offsets_host[1:])
-        information = wrapper._cached_module.plan(
+        on_host = self._queries_host, *self._keys_host
+        information = self._run_plan(
+            staging, on_host, self._num_rows, self._bs, fixed_chunk or -1, self._width or 0
+        )
+        self._staging.on_planned()
+        self.wrapper._plan_info = information
+        layout = [int(number) for number in information]
+        start = layout[_CHUNK_OFFSET]
+        chunk_host = staging.numpy()[start : start + 4].view(np.int32)
+        return layout, int(chunk_host[0])
+
+    def _run_plan(
+        self,
+        staging: torch.Tensor,
+        on_host: tuple[torch.Tensor, ...],
+        num_rows: int,
+        bs: int,
+        fixed_chunk: int,
+        width: int,
+    ) -> Sequence[int]:
+        """Call FlashInfer's plan.
+
+        on_host: offsets of queries and keys, and lengths. width: queries of every request; 0: they differ.
+        """
+        wrapper = self.wrapper
+        return wrapper._cached_module.plan(
             wrapper._float_workspace_buffer,
             wrapper._int_workspace_buffer,
             staging,
-            self._queries_host,
-            *self._keys_host,
-            self._bs * self._width,
-            self._bs,
+            *on_host,
+            num_rows,
+            bs,
             *self._heads[:2],
             1,  # page size
             True,  # for a CUDA graph
@@ -262,17 +325,11 @@ class BlockPlan:
             self._heads[2],
             False,  # the mask is chosen when the kernel is launched
             -1,  # no window
-            fixed_chunk or -1,
+            fixed_chunk,
             False,  # chunks are not disabled
             0,  # no other kernel shares the device
-            self._width,  # every request has as many queries
+            width,
         )
-        self._staging.on_planned()
-        wrapper._plan_info = information
-        layout = [int(number) for number in information]
-        start = layout[_CHUNK_OFFSET]
-        chunk_host = staging.numpy()[start : start + 4].view(np.int32)
-        return layout, int(chunk_host[0])
 
 
 class ChunkCheck:
@@ -309,17 +366,18 @@ class ChunkCheck:
             counts.add("checked_plans")
 
 
-def _add_plan(backend: Any, forward_batch: Any) -> None:
-    """Make the plan of the graph that is being captured."""
-    bs, updater = forward_batch.batch_size, backend.indices_updater_prefill
-    [wrapper] = backend.prefill_cuda_graph_metadata[bs]
+def _add_plan(backend: Any, forward_batch: Any, size: int) -> None:
+    """Make the plan of the graph that is being captured. size: of the graph."""
+    spec_info, updater = forward_batch.spec_info, backend.indices_updater_prefill
+    [wrapper] = backend.prefill_cuda_graph_metadata[forward_batch.batch_size]
     if not hasattr(backend, "dflash_plans"):
         workspace = wrapper._int_workspace_buffer
         backend.dflash_plans = {}
         backend.dflash_staging = Staging(workspace.numel(), workspace.device)
-    backend.dflash_plans[bs] = BlockPlan(
+    backend.dflash_plans[size] = BlockPlan(
         wrapper,
-        forward_batch.spec_info.draft_token_num,
+        spec_info.draft_token_num if spec_info.ragged_verify_layout is None else None,
+        forward_batch.positions.numel(),
         (updater.num_qo_heads, updater.num_kv_heads, updater.head_dim),
         backend.kv_index_translator,
         backend.dflash_staging,

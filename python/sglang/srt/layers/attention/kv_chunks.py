@@ -41,12 +41,12 @@ def holds(chunk: int, least: Sequence[int], most: Sequence[int]) -> bool:
     return all(-(-low // chunk) == -(-high // chunk) for low, high in zip(least, most, strict=True))
 
 
-def searched_chunk(lengths: Sequence[int], tiles: int, capacity: int) -> int:
+def searched_chunk(lengths: Sequence[int], tiles: Sequence[int], capacity: int) -> int:
     """Return the chunk that FlashInfer's search finds: the least one whose blocks all fit.
 
     Args:
         lengths: keys of each request.
-        tiles: tiles of queries per request. Each tile and chunk is one block of the kernel.
+        tiles: tiles of queries of each request. Each tile and chunk is one block of the kernel.
         capacity: blocks of the kernel's grid.
     """
     longest = max(lengths)
@@ -56,13 +56,15 @@ def searched_chunk(lengths: Sequence[int], tiles: int, capacity: int) -> int:
     return sizes.start + bisect_left(sizes, True, key=lambda size: _fits(size, lengths, tiles, capacity))
 
 
-def choose_chunk(least: Sequence[int], most: Sequence[int], tiles: int, capacity: int) -> ChunkChoice | None:
+def choose_chunk(
+    least: Sequence[int], most: Sequence[int], tiles: Sequence[int], capacity: int
+) -> ChunkChoice | None:
     """Choose a chunk whose counts are the same for every length within the bounds.
 
     Args:
         least: lower bound of each request's keys, at least 1.
         most: upper bound of each request's keys.
-        tiles: tiles of queries per request.
+        tiles: tiles of queries of each request.
         capacity: blocks of the kernel's grid.
 
     Returns:
@@ -87,8 +89,8 @@ def choose_chunk(least: Sequence[int], most: Sequence[int], tiles: int, capacity
     return None
 
 
-def _fits(chunk: int, lengths: Sequence[int], tiles: int, capacity: int) -> bool:
-    return tiles * sum([-(-length // chunk) for length in lengths]) <= capacity
+def _fits(chunk: int, lengths: Sequence[int], tiles: Sequence[int], capacity: int) -> bool:
+    return sum([n * -(-length // chunk) for n, length in zip(tiles, lengths, strict=True)]) <= capacity
 
 
 def _next_larger(chunk: int, least: Sequence[int], most: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
-from sglang_dflash.srt.speculative.width.adaptive import PlannedCycle
+from sglang_dflash.srt.speculative.width.plan import PlannedCycle
 
 
 @dataclass(slots=True, eq=False)

@@ -43,7 +43,9 @@ class VerifyTail:
 
     def _capture(self, graph_runner: Any, out: Any, forward_batch: Any, num_tokens: int) -> None:
         """Absorb states. SGLang calls this at the end of each warm-up and capture of a forward."""
-        if num_tokens == forward_batch.batch_size and self._drafter.defers_plain_cycles:
+        # In a graph that is keyed by rows, as many rows as requests may be the block of one.
+        is_plain = num_tokens == forward_batch.batch_size and not graph_runner.ragged_verify_mode
+        if is_plain and self._drafter.defers_plain_cycles:
             return
         self._drafter.absorb(
             out.hidden_states[:num_tokens], forward_batch.positions, forward_batch.out_cache_loc

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_dflash.srt.speculative.cycle.prompts import on_device
+
 
 class VerifyRows:
     """Map between blocks [bs, W] and the packed rows [T] of their verify forward.
@@ -13,7 +15,8 @@ class VerifyRows:
     A request verifies its anchor and L_i drafted tokens. Its L_i + 1 rows follow each other, and W is the
     largest L_i + 1. Values per slot stay rectangles. A slot past a request's rows repeats its last row's
     value, and `limits` keeps acceptance from reading it. If all verify W slots, rows are the flattened
-    blocks, and no map is needed.
+    blocks, and no map is needed. A CUDA graph may have further rows, which nobody reads: they repeat the
+    first one, and their KV goes to SGLang's padding slot.
 
     Attributes:
         bs: number of requests.
@@ -22,23 +25,50 @@ class VerifyRows:
         limits: [bs] int32, L_i on the device. None: as `lengths`.
         slots: [bs, W] int64, row of each slot. None: as `lengths`.
         index: [T] int64, slot of each row among the flattened [bs, W]. None: as `lengths`.
+        layout: SGLang's of the rows, for backends that read it on a GPU.
     """
 
-    __slots__ = ("bs", "index", "lengths", "limits", "slots", "width")
+    __slots__ = ("_columns", "_padding", "bs", "index", "layout", "lengths", "limits", "slots", "width")
 
-    def __init__(self, bs: int, width: int, lengths: np.ndarray | None = None, device: Any = "cpu"):
-        self.bs, self.width = bs, width
-        self.lengths = None if lengths is None or bool((lengths == width - 1).all()) else lengths
-        self.limits = self.slots = self.index = None
-        if self.lengths is None:
+    def __init__(
+        self,
+        bs: int,
+        width: int,
+        lengths: np.ndarray | None = None,
+        device: Any = "cpu",
+        layout: Any = None,
+    ):
+        self.bs, self.width, self.layout = bs, width, layout
+        is_rectangle = lengths is None or bool((lengths == width - 1).all())
+        if is_rectangle and (layout is None or layout.graph_num_tokens == bs * width):
+            lengths = None
+        self.lengths = lengths
+        self._columns: tuple[int, torch.Tensor] | None = None
+        self.limits: torch.Tensor | None = None
+        self.slots: torch.Tensor | None = None
+        self.index: torch.Tensor | None = None
+        if lengths is None:
             return
         column = np.arange(width)
-        starts = np.cumsum(self.lengths + 1) - self.lengths - 1
-        slots = starts[:, None] + np.minimum(column, self.lengths[:, None])
-        index = np.flatnonzero(column <= self.lengths[:, None])
-        self.limits = torch.from_numpy(self.lengths.astype(np.int32)).to(device, non_blocking=True)
-        self.slots = torch.from_numpy(slots).to(device, non_blocking=True)
-        self.index = torch.from_numpy(index).to(device, non_blocking=True)
+        starts = np.cumsum(lengths + 1) - lengths - 1
+        slots = starts[:, None] + np.minimum(column, lengths[:, None])
+        index = np.flatnonzero(column <= lengths[:, None])
+        self._padding = 0 if layout is None else layout.graph_num_tokens - len(index)
+        self.limits = on_device(lengths, torch.int32, device)
+        self.slots = on_device(slots, torch.int64, device)
+        self.index = on_device(np.pad(index, (0, self._padding)), torch.int64, device)
+
+    def columns(self, block_size: int) -> torch.Tensor:
+        """Return the slot of each row among flattened blocks. [T] int64
+
+        block_size: slots of a block. -1: the row is nobody's.
+        """
+        if self._columns is None or self._columns[0] != block_size:
+            assert self.lengths is not None and self.limits is not None
+            held = np.arange(block_size) <= self.lengths[:, None]
+            columns = np.pad(np.flatnonzero(held), (0, self._padding), constant_values=-1)
+            self._columns = block_size, on_device(columns, torch.int64, self.limits.device)
+        return self._columns[1]
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -136,8 +136,9 @@ class DFlashDrafter:
             self._deferred.add(cycle.req_pool_indices, rows)
             return
         # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
-        # spares writes on a GPU. On a CPU selecting the others costs more than it spares.
-        self._write(rows, accepted.accept_len if aux_hidden.is_cuda else None)
+        # spares writes on a GPU, if all blocks are alike. On a CPU selecting the others costs more.
+        skips = aux_hidden.is_cuda and cycle.rows.index is None
+        self._write(rows, accepted.accept_len if skips else None)
 
     def _write_deferred(self) -> None:
         rows = self._deferred.take()

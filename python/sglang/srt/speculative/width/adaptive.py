@@ -7,7 +7,7 @@ cycles later, and cycle times when their events are over. Until then a choice re
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,88 +15,15 @@ import torch
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
-from sglang_dflash.srt.speculative.width.backends import TargetBackends
 from sglang_dflash.srt.speculative.width.chooser import Choice, LengthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock
+from sglang_dflash.srt.speculative.width.plan import Backends, PlannedCycle, Requests, planned
 from sglang_dflash.srt.speculative.width.survival import MODES, UNKNOWN_MATCH
 
 logger = logging.getLogger(__name__)
 
 _GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
 _COPIES_SCHEDULED = 4  # copied tokens for each drafted one of a schedule
-
-
-class PlannedCycle(NamedTuple):
-    """Drafts and verified slots of a cycle, passed to `on_launched` and `on_accept_lens`."""
-
-    width: int  # most slots that a request verifies, the anchor included
-    lengths: np.ndarray | None = None  # drafted tokens that each request verifies. None: width - 1. [n]
-    copies: np.ndarray | None = None  # with `lengths`: which requests verify a copy instead. [n] bool
-    drafts: bool = True  # without `lengths`: False if copies are verified without running the draft
-    caps: np.ndarray | None = None  # most drafted tokens to accept per request. None: no limits. [n]
-    matches: np.ndarray | None = None  # lengths that the choice knew of, 0 without a match. [n]
-    batch: "_Batch | None" = None  # None: nothing is learned
-    expected: float | None = None  # seconds. None: nobody knows
-
-    def verified_drafts(self, num_requests: int) -> np.ndarray:
-        """Return how many drafted tokens could be accepted of each request. [n]"""
-        depth = np.full(num_requests, self.width - 1) if self.lengths is None else self.lengths
-        return depth if self.caps is None else np.minimum(self.caps, depth)
-
-    def exceeds(self, caps: np.ndarray) -> bool:
-        """Tell whether a request verifies more than its cap."""
-        return bool((caps < (self.width - 1 if self.lengths is None else self.lengths)).any())
-
-
-class FixedWidth:
-    """Verifies the whole block in every cycle.
-
-    Attributes:
-        most_slots: the most that a request verifies, the anchor included.
-    """
-
-    def __init__(self, width: int):
-        self._plan = PlannedCycle(width)
-        self.most_slots = width
-
-    def begin_prefill(self, prompts: Prompts) -> None:
-        """Do nothing: a fixed width learns nothing."""
-
-    def admit_prefilled(self, requests: PrefilledRequests) -> None:
-        """Do nothing."""
-
-    def choose(
-        self,
-        batch: Any,
-        draws_drafts: bool,
-        matches: np.ndarray | None = None,
-        caps: np.ndarray | None = None,
-        room: np.ndarray | None = None,
-    ) -> PlannedCycle:
-        """Plan whole blocks."""
-        return self._plan if caps is None else self._plan._replace(caps=caps)
-
-    def on_launched(self, cycle: PlannedCycle, was_drafted: bool = True) -> None:
-        """Do nothing."""
-
-    def on_accept_lens(
-        self, cycle: PlannedCycle, accept_lens: Sequence[int], proposals: Proposals | None = None
-    ) -> None:
-        """Do nothing."""
-
-    def report(self) -> dict:
-        """Return nothing for /server_info."""
-        return {}
-
-
-class _Batch(NamedTuple):
-    """The requests of a cycle, which hardly ever change from one cycle to the next."""
-
-    # Without a prefill, equal rows hold equal requests.
-    key: tuple[list[int], bool, int]  # rows, whether drafts are drawn, number of prefills so far
-    rows: np.ndarray  # of the request table. [n]
-    generations: np.ndarray  # which request each row held. [n]
-    modes: np.ndarray  # of `MODES`. [n]
 
 
 class AdaptiveWidth:
@@ -108,7 +35,7 @@ class AdaptiveWidth:
 
     Args:
         chooser: the policy. If there is a `schedule`, it still learns and decides, but is not obeyed.
-        backends: the target's, per width. None: one that serves every request a length of its own.
+        backends: the target's.
         clock: times the cycles.
         num_rows: of the request table.
         tp_group: rank 0 chooses for all of it.
@@ -123,7 +50,7 @@ class AdaptiveWidth:
     def __init__(
         self,
         chooser: LengthChooser,
-        backends: TargetBackends | None,
+        backends: Backends,
         clock: CycleClock,
         num_rows: int,
         tp_group: Any,
@@ -139,7 +66,7 @@ class AdaptiveWidth:
         self._expected_matches = np.full(num_rows, UNKNOWN_MATCH)
         self._row_generation = np.zeros(num_rows, dtype=np.int64)
         self._num_prefills = self._num_cycles = self._width = 0
-        self._batch: _Batch | None = None
+        self._batch: Requests | None = None
         self._cycles_per_width: Counter[int] = Counter()
         self._blocks_per_length: Counter[int] = Counter()
         self._measured = self._expected = 0.0  # seconds of all cycles that were timed
@@ -186,23 +113,17 @@ class AdaptiveWidth:
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
         if matches is None and self._has_copies:
             matches = self._expected_matches[requests.rows]
-        needs_equal = self._backends is None and _needs_equal_lengths(batch.sampling_info)
+        needs_equal = _needs_equal_lengths(batch.sampling_info)
         choice = self._agree(requests, num_tokens, matches, caps, None if needs_equal else room)
-        lengths, copies = choice.lengths, choice.copies
-        if needs_equal:
-            lengths = np.full_like(lengths, lengths.max())
-        width = int(lengths.max()) + 1
-        plan = PlannedCycle(width, None, None, choice.drafts, caps, matches, requests, choice.seconds)
-        if self._backends is None:
-            plan = plan._replace(lengths=lengths, copies=copies & (lengths > 0))
-        else:
-            self._backends.apply(width)
-        self._count(width, lengths, choice)
+        plan = planned(self._backends, choice.lengths, choice.copies, choice.drafts, needs_equal)
+        plan = plan._replace(caps=caps, matches=matches, batch=requests, expected=choice.seconds)
+        self._count(plan, choice)
         self._clock.start()
         return plan
 
-    def _count(self, width: int, lengths: np.ndarray, choice: Choice) -> None:
-        self._width = width
+    def _count(self, plan: PlannedCycle, choice: Choice) -> None:
+        self._width = width = plan.width
+        lengths = np.full(len(choice.lengths), width - 1) if plan.lengths is None else plan.lengths
         self._num_cycles += 1
         self._cycles_per_width[width] += 1
         self._blocks_per_length.update(lengths.tolist())
@@ -221,15 +142,15 @@ class AdaptiveWidth:
                 ", ".join(f"{length}: {n}" for length, n in sorted(self._blocks_per_length.items())),
             )
 
-    def _describe(self, reqs: Sequence[Any], draws_drafts: bool) -> _Batch:
+    def _describe(self, reqs: Sequence[Any], draws_drafts: bool) -> Requests:
         key = [req.kv.req_pool_idx for req in reqs], draws_drafts, self._num_prefills
         if self._batch is not None and self._batch.key == key:
             return self._batch
         rows = np.array(key[0], dtype=np.int64)
         modes = np.array([_mode(req, draws_drafts) for req in reqs])
-        return _Batch(key, rows, self._row_generation[rows], modes)
+        return Requests(key, rows, self._row_generation[rows], modes)
 
-    def _agree(self, batch: _Batch, num_tokens: int, *limits: np.ndarray | None) -> Choice:
+    def _agree(self, batch: Requests, num_tokens: int, *limits: np.ndarray | None) -> Choice:
         """Return rank 0's choice. Others may differ, and ranks that disagree hang.
 
         limits: matches, caps and room, as of `choose`.
@@ -248,14 +169,14 @@ class AdaptiveWidth:
         choice = choice or Choice(shared[0], shared[1] > 0, True, 0.0, 0.0)
         return choice._replace(lengths=shared[0], copies=shared[1] > 0, drafts=bool(shared[2, 0]))
 
-    def _choose(self, batch: _Batch, num_tokens: int, *limits: np.ndarray | None) -> Choice:
+    def _choose(self, batch: Requests, num_tokens: int, *limits: np.ndarray | None) -> Choice:
         choice = self.chooser.choose(batch.key, batch.rows, batch.modes, num_tokens, *limits)
         return self._scheduled(choice, batch, *limits) if len(self._schedule) else choice
 
     def _scheduled(
         self,
         choice: Choice,
-        batch: _Batch,
+        batch: Requests,
         matches: np.ndarray | None,
         caps: np.ndarray | None,
         room: np.ndarray | None,
@@ -263,14 +184,14 @@ class AdaptiveWidth:
         """Replace the choice by the schedule's."""
         place = np.full(len(batch.rows), self._num_cycles)
         copies = np.zeros(len(batch.rows), dtype=bool)
-        if self._backends is None:
+        if self._backends.own_lengths:
             place = place + 5 * batch.rows
             if matches is not None:
                 copies = (matches > 0) & (place % 3 > 0)
         lengths = self._schedule[place % len(self._schedule)]
         if room is not None:
             lengths = np.where(copies, np.minimum(_COPIES_SCHEDULED * lengths, room), lengths)
-        if caps is not None and self._backends is None:
+        if caps is not None and self._backends.own_lengths:
             lengths = np.minimum(lengths, caps)
         return choice._replace(lengths=lengths, copies=copies, drafts=True)
 
@@ -352,7 +273,7 @@ class AdaptiveWidth:
             copies = {"copy_accept_probs": dict(zip(MODES, averages.tolist(), strict=True))}
         return copies | {
             "width": self._width,
-            "own_lengths": self._backends is None,
+            "own_lengths": self._backends.own_lengths,
             "most_slots": self.most_slots,
             "expected": self._expected_per_width(),
             "candidates": self.chooser.costs.widths.tolist(),

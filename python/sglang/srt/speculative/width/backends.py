@@ -1,15 +1,18 @@
-"""The target's attention backend and CUDA graphs per verify width, swapped together.
+"""Attention backends of the target, and their CUDA graphs, swapped together.
 
-Backends and graphs are planned for one width. The draft's never change: it always fills its block. On a CPU
-there are no graphs and our backend takes any width, so all widths share it.
+Our backend on a CPU takes any rows, and there are no graphs. Others are planned for one width, except
+those of `row_graphs.py`. The draft's never change: it always fills its block.
 """
 
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.utils.common import get_available_gpu_memory
+
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +51,26 @@ def has_room_for_widths(runner: Any, num_further: int, tp_group: Any) -> bool:
     return bool(left >= 0)
 
 
-class TargetBackends:
+class AnyRows:
+    """A backend without graphs, which takes any rows of each request."""
+
+    own_lengths = True
+
+    def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> tuple[int, VerifyRows]:
+        """Return the width and rows of a cycle that verifies `lengths` drafted tokens, [n].
+
+        needs_rectangle: whether all verify as many as the one that verifies most.
+        """
+        width = int(lengths.max()) + 1
+        if needs_rectangle:
+            lengths = np.full_like(lengths, width - 1)
+        return width, VerifyRows(len(lengths), width, lengths)
+
+
+class WidthBackends:
     """Builds a backend and graphs per width, for a runner that has those of the whole block."""
+
+    own_lengths = False
 
     def __init__(self, runner: Any, widths: tuple[int, ...], block_size: int):
         self._runner = runner
@@ -58,13 +79,16 @@ class TargetBackends:
         for width in widths:
             if width != block_size:
                 self._per_width[width] = self._build(width)
-        self.apply(block_size)
+        self._use(block_size)
 
-    def apply(self, width: int) -> None:
-        """Have the target verify blocks of this width from now on.
+    def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> tuple[int, None]:
+        """Have the target verify so many drafted tokens of each request, all alike, from now on."""
+        width = int(lengths[0]) + 1
+        self._use(width)
+        return width, None
 
-        If the width stays, so does the runner's backend: SGLang may have captured new graphs for it.
-        """
+    def _use(self, width: int) -> None:
+        # If the width stays, so does the runner's backend: SGLang may have captured new graphs for it.
         if width != self._width:
             self._width = width
             self._runner.attn_backend, self._runner.decode_cuda_graph_runner = self._per_width[width]

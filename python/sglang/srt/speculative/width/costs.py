@@ -1,6 +1,8 @@
 """Seconds of a cycle: measured at start-up, followed while serving."""
 
 import math
+from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 from scipy.optimize import isotonic_regression
@@ -26,6 +28,8 @@ class CostTable:
         padded: whether forwards are padded to the next of `loads`.
         reads: seconds per committed token beyond `context`.
         context: committed tokens per request in the measurement.
+        sizes: rows that a verify is padded to, ascending, if not to whole requests. Its time then depends on
+            its rows alone.
     """
 
     def __init__(
@@ -37,12 +41,19 @@ class CostTable:
         padded: bool = False,
         reads: float = 0.0,
         context: int = 0,
+        sizes: Sequence[int] | None = None,
     ):
         self.loads, self.widths, self._padded = np.asarray(loads), np.asarray(widths), padded
         # Verifying more rows cannot take less time, so a dip is noise.
         self._verify = np.stack([isotonic_regression(row).x for row in np.asarray(verify, dtype=float)])
         self._draft = isotonic_regression(np.asarray(draft, dtype=float)).x
         self._reads, self._context = reads, context
+        self._of_sizes: tuple[np.ndarray, np.ndarray] | None = None
+        if sizes is not None:
+            rows = np.outer(self.loads, self.widths).ravel()
+            order = np.argsort(rows, kind="stable")
+            seconds = isotonic_regression(self._verify.ravel()[order]).x
+            self._of_sizes = np.asarray(sizes), np.interp(sizes, rows[order], seconds)
         self._log_pace = 0.0
         self._gaps = [math.nan, math.nan]  # after plain cycles, after others
 
@@ -62,8 +73,10 @@ class CostTable:
         request. None: as many as were measured. Rows beyond these cost what whole blocks of as many rows do,
         of more requests.
         """
-        by_width = np.array([self._at(num_requests, column) for column in self._verify.T])
         further = 0 if num_tokens is None else num_tokens - num_requests * self._context
+        if self._of_sizes is not None:
+            return math.exp(self._log_pace) * self._verify_of_sizes(num_requests, further)
+        by_width = np.array([self._at(num_requests, column) for column in self._verify.T])
         # With shorter contexts than at start-up, the part that is not attention stays.
         by_width = np.maximum(by_width + self._reads * further, by_width / 2)
         drafted = np.arange(num_requests * (depth or self.widths[-1] - 1) + 1)
@@ -75,6 +88,13 @@ class CostTable:
             )
             seconds[-len(beyond) :] += whole[1:] - whole[0]
         return math.exp(self._log_pace) * seconds
+
+    def _verify_of_sizes(self, num_requests: int, further: int) -> np.ndarray:
+        sizes, seconds = cast(tuple[np.ndarray, np.ndarray], self._of_sizes)
+        rows = num_requests + np.arange(num_requests * (self.widths[-1] - 1) + 1)
+        index = np.searchsorted(sizes, rows).clip(max=len(sizes) - 1)
+        measured = seconds[index] * np.maximum(1.0, rows / sizes[-1])
+        return np.maximum(measured + self._reads * further, measured / 2)
 
     def draft(self, num_requests: int) -> np.ndarray:
         """Return the seconds of drafting for 0 .. n requests."""

@@ -23,11 +23,18 @@ from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpec
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 from sglang_dflash.srt.speculative.targets.states import NoStates
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth, FixedWidth, PlannedCycle
-from sglang_dflash.srt.speculative.width.backends import TargetBackends, captured_sizes, has_room_for_widths
+from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
+from sglang_dflash.srt.speculative.width.backends import (
+    AnyRows,
+    WidthBackends,
+    captured_sizes,
+    has_room_for_widths,
+)
 from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock
 from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.plan import Backends, FixedWidth, planned
+from sglang_dflash.srt.speculative.width.row_graphs import RowBackends, reason_for_one_width
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
@@ -54,28 +61,31 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     if settings is None or (widths := settings.widths(block_size, worker.device)) == (block_size,):
         return FixedWidth(block_size)
     runner = worker.target_worker.model_runner
-    backends, schedule = None, settings.schedule
+    schedule = settings.schedule
     states = getattr(runner.attn_backend, "linear_attn_backend", None)
     if mambaish_config(runner.model_config) is not None and not verifies_any_width(states):
         logger.info("DFLASH verifies whole blocks: the target's recurrent states are of one width.")
         return FixedWidth(block_size)
-    if not serves_own_lengths(runner):
-        if not has_room_for_widths(runner, len(widths) - 1, tp_group):
-            return FixedWidth(block_size)
-        backends = TargetBackends(runner, widths, block_size)
-    elif len(widths) == 1:
+    own_lengths = serves_own_lengths(runner, worker.drafter, has_copies)
+    if not has_room_for_widths(runner, len(widths) - 1, tp_group):
+        return FixedWidth(block_size)
+    if own_lengths and len(widths) == 1:
         schedule = (widths[0] - 1,)
+    backends: Backends
+    if not own_lengths:
+        backends = WidthBackends(runner, widths, block_size)
+    elif runner.decode_cuda_graph_runner is None:
+        backends = AnyRows()
+    else:
+        backends = RowBackends(runner, block_size)
     skips_draft = worker.drafter.writes_context_apart
-    copy_depth = None
-    if has_copies:
-        copy_depth = copied_tokens(worker, backends is None)
+    copy_depth = copied_tokens(worker, own_lengths) if has_copies else None
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
-    costs = _measure(worker, backends, widths, has_copies and skips_draft, budget)
-    if backends is not None:
-        backends.apply(block_size)
+    costs = _measure(worker, backends, widths, (has_copies or own_lengths) and skips_draft, budget)
+    backends.follow(np.array([block_size - 1]))
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     return AdaptiveWidth(
-        LengthChooser(costs, num_rows, backends is None, settings.probe_share, skips_draft, copy_depth),
+        LengthChooser(costs, num_rows, own_lengths, settings.probe_share, skips_draft, copy_depth),
         backends,
         CycleClock(runner.device),
         num_rows,
@@ -109,14 +119,17 @@ def copied_tokens(worker: Any, has_own_lengths: bool) -> int | None:
     return requested - 1
 
 
-def serves_own_lengths(runner: Any) -> bool:
-    """Tell whether requests of one batch may verify different numbers of tokens; log why not."""
+def serves_own_lengths(runner: Any, drafter: Any, has_copies: bool) -> bool:
+    """Tell whether requests of one batch may verify different numbers of tokens.
+
+    Logs why not.
+    """
     reason, backend = None, full_attention(runner.attn_backend)
     if not isinstance(backend, TorchNativeSpecAttnBackend):
-        reason = f"{type(backend).__name__} verifies one width"
-    elif runner.model_config.model_is_mrope:
+        reason = reason_for_one_width(runner, backend, drafter, has_copies)
+    if reason is None and runner.model_config.model_is_mrope:
         reason = "SGLang's multimodal positions are of blocks of one width"
-    elif get_lora().enable_lora:
+    if reason is None and get_lora().enable_lora:
         reason = "SGLang applies adapters to blocks of one width"
     if reason is not None:
         logger.info("DFLASH: all requests of a cycle verify equally many tokens: %s.", reason)
@@ -124,17 +137,18 @@ def serves_own_lengths(runner: Any) -> bool:
 
 
 def _measure(
-    worker: Any, backends: TargetBackends | None, widths: tuple[int, ...], skips_draft: bool, budget: float
+    worker: Any, backends: Backends, widths: tuple[int, ...], skips_draft: bool, budget: float
 ) -> CostTable:
     timer, start = _CycleTimer(worker, backends, widths), time.perf_counter()
     loads = _loads(timer.runner)
     context = timer.feasible_context(_CONTEXT)
     cycles = [(width, True) for width in widths]
-    if skips_draft and backends is not None:
+    times_draft = not isinstance(backends, AnyRows)
+    if skips_draft and times_draft:
         cycles.append((widths[-1], False))
     seconds, drafts = timer.time_loads(cycles, loads, context, budget)
     loads = loads[: len(seconds)]
-    if backends is None:
+    if not times_draft:
         draft = drafts[:, [width > 1 for width in widths]].min(axis=1)
     else:
         draft = np.maximum(seconds[:, len(widths) - 1] - seconds[:, -1], 0.0)  # zeros if it is always run
@@ -151,8 +165,8 @@ def _measure(
         (1e3 * draft).round(2).tolist(),
         1e6 * reads,
     )
-    padded = bool(captured_sizes(timer.runner))
-    return CostTable(np.array(loads), np.array(widths), verify, draft, padded, reads, context)
+    padded, rows = bool(captured_sizes(timer.runner)), getattr(backends, "sizes", None)
+    return CostTable(np.array(loads), np.array(widths), verify, draft, padded, reads, context, rows)
 
 
 def _loads(runner: Any) -> list[int]:
@@ -182,7 +196,7 @@ class _CycleTimer:
     A cycle is its width, and whether the draft runs.
     """
 
-    def __init__(self, worker: Any, backends: TargetBackends | None, widths: tuple[int, ...]):
+    def __init__(self, worker: Any, backends: Backends, widths: tuple[int, ...]):
         self._worker, self._backends, self._widths = worker, backends, widths
         self._draft_clock = _DraftClock()
         self.runner = worker.target_worker.model_runner
@@ -265,11 +279,8 @@ class _CycleTimer:
         """
         seconds = []
         for width, drafts in reversed(cycles):
-            plan = PlannedCycle(width, drafts=drafts)
-            if self._backends is None:
-                plan = plan._replace(lengths=np.full(n, width - 1), copies=np.zeros(n, dtype=bool))
-            else:
-                self._backends.apply(width)
+            # A copy takes no draft.
+            plan = planned(self._backends, np.full(n, width - 1), np.full(n, not drafts), drafts)
             run = functools.partial(self._worker.run_cycle, plan=plan, draws=False)
             if self._worker.device == "cpu":
                 run(_make_batch(self._worker, n, context))

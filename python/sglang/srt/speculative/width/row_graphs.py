@@ -1,0 +1,176 @@
+"""CUDA graphs of the target per number of rows.
+
+Requests of a batch then verify numbers of tokens of their own. SGLang's graph runner can replay such forwards
+("ragged verify", for its DSPARK). A graph has T rows and up to S requests, which share the rows as a layout
+says. A batch takes the graph with the least sufficient T. Rows that are left go to requests that pad the
+batch or, if there are not enough of them, to longer verify lengths.
+"""
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
+from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks
+from sglang_dflash.srt.speculative.cycle.prompts import on_device
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+
+logger = logging.getLogger(__name__)
+
+
+def row_sizes(max_requests: int, block_size: int) -> list[int]:
+    """List the T to capture, up to all blocks of `max_requests`.
+
+    They are quarters of powers of two, and `max_requests` for a batch that verifies its anchors alone.
+    """
+    most, sizes = max_requests * block_size, [1]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + (1 << max(0, sizes[-1].bit_length() - 3)))
+    return sorted({*sizes[:-1], max_requests, most})
+
+
+def spread_rows(counts: Sequence[int], num_rows: int, num_slots: int, block_size: int) -> list[int]:
+    """Give all rows of a graph to its requests, at most a block to each.
+
+    counts: rows of the first requests. Rows beyond them go to the others, which pad the batch, then to those
+    with the most. num_slots: S.
+    """
+    n, spread = len(counts), [*counts, *[0] * (num_slots - len(counts))]
+    left = num_rows - sum(counts)
+    for i in [*range(n, num_slots), *sorted(range(n), key=lambda i: -counts[i])]:
+        more = min(left, block_size - spread[i])
+        spread[i] += more
+        left -= more
+    assert left == 0, f"{left} of {num_rows} rows have no request"
+    return spread
+
+
+class PreparedLayout(RaggedVerifyLayout, frozen=True):  # type: ignore[call-arg]
+    """A layout of all S requests of a graph, made on the host.
+
+    counts: rows of each request, on the host.
+    """
+
+    counts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, counts: Sequence[int], num_rows: int, device: Any) -> "PreparedLayout":
+        """Copy `counts`, rows of each request, to the device without waiting."""
+        ends = np.cumsum(counts)
+        numbers = on_device([*counts, 0, *ends.tolist()], torch.int32, device)
+        lengths, bounds = numbers[: len(counts)], numbers[len(counts) :]
+        return cls(
+            verify_lens=lengths,
+            graph_num_tokens=num_rows,
+            extend_start_loc=bounds[:-1],
+            qo_indptr_device=bounds,
+            counts=tuple(counts),
+        )
+
+    def padded_to_bucket(self, *, padded_bs: int, cap: int | None = None) -> "PreparedLayout":
+        """Return itself: it has the requests that pad a batch."""
+        return self
+
+
+@functools.cache
+def _row_graph_runner() -> type:
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    class RowGraphRunner(DecodeCudaGraphRunner):
+        """SGLang's runner with a size per number of rows instead of per batch size.
+
+        SGLang turns its graphs of rows on for DSPARK alone, with sizes a block apart.
+        """
+
+        def __init__(self, runner: Any, attn_backend: Any, max_requests: int, block_size: int):
+            self.max_requests, self.block_size = max_requests, block_size
+            super().__init__(runner, attn_backend=attn_backend, speculative_num_draft_tokens=1)
+
+        @property
+        def ragged_verify_mode(self) -> bool:
+            return True
+
+        @ragged_verify_mode.setter
+        def ragged_verify_mode(self, _: bool) -> None:
+            """Ignore SGLang's choice."""
+
+        def _build_ragged_verify_token_buckets(self) -> list[int]:
+            self.capture_bs = row_sizes(self.max_requests, self.block_size)
+            return self.capture_bs
+
+        def _capture_ragged_verify_layout(self, num_tokens: int) -> PreparedLayout:
+            slots = self._ragged_capture_slots(num_tokens)
+            counts = [num_tokens // slots + (i < num_tokens % slots) for i in range(slots)]
+            return PreparedLayout.of(counts, num_tokens, self.device)
+
+        def _stage_ragged_verify_layout(self, ragged_layout: Any, graph_size_key: int) -> None:
+            """Do nothing: graphs read what the backend prepares, not the layout."""
+
+    return RowGraphRunner
+
+
+def reason_for_one_width(runner: Any, attention: Any, drafter: Any, has_copies: bool) -> str | None:
+    """Say why a CUDA target cannot verify numbers of tokens of their own. None: it can."""
+    graphs, name = runner.decode_cuda_graph_runner, type(attention).__name__
+    if name != "FlashAttentionBackend" and not plans_blocks(attention):  # FA3 and FA4, or FlashInfer
+        return f"{name} verifies one width"
+    if attention is not runner.attn_backend:
+        return "the target's recurrent states are of blocks of one width"
+    if attention.use_sliding_window_kv_pool or getattr(attention, "has_local_attention", False):
+        return "layers with a window or chunks have KV slots of their own"
+    if not drafter.writes_context_apart:
+        return "the draft's forward takes in the verified tokens, of blocks of one width"
+    if graphs is None or graphs.disable_padding:
+        return "there are no CUDA graphs that pad batches"
+    if graphs.require_gathered_buffer or graphs.enable_two_batch_overlap:
+        return "data-parallel attention and two-batch overlap take blocks of one width"
+    return "copies are found on the device" if has_copies else None
+
+
+class RowBackends:
+    """A backend and graphs for whole blocks, and a pair for all other rows."""
+
+    own_lengths = True
+
+    def __init__(self, runner: Any, block_size: int):
+        self._runner, self._block_size = runner, block_size
+        self._whole = runner.attn_backend, runner.decode_cuda_graph_runner
+        backend = runner._get_attention_backend(init_new_workspace=False)
+        graphs = _row_graph_runner()(runner, backend, max(self._whole[1].capture_bs), block_size)
+        self._packed = backend, graphs
+        self.sizes, self._is_whole = graphs.capture_bs, True
+        self._latest: tuple[bytes, VerifyRows] | None = None
+        logger.info("DFLASH: made graphs of %d to %d rows.", self.sizes[0], self.sizes[-1])
+
+    def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> tuple[int, VerifyRows | None]:
+        """Have the target verify so many drafted tokens of each request, [n], from now on.
+
+        Returns the width and the rows, the same object while the lengths stay. None: whole blocks.
+        """
+        is_whole = needs_rectangle or bool((lengths == self._block_size - 1).all())
+        if is_whole != self._is_whole:  # else the runner keeps its own: SGLang may have captured it anew
+            pair = self._whole if is_whole else self._packed
+            self._runner.attn_backend, self._runner.decode_cuda_graph_runner = pair
+            self._is_whole = is_whole
+        if is_whole:
+            return self._block_size, None
+        key = lengths.tobytes()
+        if self._latest is None or self._latest[0] != key:
+            self._latest = key, self._lay_out(lengths)
+        rows = self._latest[1]
+        return rows.width, rows
+
+    def _lay_out(self, lengths: np.ndarray) -> VerifyRows:
+        graphs, counts = self._packed[1], (lengths + 1).tolist()
+        num_rows = sum(counts)
+        if len(counts) <= graphs.max_requests:
+            num_rows = self.sizes[int(np.searchsorted(self.sizes, num_rows))]
+            slots = graphs._ragged_capture_slots(num_rows)
+            counts = spread_rows(counts, num_rows, slots, self._block_size)
+            lengths = np.array(counts[: len(lengths)]) - 1
+        layout = PreparedLayout.of(counts, num_rows, graphs.device)
+        return VerifyRows(len(lengths), int(lengths.max()) + 1, lengths, graphs.device, layout)

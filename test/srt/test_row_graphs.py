@@ -1,0 +1,155 @@
+"""Rows, layouts and costs of CUDA graphs that are keyed by rows (without the graphs)."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.plan import planned
+from sglang_dflash.srt.speculative.width.row_graphs import (
+    PreparedLayout,
+    RowBackends,
+    reason_for_one_width,
+    row_sizes,
+    spread_rows,
+)
+
+BLOCK = 8
+CASES = [(1, 1), (1, 8), (4, 8), (5, 16), (48, 8), (96, 16), (7, 3)]
+
+
+@pytest.mark.parametrize(("max_requests", "block_size"), CASES)
+def test_each_batch_has_a_graph_that_is_a_quarter_larger_at_most(max_requests, block_size):
+    sizes = row_sizes(max_requests, block_size)
+    assert sizes[0] == 1 and sizes[-1] == max_requests * block_size and max_requests in sizes
+    gaps = np.diff(sizes)
+    assert (gaps > 0).all() and (gaps <= np.maximum(1, np.array(sizes[:-1]) / 4)).all()
+
+
+@pytest.mark.parametrize(("max_requests", "block_size"), CASES)
+def test_rows_between_two_sizes_have_a_request(max_requests, block_size):
+    """No request has more rows than a block, which is what attention kernels are planned for."""
+    sizes, random = row_sizes(max_requests, block_size), np.random.default_rng(0)
+    for _ in range(300):
+        n = int(random.integers(1, max_requests + 1))
+        counts = random.integers(1, block_size + 1, n)
+        size = sizes[int(np.searchsorted(sizes, counts.sum()))]
+        slots = min(size, max_requests)
+        spread = spread_rows(counts.tolist(), size, slots, block_size)
+        assert len(spread) == slots and sum(spread) == size and max(spread) <= block_size
+        assert (spread[:n] >= counts).all()
+        if size - counts.sum() <= (slots - n) * block_size:
+            assert spread[:n] == counts.tolist(), "padding comes first"
+
+
+def test_rows_without_a_padding_request_go_to_the_longest():
+    assert spread_rows([1, 5, 3], 12, 4, 8) == [1, 5, 3, 3]
+    assert spread_rows([1, 5, 3], 12, 3, 8) == [1, 8, 3]
+    assert spread_rows([1, 5, 3], 14, 3, 8) == [1, 8, 5]
+
+
+def test_a_layout_of_all_requests_of_a_graph():
+    layout = PreparedLayout.of([3, 1, 2, 0], 6, "cpu")
+    assert layout.verify_lens.tolist() == [3, 1, 2, 0] and layout.graph_num_tokens == 6
+    assert layout.qo_indptr_device.tolist() == [0, 3, 4, 6, 6]
+    assert layout.extend_start_loc.tolist() == [0, 3, 4, 6]
+    assert layout.padded_to_bucket(padded_bs=4) is layout
+
+
+def graphs(max_requests: int = 4) -> tuple[RowBackends, SimpleNamespace]:
+    """Make backends as they are after the capture, and their runner."""
+    sizes = row_sizes(max_requests, BLOCK)
+    packed = SimpleNamespace(
+        max_requests=max_requests, device="cpu", _ragged_capture_slots=lambda rows: min(rows, max_requests)
+    )
+    made = RowBackends.__new__(RowBackends)
+    made._runner, made._block_size, made._latest = SimpleNamespace(), BLOCK, None
+    made._is_whole = True
+    made._whole, made._packed, made.sizes = ("whole", "whole"), ("packed", packed), sizes
+    return made, made._runner
+
+
+def test_rows_that_are_nobodys_repeat_the_first_and_write_nowhere():
+    backends, runner = graphs()
+    width, rows = backends.follow(np.array([4, 0, 2]))
+    assert runner.attn_backend == "packed" and width == 5
+    assert rows.num_rows == rows.layout.graph_num_tokens == 10  # 9 are somebody's
+    blocks = torch.arange(3 * width).view(3, width)
+    assert rows.pack(blocks).tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 0]
+    assert rows.columns(BLOCK).tolist() == [0, 1, 2, 3, 4, 8, 16, 17, 18, -1]
+    logits = torch.arange(10.0)[:, None]
+    assert rows.unpack(logits)[..., 0].tolist() == [[0, 1, 2, 3, 4], [5] * 5, [6, 7, 8, 8, 8]]
+    assert backends.follow(np.array([4, 0, 2]))[1] is rows
+    assert backends.follow(np.array([4, 0, 1]))[1] is not rows
+
+
+def test_equal_lengths_are_padded_too():
+    backends, _ = graphs()
+    width, rows = backends.follow(np.array([2, 2, 2]))
+    assert width == 3 and rows.layout.graph_num_tokens == 10 and rows.lengths.tolist() == [2, 2, 2]
+    width, rows = backends.follow(np.array([3, 3, 3]))
+    assert rows.lengths is None and rows.index is None and rows.layout.graph_num_tokens == 12
+    plan = planned(backends, np.array([3, 3, 3]), np.zeros(3, dtype=bool))
+    assert plan.lengths.tolist() == [3, 3, 3] and plan.rows.layout is not None
+
+
+@pytest.mark.parametrize(("lengths", "needs_rectangle"), [([7, 7, 7], False), ([3, 0, 1], True)])
+def test_whole_blocks_have_graphs_of_their_own(lengths, needs_rectangle):
+    backends, runner = graphs()
+    backends.follow(np.array([1, 0, 0]))
+    assert backends.follow(np.array(lengths), needs_rectangle) == (BLOCK, None)
+    assert runner.decode_cuda_graph_runner == "whole"
+
+
+def test_a_batch_beyond_the_graphs_has_no_padding():
+    backends, _ = graphs()
+    _, rows = backends.follow(np.array([4, 0, 2, 1, 1]))
+    assert rows.layout.graph_num_tokens == rows.num_rows == 13
+    assert rows.layout.verify_lens.tolist() == [5, 1, 3, 2, 2]
+
+
+def test_rows_of_rectangles_without_graphs_are_unchanged():
+    rows = VerifyRows(2, 3, np.array([2, 2]))
+    assert rows.lengths is None and rows.num_rows == 6
+
+
+def test_costs_are_those_of_the_next_size():
+    loads, widths = np.array([1, 4]), np.array([1, 2, 8])
+    verify = np.outer(loads, widths) / 100  # 10 ms a row
+    sizes = [1, 2, 4, 8, 16, 32]
+    costs = CostTable(loads, widths, verify, np.zeros(2), padded=True, sizes=sizes)
+    expected = [0.04] + [0.08] * 4 + [0.16] * 8 + [0.32] * 16
+    np.testing.assert_allclose(costs.verify(4), expected)
+    np.testing.assert_allclose(costs.verify(1), [0.01, 0.02, 0.04, 0.04, 0.08, 0.08, 0.08, 0.08])
+    np.testing.assert_allclose(costs.verify(8)[-1], 0.64)  # beyond the graphs
+
+
+def runner_of(**graph_fields) -> SimpleNamespace:
+    fields = dict(disable_padding=False, require_gathered_buffer=False, enable_two_batch_overlap=False)
+    return SimpleNamespace(decode_cuda_graph_runner=SimpleNamespace(**fields | graph_fields))
+
+
+class FlashAttentionBackend:
+    def __init__(self, use_sliding_window_kv_pool=False, has_local_attention=False):
+        self.use_sliding_window_kv_pool = use_sliding_window_kv_pool
+        self.has_local_attention = has_local_attention
+
+
+def test_who_verifies_one_width_and_why():
+    def reason(attention, runner=None, is_whole=True, has_copies=False, writes_context_apart=True):
+        drafter = SimpleNamespace(writes_context_apart=writes_context_apart)
+        runner = runner or runner_of()
+        runner.attn_backend = attention if is_whole else SimpleNamespace(full_attn_backend=attention)
+        return reason_for_one_width(runner, attention, drafter, has_copies)
+
+    assert reason(FlashAttentionBackend()) is None
+    assert "SimpleNamespace verifies one width" in reason(SimpleNamespace())
+    assert "recurrent states" in reason(FlashAttentionBackend(), is_whole=False)
+    assert "window" in reason(FlashAttentionBackend(use_sliding_window_kv_pool=True))
+    assert "no CUDA graphs" in reason(FlashAttentionBackend(), runner_of(disable_padding=True))
+    assert "data-parallel" in reason(FlashAttentionBackend(), runner_of(require_gathered_buffer=True))
+    assert "takes in the verified" in reason(FlashAttentionBackend(), writes_context_apart=False)
+    assert "copies" in reason(FlashAttentionBackend(), has_copies=True)
