@@ -339,6 +339,7 @@ class DFlashVerifyInput(SpecInput):
     topk: int = 1
     custom_mask: torch.Tensor | None = None
     ragged_verify_layout: Any = None  # of SGLang's CUDA graphs
+    hidden_layout: Any = None  # the same, while SGLang's FlashInfer backend would refuse it
     # The rows, if requests verify different numbers; then W is `draft_token_num`. None: every request has W.
     ragged: VerifyRows | None = None
     # [bs], by how much `ForwardBatch.seq_lens_cpu` may exceed a length. None: it is exact. Read by our plans.
@@ -381,11 +382,12 @@ class DFlashVerifyInput(SpecInput):
         `paged_kernel_lens` [bs] are committed lengths. Each request also reads its own block.
         """
         bs, width, device = req_pool_indices.numel(), self.draft_token_num, req_pool_indices.device
-        layout = self.ragged_verify_layout
+        layout = self.ragged_verify_layout or self.hidden_layout
         counts = None if layout is None else layout.verify_lens[:bs]
+        num_rows = bs * width if layout is None else layout.graph_num_tokens
         lengths, kv_indptr, qo_indptr = pack_blocks(paged_kernel_lens, width, counts=counts)
         if kv_indices_buf is None:
-            kv_indices_buf = torch.empty(paged_kernel_lens_sum + bs * width, dtype=torch.int32, device=device)
+            kv_indices_buf = torch.empty(paged_kernel_lens_sum + num_rows, dtype=torch.int32, device=device)
         translator.pack_read_stream(
             plan,
             req_pool_indices=req_pool_indices,

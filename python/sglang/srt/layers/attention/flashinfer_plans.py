@@ -90,9 +90,8 @@ def planning_within_bounds():
         layout = spec_info.ragged_verify_layout
         size = forward_batch.batch_size if layout is None else layout.graph_num_tokens
         if in_capture:
-            # FlashInfer's own plan selects the kernel. The graph is captured with ours. SGLang refuses a
-            # layout, which that plan does not need.
-            spec_info.ragged_verify_layout = None
+            # FlashInfer's own plan selects the kernel. The graph is captured with ours.
+            spec_info.ragged_verify_layout, spec_info.hidden_layout = None, layout
             original(self, forward_batch, in_capture=True)
             spec_info.ragged_verify_layout = layout
             _add_plan(self, forward_batch, size)

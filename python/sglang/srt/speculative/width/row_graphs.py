@@ -140,6 +140,7 @@ class RowBackends:
         self._runner, self._block_size = runner, block_size
         self._whole = runner.attn_backend, runner.decode_cuda_graph_runner
         backend = runner._get_attention_backend(init_new_workspace=False)
+        backend.supports_ragged_verify_graph = True  # of FlashInfer's, our plan takes the layout
         graphs = _row_graph_runner()(runner, backend, max(self._whole[1].capture_bs), block_size)
         self._packed = backend, graphs
         self.sizes, self._is_whole = graphs.capture_bs, True
