@@ -11,6 +11,7 @@ beyond the captured sizes, and layouts of two wrappers (sliding windows).
 import functools
 import inspect
 import logging
+import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
@@ -146,6 +147,74 @@ class PlanCounts:
 counts = PlanCounts()
 
 
+class BlockKeys:
+    """Offsets and key indices of blocks, in the memory from which captured graphs read them.
+
+    The draft's and the verify graph of a cycle share them if both have as many rows and read one request
+    table. The cycle's first graph has them written.
+
+    Args:
+        wrapper: FlashInfer's paged prefill wrapper, whose buffers become these.
+        width: queries of each request.
+        translator: SGLang's `KVIndexTranslator` of the wrapper's backend.
+    """
+
+    def __init__(self, wrapper: Any, width: int, translator: Any):
+        self._width, self._translator = width, translator
+        # SGLang 0.5.22 has no such arguments.
+        self._takes_sizes = "num_token_blocks" in inspect.signature(translator.pack_read_stream).parameters
+        self._bs = wrapper._fixed_batch_size
+        self._offsets = wrapper._paged_kv_indptr_buf, wrapper._qo_indptr_buf
+        assert all(len(offsets) == self._bs + 1 for offsets in self._offsets)
+        self._indices = wrapper._paged_kv_indices_buf
+        self._lengths = wrapper._paged_kv_indptr_buf.new_empty(self._bs, dtype=torch.int64)
+        self._written: Any = None  # SGLang's plan of the cycle whose keys these are
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Offsets of each request's keys. [bs + 1] int32"""
+        return self._offsets[0]
+
+    def share_with(self, wrapper: Any, width: int, translator: Any) -> bool:
+        """Have another wrapper read these, before its graph is captured.
+
+        False: its keys are others.
+        """
+        mine = self._translator
+        if (
+            (width, wrapper._fixed_batch_size) != (self._width, self._bs)
+            or translator.req_to_token is not mine.req_to_token
+            or translator.reads_are_translated
+            or mine.reads_are_translated
+            or len(wrapper._paged_kv_indices_buf) > len(self._indices)
+        ):
+            return False
+        wrapper._paged_kv_indptr_buf, wrapper._qo_indptr_buf = self._offsets
+        wrapper._paged_kv_indices_buf = self._indices
+        return True
+
+    def write(self, forward_batch: Any, num_keys: int) -> None:
+        """Write the keys of a forward, unless the cycle's earlier forward has.
+
+        forward_batch: padded to bs requests. num_keys: at least the keys of all of them.
+        """
+        plan = forward_batch.kv_loc_plan
+        if plan is not None and plan is self._written:
+            return
+        self._written = plan
+        pack_blocks(forward_batch.seq_lens[: self._bs], self._width, (self._lengths, *self._offsets))
+        self._translator.pack_read_stream(
+            plan,
+            req_pool_indices=forward_batch.req_pool_indices[: self._bs],
+            seq_lens=self._lengths,
+            indptr=self._offsets[0],
+            # The upper bounds of the lengths may exceed the buffer, the keys do not.
+            out=self._indices[:num_keys],
+            # Several programs for each request if contexts are long.
+            **({"num_token_blocks": None, "kv_lens_sum": num_keys} if self._takes_sizes else {}),
+        )
+
+
 class BlockPlan:
     """Preparation of a captured graph of blocks for a replay.
 
@@ -156,30 +225,25 @@ class BlockPlan:
         wrapper: FlashInfer's paged prefill wrapper, which has been planned once.
         width: queries of each request.
         heads: of queries, of keys, and their dimension.
-        translator: SGLang's `KVIndexTranslator` of the backend.
+        keys: offsets and key indices, which the wrapper reads.
         staging: buffers of the backend.
 
     Attributes:
-        wrapper: as given.
+        wrapper, keys: as given.
         least, most: [bs], bounds of the keys of each request in the next plan.
     """
 
     def __init__(
-        self, wrapper: Any, width: int, heads: tuple[int, int, int], translator: Any, staging: Staging
+        self, wrapper: Any, width: int, heads: tuple[int, int, int], keys: BlockKeys, staging: Staging
     ):
         self.wrapper, self._width, self._heads = wrapper, width, heads
-        self._translator, self._staging = translator, staging
-        # SGLang 0.5.22 has no such arguments.
-        self._takes_sizes = "num_token_blocks" in inspect.signature(translator.pack_read_stream).parameters
+        self.keys, self._staging = keys, staging
         self._bs = wrapper._fixed_batch_size
         self._queries_host = torch.arange(0, (self._bs + 1) * width, width, dtype=torch.int32)
         # FlashInfer reads them before its plan returns, so every plan may use the same memory.
         self._lengths_host = np.zeros(self._bs, dtype=np.int32)
         self._offsets_host = np.zeros(self._bs + 1, dtype=np.int32)
         self._keys_host = torch.from_numpy(self._offsets_host), torch.from_numpy(self._lengths_host)
-        self._offsets = wrapper._paged_kv_indptr_buf, wrapper._qo_indptr_buf
-        assert all(len(offsets) == self._bs + 1 for offsets in self._offsets)
-        self._lengths = wrapper._paged_kv_indptr_buf.new_empty(self._bs, dtype=torch.int64)
         self._layout: list[int] | None = None  # plan information that the graph is captured with
         self._check = ChunkCheck() if DFlashOptions.CHECK_PLANS.get() else None
         self.least: list[int] = []
@@ -191,7 +255,7 @@ class BlockPlan:
         forward_batch: padded to the graph's batch size.
         """
         self.expect(forward_batch.seq_lens_cpu.tolist(), forward_batch.spec_info.spread)
-        self._write_indices(forward_batch)
+        self.keys.write(forward_batch, sum(self.most))
         self._choose_plan()
 
     def expect(self, lengths: Sequence[int], spread: Sequence[int] | None) -> None:
@@ -208,20 +272,6 @@ class BlockPlan:
         for lane, below in enumerate(spread or ()):
             self.least[lane] -= below
 
-    def _write_indices(self, forward_batch: Any) -> None:
-        seq_lens, num_keys = forward_batch.seq_lens[: self._bs], sum(self.most)
-        pack_blocks(seq_lens, self._width, (self._lengths, *self._offsets))
-        self._translator.pack_read_stream(
-            forward_batch.kv_loc_plan,
-            req_pool_indices=forward_batch.req_pool_indices[: self._bs],
-            seq_lens=self._lengths,
-            indptr=self._offsets[0],
-            # The upper bounds of the lengths may exceed the buffer, the keys do not.
-            out=self.wrapper._paged_kv_indices_buf[:num_keys],
-            # Several programs for each request if contexts are long.
-            **({"num_token_blocks": None, "kv_lens_sum": num_keys} if self._takes_sizes else {}),
-        )
-
     def _choose_plan(self) -> None:
         if self._layout is None:
             self._layout, _ = self._plan(self.most, None)
@@ -232,12 +282,12 @@ class BlockPlan:
             layout, chunk = self._plan(choice.lengths, choice.fixed_chunk)
             counts.add("plans")
         if choice is None or layout != self._layout or not holds(chunk, self.least, self.most):
-            self.most = self.least = self._offsets[0].diff().cpu().tolist()
+            self.most = self.least = self.keys.offsets.diff().cpu().tolist()
             counts.add("exact_plans", f"no plan holds for every length within the bounds ({choice})")
             layout, chunk = self._plan(self.most, None)
             assert layout == self._layout, "FlashInfer's layout of a graph's plans has changed"
         if self._check is not None:
-            self._check.start(self._offsets[0], self.most, chunk)
+            self._check.start(self.keys.offsets, self.most, chunk)
 
     def _plan(self, lengths: Sequence[int], fixed_chunk: int | None) -> tuple[list[int], int]:
         """Have FlashInfer plan, and return its layout and the chunk that it has chosen.
@@ -309,6 +359,20 @@ class ChunkCheck:
             counts.add("checked_plans")
 
 
+# Of the graphs captured so far, of the target's and the draft's backends.
+_captured_keys: weakref.WeakSet[BlockKeys] = weakref.WeakSet()
+
+
+def _keys_of(wrapper: Any, width: int, translator: Any) -> BlockKeys:
+    """Return the keys that a wrapper reads: those of another model's graph, or its own."""
+    for keys in _captured_keys:
+        if keys.share_with(wrapper, width, translator):
+            return keys
+    keys = BlockKeys(wrapper, width, translator)
+    _captured_keys.add(keys)
+    return keys
+
+
 def _add_plan(backend: Any, forward_batch: Any) -> None:
     """Make the plan of the graph that is being captured."""
     bs, updater = forward_batch.batch_size, backend.indices_updater_prefill
@@ -317,10 +381,11 @@ def _add_plan(backend: Any, forward_batch: Any) -> None:
         workspace = wrapper._int_workspace_buffer
         backend.dflash_plans = {}
         backend.dflash_staging = Staging(workspace.numel(), workspace.device)
+    width = forward_batch.spec_info.draft_token_num
     backend.dflash_plans[bs] = BlockPlan(
         wrapper,
-        forward_batch.spec_info.draft_token_num,
+        width,
         (updater.num_qo_heads, updater.num_kv_heads, updater.head_dim),
-        backend.kv_index_translator,
+        _keys_of(wrapper, width, backend.kv_index_translator),
         backend.dflash_staging,
     )
