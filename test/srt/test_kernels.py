@@ -317,7 +317,7 @@ def test_accept_greedy_equals_its_twin(seed, bs, block_size):
 
 
 @against_twin
-def test_accepted_lengths_in_tables_equal_the_twins():
+def test_relayed_lengths_equals_its_twin():
     arguments = random_verdicts(3, 5, 8, DEVICE)
     tokens, target_tokens, *rest = arguments
     accept_len = accept.accept_matching_prefix(tokens, target_tokens)
