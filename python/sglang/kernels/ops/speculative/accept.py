@@ -75,7 +75,7 @@ def accept_greedy(
 
     One launch on CUDA, without host synchronisation. Moves bs * (28 B + 24) bytes with float32 logits: per
     request B - 1 drafted tokens, B of the target's, B logits and one length read, B + 2 int64 and two int32
-    written.
+    written. A relay adds three int64.
 
     Args:
         block: [bs, B] int64, column 0 the anchor, columns 1.. the drafted tokens.
