@@ -161,7 +161,7 @@ def page(heading: dict, rows: list[dict]) -> str:
         "",
         "CPU milliseconds of the scheduler's thread per cycle, in the rehearsal of the CUDA path: means",
         "without the fastest and the slowest tenth. Triton and attention kernels, graphs, eager matrix",
-        "products and the draw of simulated accept lengths are taken out, launches included. Other small",
+        "products and the simulation of accept lengths are taken out, launches included. Other small",
         "tensor operations count what they take on a CPU. Servers of a backend took turns in rounds. The",
         "ratio is the median of the rounds, with the least and the largest. Absolute times are this",
         f"machine's, on which other work ran (load averages at the end: {heading['load']}). FlashInfer",

@@ -7,7 +7,13 @@ import pytest
 import torch
 from support.rehearsal import flashinfer_planner as planner
 
-from sglang_dflash.srt.layers.attention.flashinfer_plans import BlockPlan, ChunkCheck, Staging, counts
+from sglang_dflash.srt.layers.attention.flashinfer_keys import BlockKeys
+from sglang_dflash.srt.layers.attention.flashinfer_plans import (
+    BlockPlan,
+    ChunkCheck,
+    Staging,
+    counts,
+)
 from sglang_dflash.srt.layers.attention.kv_chunks import num_chunks
 from sglang_dflash.srt.speculative.width.row_graphs import PreparedLayout
 
@@ -43,10 +49,16 @@ def offsets(lengths: list[int]) -> torch.Tensor:
 class Translator:
     """SGLang's translator. Request row r has the slots 1000 r, 1000 r + 1, ..."""
 
+    reads_are_translated = False
+
+    def __init__(self, req_to_token: object = None):
+        self.req_to_token, self.num_writes = req_to_token, 0
+
     def pack_read_stream(
         self, plan, *, req_pool_indices, seq_lens, indptr, out, num_token_blocks, kv_lens_sum
     ):
-        assert plan == "slots" and num_token_blocks is None and kv_lens_sum >= int(seq_lens.sum())
+        self.num_writes += 1
+        assert num_token_blocks is None and kv_lens_sum >= int(seq_lens.sum())
         for row, start, length in zip(req_pool_indices, indptr, seq_lens, strict=False):
             out[start : start + length] = 1000 * row + torch.arange(length)
 
@@ -54,33 +66,44 @@ class Translator:
 class Graph:
     """A captured graph of `bs` blocks and its plan. captured: queries of each, if they may differ."""
 
-    def __init__(self, bs: int, captured: list[int] | None = None):
+    def __init__(
+        self,
+        bs: int,
+        shared: BlockKeys | None = None,
+        table: object = None,
+        num_indices: int = 10_000,
+        captured: list[int] | None = None,
+    ):
         self.module, self.bs = Planner(), bs
+        self.translator = Translator(table)
         self.wrapper = SimpleNamespace(
             _fixed_batch_size=bs,
             _paged_kv_indptr_buf=torch.zeros(bs + 1, dtype=torch.int32),
             _qo_indptr_buf=torch.zeros(bs + 1, dtype=torch.int32),
-            _paged_kv_indices_buf=torch.zeros(10000, dtype=torch.int32),
+            _paged_kv_indices_buf=torch.zeros(num_indices, dtype=torch.int32),
             _float_workspace_buffer=None,
             _int_workspace_buffer=None,
             _cached_module=self.module,
         )
         width = WIDTH if captured is None else None
-        rows = sum(captured or [WIDTH] * bs)
-        self.plan = BlockPlan(self.wrapper, width, rows, HEADS, Translator(), Staging(1 << 16, CPU))
-        keys = [1 + n for n in captured or [WIDTH] * bs]
-        self.replay([1] * bs, None, keys, captured)  # captures
+        self.shares = shared is not None and shared.share_with(self.wrapper, width, self.translator)
+        self.keys = shared if self.shares else BlockKeys(self.wrapper, width, self.translator)
+        queries = captured or [WIDTH] * bs
+        self.plan = BlockPlan(self.wrapper, width, sum(queries), HEADS, self.keys, Staging(1 << 16, CPU))
+        self.replay([1] * bs, None, [1 + n for n in queries], counts=captured)  # captures
 
     def replay(
         self,
         host: list[int],
         spread: list[int] | None,
         device: list[int],
+        cycle: object = None,
         counts: list[int] | None = None,
     ) -> planner.Plan:
         """Plan with the host's lengths, and return the last plan.
 
-        device: the true numbers of keys. counts: queries of each request, if they differ.
+        device: the true numbers of keys. cycle: SGLang's plan of its slots, if another graph has the same.
+        counts: queries of each request, if they differ.
         """
         layout = None if counts is None else PreparedLayout.of(counts, sum(counts), "cpu")
         queries = counts or [WIDTH] * self.bs
@@ -89,7 +112,7 @@ class Graph:
                 seq_lens=torch.tensor(device) - torch.tensor(queries),
                 seq_lens_cpu=torch.tensor(host),
                 req_pool_indices=torch.arange(self.bs),
-                kv_loc_plan="slots",
+                kv_loc_plan=cycle or object(),
                 spec_info=SimpleNamespace(spread=spread, draft_token_num=WIDTH, ragged_verify_layout=layout),
             )
         )
@@ -111,8 +134,8 @@ def test_a_plan_holds_where_a_chunk_ends():
 
 def test_requests_with_numbers_of_queries_of_their_own():
     """The last lane pads the batch and the one before it has no row."""
-    graph = Graph(4, [2, 2, 2, 2])
-    made = graph.replay([135, 500, 1, 1], [7, 7], [125, 497, 1, 4], [3, 2, 0, 3])
+    graph = Graph(4, captured=[2, 2, 2, 2])
+    made = graph.replay([135, 500, 1, 1], [7, 7], [125, 497, 1, 4], counts=[3, 2, 0, 3])
     assert made.information == graph.module.made[1].information, "the layout of the capture"
     assert made.queries == [3, 2, 0, 3]
     shorter = WIDTH - 3
@@ -142,6 +165,28 @@ def test_a_plan_that_does_not_hold_is_made_again(monkeypatch):
     graph = Graph(1)
     assert graph.replay([135], [7], [128]).lengths == [128]
     assert graph.replay([127], [7], [125]).lengths == [127], "this one holds as it is"
+
+
+def test_two_graphs_of_a_cycle_write_its_keys_once():
+    table = object()
+    draft = Graph(2, table=table)
+    target = Graph(2, draft.keys, table)
+    assert target.shares and target.wrapper._paged_kv_indices_buf is draft.wrapper._paged_kv_indices_buf
+    before = draft.translator.num_writes
+    for length in (130, 137):
+        cycle = object()
+        for graph in (draft, target):
+            graph.replay([length, 60], None, [length, 60], cycle)
+    assert draft.translator.num_writes == before + 2 and target.translator.num_writes == 0
+    target.replay([90, 61], None, [90, 61])  # a cycle that drafts nothing
+    assert draft.translator.num_writes == before + 3
+
+
+@pytest.mark.parametrize("other", [{"bs": 3}, {"table": object()}, {"num_indices": 10_001}])
+def test_a_graph_with_other_keys_keeps_its_own(other):
+    table = object()
+    target = Graph(**{"bs": 2, "shared": Graph(2, table=table).keys, "table": table} | other)
+    assert not target.shares
 
 
 def test_two_buffers_take_turns():

@@ -23,13 +23,14 @@ from gpu.shapes import LLAMA_3_1_8B, PAIRS, QWEN3_8_27B, QWEN3_8B, shrunk
 from serving import ROOT
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache import allocation
-from sglang.srt.speculative import spec_utils
+from sglang.srt.speculative import dflash_utils
 from support.engine import read_config
 from support.rehearsal import faults, graphs, launches, stage, steps
 from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.speculative import dflash_worker
+from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
 from sglang_dflash.srt.speculative.drafters import build
 
 SETTING = {"machine": "a GPU", "versions": {"sglang": "0"}}
@@ -867,7 +868,8 @@ def test_host_time_stays_on_the_rehearsals_stage(tmp_path):
         (stage, ("_note_bounds",)),
         (steps, ("watch",)),
         (allocation, ("assign_req_to_token_pool_func",)),
-        (spec_utils, ("sample_simulated_acc_len",)),
+        (dflash_utils, ("apply_dflash_simulated_acceptance",)),
+        (SimulatedAcceptance, ("override",)),
         (launches, ("one_operation", "watch_decode_steps")),
         (graphs.GraphBackend, ("replay", "replays")),
         (faults, ("PLANTED",)),

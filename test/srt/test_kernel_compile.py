@@ -120,13 +120,14 @@ def launch_append_tokens():
     copy_ahead.append_tokens_triton(texts, records, ints, ints, tokens, counts, counts, True, copy_ahead.RULE)
 
 
-def launch_accept(is_decided: bool):
+def launch_accept(is_decided: bool, is_relayed: bool):
     tokens, best = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(4, 16)
     seq_lens = tokens[:, 0].contiguous()
+    relay = accept.RelayTables(*torch.zeros(3, 4, dtype=torch.int64)) if is_relayed else None
     if is_decided:
-        accept.complete_blocks_triton(seq_lens.int(), tokens, best, seq_lens, 151_936)
+        accept.complete_blocks_triton(seq_lens.int(), tokens, best, seq_lens, 151_936, relay)
     else:
-        accept.accept_greedy_triton(tokens, tokens, best, seq_lens, 151_936)
+        accept.accept_greedy_triton(tokens, tokens, best, seq_lens, 151_936, relay)
 
 
 def launch_write_context_kv(head_dim: int, pool_dtype: torch.dtype, prefill: bool):
@@ -183,8 +184,10 @@ CASES = {
     "find_match": (copy_ahead, "find_match_kernel", launch_find_match, ()),
     "choose_copies": (copy_ahead, "choose_copies_kernel", launch_choose_copies, ()),
     "append_tokens": (copy_ahead, "append_tokens_kernel", launch_append_tokens, ()),
-    "accept_greedy": (accept, "accept_kernel", launch_accept, (False,)),
-    "complete_blocks": (accept, "accept_kernel", launch_accept, (True,)),
+    "accept_greedy": (accept, "accept_kernel", launch_accept, (False, False)),
+    "accept_greedy, relayed": (accept, "accept_kernel", launch_accept, (False, True)),
+    "complete_blocks": (accept, "accept_kernel", launch_accept, (True, False)),
+    "complete_blocks, relayed": (accept, "accept_kernel", launch_accept, (True, True)),
     **{
         f"write_context_kv, {name}": (context_kv, "write_context_kv_kernel", launch_write_context_kv, case)
         for name, case in CONTEXT_KV.items()

@@ -324,6 +324,27 @@ def test_accept_greedy_equals_its_twin(seed, bs, block_size):
 
 
 @against_twin
+def test_relayed_lengths_equals_its_twin():
+    arguments = random_verdicts(3, 5, 8, DEVICE)
+    tokens, target_tokens, *rest = arguments
+    accept_len = accept.accept_matching_prefix(tokens, target_tokens)
+    rows = torch.tensor([6, 0, 3, 8, 1], device=DEVICE)
+    made = []
+    for run, inputs in (
+        (accept.accept_greedy_torch, arguments),
+        (accept.accept_greedy_triton, arguments),
+        (accept.complete_blocks_torch, (accept_len, target_tokens, *rest)),
+        (accept.complete_blocks_triton, (accept_len, target_tokens, *rest)),
+    ):
+        tables = torch.full((2, 9), -1, device=DEVICE)
+        got = run(*inputs, accept.RelayTables(rows, *tables))
+        assert torch.equal(tables[0][rows], got.committed) and torch.equal(tables[1][rows], got.bonus)
+        made.append(tables)
+    assert all(torch.equal(tables, made[0]) for tables in made)
+    assert (made[0] == -1).sum() == 2 * (9 - len(rows)), "rows of other requests"
+
+
+@against_twin
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_broken_logits_of_half_the_width_equals_its_twin(dtype):
     tokens, target_tokens, best, *rest = random_verdicts(5, 9, 8, DEVICE)

@@ -2,7 +2,7 @@
 
 Python imports this file at start-up if its folder is on PYTHONPATH. It runs the tests' server patches, which
 set the rehearsal's stage. Graphs do nothing when they are replayed. Taken out are the stand-ins for kernels,
-eager matrix products, the draw of simulated accept lengths, and the tests' own checks. What is left is the
+eager matrix products, the simulation of accept lengths, and the tests' own checks. What is left is the
 scheduler thread's CPU time for Python, plans and small tensor operations. HOST_TIME names the file that times
 are written to. HOST_TIME_PLAIN=1: no speculation.
 """
@@ -127,10 +127,12 @@ def free_the_gpu(launches, graphs, faults, steps, stage) -> None:
 
 
 def taking_out(name: str):
-    """Return a change of a module that takes a function's time out."""
+    """Return a change of a module that takes a function's time out. name: within the module, with dots."""
+    *owners, attribute = name.split(".")
 
     def change(module) -> None:
-        setattr(module, name, uncounted(getattr(module, name)))
+        owner = functools.reduce(getattr, owners, module)
+        setattr(owner, attribute, uncounted(getattr(owner, attribute)))
 
     return change
 
@@ -172,6 +174,8 @@ if "HOST_TIME" in os.environ:
         {
             "sglang.srt.managers.scheduler": watch_scheduler,
             "sglang.srt.mem_cache.allocation": taking_out("assign_req_to_token_pool_func"),
-            "sglang.srt.speculative.spec_utils": taking_out("sample_simulated_acc_len"),
+            # The simulation, of the built-in and of ours.
+            "sglang.srt.speculative.dflash_utils": taking_out("apply_dflash_simulated_acceptance"),
+            "sglang_dflash.srt.speculative.acceptance.simulated": taking_out("SimulatedAcceptance.override"),
         }
     )

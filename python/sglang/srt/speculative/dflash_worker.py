@@ -42,6 +42,7 @@ from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptan
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
 from sglang_dflash.srt.speculative.cycle.known_lengths import plans_within_bounds
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
+from sglang_dflash.srt.speculative.cycle.relay import StepRelay
 from sglang_dflash.srt.speculative.cycle.rows import RequestRows
 from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts, on_device
@@ -137,6 +138,7 @@ class DFlashWorker(BaseSpecWorker):
         self.verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
         num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
         self.penalties = Penalties(num_rows, target_runner.model_config.vocab_size, self.device)
+        self.acceptor.relay = StepRelay(num_rows, self.device)
 
     def init_attention_backends(self):
         """Make the attention backends of both models."""
@@ -151,8 +153,8 @@ class DFlashWorker(BaseSpecWorker):
         captures = self.block_size > 1 and self.ranks.may_capture(self.tp_sync, self.device, self.gpu_id)
         with self.ranks.as_draft(), self._with_draft_rows():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
-        has_copies, target_runner = self._copies is not None, self._target_worker.model_runner
-        self._width = make_width(self, get_parallel().tp_group, self.metrics, has_copies)
+        target_runner = self._target_worker.model_runner
+        self._width = make_width(self, get_parallel().tp_group, self.metrics, self._copies is not None)
         if self._copies is not None:
             self._copies.most_slots = max(self.block_size, self._width.most_slots)
             self._copies.allocate_texts(target_runner)
@@ -298,12 +300,7 @@ class DFlashWorker(BaseSpecWorker):
         return result
 
     def run_cycle(
-        self,
-        batch,
-        plan: PlannedCycle,
-        draws: bool,
-        on_publish=None,
-        grammar_barrier=None,
+        self, batch, plan: PlannedCycle, draws: bool, on_publish=None, grammar_barrier=None
     ) -> GenerationBatchResult:
         """Draft, verify, accept and commit. Start-up measures this too.
 

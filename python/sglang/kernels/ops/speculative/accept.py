@@ -31,6 +31,20 @@ class AcceptedBlocks(NamedTuple):
     reported: torch.Tensor
 
 
+class RelayTables(NamedTuple):
+    """Tables by request row: the lengths and anchors of the next step.
+
+    Attributes:
+        rows: [bs] int64, rows of the requests.
+        lengths: [R] int64, takes `AcceptedBlocks.committed`.
+        anchors: [R] int64, takes `AcceptedBlocks.bonus`.
+    """
+
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    anchors: torch.Tensor
+
+
 def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> torch.Tensor:
     """Count the drafted tokens up to the first that is not the target's: [bs] int32.
 
@@ -55,12 +69,13 @@ def accept_greedy(
     max_logits: torch.Tensor,
     committed: torch.Tensor,
     broken_token: int,
+    relay: RelayTables | None = None,
 ) -> AcceptedBlocks:
     """Accept drafted tokens by `accept_matching_prefix`.
 
     One launch on CUDA, without host synchronisation. Moves bs * (28 B + 24) bytes with float32 logits: per
     request B - 1 drafted tokens, B of the target's, B logits and one length read, B + 2 int64 and two int32
-    written.
+    written. A relay adds three int64.
 
     Args:
         block: [bs, B] int64, column 0 the anchor, columns 1.. the drafted tokens.
@@ -68,9 +83,10 @@ def accept_greedy(
         max_logits: [bs, B] float, the largest logit at each position. NaN or infinite: the logits are broken.
         committed: [bs] int64, tokens with committed KV before the block.
         broken_token: id outside the vocabulary, at which SGLang ends a request.
+        relay: tables to write lengths and bonus tokens to as well.
     """
     run = accept_greedy_triton if block.is_cuda else accept_greedy_torch
-    return run(block, target_tokens, max_logits, committed, broken_token)
+    return run(block, target_tokens, max_logits, committed, broken_token, relay)
 
 
 def complete_blocks(
@@ -79,6 +95,7 @@ def complete_blocks(
     max_logits: torch.Tensor,
     committed: torch.Tensor,
     broken_token: int,
+    relay: RelayTables | None = None,
 ) -> AcceptedBlocks:
     """Add bonus tokens and lengths to blocks that another rule accepted.
 
@@ -88,18 +105,23 @@ def complete_blocks(
         max_logits: [bs, B] float, as in `accept_greedy`.
         committed: [bs] int64, as in `accept_greedy`.
         broken_token: as in `accept_greedy`.
+        relay: as in `accept_greedy`.
     """
     run = complete_blocks_triton if max_logits.is_cuda else complete_blocks_torch
-    return run(accept_len, tokens, max_logits, committed, broken_token)
+    return run(accept_len, tokens, max_logits, committed, broken_token, relay)
 
 
-def accept_greedy_torch(block, target_tokens, max_logits, committed, broken_token) -> AcceptedBlocks:
+def accept_greedy_torch(
+    block, target_tokens, max_logits, committed, broken_token, relay=None
+) -> AcceptedBlocks:
     """Run `accept_greedy` in PyTorch, on any device."""
     accept_len = accept_matching_prefix(block, target_tokens)
-    return complete_blocks_torch(accept_len, target_tokens, max_logits, committed, broken_token)
+    return complete_blocks_torch(accept_len, target_tokens, max_logits, committed, broken_token, relay)
 
 
-def complete_blocks_torch(accept_len, tokens, max_logits, committed, broken_token) -> AcceptedBlocks:
+def complete_blocks_torch(
+    accept_len, tokens, max_logits, committed, broken_token, relay=None
+) -> AcceptedBlocks:
     """Run `complete_blocks` in PyTorch, on any device, with a read on the host."""
     commit_lens = accept_len + 1
     bonus = tokens.gather(1, accept_len.long()[:, None]).squeeze(1)
@@ -107,22 +129,36 @@ def complete_blocks_torch(accept_len, tokens, max_logits, committed, broken_toke
     if bool(is_broken.any()):
         is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
         reported = tokens.masked_fill((is_broken & is_output).any(dim=1, keepdim=True), broken_token)
-    return AcceptedBlocks(accept_len, commit_lens, bonus, committed + commit_lens, tokens, reported)
+    new_committed = committed + commit_lens
+    if relay is not None:
+        relay.lengths[relay.rows], relay.anchors[relay.rows] = new_committed, bonus
+    return AcceptedBlocks(accept_len, commit_lens, bonus, new_committed, tokens, reported)
 
 
-def accept_greedy_triton(block, target_tokens, max_logits, committed, broken_token) -> AcceptedBlocks:
+def accept_greedy_triton(
+    block, target_tokens, max_logits, committed, broken_token, relay=None
+) -> AcceptedBlocks:
     """Run `accept_greedy` as a Triton kernel. Tensors are contiguous."""
     accept_len = committed.new_empty((committed.numel(),), dtype=torch.int32)
-    return _launch(block, accept_len, target_tokens, max_logits, committed, broken_token, is_decided=False)
+    return _launch(block, accept_len, target_tokens, max_logits, committed, broken_token, relay, False)
 
 
-def complete_blocks_triton(accept_len, tokens, max_logits, committed, broken_token) -> AcceptedBlocks:
+def complete_blocks_triton(
+    accept_len, tokens, max_logits, committed, broken_token, relay=None
+) -> AcceptedBlocks:
     """Run `complete_blocks` as a Triton kernel. Tensors are contiguous."""
-    return _launch(tokens, accept_len, tokens, max_logits, committed, broken_token, is_decided=True)
+    return _launch(tokens, accept_len, tokens, max_logits, committed, broken_token, relay, True)
 
 
 def _launch(
-    block, accept_len, tokens, max_logits, committed, broken_token, is_decided: bool
+    block,
+    accept_len,
+    tokens,
+    max_logits,
+    committed,
+    broken_token,
+    relay: RelayTables | None,
+    is_decided: bool,
 ) -> AcceptedBlocks:
     """Launch one program per request, which reads `accept_len` if `is_decided`."""
     assert all(t.is_contiguous() for t in (block, tokens, max_logits, committed, accept_len))
@@ -141,9 +177,11 @@ def _launch(
             max_logits,
             committed,
             *accepted,
+            *(relay or (None, None, None)),
             block_size,
             broken_token,
             IS_DECIDED=is_decided,
+            IS_RELAYED=relay is not None,
             BLOCK=triton.next_power_of_2(block_size),
             num_warps=1,
         )
@@ -161,9 +199,13 @@ def accept_kernel(
     new_committed,
     tokens,
     reported,
+    relay_rows,
+    relay_lengths,
+    relay_anchors,
     block_size,
     broken_token,
     IS_DECIDED: tl.constexpr,
+    IS_RELAYED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Accept the block of one request."""
@@ -180,10 +222,16 @@ def accept_kernel(
         stops = (drafted != token) | (slot >= block_size - 1)
         accepted = tl.min(tl.where(stops, slot, BLOCK), axis=0)
         tl.store(accept_len + request, accepted)
-    tl.store(bonus + request, tl.sum(tl.where(slot == accepted, token, 0), axis=0))
+    anchor = tl.sum(tl.where(slot == accepted, token, 0), axis=0)
+    tl.store(bonus + request, anchor)
     # Also false for NaN.
     is_finite = tl.abs(tl.load(max_logits + at, mask=inside, other=0.0).to(tl.float32)) < float("inf")
     num_broken = tl.sum(((slot <= accepted) & ~is_finite).to(tl.int32), axis=0)
     tl.store(reported + at, tl.where(num_broken > 0, broken_token, token), mask=inside)
     tl.store(commit_lens + request, accepted + 1)
-    tl.store(new_committed + request, tl.load(committed + request) + accepted + 1)
+    length = tl.load(committed + request) + accepted + 1
+    tl.store(new_committed + request, length)
+    if IS_RELAYED:
+        row = tl.load(relay_rows + request)
+        tl.store(relay_lengths + row, length)
+        tl.store(relay_anchors + row, anchor)

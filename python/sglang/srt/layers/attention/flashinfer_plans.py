@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dflash.kernels.ops.speculative.block import pack_blocks
 from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.layers.attention.flashinfer_keys import BlockKeys, keys_of
 from sglang_dflash.srt.layers.attention.kv_chunks import choose_chunk, holds, num_chunks
 
 logger = logging.getLogger(__name__)
@@ -161,11 +161,11 @@ class BlockPlan:
         width: queries of each request. None: each forward has a layout of its own.
         num_rows: queries of all requests.
         heads: of queries, of keys, and their dimension.
-        translator: SGLang's `KVIndexTranslator` of the backend.
+        keys: offsets and key indices, which the wrapper reads.
         staging: buffers of the backend.
 
     Attributes:
-        wrapper: as given.
+        wrapper, keys: as given.
         least, most: [bs], bounds of the keys of each request in the next plan.
     """
 
@@ -175,13 +175,11 @@ class BlockPlan:
         width: int | None,
         num_rows: int,
         heads: tuple[int, int, int],
-        translator: Any,
+        keys: BlockKeys,
         staging: Staging,
     ):
         self.wrapper, self._width, self._num_rows, self._heads = wrapper, width, num_rows, heads
-        self._translator, self._staging = translator, staging
-        # SGLang 0.5.22 has no such arguments.
-        self._takes_sizes = "num_token_blocks" in inspect.signature(translator.pack_read_stream).parameters
+        self.keys, self._staging = keys, staging
         self._bs = wrapper._fixed_batch_size
         self._counts = [width or 0] * self._bs
         self._queries_host = torch.arange(0, self._bs + 1, dtype=torch.int32) * (width or 0)
@@ -189,9 +187,6 @@ class BlockPlan:
         self._lengths_host = np.zeros(self._bs, dtype=np.int32)
         self._offsets_host = np.zeros(self._bs + 1, dtype=np.int32)
         self._keys_host = torch.from_numpy(self._offsets_host), torch.from_numpy(self._lengths_host)
-        self._offsets = wrapper._paged_kv_indptr_buf, wrapper._qo_indptr_buf
-        assert all(len(offsets) == self._bs + 1 for offsets in self._offsets)
-        self._lengths = wrapper._paged_kv_indptr_buf.new_empty(self._bs, dtype=torch.int64)
         self._layout: list[int] | None = None  # plan information that the graph is captured with
         self._check = ChunkCheck() if DFlashOptions.CHECK_PLANS.get() else None
         self.least: list[int] = []
@@ -208,7 +203,7 @@ class BlockPlan:
             self._counts = layout.counts
             np.cumsum(layout.counts, out=self._queries_host.numpy()[1:])
         self.expect(forward_batch.seq_lens_cpu.tolist(), spec_info.spread, spec_info.draft_token_num)
-        self._write_indices(forward_batch)
+        self.keys.write(forward_batch, sum(self.most))
         self._choose_plan()
 
     def expect(self, lengths: Sequence[int], spread: Sequence[int] | None, width: int) -> None:
@@ -229,22 +224,6 @@ class BlockPlan:
         for lane, below in enumerate(spread or ()):
             self.least[lane] -= below
 
-    def _write_indices(self, forward_batch: Any) -> None:
-        seq_lens, num_keys = forward_batch.seq_lens[: self._bs], sum(self.most)
-        layout = forward_batch.spec_info.ragged_verify_layout
-        counts = None if layout is None else layout.verify_lens
-        pack_blocks(seq_lens, self._width or 0, (self._lengths, *self._offsets), counts)
-        self._translator.pack_read_stream(
-            forward_batch.kv_loc_plan,
-            req_pool_indices=forward_batch.req_pool_indices[: self._bs],
-            seq_lens=self._lengths,
-            indptr=self._offsets[0],
-            # The upper bounds of the lengths may exceed the buffer, the keys do not.
-            out=self.wrapper._paged_kv_indices_buf[:num_keys],
-            # Several programs for each request if contexts are long.
-            **({"num_token_blocks": None, "kv_lens_sum": num_keys} if self._takes_sizes else {}),
-        )
-
     def _choose_plan(self) -> None:
         if self._layout is None:
             # FlashInfer's search fills the grid of one wave. A graph's own may be larger: for whole blocks
@@ -260,12 +239,12 @@ class BlockPlan:
             layout, chunk = self._plan(choice.lengths, choice.fixed_chunk)
             counts.add("plans")
         if choice is None or layout != self._layout or not holds(chunk, self.least, self.most):
-            self.most = self.least = self._offsets[0].diff().cpu().tolist()
+            self.most = self.least = self.keys.offsets.diff().cpu().tolist()
             counts.add("exact_plans", f"no plan holds for every length within the bounds ({choice})")
             layout, chunk = self._plan(self.most, None)
             assert layout == self._layout, "FlashInfer's layout of a graph's plans has changed"
         if self._check is not None:
-            self._check.start(self._offsets[0], self.most, chunk)
+            self._check.start(self.keys.offsets, self.most, chunk)
 
     def _probe(self) -> int:
         """Return how many blocks of the kernel run at a time.
@@ -373,11 +352,12 @@ def _add_plan(backend: Any, forward_batch: Any, size: int) -> None:
         workspace = wrapper._int_workspace_buffer
         backend.dflash_plans = {}
         backend.dflash_staging = Staging(workspace.numel(), workspace.device)
+    width = spec_info.draft_token_num if spec_info.ragged_verify_layout is None else None
     backend.dflash_plans[size] = BlockPlan(
         wrapper,
-        spec_info.draft_token_num if spec_info.ragged_verify_layout is None else None,
+        width,
         forward_batch.positions.numel(),
         (updater.num_qo_heads, updater.num_kv_heads, updater.head_dim),
-        backend.kv_index_translator,
+        keys_of(wrapper, width, backend.kv_index_translator),
         backend.dflash_staging,
     )

@@ -8,6 +8,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 
 from sglang_dflash.kernels.ops.speculative.accept import (
     AcceptedBlocks,
+    RelayTables,
     accept_greedy,
     accept_matching_prefix,
     complete_blocks,
@@ -21,6 +22,7 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
 from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
 from sglang_dflash.srt.speculative.acceptance.target_sampling import draw_target_tokens, target_probs
+from sglang_dflash.srt.speculative.cycle.relay import StepRelay
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock
 
@@ -52,6 +54,9 @@ class Acceptor:
         rule: for drawn drafts. None: drafts are never drawn.
         simulated: replaces all decisions, for benchmarks. None: off.
         metrics: counts batches that cannot be drawn.
+
+    Attributes:
+        relay: takes lengths and bonus tokens for the next step. None: the scheduler copies them.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Acceptor:
         self._metrics = metrics
         self._sampler, self._broken_token, self._tp_sync = sampler, vocab_size, tp_sync
         self._rule, self._simulated = rule, simulated
+        self.relay: StepRelay | None = None
 
     @property
     def can_draw(self) -> bool:
@@ -111,6 +117,23 @@ class Acceptor:
             caps: [bs] int32, the most drafted tokens of each request to accept. None: what is verified.
             masks: takes what the tokens were drawn from. None: no request returns it.
         """
+        relay = None if self.relay is None else self.relay.tables(batch.req_pool_indices)
+        accepted = self._accept(batch, cycle, block, logits, caps, masks, relay)
+        if relay is not None:
+            assert self.relay is not None
+            self.relay.on_written(accepted)
+        return accepted
+
+    def _accept(
+        self,
+        batch: Any,
+        cycle: Cycle,
+        block: DraftBlock,
+        logits: torch.Tensor,
+        caps: torch.Tensor | None,
+        masks: SamplingMasks | None,
+        relay: RelayTables | None,
+    ) -> AcceptedBlocks:
         if batch.return_logprob and not batch.sampling_info.is_all_greedy:
             logits = logits.clone()  # log probabilities are still to be read
         if block.probs is not None:
@@ -124,13 +147,13 @@ class Acceptor:
             if self._simulated is None:
                 if caps is None:
                     return accept_greedy(
-                        block.tokens, tokens, max_logits, cycle.committed, self._broken_token
+                        block.tokens, tokens, max_logits, cycle.committed, self._broken_token, relay
                     )
                 accept_len = accept_matching_prefix(block.tokens, tokens).minimum(caps)
         if self._simulated is not None:
             accept_len, tokens = self._simulated.override(tokens, block.tokens)
             max_logits = torch.zeros_like(max_logits)  # random weights may give any logits
-        return complete_blocks(accept_len, tokens, max_logits, cycle.committed, self._broken_token)
+        return complete_blocks(accept_len, tokens, max_logits, cycle.committed, self._broken_token, relay)
 
     def _target_tokens(
         self, sampling_info: Any, cycle: Cycle, logits: torch.Tensor, masks: SamplingMasks | None

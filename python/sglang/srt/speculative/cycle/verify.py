@@ -10,6 +10,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
+from sglang_dflash.srt.speculative.cycle.replay import run_target
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput, DraftBlock
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.scale_out.dp_attention import disable_graphs_if_any_rank_idle
@@ -88,4 +89,4 @@ def verify(
         write_cols=cycle.write_cols,
     )
     disable_graphs_if_any_rank_idle(forward_batch)
-    return target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+    return run_target(target_worker, forward_batch)

@@ -11,6 +11,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
+from sglang_dflash.srt.speculative.cycle.replay import run_draft
 from sglang_dflash.srt.speculative.dflash_info import (
     Cycle,
     DFlashVerifyInput,
@@ -19,7 +20,6 @@ from sglang_dflash.srt.speculative.dflash_info import (
     Prompts,
 )
 from sglang_dflash.srt.speculative.drafters.deferred_context import ContextRows, DeferredContext
-from sglang_dflash.srt.speculative.drafters.forward import run_draft
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 from sglang_dflash.srt.speculative.drafters.window import DraftView, FullView, WindowView
 
@@ -152,20 +152,22 @@ class DFlashDrafter:
     def _run_block(self, cycle: Cycle) -> DraftOutput:
         """Run one forward over the draft's rows of all blocks."""
         width = self.num_draft_rows
-        columns = None if width == self._block_size else slice(0, width)
+        columns, tokens, positions = None, cycle.tokens, cycle.positions
+        if width < cycle.verify_len:
+            columns, tokens, positions = slice(0, width), tokens[:, :width], positions[:, :width]
         seq_lens, committed_host, plan = self.view.read(cycle)
         seq_lens_cpu = committed_host + width
         self._block_input.spread = cycle.spread
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=cycle.bs,
-            input_ids=cycle.tokens[:, :width].flatten(),
+            input_ids=tokens.flatten(),
             req_pool_indices=cycle.req_pool_indices,
             seq_lens=seq_lens,
             out_cache_loc=cycle.cache_loc,
             seq_lens_sum=sum(seq_lens_cpu.tolist()),
             seq_lens_cpu=seq_lens_cpu,
-            positions=cycle.positions[:, :width].flatten(),
+            positions=positions.flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=self._block_input,
             capture_hidden_mode=CaptureHiddenMode.NULL,

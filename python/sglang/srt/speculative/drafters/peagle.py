@@ -52,6 +52,7 @@ from sglang_dflash.kernels.ops.speculative.peagle_rows import (
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
+from sglang_dflash.srt.speculative.cycle.replay import run_draft
 from sglang_dflash.srt.speculative.dflash_info import (
     Cycle,
     DFlashVerifyInput,
@@ -60,7 +61,6 @@ from sglang_dflash.srt.speculative.dflash_info import (
     Prompts,
     packed_ranges,
 )
-from sglang_dflash.srt.speculative.drafters.forward import run_draft
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 
 

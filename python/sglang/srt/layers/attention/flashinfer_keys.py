@@ -1,0 +1,98 @@
+"""Keys of blocks, where the CUDA graphs of FlashInfer read them."""
+
+import inspect
+import weakref
+from typing import Any
+
+import torch
+
+from sglang_dflash.kernels.ops.speculative.block import pack_blocks
+
+
+class BlockKeys:
+    """Offsets and key indices of blocks, in the memory from which captured graphs read them.
+
+    The draft's and the verify graph of a cycle share them if both have as many rows and read one request
+    table. The cycle's first graph has them written.
+
+    Args:
+        wrapper: FlashInfer's paged prefill wrapper, whose buffers become these.
+        width: queries of each request. None: each forward has a layout of its own.
+        translator: SGLang's `KVIndexTranslator` of the wrapper's backend.
+    """
+
+    def __init__(self, wrapper: Any, width: int | None, translator: Any):
+        self._width, self._translator = width, translator
+        # SGLang 0.5.22 has no such arguments.
+        self._takes_sizes = "num_token_blocks" in inspect.signature(translator.pack_read_stream).parameters
+        self._bs = wrapper._fixed_batch_size
+        self._offsets = wrapper._paged_kv_indptr_buf, wrapper._qo_indptr_buf
+        assert all(len(offsets) == self._bs + 1 for offsets in self._offsets)
+        self._indices = wrapper._paged_kv_indices_buf
+        self._lengths = wrapper._paged_kv_indptr_buf.new_empty(self._bs, dtype=torch.int64)
+        self._written: Any = None  # SGLang's plan of the cycle whose keys these are
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Offsets of each request's keys. [bs + 1] int32"""
+        return self._offsets[0]
+
+    def share_with(self, wrapper: Any, width: int | None, translator: Any) -> bool:
+        """Have another wrapper read these, before its graph is captured.
+
+        False: its keys are others.
+        """
+        mine = self._translator
+        if (
+            width is None
+            or (width, wrapper._fixed_batch_size) != (self._width, self._bs)
+            or translator.req_to_token is not mine.req_to_token
+            or translator.reads_are_translated
+            or mine.reads_are_translated
+            or len(wrapper._paged_kv_indices_buf) > len(self._indices)
+        ):
+            return False
+        wrapper._paged_kv_indptr_buf, wrapper._qo_indptr_buf = self._offsets
+        wrapper._paged_kv_indices_buf = self._indices
+        return True
+
+    def write(self, forward_batch: Any, num_keys: int) -> None:
+        """Write the keys of a forward, unless the cycle's earlier forward has.
+
+        forward_batch: padded to bs requests. num_keys: at least the keys of all of them.
+        """
+        plan = forward_batch.kv_loc_plan
+        if plan is not None and plan is self._written:
+            return
+        self._written = plan
+        layout = forward_batch.spec_info.ragged_verify_layout
+        pack_blocks(
+            forward_batch.seq_lens[: self._bs],
+            self._width or 0,
+            (self._lengths, *self._offsets),
+            None if layout is None else layout.verify_lens,
+        )
+        self._translator.pack_read_stream(
+            plan,
+            req_pool_indices=forward_batch.req_pool_indices[: self._bs],
+            seq_lens=self._lengths,
+            indptr=self._offsets[0],
+            # The upper bounds of the lengths may exceed the buffer, the keys do not.
+            out=self._indices[:num_keys],
+            # Several programs for each request if contexts are long.
+            **({"num_token_blocks": None, "kv_lens_sum": num_keys} if self._takes_sizes else {}),
+        )
+
+
+# Of the graphs captured so far, of the target's and the draft's backends.
+_captured_keys: weakref.WeakSet[BlockKeys] = weakref.WeakSet()
+
+
+def keys_of(wrapper: Any, width: int | None, translator: Any) -> BlockKeys:
+    """Return the keys that a wrapper reads: those of another model's graph, or its own."""
+    for keys in _captured_keys:
+        if keys.share_with(wrapper, width, translator):
+            return keys
+    keys = BlockKeys(wrapper, width, translator)
+    _captured_keys.add(keys)
+    return keys
