@@ -386,7 +386,7 @@ def _adjust_to_recurrent_target(args: Any, target_config: Any, block_size: int) 
 
 
 def _mixed_batches_spoil_states(page_size: int) -> str:
-    """Return where mixed batches file wrong recurrent states in SGLang's prefix cache, or an empty string."""
+    """Say where mixed batches file wrong states in the prefix cache, if anywhere."""
     from sglang_dflash.srt.compat import mixed_batches_cache_states
 
     if page_size > 1:
