@@ -9,9 +9,13 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(she
 
 # The SGLang to install. Another than the default gets an environment of its own: `make test SGLANG=0.5.22`.
 SGLANG ?= 0.5.23
+# Requirements of SGLang to replace, if an index lacks them: `OVERRIDE=cuda-tile==1.6.0`. pip cannot do that, uv can.
+OVERRIDE ?=
 VENV := .venv$(if $(filter-out 0.5.23,$(SGLANG)),-$(SGLANG))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --override $(VENV)/overrides.txt
 
 SMOLLM2 := models/smollm2-135m-instruct
 SMOLLM2_DRAFT := $(patsubst %/model.safetensors,%,$(firstword $(wildcard $(SMOLLM2)-dflash2/model.safetensors $(SMOLLM2)-dflash/model.safetensors)))
@@ -77,7 +81,8 @@ $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "sglang-dflash needs Python 3.11 or newer; give one with make PYTHON=..."; exit 1; }
 	@test -d $(VENV) || echo "Setting up $(VENV): SGLang and its dependencies, about 9 GB, a few minutes."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[model,test,bench,lint]' sglang==$(SGLANG)
+	@$(if $(OVERRIDE),$(PIP) uv && printf '%s\n' $(foreach one,$(OVERRIDE),'$(one)') > $(VENV)/overrides.txt)
+	@$(if $(OVERRIDE),$(UV),$(PIP)) --editable '.[model,test,bench,lint]' sglang==$(SGLANG)
 	@touch $@
 
 clean:

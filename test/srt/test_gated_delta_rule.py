@@ -3,8 +3,12 @@
 Batched, ragged, and in scattered slots.
 """
 
+from types import SimpleNamespace
+
 import pytest
+import sglang  # loads our platform plugin before any of SGLang's modules
 import torch
+from sglang.srt.managers import schedule_batch
 from torch.nn.functional import softplus
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
@@ -275,6 +279,24 @@ def test_states_are_tracked_where_the_mask_says():
         assert torch.equal(pool[:, 4], old[:, 1])
         untouched = [0, 1, 2, 3, 5]
         assert torch.equal(pool[:, untouched], old[:, untouched])
+
+
+@pytest.mark.parametrize("choose", [recurrent_states, schedule_batch], ids=["twin", "SGLang"])
+@pytest.mark.parametrize("positions", [None, [1, 1, 0]])
+def test_the_slots_of_snapshots(choose, positions):
+    """A request's next buffer is taken, or the one that was planned; a freed request has none."""
+    if choose is schedule_batch and sglang.__version__ == "0.5.22":
+        pytest.skip("SGLang 0.5.22 pins memory here")
+    requests = [SimpleNamespace(kv=SimpleNamespace(mamba_next_track_idx=one)) for one in (1, None, 0)]
+    buffers = torch.tensor([[10, 11], [20, 21], [30, 31], [40, 41]])
+    batch = SimpleNamespace(
+        reqs=requests,
+        req_pool_indices=torch.tensor([3, 0, 1]),
+        req_to_token_pool=SimpleNamespace(req_index_to_mamba_ping_pong_track_buffer_mapping=buffers),
+    )
+    choose.set_mamba_track_indices_from_reqs(batch, positions)
+    assert batch.mamba_track_buffer_indices == (positions or [1, 0, 0])
+    assert batch.mamba_track_indices.tolist() == [41, -1, 20]
 
 
 def test_a_missing_operator_is_named_and_can_be_probed(monkeypatch):

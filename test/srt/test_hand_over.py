@@ -175,7 +175,8 @@ def test_the_parser_judges_no_draft_that_is_handed_over(name, tmp_path):
     assert config.architectures
 
 
-BUILTIN_LACKS_DP = sglang.__version__.startswith("0.5.22")  # its DFLASH refuses DP attention
+IS_0_5_22 = sglang.__version__.startswith("0.5.22")
+BUILTIN_LACKS_DP = IS_0_5_22  # its DFLASH refuses DP attention
 NEED_DP = [name for name in HANDED_OVER if "DP attention" in name] if BUILTIN_LACKS_DP else []
 
 
@@ -390,7 +391,17 @@ def test_flags_that_plain_sglang_overrides_get_a_warning(field, value, words, ca
     "given, field, served, words",
     [
         ({"enable_mixed_chunk": True, "page_size": 16}, "enable_mixed_chunk", False, "--page-size 16"),
-        ({"enable_mixed_chunk": True, "page_size": 1}, "enable_mixed_chunk", True, None),
+        (
+            {"enable_mixed_chunk": True, "page_size": 1},
+            "enable_mixed_chunk",
+            *((False, "on this SGLang") if IS_0_5_22 else (True, None)),
+        ),
+        (
+            {"enable_mixed_chunk": True, "disable_radix_cache": True, "page_size": 16},
+            "enable_mixed_chunk",
+            True,
+            None,
+        ),
         (
             {"speculative_num_draft_tokens": 33, "mamba_track_interval": 64},
             "mamba_track_interval",

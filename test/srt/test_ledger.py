@@ -176,6 +176,13 @@ def test_cpu_changes_are_made_on_the_cpu_only(active, registry, monkeypatch):
     assert registry == {"key": "ours", "cpu key": "ours" if active else "stock"}
 
 
+@pytest.mark.parametrize("version, value", [("0.5.22", "ours"), ("0.5.23", "stock"), ("0.6.0", "stock")])
+def test_a_change_for_older_releases_is_made_there_only(version, value, registry, monkeypatch):
+    monkeypatch.setattr(install, "installed_version", lambda: version)
+    install.install((dataclasses.replace(entry_of_registry("key"), until="0.5.23"),))
+    assert registry["key"] == value
+
+
 def test_a_failed_build_changes_nothing(registry):
     def fail():
         raise ImportError("a module of ours")
@@ -307,12 +314,12 @@ import sys
 import sglang.srt.managers.scheduler
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.plugins import install, ledger
 from sglang.srt.plugins import load_plugins
 changes = [change for change in ledger.AT_LOAD if change.kind == "replace"]
 assert all(change.cpu_only for change in changes)
-targets = {change.target: install.resolve(change.target)[1] for change in changes if runtime.is_active()}
+changes = install.relevant(changes)
+targets = {change.target: install.resolve(change.target)[1] for change in changes}
 load_plugins()
 for target, old in targets.items():
     assert install.resolve(target)[1] is not old, target

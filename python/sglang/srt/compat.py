@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
@@ -56,3 +57,11 @@ def budgeted_draft_bytes(configurator: Any) -> int | None:
     if hasattr(configurator, "dflash_draft_cell_size_per_token"):
         return configurator.dflash_draft_cell_size_per_token
     return configurator.spec_aux_config.dflash_draft_cell_size_per_token  # 0.5.22
+
+
+def mixed_batches_cache_states() -> bool:
+    """Tell whether the prefix cache gets right recurrent states from mixed batches.
+
+    SGLang 0.5.22 forgets which states the prefill is to keep, and files others, with a draft or without.
+    """
+    return hasattr(ScheduleBatch, "mamba_lazy_undo_prealloc_at_boundary")

@@ -364,12 +364,11 @@ def _adjust_to_recurrent_target(args: Any, target_config: Any, block_size: int) 
         adjusted["disaggregation_decode_retraction_backup"] = "none"
     if args.disable_radix_cache:
         return adjusted
-    if args.enable_mixed_chunk and (args.page_size or 1) > 1:
-        # SGLang then cuts prompts inside a page, and files the state there under the page's beginning.
+    if args.enable_mixed_chunk and (where := _mixed_batches_spoil_states(args.page_size or 1)):
         logger.warning(
-            "DFLASH turns --enable-mixed-chunk off: with --page-size %d it spoils the prefix cache of a "
-            "target with recurrent states, even without a draft (--disable-radix-cache keeps it).",
-            args.page_size,
+            "DFLASH turns --enable-mixed-chunk off: %s it spoils the prefix cache of a target with recurrent "
+            "states, even without a draft (--disable-radix-cache keeps it).",
+            where,
         )
         adjusted["enable_mixed_chunk"] = False
     # States are kept at multiples of this, and two blocks in flight must not pass two of them.
@@ -384,3 +383,13 @@ def _adjust_to_recurrent_target(args: Any, target_config: Any, block_size: int) 
             block_size,
         )
     return adjusted
+
+
+def _mixed_batches_spoil_states(page_size: int) -> str:
+    """Say where mixed batches file wrong states in the prefix cache, if anywhere."""
+    from sglang_dflash.srt.compat import mixed_batches_cache_states
+
+    if page_size > 1:
+        # SGLang then cuts prompts inside a page, and files the state there under the page's beginning.
+        return f"with --page-size {page_size}"
+    return "" if mixed_batches_cache_states() else "on this SGLang"

@@ -22,6 +22,8 @@ class Change:
     # SGLang's state in which the change is no longer needed, and what was proposed there: a link, or "none".
     remove_when: str
     upstream: str = "none"
+    # The first release of SGLang that does not need it. None: every supported release does.
+    until: str | None = None
     # What is off if the target is missing or has changed. None: DFLASH cannot be served without the change.
     feature: str | None = None
     # The target's parameters; of a class only those that SGLang passes. None for a registry, and if unknown.
@@ -47,6 +49,10 @@ class Change:
         """The names in the signature."""
         return _names(self.signature)
 
+    def is_needed_on(self, version: str) -> bool:
+        """Tell whether this release of SGLang needs the change."""
+        return self.until is None or release_numbers(version) < release_numbers(self.until)
+
     def accepts(self, parameters: list[str]) -> bool:
         """Tell whether a target with these parameters is the one that the change was written for."""
         if self.signature is None:
@@ -54,6 +60,19 @@ class Change:
         if self.kind == "class":
             return set(self.parameters) <= set(parameters)
         return parameters in [_names(one) for one in (self.signature, self.also) if one is not None]
+
+
+def release_numbers(version: str) -> tuple[int, ...]:
+    """Return the release numbers of a version, for sorting.
+
+    A version without any is the newest.
+    """
+    numbers = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers) or (2**31,)
 
 
 def _names(signature: str | None) -> list[str]:

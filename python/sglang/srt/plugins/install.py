@@ -18,6 +18,7 @@ from typing import Any
 
 from sglang_dflash.srt.plugins import ledger
 from sglang_dflash.srt.plugins.change import Change, resolve
+from sglang_dflash.srt.plugins.source_tree import installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def install(table: Sequence[Change]) -> list[tuple[Any, Any]]:
     Raises:
         Mismatch: A required change cannot be made. None is.
     """
-    changes = _that_fit(_relevant(table))
+    changes = _that_fit(relevant(table))
     # Building imports our modules. It comes first, so that a failure leaves SGLang as it is.
     built = [(change, change.build()) for change in changes]
     replaced = []
@@ -91,7 +92,7 @@ def find_mismatch(changes: Sequence[Change], is_loaded_only: bool = False) -> st
         changes: tables of the process to come.
         is_loaded_only: check only targets whose modules are loaded. No other can have been replaced.
     """
-    for change in _relevant(changes):
+    for change in relevant(changes):
         if change.feature is not None or change.kind == "entry":
             continue
         if is_loaded_only and not _is_loaded(change.target):
@@ -172,7 +173,13 @@ def _rebind_importers(replaced: list[tuple[Any, Any]]) -> None:
                     setattr(module, name, new[id(value)])
 
 
-def _relevant(changes: Sequence[Change]) -> list[Change]:
+def relevant(changes: Sequence[Change]) -> list[Change]:
+    """List what this machine and this release of SGLang need."""
     from sglang_dflash.srt.hardware_backend.cpu import runtime
 
-    return [change for change in changes if runtime.is_active() or not change.cpu_only]
+    version = installed_version()
+    return [
+        change
+        for change in changes
+        if (runtime.is_active() or not change.cpu_only) and change.is_needed_on(version)
+    ]

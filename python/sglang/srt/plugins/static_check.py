@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dflash.srt.plugins.change import Change
+from sglang_dflash.srt.plugins.change import Change, release_numbers
 from sglang_dflash.srt.plugins.ledger import TABLES
 from sglang_dflash.srt.plugins.source_tree import PACKAGE, Found, SourceTree, fingerprint, parameters
 
@@ -75,12 +75,12 @@ def records() -> dict[str, dict[str, Any]]:
 
 def supported_versions() -> list[str]:
     """List the recorded versions, oldest first."""
-    return sorted(records(), key=_as_numbers)
+    return sorted(records(), key=release_numbers)
 
 
 def baseline_for(version: str) -> str:
     """Return the supported version to compare with: itself, else the newest that is not newer."""
-    older = [one for one in supported_versions() if _as_numbers(one) <= _as_numbers(version)]
+    older = [one for one in supported_versions() if release_numbers(one) <= release_numbers(version)]
     return older[-1] if older else supported_versions()[0]
 
 
@@ -101,7 +101,7 @@ def compare(tree: SourceTree, baseline: str) -> list[Row]:
     baseline: the supported version whose bodies and parameters are expected.
     """
     recorded = records()[baseline]
-    rows = [_compare_change(tree, change, recorded["bodies"]) for change in all_changes()]
+    rows = [_compare_change(tree, change, recorded["bodies"]) for change in changes_for(tree)]
     return rows + [_compare_import(tree, name, recorded["imports"]) for name in imported_names()]
 
 
@@ -109,7 +109,7 @@ def record(tree: SourceTree) -> dict[str, dict[str, str]]:
     """Return what `fingerprints.json` is to hold of a version. It must fit the ledger."""
     bodies: dict[str, str] = {}
     imports: dict[str, str] = {}
-    for change in all_changes():
+    for change in changes_for(tree):
         if (body := body_of(tree, change)) and body.node is not None:
             bodies[change.replaces or change.target] = fingerprint(body.node)
     for name in imported_names():
@@ -120,9 +120,9 @@ def record(tree: SourceTree) -> dict[str, dict[str, str]]:
     return {"files": _by_key(files), "bodies": _by_key(bodies), "imports": _by_key(imports)}
 
 
-def all_changes() -> list[Change]:
-    """List the changes to SGLang itself; one target is PyTorch's."""
-    table = [change for changes in TABLES.values() for change in changes]
+def changes_for(tree: SourceTree) -> list[Change]:
+    """List the changes that this SGLang needs to itself; one target is PyTorch's."""
+    table = [change for changes in TABLES.values() for change in changes if change.is_needed_on(tree.version)]
     return [change for change in table if change.target.startswith(f"{PACKAGE}.")]
 
 
@@ -222,19 +222,6 @@ def _is_overridable(tree: SourceTree, step: str) -> bool:
 def _place(tree: SourceTree, found: Found) -> str:
     line = getattr(found.node, "lineno", 1)
     return f"{tree.file_of(found.module) or found.module}:{line}"
-
-
-def _as_numbers(version: str) -> tuple[int, ...]:
-    """Return the release numbers of a version, for sorting.
-
-    A version without any is the newest.
-    """
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers) or (2**31,)
 
 
 def _by_key(table: dict[str, str]) -> dict[str, str]:

@@ -78,6 +78,24 @@ def fused_conv_window_scatter_with_mask(dst, src, dst_indices_raw, step_indices_
     _copy_step(dst, src, rows, dst_indices_raw.long(), steps)
 
 
+def set_mamba_track_indices_from_reqs(batch, track_positions=None):
+    """Choose the slots that receive the snapshots of a batch's states, in unpinned memory.
+
+    A request whose state has been freed gets -1. Only SGLang 0.5.22 needs this twin.
+
+    Args:
+        batch: `mamba_track_buffer_indices` (list) and `mamba_track_indices` [bs] are set.
+        track_positions: per request, which of its buffers is next; None: the requests know.
+    """
+    known = [req.kv.mamba_next_track_idx for req in batch.reqs]
+    positions = [one or 0 for one in known] if track_positions is None else list(track_positions)
+    buffers = batch.req_to_token_pool.req_index_to_mamba_ping_pong_track_buffer_mapping
+    slots = buffers[batch.req_pool_indices, torch.tensor(positions, dtype=torch.int64)].long()
+    is_freed = torch.tensor([one is None for one in known], dtype=torch.bool)
+    batch.mamba_track_buffer_indices = positions
+    batch.mamba_track_indices = slots.masked_fill(is_freed, -1)
+
+
 def _copy_step(pool, steps, rows, slots, step):
     taken = (step >= 0) & (slots >= 0)
     pool[:, slots[taken]] = steps[:, rows[taken], step[taken]]

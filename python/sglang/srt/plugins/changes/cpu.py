@@ -85,6 +85,15 @@ AT_CPU_LOAD = (
         build=hooks.cpu_pin_memory,
     ),
     CpuChange(
+        target="sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
+        until="0.5.23",
+        remove_when="SGLang 0.5.22 is not supported any more",
+        feature=RECURRENT,
+        signature="(batch, track_positions)",
+        why="SGLang 0.5.22 pins a tensor in every decode step with states, whatever the device",
+        build=our_object("srt.hardware_backend.cpu.recurrent_states.set_mamba_track_indices_from_reqs"),
+    ),
+    CpuChange(
         target="sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
         remove_when="SGLang looks for NCCL on GPUs only",
         feature="several ranks on a CPU",
