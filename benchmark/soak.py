@@ -67,10 +67,10 @@ ENVIRONMENT = {
 }
 # SGLang's watchdog mistakes a stopped server for a hanging one; hanging ones exceed the clients' patience.
 NO_WATCHDOG = ("--watchdog-timeout", "86400")
-# Other processes may take memory while a server starts, so none is kept back.
+# Pools are small. Other processes may take memory while a server starts, so SGLang keeps none back.
 FLAGS = (
     *("--dtype", "float32", "--constrained-json-disable-any-whitespace", *NO_WATCHDOG),
-    *("--mem-fraction-static", "0.95"),
+    *("--mem-fraction-static", "0.95", "--max-total-tokens", "16384"),
 )
 PLAIN = ("--model-path", str(TARGET), *FLAGS)
 # Drafted tokens per cycle, in turn. The pause is longer than P-EAGLE leaves states pending.
@@ -97,7 +97,7 @@ class Pair:
         start, end, picture, _ = write_vision_target(folder)
         drafts = HYBRID_DRAFT, HYBRID_DFLASH2_DRAFT, HYBRID_PEAGLE_DRAFT
         # States are kept at more points than by default.
-        more = (*FLAGS, "--mamba-track-interval", "64")
+        more = (*FLAGS, "--mamba-track-interval", "64", "--max-mamba-cache-size", "128")
         seen = cls(("--model-path", str(folder), *more), drafts, True, (start, picture, end))
         return seen, cls(("--model-path", str(HYBRID_TARGET), *more), drafts, True), seen
 

@@ -118,8 +118,8 @@ def known_requests(plain: Server, count: int, seed: int, image_tokens: Sequence[
         request = {"input_ids": ids, "sampling_params": sampling}
         if pictures and generator.random() < 1 / 3:
             shown = generator.sample(pictures, generator.choice((1, 1, 2)))
-            for _ in shown:
-                at = generator.randint(0, len(ids))
+            places = [generator.randint(0, len(ids)) for _ in shown]
+            for at in sorted(places, reverse=True):  # none within another's tokens
                 ids[at:at] = image_tokens
             request["image_data"] = shown
         requests.append(request)
