@@ -48,6 +48,7 @@ from serving import (
     SPECULATORS_DRAFT,
     TARGET,
     Server,
+    ServerDied,
     dflash_arguments,
     serve,
 )
@@ -115,7 +116,7 @@ class Configuration:
     def draw(
         cls, generator: random.Random, pair: Pair = DENSE, schedule: Path | None = None
     ) -> "Configuration":
-        """Draw flags. schedule: a file for --speculative-adaptive-config, for targets with states."""
+        """Draw flags. schedule: a --speculative-adaptive-config, for hybrids and blocks from 8 on."""
         draft = generator.choice(pair.drafts)
         arguments = dflash_arguments(draft)
         is_peagle = draft in (PEAGLE_DRAFT, HYBRID_PEAGLE_DRAFT)
@@ -130,6 +131,8 @@ class Configuration:
         ):
             value = generator.choice(values)
             arguments += [] if value is None else [flag, str(value)]
+            if flag == "--speculative-num-draft-tokens":
+                is_narrow = value in (2, 4)
         if "--chunked-prefill-size" in arguments and generator.random() < 0.6:
             arguments.append("--enable-mixed-chunk")
         for flag, share in (
@@ -141,7 +144,7 @@ class Configuration:
         if pair.is_hybrid:
             arguments += ["--speculative-copy-ahead"] if generator.random() < 0.4 else []
             arguments += ["--max-mamba-cache-size", "64"] if generator.random() < 0.4 else []
-            if "--speculative-adaptive" in arguments and generator.random() < 0.75:
+            if "--speculative-adaptive" in arguments and not is_narrow and generator.random() < 0.75:
                 arguments += ["--speculative-adaptive-config", str(schedule)]
         return cls((*pair.plain, *arguments))
 
@@ -313,15 +316,18 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
         count = options.per_round
         if options.requests is not None:
             count = min(count, options.requests - totals["requests"])
-        with serve(*configuration.arguments, env=ENVIRONMENT, timeout=options.timeout) as server:
-            counts, wrong = run_round(
-                server,
-                known[pair],
-                count,
-                seed,
-                options.concurrency,
-                lambda counts: _bar(totals + counts, options.requests, started, options.minutes),
-            )
+        try:
+            with serve(*configuration.arguments, env=ENVIRONMENT, timeout=options.timeout) as server:
+                counts, wrong = run_round(
+                    server,
+                    known[pair],
+                    count,
+                    seed,
+                    options.concurrency,
+                    lambda counts: _bar(totals + counts, options.requests, started, options.minutes),
+                )
+        except ServerDied as error:
+            counts, wrong = Counter(), [f"the server did not start: {error}"]
         totals.update(counts + Counter(rounds=1, wrong=len(wrong)))
         passed = (time.monotonic() - started) / 60
         print(

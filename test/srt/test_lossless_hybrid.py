@@ -349,7 +349,7 @@ def test_replay_commits_the_same_states(target, known):
     Answers cross the grid on which states are kept, and the second group continues from it.
     """
     generator = random.Random(4)
-    picked = generator.sample([k for k in known if 40 <= len(k.prompt) < 70 and len(k.answer) > 30], 3)
+    picked = generator.sample([k for k in known if 40 <= len(k.prompt) < 70 and len(k.answer) > 30], 2)
     first = [(Job(k.prompt, 28, step=2 * number), k) for number, k in enumerate(picked)]
     groups = [[job for job, _ in jobs] for jobs in (first, continued(first))]
     arguments = ["--model-path", target, *FLOAT32, *POOL, *GRID, *dflash_arguments(DRAFT)]
@@ -359,6 +359,7 @@ def test_replay_commits_the_same_states(target, known):
         groups,
         environment={**ENVIRONMENT, "TRITON_INTERPRET": "1"},
         is_cold=True,
+        timeout=1800,
     )
     for one, other in zip(copied, replayed, strict=True):
         assert [answer.output_ids for answer in one] == [answer.output_ids for answer in other]
