@@ -52,7 +52,7 @@ class Prompts:
                     token = inputs.video_token_id
                 else:
                     token = inputs.audio_token_id if item.is_audio() else inputs.im_token_id
-                for value in item.pad_values or (item.pad_value,):
+                for value in getattr(item, "pad_values", None) or (item.pad_value,):  # 0.5.22 has one
                     # A processor that names no token: the draft sees another one, and drafts a little worse.
                     tokens = torch.where(tokens == value, token or 0, tokens)
         return tokens
