@@ -2,16 +2,19 @@
 
     python benchmark/soak.py --minutes 30
     python benchmark/soak.py --requests 20000 --seed 7
+    python benchmark/soak.py --hybrid --requests 2000
 
 A round is one server: draft, block size, pages, chunking, mixed batches, pool, overlap, adaptive width,
 window and probabilistic drafting are drawn from the seed. Requests are of every kind that users mix,
-including aborts, disconnects and bad ones. Each round checks that
+including aborts, disconnects and bad ones. With `--hybrid` the target is the bundled one with recurrent
+states, in two rounds of three with a vision tower and pictures in a third of the prompts; most rounds change
+the width every cycle. Each round checks that
 
 - greedy answers equal the plain target's, token by token until float32 cannot separate its best two;
 - streams never take a token back, and counts are right;
 - every bad request is refused by name;
-- afterwards nothing runs, no KV slot is taken, the log has no traceback, and threads, file handles and memory
-  are as before.
+- afterwards nothing runs, no KV slot and no state is taken, the log has no traceback, and threads, file
+  handles and memory are as before.
 
 The last line has the figures. A failure is printed with the command that repeats its round:
 
@@ -28,6 +31,7 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from http.client import HTTPException
@@ -36,14 +40,20 @@ from pathlib import Path
 from serving import (
     DFLASH2_DRAFT,
     DRAFT,
+    HYBRID_DFLASH2_DRAFT,
+    HYBRID_DRAFT,
+    HYBRID_PEAGLE_DRAFT,
+    HYBRID_TARGET,
     PEAGLE_DRAFT,
     SPECULATORS_DRAFT,
     TARGET,
     Server,
+    ServerDied,
     dflash_arguments,
     serve,
 )
 from soak_requests import PATIENCE, Known, Wrong, known_requests, send_random
+from vision_target import write_vision_target
 
 # The scheduler counts its KV slots after every step, and a leak or a double free ends the server.
 ENVIRONMENT = {
@@ -53,17 +63,47 @@ ENVIRONMENT = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     # With a low estimate of answer lengths, the scheduler admits more requests than a small pool can finish.
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8",
+    # In bfloat16, states of decoded tokens would be rounded, and those of prefilled tokens not.
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
 }
 # SGLang's watchdog mistakes a stopped server for a hanging one; hanging ones exceed the clients' patience.
 NO_WATCHDOG = ("--watchdog-timeout", "86400")
-PLAIN = (
-    *("--model-path", str(TARGET), "--dtype", "float32"),
-    "--constrained-json-disable-any-whitespace",
-    *NO_WATCHDOG,
+# Pools are small. Other processes may take memory while a server starts, so SGLang keeps none back.
+FLAGS = (
+    *("--dtype", "float32", "--constrained-json-disable-any-whitespace", *NO_WATCHDOG),
+    *("--mem-fraction-static", "0.95", "--max-total-tokens", "16384"),
 )
+PLAIN = ("--model-path", str(TARGET), *FLAGS)
+# Drafted tokens per cycle, in turn. The pause is longer than P-EAGLE leaves states pending.
+SCHEDULE = (7, 7, 3, 0, 0, 1, 7, 0, 3, 3, 7, 1, 2, 5, 4, 6, 7, 7, 7, 0, 0, 0, 0, 0, 0, 0, 7)
 # MB of resident memory that a server may gain in the second half of a round: allocators free lazily.
 MEMORY_SLACK_MB = 200
 SHOWN = 80
+# Kinds of requests whose answers are compared with the plain target's.
+COMPARED = ("greedy", "streamed", "with_logprobs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A target and drafts for it. image_tokens: ids of a picture in a prompt."""
+
+    plain: tuple[str, ...]
+    drafts: tuple[Path, ...]
+    is_hybrid: bool = False
+    image_tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def hybrids(cls, folder: Path) -> "tuple[Pair, ...]":
+        """Return the hybrid pair with and without a vision tower."""
+        start, end, picture, _ = write_vision_target(folder)
+        drafts = HYBRID_DRAFT, HYBRID_DFLASH2_DRAFT, HYBRID_PEAGLE_DRAFT
+        # States are kept at more points than by default.
+        more = (*FLAGS, "--mamba-track-interval", "64", "--max-mamba-cache-size", "128")
+        seen = cls(("--model-path", str(folder), *more), drafts, True, (start, picture, end))
+        return seen, cls(("--model-path", str(HYBRID_TARGET), *more), drafts, True), seen
+
+
+DENSE = Pair(PLAIN, (DRAFT, DFLASH2_DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,29 +113,40 @@ class Configuration:
     arguments: tuple[str, ...]
 
     @classmethod
-    def draw(cls, generator: random.Random) -> "Configuration":
-        draft = generator.choice((DRAFT, DFLASH2_DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT))
+    def draw(
+        cls, generator: random.Random, pair: Pair = DENSE, schedule: Path | None = None
+    ) -> "Configuration":
+        """Draw flags. schedule: a --speculative-adaptive-config, for hybrids and blocks from 8 on."""
+        draft = generator.choice(pair.drafts)
         arguments = dflash_arguments(draft)
+        is_peagle = draft in (PEAGLE_DRAFT, HYBRID_PEAGLE_DRAFT)
         for flag, values in (
             ("--speculative-num-draft-tokens", (None, None, 2, 4, 12)),
             ("--page-size", (None, 16)),
             ("--max-running-requests", (None, 4, 12)),
             ("--max-total-tokens", (16384, 16384, 3072)),
-            ("--speculative-draft-window-size", (None, None, 64) if draft != PEAGLE_DRAFT else (None,)),
+            ("--speculative-draft-window-size", (None,) if is_peagle else (None, None, 64)),
             ("--speculative-draft-sample-method", (None, "probabilistic")),
-            ("--chunked-prefill-size", (None, 64, 96)),
+            ("--chunked-prefill-size", (None, 64, 128 if pair.is_hybrid else 96)),
         ):
             value = generator.choice(values)
             arguments += [] if value is None else [flag, str(value)]
+            if flag == "--speculative-num-draft-tokens":
+                is_narrow = value in (2, 4)
         if "--chunked-prefill-size" in arguments and generator.random() < 0.6:
             arguments.append("--enable-mixed-chunk")
         for flag, share in (
             ("--disable-overlap-schedule", 0.3),
-            ("--speculative-adaptive", 0.3),
+            ("--speculative-adaptive", 0.8 if pair.is_hybrid else 0.3),
             ("--disable-radix-cache", 0.1),
         ):
             arguments += [flag] if generator.random() < share else []
-        return cls((*PLAIN, *arguments))
+        if pair.is_hybrid:
+            arguments += ["--speculative-copy-ahead"] if generator.random() < 0.4 else []
+            arguments += ["--max-mamba-cache-size", "64"] if generator.random() < 0.4 else []
+            if "--speculative-adaptive" in arguments and not is_narrow and generator.random() < 0.75:
+                arguments += ["--speculative-adaptive-config", str(schedule)]
+        return cls((*pair.plain, *arguments))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +203,7 @@ def run_round(
     def send_one(number: int) -> None:
         generator = random.Random(f"{seed}-{number}")
         try:
-            kind, _, meta = send_random(server, known, generator, f"soak-{seed}-{number}")
+            kind, request, meta = send_random(server, known, generator, f"soak-{seed}-{number}")
         except Wrong as error:
             wrong.append(f"request {number}: {error}")
             return
@@ -163,6 +214,9 @@ def run_round(
         counts.update({kind: 1, "tokens": meta.get("completion_tokens", 0)})
         counts.update({"retractions": meta.get("num_retractions", 0)})
         counts.update({"cycles": sum(meta.get("spec_correct_drafts_histogram") or [])})
+        counts.update({"cached tokens": meta.get("cached_tokens", 0)})
+        counts.update({"compared": kind in COMPARED, "with pictures": "image_data" in request})
+        counts.update({"compared, with pictures": kind in COMPARED and "image_data" in request})
 
     before, log_before = None, len(server.log())
     with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
@@ -214,6 +268,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--hybrid", action="store_true", help="the target with recurrent states, and pictures"
+    )
     parser.add_argument("--requests", type=int, help="all in all (default 2000, unless --minutes)")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--per-round", type=int, default=500, help="requests per server")
@@ -227,8 +284,19 @@ def main() -> int:
     options = parser.parse_args()
     if options.minutes is None and options.requests is None:
         options.requests = 2000
-    with serve(*PLAIN, env=ENVIRONMENT, timeout=options.timeout) as plain:
-        known = known_requests(plain, options.known, options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        return soak(options, Path(folder))
+
+
+def soak(options: argparse.Namespace, folder: Path) -> int:
+    """Run rounds; return the exit code. folder: for files that servers read."""
+    schedule = folder / "schedule.json"
+    schedule.write_text(json.dumps({"schedule": SCHEDULE}))
+    pairs = Pair.hybrids(folder / "target") if options.hybrid else (DENSE,)
+    known = {}
+    for pair in dict.fromkeys(pairs):
+        with serve(*pair.plain, env=ENVIRONMENT, timeout=options.timeout) as plain:
+            known[pair] = known_requests(plain, options.known, options.seed, pair.image_tokens)
     totals, failures, started, number = Counter(), 0, time.monotonic(), options.only_round or 0
 
     def is_over() -> bool:
@@ -241,20 +309,25 @@ def main() -> int:
     def run_one(number: int) -> None:
         nonlocal failures
         seed = f"{options.seed}-{number}"
-        configuration = Configuration.draw(random.Random(seed))
-        print(f"round {number}: {shlex.join(configuration.arguments[len(PLAIN) :])}", flush=True)
+        pair = pairs[number % len(pairs)]
+        configuration = Configuration.draw(random.Random(seed), pair, schedule)
+        shown = shlex.join(configuration.arguments[len(pair.plain) :])
+        print(f"round {number}{', pictures' * bool(pair.image_tokens)}: {shown}", flush=True)
         count = options.per_round
         if options.requests is not None:
             count = min(count, options.requests - totals["requests"])
-        with serve(*configuration.arguments, env=ENVIRONMENT, timeout=options.timeout) as server:
-            counts, wrong = run_round(
-                server,
-                known,
-                count,
-                seed,
-                options.concurrency,
-                lambda counts: _bar(totals + counts, options.requests, started, options.minutes),
-            )
+        try:
+            with serve(*configuration.arguments, env=ENVIRONMENT, timeout=options.timeout) as server:
+                counts, wrong = run_round(
+                    server,
+                    known[pair],
+                    count,
+                    seed,
+                    options.concurrency,
+                    lambda counts: _bar(totals + counts, options.requests, started, options.minutes),
+                )
+        except ServerDied as error:
+            counts, wrong = Counter(), [f"the server did not start: {error}"]
         totals.update(counts + Counter(rounds=1, wrong=len(wrong)))
         passed = (time.monotonic() - started) / 60
         print(
@@ -265,7 +338,10 @@ def main() -> int:
             print(f"\nWRONG in round {number}: {line}", flush=True)
         if wrong:
             failures += 1
-            again = f"--seed {options.seed} --known {options.known} --per-round {count} --only-round {number}"
+            again = (
+                "--hybrid " * options.hybrid
+                + f"--seed {options.seed} --known {options.known} --per-round {count} --only-round {number}"
+            )
             print(f"again: python benchmark/soak.py {again} --concurrency {options.concurrency}", flush=True)
 
     # A process that is started in the background ignores Ctrl-C by default.

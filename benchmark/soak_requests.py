@@ -14,11 +14,14 @@ from typing import Any
 
 from serving import TARGET, Server, heldout_prompts
 from tokenizers import Tokenizer
+from vision_target import random_picture
 
-# In float32 two batch shapes agree on a log probability within about 1e-6. If two tokens are closer than
-# this, the target has no unique answer.
-TIE = 1e-5
+# In float32 two batch shapes agree on a log probability within about 1e-6; recurrent states carry that on. If
+# two tokens are closer than this, the target has no unique answer.
+TIE = 2e-5
 LONGEST = 64
+# Rows and columns of tokens. The longest lies across chunks, and across points at which states are kept.
+PICTURES = ((1, 1), (2, 3), (4, 6), (6, 8), (8, 16), (10, 12), (3, 30), (5, 5))
 # Seconds a client waits for a server: both may have been stopped (SIGSTOP) to make room for something else.
 PATIENCE = 3600
 VOCABULARY = json.loads((TARGET / "config.json").read_text())["vocab_size"]
@@ -26,6 +29,13 @@ GRAMMARS = (
     {"ebnf": 'root ::= ("ab" | "cd" | "e")+ "z"'},
     {"regex": r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}"},
     {"json_schema": json.dumps({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})},
+)
+# Their answers are not compared: under overlap scheduling SGLang's own counts lag by a token.
+PENALTIES = (
+    {"frequency_penalty": 0.7},
+    {"presence_penalty": -0.5},
+    {"repetition_penalty": 1.3},
+    {"min_new_tokens": 1},
 )
 # Requests that must be refused, and the words that the refusal must contain.
 BAD = (
@@ -55,10 +65,30 @@ class Known:
     finish: dict[str, Any]
     is_whole: bool
 
+    @property
+    def has_pictures(self) -> bool:
+        return "image_data" in self.request
 
-def known_requests(plain: Server, count: int, seed: int) -> list[Known]:
-    """Make greedy requests of all kinds, and let the target alone answer them in float32."""
+    def continued(self, generator: random.Random) -> "Known":
+        """Move a part of the answer into the prompt, if nothing else decided on the answer."""
+        sampling, length = self.request["sampling_params"], len(self.output_ids)
+        if sampling.keys() != {"temperature", "max_new_tokens", "ignore_eos"} or length < 2:
+            return self
+        done = generator.randrange(1, length)
+        prompt = self.request["input_ids"] + self.output_ids[:done]
+        sampling = {**sampling, "max_new_tokens": length - done, "ignore_eos": True}
+        request = self.request | {"input_ids": prompt, "sampling_params": sampling}
+        return Known(request, self.output_ids[done:], "", {}, is_whole=False)
+
+
+def known_requests(plain: Server, count: int, seed: int, image_tokens: Sequence[int] = ()) -> list[Known]:
+    """Make greedy requests of all kinds, and let the target alone answer them in float32.
+
+    image_tokens: ids of a picture in a prompt. A third of the requests then has one picture or two, and some
+    have the same ones.
+    """
     generator = random.Random(seed)
+    pictures = [random_picture(generator, *size) for size in PICTURES] if image_tokens else []
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     texts = [prompt["text"] for prompt in heldout_prompts()]
     shared = tokenizer.encode("".join(texts[:8])).ids[:300]
@@ -84,7 +114,14 @@ def known_requests(plain: Server, count: int, seed: int) -> list[Known]:
             sampling["stop_token_ids"] = [generator.randrange(5, VOCABULARY) for _ in range(40)]
         elif kind < 0.5:
             sampling["stop"] = [generator.choice(("\n\n", "self", "):", "return", " = "))]
-        requests.append({"input_ids": ids, "sampling_params": sampling})
+        request = {"input_ids": ids, "sampling_params": sampling}
+        if pictures and generator.random() < 1 / 3:
+            shown = generator.sample(pictures, generator.choice((1, 1, 2)))
+            places = [generator.randint(0, len(ids)) for _ in shown]
+            for at in sorted(places, reverse=True):  # none within another's tokens
+                ids[at:at] = image_tokens
+            request["image_data"] = shown
+        requests.append(request)
     bodies = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
     return [
         _known(request, answer)
@@ -133,6 +170,8 @@ def send_random(
     )
     [send] = generator.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])
     kind, request = send.__name__.strip("_"), {}
+    if send is _completion:  # its prompts have no pictures
+        known = [one for one in known if not one.has_pictures]
     try:
         return kind, request, send(server, generator.choice(known), generator, name, request)
     except Wrong as wrong:
@@ -165,8 +204,10 @@ def compare_with_known(known: Known, answer: dict) -> dict:
 
 
 def _greedy(server, known: Known, generator, name, request) -> dict:
+    if generator.random() < 0.25:
+        known = known.continued(generator)
     request |= known.request
-    if generator.random() < 0.15:
+    if generator.random() < 0.15 and not known.has_pictures:
         sampling = {**known.request["sampling_params"], "n": 2}
         answers = _post(server, request | {"sampling_params": sampling})
         return [compare_with_known(known, answer) for answer in answers][0]
@@ -210,7 +251,7 @@ def _loose(server, known: Known, generator, request, **sampling) -> dict:
     """Send a request without a known answer; check the number and range of its tokens."""
     length = generator.choice((1, 5, 24, 40))
     sampling |= {"max_new_tokens": length, "ignore_eos": True}
-    request |= {"input_ids": known.request["input_ids"], "sampling_params": sampling}
+    request |= known.request | {"sampling_params": sampling}
     answer = _post(server, request)
     got, reason = answer["output_ids"], answer["meta_info"]["finish_reason"]
     if len(got) != length or reason["type"] != "length" or not all(0 <= token < VOCABULARY for token in got):
@@ -231,13 +272,7 @@ def _sampled(server, known, generator, name, request) -> dict:
 
 
 def _penalized(server, known, generator, name, request) -> dict:
-    choices = (
-        {"frequency_penalty": 0.7},
-        {"presence_penalty": -0.5},
-        {"repetition_penalty": 1.3},
-        {"min_new_tokens": 1},
-    )
-    return _loose(server, known, generator, request, temperature=0, **generator.choice(choices))
+    return _loose(server, known, generator, request, temperature=0.8, **generator.choice(PENALTIES))
 
 
 def _completion(server, known: Known, generator, name, request) -> None:
@@ -280,7 +315,7 @@ def _aborted(server, known: Known, generator, name, request) -> None:
 
 def _walked_away(server, known: Known, generator, name, request) -> None:
     """Close the connection, before the first token or after some."""
-    request |= {"input_ids": known.request["input_ids"], "stream": True}
+    request |= known.request | {"stream": True}
     request["sampling_params"] = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
     length = generator.choice((0, 1, 10))
     with _open(server, request) as response:

@@ -26,27 +26,33 @@ from gpu.shapes import QWEN3_8_27B
 CONTEXT_GIB = 0.8
 BLOCK = QWEN3_8_27B.block_size
 GPUS = {"H100": 79.6, "H200": 139.8}  # GiB, as CUDA reports them
-TARGET, DRAFT, VISION = 26.9e9, 1.92e9, 0.46e9  # parameters; the first two by test_gpu_benchmark.py
+# Parameters, by test_published_shape.py. Every rank has the second part of the draft's whole.
+TARGET, DRAFT, DRAFT_WHOLE, VISION = 26.9e9, 1.92e9, 0.325e9, 0.46e9
 
 
 @dataclass(frozen=True)
 class Server:
-    """One server: its GPU, flags and the bytes of a target's parameter."""
+    """One server: its GPU, flags and the bytes of a target's parameter.
+
+    is_built_in: of SGLang alone, with its own DFLASH.
+    """
 
     gpu: str
     flags: tuple[str, ...] = ()
     bytes_per_parameter: float = 2.0
     speculates: bool = True
     tp_size: int = 1
+    is_built_in: bool = False
 
     def with_flags(self, *flags: str) -> "Server":
         return replace(self, flags=(*self.flags, *flags))
 
     def free_gib(self) -> float:
         """Return what is left beside the weights."""
-        weights = TARGET * self.bytes_per_parameter + VISION * 2
-        weights += DRAFT * 2 if self.speculates else 0
-        return GPUS[self.gpu] - CONTEXT_GIB - weights / self.tp_size / 2**30
+        weights = (TARGET * self.bytes_per_parameter + VISION * 2) / self.tp_size
+        if self.speculates:
+            weights += 2 * (DRAFT_WHOLE + (DRAFT - DRAFT_WHOLE) / self.tp_size)
+        return GPUS[self.gpu] - CONTEXT_GIB - weights / 2**30
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,13 @@ class Sizes:
 
 
 def sizes(server: Server, folder: Path) -> Sizes:
-    """Ask SGLang in a fork of this process, as a process has one configuration."""
+    """Ask SGLang in a process of its own, as a process has one configuration."""
+    if server.is_built_in:
+        with (
+            mock.patch.dict(os.environ, SGLANG_PLUGINS="none"),
+            multiprocessing.get_context("spawn").Pool(1) as pool,
+        ):
+            return pool.apply(_sizes, (server, folder))
     import sglang.srt.mem_cache.kv_cache_configurator  # noqa: F401 (every fork needs it)
     from sglang.srt.plugins import load_plugins
 
@@ -76,12 +88,11 @@ def sizes(server: Server, folder: Path) -> Sizes:
 
 
 def _sizes(server: Server, folder: Path) -> Sizes:
+    from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.mem_cache import kv_cache_configurator
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
     from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish
     from sglang.srt.server_args import prepare_server_args
-
-    from sglang_dflash.srt.speculative.targets.state_memory import find_state_memory
 
     os.environ["TRITON_INTERPRET"] = "1"  # else ReplaySSM is turned off on a machine without a GPU
     arguments = ["--model-path", str(folder / "target"), "--skip-tokenizer-init", "--dtype", "bfloat16"]
@@ -89,6 +100,9 @@ def _sizes(server: Server, folder: Path) -> Sizes:
     if server.speculates:
         arguments += ["--speculative-algorithm", "DFLASH"]
         arguments += ["--speculative-draft-model-path", str(folder / "draft")]
+    if server.is_built_in:  # it refuses a CPU
+        arguments += ["--device", "cuda", "--attention-backend", "triton"]
+        mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
     server_args = prepare_server_args(arguments)
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     with _pretended(kv_cache_configurator, server):
@@ -97,7 +111,9 @@ def _sizes(server: Server, folder: Path) -> Sizes:
         states = configurator.mambaish_config.mamba2_cache_params
         kv_bytes_per_token = create_memory_pool_configurator(configurator)._cell_size
         estimate = None
-        if server.speculates and not server_args.enable_linear_replayssm_spec:
+        if server.speculates and not server.is_built_in and not server_args.enable_linear_replayssm_spec:
+            from sglang_dflash.srt.speculative.targets.state_memory import find_state_memory
+
             memory = find_state_memory(*_runners(configurator, config, kv_bytes_per_token), BLOCK)
             estimate = memory.running_with_replay()
         return Sizes(
@@ -199,11 +215,12 @@ RATIOS = ("0.9", "4")
 
 def table(ratio: str, folder: Path) -> str:
     lines = ["| flags | " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * len(COLUMNS)]
-    rows = {"no draft": None} | FLAGS
-    for name, flags in rows.items():
+    rows = {"no draft": (None, False)} | {name: (flags, False) for name, flags in FLAGS.items()}
+    rows |= {f"built-in, {name}": (FLAGS[name], True) for name in list(FLAGS)[:2]}
+    for name, (flags, is_built_in) in rows.items():
         cells = []
         for server in COLUMNS.values():
-            server = replace(server, speculates=flags is not None)
+            server = replace(server, speculates=flags is not None, is_built_in=is_built_in)
             server = server.with_flags("--mamba-full-memory-ratio", ratio, *(flags or ()))
             try:
                 found = sizes(server, folder)

@@ -63,7 +63,7 @@ def random_case(rng: random.Random) -> Case:
     heads = kv_heads * rng.choice([1, 2, 4, 8, 16]), kv_heads
     block = rng.choice([4, 8, 16, 32])
     before, width = rng.choice([1, 2, block]), rng.choice([1, 2, block])
-    bs, context = rng.choice([1, 2, 4, 8, 16, 24, 48]), rng.choice([60, 300, 1200, 8000, 32000])
+    bs, context = rng.choice([1, 2, 4, 8, 16, 24, 48]), rng.choice([60, 300, 1200, 8000, 32768, 131072])
     committed = [max(20, int(rng.gauss(context, context / 8))) for _ in range(bs)]
     launched = [rng.random() < 0.8 for _ in range(bs)]  # else the length is exact
     padding = [1 + width] * rng.choice([0, 0, bs])
@@ -111,7 +111,7 @@ def test_chunks_are_not_much_larger_than_with_exact_lengths():
     assert ratios[len(ratios) // 2] <= 1.05 and ratios[-len(ratios) // 20] <= 1.5
 
 
-lengths = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
+lengths = st.lists(st.integers(1, 3000) | st.integers(30_000, 140_000), min_size=1, max_size=12)
 
 
 @given(lengths, st.integers(1, 4), st.integers(1, 300))

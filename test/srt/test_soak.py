@@ -1,14 +1,15 @@
 """Random requests of benchmark/soak.py, and planted faults that it must find."""
 
+import json
 import random
 import re
 from types import SimpleNamespace
 
 import pytest
-from serving import dflash_arguments
-from soak import Configuration, Resources, problems_after, run_round
+from serving import dflash_arguments, serve
+from soak import ENVIRONMENT, SCHEDULE, Configuration, Pair, Resources, problems_after, run_round
 from soak_requests import Known, Wrong, compare_with_known, known_requests
-from support.servers import FLOAT32, patched
+from support.servers import FLOAT32, patched, warm_start
 
 SEED = "suite"
 # The seed draws a tight pool, a draft window and changing widths for the first round, and sampled drafts
@@ -31,6 +32,23 @@ def test_a_round(number, known, servers):
     assert not wrong, f"{configuration.arguments}\n" + "\n".join(wrong)
     assert counts["requests"] == 150 and counts["cycles"] > 100
     assert {"greedy", "streamed", "sampled", "aborted", "walked_away", "bad"} <= set(counts)
+
+
+@pytest.mark.server
+@pytest.mark.long
+def test_a_round_with_pictures(tmp_path):
+    """The hybrid pair with a vision tower, and widths that change every cycle."""
+    pair = Pair.hybrids(tmp_path / "target")[0]
+    schedule = tmp_path / "schedule.json"
+    schedule.write_text(json.dumps({"schedule": SCHEDULE}))
+    with serve(*pair.plain, "--sleep-on-idle", env=ENVIRONMENT, start=warm_start()) as plain:
+        known = known_requests(plain, 60, 12, pair.image_tokens)
+    drawn = (Configuration.draw(random.Random(f"{SEED}-{n}"), pair, schedule) for n in range(100))
+    configuration = next(one for one in drawn if str(schedule) in one.arguments)
+    with serve(*configuration.arguments, "--sleep-on-idle", env=ENVIRONMENT, start=warm_start()) as server:
+        counts, wrong = run_round(server, known, 100, f"{SEED}-pictures", concurrency=8)
+    assert not wrong, f"{configuration.arguments}\n" + "\n".join(wrong)
+    assert counts["compared, with pictures"] > 8 and counts["cycles"] > 100
 
 
 @pytest.mark.server

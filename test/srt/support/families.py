@@ -329,6 +329,17 @@ def write_target(name: str, folder: Path, **changes) -> Target:
     return Target(family, folder, model)
 
 
+def lengthen_memory(folder: Path) -> None:
+    """Set a GatedDeltaNet checkpoint's decays close to one: a state remembers hundreds of tokens."""
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in weights.items():
+        if name.endswith("A_log"):
+            rates = torch.rand(tensor.shape, generator=generator) * 0.02 + 0.0005
+            weights[name] = rates.log().to(tensor.dtype)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 def _merged(config: dict, changes: dict) -> dict:
     """Return a config with changes, merged into inner dicts."""
     inner = {key: _merged(config[key], value) for key, value in changes.items() if isinstance(value, dict)}

@@ -86,6 +86,7 @@ def run(
     environment: dict[str, str] | None = None,
     prepare: Callable[[Any], None] | None = None,
     is_cold: bool = False,
+    timeout: float = 300,
 ) -> list[list[Answer]]:
     """Serve groups of jobs one after another on one scheduler, under SGLang's `arguments`.
 
@@ -93,14 +94,17 @@ def run(
     with what the process printed.
 
     prepare: called in the process with its scheduler, before anything runs; pickled. A request's id is its
-    job's number. is_cold: in an interpreter of its own, which reads the whole environment.
+    job's number. is_cold: in an interpreter of its own, which reads the whole environment. timeout: seconds
+    after which the process is killed.
     """
     from support.servers import run_to_end  # of the tests' process alone
 
     with tempfile.TemporaryDirectory() as folder:
         task, answers = Path(folder) / "task", Path(folder) / "answers"
         task.write_bytes(pickle.dumps(([str(a) for a in arguments], groups, oracle, prepare)))
-        ended = run_to_end("-c", _PROGRAM, task, answers, environment=environment, is_cold=is_cold)
+        ended = run_to_end(
+            "-c", _PROGRAM, task, answers, environment=environment, is_cold=is_cold, timeout=timeout
+        )
         if not answers.exists():
             raise RuntimeError(f"exit code {ended.code}; its output ends:\n{ended.output[-4000:]}")
         return pickle.loads(answers.read_bytes())

@@ -13,7 +13,7 @@ class Prompts:
 
     Attributes:
         req_pool_indices: [bs] int64, rows of the request table.
-        tokens: [n] int64, n = sum(extend_lens).
+        tokens: [n] int64, n = sum(extend_lens). In place of a picture's tokens SGLang has hashes of it.
         positions: [n] int64.
         prefix_lens: position of each request's first token, on the host.
         extend_lens: number of each request's tokens, on the host.
@@ -41,6 +41,21 @@ class Prompts:
     def ends(self) -> list[int]:
         """Tokens of each request with KV after this prefill."""
         return [prefix + new for prefix, new in zip(self.prefix_lens, self.extend_lens, strict=True)]
+
+    def tokens_to_embed(self) -> torch.Tensor:
+        """Return `tokens` with the vocabulary's tokens for pictures, videos and sounds."""
+        tokens = self.tokens
+        for req in self.new_reqs:
+            inputs = req.multimodal_inputs
+            for item in [] if inputs is None else inputs.mm_items:
+                if item.is_video():
+                    token = inputs.video_token_id
+                else:
+                    token = inputs.audio_token_id if item.is_audio() else inputs.im_token_id
+                for value in getattr(item, "pad_values", None) or (item.pad_value,):  # 0.5.22 has one
+                    # A processor that names no token: the draft sees another one, and drafts a little worse.
+                    tokens = torch.where(tokens == value, token or 0, tokens)
+        return tokens
 
     @classmethod
     def from_batch(cls, batch: Any) -> "Prompts":

@@ -331,7 +331,7 @@ class PEagleDrafter:
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=chosen.numel(),
-            input_ids=prompts.tokens[rows],
+            input_ids=prompts.tokens_to_embed()[rows],
             req_pool_indices=prompts.req_pool_indices[chosen.to(device, non_blocking=True)],
             seq_lens=lengths.to(device, non_blocking=True),
             out_cache_loc=cache_loc[rows],

@@ -1,0 +1,129 @@
+"""Prompts of 32,768 and 131,072 tokens on targets with recurrent states, in float32.
+
+Position tables, windows of 2,048, the grid on which states are kept and the prefix cache, far beyond the
+lengths of the other tests.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from serving import (
+    HYBRID_DFLASH2_DRAFT,
+    HYBRID_DRAFT,
+    HYBRID_PEAGLE_DRAFT,
+    HYBRID_TARGET,
+    dflash_arguments,
+    heldout_prompts,
+)
+from support.families import (
+    VOCAB,
+    lengthen_memory,
+    write_dflash2_draft,
+    write_draft,
+    write_peagle_draft,
+    write_target,
+)
+from support.parity import FLOAT32_TIE
+from support.scheduled import Answer, Job, Oracle, run
+from tokenizers import Tokenizer
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.long,
+    pytest.mark.skipif(not runtime.needs_stand_in(), reason="compares in float32, on the CPU"),
+]
+
+ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+CONTEXT = 2**17 + 2**12
+FLAGS = (
+    *("--dtype", "float32", "--random-seed", "7", "--skip-tokenizer-init", "--mamba-track-interval", "64"),
+    *("--max-total-tokens", str(CONTEXT), "--max-running-requests", "4"),
+)
+CHUNK = 1024
+ANSWER = 72
+DRAFTS = {"dflash": write_draft, "dflash2": write_dflash2_draft, "peagle": write_peagle_draft}
+WINDOW = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 2048, "use_sliding_window": True}
+
+
+def rewrite(checkpoint: Path, **changes) -> Path:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return checkpoint
+
+
+def decided(answer: Answer) -> int:
+    return next((i for i, gap in enumerate(answer.gaps) if gap < FLOAT32_TIE), len(answer.output_ids))
+
+
+@pytest.mark.parametrize(
+    ("draft", "length"), [("dflash", 2**15), ("dflash2", 2**15), ("peagle", 2**15), ("dflash", 2**17)]
+)
+def test_output_is_the_targets(draft, length, tmp_path):
+    """One long prompt, then the same with a part of its answer and with other ends, from the prefix cache.
+
+    The target is random, with one head and decays near one. An oracle drafts for two requests of three.
+    """
+    target = write_target(
+        "qwen3.5-text", tmp_path / "target", num_attention_heads=1, num_key_value_heads=1
+    ).path
+    lengthen_memory(rewrite(target, max_position_embeddings=CONTEXT))
+    # The draft's own table is short.
+    folder = DRAFTS[draft](tmp_path / "draft")
+    if draft != "peagle":
+        rewrite(folder, **WINDOW)
+    generator = torch.Generator().manual_seed(length)
+    prompt = tuple(torch.randint(8, VOCAB, (length,), generator=generator).tolist())
+    ends = [(*prompt[:-50], *prompt[at : at + 90]) for at in (100, 3000)]
+    plain = ["--model-path", target, *FLAGS, "--chunked-prefill-size", str(CHUNK)]
+
+    def jobs(first: Answer | None, logprobs: bool) -> list[list[Job]]:
+        begun = () if first is None else first.output_ids[:21]
+        second = [Job(ids, ANSWER, logprobs=logprobs) for ids in (*ends, (*prompt, *begun))]
+        return [[Job(prompt, ANSWER, logprobs=logprobs)], second]
+
+    wanted = sum(run(plain, jobs(None, True), environment=ENVIRONMENT), [])
+    first = wanted[0]
+    assert decided(first) > 30, "the target hardly decides between tokens"
+    known = [list(answer.output_ids) + [0] * 8 for answer in wanted]
+    oracle = Oracle([known[0], known[1], None, known[0][21:]])
+    found = sum(run([*plain, *dflash_arguments(folder)], jobs(first, False), oracle, ENVIRONMENT), [])
+    wanted[-1] = Answer(**{**vars(first), "output_ids": first.output_ids[21:], "gaps": first.gaps[21:]})
+    for answer, want in zip(found, wanted, strict=True):
+        end = decided(want)
+        assert answer.output_ids[:end] == want.output_ids[:end]
+    assert all(answer.cached_tokens > length - 300 for answer in found[1:])
+    for answer in (found[0], found[1], found[3]):
+        assert sum(answer.accepted) > 2 * len(answer.accepted), "the oracle's drafts were not accepted"
+
+
+@pytest.mark.parametrize(
+    "draft", [HYBRID_DRAFT, HYBRID_DFLASH2_DRAFT, HYBRID_PEAGLE_DRAFT], ids=lambda d: d.name
+)
+def test_acceptance_does_not_fall_with_length(draft, tmp_path):
+    """The trained pair behind 1,000, 8,000 and 31,000 tokens of other code; its output is the target's."""
+    target = rewrite(shutil.copytree(HYBRID_TARGET, tmp_path / "target"), max_position_embeddings=CONTEXT)
+    tokenizer = Tokenizer.from_file(str(HYBRID_TARGET / "tokenizer.json"))
+    texts = [tokenizer.encode(prompt["text"]).ids for prompt in heldout_prompts() if not prompt.get("chat")]
+    ends = texts[:40:5]
+    before = [token for text in texts[40:] for token in text]
+    before = (before * (32000 // len(before) + 1))[-31000:]
+    groups = [
+        [Job((*before[-length:], *end), 48, logprobs=True) for end in ends] for length in (1000, 8000, 31000)
+    ]
+    arguments = ["--model-path", target, *FLAGS, "--chunked-prefill-size", str(CHUNK)]
+    wanted = run(arguments, groups, environment=ENVIRONMENT)
+    found = run([*arguments, *dflash_arguments(draft)], groups, environment=ENVIRONMENT)
+    lengths = []
+    for answers, expected in zip(found, wanted, strict=True):
+        for answer, want in zip(answers, expected, strict=True):
+            end = decided(want)
+            assert answer.output_ids[:end] == want.output_ids[:end]
+        cycles = sum(len(answer.accepted) for answer in answers)
+        lengths.append(sum(len(answer.output_ids) - 1 for answer in answers) / cycles)
+    print(draft.name, lengths)
+    assert lengths[-1] > 0.85 * lengths[0], lengths
