@@ -223,6 +223,8 @@ def test_a_schedule_gives_neighbours_different_lengths():
     width, batch = adaptive((7, 3, 0, 1, 5)), batch_of(*(request(row) for row in range(3)))
     lengths = np.stack([width.choose(batch, False).lengths for _ in range(5)])
     assert [sorted(column) for column in lengths.T] == [[0, 1, 3, 5, 7]] * 3
+    alone, somewhere = adaptive((7, 3, 0)), batch_of(request(4))
+    assert [alone.choose(somewhere, False).lengths.tolist() for _ in range(4)] == [[7], [3], [0], [7]]
     same = adaptive((7, 3), Backends())
     assert [same.choose(batch, False).width for _ in range(4)] == [8, 4, 8, 4]
     assert same.choose(batch, False).lengths is None

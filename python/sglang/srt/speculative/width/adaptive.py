@@ -185,7 +185,8 @@ class AdaptiveWidth:
         place = np.full(len(batch.rows), self._num_cycles)
         copies = np.zeros(len(batch.rows), dtype=bool)
         if self._backends.own_lengths:
-            place = place + 5 * batch.rows
+            if len(batch.rows) > 1:  # a request alone follows the schedule as it is
+                place = place + 5 * batch.rows
             if matches is not None:
                 copies = (matches > 0) & (place % 3 > 0)
         lengths = self._schedule[place % len(self._schedule)]
