@@ -220,16 +220,19 @@ def verifying(folder: Path, *lengths: int) -> tuple[object, ...]:
     return "--speculative-adaptive", "--speculative-adaptive-config", config
 
 
-def test_widths_that_change(reference, tmp_path):
+def test_widths_that_change(servers, reference, tmp_path):
     """Swap backend and graphs per width from cycle to cycle.
 
-    Only the output is compared: on a CPU requests have lengths of their own.
+    Requests are sent one at a time, because the schedule of widths continues from one to the next.
     """
-    requests = greedy_requests()
-    with rehearse(Scene("fa3"), PEAGLE_DRAFT, NO_CACHE, *verifying(tmp_path, *CHANGING)) as played:
+    requests, widths = greedy_requests(), verifying(tmp_path, *CHANGING)
+    on_cpu = servers.get(*ARGUMENTS, *dflash_arguments(PEAGLE_DRAFT), NO_CACHE, *widths)
+    wanted = on_cpu.generate_many(requests, 1)
+    with rehearse(Scene("fa3"), PEAGLE_DRAFT, NO_CACHE, *widths) as played:
         answers = played.server.generate_many(requests, 1)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == []
+        assert acceptance(answers) == acceptance(wanted)
         assert {step["replays"]["target"] for step in played.notes("step")} == {1}
         assert {step["replays"]["draft"] for step in played.notes("step")} == {0, 1}
         captures = [note["role"] for note in played.notes("capture")]
