@@ -138,13 +138,14 @@ def test_drafts_and_long_copies_share_a_batch(seed, n, draws):
     )
     translator = SimpleNamespace(plan=lambda write_virtual, **_: write_virtual)
     cycle = Cycle(n, torch.arange(n), committed, committed, tokens, positions, cache_loc, cache_loc, False)
-    chosen = torch.from_numpy(np.flatnonzero((lengths > 0) & ~copies))
+    on_host = np.flatnonzero((lengths > 0) & ~copies)
+    chosen = torch.from_numpy(on_host)
     drafter, info = Counting(draws), None
     if draws:
         some = torch.zeros(n)
         info = _Sampling(some, some, some, some)
     block = draft_for_some(
-        drafter, cycle, chosen, width, info, SimpleNamespace(kv_index_translator=translator), BLOCK
+        drafter, cycle, on_host, chosen, width, info, SimpleNamespace(kv_index_translator=translator), BLOCK
     )
     assert block.tokens.shape == (n, width) and drafter.seen == anchors[chosen].tolist()
     if block.probs is not None:

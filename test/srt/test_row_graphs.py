@@ -82,8 +82,19 @@ def test_rows_that_are_nobodys_repeat_the_first_and_write_nowhere():
     assert rows.columns(BLOCK).tolist() == [0, 1, 2, 3, 4, 8, 16, 17, 18, -1]
     logits = torch.arange(10.0)[:, None]
     assert rows.unpack(logits)[..., 0].tolist() == [[0, 1, 2, 3, 4], [5] * 5, [6, 7, 8, 8, 8]]
+    assert rows.repeat(torch.tensor([7, 8, 9])).tolist() == [7, 7, 7, 7, 7, 8, 9, 9, 9, 7]
     assert backends.follow(np.array([4, 0, 2]))[1] is rows
     assert backends.follow(np.array([4, 0, 1]))[1] is not rows
+
+
+def test_anchors_alone_are_padded_too():
+    backends, _ = graphs(9)
+    _, rows = backends.follow(np.zeros(9, dtype=np.int64))
+    assert rows.num_rows == 9, "the largest batch has a graph of its own"
+    backends, _ = graphs(16)
+    width, rows = backends.follow(np.zeros(9, dtype=np.int64))
+    assert (width, rows.num_rows) == (1, 10)
+    assert rows.repeat(torch.arange(9)).tolist() == [*range(9), 0]
 
 
 def test_equal_lengths_are_padded_too():

@@ -128,7 +128,7 @@ class _Cycle:
         """Keep the first slots."""
         return replace(self, verify_len=min(width, self.verify_len), tokens=self.tokens[:, :width])
 
-    def of_requests(self, chosen, _):
+    def of_requests(self, on_host, chosen, _):
         """Keep some requests."""
         fields = self.committed[chosen], self.req_pool_indices[chosen], self.tokens[chosen]
         return _Cycle(len(chosen), self.verify_len, *fields)
@@ -281,8 +281,9 @@ class CopySimulation:
             block = propose(cycle).narrowed(plan.width)
             return block, cycle.bs * (self.draft.forwards - before)
         chosen = (plan.lengths > 0) & ~plan.copies | self.draft.overdue(None, plan.lengths)
-        cycle.drafted = torch.from_numpy(np.flatnonzero(chosen))
-        block = draft_for_some(self.draft, cycle, cycle.drafted, plan.width, None, None, BLOCK)
+        on_host = np.flatnonzero(chosen)
+        cycle.drafted = torch.from_numpy(on_host)
+        block = draft_for_some(self.draft, cycle, on_host, cycle.drafted, plan.width, None, None, BLOCK)
         if self.copies:
             block = self.drafter.overlay(cycle, block, plan.copies, bool(chosen.any()))
         return block, int(chosen.sum())

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight
 
 
-# Attribute of SGLang's requests: KV slots that a request whose copy goes on should have beyond its committed
-# length.
+# Attribute of SGLang's requests: wanted KV slots beyond the committed length, while a copy goes on.
 COPY_SLOTS = "dflash_copy_slots"
 
 
@@ -242,11 +242,11 @@ class Cycle:
         """Rows of the verify forward."""
         return self.ragged or whole_blocks(self.bs, self.verify_len)
 
-    def of_requests(self, chosen: torch.Tensor, target_runner: Any) -> "Cycle":
-        """Keep some requests, [m] int64, for a forward of their own."""
+    def of_requests(self, on_host: np.ndarray, chosen: torch.Tensor, target_runner: Any) -> "Cycle":
+        """Keep some requests for a forward of their own. Both [m] int64, on the host and the device."""
         slots = self.cache_loc.view(self.bs, -1)[chosen].flatten()
         requests, committed = self.req_pool_indices[chosen], self.committed[chosen]
-        committed_host = self.committed_host[chosen]
+        committed_host = self.committed_host[on_host.tolist()]
         plan = target_runner.kv_index_translator.plan(
             req_pool_indices=requests,
             seq_lens=committed,
@@ -256,7 +256,7 @@ class Cycle:
         )
         return replace(
             self,
-            bs=len(chosen),
+            bs=len(on_host),
             req_pool_indices=requests,
             committed=committed,
             committed_host=committed_host,
@@ -264,7 +264,7 @@ class Cycle:
             positions=self.positions[chosen],
             cache_loc=slots,
             kv_loc_plan=plan,
-            spread=None,
+            spread=None if self.spread is None else [self.spread[i] for i in on_host],
         )
 
     def packed(self, rows: VerifyRows, drafted: torch.Tensor) -> "Cycle":
@@ -382,9 +382,9 @@ class DFlashVerifyInput(SpecInput):
         `paged_kernel_lens` [bs] are committed lengths. Each request also reads its own block.
         """
         bs, width, device = req_pool_indices.numel(), self.draft_token_num, req_pool_indices.device
-        layout = self.ragged_verify_layout or self.hidden_layout
-        counts = None if layout is None else layout.verify_lens[:bs]
-        num_rows = bs * width if layout is None else layout.graph_num_tokens
+        counts, num_rows = None, bs * width
+        if layout := self.ragged_verify_layout or self.hidden_layout:
+            counts, num_rows = layout.verify_lens[:bs], layout.graph_num_tokens
         lengths, kv_indptr, qo_indptr = pack_blocks(paged_kernel_lens, width, counts=counts)
         if kv_indices_buf is None:
             kv_indices_buf = torch.empty(paged_kernel_lens_sum + num_rows, dtype=torch.int32, device=device)

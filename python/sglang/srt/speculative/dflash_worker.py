@@ -379,10 +379,13 @@ class DFlashWorker(BaseSpecWorker):
         chosen = (lengths > 0) & ~plan.copies | drafter.overdue(batch.req_pool_indices, lengths)
         num_slots = max(self.block_size, plan.width) if chosen.any() or plan.width > 1 else 1
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
-        drafted = on_device(np.flatnonzero(chosen), torch.int64, self.device)
-        block = draft_for_some(drafter, cycle, drafted, plan.width, sampling_info, runner, self.block_size)
+        on_host = np.flatnonzero(chosen)
+        drafted = on_device(on_host, torch.int64, self.device)
+        block = draft_for_some(
+            drafter, cycle, on_host, drafted, plan.width, sampling_info, runner, self.block_size
+        )
         if self._copies is not None:
-            block = self._copies.overlay(cycle, block, plan.copies, bool(len(drafted)))
+            block = self._copies.overlay(cycle, block, plan.copies, bool(len(on_host)))
         self.acceptor.share_drawn_tokens(block)
         return cycle.packed(plan.rows, drafted), block
 

@@ -96,10 +96,10 @@ class VerifyRows:
 
     def repeat(self, per_request: Any) -> Any:
         """Give each row its request's value: [bs, ...] -> [T, ...]. None stays None."""
-        if per_request is None or self.width == 1:
-            return per_request
+        if per_request is None:
+            return None
         if self.index is None:
-            return per_request.repeat_interleave(self.width, dim=0)
+            return per_request if self.width == 1 else per_request.repeat_interleave(self.width, dim=0)
         return per_request[self.index // self.width]
 
     def of(self, column: int) -> torch.Tensor:

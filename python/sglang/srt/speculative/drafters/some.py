@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
@@ -16,6 +17,7 @@ _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps")
 def draft_for_some(
     drafter: Drafter,
     cycle: Cycle,
+    on_host: np.ndarray,
     chosen: torch.Tensor,
     width: int,
     sampling_info: Any,
@@ -29,23 +31,24 @@ def draft_for_some(
     Args:
         drafter: fills blocks.
         cycle: all requests of the batch, whole blocks, or more slots if a copy is longer than a block.
-        chosen: [m] int64, requests to draft for.
+        on_host: [m] int64, requests to draft for.
+        chosen: the same on the device.
         width: slots of the result.
         sampling_info: SGLang's, for all requests. If given, tokens are drawn.
         target_runner: plans the slots of the chosen requests.
         block_size: slots that the draft fills.
     """
     tokens = cycle.tokens[:, :1].repeat(1, width)
-    if not chosen.numel():
+    if not len(on_host):
         return DraftBlock(tokens)
-    if chosen.numel() == cycle.bs and width <= block_size:
+    if len(on_host) == cycle.bs and width <= block_size:
         return drafter.propose(cycle, sampling_info if width > 1 else None).narrowed(width)
     if sampling_info is not None and width > 1:
         some = {name: getattr(sampling_info, name)[chosen] for name in _PER_REQUEST}
         sampling_info = dataclasses.replace(sampling_info, **some)
     else:
         sampling_info = None
-    cycle = cycle.narrowed(block_size).of_requests(chosen, target_runner)
+    cycle = cycle.narrowed(block_size).of_requests(on_host, chosen, target_runner)
     filled = min(width, block_size)
     block = drafter.propose(cycle, sampling_info).narrowed(filled)
     probs = block.probs
