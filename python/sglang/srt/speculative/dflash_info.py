@@ -243,7 +243,7 @@ class Cycle:
         return self.ragged or whole_blocks(self.bs, self.verify_len)
 
     def of_requests(self, on_host: np.ndarray, chosen: torch.Tensor, target_runner: Any) -> "Cycle":
-        """Keep some requests for a forward of their own. Both [m] int64, on the host and the device."""
+        """Keep some requests for a forward: [m] int64, on host and device."""
         slots = self.cache_loc.view(self.bs, -1)[chosen].flatten()
         requests, committed = self.req_pool_indices[chosen], self.committed[chosen]
         committed_host = self.committed_host[on_host.tolist()]
