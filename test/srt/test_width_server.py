@@ -19,7 +19,7 @@ from support.streaming import stream
 pytestmark = pytest.mark.server
 
 # Cycles without drafts, then with; longer than what P-EAGLE may leave pending, twice.
-PAUSES = {"schedule": [0] * 24 + [7] * 40}
+PAUSES = {"schedule": [0] * 60 + [7] * 40}
 PAUSE = 12  # single tokens in a row that are not rejections by chance
 
 

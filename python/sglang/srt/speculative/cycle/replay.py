@@ -41,15 +41,16 @@ def _has_graph(runner: Any, forward_batch: ForwardBatch) -> bool:
 def _is_watched(runner: Any) -> bool:
     """Tell whether `ModelRunner.forward` has work to do around a replay of the target's graph."""
     moe = get_exec().moe
-    return bool(
-        torch.autograd._profiler_enabled()
-        or dumper.may_enable
-        or runner.msprobe_debugger
-        or runner.canary_manager
-        or runner.eplb_manager
-        or moe.expert_distribution_recorder_mode
-        or moe.elastic_ep_backend
-        or get_global_experts_capturer()
-        or get_global_indexer_capturer()
-        or hasattr(runner.model, "prepare_for_forward")
+    watching = (
+        torch.autograd._profiler_enabled(),
+        dumper.may_enable,
+        runner.msprobe_debugger,
+        runner.canary_manager,
+        runner.eplb_manager,
+        moe.expert_distribution_recorder_mode,
+        moe.elastic_ep_backend,
+        get_global_experts_capturer(),
+        get_global_indexer_capturer(),
+        hasattr(runner.model, "prepare_for_forward"),
     )
+    return any(watching)
