@@ -38,11 +38,11 @@ def draft_for_some(
         target_runner: plans the slots of the chosen requests.
         block_size: slots that the draft fills.
     """
+    if len(on_host) == cycle.bs and width <= block_size:
+        return drafter.propose(cycle, sampling_info if width > 1 else None).narrowed(width)
     tokens = cycle.tokens[:, :1].repeat(1, width)
     if not len(on_host):
         return DraftBlock(tokens)
-    if len(on_host) == cycle.bs and width <= block_size:
-        return drafter.propose(cycle, sampling_info if width > 1 else None).narrowed(width)
     if sampling_info is not None and width > 1:
         some = {name: getattr(sampling_info, name)[chosen] for name in _PER_REQUEST}
         sampling_info = dataclasses.replace(sampling_info, **some)
