@@ -7,8 +7,9 @@
 A round is one server: draft, block size, pages, chunking, mixed batches, pool, overlap, adaptive width,
 window and probabilistic drafting are drawn from the seed. Requests are of every kind that users mix,
 including aborts, disconnects and bad ones. With `--hybrid` the target is the bundled one with recurrent
-states, in two rounds of three with a vision tower and pictures in a third of the prompts; most rounds change
-the width every cycle. Each round checks that
+states, in two rounds of three with a vision tower and pictures in a third of the prompts; every round changes
+the width from cycle to cycle, and two of three have a pool so small that requests are retracted. Each round
+checks that
 
 - greedy answers equal the plain target's, token by token until float32 cannot separate its best two;
 - streams never take a token back, and counts are right;
@@ -76,6 +77,9 @@ FLAGS = (
 PLAIN = ("--model-path", str(TARGET), *FLAGS)
 # Drafted tokens per cycle, in turn. The pause is longer than P-EAGLE leaves states pending.
 SCHEDULE = (7, 7, 3, 0, 0, 1, 7, 0, 3, 3, 7, 1, 2, 5, 4, 6, 7, 7, 7, 0, 0, 0, 0, 0, 0, 0, 7)
+# Positions between two points at which states are kept for prompts to come: fewer than by default.
+GRID = 64
+BLOCKS = (None, None, 2, 4, 12)
 # MB of resident memory that a server may gain in the second half of a round: allocators free lazily.
 MEMORY_SLACK_MB = 200
 SHOWN = 80
@@ -97,13 +101,22 @@ class Pair:
         """Return the hybrid pair with and without a vision tower."""
         start, end, picture, _ = write_vision_target(folder)
         drafts = HYBRID_DRAFT, HYBRID_DFLASH2_DRAFT, HYBRID_PEAGLE_DRAFT
-        # States are kept at more points than by default.
-        more = (*FLAGS, "--mamba-track-interval", "64", "--max-mamba-cache-size", "128")
+        more = (*FLAGS, "--mamba-track-interval", str(GRID), "--max-mamba-cache-size", "128")
         seen = cls(("--model-path", str(folder), *more), drafts, True, (start, picture, end))
         return seen, cls(("--model-path", str(HYBRID_TARGET), *more), drafts, True), seen
 
 
 DENSE = Pair(PLAIN, (DRAFT, DFLASH2_DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT))
+
+
+def write_schedules(folder: Path) -> dict[int | None, Path]:
+    """Write a --speculative-adaptive-config for each drawn --speculative-num-draft-tokens."""
+    paths = {}
+    for block in BLOCKS:
+        paths[block] = folder / f"schedule-{block}.json"
+        widths = [width if block is None else min(width, block - 1) for width in SCHEDULE]
+        paths[block].write_text(json.dumps({"schedule": widths}))
+    return paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,17 +127,18 @@ class Configuration:
 
     @classmethod
     def draw(
-        cls, generator: random.Random, pair: Pair = DENSE, schedule: Path | None = None
+        cls, generator: random.Random, pair: Pair = DENSE, schedules: dict[int | None, Path] | None = None
     ) -> "Configuration":
-        """Draw flags. schedule: a --speculative-adaptive-config, for hybrids and blocks from 8 on."""
+        """Draw flags. schedules: of `write_schedules`, for hybrids."""
         draft = generator.choice(pair.drafts)
         arguments = dflash_arguments(draft)
         is_peagle = draft in (PEAGLE_DRAFT, HYBRID_PEAGLE_DRAFT)
         for flag, values in (
-            ("--speculative-num-draft-tokens", (None, None, 2, 4, 12)),
+            ("--speculative-num-draft-tokens", BLOCKS),
             ("--page-size", (None, 16)),
             ("--max-running-requests", (None, 4, 12)),
-            ("--max-total-tokens", (16384, 16384, 3072)),
+            # A hybrid's states, not its KV slots, bound how many requests run: 3072 slots were enough.
+            ("--max-total-tokens", (16384, 2048, 1280) if pair.is_hybrid else (16384, 16384, 3072)),
             ("--speculative-draft-window-size", (None,) if is_peagle else (None, None, 64)),
             ("--speculative-draft-sample-method", (None, "probabilistic")),
             ("--chunked-prefill-size", (None, 64, 128 if pair.is_hybrid else 96)),
@@ -132,20 +146,19 @@ class Configuration:
             value = generator.choice(values)
             arguments += [] if value is None else [flag, str(value)]
             if flag == "--speculative-num-draft-tokens":
-                is_narrow = value in (2, 4)
+                block = value
         if "--chunked-prefill-size" in arguments and generator.random() < 0.6:
             arguments.append("--enable-mixed-chunk")
         for flag, share in (
             ("--disable-overlap-schedule", 0.3),
-            ("--speculative-adaptive", 0.8 if pair.is_hybrid else 0.3),
+            ("--speculative-adaptive", 1.0 if pair.is_hybrid else 0.3),
             ("--disable-radix-cache", 0.1),
         ):
             arguments += [flag] if generator.random() < share else []
         if pair.is_hybrid:
             arguments += ["--speculative-copy-ahead"] if generator.random() < 0.4 else []
             arguments += ["--max-mamba-cache-size", "64"] if generator.random() < 0.4 else []
-            if "--speculative-adaptive" in arguments and not is_narrow and generator.random() < 0.75:
-                arguments += ["--speculative-adaptive-config", str(schedule)]
+            arguments += ["--speculative-adaptive-config", str(schedules[block])]
         return cls((*pair.plain, *arguments))
 
 
@@ -213,6 +226,10 @@ def run_round(
         meta = meta or {}
         counts.update({kind: 1, "tokens": meta.get("completion_tokens", 0)})
         counts.update({"retractions": meta.get("num_retractions", 0)})
+        length = meta.get("prompt_tokens", 0)
+        counts.update(
+            {"across the grid": length // GRID < (length + meta.get("completion_tokens", 0)) // GRID}
+        )
         counts.update({"cycles": sum(meta.get("spec_correct_drafts_histogram") or [])})
         counts.update({"cached tokens": meta.get("cached_tokens", 0)})
         counts.update({"compared": kind in COMPARED, "with pictures": "image_data" in request})
@@ -288,10 +305,14 @@ def main() -> int:
         return soak(options, Path(folder))
 
 
+def _shown(totals: Counter) -> dict[str, int]:
+    """Return all counts, and a zero where nothing was wrong or retracted."""
+    return {**totals, "retractions": totals["retractions"], "wrong": totals["wrong"]}
+
+
 def soak(options: argparse.Namespace, folder: Path) -> int:
     """Run rounds; return the exit code. folder: for files that servers read."""
-    schedule = folder / "schedule.json"
-    schedule.write_text(json.dumps({"schedule": SCHEDULE}))
+    schedules = write_schedules(folder)
     pairs = Pair.hybrids(folder / "target") if options.hybrid else (DENSE,)
     known = {}
     for pair in dict.fromkeys(pairs):
@@ -310,7 +331,7 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
         nonlocal failures
         seed = f"{options.seed}-{number}"
         pair = pairs[number % len(pairs)]
-        configuration = Configuration.draw(random.Random(seed), pair, schedule)
+        configuration = Configuration.draw(random.Random(seed), pair, schedules)
         shown = shlex.join(configuration.arguments[len(pair.plain) :])
         print(f"round {number}{', pictures' * bool(pair.image_tokens)}: {shown}", flush=True)
         count = options.per_round
@@ -331,7 +352,7 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
         totals.update(counts + Counter(rounds=1, wrong=len(wrong)))
         passed = (time.monotonic() - started) / 60
         print(
-            f"  so far: {json.dumps({**totals, 'wrong': totals['wrong'], 'minutes': round(passed, 1)})}",
+            f"  so far: {json.dumps({**_shown(totals), 'minutes': round(passed, 1)})}",
             flush=True,
         )
         for line in wrong:
@@ -352,7 +373,7 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
             number += 1
     except KeyboardInterrupt:
         print(f"round {number} was interrupted and is not counted", flush=True)
-    figures = {**totals, "wrong": totals["wrong"], "failed rounds": failures, "seed": options.seed}
+    figures = {**_shown(totals), "failed rounds": failures, "seed": options.seed}
     print(json.dumps({**figures, "minutes": round((time.monotonic() - started) / 60, 1)}))
     return 1 if totals["wrong"] else 0
 

@@ -9,7 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from serving import TARGET, Server, heldout_prompts
@@ -56,7 +56,7 @@ BAD = (
 class Known:
     """A greedy request, and the plain target's answer as far as float32 decides it.
 
-    `is_whole`: float32 decides all of it.
+    `is_whole`: float32 decides all of it. `reserved`: ids that stand for pictures.
     """
 
     request: dict[str, Any]
@@ -64,6 +64,7 @@ class Known:
     text: str
     finish: dict[str, Any]
     is_whole: bool
+    reserved: frozenset[int] = frozenset()
 
     @property
     def has_pictures(self) -> bool:
@@ -73,6 +74,9 @@ class Known:
         """Move a part of the answer into the prompt, if nothing else decided on the answer."""
         sampling, length = self.request["sampling_params"], len(self.output_ids)
         if sampling.keys() != {"temperature", "max_new_tokens", "ignore_eos"} or length < 2:
+            return self
+        # SGLang never answers a prompt with more picture tokens than pictures.
+        if self.reserved.intersection(self.output_ids):
             return self
         done = generator.randrange(1, length)
         prompt = self.request["input_ids"] + self.output_ids[:done]
@@ -84,9 +88,10 @@ class Known:
 def known_requests(plain: Server, count: int, seed: int, image_tokens: Sequence[int] = ()) -> list[Known]:
     """Make greedy requests of all kinds, and let the target alone answer them in float32.
 
-    image_tokens: ids of a picture in a prompt. A third of the requests then has one picture or two, and some
-    have the same ones.
+    image_tokens: ids of a picture in a prompt, the vocabulary's last ones, which texts then do without. A
+    third of the requests has one picture or two, and some have the same ones.
     """
+    reserved = frozenset(range(min(image_tokens), VOCABULARY)) if image_tokens else frozenset()
     generator = random.Random(seed)
     pictures = [random_picture(generator, *size) for size in PICTURES] if image_tokens else []
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
@@ -98,6 +103,7 @@ def known_requests(plain: Server, count: int, seed: int, image_tokens: Sequence[
         ids = ids[: generator.choice((1, 7, 40, 63, 64, 65, 128, 200, 400))]
         if generator.random() < 0.3:
             ids = shared[: generator.choice((16, 64, 100, 256))] + ids
+        ids = [token for token in ids if token not in reserved] or [5]
         sampling: dict[str, Any] = {
             "temperature": 0,
             "max_new_tokens": generator.choice((1, 2, 8, 9, 24, 48, LONGEST)),
@@ -124,7 +130,7 @@ def known_requests(plain: Server, count: int, seed: int, image_tokens: Sequence[
         requests.append(request)
     bodies = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
     return [
-        _known(request, answer)
+        replace(_known(request, answer), reserved=reserved)
         for request, answer in zip(requests, plain.generate_many(bodies, 16), strict=True)
     ]
 

@@ -3,11 +3,13 @@
 import json
 import random
 import re
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from serving import dflash_arguments, serve
-from soak import ENVIRONMENT, SCHEDULE, Configuration, Pair, Resources, problems_after, run_round
+from serving import DRAFT, dflash_arguments, serve
+from soak import ENVIRONMENT, Configuration, Pair, Resources, problems_after, run_round, write_schedules
 from soak_requests import Known, Wrong, compare_with_known, known_requests
 from support.servers import FLOAT32, patched, warm_start
 
@@ -39,16 +41,16 @@ def test_a_round(number, known, servers):
 def test_a_round_with_pictures(tmp_path):
     """The hybrid pair with a vision tower, and widths that change every cycle."""
     pair = Pair.hybrids(tmp_path / "target")[0]
-    schedule = tmp_path / "schedule.json"
-    schedule.write_text(json.dumps({"schedule": SCHEDULE}))
     with serve(*pair.plain, "--sleep-on-idle", env=ENVIRONMENT, start=warm_start()) as plain:
         known = known_requests(plain, 60, 12, pair.image_tokens)
-    drawn = (Configuration.draw(random.Random(f"{SEED}-{n}"), pair, schedule) for n in range(100))
-    configuration = next(one for one in drawn if str(schedule) in one.arguments)
+    schedules = write_schedules(tmp_path)
+    drawn = (Configuration.draw(random.Random(f"{SEED}-{n}"), pair, schedules) for n in range(100))
+    configuration = next(one for one in drawn if "1280" in one.arguments)
     with serve(*configuration.arguments, "--sleep-on-idle", env=ENVIRONMENT, start=warm_start()) as server:
         counts, wrong = run_round(server, known, 100, f"{SEED}-pictures", concurrency=8)
     assert not wrong, f"{configuration.arguments}\n" + "\n".join(wrong)
     assert counts["compared, with pictures"] > 8 and counts["cycles"] > 100
+    assert counts["retractions"] and counts["across the grid"]
 
 
 @pytest.mark.server
@@ -97,6 +99,27 @@ def test_tokensproblems_after_a_near_tie_are_not_compared():
     compare_with_known(known, ANSWER | {"text": "axy"})
     with pytest.raises(Wrong):
         compare_with_known(known, ANSWER | {"output_ids": [4, 6, 7]})
+
+
+def test_picture_tokens_of_an_answer_stay_out_of_prompts():
+    sampling = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
+    known = Known({"input_ids": [8], "sampling_params": sampling}, [5, 6, 7], "", {}, is_whole=True)
+    assert known.continued(random.Random(1)).request["input_ids"][:2] == [8, 5]
+    known = replace(known, reserved=frozenset({6}))
+    assert known.continued(random.Random(1)) is known
+
+
+def test_hybrids_change_widths_in_every_round_and_have_tight_pools(tmp_path):
+    pair = Pair(("--plain",), (DRAFT,), is_hybrid=True)
+    schedules = write_schedules(tmp_path)
+    tight = 0
+    for seed in range(50):
+        arguments = Configuration.draw(random.Random(seed), pair, schedules).arguments
+        flags = dict(zip(arguments, arguments[1:]))
+        widths = json.loads(Path(flags["--speculative-adaptive-config"]).read_text())["schedule"]
+        assert max(widths) == min(int(flags.get("--speculative-num-draft-tokens", 8)), 8) - 1
+        tight += int(flags["--max-total-tokens"]) < 3072
+    assert tight > 20
 
 
 def test_leaks_are_seen():

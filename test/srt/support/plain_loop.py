@@ -1,0 +1,51 @@
+"""Speculative decoding without caches: what each block of a bundled pair accepts, in plain PyTorch."""
+
+import torch
+from support.reference_dflash import ReferenceDFlash
+from support.reference_dflash2 import ReferenceDFlash2
+from support.reference_peagle import ReferencePEagle
+
+
+def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], committed: int) -> list[int]:
+    """Count the accepted drafted tokens of each block.
+
+    Args:
+        model: The target, as Hugging Face's model.
+        draft: The reference draft.
+        hidden_states: The target's states over `text`, one [1, n, hidden] tensor for the embedding and each
+            layer.
+        text: The prompt and the target's greedy answer to it.
+        committed: Leading tokens of `text` that have KV.
+    """
+    propose = propose_chain if isinstance(draft, ReferencePEagle) else propose_block
+    kept = []
+    while committed < len(text) - 1:
+        drafted = propose(model, draft, hidden_states, text[: committed + 1])
+        right = 0
+        for token, want in zip(drafted, text[committed + 1 :]):
+            if token != want:
+                break
+            right += 1
+        kept.append(right)
+        committed += right + 1
+    return kept
+
+
+def propose_block(model, draft: ReferenceDFlash, hidden_states, tokens: list[int]) -> list[int]:
+    """Return what a DFlash or DFlash2 draft proposes after `tokens`, the last of which has no KV yet."""
+    settings = draft.config["dflash_config"]
+    committed, anchor = len(tokens) - 1, tokens[-1]
+    aux = torch.cat([hidden_states[layer + 1][0] for layer in settings["target_layer_ids"]], dim=-1)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight.detach()
+    block = torch.tensor([anchor, *[settings["mask_token_id"]] * (draft.config["block_size"] - 1)])
+    hidden = draft.block_hidden(embedding[block].detach(), draft.context_kv(aux[:committed]))
+    if isinstance(draft, ReferenceDFlash2):
+        return draft.greedy_path(hidden[1:], head, anchor)
+    return (hidden[1:] @ head.double().T).argmax(-1).tolist()
+
+
+def propose_chain(model, draft: ReferencePEagle, hidden_states, tokens: list[int]) -> list[int]:
+    """Return what a P-EAGLE draft proposes after `tokens`, the last of which has no KV yet."""
+    aux = torch.cat([hidden_states[layer][0] for layer in draft.aux_layers], dim=-1)
+    found = draft.step(tokens, aux, draft.num_drafted).argmax(-1)
+    return (found + draft.weights["d2t"].long()[found]).tolist()
