@@ -136,9 +136,9 @@ class Configuration:
         for flag, values in (
             ("--speculative-num-draft-tokens", BLOCKS),
             ("--page-size", (None, 16)),
-            ("--max-running-requests", (None, 4, 12)),
-            # A hybrid's states, not its KV slots, bound how many requests run: 3072 slots were enough.
-            ("--max-total-tokens", (16384, 2048, 1280) if pair.is_hybrid else (16384, 16384, 3072)),
+            ("--max-running-requests", (None, None if pair.is_hybrid else 4, 12)),
+            # A hybrid's states let 25 requests run, which take fewer than 3072 slots.
+            ("--max-total-tokens", (16384, 1280, 1280) if pair.is_hybrid else (16384, 16384, 3072)),
             ("--speculative-draft-window-size", (None,) if is_peagle else (None, None, 64)),
             ("--speculative-draft-sample-method", (None, "probabilistic")),
             ("--chunked-prefill-size", (None, 64, 128 if pair.is_hybrid else 96)),
@@ -294,13 +294,14 @@ def main() -> int:
     parser.add_argument(
         "--known", type=int, default=300, help="greedy requests with known answers, to choose from"
     )
-    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--concurrency", type=int, help="default 16, or 32 with --hybrid")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only-round", type=int, help="repeat one round")
     parser.add_argument("--timeout", type=float, default=PATIENCE, help="seconds a server may take to start")
     options = parser.parse_args()
     if options.minutes is None and options.requests is None:
         options.requests = 2000
+    options.concurrency = options.concurrency or (32 if options.hybrid else 16)
     with tempfile.TemporaryDirectory() as folder:
         return soak(options, Path(folder))
 

@@ -46,9 +46,10 @@ class Configuration:
     Attributes:
         name: The name of the test case.
         arguments: Server flags.
-        draft: "dflash" or "peagle".
+        draft: "dflash", "dflash2" or "peagle".
         accept_length: Bounds on tokens per cycle, bonus included.
         cached: The prefix cache must hold a prompt that was sent before.
+        is_long: Not in every run of the tests.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Configuration:
     draft: str = "dflash"
     accept_length: tuple[float, float] = (3.0, 8.0)
     cached: bool = True
+    is_long: bool = False
 
 
 CONFIGURATIONS = (
@@ -77,6 +79,13 @@ CONFIGURATIONS = (
         draft="peagle",
     ),
     Configuration("retraction", ("--max-total-tokens", "1000", *GRID), cached=False),
+    Configuration(
+        "dflash2-own-lengths-page-16",
+        (*POOL, *GRID, *WIDTHS_CHANGE, "--page-size", "16"),
+        draft="dflash2",
+        accept_length=(2.0, 4.0),
+        is_long=True,
+    ),
 )
 
 
@@ -94,6 +103,7 @@ def drafts(target, tmp_path_factory) -> dict[str, Path]:
     layers = tuple(layer + 1 for layer in read_config(DRAFT)["dflash_config"]["target_layer_ids"])
     return {
         "dflash": DRAFT,
+        "dflash2": DFLASH2_DRAFT,
         "peagle": random_peagle_draft(tmp_path_factory.mktemp("drafts") / "p", target, layers),
     }
 
@@ -190,7 +200,10 @@ def assert_targets_own(case: str, jobs: list[tuple[Job, Known]], answers: list[A
     )
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "configuration",
+    [pytest.param(c, id=c.name, marks=[pytest.mark.long] * c.is_long) for c in CONFIGURATIONS],
+)
 def test_float32_output_is_the_targets(configuration, target, drafts, known):
     first = cut_short(known, 0.6)
     cases = {"at first": first, "continued": continued(first), "again": cut_short(known, 1.0)[::2]}

@@ -47,7 +47,7 @@ def test_a_round_with_pictures(tmp_path):
     drawn = (Configuration.draw(random.Random(f"{SEED}-{n}"), pair, schedules) for n in range(100))
     configuration = next(one for one in drawn if "1280" in one.arguments)
     with serve(*configuration.arguments, "--sleep-on-idle", env=ENVIRONMENT, start=warm_start()) as server:
-        counts, wrong = run_round(server, known, 100, f"{SEED}-pictures", concurrency=8)
+        counts, wrong = run_round(server, known, 100, f"{SEED}-pictures", concurrency=32)
     assert not wrong, f"{configuration.arguments}\n" + "\n".join(wrong)
     assert counts["compared, with pictures"] > 8 and counts["cycles"] > 100
     assert counts["retractions"] and counts["across the grid"]
