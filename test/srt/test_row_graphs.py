@@ -131,7 +131,7 @@ def test_costs_are_those_of_the_next_size():
     loads, widths = np.array([1, 4]), np.array([1, 2, 8])
     verify = np.outer(loads, widths) / 100  # 10 ms a row
     sizes = [1, 2, 4, 8, 16, 32]
-    costs = CostTable(loads, widths, verify, np.zeros(2), padded=True, sizes=sizes)
+    costs = CostTable(loads, widths, verify, np.zeros(2), sizes=sizes)
     expected = [0.04] + [0.08] * 4 + [0.16] * 8 + [0.32] * 16
     np.testing.assert_allclose(costs.verify(4), expected)
     np.testing.assert_allclose(costs.verify(1), [0.01, 0.02, 0.04, 0.04, 0.08, 0.08, 0.08, 0.08])

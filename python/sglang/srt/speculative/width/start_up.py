@@ -166,8 +166,9 @@ def _measure(
         (1e3 * draft).round(2).tolist(),
         1e6 * reads,
     )
-    padded, rows = bool(captured_sizes(timer.runner)), getattr(backends, "sizes", None)
-    return CostTable(np.array(loads), np.array(widths), verify, draft, padded, reads, context, rows)
+    sizes = getattr(backends, "sizes", None)  # of graphs keyed by rows
+    padded = sizes is None and bool(captured_sizes(timer.runner))
+    return CostTable(np.array(loads), np.array(widths), verify, draft, padded, reads, context, sizes)
 
 
 def _loads(runner: Any) -> list[int]:
