@@ -34,7 +34,7 @@ ENVIRONMENT = {
     **UNCOUNTED,
     **patched("deterministic_on_cpu"),
     "SGLANG_MAX_THINK_TOKENS": "1000",
-    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8",
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1",
 }
 SERVER = (
     *(

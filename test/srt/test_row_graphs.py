@@ -150,15 +150,12 @@ class FlashAttentionBackend:
 
 
 def test_who_verifies_one_width_and_why():
-    def reason(attention, runner=None, is_whole=True, has_copies=False, writes_context_apart=True):
+    def reason(attention, runner=None, has_copies=False, writes_context_apart=True):
         drafter = SimpleNamespace(writes_context_apart=writes_context_apart)
-        runner = runner or runner_of()
-        runner.attn_backend = attention if is_whole else SimpleNamespace(full_attn_backend=attention)
-        return reason_for_one_width(runner, attention, drafter, has_copies)
+        return reason_for_one_width(runner or runner_of(), attention, drafter, has_copies)
 
     assert reason(FlashAttentionBackend()) is None
     assert "SimpleNamespace verifies one width" in reason(SimpleNamespace())
-    assert "recurrent states" in reason(FlashAttentionBackend(), is_whole=False)
     assert "window" in reason(FlashAttentionBackend(use_sliding_window_kv_pool=True))
     assert "no CUDA graphs" in reason(FlashAttentionBackend(), runner_of(disable_padding=True))
     assert "data-parallel" in reason(FlashAttentionBackend(), runner_of(require_gathered_buffer=True))
