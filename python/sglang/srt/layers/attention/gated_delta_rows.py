@@ -43,9 +43,10 @@ def verifying_packed_rows() -> Callable[..., Any]:
     row of a 27B target writes 151 MB of them.
     """
     from sglang.srt.layers.attention.linear import gdn_backend
+    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+    from sglang.srt.layers.attention.linear.utils import select_verify_intermediate_state_indices
 
-    backend_class = gdn_backend.GDNAttnBackend
-    original = inspect.unwrap(backend_class.forward_extend)
+    original = inspect.unwrap(GDNAttnBackend.forward_extend)
 
     @functools.wraps(original)
     def forward_extend(
@@ -67,7 +68,7 @@ def verifying_packed_rows() -> Callable[..., Any]:
         if layer.layer_id == min(pool.mamba_map):  # a graph records the map once, for all layers
             self.row_map = RowMap.of(starts, num_rows, block_size)
         states = self.forward_metadata.mamba_cache_indices[:num_requests]
-        scratch = gdn_backend.select_verify_intermediate_state_indices(
+        scratch = select_verify_intermediate_state_indices(
             self.verify_intermediate_state_indices, forward_batch.req_pool_indices, states >= 0, pool.size
         )[:num_requests]
         convolved = gdn_backend.causal_conv1d_update(
