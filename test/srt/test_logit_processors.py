@@ -47,7 +47,7 @@ SERVER = (
     *("--reasoning-parser", "qwen3", "--enable-strict-thinking"),
 )
 # A pool that does not hold all requests to their end.
-CROWDED = ("--max-total-tokens", "360")
+CROWDED = ("--max-total-tokens", "256")
 
 
 class Thinking(ThinkingBudgetLogitProcessor):
