@@ -13,7 +13,13 @@ import pytest
 from serving import HYBRID_DFLASH2_DRAFT, HYBRID_DRAFT, HYBRID_TARGET, dflash_arguments
 from support.families import lengthen_memory
 from support.parity import assert_same
-from support.rehearsal.compare import CONCURRENCY, NO_CACHE, acceptance, greedy_requests
+from support.rehearsal.compare import (
+    CONCURRENCY,
+    NO_CACHE,
+    acceptance,
+    greedy_requests,
+    requests_across_chunks,
+)
 from support.rehearsal.play import ARGUMENTS, on_cpu, rehearse
 from support.rehearsal.stage import Scene
 
@@ -85,7 +91,7 @@ def test_own_lengths(backend, draft, target, servers, tmp_path):
 
 def test_own_lengths_that_change(target, servers, tmp_path):
     """Another number for each request and cycle, with a prefix cache: output is that of whole blocks."""
-    requests, model = greedy_requests(tokens=80), ("--model-path", target, *GRID)
+    requests, model = requests_across_chunks(), ("--model-path", target, *GRID)
     plain = servers.get(*ARGUMENTS, *model, environment=ENVIRONMENT)
     wanted = plain.generate_many(requests, CONCURRENCY)
     lengths = verifying(tmp_path, *CHANGING)
