@@ -50,7 +50,7 @@ def test_a_round_with_pictures(tmp_path):
         counts, wrong = run_round(server, known, 100, f"{SEED}-pictures", concurrency=32)
     assert not wrong, f"{configuration.arguments}\n" + "\n".join(wrong)
     assert counts["compared, with pictures"] > 8 and counts["cycles"] > 100
-    assert counts["retractions"] and counts["across the grid"]
+    assert counts["across the grid"]
 
 
 @pytest.mark.server
