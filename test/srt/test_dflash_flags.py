@@ -143,7 +143,6 @@ def test_where_it_is_not_the_default_the_log_says_why(
     "arguments, is_recurrent, simulated, reason",
     [
         ({"attn_dp_size": 2}, False, "", "with DP attention"),
-        ({"device": "cuda"}, True, "", "recurrent states"),
         ({"enable_linear_replayssm_spec": True}, True, "", "ReplaySSM"),
         ({"device": "cuda", "enable_lora": True}, False, "", "with LoRA on a GPU"),
         ({"device": "cuda", "lora_paths": ["a=b"]}, False, "", "with LoRA on a GPU"),
