@@ -3,6 +3,7 @@
     python benchmark/adaptive.py          # everything: two hours on two cores, a third with --starts 1
     python benchmark/adaptive.py --cases trained random --concurrency 1 16 --rounds 20
     python benchmark/adaptive.py --cases mixed --concurrency 16 --starts 1 --rounds 3 --name mixed  # minutes
+    python benchmark/adaptive.py --cases "mixed, hybrid" "mixed, dflash2" --concurrency 4 16 48
 
 There are two servers per draft: one without speculation, and an adaptive one that verifies each fixed width
 in turn and its own choice twice, each for some cycles (width_switch/sitecustomize.py). So every request
@@ -40,7 +41,10 @@ import torch
 from gpu.state import machine
 from safetensors.torch import load_file, save_file
 from serving import (
+    DFLASH2_DRAFT,
     DRAFT,
+    HYBRID_DRAFT,
+    HYBRID_TARGET,
     PEAGLE_DRAFT,
     ROOT,
     TARGET,
@@ -66,6 +70,7 @@ class Case:
     name: str
     temperature: float | tuple[float, ...] = 0.0  # several: clients have them in turn
     base: Path = DRAFT
+    target: Path = TARGET
     noise: float = 0.0  # of each weight, relative to its tensor's own spread
     flags: tuple[str, ...] = ()
 
@@ -95,6 +100,7 @@ class Case:
 
 
 PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
+MIXED = (0.0, 1.0)  # half of the requests greedy, half sampled
 CASES = {
     case.name: case
     for case in (
@@ -104,8 +110,12 @@ CASES = {
         Case("random", noise=1.0),
         Case("sampled", temperature=1.0),
         Case("drawn", temperature=1.0, flags=PROBABILISTIC),
-        Case("mixed", temperature=(0.0, 1.0)),
-        Case("mixed, weakened", temperature=(0.0, 1.0), noise=0.35),
+        Case("mixed", temperature=MIXED),
+        Case("mixed, weakened", temperature=MIXED, noise=0.35),
+        Case("mixed, peagle", temperature=MIXED, base=PEAGLE_DRAFT),
+        Case("mixed, dflash2", temperature=MIXED, base=DFLASH2_DRAFT),
+        Case("mixed, hybrid", temperature=MIXED, base=HYBRID_DRAFT, target=HYBRID_TARGET),
+        Case("mixed, random", temperature=MIXED, noise=1.0),
     )
 }
 
@@ -238,7 +248,7 @@ def servers(stack: ExitStack, case: Case, start: int, args) -> tuple[Server, Ser
     steps.write_text(json.dumps({"candidate_steps": STEPS}))
     common = [
         "--model-path",
-        TARGET,
+        case.target,
         "--sleep-on-idle",
         "--random-seed",
         "1",
@@ -355,7 +365,8 @@ Tokens per second of decode steps, medians of all rounds. "k verified": the draf
 of its tokens are verified; 0 is plain decoding that writes the draft's context. Drafts: `trained` and
 `peagle` are the bundled ones, `weakened` has noise on every weight, `random` is noise, `sampled` is
 `trained` at temperature 1, `drawn` the same with probabilistic drafting, `mixed` half the requests greedy and
-half at temperature 1. Every request goes through all widths.
+half at temperature 1, with the trained draft or the one that is named. Every request goes through all
+widths.
 
 How to read the columns:
 

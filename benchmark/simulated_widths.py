@@ -7,6 +7,7 @@ the arithmetic, plus a fixed time for launches. Nothing here was measured on a G
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from gpu.shapes import QWEN3_8B, Pair
 
 from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.row_graphs import row_sizes
 
 BATCHES = (1, 4, 16, 32, 64, 128, 256)
 WIDTHS = np.arange(1, 17)
 COMMON = np.array([1, 2, 4, 8, 16])  # widths for all, to compare with
 DEPTH = int(WIDTHS[-1]) - 1
+SIZES = row_sizes(BATCHES[-1], DEPTH + 1)  # rows of the graphs for lengths of their own
 CONTEXT = 1024
 LAUNCHES = 0.3e-3  # seconds of a cycle that no roofline counts; a guess, to be replaced by a measurement
 CYCLES, WARM, LAG, ANSWER = 260, 100, 2, 256
@@ -46,8 +49,8 @@ def seconds_of(work: roofline.Work, gpu: roofline.Gpu) -> float:
     return max(work.bytes / (0.8 * gpu.bandwidth), work.flops / (0.65 * gpu.flops))
 
 
-def costs_on(pair: Pair, gpu: roofline.Gpu) -> CostTable:
-    """Return what start-up would have measured."""
+def costs_on(pair: Pair, gpu: roofline.Gpu, sizes: Sequence[int] | None = None) -> CostTable:
+    """Return what start-up would have measured. sizes: rows of the captured graphs. None: any number."""
 
     def verify(n: int, width: int) -> float:
         blocks = replace(pair, block_size=width)
@@ -56,7 +59,7 @@ def costs_on(pair: Pair, gpu: roofline.Gpu) -> CostTable:
 
     draft = [seconds_of(roofline.draft(pair, n, CONTEXT), gpu) for n in BATCHES]
     table = [[verify(n, int(width)) for width in WIDTHS] for n in BATCHES]
-    return CostTable(np.array(BATCHES), WIDTHS, np.array(table), np.array(draft))
+    return CostTable(np.array(BATCHES), WIDTHS, np.array(table), np.array(draft), sizes=sizes)
 
 
 def best_common(costs: CostTable, accept_probs: np.ndarray) -> float:
@@ -67,8 +70,10 @@ def best_common(costs: CostTable, accept_probs: np.ndarray) -> float:
     return float((tokens / seconds).max())
 
 
-def gain(costs: CostTable, n: int, mix: tuple[str, ...], seed: int = 0) -> float:
+def gain(pair: Pair, gpu: roofline.Gpu, n: int, mix: tuple[str, ...], seed: int = 0) -> float:
     """Return the policy's tokens/s over those of the best width for all.
+
+    A verify with lengths of their own is padded to the next graph, one with a width for all is not.
 
     It learns, two cycles late, from answers of `ANSWER` tokens, after which a new request takes the row. The
     first `WARM` cycles do not count, probes do.
@@ -76,6 +81,7 @@ def gain(costs: CostTable, n: int, mix: tuple[str, ...], seed: int = 0) -> float
     rng = np.random.default_rng(seed)
     accept_probs = np.stack([ACCEPTANCE[mix[i % len(mix)]] for i in range(n)])
     survival = accept_probs.cumprod(axis=1)
+    costs, exact = costs_on(pair, gpu, SIZES), costs_on(pair, gpu)
     chooser = LengthChooser(costs, n)
     verify, draft = costs.verify(n), costs.draft(n)
     rows, modes = np.arange(n), np.zeros(n, dtype=int)
@@ -98,17 +104,16 @@ def gain(costs: CostTable, n: int, mix: tuple[str, ...], seed: int = 0) -> float
         said[ended] = 0
         born[ended] += 1
         chooser.drafts.reset(ended)
-    return tokens / seconds / best_common(costs, accept_probs)
+    return tokens / seconds / best_common(exact, accept_probs)
 
 
 def page(pair: Pair = QWEN3_8B, gpu: roofline.Gpu = roofline.H200) -> str:
-    costs = costs_on(pair, gpu)
     rows = [
         "| requests of these kinds | " + " | ".join(map(str, BATCHES)) + " |",
         "|---|" + "---:|" * len(BATCHES),
     ]
     for mix in MIXES:
-        cells = (f"{gain(costs, n, mix):.2f}" for n in BATCHES)
+        cells = (f"{gain(pair, gpu, n, mix):.2f}" for n in BATCHES)
         rows.append(f"| {', '.join(mix)} | " + " | ".join(cells) + " |")
     lengths = ", ".join(f"{name} {1 + p.cumprod().sum():.1f}" for name, p in ACCEPTANCE.items())
     return f"""# Verify lengths for each request on a simulated {gpu.name}
@@ -116,7 +121,8 @@ def page(pair: Pair = QWEN3_8B, gpu: roofline.Gpu = roofline.H200) -> str:
 By `python benchmark/simulated_widths.py --gpu {gpu.name.split()[0]}`: {pair.name} at context {CONTEXT},
 blocks of {DEPTH + 1}. Costs are those of `benchmark/roofline.py` at 80 % of the bandwidth and 65 % of the
 arithmetic, plus {1e3 * LAUNCHES:.1f} ms a cycle for launches (a guess). Acceptance is given. Nothing was
-measured on a GPU, where all requests of a cycle verify equally many tokens so far.
+measured on a GPU. Forwards with lengths of their own are padded to the next of {len(SIZES)} graphs,
+widths for all are not.
 
 Tokens per second of the real policy, which learns, over those of the best width for all, which knows the
 acceptance, by number of requests. Accept length of a whole block: {lengths}.

@@ -138,7 +138,7 @@ def test_a_block_computes_what_its_tokens_do_one_by_one():
     rows = torch.arange(bs)
     aside = torch.zeros(bs, steps, *states.shape[1:])
     windows_aside = torch.zeros(bs, steps, CHANNELS, WIDTH - 1)
-    common = {"initial_state_indices": slots, "use_qk_l2norm_in_kernel": True, "cu_seqlens": None}
+    common = {"initial_state_indices": slots, "use_qk_l2norm_in_kernel": True}
     block = ours.fused_sigmoid_gating_delta_rule_update_cpu(
         A_log,
         dt_bias,
@@ -151,6 +151,7 @@ def test_a_block_computes_what_its_tokens_do_one_by_one():
         disable_state_update=True,
         intermediate_states_buffer=aside,
         intermediate_state_indices=rows,
+        cu_seqlens=steps * torch.arange(bs + 1),
         **common,
     ).view(bs, steps, VALUE_HEADS, VALUE_DIM)
     convolved = ours.causal_conv1d_update_cpu(x, windows, weights, None, "silu", slots, windows_aside, rows)
@@ -165,6 +166,7 @@ def test_a_block_computes_what_its_tokens_do_one_by_one():
             a[now],
             b[now],
             initial_state_source=states,
+            cu_seqlens=torch.arange(bs + 1),
             **common,
         )
         close(one[0], block[:, t], 1e-6)

@@ -20,6 +20,7 @@ DECODE_PATH = (
     "srt/speculative/acceptance/sampling_masks.py",
     "srt/layers/attention/flashinfer_keys.py",
     "srt/layers/attention/flashinfer_plans.py",
+    "srt/layers/attention/gated_delta_rows.py",
     "srt/layers/attention/kv_chunks.py",
     "srt/layers/candidate_selector.py",
     "srt/layers/draft_probs.py",
@@ -75,6 +76,7 @@ ROWS = "srt/speculative/width/row_graphs.py"
 ALLOWED = {
     ("srt/speculative/width/backends.py", "has_room_for_widths", "bool(left >= 0)"): "start-up, on the host",
     ("srt/speculative/width/backends.py", "follow", "int(lengths[0])"): "numpy",
+    ("srt/speculative/width/backends.py", "follow", "(lengths + 1).tolist()"): "numpy",
     (ROWS, "follow", "bool((lengths == self._block_size - 1).all())"): "numpy",
     (ROWS, "_lay_out", "(lengths + 1).tolist()"): "numpy",
     (ROWS, "_lay_out", "int(lengths.max())"): "numpy",
@@ -108,6 +110,11 @@ ALLOWED = {
     (PLANS, "_compare", "copied.synchronize()"): "a switch for debugging; over unless 8 plans are unread",
     (PLANS, "_compare", "arrived.tolist()"): "lies on the host; a switch for debugging",
     ("srt/speculative/cycle/verify.py", "verify", "seq_lens_cpu.tolist()"): "lies on the host",
+    (
+        "srt/speculative/cycle/verify.py",
+        "multimodal_positions",
+        "int(inputs.mrope_position_delta)",
+    ): "lies on the host",
     ("srt/speculative/drafters/dflash.py", "_run_block", "seq_lens_cpu.tolist()"): "lies on the host",
     (
         "srt/speculative/drafters/copy_ahead.py",

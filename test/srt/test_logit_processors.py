@@ -34,7 +34,7 @@ ENVIRONMENT = {
     **UNCOUNTED,
     **patched("deterministic_on_cpu"),
     "SGLANG_MAX_THINK_TOKENS": "1000",
-    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8",
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1",
 }
 SERVER = (
     *(
@@ -47,7 +47,7 @@ SERVER = (
     *("--reasoning-parser", "qwen3", "--enable-strict-thinking"),
 )
 # A pool that does not hold all requests to their end.
-CROWDED = ("--max-total-tokens", "360")
+CROWDED = ("--max-total-tokens", "256")
 
 
 class Thinking(ThinkingBudgetLogitProcessor):

@@ -131,7 +131,7 @@ def test_costs_are_those_of_the_next_size():
     loads, widths = np.array([1, 4]), np.array([1, 2, 8])
     verify = np.outer(loads, widths) / 100  # 10 ms a row
     sizes = [1, 2, 4, 8, 16, 32]
-    costs = CostTable(loads, widths, verify, np.zeros(2), padded=True, sizes=sizes)
+    costs = CostTable(loads, widths, verify, np.zeros(2), sizes=sizes)
     expected = [0.04] + [0.08] * 4 + [0.16] * 8 + [0.32] * 16
     np.testing.assert_allclose(costs.verify(4), expected)
     np.testing.assert_allclose(costs.verify(1), [0.01, 0.02, 0.04, 0.04, 0.08, 0.08, 0.08, 0.08])
@@ -150,15 +150,12 @@ class FlashAttentionBackend:
 
 
 def test_who_verifies_one_width_and_why():
-    def reason(attention, runner=None, is_whole=True, has_copies=False, writes_context_apart=True):
+    def reason(attention, runner=None, has_copies=False, writes_context_apart=True):
         drafter = SimpleNamespace(writes_context_apart=writes_context_apart)
-        runner = runner or runner_of()
-        runner.attn_backend = attention if is_whole else SimpleNamespace(full_attn_backend=attention)
-        return reason_for_one_width(runner, attention, drafter, has_copies)
+        return reason_for_one_width(runner or runner_of(), attention, drafter, has_copies)
 
     assert reason(FlashAttentionBackend()) is None
     assert "SimpleNamespace verifies one width" in reason(SimpleNamespace())
-    assert "recurrent states" in reason(FlashAttentionBackend(), is_whole=False)
     assert "window" in reason(FlashAttentionBackend(use_sliding_window_kv_pool=True))
     assert "no CUDA graphs" in reason(FlashAttentionBackend(), runner_of(disable_padding=True))
     assert "data-parallel" in reason(FlashAttentionBackend(), runner_of(require_gathered_buffer=True))

@@ -41,10 +41,6 @@ def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> Adaptive
     """
     settings = AdaptiveSettings.from_environment()
     impossible = _first(
-        (
-            is_recurrent and args.device != "cpu",
-            "not supported yet on a GPU for targets with recurrent states (Mamba, GatedDeltaNet)",
-        ),
         (is_recurrent and args.enable_linear_replayssm_spec, "not supported with ReplaySSM"),
         (
             args.attn_dp_size > 1,

@@ -75,6 +75,7 @@ def set_the_stage(ledger) -> None:
         _interpret_triton()
         backend = {"flashinfer": _flashinfer, "fa3": _fa3, "triton": _triton}[scene.backend]()
         steps.watch()
+        _record_gated_delta_rule()
         _capture_graphs(scene.buckets)
         if not (scene.is_built_in or scene.is_handed_over):
             _prepare_our_worker(scene)
@@ -201,6 +202,18 @@ def _fa3():
     schedule = graphs.kernel("get_scheduler_metadata", get_scheduler_metadata)
     fa3_schedules.schedule_function = lambda: schedule
     return module.FlashAttentionBackend
+
+
+def _record_gated_delta_rule() -> None:
+    """Make the convolution and the recurrence of GatedDeltaNet layers one operation of a graph each."""
+    from sglang.srt.layers.attention.linear import gdn_backend
+    from sglang.srt.layers.attention.linear.kernels import gdn_triton
+
+    for module, name in (
+        (gdn_backend, "causal_conv1d_update"),
+        (gdn_triton, "fused_sigmoid_gating_delta_rule_update"),
+    ):
+        setattr(module, name, graphs.kernel(name, getattr(module, name)))
 
 
 def _triton():

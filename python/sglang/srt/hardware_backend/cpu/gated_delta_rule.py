@@ -130,9 +130,10 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     cache_steps=None,
     retrieve_parent_token=None,
 ):
-    """Run the recurrence over the next token of each request, or over a block to verify.
+    """Run the recurrence over the next tokens of each request.
 
-    q, k: [1, bs * tokens, key heads, key dim]. v and the result: [1, bs * tokens, value heads, value dim].
+    q, k: [1, tokens, key heads, key dim]. v and the result: [1, tokens, value heads, value dim].
+    cu_seqlens: [bs + 1], the start of each request's tokens.
     disable_state_update: leave the pool as it is.
     intermediate_states_buffer: [rows, tokens, value heads, value dim, key dim]. If given, the states after
         each token go there, in rows `intermediate_state_indices`.
@@ -141,14 +142,19 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
         raise NotImplementedError("sgl_kernel.fused_sigmoid_gating_delta_rule_update_cpu: KDA's vector decay")
     _refuse_trees(retrieve_parent_token)
     slots = initial_state_indices.long()
-    bs, value_heads = slots.numel(), v.shape[2]
-    steps, dtype = v.shape[1] // bs, v.dtype
+    bs, value_heads, dtype = slots.numel(), v.shape[2], v.dtype
+    lengths = cu_seqlens.long().diff()[:, None]
+    steps = int(lengths.max())
+    # A request with fewer tokens repeats its last one. Nobody reads the states after that.
+    index = cu_seqlens.long()[:-1, None] + torch.minimum(torch.arange(steps), (lengths - 1).clamp(min=0))
+    index = index.clamp(max=v.shape[1] - 1)
     # [bs, heads, tokens, ...]
-    q, k, v = (x.reshape(bs, steps, *x.shape[2:]).transpose(1, 2).float() for x in (q, k, v))
+    packed = torch.zeros(v.shape[1:], dtype=torch.float32)  # rows behind the last request's stay zero
+    q, k, v = (x[0, index].transpose(1, 2).float() for x in (q, k, v))
     q, k = _normalized(q, k, value_heads, use_qk_l2norm_in_kernel)
     decay = -A_log.float().exp() * softplus(a.float() + dt_bias.float(), softplus_beta, softplus_threshold)
-    decay = decay.exp().view(bs, steps, value_heads, 1, 1)
-    beta = b.float().sigmoid().view(bs, steps, value_heads, 1, 1)
+    decay = decay.exp().view(-1, value_heads, 1, 1)[index]
+    beta = b.float().sigmoid().view(-1, value_heads, 1, 1)[index]
     state = initial_state_source[slots].float()
     outputs = torch.empty(bs, steps, value_heads, v.shape[3])
     rows = None if intermediate_states_buffer is None else intermediate_state_indices[:bs].long()
@@ -162,7 +168,9 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
             intermediate_states_buffer[rows, t] = state.to(intermediate_states_buffer.dtype)
     if not disable_state_update:
         initial_state_source[slots] = state.to(initial_state_source.dtype)
-    return outputs.view(1, bs * steps, *outputs.shape[2:]).to(dtype)
+    is_own = torch.arange(steps) < lengths
+    packed[index[is_own]] = outputs[is_own]
+    return packed[None].to(dtype)
 
 
 def chunk_gated_delta_rule_cpu(

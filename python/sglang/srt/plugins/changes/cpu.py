@@ -4,7 +4,6 @@ from sglang_dflash.srt.plugins import hooks
 from sglang_dflash.srt.plugins.change import (
     CPU_PD,
     RECURRENT,
-    RECURRENT_WIDTH,
     SPEED,
     CpuChange,
     made_by,
@@ -204,14 +203,6 @@ AT_CPU_ATTENTION = (
         key="torch_native",
         why="SGLang has no method for MLA on torch_native; the one it takes, Triton's, reads latents as keys",
         build=hooks.absorbed_mla,
-    ),
-    CpuChange(
-        target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
-        remove_when="SGLang's GatedDeltaNet verifies different numbers of tokens",
-        feature=RECURRENT_WIDTH,
-        signature="(self, layer, forward_batch, mixed_qkv, a, b, kwargs)",
-        why="SGLang's verifies as many tokens for each request",
-        build=made_by("srt.hardware_backend.cpu.ragged_states.verifying_own_lengths"),
     ),
     *CPU_SPEEDUPS,
 )

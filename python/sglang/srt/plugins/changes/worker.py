@@ -1,7 +1,7 @@
 """Changes in scheduler processes that run DFLASH, or SGLang's own instead."""
 
 from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES
-from sglang_dflash.srt.plugins.change import BOUNDS, SCHEDULES, Change, made_by, our_object
+from sglang_dflash.srt.plugins.change import BOUNDS, RECURRENT_WIDTH, SCHEDULES, Change, made_by, our_object
 
 AT_WORKER = (
     *(
@@ -48,6 +48,15 @@ AT_WORKER = (
         signature="(self, max_num_reqs, extra_max_context_len)",
         why="SGLang refuses ReplaySSM with DFLASH, as its own worker cannot commit the ring; ours can",
         build=made_by("srt.speculative.targets.states.building_replay_pools"),
+    ),
+    Change(
+        target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
+        remove_when="SGLang's GatedDeltaNet verifies different numbers of tokens",
+        upstream="https://github.com/sgl-project/sglang/issues/38897",
+        feature=RECURRENT_WIDTH,
+        signature="(self, layer, forward_batch, mixed_qkv, a, b, kwargs)",
+        why="SGLang's verifies as many tokens for each request",
+        build=made_by("srt.layers.attention.gated_delta_rows.verifying_packed_rows"),
     ),
     Change(
         target="sglang.srt.managers.scheduler.validate_dflash_request",

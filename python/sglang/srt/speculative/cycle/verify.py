@@ -10,7 +10,9 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
+from sglang_dflash.srt.speculative.cycle.prompts import on_device
 from sglang_dflash.srt.speculative.cycle.replay import run_target
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashVerifyInput, DraftBlock
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.scale_out.dp_attention import disable_graphs_if_any_rank_idle
@@ -61,6 +63,25 @@ class VerifyTail:
         return None if is_absorbed else target_out.logits_output.hidden_states
 
 
+def multimodal_positions(
+    runner: Any, batch: Any, rows: VerifyRows, positions: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the M-RoPE positions of packed rows, [3, T] int64. None: SGLang computes them, or has none.
+
+    All rows follow the prompt, so the three are one: the row's position, and what the request's pictures
+    and videos add to it. SGLang computes them for blocks of one width.
+
+    positions: [T] int64.
+    """
+    if rows.lengths is None or not runner.model_config.model_is_mrope:
+        return None
+    media = batch.multimodal_inputs
+    if any(inputs is not None for inputs in media):
+        added = [0 if inputs is None else int(inputs.mrope_position_delta) for inputs in media]
+        positions = positions + rows.repeat(on_device(added, torch.int64, positions.device))
+    return positions.repeat(3, 1)
+
+
 def verify(
     target_worker: TpModelWorker, states: TargetStates, batch: Any, cycle: Cycle, block: DraftBlock
 ) -> GenerationBatchResult:
@@ -87,6 +108,7 @@ def verify(
         return_hidden_states_before_norm=False,
         kv_loc_plan=cycle.kv_loc_plan,
         write_cols=cycle.write_cols,
+        spec_mrope_positions=multimodal_positions(target_worker.model_runner, batch, rows, positions),
     )
     disable_graphs_if_any_rank_idle(forward_batch)
     return run_target(target_worker, forward_batch)

@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.utils.common import get_available_gpu_memory
 
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.width.row_graphs import PreparedLayout
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,15 @@ def has_room_for_widths(runner: Any, num_further: int, tp_group: Any) -> bool:
 
 
 class AnyRows:
-    """A backend without graphs, which takes any rows of each request."""
+    """A backend without graphs, which takes any rows of each request.
+
+    has_layouts: whether the target's layers read SGLang's layout of the rows.
+    """
 
     own_lengths = True
+
+    def __init__(self, has_layouts: bool = False):
+        self._has_layouts = has_layouts
 
     def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> tuple[int, VerifyRows]:
         """Return the width and rows of a cycle that verifies `lengths` drafted tokens, [n].
@@ -64,7 +71,11 @@ class AnyRows:
         width = int(lengths.max()) + 1
         if needs_rectangle:
             lengths = np.full_like(lengths, width - 1)
-        return width, VerifyRows(len(lengths), width, lengths)
+        layout = None
+        if self._has_layouts and not (lengths == width - 1).all():
+            counts = (lengths + 1).tolist()
+            layout = PreparedLayout.of(counts, sum(counts), "cpu")
+        return width, VerifyRows(len(lengths), width, lengths, layout=layout)
 
 
 class WidthBackends:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 from scipy.optimize import isotonic_regression
@@ -28,8 +27,7 @@ class CostTable:
         padded: whether forwards are padded to the next of `loads`.
         reads: seconds per committed token beyond `context`.
         context: committed tokens per request in the measurement.
-        sizes: rows that a verify is padded to, ascending, if not to whole requests. Its time then depends on
-            its rows alone.
+        sizes: rows that a verify is padded to, ascending. None: it is not, or to whole requests.
     """
 
     def __init__(
@@ -48,12 +46,7 @@ class CostTable:
         self._verify = np.stack([isotonic_regression(row).x for row in np.asarray(verify, dtype=float)])
         self._draft = isotonic_regression(np.asarray(draft, dtype=float)).x
         self._reads, self._context = reads, context
-        self._of_sizes: tuple[np.ndarray, np.ndarray] | None = None
-        if sizes is not None:
-            rows = np.outer(self.loads, self.widths).ravel()
-            order = np.argsort(rows, kind="stable")
-            seconds = isotonic_regression(self._verify.ravel()[order]).x
-            self._of_sizes = np.asarray(sizes), np.interp(sizes, rows[order], seconds)
+        self._sizes = None if sizes is None else np.asarray(sizes)
         self._log_pace = 0.0
         self._gaps = [math.nan, math.nan]  # after plain cycles, after others
 
@@ -74,8 +67,6 @@ class CostTable:
         of more requests.
         """
         further = 0 if num_tokens is None else num_tokens - num_requests * self._context
-        if self._of_sizes is not None:
-            return math.exp(self._log_pace) * self._verify_of_sizes(num_requests, further)
         by_width = np.array([self._at(num_requests, column) for column in self._verify.T])
         # With shorter contexts than at start-up, the part that is not attention stays.
         by_width = np.maximum(by_width + self._reads * further, by_width / 2)
@@ -87,14 +78,10 @@ class CostTable:
                 np.r_[num_requests, (num_requests + beyond) / self.widths[-1]], self._verify[:, -1]
             )
             seconds[-len(beyond) :] += whole[1:] - whole[0]
+        if self._sizes is not None:
+            sufficient = np.searchsorted(self._sizes, num_requests + drafted).clip(max=len(self._sizes) - 1)
+            seconds = seconds[np.clip(self._sizes[sufficient] - num_requests, drafted, drafted[-1])]
         return math.exp(self._log_pace) * seconds
-
-    def _verify_of_sizes(self, num_requests: int, further: int) -> np.ndarray:
-        sizes, seconds = cast(tuple[np.ndarray, np.ndarray], self._of_sizes)
-        rows = num_requests + np.arange(num_requests * (self.widths[-1] - 1) + 1)
-        index = np.searchsorted(sizes, rows).clip(max=len(sizes) - 1)
-        measured = seconds[index] * np.maximum(1.0, rows / sizes[-1])
-        return np.maximum(measured + self._reads * further, measured / 2)
 
     def draft(self, num_requests: int) -> np.ndarray:
         """Return the seconds of drafting for 0 .. n requests."""

@@ -118,8 +118,6 @@ def reason_for_one_width(runner: Any, attention: Any, drafter: Any, has_copies: 
     graphs, name = runner.decode_cuda_graph_runner, type(attention).__name__
     if name != "FlashAttentionBackend" and not plans_blocks(attention):  # FA3 and FA4, or FlashInfer
         return f"{name} verifies one width"
-    if attention is not runner.attn_backend:
-        return "the target's recurrent states are of blocks of one width"
     if attention.use_sliding_window_kv_pool or getattr(attention, "has_local_attention", False):
         return "layers with a window or chunks have KV slots of their own"
     if not drafter.writes_context_apart:
@@ -140,7 +138,9 @@ class RowBackends:
         self._runner, self._block_size = runner, block_size
         self._whole = runner.attn_backend, runner.decode_cuda_graph_runner
         backend = runner._get_attention_backend(init_new_workspace=False)
-        backend.supports_ragged_verify_graph = True  # of FlashInfer's, our plan takes the layout
+        # Of FlashInfer's, our plan takes the layout; of a hybrid backend, both halves must say so.
+        for half in getattr(backend, "attn_backend_list", [backend]):
+            half.supports_ragged_verify_graph = True
         graphs = _row_graph_runner()(runner, backend, max(self._whole[1].capture_bs), block_size)
         self._packed = backend, graphs
         self.sizes, self._is_whole = graphs.capture_bs, True

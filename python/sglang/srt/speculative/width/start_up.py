@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.hardware_backend.cpu.ragged_states import verifies_any_width
+from sglang_dflash.srt.layers.attention.gated_delta_rows import verifies_packed_rows
 from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend, full_attention
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
@@ -62,11 +62,11 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
         return FixedWidth(block_size)
     runner = worker.target_worker.model_runner
     schedule = settings.schedule
-    states = getattr(runner.attn_backend, "linear_attn_backend", None)
-    if mambaish_config(runner.model_config) is not None and not verifies_any_width(states):
+    own_lengths = serves_own_lengths(runner, worker.drafter, has_copies)
+    is_recurrent = mambaish_config(runner.model_config) is not None
+    if is_recurrent and not own_lengths:
         logger.info("DFLASH verifies whole blocks: the target's recurrent states are of one width.")
         return FixedWidth(block_size)
-    own_lengths = serves_own_lengths(runner, worker.drafter, has_copies)
     if not has_room_for_widths(runner, len(widths) - 1, tp_group):
         return FixedWidth(block_size)
     if own_lengths and len(widths) == 1:
@@ -75,7 +75,7 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     if not own_lengths:
         backends = WidthBackends(runner, widths, block_size)
     elif runner.decode_cuda_graph_runner is None:
-        backends = AnyRows()
+        backends = AnyRows(has_layouts=is_recurrent)
     else:
         backends = RowBackends(runner, block_size)
     skips_draft = worker.drafter.writes_context_apart
@@ -127,8 +127,9 @@ def serves_own_lengths(runner: Any, drafter: Any, has_copies: bool) -> bool:
     reason, backend = None, full_attention(runner.attn_backend)
     if not isinstance(backend, TorchNativeSpecAttnBackend):
         reason = reason_for_one_width(runner, backend, drafter, has_copies)
-    if reason is None and runner.model_config.model_is_mrope:
-        reason = "SGLang's multimodal positions are of blocks of one width"
+    is_recurrent = mambaish_config(runner.model_config) is not None
+    if reason is None and is_recurrent and not verifies_packed_rows(runner.attn_backend):
+        reason = "the target's recurrent states are of blocks of one width"
     if reason is None and get_lora().enable_lora:
         reason = "SGLang applies adapters to blocks of one width"
     if reason is not None:
@@ -165,8 +166,9 @@ def _measure(
         (1e3 * draft).round(2).tolist(),
         1e6 * reads,
     )
-    padded, rows = bool(captured_sizes(timer.runner)), getattr(backends, "sizes", None)
-    return CostTable(np.array(loads), np.array(widths), verify, draft, padded, reads, context, rows)
+    sizes = getattr(backends, "sizes", None)  # of graphs keyed by rows
+    padded = sizes is None and bool(captured_sizes(timer.runner))
+    return CostTable(np.array(loads), np.array(widths), verify, draft, padded, reads, context, sizes)
 
 
 def _loads(runner: Any) -> list[int]:

@@ -1,0 +1,113 @@
+"""GatedDeltaNet layers of a verify forward whose requests have different numbers of rows.
+
+S: requests, those that pad a CUDA graph included. W: slots of a block. T: packed rows of all requests.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class RowMap(NamedTuple):
+    """Map between packed rows and blocks.
+
+    rows: [S, W] int64, row of each slot. Slots past a request's rows have its last row.
+    slots: [T] int64, slot of each row among the flattened blocks.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+
+    @classmethod
+    def of(cls, starts: torch.Tensor, num_rows: int, width: int) -> "RowMap":
+        """Build the map without a host read, so that a CUDA graph can record it.
+
+        starts: [S + 1] int32, first row of each request. The last is `num_rows`.
+        """
+        first, lengths = starts[:-1].long(), starts.diff().long()
+        column = torch.arange(width, device=starts.device)
+        rows = first[:, None] + torch.minimum(column, (lengths[:, None] - 1).clamp(min=0))
+        row = torch.arange(num_rows, device=starts.device)
+        request = torch.searchsorted(starts[1:].long(), row, right=True)
+        return cls(rows.clamp(max=num_rows - 1), request * width + row - first[request])
+
+
+def verifying_packed_rows() -> Callable[..., Any]:
+    """Build `GDNAttnBackend.forward_extend`, which also verifies different numbers of rows.
+
+    SGLang's verifies blocks of one width. The recurrence's Triton kernel takes requests of any length. The
+    convolution's takes blocks, so rows are copied into blocks and back. That is little beside the states: a
+    row of a 27B target writes 151 MB of them.
+    """
+    from sglang.srt.layers.attention.linear import gdn_backend
+    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+    from sglang.srt.layers.attention.linear.utils import select_verify_intermediate_state_indices
+
+    original = inspect.unwrap(GDNAttnBackend.forward_extend)
+
+    @functools.wraps(original)
+    def forward_extend(
+        self: Any,
+        layer: Any,
+        forward_batch: Any,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        layout = getattr(forward_batch.spec_info, "ragged_verify_layout", None)
+        if layout is None or not forward_batch.forward_mode.is_target_verify():
+            return original(self, layer, forward_batch, mixed_qkv, a, b, **kwargs)
+        pool, num_rows = self.req_to_token_pool, mixed_qkv.shape[0]
+        cache = pool.mamba2_layer_cache(layer.layer_id)
+        starts = self.forward_metadata.query_start_loc
+        num_requests, block_size = starts.shape[0] - 1, cache.intermediate_ssm.shape[1]
+        if layer.layer_id == min(pool.mamba_map):  # a graph records the map once, for all layers
+            self.row_map = RowMap.of(starts, num_rows, block_size)
+        states = self.forward_metadata.mamba_cache_indices[:num_requests]
+        scratch = select_verify_intermediate_state_indices(
+            self.verify_intermediate_state_indices, forward_batch.req_pool_indices, states >= 0, pool.size
+        )[:num_requests]
+        convolved = gdn_backend.causal_conv1d_update(
+            mixed_qkv[self.row_map.rows].transpose(1, 2),
+            cache.conv[0],
+            layer.conv_weights,
+            layer.bias,
+            layer.activation,
+            conv_state_indices=states,
+            intermediate_conv_window=cache.intermediate_conv_window[0],
+            intermediate_state_indices=scratch,
+        )
+        packed = convolved.transpose(1, 2).flatten(0, 1)[self.row_map.slots]
+        query, key, value = packed.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
+        return self.kernel_dispatcher.tree_verify_kernel.target_verify(  # Triton's, also beside FlashInfer's
+            A_log=layer.A_log,
+            dt_bias=layer.dt_bias,
+            q=query.view(1, num_rows, layer.num_q_heads, layer.head_q_dim),
+            k=key.view(1, num_rows, layer.num_k_heads, layer.head_k_dim),
+            v=value.view(1, num_rows, layer.num_v_heads, layer.head_v_dim),
+            a=a,
+            b=b,
+            ssm_states=cache.temporal,
+            cache_indices=states,
+            query_start_loc=starts,
+            intermediate_states_buffer=cache.intermediate_ssm,
+            intermediate_state_indices=scratch,
+            cache_steps=block_size,
+            retrieve_parent_token=None,
+        )
+
+    forward_extend.takes_packed_rows = True  # type: ignore[attr-defined]
+    return forward_extend
+
+
+def verifies_packed_rows(attention: Any) -> bool:
+    """Tell whether the recurrent half of a hybrid attention backend verifies different numbers of rows."""
+    linear = getattr(attention, "linear_attn_backend", None)
+    if not getattr(getattr(type(linear), "forward_extend", None), "takes_packed_rows", False):
+        return False
+    # None: the states are in ReplaySSM's ring instead.
+    return linear.req_to_token_pool.mamba_pool.mamba_cache.intermediate_ssm is not None
