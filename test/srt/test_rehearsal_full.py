@@ -6,7 +6,9 @@ acceptance that of the CPU path.
 
 import json
 import shutil
+import time
 from collections import Counter
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,7 @@ from support.rehearsal.compare import (
     assert_as_expected,
     assert_launches,
     greedy_requests,
+    requests_across_chunks,
 )
 from support.rehearsal.play import ARGUMENTS, on_cpu, rehearse
 from support.rehearsal.stage import Scene
@@ -44,6 +47,7 @@ pytestmark = [pytest.mark.server, pytest.mark.rehearsal_full, on_cpu]
 
 DRAFTS = {"dflash": DRAFT, "speculators": SPECULATORS_DRAFT, "peagle": PEAGLE_DRAFT, "dflash2": DFLASH2_DRAFT}
 WINDOW = 12
+NUM_GRAPHS = 2 * 3  # of target and draft, for 1, 2 and 4 requests
 CHANGING = (7, 3, 0, 0, 1, 7, 0)  # drafted tokens to verify
 
 
@@ -152,6 +156,29 @@ def test_peagle_on_flashinfer_without_sliding_layers(expected, reference, tmp_pa
     with rehearse(Scene("flashinfer"), draft, NO_CACHE) as played:
         assert_as_expected(played, draft, requests, expected, reference)
         assert played.waits() == []
+
+
+def test_checked_plans(reference):
+    """Let the server compare its plans with the device's lengths itself, and end on a difference."""
+    requests, checking = requests_across_chunks(), {"SGLANG_DFLASH_CHECK_PLANS": "1"}
+    with rehearse(Scene("flashinfer"), DRAFT, NO_CACHE, environment=checking) as played:
+        answers = played.server.generate_many(requests, 2)
+        assert_same(requests, answers, reference.answers(requests))
+        assert played.problems() == [] and played.waits() == []
+        [state] = played.server.get("/server_info")["internal_states"]
+        plans = state["speculative_plans"]
+        assert plans.keys() == {"plans", "checked_plans"}
+        # A graph's plan is checked when it plans again.
+        assert 0 < plans["plans"] - plans["checked_plans"] <= NUM_GRAPHS
+        played.plant("plain upper bounds")
+        # The requests of a server that ends get no answer.
+        with pytest.raises((OSError, HTTPException)):
+            played.server.generate_many(requests, 2)
+        deadline = time.monotonic() + 60
+        while played.server.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert played.server.process.poll() not in (None, 0)
+        assert "Please report this" in played.server.log()
 
 
 def test_a_batch_beyond_the_captured_sizes_waits(expected, reference):
