@@ -147,9 +147,7 @@ class Configuration:
             arguments += [] if value is None else [flag, str(value)]
             if flag == "--speculative-num-draft-tokens":
                 block = value
-        # Decoding may take the slots that the next chunk of a prompt needs: SGLang then ends the server.
-        is_full = pair.is_hybrid and "1280" in arguments
-        if "--chunked-prefill-size" in arguments and not is_full and generator.random() < 0.6:
+        if "--chunked-prefill-size" in arguments and generator.random() < 0.6:
             arguments.append("--enable-mixed-chunk")
         for flag, share in (
             ("--disable-overlap-schedule", 0.3),

@@ -105,7 +105,7 @@ def verifying_packed_rows() -> Callable[..., Any]:
 
 
 def verifies_packed_rows(attention: Any) -> bool:
-    """Tell whether the recurrent half of a hybrid attention backend verifies different numbers of rows."""
+    """Tell whether a hybrid attention backend's recurrent half takes packed rows."""
     linear = getattr(attention, "linear_attn_backend", None)
     if not getattr(getattr(type(linear), "forward_extend", None), "takes_packed_rows", False):
         return False

@@ -59,6 +59,14 @@ AT_WORKER = (
         build=made_by("srt.layers.attention.gated_delta_rows.verifying_packed_rows"),
     ),
     Change(
+        target="sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",
+        remove_when="SGLang lets a chunk wait if the KV pool is full",
+        feature="mixed chunks in a full KV pool",
+        signature="(self, chunk_limit)",
+        why="SGLang ends the scheduler if a prompt's next chunk finds too few KV slots",
+        build=made_by("srt.mem_cache.prefill_budget.letting_chunks_wait"),
+    ),
+    Change(
         target="sglang.srt.managers.scheduler.validate_dflash_request",
         remove_when="SGLang's check is as strict",
         signature="(req, enable_overlap)",

@@ -66,10 +66,10 @@ class VerifyTail:
 def multimodal_positions(
     runner: Any, batch: Any, rows: VerifyRows, positions: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the M-RoPE positions of packed rows, [3, T] int64. None: SGLang computes them, or has none.
+    """Return the M-RoPE positions of packed rows, [3, T] int64.
 
-    All rows follow the prompt, so the three are one: the row's position, and what the request's pictures
-    and videos add to it. SGLang computes them for blocks of one width.
+    None: SGLang computes them, or the target has none. SGLang computes them for blocks of one width. All rows
+    follow the prompt, so the three are one: the row's position, and what the request's pictures add to it.
 
     positions: [T] int64.
     """
