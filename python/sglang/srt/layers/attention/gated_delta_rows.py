@@ -106,7 +106,7 @@ def verifying_packed_rows() -> Callable[..., Any]:
 
 def verifies_packed_rows(attention: Any) -> bool:
     """Tell whether a hybrid attention backend's recurrent half takes packed rows."""
-    linear = getattr(attention, "linear_attn_backend", None)
+    linear: Any = getattr(attention, "linear_attn_backend", None)
     if not getattr(getattr(type(linear), "forward_extend", None), "takes_packed_rows", False):
         return False
     # None: the states are in ReplaySSM's ring instead.
