@@ -27,6 +27,7 @@ from support import sequence_probs as sequences
 from support.drafts import make_draft
 from support.parity import assert_same
 from support.rehearsal.compare import (
+    CHANGING,
     CONCURRENCY,
     NO_CACHE,
     Expected,
@@ -35,6 +36,7 @@ from support.rehearsal.compare import (
     assert_launches,
     greedy_requests,
     requests_across_chunks,
+    verifying,
 )
 from support.rehearsal.play import ARGUMENTS, on_cpu, rehearse
 from support.rehearsal.stage import Scene
@@ -48,7 +50,6 @@ pytestmark = [pytest.mark.server, pytest.mark.rehearsal_full, on_cpu]
 DRAFTS = {"dflash": DRAFT, "speculators": SPECULATORS_DRAFT, "peagle": PEAGLE_DRAFT, "dflash2": DFLASH2_DRAFT}
 WINDOW = 12
 NUM_GRAPHS = 2 * 3  # of target and draft, for 1, 2 and 4 requests
-CHANGING = (7, 3, 0, 0, 1, 7, 0)  # drafted tokens to verify
 
 
 @pytest.fixture(scope="module")
@@ -238,13 +239,6 @@ def kinds_of_requests() -> list[dict]:
     kinds = ({}, grammar, {"frequency_penalty": 0.6, "repetition_penalty": 1.2}, {"min_new_tokens": 8})
     requests = [greedy_requests(n + 1, 24, **kind)[n] for n, kind in enumerate(kinds)]
     return [*requests, greedy_requests(5, 24)[4] | {"return_logprob": True, "top_logprobs_num": 2}]
-
-
-def verifying(folder: Path, *lengths: int) -> tuple[object, ...]:
-    """Return arguments of a server that verifies these numbers of drafted tokens in turn."""
-    config = folder / "widths.json"
-    config.write_text(json.dumps({"schedule": lengths}))
-    return "--speculative-adaptive", "--speculative-adaptive-config", config
 
 
 def test_widths_that_change(servers, reference, tmp_path):

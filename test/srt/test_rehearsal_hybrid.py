@@ -4,7 +4,6 @@ Its attention is CUDA's, its recurrence and convolution are the CPU path's. What
 what a graph freezes: rows, requests that pad them, states' slots.
 """
 
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -14,11 +13,13 @@ from serving import HYBRID_DFLASH2_DRAFT, HYBRID_DRAFT, HYBRID_TARGET, dflash_ar
 from support.families import lengthen_memory
 from support.parity import assert_same
 from support.rehearsal.compare import (
+    CHANGING,
     CONCURRENCY,
     NO_CACHE,
     acceptance,
     greedy_requests,
     requests_across_chunks,
+    verifying,
 )
 from support.rehearsal.play import ARGUMENTS, on_cpu, rehearse
 from support.rehearsal.stage import Scene
@@ -31,7 +32,6 @@ DRAFTS = {"dflash": HYBRID_DRAFT, "dflash2": HYBRID_DFLASH2_DRAFT}
 # SGLang keeps the convolution's inputs in bf16 for every --dtype.
 ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 GRID = ("--mamba-track-interval", "64")
-CHANGING = (7, 3, 0, 0, 1, 7, 0)  # drafted tokens to verify
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,6 @@ def target(tmp_path_factory) -> Path:
     shutil.copytree(HYBRID_TARGET, folder)
     lengthen_memory(folder)
     return folder
-
-
-def verifying(folder: Path, *lengths: int) -> tuple[object, ...]:
-    """Return arguments of a server that verifies these numbers of drafted tokens in turn."""
-    config = folder / "widths.json"
-    config.write_text(json.dumps({"schedule": lengths}))
-    return "--speculative-adaptive", "--speculative-adaptive-config", config
 
 
 def test_whole_blocks(target, servers):

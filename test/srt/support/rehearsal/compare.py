@@ -15,6 +15,7 @@ from sglang_dflash.srt.plugins.static_check import OURS, supported_versions
 # Drafts may depend on what the prefix cache held when a request came; without a cache they do not.
 NO_CACHE = "--disable-radix-cache"
 CONCURRENCY = 3  # with graphs for 1, 2 and 4 requests: most batches are padded
+CHANGING = (7, 3, 0, 0, 1, 7, 0)  # drafted tokens to verify
 LISTS = Path(__file__).parent / "launch_lists"
 UPDATE = "REHEARSAL_UPDATE"  # set it to write the lists instead of comparing with them
 
@@ -36,6 +37,13 @@ def requests_across_chunks() -> list[dict]:
 def acceptance(answers: Sequence[dict]) -> list[list[int]]:
     """Return, per request, how many of its blocks kept 0, 1, 2, ... drafted tokens."""
     return [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in answers]
+
+
+def verifying(folder: Path, *lengths: int) -> tuple[object, ...]:
+    """Return arguments of a server that verifies these numbers of drafted tokens in turn."""
+    config = folder / "widths.json"
+    config.write_text(json.dumps({"schedule": lengths}))
+    return "--speculative-adaptive", "--speculative-adaptive-config", config
 
 
 class Expected:
