@@ -141,12 +141,12 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     if is_kda:
         raise NotImplementedError("sgl_kernel.fused_sigmoid_gating_delta_rule_update_cpu: KDA's vector decay")
     _refuse_trees(retrieve_parent_token)
-    slots = initial_state_indices.long()
-    bs, value_heads, dtype = slots.numel(), v.shape[2], v.dtype
-    lengths = cu_seqlens.long().diff()[:, None]
-    steps = int(lengths.max())
-    # A request with fewer tokens repeats its last one. Nobody reads the states after that.
-    index = cu_seqlens.long()[:-1, None] + torch.minimum(torch.arange(steps), (lengths - 1).clamp(min=0))
+    bs, value_heads, dtype = initial_state_indices.numel(), v.shape[2], v.dtype
+    # Requests with the most tokens come first, so those that have a t-th token are a prefix.
+    lengths, order = cu_seqlens.long().diff().sort(descending=True, stable=True)
+    steps, lengths = int(lengths[0]), lengths[:, None]
+    slots = initial_state_indices.long()[order]
+    index = cu_seqlens.long()[:-1][order, None] + torch.arange(steps)
     index = index.clamp(max=v.shape[1] - 1)
     # [bs, heads, tokens, ...]
     packed = torch.zeros(v.shape[1:], dtype=torch.float32)  # rows behind the last request's stay zero
@@ -157,15 +157,15 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     beta = b.float().sigmoid().view(-1, value_heads, 1, 1)[index]
     state = initial_state_source[slots].float()
     outputs = torch.empty(bs, steps, value_heads, v.shape[3])
-    rows = None if intermediate_states_buffer is None else intermediate_state_indices[:bs].long()
-    for t in range(steps):
-        key = k[:, :, t, None, :]
-        state.mul_(decay[:, t])
-        error = v[:, :, t, :, None] - (state * key).sum(-1, keepdim=True)
-        state.addcmul_(error * beta[:, t], key)
-        outputs[:, t] = (state * q[:, :, t, None, :]).sum(-1)
+    rows = None if intermediate_states_buffer is None else intermediate_state_indices[:bs].long()[order]
+    for t, m in enumerate((lengths > torch.arange(steps)).sum(dim=0).tolist()):
+        key, now = k[:m, :, t, None, :], state[:m]
+        now.mul_(decay[:m, t])
+        error = v[:m, :, t, :, None] - (now * key).sum(-1, keepdim=True)
+        now.addcmul_(error * beta[:m, t], key)
+        outputs[:m, t] = (now * q[:m, :, t, None, :]).sum(-1)
         if rows is not None:
-            intermediate_states_buffer[rows, t] = state.to(intermediate_states_buffer.dtype)
+            intermediate_states_buffer[rows[:m], t] = now.to(intermediate_states_buffer.dtype)
     if not disable_state_update:
         initial_state_source[slots] = state.to(initial_state_source.dtype)
     is_own = torch.arange(steps) < lengths
