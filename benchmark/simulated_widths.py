@@ -70,10 +70,11 @@ def best_common(costs: CostTable, accept_probs: np.ndarray) -> float:
     return float((tokens / seconds).max())
 
 
-def gain(pair: Pair, gpu: roofline.Gpu, n: int, mix: tuple[str, ...], seed: int = 0) -> float:
+def gain(costs: CostTable, exact: CostTable, n: int, mix: tuple[str, ...], seed: int = 0) -> float:
     """Return the policy's tokens/s over those of the best width for all.
 
-    A verify with lengths of their own is padded to the next graph, one with a width for all is not.
+    A verify with lengths of their own is padded to the next graph (`costs`), one with a width for all is not
+    (`exact`).
 
     It learns, two cycles late, from answers of `ANSWER` tokens, after which a new request takes the row. The
     first `WARM` cycles do not count, probes do.
@@ -81,7 +82,6 @@ def gain(pair: Pair, gpu: roofline.Gpu, n: int, mix: tuple[str, ...], seed: int 
     rng = np.random.default_rng(seed)
     accept_probs = np.stack([ACCEPTANCE[mix[i % len(mix)]] for i in range(n)])
     survival = accept_probs.cumprod(axis=1)
-    costs, exact = costs_on(pair, gpu, SIZES), costs_on(pair, gpu)
     chooser = LengthChooser(costs, n)
     verify, draft = costs.verify(n), costs.draft(n)
     rows, modes = np.arange(n), np.zeros(n, dtype=int)
@@ -108,12 +108,13 @@ def gain(pair: Pair, gpu: roofline.Gpu, n: int, mix: tuple[str, ...], seed: int 
 
 
 def page(pair: Pair = QWEN3_8B, gpu: roofline.Gpu = roofline.H200) -> str:
+    costs, exact = costs_on(pair, gpu, SIZES), costs_on(pair, gpu)
     rows = [
         "| requests of these kinds | " + " | ".join(map(str, BATCHES)) + " |",
         "|---|" + "---:|" * len(BATCHES),
     ]
     for mix in MIXES:
-        cells = (f"{gain(pair, gpu, n, mix):.2f}" for n in BATCHES)
+        cells = (f"{gain(costs, exact, n, mix):.2f}" for n in BATCHES)
         rows.append(f"| {', '.join(mix)} | " + " | ".join(cells) + " |")
     lengths = ", ".join(f"{name} {1 + p.cumprod().sum():.1f}" for name, p in ACCEPTANCE.items())
     return f"""# Verify lengths for each request on a simulated {gpu.name}

@@ -96,15 +96,25 @@ def verify(inputs, rows: slice, counts, states, kernel, device="cpu"):
     return [value.cpu() for value in found]
 
 
-def run_twin(**arguments):
-    initial = arguments.pop("ssm_states"), arguments.pop("cache_indices"), arguments.pop("query_start_loc")
-    names = "initial_state_source", "initial_state_indices", "cu_seqlens"
-    return gated_delta_rule.fused_sigmoid_gating_delta_rule_update_cpu(
-        **arguments, **dict(zip(names, initial)), use_qk_l2norm_in_kernel=True, disable_state_update=True
-    )
+def kernel_of(update) -> SimpleNamespace:
+    """Return the part of SGLang's dispatcher that runs a recurrence, the kernel or its twin."""
+
+    def target_verify(*, ssm_states, cache_indices, query_start_loc, **arguments):
+        return update(
+            **arguments,
+            initial_state_source=ssm_states,
+            initial_state_indices=cache_indices,
+            cu_seqlens=query_start_loc,
+            softplus_beta=1.0,
+            softplus_threshold=20.0,
+            use_qk_l2norm_in_kernel=True,
+            disable_state_update=True,
+        )
+
+    return SimpleNamespace(target_verify=target_verify)
 
 
-TWIN = SimpleNamespace(target_verify=run_twin)
+TWIN = kernel_of(gated_delta_rule.fused_sigmoid_gating_delta_rule_update_cpu)
 
 
 def test_packed_rows_equal_each_request_alone(inputs, monkeypatch):
@@ -132,22 +142,8 @@ def test_sglangs_kernels_on_packed_rows_equals_its_twin(inputs, monkeypatch):
     monkeypatch.setattr(gdn_backend, "causal_conv1d_update", gated_delta_rule.causal_conv1d_update_cpu)
     wanted = verify(inputs, slice(None), COUNTS, STATES, TWIN)
     monkeypatch.setattr(gdn_backend, "causal_conv1d_update", causal_conv1d_update)
-
-    def run_kernel(**arguments):
-        initial = [arguments.pop(name) for name in ("ssm_states", "cache_indices", "query_start_loc")]
-        names = "initial_state_source", "initial_state_indices", "cu_seqlens"
-        return fused_sigmoid_gating_delta_rule_update(
-            **arguments,
-            **dict(zip(names, initial)),
-            softplus_beta=1.0,
-            softplus_threshold=20.0,
-            use_qk_l2norm_in_kernel=True,
-            disable_state_update=True,
-        )
-
-    found = verify(
-        inputs, slice(None), COUNTS, STATES, SimpleNamespace(target_verify=run_kernel), device=DEVICE
-    )
+    kernel = kernel_of(fused_sigmoid_gating_delta_rule_update)
+    found = verify(inputs, slice(None), COUNTS, STATES, kernel, device=DEVICE)
     starts = starts_of(COUNTS)
     for i, count in enumerate(COUNTS[:-NUM_PADDING]):
         rows = slice(int(starts[i]), int(starts[i + 1]))
