@@ -6,13 +6,14 @@ chance that one differs by more than EPSILON from its probability over DRAWS dra
 """
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from support.engine import start
-from support.sampling_parameters import VOCABULARY, sampling_info
+from support.sampling_parameters import TOP_K_ALL, VOCABULARY, sampling_info
 
 from sglang_dflash.srt.speculative.acceptance import target_sampling
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
@@ -105,6 +106,32 @@ def test_a_neighbour_changes_nothing(neighbour, sampler):
     drawn, _ = draw_target_tokens(logits, info, torch.arange(len(logits)), width, sampler)
     found = torch.bincount(drawn[::2].flatten(), minlength=VOCABULARY) / (pairs * width)
     assert_close(found, JOINT)
+
+
+@pytest.mark.parametrize("sampled", [{}, {"top_k": 4, "top_p": 0.82}, {"temperature": 0.7, "min_p": 0.2}])
+def test_greedy_neighbours_add_no_filter(sampled, sampler):
+    """A mixed batch is filtered as its sampled requests alone, and every distribution stays."""
+
+    def reqs(*requests: dict) -> list[SimpleNamespace]:
+        unfiltered = {"top_k": TOP_K_ALL, "top_p": 1.0, "min_p": 0.0}
+        return [SimpleNamespace(sampling_params=SimpleNamespace(**unfiltered | of)) for of in requests]
+
+    requests, width = [{"top_k": 1}, sampled] * 3, 4
+    mixed, alone = sampling_info(*requests), sampling_info(sampled)
+    fewer = target_sampling.filters_of_sampled(mixed, reqs(*requests))
+    assert mixed.need_top_k_sampling
+    for name in ("need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling", "max_top_k"):
+        assert getattr(fewer, name) == getattr(alone, name), name
+    logits = torch.randn(6 * width, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    logits[0, 5] = logits[0].max()  # two largest logits: both ways take the first
+    expected, _ = target_probs(logits.clone(), mixed, width)
+    torch.testing.assert_close(target_probs(logits.clone(), fewer, width)[0], expected)
+    drawn, _ = draw_target_tokens(logits.clone(), fewer, torch.arange(6 * width), width, sampler)
+    assert torch.equal(drawn[::2], logits.argmax(dim=-1).view(6, width)[::2])
+
+    seeded = sampling_info(*requests, seeds=[1] * 6)
+    assert target_sampling.filters_of_sampled(seeded, reqs(*requests)) is seeded
+    assert target_sampling.filters_of_sampled(alone, reqs(sampled)) is alone
 
 
 @pytest.mark.parametrize("width", [1, 2, 16])

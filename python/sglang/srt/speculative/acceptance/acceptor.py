@@ -21,7 +21,11 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
 )
 from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
-from sglang_dflash.srt.speculative.acceptance.target_sampling import draw_target_tokens, target_probs
+from sglang_dflash.srt.speculative.acceptance.target_sampling import (
+    draw_target_tokens,
+    filters_of_sampled,
+    target_probs,
+)
 from sglang_dflash.srt.speculative.cycle.relay import StepRelay
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock
@@ -136,13 +140,16 @@ class Acceptor:
     ) -> AcceptedBlocks:
         if batch.return_logprob and not batch.sampling_info.is_all_greedy:
             logits = logits.clone()  # log probabilities are still to be read
+        sampling_info = batch.sampling_info
+        if masks is None:
+            sampling_info = filters_of_sampled(sampling_info, batch.reqs)
         if block.probs is not None:
             assert caps is None, "drawn blocks have no caps"
             accept_len, tokens, max_logits = self._reject(
-                batch.sampling_info, block.tokens, block.probs, logits, cycle.rows, masks
+                sampling_info, block.tokens, block.probs, logits, cycle.rows, masks
             )
         else:
-            tokens, max_logits = self._target_tokens(batch.sampling_info, cycle, logits, masks)
+            tokens, max_logits = self._target_tokens(sampling_info, cycle, logits, masks)
             caps = cycle.rows.limits if caps is None else caps
             if self._simulated is None:
                 if caps is None:

@@ -1,9 +1,12 @@
 """Sample the target after every position of a verified block."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
@@ -11,6 +14,27 @@ from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 # Fields of SamplingBatchInfo with one row per request that shape the target's distribution.
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps")
+
+
+def filters_of_sampled(sampling_info: Any, reqs: Sequence[Any]) -> Any:
+    """Return `sampling_info` with only those filters that its sampled requests need.
+
+    SGLang writes a greedy request as top_k = 1. That alone has the sampler sort every row of a mixed batch.
+    Greedy requests take the argmax here, so their filter is not needed. With seeds all rows stay sorted: a
+    seeded draw is by rank.
+    """
+    seeded = sampling_info.sampling_seed is not None
+    if seeded or sampling_info.is_all_greedy or not sampling_info.is_any_greedy:
+        return sampling_info
+    sampled = [req.sampling_params for req in reqs if req.sampling_params.top_k > 1]
+    largest = max((params.top_k for params in sampled), default=TOP_K_ALL)
+    return dataclasses.replace(
+        sampling_info,
+        need_top_k_sampling=any(params.top_k != TOP_K_ALL for params in sampled),
+        need_top_p_sampling=any(params.top_p != 1 for params in sampled),
+        need_min_p_sampling=any(params.min_p > 0 for params in sampled),
+        max_top_k=None if largest == TOP_K_ALL else largest,
+    )
 
 
 def draw_target_tokens(
@@ -29,7 +53,7 @@ def draw_target_tokens(
     Args:
         logits: [T, vocab], biased and masked. Sampled requests overwrite them (SGLang's sampler works in
             place).
-        sampling_info: SGLang's, one row per request.
+        sampling_info: SGLang's, one row per request. Its filters may be those of sampled requests only.
         positions: [T] int64, position of each row's input token. SGLang seeds draws with it.
         rows: verified slots.
         sampler: SGLang's.
@@ -43,7 +67,7 @@ def draw_target_tokens(
         sanitize_nan_logits(logits, "DFLASH verify")
         max_logits, tokens = logits.max(dim=-1)
         return rows.unpack(tokens), rows.unpack(max_logits)
-    max_logits = replace_broken_rows(logits)
+    max_logits, most_likely = replace_broken_rows(logits)
     per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in (*_PER_REQUEST, "sampling_seed")}
     output = LogitsProcessorOutput(next_token_logits=logits)
     if masks is not None:
@@ -58,6 +82,8 @@ def draw_target_tokens(
         token_ids_logprobs=[],
         positions=positions,
     )
+    if masks is None:  # a mask tells what the sampler drew
+        drawn = torch.where(per_row["top_ks"] > 1, drawn, most_likely)
     return rows.unpack(drawn.long()), rows.unpack(max_logits)
 
 
@@ -71,14 +97,14 @@ def target_probs(logits: torch.Tensor, sampling_info, rows: VerifyRows) -> tuple
     Args:
         logits: [T, vocab], biased and masked. float32 logits are overwritten with the result: a second
             tensor of this size is 0.5 GB at 48 blocks of 16 and a vocabulary of 152k.
-        sampling_info: SGLang's, one row per request.
+        sampling_info: as of `draw_target_tokens`.
         rows: verified slots.
 
     Returns:
         Probabilities [T, vocab] float32, and the largest logits [bs, W]. If such a logit is not finite,
         the probabilities have no meaning (`replace_broken_rows`).
     """
-    max_logits = replace_broken_rows(logits)
+    max_logits, _ = replace_broken_rows(logits)
     per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in _PER_REQUEST}
     probs = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
     for some in slices_of_rows(*logits.shape):
@@ -109,6 +135,10 @@ def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor], sampling_info
         sampling_info.need_min_p_sampling,
     )
     if not any(filters):
+        if sampling_info.is_any_greedy:
+            is_greedy = per_row["top_ks"][:, None] <= 1
+            most_likely = probs.argmax(dim=-1, keepdim=True)
+            probs.masked_fill_(is_greedy, 0).scatter_add_(1, most_likely, is_greedy.to(probs.dtype))
         return
     most = sampling_info.max_top_k  # None: some request has no such filter
     if most is not None and most <= min(_MOST_WITHOUT_SORT, probs.shape[-1]):
@@ -125,13 +155,13 @@ def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor], sampling_info
     probs /= probs.sum(dim=-1, keepdim=True)
 
 
-def replace_broken_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Zero rows of logits [n, vocab] whose maximum is not finite; return all maxima [n].
+def replace_broken_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zero rows of logits [n, vocab] whose maximum is not finite; return all maxima and argmaxima [n].
 
     Such a row holds NaN or infinity, or nothing that its grammar allows, and a sampler does not survive it.
     SGLANG_SANITIZE_NAN_LOGITS has SGLang replace NaN and infinity first, and then no such row is broken.
     """
     sanitize_nan_logits(logits, "DFLASH verify")
-    max_logits = logits.amax(dim=-1)
+    max_logits, most_likely = logits.max(dim=-1)
     logits.masked_fill_(~max_logits.isfinite()[:, None], 0)
-    return max_logits
+    return max_logits, most_likely
