@@ -67,6 +67,14 @@ AT_WORKER = (
         build=made_by("srt.mem_cache.prefill_budget.letting_chunks_wait"),
     ),
     Change(
+        target="sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req_ignore_eos",
+        remove_when="SGLang cuts no second prompt in a step",
+        feature="mixed chunks with pages and without a prefix cache",
+        signature="(self, req)",
+        why="SGLang loses the rest of a prompt if it cuts another one in the same step",
+        build=made_by("srt.mem_cache.prefill_budget.cutting_one_prompt"),
+    ),
+    Change(
         target="sglang.srt.managers.scheduler.validate_dflash_request",
         remove_when="SGLang's check is as strict",
         signature="(req, enable_overlap)",
