@@ -139,7 +139,7 @@ class RowBackends:
         self._whole = runner.attn_backend, runner.decode_cuda_graph_runner
         backend = runner._get_attention_backend(init_new_workspace=False)
         # Of FlashInfer's, our plan takes the layout; of a hybrid backend, both halves must say so.
-        for half in getattr(backend, "attn_backend_list", [backend]):
+        for half in getattr(backend, "attn_backend_list", None) or [backend]:
             half.supports_ragged_verify_graph = True
         graphs = _row_graph_runner()(runner, backend, max(self._whole[1].capture_bs), block_size)
         self._packed = backend, graphs
