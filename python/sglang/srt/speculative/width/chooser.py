@@ -144,7 +144,7 @@ class LengthChooser:
         is_free = copies & self._skips_draft
         uneven = self.costs.uneven(n)
         lengths, tokens, seconds = choose_lengths(survival, is_free, verify, draft, uneven)
-        return Choice(lengths, copies, True, tokens, seconds)
+        return Choice(lengths, copies & (lengths > 0), True, tokens, seconds)
 
     def _decide_width(
         self, survival: np.ndarray, copied: np.ndarray, verify: np.ndarray, draft: float

@@ -62,7 +62,7 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
         return FixedWidth(block_size)
     runner = worker.target_worker.model_runner
     schedule = settings.schedule
-    own_lengths = serves_own_lengths(runner, worker.drafter, has_copies)
+    own_lengths = serves_own_lengths(runner, worker.drafter)
     is_recurrent = mambaish_config(runner.model_config) is not None
     if is_recurrent and not own_lengths:
         logger.info("DFLASH verifies whole blocks: the target's recurrent states are of one width.")
@@ -77,7 +77,7 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     elif runner.decode_cuda_graph_runner is None:
         backends = AnyRows(has_layouts=is_recurrent)
     else:
-        backends = RowBackends(runner, block_size)
+        backends = RowBackends(runner, block_size, has_copies)
     skips_draft = worker.drafter.writes_context_apart
     copy_depth = copied_tokens(worker, own_lengths) if has_copies else None
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
@@ -108,6 +108,8 @@ def copied_tokens(worker: Any, has_own_lengths: bool) -> int | None:
     reason = None
     if not has_own_lengths:
         reason = "all requests of a cycle verify equally many tokens"
+    elif worker.device != "cpu":
+        reason = "the CUDA graphs hold no more than a block of each request"
     elif not worker.drafter.writes_context_apart:
         reason = "the draft's forward takes in the tokens of one block"
     elif not isinstance(worker.target_states, NoStates):
@@ -119,14 +121,14 @@ def copied_tokens(worker: Any, has_own_lengths: bool) -> int | None:
     return requested - 1
 
 
-def serves_own_lengths(runner: Any, drafter: Any, has_copies: bool) -> bool:
+def serves_own_lengths(runner: Any, drafter: Any) -> bool:
     """Tell whether requests of one batch may verify different numbers of tokens.
 
     Logs why not.
     """
     reason, backend = None, full_attention(runner.attn_backend)
     if not isinstance(backend, TorchNativeSpecAttnBackend):
-        reason = reason_for_one_width(runner, backend, drafter, has_copies)
+        reason = reason_for_one_width(runner, backend, drafter)
     is_recurrent = mambaish_config(runner.model_config) is not None
     if reason is None and is_recurrent and not verifies_packed_rows(runner.attn_backend):
         reason = "the target's recurrent states are of blocks of one width"
@@ -158,6 +160,9 @@ def _measure(
         whole = of[_TimedCycle(widest)]
         draft = np.maximum(whole - of.get(_TimedCycle(widest, drafts=False), whole), 0.0)
     verify = seconds[:, : len(widths)] - np.where(np.array(widths) > 1, draft[:, None], 0.0)
+    if widths[0] == 1 and not worker.drafter.writes_context_apart:
+        # The draft's forward writes the context of as many plain cycles as a block has rows.
+        verify[:, 0] += draft / worker.block_size
     few = max(n for n in loads if n <= max(_FEW_REQUESTS, loads[0]))
     reads = timer.time_reads(few, context, budget / 4)
     half = of.get(_TimedCycle(widest, is_half=True))
@@ -200,7 +205,7 @@ class _DraftClock(CycleObserver):
 
 
 class _TimedCycle(NamedTuple):
-    """What the requests of a cycle verify."""
+    """A cycle to time, by the slots that its requests verify."""
 
     width: int
     drafts: bool = True  # whether the draft runs
