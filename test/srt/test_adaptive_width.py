@@ -279,7 +279,7 @@ def test_copies_teach_their_own_estimate():
     width, batch = adaptive(has_copies=True), batch_of(*(request(row) for row in range(3)))
     width.begin_prefill(prompts_of(*batch.reqs))
     for _ in range(60):
-        plan = width.choose(batch, False, matches=np.array([9, 9, 0]))
+        plan = width.choose(batch, False, matches=np.array([9, 12, 0]))
         plan = plan._replace(width=8, lengths=np.array([7, 0, 7]))
         width.on_accept_lens(plan, [7, 0, 2], proposals([9, -12, 0], [7, 0, 0]))
     copies, drafts = width.chooser.copies.averages[0], width.chooser.drafts.averages[0]
@@ -307,6 +307,24 @@ def test_results_tell_which_copies_go_on():
     assert averages[1] == pytest.approx((4 + 2 * 0.1) / (7 + 2), rel=0.02)
     width.begin_prefill(prompts_of(request(0)))
     assert width.choose(batch, False).matches.tolist() == [1, 1, 1, 16]
+
+
+def test_late_knowledge_teaches_what_may_be_a_match():
+    """With own lengths on a GPU: a request that copies was not drafted for, and may have had no match."""
+    width, batch = adaptive(has_copies=True), batch_of(*(request(row) for row in range(3)))
+    width.begin_prefill(prompts_of(*batch.reqs))
+    before = width.chooser.drafts.averages
+    for _ in range(60):
+        plan = width.choose(batch, False)
+        assert plan.matches.tolist() == [1, 1, 1]
+        plan = plan._replace(width=8, lengths=np.array([7, 7, 0]), copies=np.array([True, True, False]))
+        width.on_accept_lens(plan, [2, 0, 0], proposals([9, 0, 0], [2, 0, 0]))
+    assert (width.chooser.drafts.averages == before).all(), "nothing was drafted"
+    copies = width.chooser.copies.averages[0]
+    assert 0.2 < copies[1] < 0.45, "a third of what may be a match is one"
+    plan = plan._replace(lengths=np.array([2, 7, 0]))
+    width.on_accept_lens(plan, [2, 0, 0], proposals([9, 0, -5], [7, 0, 1]))
+    assert width.choose(batch, False).matches.tolist() == [16, 1, 6], "whole copies go on, used or not"
 
 
 def test_modes():

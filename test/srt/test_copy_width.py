@@ -68,11 +68,13 @@ def test_long_copies_are_worth_less_where_rows_are_dear():
     assert dear.speed >= 0.98 * served("edit", 1, row=0.1).speed
 
 
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize(("lag", "own_lengths"), [(0, True), (2, True), (2, False)])
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("kind", ["new", "common"])
-def test_text_without_repetition_is_decoded_plainly(kind, count, lag):
-    with_copies, without = (served(kind, count, copies=copies, lag=lag) for copies in (True, False))
+def test_text_without_repetition_is_decoded_plainly(kind, count, lag, own_lengths):
+    with_copies, without = (
+        served(kind, count, copies=copies, lag=lag, own_lengths=own_lengths) for copies in (True, False)
+    )
     assert without.share_of_width(1) > 0.95
     # If matches are known late, some cycles verify in case there is one, at no loss.
     assert with_copies.share_of_width(1) > (0.7 if lag else 0.9)
@@ -80,10 +82,12 @@ def test_text_without_repetition_is_decoded_plainly(kind, count, lag):
     assert with_copies.speed >= 0.99 * without.speed
 
 
+@pytest.mark.parametrize("own_lengths", [True, False])
 @pytest.mark.parametrize("count", [1, 4])
-def test_late_knowledge_is_enough(count):
+def test_late_knowledge_is_enough(count, own_lengths):
     """Where rows are cheap, blocks stay wide from the end of one copy to the next."""
-    late, whole = served("edit", count, lag=2), served("edit", count, lag=2, adaptive=False)
+    late = served("edit", count, lag=2, own_lengths=own_lengths)
+    whole = served("edit", count, lag=2, adaptive=False)
     assert late.tokens_per_cycle > 0.9 * whole.tokens_per_cycle
     assert late.speed > 1.05 * whole.speed
 

@@ -181,23 +181,24 @@ def test_a_limit_without_copies_is_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("requested", "own_lengths", "apart", "states", "tokens", "words"),
+    ("requested", "own_lengths", "apart", "states", "device", "tokens", "words"),
     [
-        (None, True, True, NoStates(), None, None),
-        (BLOCK, True, True, NoStates(), None, None),
-        (20, True, True, NoStates(), 19, "up to 20 tokens"),
-        (20, False, True, NoStates(), None, "equally many"),
-        (20, True, False, NoStates(), None, "one block"),
-        (20, True, True, object(), None, "recurrent"),
+        (None, True, True, NoStates(), "cpu", None, None),
+        (BLOCK, True, True, NoStates(), "cpu", None, None),
+        (20, True, True, NoStates(), "cpu", 19, "up to 20 tokens"),
+        (20, False, True, NoStates(), "cpu", None, "equally many"),
+        (20, True, True, NoStates(), "cuda", None, "CUDA graphs"),
+        (20, True, False, NoStates(), "cpu", None, "one block"),
+        (20, True, True, object(), "cpu", None, "recurrent"),
     ],
 )
 def test_a_requested_limit_is_logged_with_its_reason(
-    requested, own_lengths, apart, states, tokens, words, monkeypatch, caplog
+    requested, own_lengths, apart, states, device, tokens, words, monkeypatch, caplog
 ):
     monkeypatch.setenv(DFlashOptions.COPY_AHEAD_MAX_TOKENS.variable, str(requested or ""))
     caplog.set_level("INFO")
     drafter = SimpleNamespace(writes_context_apart=apart)
-    worker = SimpleNamespace(block_size=BLOCK, drafter=drafter, target_states=states)
+    worker = SimpleNamespace(block_size=BLOCK, drafter=drafter, target_states=states, device=device)
     assert copied_tokens(worker, own_lengths) == tokens
     assert [words in record.message for record in caplog.records] == [True] * (words is not None)
 

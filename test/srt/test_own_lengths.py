@@ -4,6 +4,8 @@ The schedule gives each row of the request table another length than its neighbo
 next cycle: none, some, whole blocks, and pauses. Copies are four times as long, beyond a block.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from serving import PEAGLE_DRAFT, TARGET, dflash_arguments, heldout_prompts
@@ -21,12 +23,14 @@ pytestmark = [
 
 NEW = 72
 # Chunks, mixed batches, and a pool that does not hold all requests to their end.
-CROWDED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--max-total-tokens", "1200")
+CROWDED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--max-total-tokens", "1300")
 ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
 CAPPED = {"custom_params": {"speculative_max_tokens": 2}}
 BLOCK = 8
 # The grammar leaves no choice, and its text is copied.
 REPEATED = {"temperature": 0.0, "regex": "(abc def ){60}"}
+# What was said becomes likelier, so that much of it is copied.
+REPEATING = {"temperature": 0.0, "frequency_penalty": -1.5}
 LONG_COPIES = ("--speculative-copy-ahead", "--speculative-copy-ahead-max-tokens", "64")
 PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
 CASES = {
@@ -48,6 +52,9 @@ def assert_targets(jobs: list[Job], answers: list[Answer]) -> None:
             text = torch.tensor([[*job.input_ids, *answer.output_ids]])
             logits = model(text).logits[0, len(job.input_ids) - 1 : -1]
         ids = torch.tensor(answer.output_ids)
+        if penalty := job.sampling.get("frequency_penalty"):
+            said = torch.nn.functional.one_hot(ids, logits.shape[1]).cumsum(dim=0)
+            logits[1:] -= penalty * said[:-1]
         if not job.sampling["temperature"]:
             behind = logits.amax(dim=-1) - logits.gather(1, ids[:, None])[:, 0]
             assert behind.max() < 10 * FLOAT32_TIE, f"not the target's token, by {behind.max():.2g}"
@@ -82,6 +89,7 @@ def test_answers_are_the_targets(case):
         for i, prompt in enumerate(prompts)
     ]
     if case == "DFlash, copies":
+        jobs[0] = replace(jobs[0], sampling=REPEATING, logprobs=False)
         jobs.append(Job(jobs[0].input_ids, NEW, step=1, sampling=REPEATED))
     draft, more = CASES[case]
     arguments = ["--model-path", TARGET, *FLOAT32, *draft, *WIDTHS_CHANGE, *more, *CROWDED]
@@ -96,6 +104,7 @@ def test_answers_are_the_targets(case):
         text = tokenizer.decode(answers[-1].output_ids)
         assert text == ("abc def " * 60)[: len(text)] and max(answers[-1].accepted) >= BLOCK
         jobs, answers = jobs[:-1], answers[:-1]
+        assert max(answers[0].accepted) >= BLOCK, "no long copy beside a penalty"
     assert_targets(jobs, answers)
     for job, answer in zip(jobs, answers, strict=True):
         if "custom_params" in job.sampling:

@@ -8,6 +8,7 @@ so a row that is read too early makes the result NaN.
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
@@ -389,3 +390,17 @@ def test_a_graph_can_be_captured_if_nothing_is_drafted(tmp_path):
     batch = simulation.pools.blocks(torch.zeros(2, 1, dtype=torch.int64), [3, 5])
     out = simulation.pools.forward(simulation.model, batch)
     assert out.draft_tokens.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "overdue"),
+    [
+        ([7, 4, 1], [0, 0, 0], [False, False, False]),
+        ([8, 4, 1], [0, 0, 0], [True, True, False]),
+        ([1, 4, 6], [7, 0, 0], [True, True, True]),
+    ],
+)
+def test_requests_with_half_a_block_go_along_with_an_overdue_one(counts, lengths, overdue):
+    drafter = SimpleNamespace(_pending=SimpleNamespace(count=torch.tensor([0, *counts])), _block_size=8)
+    found = PEagleDrafter.overdue(drafter, torch.tensor([1, 2, 3]), np.array(lengths))
+    assert found.tolist() == overdue

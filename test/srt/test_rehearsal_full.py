@@ -300,6 +300,24 @@ def test_own_lengths_that_change(backend, draft, reference, tmp_path):
         assert sum(map(sum, acceptance(answers))) > 0
 
 
+@pytest.mark.parametrize("backend", ["fa3", "flashinfer"])
+def test_own_lengths_with_copies(backend, reference, tmp_path):
+    """Copy and draft in one batch. The host learns a cycle or two late whether there was a match."""
+    requests = greedy_requests(4, 64)
+    arguments = "--speculative-copy-ahead", *verifying(tmp_path, *CHANGING)
+    with rehearse(Scene(backend), DRAFT, *arguments) as played:
+        answers = played.server.generate_many(requests, CONCURRENCY)
+        assert_same(requests, answers, reference.answers(requests))
+        assert played.problems() == [] and played.waits() == []
+        steps = played.notes("step")
+        assert {step["replays"]["target"] for step in steps} == {1}
+        assert {step["replays"]["draft"] for step in steps} == {0, 1}
+        [state] = played.server.get("/server_info")["internal_states"]
+        assert state["speculative_width"]["own_lengths"]
+        accepted = state["speculative_copy_ahead"]["accepted_tokens"]
+        assert accepted["copy"] > 10 and accepted["draft"] > 10, accepted
+
+
 def test_our_context_kernel(expected, reference):
     """Interpret our context kernel; the other servers run its PyTorch twin."""
     requests = greedy_requests(3, 16)

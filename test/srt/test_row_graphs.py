@@ -59,7 +59,7 @@ def test_a_layout_of_all_requests_of_a_graph():
     assert layout.padded_to_bucket(padded_bs=4) is layout
 
 
-def graphs(max_requests: int = 4) -> tuple[RowBackends, SimpleNamespace]:
+def graphs(max_requests: int = 4, has_copies: bool = False) -> tuple[RowBackends, SimpleNamespace]:
     """Make backends as they are after the capture, and their runner."""
     sizes = row_sizes(max_requests, BLOCK)
     packed = SimpleNamespace(
@@ -67,7 +67,7 @@ def graphs(max_requests: int = 4) -> tuple[RowBackends, SimpleNamespace]:
     )
     made = RowBackends.__new__(RowBackends)
     made._runner, made._block_size, made._latest = SimpleNamespace(), BLOCK, None
-    made._is_whole = True
+    made._is_whole, made._has_copies = True, has_copies
     made._whole, made._packed, made.sizes = ("whole", "whole"), ("packed", packed), sizes
     return made, made._runner
 
@@ -115,6 +115,13 @@ def test_whole_blocks_have_graphs_of_their_own(lengths, needs_rectangle):
     assert runner.decode_cuda_graph_runner == "whole"
 
 
+def test_whole_blocks_tell_who_copies():
+    backends, _ = graphs(has_copies=True)
+    plan = planned(backends, np.array([7, 7]), np.array([True, False]))
+    assert plan.width == BLOCK and plan.rows.layout is None and plan.rows.num_rows == 2 * BLOCK
+    assert plan.copies.tolist() == [True, False] and plan.lengths.tolist() == [7, 7]
+
+
 def test_a_batch_beyond_the_graphs_has_no_padding():
     backends, _ = graphs()
     _, rows = backends.follow(np.array([4, 0, 2, 1, 1]))
@@ -150,9 +157,9 @@ class FlashAttentionBackend:
 
 
 def test_who_verifies_one_width_and_why():
-    def reason(attention, runner=None, has_copies=False, writes_context_apart=True):
+    def reason(attention, runner=None, writes_context_apart=True):
         drafter = SimpleNamespace(writes_context_apart=writes_context_apart)
-        return reason_for_one_width(runner or runner_of(), attention, drafter, has_copies)
+        return reason_for_one_width(runner or runner_of(), attention, drafter)
 
     assert reason(FlashAttentionBackend()) is None
     assert "SimpleNamespace verifies one width" in reason(SimpleNamespace())
@@ -160,4 +167,3 @@ def test_who_verifies_one_width_and_why():
     assert "no CUDA graphs" in reason(FlashAttentionBackend(), runner_of(disable_padding=True))
     assert "data-parallel" in reason(FlashAttentionBackend(), runner_of(require_gathered_buffer=True))
     assert "takes in the verified" in reason(FlashAttentionBackend(), writes_context_apart=False)
-    assert "copies" in reason(FlashAttentionBackend(), has_copies=True)

@@ -37,6 +37,9 @@ def expected(requests) -> list[list[int]]:
         return [answer["output_ids"] for answer in target.server.generate_many(requests, 1)]
 
 
+LONG_COPIES = ("--speculative-copy-ahead", "--speculative-copy-ahead-max-tokens", "64")
+
+
 def test_seeds_matter(expected):
     by_prompt = [expected[first : first + len(SEEDS)] for first in range(0, len(expected), len(SEEDS))]
     different = sum(len({tuple(output) for output in outputs}) == len(SEEDS) for outputs in by_prompt)
@@ -72,9 +75,9 @@ def test_a_seed_gives_the_targets_own_tokens(method, concurrency, servers, reque
 
 
 def test_seeded_output_does_not_depend_on_the_verify_width(servers, requests, expected):
-    server = servers.get(
-        *FLOAT32, *DETERMINISTIC, *WIDTHS_CHANGE, *dflash_arguments(), environment=ENVIRONMENT
-    )
+    """Copies longer than a block included."""
+    arguments = *FLOAT32, *DETERMINISTIC, *WIDTHS_CHANGE, *dflash_arguments(), *LONG_COPIES
+    server = servers.get(*arguments, environment=ENVIRONMENT)
     answers = server.generate_many(requests, 12)
     assert [answer["output_ids"] for answer in answers] == expected
 

@@ -34,14 +34,15 @@ def test_lengths_are_the_best_of_all(seed, n, depth, is_draft_lump):
     each = 0.0 if is_draft_lump else 0.1 * rng.random()
     draft = 0.2 * rng.random() + each * np.arange(n + 1)
     draft[0] = 0.0
-    is_free = rng.random(n) < 0.3
+    is_free, uneven = rng.random(n) < 0.3, max(0.0, rng.random() - 0.5)
 
     def speed(lengths):
         lengths = np.array(lengths)
         tokens = n + sum(survival[i, :length].sum() for i, length in enumerate(lengths))
-        return tokens / (verify[lengths.sum()] + draft[((lengths > 0) & ~is_free).sum()])
+        seconds = verify[lengths.sum()] + draft[((lengths > 0) & ~is_free).sum()]
+        return tokens / (seconds + uneven * bool((lengths != lengths[0]).any()))
 
-    lengths, tokens, seconds = choose_lengths(survival, is_free, verify, draft)
+    lengths, tokens, seconds = choose_lengths(survival, is_free, verify, draft, uneven)
     best = max(map(speed, itertools.product(range(depth + 1), repeat=n)))
     assert speed(lengths) >= (1 - 1e-9 if is_draft_lump else 0.9) * best
     assert tokens == pytest.approx(n + sum(survival[i, :length].sum() for i, length in enumerate(lengths)))
@@ -120,6 +121,15 @@ def test_rows_beyond_whole_blocks_cost_what_they_do_in_more_requests(n):
         np.testing.assert_allclose(found - found[0], np.array(want) - want[0], rtol=0.15)
 
 
+def test_unequal_lengths_cost_what_was_measured_beyond_their_rows():
+    cost = Cost(uneven=0.3)
+    half = np.array([cost.cycle(np.where(np.arange(n) % 2, 0, DEPTH)) for n in LOADS])
+    costs = table(cost, half=half)
+    assert costs.uneven(1) == pytest.approx(0.0) and costs.uneven(6) == pytest.approx(0.3)
+    assert table(cost, half=half - 1.0).uneven(6) == 0.0, "a cycle that took less is noise"
+    assert table(cost).uneven(6) == 0.0
+
+
 def test_a_dip_of_the_measurement_is_noise():
     costs = CostTable(ints(1), WIDTHS, np.array([[1.0, 1.4, 1.2, 2.0]]), np.array([0.1]))
     assert (np.diff(costs.verify(1)) >= 0).all() and costs.verify(1)[1] == pytest.approx(1.3)
@@ -186,6 +196,7 @@ COSTS = {
     "stairs": Cost(row=0.01, step=8, each=0.0),
     "dear draft": Cost(row=0.002, draft=0.2, each=0.05),
     "rows are free": Cost(row=0.0005, each=0.001),
+    "unequal lengths cost": Cost(row=0.005, uneven=0.2),
 }
 MIXES = ("strong", "usual", "weak", "random", "strong weak", "strong random", "strong usual weak random")
 
@@ -196,6 +207,14 @@ MIXES = ("strong", "usual", "weak", "random", "strong weak", "strong random", "s
 def test_never_much_slower_than_the_best_width_for_all(n, mix, cost):
     """It is compared with a width chosen with acceptance known, in a batch that never changes."""
     assert Simulation(COSTS[cost], mix.split()).run(n).of_best_uniform >= 0.97
+
+
+@pytest.mark.parametrize("knows_uneven", [True, False])
+def test_what_unequal_lengths_cost_is_worth_measuring(knows_uneven):
+    """Without the measurement a batch of four loses to the best width for all."""
+    cost = COSTS["unequal lengths cost"]
+    server = Simulation(cost, "usual usual usual weak".split(), knows_uneven=knows_uneven).run(4)
+    assert (server.of_best_uniform >= 0.97) == knows_uneven
 
 
 def test_mixed_batches_gain():

@@ -153,7 +153,8 @@ class CopySimulation:
         copies: whether they are on.
         adaptive: or whole blocks.
         lag: cycles until the host learns of a result; as on a GPU it then does not read matches from the
-            device either, and all requests get one width.
+            device either.
+        own_lengths: whether requests have lengths of their own.
         skips_draft: False for a draft whose forward writes its context.
         most_slots: that a copying request verifies.
     """
@@ -163,6 +164,7 @@ class CopySimulation:
     copies: bool = True
     adaptive: bool = True
     lag: int = 0
+    own_lengths: bool = True
     noise: float = 0.05
     skips_draft: bool = True
     most_slots: int = BLOCK
@@ -183,7 +185,7 @@ class CopySimulation:
     def _adaptive_width(self) -> AdaptiveWidth:
         verify = np.array([[self.cost(int(n), int(w), 0) for w in WIDTHS] for n in LOADS])
         draft = np.array([self.cost(int(n), 1, 1) - self.cost(int(n), 1, 0) for n in LOADS])
-        costs, is_own = CostTable(LOADS, WIDTHS, verify, draft), self.lag == 0
+        costs, is_own = CostTable(LOADS, WIDTHS, verify, draft), self.own_lengths
         chooser = LengthChooser(
             costs, ROWS, is_own, skips_draft=self.skips_draft, copy_depth=self.most_slots - 1
         )

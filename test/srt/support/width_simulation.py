@@ -29,7 +29,8 @@ class Cost:
     """Seconds of a cycle. A plain step of one request takes 1.
 
     request, row: of each request and each drafted row that is verified. step: rows that are free until they
-    fill so many. draft, each: of a draft forward, and of each request it serves.
+    fill so many. draft, each: of a draft forward, and of each request it serves. uneven: further seconds of a
+    cycle whose lengths differ.
     """
 
     request: float = 0.02
@@ -37,12 +38,17 @@ class Cost:
     step: int = 1
     draft: float = 0.1
     each: float = 0.02
+    uneven: float = 0.0
 
     def verify(self, n: int, drafted: int) -> float:
         return 1 + self.request * n + self.row * self.step * (drafted // self.step)
 
     def draft_for(self, m: int) -> float:
         return self.draft + self.each * m if m else 0.0
+
+    def cycle(self, lengths: np.ndarray) -> float:
+        seconds = self.verify(len(lengths), int(lengths.sum())) + self.draft_for(int((lengths > 0).sum()))
+        return seconds + self.uneven * bool((lengths != lengths[0]).any())
 
 
 def best_uniform(cost: Cost, accept_probs: np.ndarray) -> float:
@@ -66,6 +72,7 @@ class Simulation:
         lag: cycles until the host knows accept lengths.
         noise: standard deviation of the logarithm of a cycle's time.
         error: relative error of what start-up measured of wide blocks.
+        knows_uneven: whether start-up measured unequal lengths.
     """
 
     cost: Cost
@@ -74,6 +81,7 @@ class Simulation:
     lag: int = 2
     noise: float = 0.1
     error: float = 0.0
+    knows_uneven: bool = True
     seed: int = 0
     chosen: list[np.ndarray] = field(default_factory=list)
 
@@ -82,7 +90,10 @@ class Simulation:
         wrong = 1 + self.error * (WIDTHS > 2)
         verify = np.array([[self.cost.verify(int(n), int(n * (w - 1))) for w in WIDTHS] for n in LOADS])
         draft = np.array([self.cost.draft_for(int(n)) for n in LOADS])
-        self.costs = CostTable(LOADS, WIDTHS, verify * wrong, draft)
+        every_other = [np.where(np.arange(n) % 2, 0, DEPTH) for n in LOADS]
+        half = np.array([self.cost.cycle(lengths) for lengths in every_other])
+        half = half if self.knows_uneven else None
+        self.costs = CostTable(LOADS, WIDTHS, verify * wrong, draft, half=half)
         self.chooser = LengthChooser(self.costs, 64, self.own_lengths)
         self.tokens = self.seconds = 0.0
 
@@ -98,7 +109,7 @@ class Simulation:
             lengths = choice.lengths
             hits = (self.rng.random(survival.shape) < self.accept_probs).cumprod(axis=1).sum(axis=1)
             kept = np.minimum(hits, lengths)
-            seconds = self.cost.verify(n, int(lengths.sum())) + self.cost.draft_for(int((lengths > 0).sum()))
+            seconds = self.cost.cycle(lengths)
             self.costs.observe(choice.seconds, seconds * np.exp(self.noise * self.rng.normal()), None, False)
             late.append((lengths, kept, born.copy()))
             if len(late) > self.lag:

@@ -156,7 +156,9 @@ def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor], sampling_info
 
 
 def replace_broken_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zero rows of logits [n, vocab] whose maximum is not finite; return all maxima and argmaxima [n].
+    """Zero rows of logits [n, vocab] whose maximum is not finite.
+
+    Returns the maxima and argmaxima of all rows, [n] each.
 
     Such a row holds NaN or infinity, or nothing that its grammar allows, and a sampler does not survive it.
     SGLANG_SANITIZE_NAN_LOGITS has SGLang replace NaN and infinity first, and then no such row is broken.

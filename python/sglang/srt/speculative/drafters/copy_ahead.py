@@ -186,7 +186,7 @@ class CopyAhead:
             self.history, self._no_records, requests, cycle.committed, self._keys, self.most_slots, RULE
         )
         self._keys = None
-        is_copy = torch.from_numpy(copies)
+        is_copy = on_device(copies, torch.bool, block.tokens.device)
         self._lengths = torch.where(is_copy, lengths, -lengths)
         return overlay_copies(block, torch.where(is_copy[:, None], self._copied, -1)[:, :width])
 

@@ -27,7 +27,7 @@ class Proposals:
     Attributes:
         lengths: [bs] int32 on the host, lengths of the requests' matches. 0: none. Negative: passed over for
             the draft or, in a plain cycle, followed by another token than the copy's. None: no lookup.
-        transferred: end of the transfer of `lengths` to the host.
+        transferred: end of the transfer of `lengths` and `right` to the host.
         was_drafted: whether the draft ran.
         admissions: prefills and arrivals before the cycle.
         right: [bs] int64 on the host, tokens of each match's continuation that were the target's, used or
@@ -35,7 +35,7 @@ class Proposals:
     """
 
     lengths: torch.Tensor | None
-    transferred: torch.cuda.Event | None
+    transferred: torch.Event | None
     was_drafted: bool
     admissions: int
     right: torch.Tensor | None = None
@@ -66,11 +66,12 @@ class CopyStats:
     def proposals(
         self, lengths: torch.Tensor | None, was_drafted: bool, right: torch.Tensor | None = None
     ) -> Proposals:
-        """Record a cycle that begins. lengths: [bs] int32, on the device."""
+        """Record a cycle that begins. Arguments are those of `Proposals`, on the device."""
         transferred = None
         if lengths is not None and lengths.is_cuda:
+            transferred = torch.get_device_module(lengths.device).Event()
             lengths = lengths.to("cpu", non_blocking=True)
-            transferred = torch.cuda.Event()
+            right = None if right is None else right.to("cpu", non_blocking=True)
             transferred.record()
         return Proposals(lengths, transferred, was_drafted, self._admissions, right)
 

@@ -231,7 +231,8 @@ class AdaptiveWidth:
             right = None if proposals.right is None else proposals.right.numpy()[same]
             assert cycle.matches is not None
             self._learn_copies(rows, modes, cycle.matches[same], lengths, right, verified, accepted)
-            verified = np.where((lengths <= 0) & proposals.was_drafted, verified, 0)
+            was_drafted = proposals.was_drafted if cycle.copies is None else ~cycle.copies[same]
+            verified = np.where((lengths <= 0) & was_drafted, verified, 0)
         self.chooser.drafts.learn(rows, modes, verified, accepted)
 
     def _learn_copies(
@@ -250,20 +251,18 @@ class AdaptiveWidth:
         """
         if right is not None:  # compared with the output, used or not
             seen = np.minimum(np.minimum(right, accepted) + 1, self.chooser.copy_depth)
-            matches = np.abs(lengths)
-            goes_on = (matches > 0) & (right > accepted)
+            goes_on = right > accepted
         else:
             # Lengths that the choice expected. A copy that was passed over shows nothing, but a plain cycle
             # shows whether its first token is right.
             right = np.where(lengths > 0, np.where(verified > 0, accepted, 1), 0)
             seen = np.minimum(right + 1, np.maximum(verified, 1)) * ((lengths >= 0) | (verified == 0))
-            matches = expected
             goes_on = (lengths > 0) & (right >= np.maximum(verified, 1))
         longer = np.minimum(np.abs(lengths) + right, RULE.longest)
         self._expected_matches[rows] = np.where(goes_on, longer, UNKNOWN_MATCH)
-        some = (matches > 0) & (seen > 0)
+        some = (expected > 0) & (seen > 0)
         if some.any():
-            self.chooser.copies.learn(modes[some], matches[some], seen[some], np.minimum(right, seen)[some])
+            self.chooser.copies.learn(modes[some], expected[some], seen[some], np.minimum(right, seen)[some])
 
     def report(self) -> dict:
         """Return plain numbers for /server_info."""

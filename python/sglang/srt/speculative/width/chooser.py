@@ -142,8 +142,9 @@ class LengthChooser:
             copies = (worth > 0) & (worth >= drafted - price)
             survival = np.where(copies[:, None], copied, survival)
         is_free = copies & self._skips_draft
-        lengths, tokens, seconds = choose_lengths(survival, is_free, verify, draft)
-        return Choice(lengths, copies, True, tokens, seconds)
+        uneven = self.costs.uneven(n)
+        lengths, tokens, seconds = choose_lengths(survival, is_free, verify, draft, uneven)
+        return Choice(lengths, copies & (lengths > 0), True, tokens, seconds)
 
     def _decide_width(
         self, survival: np.ndarray, copied: np.ndarray, verify: np.ndarray, draft: float
@@ -186,6 +187,8 @@ class LengthChooser:
             lengths[:] = self.depth
         drafted = int(((lengths > 0) & ~choice.copies).sum())
         seconds = float(verify[lengths.sum()] + draft[drafted])
+        if (lengths != lengths[0]).any():
+            seconds += self.costs.uneven(n)
         price = max(seconds - choice.seconds, _LEAST_PROBE * choice.seconds)
         self._credit = min(self._credit, max(price, 3 * choice.seconds))
         if self._credit < price:

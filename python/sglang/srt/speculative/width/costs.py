@@ -28,6 +28,8 @@ class CostTable:
         reads: seconds per committed token beyond `context`.
         context: committed tokens per request in the measurement.
         sizes: rows that a verify is padded to, ascending. None: it is not, or to whole requests.
+        half: seconds of a cycle in which every other request, the first included, has a whole block and
+            the rest verify nothing. [L] None: unequal lengths cost no more than their rows.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class CostTable:
         reads: float = 0.0,
         context: int = 0,
         sizes: Sequence[int] | None = None,
+        half: np.ndarray | None = None,
     ):
         self.loads, self.widths, self._padded = np.asarray(loads), np.asarray(widths), padded
         # Verifying more rows cannot take less time, so a dip is noise.
@@ -49,6 +52,11 @@ class CostTable:
         self._sizes = None if sizes is None else np.asarray(sizes)
         self._log_pace = 0.0
         self._gaps = [math.nan, math.nan]  # after plain cycles, after others
+        self._uneven = np.zeros(len(self.loads))
+        for i, n in enumerate(self.loads if half is not None else ()):
+            whole = (n + 1) // 2
+            of_rows = self.verify(n)[whole * (self.widths[-1] - 1)] + self.draft(n)[whole]
+            self._uneven[i] = max(0.0, half[i] - of_rows)
 
     def _at(self, requests: np.ndarray | int, column: np.ndarray) -> np.ndarray:
         """Read a column of a table between loads. Beyond the last load time grows in proportion."""
@@ -88,6 +96,10 @@ class CostTable:
         seconds = math.exp(self._log_pace) * self._at(np.arange(num_requests + 1), self._draft)
         seconds[0] = 0.0
         return seconds
+
+    def uneven(self, num_requests: int) -> float:
+        """Return the further seconds of a cycle whose lengths differ."""
+        return math.exp(self._log_pace) * float(self._at(num_requests, self._uneven))
 
     def gaps(self) -> tuple[float, float]:
         """Return the time to the next cycle after a plain one, and after another."""

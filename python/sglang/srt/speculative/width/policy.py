@@ -8,8 +8,8 @@ n: decoding requests. s_ik: probability that drafted tokens 1 .. k of request i 
 
 With own lengths the slots of all requests compete: a cycle has a budget of rows, and the slots with the
 largest s_ik fill it. s falls along a request, so what is taken of one is a prefix. Budgets, and numbers of
-requests that are drafted for, are compared by tokens per second. If all requests are alike, this is the best
-common width.
+requests that are drafted for, are compared by tokens per second. Equal lengths are compared as well: unequal
+ones cost more than their rows.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ _SHARES = np.linspace(0, 1, 17)
 
 
 def choose_lengths(
-    survival: np.ndarray, is_free: np.ndarray, verify: np.ndarray, draft: np.ndarray
+    survival: np.ndarray, is_free: np.ndarray, verify: np.ndarray, draft: np.ndarray, uneven: float = 0.0
 ) -> tuple[np.ndarray, float, float]:
     """Choose how many drafted tokens of each request to verify.
 
@@ -31,6 +31,7 @@ def choose_lengths(
         is_free: requests whose blocks take no draft forward. [n] bool
         verify: seconds of a verify with j drafted tokens in all, j = 0 .. n K.
         draft: seconds of drafting for m requests, m = 0 .. n.
+        uneven: further seconds of a cycle whose lengths differ.
 
     Returns:
         Lengths L_i [n]; tokens that the cycle is expected to commit; its seconds.
@@ -40,14 +41,17 @@ def choose_lengths(
     slots, request = survival.ravel()[order], order // depth
     num_free = int(is_free.sum())
     sizes = np.unique(np.rint(_SHARES * (n - num_free)).astype(int))
-    best, speed, price = (np.zeros(n, dtype=int), float(n), float(verify[0])), n / verify[0], 0.0
+    all_may = int((survival > 0).all(axis=0).sum())  # s falls along a request
+    width, *of_width = choose_width(survival, np.arange(1, all_may + 2), verify, float(draft[n - num_free]))
+    best = np.full(n, width - 1), *of_width
+    speed, price = best[1] / best[2], 0.0
     for _ in range(3):
         worth = np.maximum(survival - price, 0.0).sum(axis=1) + np.where(is_free, depth, 0)
         rank = np.empty(n, dtype=int)
         rank[np.argsort(-worth, kind="stable")] = np.arange(n)
         taken = (rank[request] < num_free + sizes[:, None]) & (slots > 0)
         tokens = n + (slots * taken).cumsum(axis=1)
-        seconds = verify[taken.cumsum(axis=1)] + draft[sizes][:, None]
+        seconds = verify[taken.cumsum(axis=1)] + draft[sizes][:, None] + uneven
         row, last = np.unravel_index(np.argmax(tokens / seconds), tokens.shape)
         if tokens[row, last] <= speed * seconds[row, last] * (1 + 1e-9):
             break

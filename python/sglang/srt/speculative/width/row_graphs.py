@@ -17,7 +17,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks
 from sglang_dflash.srt.speculative.cycle.prompts import on_device
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows, whole_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _row_graph_runner() -> type:
     return RowGraphRunner
 
 
-def reason_for_one_width(runner: Any, attention: Any, drafter: Any, has_copies: bool) -> str | None:
+def reason_for_one_width(runner: Any, attention: Any, drafter: Any) -> str | None:
     """Say why a CUDA target cannot verify numbers of tokens of their own. None: it can."""
     graphs, name = runner.decode_cuda_graph_runner, type(attention).__name__
     if name != "FlashAttentionBackend" and not plans_blocks(attention):  # FA3 and FA4, or FlashInfer
@@ -126,20 +126,23 @@ def reason_for_one_width(runner: Any, attention: Any, drafter: Any, has_copies: 
         return "there are no CUDA graphs that pad batches"
     if graphs.require_gathered_buffer or graphs.enable_two_batch_overlap:
         return "data-parallel attention and two-batch overlap take blocks of one width"
-    return "copies are found on the device" if has_copies else None
+    return None
 
 
 class RowBackends:
-    """A backend and graphs for whole blocks, and a pair for all other rows."""
+    """A backend and graphs for whole blocks, and a pair for all other rows.
+
+    has_copies: whether a request may copy instead of being drafted for. Whole blocks then have rows as well.
+    """
 
     own_lengths = True
 
-    def __init__(self, runner: Any, block_size: int):
-        self._runner, self._block_size = runner, block_size
+    def __init__(self, runner: Any, block_size: int, has_copies: bool = False):
+        self._runner, self._block_size, self._has_copies = runner, block_size, has_copies
         self._whole = runner.attn_backend, runner.decode_cuda_graph_runner
         backend = runner._get_attention_backend(init_new_workspace=False)
         # Of FlashInfer's, our plan takes the layout; of a hybrid backend, both halves must say so.
-        for half in getattr(backend, "attn_backend_list", [backend]):
+        for half in getattr(backend, "attn_backend_list", None) or [backend]:
             half.supports_ragged_verify_graph = True
         graphs = _row_graph_runner()(runner, backend, max(self._whole[1].capture_bs), block_size)
         self._packed = backend, graphs
@@ -150,7 +153,8 @@ class RowBackends:
     def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> tuple[int, VerifyRows | None]:
         """Have the target verify so many drafted tokens of each request, [n], from now on.
 
-        Returns the width and the rows, the same object while the lengths stay. None: whole blocks.
+        Returns the width and the rows, the same object while the lengths stay. None: whole blocks that are
+        all drafted.
         """
         is_whole = needs_rectangle or bool((lengths == self._block_size - 1).all())
         if is_whole != self._is_whole:  # else the runner keeps its own: SGLang may have captured it anew
@@ -158,7 +162,8 @@ class RowBackends:
             self._runner.attn_backend, self._runner.decode_cuda_graph_runner = pair
             self._is_whole = is_whole
         if is_whole:
-            return self._block_size, None
+            rows = whole_blocks(len(lengths), self._block_size) if self._has_copies else None
+            return self._block_size, rows
         key = lengths.tobytes()
         if self._latest is None or self._latest[0] != key:
             self._latest = key, self._lay_out(lengths)

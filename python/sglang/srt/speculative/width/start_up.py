@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
         return FixedWidth(block_size)
     runner = worker.target_worker.model_runner
     schedule = settings.schedule
-    own_lengths = serves_own_lengths(runner, worker.drafter, has_copies)
+    own_lengths = serves_own_lengths(runner, worker.drafter)
     is_recurrent = mambaish_config(runner.model_config) is not None
     if is_recurrent and not own_lengths:
         logger.info("DFLASH verifies whole blocks: the target's recurrent states are of one width.")
@@ -77,7 +77,7 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     elif runner.decode_cuda_graph_runner is None:
         backends = AnyRows(has_layouts=is_recurrent)
     else:
-        backends = RowBackends(runner, block_size)
+        backends = RowBackends(runner, block_size, has_copies)
     skips_draft = worker.drafter.writes_context_apart
     copy_depth = copied_tokens(worker, own_lengths) if has_copies else None
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
@@ -108,6 +108,8 @@ def copied_tokens(worker: Any, has_own_lengths: bool) -> int | None:
     reason = None
     if not has_own_lengths:
         reason = "all requests of a cycle verify equally many tokens"
+    elif worker.device != "cpu":
+        reason = "the CUDA graphs hold no more than a block of each request"
     elif not worker.drafter.writes_context_apart:
         reason = "the draft's forward takes in the tokens of one block"
     elif not isinstance(worker.target_states, NoStates):
@@ -119,14 +121,14 @@ def copied_tokens(worker: Any, has_own_lengths: bool) -> int | None:
     return requested - 1
 
 
-def serves_own_lengths(runner: Any, drafter: Any, has_copies: bool) -> bool:
+def serves_own_lengths(runner: Any, drafter: Any) -> bool:
     """Tell whether requests of one batch may verify different numbers of tokens.
 
     Logs why not.
     """
     reason, backend = None, full_attention(runner.attn_backend)
     if not isinstance(backend, TorchNativeSpecAttnBackend):
-        reason = reason_for_one_width(runner, backend, drafter, has_copies)
+        reason = reason_for_one_width(runner, backend, drafter)
     is_recurrent = mambaish_config(runner.model_config) is not None
     if reason is None and is_recurrent and not verifies_packed_rows(runner.attn_backend):
         reason = "the target's recurrent states are of blocks of one width"
@@ -143,32 +145,42 @@ def _measure(
     timer, start = _CycleTimer(worker, backends, widths), time.perf_counter()
     loads = _loads(timer.runner)
     context = timer.feasible_context(_CONTEXT)
-    cycles = [(width, True) for width in widths]
+    cycles, widest = [_TimedCycle(width) for width in widths], widths[-1]
     times_draft = not isinstance(backends, AnyRows)
     if skips_draft and times_draft:
-        cycles.append((widths[-1], False))
+        cycles.append(_TimedCycle(widest, drafts=False))
+    if backends.own_lengths and widest > 1:
+        cycles.append(_TimedCycle(widest, is_half=True))
     seconds, drafts = timer.time_loads(cycles, loads, context, budget)
     loads = loads[: len(seconds)]
+    of = dict(zip(cycles, seconds.T, strict=True))
     if not times_draft:
-        draft = drafts[:, [width > 1 for width in widths]].min(axis=1)
-    else:
-        draft = np.maximum(seconds[:, len(widths) - 1] - seconds[:, -1], 0.0)  # zeros if it is always run
+        draft = drafts[:, [cycle.width > 1 and not cycle.is_half for cycle in cycles]].min(axis=1)
+    else:  # zeros if it is always run
+        whole = of[_TimedCycle(widest)]
+        draft = np.maximum(whole - of.get(_TimedCycle(widest, drafts=False), whole), 0.0)
     verify = seconds[:, : len(widths)] - np.where(np.array(widths) > 1, draft[:, None], 0.0)
+    if widths[0] == 1 and not worker.drafter.writes_context_apart:
+        # The draft's forward writes the context of as many plain cycles as a block has rows.
+        verify[:, 0] += draft / worker.block_size
     few = max(n for n in loads if n <= max(_FEW_REQUESTS, loads[0]))
     reads = timer.time_reads(few, context, budget / 4)
+    half = of.get(_TimedCycle(widest, is_half=True))
+    sizes = getattr(backends, "sizes", None)  # of graphs keyed by rows
+    padded = sizes is None and bool(captured_sizes(timer.runner))
+    costs = CostTable(np.array(loads), np.array(widths), verify, draft, padded, reads, context, sizes, half)
     logger.info(
         "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle without its draft: %s; ms "
-        "of drafting for all: %s; us for each further committed token: %.3f.",
+        "of drafting for all: %s; us for each further committed token: %.3f; ms of lengths that differ: %s.",
         list(widths),
         loads,
         time.perf_counter() - start,
         (1e3 * verify).round(2).tolist(),
         (1e3 * draft).round(2).tolist(),
         1e6 * reads,
+        [round(1e3 * costs.uneven(n), 2) for n in loads],
     )
-    sizes = getattr(backends, "sizes", None)  # of graphs keyed by rows
-    padded = sizes is None and bool(captured_sizes(timer.runner))
-    return CostTable(np.array(loads), np.array(widths), verify, draft, padded, reads, context, sizes)
+    return costs
 
 
 def _loads(runner: Any) -> list[int]:
@@ -192,11 +204,16 @@ class _DraftClock(CycleObserver):
         self.drafted_at = time.perf_counter()
 
 
-class _CycleTimer:
-    """Times the worker's cycles. n: requests. context: committed tokens of each.
+class _TimedCycle(NamedTuple):
+    """A cycle to time, by the slots that its requests verify."""
 
-    A cycle is its width, and whether the draft runs.
-    """
+    width: int
+    drafts: bool = True  # whether the draft runs
+    is_half: bool = False  # whether every other request verifies nothing
+
+
+class _CycleTimer:
+    """Times the worker's cycles. n: requests. context: committed tokens of each."""
 
     def __init__(self, worker: Any, backends: Backends, widths: tuple[int, ...]):
         self._worker, self._backends, self._widths = worker, backends, widths
@@ -224,7 +241,7 @@ class _CycleTimer:
         table[:requests, :length] = before
 
     def time_loads(
-        self, cycles: list[tuple[int, bool]], loads: list[int], context: int, budget: float
+        self, cycles: list[_TimedCycle], loads: list[int], context: int, budget: float
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of each cycle, and of its draft. [loads, cycles] each
 
@@ -258,7 +275,7 @@ class _CycleTimer:
             return 0.0
         deadline = time.perf_counter() + budget
         added: list[float] = []  # seconds of all widths together
-        cycles = [(width, True) for width in self._widths]
+        cycles = [_TimedCycle(width) for width in self._widths]
         with self._own_kv_slots(n, longer):
             for repeat in range(1 + _REPEATS):
                 short, long = (self._time_cycles(cycles, n, length)[0].sum() for length in (context, longer))
@@ -272,17 +289,20 @@ class _CycleTimer:
         return max(float(np.median(added)), 0.0) / (n * (longer - context)) / reads
 
     @torch.no_grad()
-    def _time_cycles(self, cycles: list[tuple[int, bool]], n: int, context: int) -> np.ndarray:
+    def _time_cycles(self, cycles: list[_TimedCycle], n: int, context: int) -> np.ndarray:
         """Return the seconds of each cycle, and of its draft. [2, cycles]
 
-        The last, which is a widest, comes first: what a narrow cycle leaves to the next costs that one least.
-        The first cycle of a width is not timed: it may have to run what the previous one left, and finds
-        memory laid out for another width.
+        The last, which is one of the widest, comes first: what a narrow cycle leaves to the next costs that
+        one least. The first cycle of a width is not timed: it may have to run what the previous one left, and
+        finds memory laid out for another width.
         """
         seconds = []
-        for width, drafts in reversed(cycles):
+        for width, drafts, is_half in reversed(cycles):
+            lengths = np.full(n, width - 1)
+            if is_half:
+                lengths[1::2] = 0
             # A copy takes no draft.
-            plan = planned(self._backends, np.full(n, width - 1), np.full(n, not drafts), drafts)
+            plan = planned(self._backends, lengths, np.full(n, not drafts), drafts)
             run = functools.partial(self._worker.run_cycle, plan=plan, draws=False)
             if self._worker.device == "cpu":
                 run(_make_batch(self._worker, n, context))
