@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ CHAT_TARGET = ROOT / "models" / "smollm2-135m-instruct"
 CHAT_DRAFT = ROOT / "models" / "smollm2-135m-instruct-dflash2"
 HELDOUT_PROMPTS = ROOT / "benchmark" / "tiny" / "prompts" / "heldout.jsonl"
 START_TIMEOUT_S = 240
+_SERVER_PORTS = range(20_000, 32_000)
 
 # Every cycle verifies whole blocks, on a CPU too, unless a server's flags have --speculative-adaptive. So no
 # count depends on a clock.
@@ -114,7 +116,7 @@ def serve(
     `start` is another way to start LAUNCHER ARGUMENTS with these settings and this log, in a session of its
     own. Raises ServerDied if the server never gets ready.
     """
-    port = _free_port()
+    port = free_port()
     command = [*launcher, "--port", str(port), *map(str, arguments)]
     with tempfile.NamedTemporaryFile("wb", suffix=".log", prefix="sglang-", delete=False) as log:
         process = (start or functools.partial(start_cold, python=python))(
@@ -182,7 +184,14 @@ def _wait_until_ready(server: Server, timeout: float) -> None:
     raise ServerDied(f"not ready after {timeout} s; its output ends:\n{server.log()[-4000:]}")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port() -> int:
+    """Find a free port that no outgoing connection takes while the server starts.
+
+    Linux gives those the ports from 32768 on, unless told otherwise.
+    """
+    draw = random.SystemRandom()  # a test may have seeded the shared generator
+    while True:
+        port = draw.choice(_SERVER_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

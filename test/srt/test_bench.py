@@ -3,8 +3,10 @@
 import contextlib
 import hashlib
 import json
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import bench
 import check
@@ -14,7 +16,7 @@ import report
 import ties
 from bench import Load
 from prompt_sets import CHAT_SETS, PromptSet
-from serving import ROOT
+from serving import ROOT, free_port
 
 # -- prompt sets
 
@@ -330,3 +332,12 @@ def test_check_counts_and_fails_on_a_difference(monkeypatch, tmp_path, capsys):
 def test_check_needs_plain_sglang_and_another_server(monkeypatch, tmp_path, server):
     with pytest.raises(SystemExit):
         started(monkeypatch, tmp_path, "--check", "--servers", server)
+
+
+def test_a_servers_port_is_none_of_outgoing_connections():
+    """A server binds its port only when its model is loaded. A connection could have taken it until then."""
+    first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 1 and max(ports) < first
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", ports.pop()))

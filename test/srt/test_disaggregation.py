@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import socket
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from serving import (
     TARGET,
     Server,
     dflash_arguments,
+    free_port,
     serve,
 )
 from support.parity import assert_same
@@ -49,12 +49,6 @@ PATIENCE = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "4",
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "4",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass
