@@ -53,10 +53,10 @@ class CostTable:
         self._log_pace = 0.0
         self._gaps = [math.nan, math.nan]  # after plain cycles, after others
         self._uneven = np.zeros(len(self.loads))
-        for i, n in enumerate(self.loads if half is not None else ()):
+        for i, n in enumerate(self.loads):
             whole = (n + 1) // 2
             of_rows = self.verify(n)[whole * (self.widths[-1] - 1)] + self.draft(n)[whole]
-            self._uneven[i] = max(0.0, half[i] - of_rows)
+            self._uneven[i] = 0.0 if half is None else max(0.0, half[i] - of_rows)
 
     def _at(self, requests: np.ndarray | int, column: np.ndarray) -> np.ndarray:
         """Read a column of a table between loads. Beyond the last load time grows in proportion."""

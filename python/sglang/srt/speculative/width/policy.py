@@ -42,8 +42,9 @@ def choose_lengths(
     num_free = int(is_free.sum())
     sizes = np.unique(np.rint(_SHARES * (n - num_free)).astype(int))
     all_may = int((survival > 0).all(axis=0).sum())  # s falls along a request
-    width, *of_width = choose_width(survival, np.arange(1, all_may + 2), verify, float(draft[n - num_free]))
-    best = np.full(n, width - 1), *of_width
+    widths = np.arange(1, all_may + 2)
+    width, tokens_of_all, seconds_of_all = choose_width(survival, widths, verify, float(draft[n - num_free]))
+    best = np.full(n, width - 1), tokens_of_all, seconds_of_all
     speed, price = best[1] / best[2], 0.0
     for _ in range(3):
         worth = np.maximum(survival - price, 0.0).sum(axis=1) + np.where(is_free, depth, 0)
