@@ -112,13 +112,14 @@ def test_a_neighbour_changes_nothing(neighbour, sampler):
 def test_greedy_neighbours_add_no_filter(sampled, sampler):
     """A mixed batch is filtered as its sampled requests alone, and every distribution stays."""
 
-    def reqs(*requests: dict) -> list[SimpleNamespace]:
+    def filters(info, *requests: dict):
         unfiltered = {"top_k": TOP_K_ALL, "top_p": 1.0, "min_p": 0.0}
-        return [SimpleNamespace(sampling_params=SimpleNamespace(**unfiltered | of)) for of in requests]
+        reqs = [SimpleNamespace(sampling_params=SimpleNamespace(**unfiltered | of)) for of in requests]
+        return target_sampling.filters_of_sampled(SimpleNamespace(sampling_info=info, reqs=reqs))
 
     requests, width = [{"top_k": 1}, sampled] * 3, 4
     mixed, alone = sampling_info(*requests), sampling_info(sampled)
-    fewer = target_sampling.filters_of_sampled(mixed, reqs(*requests))
+    fewer = filters(mixed, *requests)
     assert mixed.need_top_k_sampling
     for name in ("need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling", "max_top_k"):
         assert getattr(fewer, name) == getattr(alone, name), name
@@ -130,8 +131,8 @@ def test_greedy_neighbours_add_no_filter(sampled, sampler):
     assert torch.equal(drawn[::2], logits.argmax(dim=-1).view(6, width)[::2])
 
     seeded = sampling_info(*requests, seeds=[1] * 6)
-    assert target_sampling.filters_of_sampled(seeded, reqs(*requests)) is seeded
-    assert target_sampling.filters_of_sampled(alone, reqs(sampled)) is alone
+    assert filters(seeded, *requests) is seeded
+    assert filters(alone, sampled) is alone
 
 
 @pytest.mark.parametrize("width", [1, 2, 16])

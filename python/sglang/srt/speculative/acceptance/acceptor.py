@@ -140,9 +140,7 @@ class Acceptor:
     ) -> AcceptedBlocks:
         if batch.return_logprob and not batch.sampling_info.is_all_greedy:
             logits = logits.clone()  # log probabilities are still to be read
-        sampling_info = batch.sampling_info
-        if masks is None:
-            sampling_info = filters_of_sampled(sampling_info, batch.reqs)
+        sampling_info = filters_of_sampled(batch) if masks is None else batch.sampling_info
         if block.probs is not None:
             assert caps is None, "drawn blocks have no caps"
             accept_len, tokens, max_logits = self._reject(

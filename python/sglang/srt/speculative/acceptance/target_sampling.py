@@ -1,7 +1,6 @@
 """Sample the target after every position of a verified block."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,17 +15,19 @@ from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps")
 
 
-def filters_of_sampled(sampling_info: Any, reqs: Sequence[Any]) -> Any:
-    """Return `sampling_info` with only those filters that its sampled requests need.
+def filters_of_sampled(batch: Any) -> Any:
+    """Return a batch's `sampling_info` with only those filters that its sampled requests need.
 
     SGLang writes a greedy request as top_k = 1. That alone has the sampler sort every row of a mixed batch.
     Greedy requests take the argmax here, so their filter is not needed. With seeds all rows stay sorted: a
     seeded draw is by rank.
     """
-    seeded = sampling_info.sampling_seed is not None
-    if seeded or sampling_info.is_all_greedy or not sampling_info.is_any_greedy:
+    sampling_info = batch.sampling_info
+    if sampling_info.is_all_greedy or not sampling_info.is_any_greedy:
         return sampling_info
-    sampled = [req.sampling_params for req in reqs if req.sampling_params.top_k > 1]
+    if sampling_info.sampling_seed is not None:
+        return sampling_info
+    sampled = [req.sampling_params for req in batch.reqs if req.sampling_params.top_k > 1]
     largest = max((params.top_k for params in sampled), default=TOP_K_ALL)
     return dataclasses.replace(
         sampling_info,
