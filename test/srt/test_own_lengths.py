@@ -11,7 +11,7 @@ import torch
 from serving import PEAGLE_DRAFT, TARGET, dflash_arguments, heldout_prompts
 from support.parity import FLOAT32_TIE
 from support.scheduled import Answer, Job, run
-from support.servers import FLOAT32, WIDTHS_CHANGE
+from support.servers import FLOAT32, LONG_COPIES, WIDTHS_CHANGE
 from tokenizers import Tokenizer
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
@@ -31,7 +31,6 @@ BLOCK = 8
 REPEATED = {"temperature": 0.0, "regex": "(abc def ){60}"}
 # The copies are long here; the penalty makes what was said likelier.
 REPEATING = {"temperature": 0.0, "frequency_penalty": -0.1}
-LONG_COPIES = ("--speculative-copy-ahead", "--speculative-copy-ahead-max-tokens", "64")
 PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
 CASES = {
     "DFlash, copies": (dflash_arguments(), LONG_COPIES),

@@ -6,7 +6,15 @@ import urllib.error
 import pytest
 from serving import Server, dflash_arguments, heldout_prompts
 from support.parity import first_difference
-from support.servers import FLOAT32, PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched, plain_target
+from support.servers import (
+    FLOAT32,
+    LONG_COPIES,
+    PLAIN_FLOAT32,
+    UNCOUNTED,
+    WIDTHS_CHANGE,
+    patched,
+    plain_target,
+)
 
 pytestmark = pytest.mark.server
 
@@ -35,9 +43,6 @@ def expected(requests) -> list[list[int]]:
     """Answers of the target without speculation, one request at a time."""
     with plain_target(*PLAIN_FLOAT32, *DETERMINISTIC, *EXACT_PENALTIES, environment=ENVIRONMENT) as target:
         return [answer["output_ids"] for answer in target.server.generate_many(requests, 1)]
-
-
-LONG_COPIES = ("--speculative-copy-ahead", "--speculative-copy-ahead-max-tokens", "64")
 
 
 def test_seeds_matter(expected):

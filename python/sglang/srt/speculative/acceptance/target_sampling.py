@@ -105,8 +105,9 @@ def target_probs(logits: torch.Tensor, sampling_info, rows: VerifyRows) -> tuple
         Probabilities [T, vocab] float32, and the largest logits [bs, W]. If such a logit is not finite,
         the probabilities have no meaning (`replace_broken_rows`).
     """
-    max_logits, _ = replace_broken_rows(logits)
+    max_logits, most_likely = replace_broken_rows(logits)
     per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in _PER_REQUEST}
+    per_row["most_likely"] = most_likely
     probs = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
     for some in slices_of_rows(*logits.shape):
         torch.softmax(logits[some].float() / per_row["temperatures"][some], dim=-1, out=probs[some])
@@ -138,8 +139,8 @@ def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor], sampling_info
     if not any(filters):
         if sampling_info.is_any_greedy:
             is_greedy = per_row["top_ks"][:, None] <= 1
-            most_likely = probs.argmax(dim=-1, keepdim=True)
-            probs.masked_fill_(is_greedy, 0).scatter_add_(1, most_likely, is_greedy.to(probs.dtype))
+            one_hot_at = per_row["most_likely"][:, None]
+            probs.masked_fill_(is_greedy, 0).scatter_add_(1, one_hot_at, is_greedy.to(probs.dtype))
         return
     most = sampling_info.max_top_k  # None: some request has no such filter
     if most is not None and most <= min(_MOST_WITHOUT_SORT, probs.shape[-1]):
