@@ -38,7 +38,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from copy_ahead import edit, files
 from gpu.state import machine
+from prompt_sets import chats
 from safetensors.torch import load_file, save_file
 from serving import (
     DFLASH2_DRAFT,
@@ -54,21 +56,31 @@ from serving import (
     serve,
     text_prompts,
 )
+from tokenizers import Tokenizer
 
 RESULTS = ROOT / "benchmark" / "results"
 BAR = 0.97
 NONE, ADAPTIVE = "none", "adaptive"
 _LONGER_BEYOND = 32  # requests, from which on rounds take longer
+CODE, PROSE, EDITS = TEXTS = ("code", "prose", "edits")
 STEPS = (0, 1, 3, 7)  # drafted tokens verified at a fixed width
 SERVED = (NONE, *map(str, STEPS), ADAPTIVE)
 
 
 @dataclass(frozen=True)
+class Client:
+    """What a client asks for, again and again."""
+
+    texts: str = CODE  # of TEXTS
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True)
 class Case:
-    """A draft, and how requests are sampled."""
+    """A draft, and who uses it."""
 
     name: str
-    temperature: float | tuple[float, ...] = 0.0  # several: clients have them in turn
+    clients: tuple[Client, ...] = (Client(),)  # these in turn
     base: Path = DRAFT
     target: Path = TARGET
     noise: float = 0.0  # of each weight, relative to its tensor's own spread
@@ -100,7 +112,11 @@ class Case:
 
 
 PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
-MIXED = (0.0, 1.0)  # half of the requests greedy, half sampled
+COPIES = ("--speculative-copy-ahead",)
+SAMPLED = Client(temperature=1.0)
+HALVES = (Client(), SAMPLED)  # the same texts, half of them greedy
+# Half code and edits of code, greedy, half prose at temperature 1.
+MIXED = (Client(), Client(PROSE, 1.0), Client(EDITS), Client(PROSE, 1.0))
 CASES = {
     case.name: case
     for case in (
@@ -108,14 +124,19 @@ CASES = {
         Case("peagle", base=PEAGLE_DRAFT),
         Case("weakened", noise=0.35),
         Case("random", noise=1.0),
-        Case("sampled", temperature=1.0),
-        Case("drawn", temperature=1.0, flags=PROBABILISTIC),
-        Case("mixed", temperature=MIXED),
-        Case("mixed, weakened", temperature=MIXED, noise=0.35),
-        Case("mixed, peagle", temperature=MIXED, base=PEAGLE_DRAFT),
-        Case("mixed, dflash2", temperature=MIXED, base=DFLASH2_DRAFT),
-        Case("mixed, hybrid", temperature=MIXED, base=HYBRID_DRAFT, target=HYBRID_TARGET),
-        Case("mixed, random", temperature=MIXED, noise=1.0),
+        Case("sampled", (SAMPLED,)),
+        Case("drawn", (SAMPLED,), flags=PROBABILISTIC),
+        Case("halves", HALVES),
+        Case("halves, weakened", HALVES, noise=0.35),
+        Case("halves, peagle", HALVES, base=PEAGLE_DRAFT),
+        Case("halves, dflash2", HALVES, base=DFLASH2_DRAFT),
+        Case("halves, hybrid", HALVES, base=HYBRID_DRAFT, target=HYBRID_TARGET),
+        Case("halves, random", HALVES, noise=1.0),
+        Case("mixed", MIXED, flags=COPIES),
+        Case("mixed, peagle", MIXED, base=PEAGLE_DRAFT, flags=COPIES),
+        Case("mixed, dflash2", MIXED, base=DFLASH2_DRAFT, flags=COPIES),
+        Case("mixed, hybrid", MIXED, base=HYBRID_DRAFT, target=HYBRID_TARGET, flags=COPIES),
+        Case("mixed, random", MIXED, noise=1.0, flags=COPIES),
     )
 }
 
@@ -189,17 +210,39 @@ class Cell:
         return (ours / none).tolist()
 
 
-class Load:
-    """Sends requests without end, `concurrency` at a time, while the block runs."""
+def requests(target: Path, seed: int) -> dict[str, list[dict]]:
+    """Return bodies of requests for each of TEXTS, in an order drawn from the seed.
 
-    def __init__(self, server: Server, prompts: list[str], concurrency: int, case: Case, params: dict):
-        self._server, self._prompts = server, itertools.cycle(prompts)
+    The target is too small to edit, so edits of code are forced on it (held/sitecustomize.py).
+    """
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    edits = [edit(file, tokenizer) for file in files(10**6)]
+    bodies = {
+        CODE: [{"text": prompt["text"]} for prompt in text_prompts()],
+        PROSE: [{"text": chat["messages"][0]["content"]} for chat in chats()],
+        EDITS: [
+            {"text": one.text, "sampling_params": {"custom_params": {"forced": one.forced}}} for one in edits
+        ],
+    }
+    for of_kind in bodies.values():
+        random.Random(seed).shuffle(of_kind)
+    return bodies
+
+
+class Load:
+    """Sends requests without end, `concurrency` at a time, while the block runs.
+
+    bodies: of requests, by the texts that a client asks for.
+    """
+
+    def __init__(
+        self, server: Server, bodies: dict[str, list[dict]], concurrency: int, case: Case, params: dict
+    ):
+        self._server, self._params = server, params
+        self._bodies = {texts: itertools.cycle(of_texts) for texts, of_texts in bodies.items()}
         self._ended = threading.Event()
-        of_clients = case.temperature if isinstance(case.temperature, tuple) else (case.temperature,)
         self._clients = [
-            threading.Thread(
-                target=self._ask, args=[params | {"temperature": of_clients[i % len(of_clients)]}]
-            )
+            threading.Thread(target=self._ask, args=[case.clients[i % len(case.clients)]])
             for i in range(concurrency)
         ]
 
@@ -214,9 +257,11 @@ class Load:
         for client in self._clients:
             client.join()
 
-    def _ask(self, params: dict) -> None:
+    def _ask(self, client: Client) -> None:
         while not self._ended.is_set():
-            self._server.generate(text=next(self._prompts), sampling_params=params)
+            body = next(self._bodies[client.texts])
+            params = self._params | {"temperature": client.temperature} | body.get("sampling_params", {})
+            self._server.generate(**{**body, "sampling_params": params})
 
 
 class Busy:
@@ -272,7 +317,13 @@ def servers(stack: ExitStack, case: Case, start: int, args) -> tuple[Server, Ser
 
 
 def measure(
-    server: Server, names: dict[str, str], cell: Cell, prompts: list[str], rounds: int, case: Case, args
+    server: Server,
+    names: dict[str, str],
+    cell: Cell,
+    bodies: dict[str, list[dict]],
+    rounds: int,
+    case: Case,
+    args,
 ) -> float:
     """Add some rounds to the cell and return a prefill's ms per request.
 
@@ -281,7 +332,7 @@ def measure(
     # Long enough for hundreds of adaptive cycles, whose first ones learn.
     seconds = args.seconds * max(1, cell.concurrency / _LONGER_BEYOND)
     params = {"max_new_tokens": args.new_tokens, "ignore_eos": True}
-    with Load(server, prompts, cell.concurrency, case, params):
+    with Load(server, bodies, cell.concurrency, case, params):
         busy = Busy(server)
         time.sleep(seconds)  # warms up; the policy sees this load
         busy.look()
@@ -312,15 +363,14 @@ def run(case: Case, args, say: Callable[[str], None]) -> list[Cell]:
 
 def start_and_measure(case: Case, cells: list[Cell], start: int, args, say: Callable[[str], None]) -> None:
     """Measure all cells in one start of both servers, with its own order of prompts and turns."""
-    prompts = [p["text"] for p in text_prompts()]
-    random.Random(start).shuffle(prompts)
+    bodies = requests(case.target, start)
     turns = {str(k + 1): str(k) for k in STEPS} | {"0": ADAPTIVE}
     with ExitStack() as stack:
         plain, ours = servers(stack, case, start, args)
         for cell in cells:
-            cell.prompt_ms[NONE].append(measure(plain, {"0": NONE}, cell, prompts, 1, case, args))
-            cell.prompt_ms[ADAPTIVE].append(measure(ours, turns, cell, prompts, args.rounds, case, args))
-            measure(plain, {"0": NONE}, cell, prompts, 1, case, args)
+            cell.prompt_ms[NONE].append(measure(plain, {"0": NONE}, cell, bodies, 1, case, args))
+            cell.prompt_ms[ADAPTIVE].append(measure(ours, turns, cell, bodies, args.rounds, case, args))
+            measure(plain, {"0": NONE}, cell, bodies, 1, case, args)
             shown = ", ".join(f"{name} {cell.speed(name):.0f}" for name in SERVED)
             say(f"{case.name:>9} x{cell.concurrency:<3} {shown} tokens/s; {dict(cell.lengths)}")
 
@@ -364,9 +414,11 @@ sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request
 Tokens per second of decode steps, medians of all rounds. "k verified": the draft fills its block of 8 and k
 of its tokens are verified; 0 is plain decoding that writes the draft's context. Drafts: `trained` and
 `peagle` are the bundled ones, `weakened` has noise on every weight, `random` is noise, `sampled` is
-`trained` at temperature 1, `drawn` the same with probabilistic drafting, `mixed` half the requests greedy and
-half at temperature 1, with the trained draft or the one that is named. Every request goes through all
-widths.
+`trained` at temperature 1, `drawn` the same with probabilistic drafting. `mixed`: a quarter of the requests
+continue code and a quarter edits code, both greedy, and half are prose at temperature 1, on servers with
+copies; `halves`: code, half of the requests greedy and half at temperature 1; both with the trained draft or
+the one that is named. At a fixed width a request copies where its estimate says so, as in adaptive turns.
+Every request goes through all widths.
 
 How to read the columns:
 

@@ -7,6 +7,8 @@ WIDTH_TURNS: numbers of slots to verify, separated by commas, each for TURN_CYCL
 own choice. All have their turn, in an order drawn anew (from TURN_SEED): requests that begin together would
 otherwise meet the same turn at the same age again and again.
 
+Requests may force their text, as benchmark/held/sitecustomize.py says.
+
 In the widest turn the policy is asked as well, and not obeyed: what its lengths would have kept of the same
 blocks is compared with what every fixed width would have. The time of asking is taken off that turn.
 
@@ -72,10 +74,15 @@ def verify_in_turns(module) -> None:
             chosen = choose_own(self, *arguments)
         if turns.number == OWN:
             return chosen
-        n = len(arguments[0].rows)
-        depth = module.np.full(n, turns.number - 1)
+        requests, _, matches, *_ = arguments
+        n, depth = len(requests.rows), turns.number - 1
+        copies = module.np.zeros(n, dtype=bool)
+        if matches is not None and depth:
+            copied = self.chooser.copies.of(requests.modes, matches, depth).sum(axis=1)
+            drafted = self.chooser.drafts.of(requests.rows, requests.modes)[:, :depth].sum(axis=1)
+            copies = copied > drafted
         # No seconds are expected, so none are learned from.
-        return module.Choice(depth, module.np.zeros(n, dtype=bool), True, 0.0, 0.0)
+        return module.Choice(module.np.full(n, depth), copies, True, 0.0, 0.0)
 
     def timed_choose(self, *arguments):
         since = time.perf_counter()
@@ -161,6 +168,7 @@ def time_steps(module) -> None:
 
 
 sys.path.append(str(Path(__file__).parent.parent))
+import held.sitecustomize  # noqa: E402, F401
 from after_import import after_import  # noqa: E402
 
 after_import(
