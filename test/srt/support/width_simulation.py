@@ -30,7 +30,7 @@ class Cost:
 
     request, row: of each request and each drafted row that is verified. step: rows that are free until they
     fill so many. draft, each: of a draft forward, and of each request it serves. uneven: further seconds of a
-    cycle whose lengths differ.
+    cycle whose lengths differ. read: of each committed token. gap: from a cycle to the next.
     """
 
     request: float = 0.02
@@ -39,6 +39,8 @@ class Cost:
     draft: float = 0.1
     each: float = 0.02
     uneven: float = 0.0
+    read: float = 0.0
+    gap: float = 0.0
 
     def verify(self, n: int, drafted: int) -> float:
         return 1 + self.request * n + self.row * self.step * (drafted // self.step)
@@ -46,17 +48,18 @@ class Cost:
     def draft_for(self, m: int) -> float:
         return self.draft + self.each * m if m else 0.0
 
-    def cycle(self, lengths: np.ndarray) -> float:
+    def cycle(self, lengths: np.ndarray, context: int = 0) -> float:
+        """Return the seconds of a cycle, without the gap. context: committed tokens of each request."""
         seconds = self.verify(len(lengths), int(lengths.sum())) + self.draft_for(int((lengths > 0).sum()))
+        seconds += self.read * len(lengths) * context
         return seconds + self.uneven * bool((lengths != lengths[0]).any())
 
 
-def best_uniform(cost: Cost, accept_probs: np.ndarray) -> float:
+def best_uniform(cost: Cost, accept_probs: np.ndarray, context: int = 0) -> float:
     """Return the tokens per second of the best common width. accept_probs: [n, K]"""
     n, survival = len(accept_probs), accept_probs.cumprod(axis=1)
     return max(
-        (n + survival[:, : w - 1].sum())
-        / (cost.verify(n, n * (w - 1)) + (cost.draft_for(n) if w > 1 else 0.0))
+        (n + survival[:, : w - 1].sum()) / (cost.cycle(np.full(n, w - 1), context) + cost.gap)
         for w in WIDTHS.tolist()
     )
 
@@ -72,7 +75,8 @@ class Simulation:
         lag: cycles until the host knows accept lengths.
         noise: standard deviation of the logarithm of a cycle's time.
         error: relative error of what start-up measured of wide blocks.
-        knows_uneven: whether start-up measured unequal lengths.
+        context: committed tokens of each request.
+        ignored: a field of `Cost` that the server does not measure.
     """
 
     cost: Cost
@@ -81,7 +85,8 @@ class Simulation:
     lag: int = 2
     noise: float = 0.1
     error: float = 0.0
-    knows_uneven: bool = True
+    context: int = 0
+    ignored: str = ""
     seed: int = 0
     chosen: list[np.ndarray] = field(default_factory=list)
 
@@ -92,8 +97,9 @@ class Simulation:
         draft = np.array([self.cost.draft_for(int(n)) for n in LOADS])
         every_other = [np.where(np.arange(n) % 2, 0, DEPTH) for n in LOADS]
         half = np.array([self.cost.cycle(lengths) for lengths in every_other])
-        half = half if self.knows_uneven else None
-        self.costs = CostTable(LOADS, WIDTHS, verify * wrong, draft, half=half)
+        half = None if self.ignored == "uneven" else half
+        read = 0.0 if self.ignored == "read" else self.cost.read
+        self.costs = CostTable(LOADS, WIDTHS, verify * wrong, draft, reads=read, half=half)
         self.chooser = LengthChooser(self.costs, 64, self.own_lengths)
         self.tokens = self.seconds = 0.0
 
@@ -105,12 +111,14 @@ class Simulation:
         said, born, late = self.rng.integers(0, 256, n), np.zeros(n, dtype=int), []
         self.chosen, self.tokens, self.seconds = [], 0.0, 0.0
         for number in range(cycles):
-            choice = self.chooser.choose(born.sum(), rows, modes, caps=caps)
+            choice = self.chooser.choose(born.sum(), rows, modes, n * self.context, caps=caps)
             lengths = choice.lengths
             hits = (self.rng.random(survival.shape) < self.accept_probs).cumprod(axis=1).sum(axis=1)
             kept = np.minimum(hits, lengths)
-            seconds = self.cost.cycle(lengths)
-            self.costs.observe(choice.seconds, seconds * np.exp(self.noise * self.rng.normal()), None, False)
+            seconds = self.cost.cycle(lengths, self.context)
+            if self.ignored != "gap":
+                noisy = seconds * np.exp(self.noise * self.rng.normal())
+                self.costs.observe(choice.seconds - self.costs.gap, noisy, self.cost.gap)
             late.append((lengths, kept, born.copy()))
             if len(late) > self.lag:
                 verified, accepted, whose = late.pop(0)
@@ -119,7 +127,7 @@ class Simulation:
             if number >= warm:
                 self.chosen.append(lengths)
                 self.tokens += n + np.where(np.arange(DEPTH) < lengths[:, None], survival, 0.0).sum()
-                self.seconds += seconds
+                self.seconds += seconds + self.cost.gap
             said += kept + 1
             [ended] = np.nonzero(said >= 256)
             said[ended] = 0
@@ -134,4 +142,4 @@ class Simulation:
     @property
     def of_best_uniform(self) -> float:
         """Speed over that of the best common width, with acceptance known."""
-        return self.speed / best_uniform(self.cost, self.accept_probs)
+        return self.speed / best_uniform(self.cost, self.accept_probs, self.context)

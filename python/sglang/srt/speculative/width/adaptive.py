@@ -116,7 +116,8 @@ class AdaptiveWidth:
         needs_equal = _needs_equal_lengths(batch.sampling_info)
         choice = self._agree(requests, num_tokens, matches, caps, None if needs_equal else room)
         plan = planned(self._backends, choice.lengths, choice.copies, choice.drafts, needs_equal)
-        plan = plan._replace(caps=caps, matches=matches, batch=requests, expected=choice.seconds)
+        expected = choice.seconds - self.chooser.costs.gap
+        plan = plan._replace(caps=caps, matches=matches, batch=requests, expected=expected)
         self._count(plan, choice)
         self._clock.start()
         return plan
@@ -199,18 +200,16 @@ class AdaptiveWidth:
     def on_launched(self, cycle: PlannedCycle, was_drafted: bool = True) -> None:
         """Stop timing. was_drafted: whether the draft ran, if it was to."""
         is_as_planned = cycle.lengths is not None or was_drafted == (cycle.drafts and cycle.width > 1)
-        expected = cycle.expected if is_as_planned and not len(self._schedule) else None
-        self._clock.stop(expected, cycle.width == 1)
+        self._clock.stop(cycle.expected if is_as_planned and not len(self._schedule) else None)
 
     def _learn_timings(self) -> None:
-        for timing in self._clock.finished():
-            if not timing.expected:
+        for expected, seconds, gap in self._clock.finished():
+            if expected is None or expected <= 0:  # not this policy's choice
                 continue
-            gap = self.chooser.costs.gaps()[0 if timing.was_plain else 1]
-            expected = max(timing.expected - gap, timing.expected / 10)
-            self.chooser.costs.observe(expected, timing.seconds, timing.gap, timing.was_plain)
-            self._measured += timing.seconds
+            self._measured += seconds
             self._expected += expected
+            if gap is not None:
+                self.chooser.costs.observe(expected, seconds, gap)
 
     def on_accept_lens(
         self, cycle: PlannedCycle, accept_lens: Sequence[int], proposals: Proposals | None = None

@@ -11,8 +11,6 @@ from sglang_dflash.srt.speculative.width.survival import CopySurvival, DraftSurv
 
 # A decision holds for so many cycles of an unchanged batch, if no copies come and go.
 _HOLD = 4
-# A probe counts as this share of a cycle at least.
-_LEAST_PROBE = 0.02
 
 
 class Choice(NamedTuple):
@@ -103,12 +101,7 @@ class LengthChooser:
         self, num_requests: int, num_tokens: int | None = None, depth: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return seconds of verifying 0 .. n K tokens, and of drafting for 0 .. n requests."""
-        verify, (after_plain, after_other) = (
-            self.costs.verify(num_requests, num_tokens, depth),
-            self.costs.gaps(),
-        )
-        verify[0] += after_plain
-        verify[1:] += after_other
+        verify = self.costs.verify(num_requests, num_tokens, depth) + self.costs.gap
         return verify, self.costs.draft(num_requests)
 
     def _decide(
@@ -189,7 +182,7 @@ class LengthChooser:
         seconds = float(verify[lengths.sum()] + draft[drafted])
         if (lengths != lengths[0]).any():
             seconds += self.costs.uneven(n)
-        price = max(seconds - choice.seconds, _LEAST_PROBE * choice.seconds)
+        price = max(seconds - choice.seconds, 0.0)
         self._credit = min(self._credit, max(price, 3 * choice.seconds))
         if self._credit < price:
             return choice

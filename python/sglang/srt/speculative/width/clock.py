@@ -13,7 +13,6 @@ class CycleTiming(NamedTuple):
     expected: float | None  # seconds, as `stop` was told
     seconds: float
     gap: float | None  # seconds since the end of the previous cycle; None if something else ran in between
-    was_plain: bool  # whether the previous cycle verified no drafted token
 
 
 class CycleClock:
@@ -27,7 +26,7 @@ class CycleClock:
         self._is_cuda = device != "cpu"
         self._free_events: list[Any] = []  # read; recorded again, as making two in every cycle takes time
         self._pending: deque[tuple[float | None, Any, Any, Any]] = deque()
-        self._previous: tuple[Any, bool] | None = None  # end of the previous cycle, and whether it was plain
+        self._previous: Any = None  # end of the previous cycle
         self._start: Any = None
 
     def _now(self) -> Any:
@@ -40,14 +39,11 @@ class CycleClock:
     def start(self) -> None:
         self._start = self._now()
 
-    def stop(self, expected: float | None = None, is_plain: bool = False) -> None:
-        """End a cycle.
-
-        expected: its seconds; None: unknown. is_plain: whether it verified no drafted token.
-        """
+    def stop(self, expected: float | None = None) -> None:
+        """End a cycle. expected: its seconds; None: unknown."""
         end = self._now()
         self._pending.append((expected, self._previous, self._start, end))
-        self._previous = end, is_plain
+        self._previous = end
 
     def interrupt(self) -> None:
         self._previous = None
@@ -56,13 +52,12 @@ class CycleClock:
         timings = []
         while self._pending and (not self._is_cuda or self._pending[0][-1].query()):
             expected, previous, start, end = self._pending.popleft()
-            previous_end, was_plain = previous or (None, False)
-            gap = None if previous_end is None else self._between(previous_end, start)
+            gap = None if previous is None else self._between(previous, start)
             seconds = self._between(start, end)
             if self._is_cuda:
                 # The next cycle's gap begins with `end`, so that one is free a cycle later.
-                self._free_events += [start] if previous_end is None else [start, previous_end]
-            timings.append(CycleTiming(expected, seconds, gap, was_plain))
+                self._free_events += [start] if previous is None else [start, previous]
+            timings.append(CycleTiming(expected, seconds, gap))
         return timings
 
     def _between(self, start: Any, end: Any) -> float:

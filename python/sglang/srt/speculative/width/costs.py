@@ -1,14 +1,11 @@
 """Seconds of a cycle: measured at start-up, followed while serving."""
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import isotonic_regression
 
-_PACE_RATE, _GAP_RATE = 0.02, 0.05
-# A cycle that took more than e^0.7, twice, the expected time counts as that: the rest is a pause.
-_LARGEST_SURPRISE = 0.7
+_GAP_RATE = 0.05  # per cycle
 
 
 class CostTable:
@@ -16,8 +13,11 @@ class CostTable:
 
     A verify of n requests takes j drafted tokens in all, and a draft serves m requests. Both are measured at
     start-up for some loads, with `context` committed tokens per request. Between these loads they are linear
-    in n or, if forwards are padded to captured sizes, those of the next larger one. One pace, followed while
-    serving, multiplies all of it. The gap is the time from a cycle to the next.
+    in n or, if forwards are padded to captured sizes, those of the next larger one. A machine that gets
+    slower changes all costs alike, and no choice: seconds are those of start-up's pace.
+
+    Attributes:
+        gap: seconds from a cycle to the next, followed while serving.
 
     Args:
         loads: numbers of requests that were measured, ascending. [L]
@@ -50,8 +50,7 @@ class CostTable:
         self._draft = isotonic_regression(np.asarray(draft, dtype=float)).x
         self._reads, self._context = reads, context
         self._sizes = None if sizes is None else np.asarray(sizes)
-        self._log_pace = 0.0
-        self._gaps = [math.nan, math.nan]  # after plain cycles, after others
+        self.gap = 0.0
         self._uneven = np.zeros(len(self.loads))
         for i, n in enumerate(self.loads):
             whole = (n + 1) // 2
@@ -89,34 +88,26 @@ class CostTable:
         if self._sizes is not None:
             sufficient = np.searchsorted(self._sizes, num_requests + drafted).clip(max=len(self._sizes) - 1)
             seconds = seconds[np.clip(self._sizes[sufficient] - num_requests, drafted, drafted[-1])]
-        return math.exp(self._log_pace) * seconds
+        return seconds
 
     def draft(self, num_requests: int) -> np.ndarray:
         """Return the seconds of drafting for 0 .. n requests."""
-        seconds = math.exp(self._log_pace) * self._at(np.arange(num_requests + 1), self._draft)
+        seconds = self._at(np.arange(num_requests + 1), self._draft)
         seconds[0] = 0.0
         return seconds
 
     def uneven(self, num_requests: int) -> float:
         """Return the further seconds of a cycle whose lengths differ."""
-        return math.exp(self._log_pace) * float(self._at(num_requests, self._uneven))
+        return float(self._at(num_requests, self._uneven))
 
-    def gaps(self) -> tuple[float, float]:
-        """Return the time to the next cycle after a plain one, and after another."""
-        plain, other = self._gaps
-        known = [gap for gap in self._gaps if not math.isnan(gap)]
-        return (0.0, 0.0) if not known else (known[0] if math.isnan(plain) else plain, known[-1])
+    def observe(self, expected: float, seconds: float, gap: float) -> None:
+        """Learn the gap before a cycle.
 
-    def observe(self, expected: float, seconds: float, gap: float | None, was_plain: bool) -> None:
-        """Learn from a cycle: its seconds without the gap, those expected, and the gap before it.
+        A pause of the server is a gap too. So a gap counts as one cycle at most.
 
-        was_plain: whether the cycle before it verified no drafted token.
+        Args:
+            expected: seconds of the cycle by this table, without the gap.
+            seconds: as measured.
+            gap: as measured.
         """
-        surprise = math.log(max(seconds, 1e-9) / expected)
-        self._log_pace += _PACE_RATE * min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)
-        if gap is not None:
-            kind = 0 if was_plain else 1
-            before = self._gaps[kind]
-            # Once known, a pause counts as three gaps at most.
-            new = gap if math.isnan(before) else before + _GAP_RATE * (min(gap, 3 * before) - before)
-            self._gaps[kind] = new
+        self.gap += _GAP_RATE * (expected * min(gap / max(seconds, 1e-9), 1.0) - self.gap)

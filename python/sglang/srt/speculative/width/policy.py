@@ -15,7 +15,7 @@ ones cost more than their rows.
 import numpy as np
 
 # Numbers of requests to draft for, as shares of all.
-_SHARES = np.linspace(0, 1, 17)
+_SHARES = np.linspace(0, 1, 9)
 
 
 def choose_lengths(

@@ -19,11 +19,9 @@ MODES = ("greedy", "sampled", "drawn", "constrained")
 _DRAFT_PRIOR, _COPY_PRIOR, _PRIOR_WEIGHT = 0.7, 0.5, 2.0
 # Length of a match that the host does not know of, where it learns of matches late: there may be one.
 UNKNOWN_MATCH, _UNKNOWN_PRIOR = 1, 0.1
-# A request's own labels: how many its mode's average counts for; what is kept of them per cycle with a draft
-# of its own, and per other cycle.
-_OWN_WEIGHT, _OWN_MEMORY, _OWN_PATIENCE = 12.0, 0.97, 0.995
-# An average is over about so many labels. Without new ones it loses weight, not its value, down to the least.
-_MEMORY, _PATIENCE, _LEAST_WEIGHT = 1 - 1 / 300, 0.997, 12.0
+# A request's own labels: how many its mode's average counts for; what is kept of them per verified block.
+_OWN_WEIGHT, _OWN_MEMORY = 12.0, 0.97
+_MEMORY = 1 - 1 / 300  # of averages, per label
 
 
 class _Averages:
@@ -51,9 +49,8 @@ class _Averages:
         shape, size = self.seen.shape, self.seen.size
         seen = np.bincount(cells, minlength=size).reshape(shape)
         kept = np.bincount(cells[is_kept], minlength=size).reshape(shape)
-        patience = np.where(self.seen > _LEAST_WEIGHT, _PATIENCE, 1.0) * _MEMORY**seen
-        self.seen = patience * self.seen + seen
-        self.kept = patience * self.kept + kept
+        self.seen = _MEMORY**seen * self.seen + seen
+        self.kept = _MEMORY**seen * self.kept + kept
 
 
 class DraftSurvival:
@@ -93,7 +90,7 @@ class DraftSurvival:
         """
         seen = self._steps < np.minimum(accepted + 1, drafted)[:, None]
         kept = self._steps < np.where(drafted > 0, accepted, 0)[:, None]
-        memory = np.where(drafted > 0, _OWN_MEMORY, _OWN_PATIENCE)[:, None]
+        memory = np.where(drafted > 0, _OWN_MEMORY, 1.0)[:, None]
         self._seen[rows] = memory * self._seen[rows] + seen
         self._kept[rows] = memory * self._kept[rows] + kept
         cells = modes[:, None] * len(self._steps) + self._steps
