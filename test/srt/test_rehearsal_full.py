@@ -49,6 +49,8 @@ pytestmark = [pytest.mark.server, pytest.mark.rehearsal_full, on_cpu]
 
 DRAFTS = {"dflash": DRAFT, "speculators": SPECULATORS_DRAFT, "peagle": PEAGLE_DRAFT, "dflash2": DFLASH2_DRAFT}
 WINDOW = 12
+# TensorRT-LLM's kernels read whole pages.
+PAGES = {"trtllm_mha": ("--page-size", 16)}
 NUM_GRAPHS = 2 * 3  # of target and draft, for 1, 2 and 4 requests
 
 
@@ -90,6 +92,17 @@ def test_backend_and_draft(backend, draft, expected, reference):
             assert played.waits() == []
         if draft in ("dflash", "peagle"):  # the other drafts run as DFlash
             assert_launches(played, f"{backend}-{draft}")
+
+
+@pytest.mark.parametrize("draft", ["dflash", "peagle"])
+def test_trtllm_mha(draft, expected, reference):
+    """SGLang's default for the target on a Blackwell GPU. The draft runs on FlashInfer."""
+    requests = greedy_requests()
+    with rehearse(Scene("trtllm_mha"), DRAFTS[draft], NO_CACHE, *PAGES["trtllm_mha"]) as played:
+        assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
+        backends = {note["role"]: note["name"] for note in played.notes("backend")}
+        assert backends == {"target": "TRTLLMHAAttnBackend", "draft": "FlashInferAttnBackend"}
+        assert draft == "peagle" or played.waits() == []
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
@@ -262,7 +275,10 @@ def test_widths_that_change(servers, reference, tmp_path):
         )
 
 
-@pytest.mark.parametrize(("backend", "draft"), [("fa3", "dflash"), ("flashinfer", "dflash2")])
+OWN_LENGTHS = [("fa3", "dflash"), ("flashinfer", "dflash2"), ("trtllm_mha", "dflash")]
+
+
+@pytest.mark.parametrize(("backend", "draft"), OWN_LENGTHS)
 def test_own_lengths(backend, draft, servers, reference, tmp_path):
     """Verify another number of tokens of each request, with one set of graphs for all numbers of rows."""
     requests, lengths = greedy_requests(), verifying(tmp_path, 6)
@@ -270,7 +286,7 @@ def test_own_lengths(backend, draft, servers, reference, tmp_path):
         request["sampling_params"] |= {"custom_params": {"speculative_max_tokens": cap}}
     on_cpu = servers.get(*ARGUMENTS, *dflash_arguments(DRAFTS[draft]), NO_CACHE, *lengths)
     wanted = [on_cpu.generate_many(requests, CONCURRENCY), on_cpu.generate_many(requests[:1], 1)]
-    with rehearse(Scene(backend), DRAFTS[draft], NO_CACHE, *lengths) as played:
+    with rehearse(Scene(backend), DRAFTS[draft], NO_CACHE, *lengths, *PAGES.get(backend, ())) as played:
         answers = played.server.generate_many(requests, CONCURRENCY)
         # The graph of 4 rows, for up to 4 requests, runs the block of one.
         alone = played.server.generate_many(requests[:1], 1)
@@ -287,11 +303,12 @@ def test_own_lengths(backend, draft, servers, reference, tmp_path):
         assert state["speculative_width"]["own_lengths"]
 
 
-@pytest.mark.parametrize(("backend", "draft"), [("fa3", "dflash"), ("flashinfer", "dflash2")])
+@pytest.mark.parametrize(("backend", "draft"), OWN_LENGTHS)
 def test_own_lengths_that_change(backend, draft, reference, tmp_path):
     """Verify none, some and all, another number for each request and cycle, of unlike requests."""
     requests = kinds_of_requests()
-    with rehearse(Scene(backend), DRAFTS[draft], *verifying(tmp_path, *CHANGING)) as played:
+    arguments = *verifying(tmp_path, *CHANGING), *PAGES.get(backend, ())
+    with rehearse(Scene(backend), DRAFTS[draft], *arguments) as played:
         answers = played.server.generate_many(requests, CONCURRENCY)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == [] and played.waits() == []
@@ -300,11 +317,11 @@ def test_own_lengths_that_change(backend, draft, reference, tmp_path):
         assert sum(map(sum, acceptance(answers))) > 0
 
 
-@pytest.mark.parametrize("backend", ["fa3", "flashinfer"])
+@pytest.mark.parametrize("backend", ["fa3", "flashinfer", "trtllm_mha"])
 def test_own_lengths_with_copies(backend, reference, tmp_path):
     """Copy and draft in one batch. The host learns a cycle or two late whether there was a match."""
     requests = greedy_requests(4, 64)
-    arguments = "--speculative-copy-ahead", *verifying(tmp_path, *CHANGING)
+    arguments = "--speculative-copy-ahead", *verifying(tmp_path, *CHANGING), *PAGES.get(backend, ())
     with rehearse(Scene(backend), DRAFT, *arguments) as played:
         answers = played.server.generate_many(requests, CONCURRENCY)
         assert_same(requests, answers, reference.answers(requests))

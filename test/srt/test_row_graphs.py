@@ -156,12 +156,19 @@ class FlashAttentionBackend:
         self.has_local_attention = has_local_attention
 
 
+class TRTLLMHAAttnBackend(FlashAttentionBackend):
+    def __init__(self, is_xqa_impl: bool):
+        super().__init__()
+        self.is_xqa_impl = is_xqa_impl
+
+
 def test_who_verifies_one_width_and_why():
     def reason(attention, runner=None, writes_context_apart=True):
         drafter = SimpleNamespace(writes_context_apart=writes_context_apart)
         return reason_for_one_width(runner or runner_of(), attention, drafter)
 
-    assert reason(FlashAttentionBackend()) is None
+    assert reason(FlashAttentionBackend()) is reason(TRTLLMHAAttnBackend(is_xqa_impl=False)) is None
+    assert "TRTLLMHAAttnBackend verifies one width" in reason(TRTLLMHAAttnBackend(is_xqa_impl=True))
     assert "SimpleNamespace verifies one width" in reason(SimpleNamespace())
     assert "window" in reason(FlashAttentionBackend(use_sliding_window_kv_pool=True))
     assert "no CUDA graphs" in reason(FlashAttentionBackend(), runner_of(disable_padding=True))

@@ -13,7 +13,16 @@ import types
 from dataclasses import dataclass
 
 import torch
-from support.rehearsal import built_in, faults, flashinfer_kernels, graphs, launches, report, steps
+from support.rehearsal import (
+    built_in,
+    faults,
+    flashinfer_kernels,
+    graphs,
+    launches,
+    report,
+    steps,
+    trtllm_kernels,
+)
 from support.rehearsal.attention import merge
 from support.rehearsal.fa3_kernels import flash_attn_with_kvcache, get_scheduler_metadata
 
@@ -25,7 +34,7 @@ class Scene:
     """A server to rehearse.
 
     Attributes:
-        backend: flashinfer, fa3 or triton, for target and draft.
+        backend: flashinfer, fa3 or triton, for target and draft; or trtllm_mha, with a draft on FlashInfer.
         buckets: Batch sizes to capture graphs for.
         fault: One of `faults.AT_START`.
         interprets_context_kv: Interpret also the kernel with a program per token and layer, which takes a
@@ -73,7 +82,11 @@ def set_the_stage(ledger) -> None:
 
     def build():
         _interpret_triton()
-        backend = {"flashinfer": _flashinfer, "fa3": _fa3, "triton": _triton}[scene.backend]()
+        draft_backend = None
+        if scene.backend == "trtllm_mha":
+            draft_backend, backend = _flashinfer(), _trtllm_mha()
+        else:
+            backend = {"flashinfer": _flashinfer, "fa3": _fa3, "triton": _triton}[scene.backend]()
         steps.watch()
         _record_gated_delta_rule()
         _capture_graphs(scene.buckets)
@@ -81,10 +94,11 @@ def set_the_stage(ledger) -> None:
             _prepare_our_worker(scene)
 
         def create(runner):
+            of_role = draft_backend or backend if runner.is_draft_worker else backend
             report.note(
-                "backend", role="draft" if runner.is_draft_worker else "target", name=backend.__name__
+                "backend", role="draft" if runner.is_draft_worker else "target", name=of_role.__name__
             )
-            return backend(runner)
+            return of_role(runner)
 
         return create
 
@@ -182,6 +196,19 @@ def _flashinfer():
     module.fast_decode_plan = None
     module.merge_state = module._safe_merge_state = merge
     return module.FlashInferAttnBackend
+
+
+def _trtllm_mha():
+    import sglang.srt.layers.attention.trtllm_mha_backend as module
+
+    module.make_persistent_multi_ctas_kv_counter_buffer = lambda *_, **__: None
+    kernels = {
+        name: graphs.kernel(name, getattr(trtllm_kernels, name))
+        for name in ("trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache")
+    }
+    library = types.SimpleNamespace(**kernels)
+    module.flashinfer = types.SimpleNamespace(decode=library, prefill=library)
+    return module.TRTLLMHAAttnBackend
 
 
 def _fa3():

@@ -116,7 +116,11 @@ def _row_graph_runner() -> type:
 def reason_for_one_width(runner: Any, attention: Any, drafter: Any) -> str | None:
     """Say why a CUDA target cannot verify numbers of tokens of their own. None: it can."""
     graphs, name = runner.decode_cuda_graph_runner, type(attention).__name__
-    if name != "FlashAttentionBackend" and not plans_blocks(attention):  # FA3 and FA4, or FlashInfer
+    # FA3 and FA4, TensorRT-LLM's kernels but for its older ones ("xqa"), and FlashInfer.
+    takes_layouts = name == "FlashAttentionBackend" or (
+        name == "TRTLLMHAAttnBackend" and not attention.is_xqa_impl
+    )
+    if not takes_layouts and not plans_blocks(attention):
         return f"{name} verifies one width"
     if attention.use_sliding_window_kv_pool or getattr(attention, "has_local_attention", False):
         return "layers with a window or chunks have KV slots of their own"
