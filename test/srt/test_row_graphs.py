@@ -151,8 +151,7 @@ def runner_of(**graph_fields) -> SimpleNamespace:
 
 
 class FlashAttentionBackend:
-    def __init__(self, use_sliding_window_kv_pool=False, has_local_attention=False):
-        self.use_sliding_window_kv_pool = use_sliding_window_kv_pool
+    def __init__(self, has_local_attention=False):
         self.has_local_attention = has_local_attention
 
 
@@ -170,7 +169,7 @@ def test_who_verifies_one_width_and_why():
     assert reason(FlashAttentionBackend()) is reason(TRTLLMHAAttnBackend(is_xqa_impl=False)) is None
     assert "TRTLLMHAAttnBackend verifies one width" in reason(TRTLLMHAAttnBackend(is_xqa_impl=True))
     assert "SimpleNamespace verifies one width" in reason(SimpleNamespace())
-    assert "window" in reason(FlashAttentionBackend(use_sliding_window_kv_pool=True))
+    assert "chunks" in reason(FlashAttentionBackend(has_local_attention=True))
     assert "no CUDA graphs" in reason(FlashAttentionBackend(), runner_of(disable_padding=True))
     assert "data-parallel" in reason(FlashAttentionBackend(), runner_of(require_gathered_buffer=True))
     assert "takes in the verified" in reason(FlashAttentionBackend(), writes_context_apart=False)

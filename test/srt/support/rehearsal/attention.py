@@ -15,12 +15,14 @@ def attend(
     back: int = -1,
     ahead: int = -1,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from q [n, q_heads, d] to keys and values [m, kv_heads, d].
 
     The queries are at the last n of the m positions. back, ahead: how many positions before and after its
-    own a query sees; -1: all. Returns [n, q_heads, d_v] float32 and the base-2 log of the sums, [n,
-    q_heads].
+    own a query sees; -1: all. sinks: logits of a key without a value, [q_heads].
+
+    Returns [n, q_heads, d_v] float32 and the base-2 log of the sums, [n, q_heads].
     """
     n, m = q.shape[0], keys.shape[0]
     group = q.shape[1] // keys.shape[1]
@@ -37,6 +39,9 @@ def attend(
     if ahead >= 0:
         seen &= key <= query + ahead
     scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, n, 1)], dim=-1)
+        values = torch.cat([values, torch.zeros_like(values[:1])])
     attended = torch.einsum("hnm,mhd->nhd", torch.softmax(scores, dim=-1).nan_to_num(), values)
     return attended, (torch.logsumexp(scores, dim=-1) / math.log(2)).T
 

@@ -23,6 +23,7 @@ def flash_attn_with_kvcache(
     num_splits=0,
     ver=3,
     scheduler_metadata=None,
+    sinks=None,
 ):
     """Attend from q [tokens, heads, d] to caches [pages, page, kv_heads, d].
 
@@ -58,7 +59,15 @@ def flash_attn_with_kvcache(
         keys, values = (pool[slots] for pool in pools)
         back, ahead = window_size
         attended, _ = attend(
-            q[rows], keys, values, causal=causal, scale=softmax_scale, back=back, ahead=ahead, softcap=softcap
+            q[rows],
+            keys,
+            values,
+            causal=causal,
+            scale=softmax_scale,
+            back=back,
+            ahead=ahead,
+            softcap=softcap,
+            sinks=sinks,
         )
         result[rows] = attended.to(q.dtype)
     return result

@@ -88,7 +88,7 @@ def set_the_stage(ledger) -> None:
         else:
             backend = {"flashinfer": _flashinfer, "fa3": _fa3, "triton": _triton}[scene.backend]()
         steps.watch()
-        _record_gated_delta_rule()
+        _record_layers_of_the_cpu()
         _capture_graphs(scene.buckets)
         if not (scene.is_built_in or scene.is_handed_over):
             _prepare_our_worker(scene)
@@ -231,14 +231,19 @@ def _fa3():
     return module.FlashAttentionBackend
 
 
-def _record_gated_delta_rule() -> None:
-    """Make the convolution and the recurrence of GatedDeltaNet layers one operation of a graph each."""
+def _record_layers_of_the_cpu() -> None:
+    """Make layers that read on the host what they compute one operation of a graph each.
+
+    They are the convolution and the recurrence of GatedDeltaNet, and experts.
+    """
     from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.layers.attention.linear.kernels import gdn_triton
+    from sglang.srt.layers.moe import fused_moe_native
 
     for module, name in (
         (gdn_backend, "causal_conv1d_update"),
         (gdn_triton, "fused_sigmoid_gating_delta_rule_update"),
+        (fused_moe_native, "moe_forward_native"),
     ):
         setattr(module, name, graphs.kernel(name, getattr(module, name)))
 

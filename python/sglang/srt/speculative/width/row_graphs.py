@@ -122,8 +122,8 @@ def reason_for_one_width(runner: Any, attention: Any, drafter: Any) -> str | Non
     )
     if not takes_layouts and not plans_blocks(attention):
         return f"{name} verifies one width"
-    if attention.use_sliding_window_kv_pool or getattr(attention, "has_local_attention", False):
-        return "layers with a window or chunks have KV slots of their own"
+    if getattr(attention, "has_local_attention", False):
+        return "layers with chunks have page tables of their own"
     if not drafter.writes_context_apart:
         return "the draft's forward takes in the verified tokens, of blocks of one width"
     if graphs is None or graphs.disable_padding:
