@@ -23,8 +23,8 @@ def choose_lengths(
 ) -> tuple[np.ndarray, float, float]:
     """Choose how many drafted tokens of each request to verify.
 
-    Draft for the m best requests and take the best slots of these, for every m and number of slots. What a
-    request is worth depends on the price of a slot, which is the least s_ik taken, so this is repeated.
+    Draft for the m requests that may gain most, and take the best slots of these, for every m and number of
+    slots.
 
     Args:
         survival: s_ik, 0 for slots that must not be verified. [n, K]
@@ -44,22 +44,17 @@ def choose_lengths(
     all_may = int((survival > 0).all(axis=0).sum())  # s falls along a request
     widths = np.arange(1, all_may + 2)
     width, tokens_of_all, seconds_of_all = choose_width(survival, widths, verify, float(draft[n - num_free]))
-    best = np.full(n, width - 1), tokens_of_all, seconds_of_all
-    speed, price = best[1] / best[2], 0.0
-    for _ in range(3):
-        worth = np.maximum(survival - price, 0.0).sum(axis=1) + np.where(is_free, depth, 0)
-        rank = np.empty(n, dtype=int)
-        rank[np.argsort(-worth, kind="stable")] = np.arange(n)
-        taken = (rank[request] < num_free + sizes[:, None]) & (slots > 0)
-        tokens = n + (slots * taken).cumsum(axis=1)
-        seconds = verify[taken.cumsum(axis=1)] + draft[sizes][:, None] + uneven
-        row, last = np.unravel_index(np.argmax(tokens / seconds), tokens.shape)
-        if tokens[row, last] <= speed * seconds[row, last] * (1 + 1e-9):
-            break
-        lengths = np.bincount(request[: last + 1][taken[row, : last + 1]], minlength=n)
-        best = lengths, float(tokens[row, last]), float(seconds[row, last])
-        speed, price = best[1] / best[2], float(slots[last])
-    return best
+    worth = survival.sum(axis=1) + np.where(is_free, depth, 0)
+    rank = np.empty(n, dtype=int)
+    rank[np.argsort(-worth, kind="stable")] = np.arange(n)
+    taken = (rank[request] < num_free + sizes[:, None]) & (slots > 0)
+    tokens = n + (slots * taken).cumsum(axis=1)
+    seconds = verify[taken.cumsum(axis=1)] + draft[sizes][:, None] + uneven
+    row, last = np.unravel_index(np.argmax(tokens / seconds), tokens.shape)
+    if tokens[row, last] * seconds_of_all <= tokens_of_all * seconds[row, last] * (1 + 1e-9):
+        return np.full(n, width - 1), tokens_of_all, seconds_of_all
+    lengths = np.bincount(request[: last + 1][taken[row, : last + 1]], minlength=n)
+    return lengths, float(tokens[row, last]), float(seconds[row, last])
 
 
 def choose_width(
