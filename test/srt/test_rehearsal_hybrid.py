@@ -63,13 +63,16 @@ def test_whole_blocks(target, servers):
         assert max(step["bs"] for step in played.notes("step")) > 1
 
 
-@pytest.mark.parametrize(("backend", "draft"), [("fa3", "dflash"), ("flashinfer", "dflash2")])
+@pytest.mark.parametrize(
+    ("backend", "draft"), [("fa3", "dflash"), ("flashinfer", "dflash2"), ("trtllm_mha", "dflash2")]
+)
 def test_own_lengths(backend, draft, target, servers, tmp_path):
     """Verify another number of tokens of each request, none included, with graphs keyed by rows."""
     requests, lengths = greedy_requests(), verifying(tmp_path, 6)
     for request, cap in zip(requests, (3, 0, 7, 1, 5), strict=True):
         request["sampling_params"] |= {"custom_params": {"speculative_max_tokens": cap}}
-    arguments = NO_CACHE, *lengths, "--model-path", target, *GRID
+    pages = ("--page-size", "16") if backend == "trtllm_mha" else ()
+    arguments = NO_CACHE, *lengths, "--model-path", target, *GRID, *pages
     on_cpu_path = servers.get(
         *ARGUMENTS, *dflash_arguments(DRAFTS[draft]), *arguments, environment=ENVIRONMENT
     )
