@@ -127,7 +127,7 @@ def test_output_is_the_targets(draft, length, tmp_path):
     "draft", [HYBRID_DRAFT, HYBRID_DFLASH2_DRAFT, HYBRID_PEAGLE_DRAFT], ids=lambda d: d.name
 )
 def test_output_of_the_trained_pair_is_the_targets(draft, tmp_path, record_property):
-    """The trained pair behind 1,000, 8,000 and 31,000 tokens of other code.
+    """The trained pair behind 1,000 and 8,000 tokens of other code, with its DFlash draft behind 31,000 too.
 
     Its drafts saw short texts in training. Their accept length falls with the context, here from 2.0 to 1.0.
     The loss is the draft's own: behind 1,000 and 8,000 tokens a loop without any cache accepts as many tokens
@@ -139,15 +139,14 @@ def test_output_of_the_trained_pair_is_the_targets(draft, tmp_path, record_prope
     ends = texts[:40:5]
     before = [token for text in texts[40:] for token in text]
     before = (before * (32000 // len(before) + 1))[-31000:]
-    groups = [
-        [Job((*before[-length:], *end), 48, logprobs=True) for end in ends] for length in (1000, 8000, 31000)
-    ]
+    lengths = (1000, 8000, 31000) if draft == HYBRID_DRAFT else (1000, 8000)
+    groups = [[Job((*before[-length:], *end), 48, logprobs=True) for end in ends] for length in lengths]
     copied = Path(shutil.copytree(draft, tmp_path / "draft"))
     rewrite(copied, **reaching_far(copied))
     arguments = ["--model-path", target, *FLAGS, "--chunked-prefill-size", str(CHUNK)]
     wanted = run(arguments, groups, environment=ENVIRONMENT, timeout=TIMEOUT_S)
     found = run([*arguments, *dflash_arguments(copied)], groups, environment=ENVIRONMENT, timeout=TIMEOUT_S)
-    for length, answers, expected in zip((1000, 8000, 31000), found, wanted, strict=True):
+    for length, answers, expected in zip(lengths, found, wanted, strict=True):
         for answer, want in zip(answers, expected, strict=True):
             end = decided(want)
             assert answer.output_ids[:end] == want.output_ids[:end]
