@@ -8,7 +8,7 @@ set close to one: a trained or random state forgets within a few tokens, and a s
 import json
 import random
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +44,7 @@ class Configuration:
     """A server setting under test.
 
     Attributes:
-        name: The name of the test case.
+        name: The name of the test case, without the draft's.
         arguments: Server flags.
         draft: "dflash", "dflash2" or "peagle".
         accept_length: Bounds on tokens per cycle, bonus included.
@@ -58,6 +58,10 @@ class Configuration:
     accept_length: tuple[float, float] = (3.0, 8.0)
     cached: bool = True
     is_long: bool = False
+
+    def case(self):
+        name = self.name if self.draft == "dflash" else f"{self.draft}-{self.name}"
+        return pytest.param(self, id=name, marks=[pytest.mark.long] * self.is_long)
 
 
 CONFIGURATIONS = (
@@ -74,18 +78,26 @@ CONFIGURATIONS = (
         "block-16", (*POOL, *GRID, "--speculative-num-draft-tokens", "16"), accept_length=(3.5, 16.0)
     ),
     Configuration(
-        "peagle-page-16-chunked",
+        "page-16-chunked",
         (*POOL, *GRID, "--page-size", "16", "--chunked-prefill-size", "128"),
         draft="peagle",
     ),
     Configuration("retraction", ("--max-total-tokens", "1000", *GRID), cached=False),
     Configuration(
-        "dflash2-own-lengths-page-16",
+        "own-lengths-page-16",
         (*POOL, *GRID, *WIDTHS_CHANGE, "--page-size", "16"),
         draft="dflash2",
         accept_length=(2.0, 4.0),
         is_long=True,
     ),
+)
+
+# The other drafts in each of DFlash's settings, and DFlash2 in P-EAGLE's.
+LONG_CONFIGURATIONS = tuple(
+    replace(c, draft=draft, is_long=True)
+    for draft in ("dflash2", "peagle")
+    for c in CONFIGURATIONS
+    if c.draft == "dflash" or (c.draft, draft) == ("peagle", "dflash2")
 )
 
 
@@ -200,10 +212,7 @@ def assert_targets_own(case: str, jobs: list[tuple[Job, Known]], answers: list[A
     )
 
 
-@pytest.mark.parametrize(
-    "configuration",
-    [pytest.param(c, id=c.name, marks=[pytest.mark.long] * c.is_long) for c in CONFIGURATIONS],
-)
+@pytest.mark.parametrize("configuration", [c.case() for c in (*CONFIGURATIONS, *LONG_CONFIGURATIONS)])
 def test_float32_output_is_the_targets(configuration, target, drafts, known):
     first = cut_short(known, 0.6)
     cases = {"at first": first, "continued": continued(first), "again": cut_short(known, 1.0)[::2]}
@@ -236,8 +245,11 @@ def test_float32_output_is_the_targets(configuration, target, drafts, known):
 
 @pytest.mark.parametrize(
     ("method", "draft"),
-    [("greedy", DRAFT), ("probabilistic", DFLASH2_DRAFT)],
-    ids=["greedy", "drawn-dflash2"],
+    [
+        pytest.param("greedy", DRAFT, id="greedy"),
+        pytest.param("probabilistic", DFLASH2_DRAFT, id="drawn-dflash2"),
+        pytest.param("probabilistic", PEAGLE_DRAFT, id="drawn-peagle", marks=pytest.mark.long),
+    ],
 )
 def test_sampled_tokens_have_the_targets_probabilities(method, draft, target, known):
     """Compare log probabilities, in which a wrong state shows at every later token.

@@ -17,10 +17,11 @@ def plain_loop(model, draft: ReferenceDFlash, hidden_states, text: list[int], co
         text: The prompt and the target's greedy answer to it.
         committed: Leading tokens of `text` that have KV.
     """
-    propose = propose_chain if isinstance(draft, ReferencePEagle) else propose_block
+    chain = ChainProposals(draft, hidden_states, text) if isinstance(draft, ReferencePEagle) else None
     kept = []
     while committed < len(text) - 1:
-        drafted = propose(model, draft, hidden_states, text[: committed + 1])
+        tokens = text[: committed + 1]
+        drafted = chain.after(tokens) if chain else propose_block(model, draft, hidden_states, tokens)
         right = 0
         for token, want in zip(drafted, text[committed + 1 :]):
             if token != want:
@@ -44,8 +45,15 @@ def propose_block(model, draft: ReferenceDFlash, hidden_states, tokens: list[int
     return (hidden[1:] @ head.double().T).argmax(-1).tolist()
 
 
-def propose_chain(model, draft: ReferencePEagle, hidden_states, tokens: list[int]) -> list[int]:
-    """Return what a P-EAGLE draft proposes after `tokens`, the last of which has no KV yet."""
-    aux = torch.cat([hidden_states[layer][0] for layer in draft.aux_layers], dim=-1)
-    found = draft.step(tokens, aux, draft.num_drafted).argmax(-1)
-    return (found + draft.weights["d2t"].long()[found]).tolist()
+class ChainProposals:
+    """What a P-EAGLE draft proposes after each beginning of a text, the last token of which has no KV yet."""
+
+    def __init__(self, draft: ReferencePEagle, hidden_states, text: list[int]):
+        self._draft = draft
+        self._aux = torch.cat([hidden_states[layer][0] for layer in draft.aux_layers], dim=-1)
+        self._text_kv = draft.text_kv(text, self._aux)
+
+    def after(self, tokens: list[int]) -> list[int]:
+        draft = self._draft
+        found = draft.step_after(tokens, self._aux, draft.num_drafted, self._text_kv).argmax(-1)
+        return (found + draft.weights["d2t"].long()[found]).tolist()

@@ -1,8 +1,10 @@
-"""A P-EAGLE draft in plain PyTorch and float64, for the tests: no cache, no batching.
+"""A P-EAGLE draft in plain PyTorch and float64, for the tests: no batching, no SGLang.
 
-Every step runs over the whole text. Written from the paper (arXiv 2602.01469) and from what the speculators
-library's model does, not from ours.
+A step runs over the whole text, or over a block behind the text's keys and values. Written from the paper
+(arXiv 2602.01469) and from what the speculators library's model does, not from ours.
 """
+
+import math
 
 import torch
 from support.reference_dflash import ReferenceDFlash
@@ -21,10 +23,11 @@ class ReferencePEagle(ReferenceDFlash):
         [method] = config["speculators_config"]["proposal_methods"]
         self.num_drafted: int = method["speculative_tokens"]
 
-    def sees(self, layer: int, query: int, key: int, anchor: int) -> bool:
+    def sees(self, layer, query, key, anchor):
+        """Return whether position `query` attends to position `key`, of numbers or of tensors."""
         if self.config["layer_types"][layer] == "full_attention":
             return key <= query
-        return query - self.config["sliding_window"] < key <= query
+        return (query - self.config["sliding_window"] < key) & (key <= query)
 
     def step(
         self, tokens: list[int], aux_hidden: torch.Tensor, drafted: int, unknown: set[int] = frozenset()
@@ -38,10 +41,34 @@ class ReferencePEagle(ReferenceDFlash):
         mask = self.weights["mask_hidden"][0]
         states = torch.cat((aux_hidden[:real].double(), mask.expand(drafted - 1, -1)))
         states[list(unknown)] = mask
-        rows = torch.tensor(tokens[1:] + [self.mask_token_id] * (drafted - 1))
-        positions = torch.arange(len(rows))
-        embeddings = self.weights["embed_tokens.weight"][rows]
+        hidden, _ = self._forward(tokens[1:] + [self.mask_token_id] * (drafted - 1), states)
+        return self._logits(hidden[real - 1 :])
+
+    def text_kv(self, tokens: list[int], aux_hidden: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each layer's keys and values of a whole text: two tensors [n - 1, kv_heads, head_dim].
+
+        The layers are causal, so that every block in the text has a beginning of these as its context.
+        """
+        return self._forward(tokens[1:], aux_hidden[: len(tokens) - 1].double())[1]
+
+    def step_after(
+        self, tokens: list[int], aux_hidden: torch.Tensor, drafted: int, text_kv: list
+    ) -> torch.Tensor:
+        """Return what `step` does, from the `text_kv` of a text that begins with `tokens`."""
+        real = len(tokens) - 1
+        mask = self.weights["mask_hidden"][0]
+        states = torch.cat((aux_hidden[real - 1 : real].double(), mask.expand(drafted - 1, -1)))
+        before = [(keys[: real - 1], values[: real - 1]) for keys, values in text_kv]
+        hidden, _ = self._forward(tokens[-1:] + [self.mask_token_id] * (drafted - 1), states, before)
+        return self._logits(hidden)
+
+    def _forward(self, tokens: list[int], states: torch.Tensor, before: list | None = None):
+        """Return the rows' hidden states and each layer's keys and values, those of `before` included."""
+        first = 0 if before is None else len(before[0][0])
+        positions = first + torch.arange(len(tokens))
+        embeddings = self.weights["embed_tokens.weight"][torch.tensor(tokens)]
         hidden = self._linear("fc", states)
+        found = []
         for layer in range(self.num_layers):
             name = f"layers.{layer}"
             normed = self._norm(f"{name}.input_layernorm", hidden if layer else embeddings)
@@ -51,11 +78,29 @@ class ReferencePEagle(ReferenceDFlash):
                 normed = torch.cat((normed, fused), dim=-1)
             query = self._linear(f"{name}.self_attn.q_proj", normed).view(-1, self.num_heads, self.head_dim)
             query = self._rotate(self._norm(f"{name}.self_attn.q_norm", query), positions)
-            attended = self._attend(layer, query, *self._keys_values(layer, normed, positions), anchor=0)
+            keys, values = self._keys_values(layer, normed, positions)
+            if before is not None:
+                keys, values = (torch.cat(sides) for sides in zip(before[layer], (keys, values)))
+            found.append((keys, values))
+            attended = self._attend(layer, query, keys, values, anchor=first)
             hidden = hidden + self._linear(f"{name}.self_attn.o_proj", attended)
             normed = self._norm(f"{name}.post_attention_layernorm", hidden)
             gated = silu(self._linear(f"{name}.mlp.gate_proj", normed)) * self._linear(
                 f"{name}.mlp.up_proj", normed
             )
             hidden = hidden + self._linear(f"{name}.mlp.down_proj", gated)
-        return self._norm("norm", hidden[real - 1 :]) @ self.weights["lm_head.weight"].T
+        return hidden, found
+
+    def _attend(self, layer, query, keys, values, anchor):
+        """Attend from rows at positions from `anchor`, a few at a time: a text has thousands."""
+        keys, values = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (keys, values))
+        parts = []
+        for rows in torch.arange(len(query)).split(256):
+            seen = self.sees(layer, anchor + rows[:, None], torch.arange(len(keys)), anchor)
+            scores = torch.einsum("qhd,khd->hqk", query[rows], keys) / math.sqrt(self.head_dim)
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            parts.append(torch.einsum("hqk,khd->qhd", weights, values))
+        return torch.cat(parts).flatten(1)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._norm("norm", hidden) @ self.weights["lm_head.weight"].T
