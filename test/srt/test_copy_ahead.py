@@ -229,7 +229,7 @@ class Drafted:
     def draw(self, *_):
         pass
 
-    def overdue(self, *_):
+    def to_draft(self, *_):
         pass
 
     def absorb(self, *_):

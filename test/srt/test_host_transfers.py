@@ -188,14 +188,15 @@ ALLOWED = {
     ("srt/speculative/drafters/ahead.py", "on_copies", "is_long.tolist()"): "numpy",
     (
         "srt/speculative/drafters/peagle.py",
-        "overdue",
-        "self._pending.count[requests].numpy()",
-    ): "own lengths, which are the CPU's alone so far",
+        "to_draft",
+        "is_overdue.any()",
+    ): "numpy",
+    ("srt/speculative/drafters/peagle.py", "commit", "int(self._most_pending.max())"): "numpy",
     (
         "kernels/ops/speculative/peagle_rows.py",
-        "append_rows",
-        "(slot <= accept_len[:, None]).nonzero(as_tuple=True)",
-    ): "own lengths, which are the CPU's alone so far",
+        "append_rows_torch",
+        "(torch.arange(width, device=requests.device) <= accept_len[:, None]).nonzero(as_tuple=True)",
+    ): "the CPU's alone; CUDA has a kernel",
     (
         "srt/speculative/cycle/prompts.py",
         "packed_ranges",

@@ -99,6 +99,20 @@ def launch_commit_rows(width: int):
     )
 
 
+def launch_append_rows(has_slots: bool):
+    bs, width, hidden = 4, 8, 4096
+    tokens = torch.zeros(48, 8, dtype=torch.int64)
+    pending = peagle_rows.Pending(
+        tokens, torch.zeros(48, 8, hidden, dtype=torch.bfloat16), tokens[:, 0].contiguous()
+    )
+    fused = torch.zeros(bs * width, hidden, dtype=torch.bfloat16)
+    accept_len = torch.zeros(bs, dtype=torch.int32)
+    slots = tokens[:bs].contiguous() if has_slots else None
+    peagle_rows.append_rows_triton(
+        pending.count[:bs], accept_len, tokens[:bs].contiguous(), fused, slots, pending
+    )
+
+
 def launch_find_match():
     texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     copy_ahead.find_match_triton(texts, ints, ints, 32_768, copy_ahead.RULE)
@@ -181,6 +195,8 @@ CASES = {
     ),
     "commit_rows": (peagle_rows, "commit_rows_kernel", launch_commit_rows, (8,)),
     "commit_rows, one more": (peagle_rows, "commit_rows_kernel", launch_commit_rows, (1,)),
+    "append_rows": (peagle_rows, "append_rows_kernel", launch_append_rows, (False,)),
+    "append_rows, packed": (peagle_rows, "append_rows_kernel", launch_append_rows, (True,)),
     "find_match": (copy_ahead, "find_match_kernel", launch_find_match, ()),
     "choose_copies": (copy_ahead, "choose_copies_kernel", launch_choose_copies, ()),
     "append_tokens": (copy_ahead, "append_tokens_kernel", launch_append_tokens, ()),

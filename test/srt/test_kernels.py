@@ -6,6 +6,7 @@ Comparisons run compiled on a GPU, and everywhere in Triton's interpreter (test_
 import inspect
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -251,6 +252,26 @@ def test_commit_rows_equals_its_twin(seed, bs, block_size, appends, hidden):
     width = 1 if appends else block_size
     mine, twins = (random_commit(seed, bs, width, block_size, hidden, DEVICE) for _ in range(2))
     peagle_rows.commit_rows_triton(*mine), peagle_rows.commit_rows_torch(*twins)
+    for name in ("tokens", "fused", "count"):
+        assert torch.equal(getattr(mine[-1], name), getattr(twins[-1], name)), name
+
+
+@against_twin
+@given(st.integers(0, 2**31), st.integers(0, 5), st.integers(2, 9), st.booleans(), st.sampled_from([16, 40]))
+def test_append_rows_equals_its_twin(seed, bs, block_size, is_packed, hidden):
+    """Rows of other requests and rejected rows must stay out, whatever a request had pending."""
+    width, rng = min(block_size, 4), np.random.default_rng(seed)
+    mine, twins = (random_commit(seed, bs, width, block_size, hidden, DEVICE) for _ in range(2))
+    lengths = rng.integers(0, width, bs) if is_packed else np.full(bs, width - 1)
+    accepted = torch.from_numpy(rng.integers(0, lengths + 1)).int().to(DEVICE)
+    slots = None
+    if bs and (lengths < width - 1).any():
+        slots = np.cumsum(lengths + 1)[:, None] - lengths[:, None] - 1
+        slots = torch.from_numpy(slots + np.minimum(np.arange(width), lengths[:, None])).to(DEVICE)
+    for requests, _, tokens, fused, pending in (mine, twins):
+        pending.count[requests] = torch.minimum(pending.count[requests], block_size - accepted - 1)
+        run = peagle_rows.append_rows_triton if pending is mine[-1] else peagle_rows.append_rows_torch
+        run(requests, accepted, tokens, fused, slots, pending)
     for name in ("tokens", "fused", "count"):
         assert torch.equal(getattr(mine[-1], name), getattr(twins[-1], name)), name
 

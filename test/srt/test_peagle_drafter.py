@@ -403,14 +403,17 @@ def test_a_graph_can_be_captured_if_nothing_is_drafted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("counts", "lengths", "overdue"),
+    ("pending", "lengths", "chosen", "left"),
     [
-        ([7, 4, 1], [0, 0, 0], [False, False, False]),
-        ([8, 4, 1], [0, 0, 0], [True, True, False]),
-        ([1, 4, 6], [7, 0, 0], [True, True, True]),
+        ([7, 4, 1], [0, 0, 0], [False, False, False], [8, 5, 2]),
+        ([8, 4, 1], [0, 0, 0], [True, True, False], [1, 1, 2]),
+        ([1, 4, 6], [7, 0, 0], [True, True, True], [8, 1, 1]),
+        ([1, 5, 2], [3, 0, 0], [True, False, False], [4, 6, 3]),
     ],
 )
-def test_requests_with_half_a_block_go_along_with_an_overdue_one(counts, lengths, overdue):
-    drafter = SimpleNamespace(_pending=SimpleNamespace(count=torch.tensor([0, *counts])), _block_size=8)
-    found = PEagleDrafter.overdue(drafter, torch.tensor([1, 2, 3]), np.array(lengths))
-    assert found.tolist() == overdue
+def test_requests_with_half_a_block_go_along_with_an_overdue_one(pending, lengths, chosen, left):
+    drafter = SimpleNamespace(_most_pending=np.array([5, *pending]), _block_size=8)
+    lengths = np.array(lengths)
+    found = PEagleDrafter.to_draft(drafter, np.array([1, 2, 3]), lengths, lengths > 0)
+    assert found.tolist() == chosen
+    assert drafter._most_pending.tolist() == [5, *left]

@@ -275,7 +275,12 @@ def test_widths_that_change(servers, reference, tmp_path):
         )
 
 
-OWN_LENGTHS = [("fa3", "dflash"), ("flashinfer", "dflash2"), ("trtllm_mha", "dflash")]
+OWN_LENGTHS = [
+    ("fa3", "dflash"),
+    ("fa3", "peagle"),
+    ("flashinfer", "dflash2"),
+    ("trtllm_mha", "dflash"),
+]
 
 
 @pytest.mark.parametrize(("backend", "draft"), OWN_LENGTHS)

@@ -162,9 +162,8 @@ class TRTLLMHAAttnBackend(FlashAttentionBackend):
 
 
 def test_who_verifies_one_width_and_why():
-    def reason(attention, runner=None, writes_context_apart=True):
-        drafter = SimpleNamespace(writes_context_apart=writes_context_apart)
-        return reason_for_one_width(runner or runner_of(), attention, drafter)
+    def reason(attention, runner=None):
+        return reason_for_one_width(runner or runner_of(), attention)
 
     assert reason(FlashAttentionBackend()) is reason(TRTLLMHAAttnBackend(is_xqa_impl=False)) is None
     assert "TRTLLMHAAttnBackend verifies one width" in reason(TRTLLMHAAttnBackend(is_xqa_impl=True))
@@ -172,4 +171,3 @@ def test_who_verifies_one_width_and_why():
     assert "chunks" in reason(FlashAttentionBackend(has_local_attention=True))
     assert "no CUDA graphs" in reason(FlashAttentionBackend(), runner_of(disable_padding=True))
     assert "data-parallel" in reason(FlashAttentionBackend(), runner_of(require_gathered_buffer=True))
-    assert "takes in the verified" in reason(FlashAttentionBackend(), writes_context_apart=False)

@@ -87,9 +87,9 @@ class OracleDraft:
 
     prefill = admit_prefilled = draw = absorb = commit = begin_prefill
 
-    def overdue(self, requests, lengths):
+    def to_draft(self, rows, lengths, wanted):
         """Run for every verified block if only the forward writes context."""
-        return (lengths > 0) & (not self.writes_context_apart)
+        return wanted | (lengths > 0) & (not self.writes_context_apart)
 
 
 class _Clock(CycleClock):
@@ -282,7 +282,7 @@ class CopySimulation:
             propose = drafter.propose if plan.drafts else self.drafter.propose_copies
             block = propose(cycle).narrowed(plan.width)
             return block, cycle.bs * (self.draft.forwards - before)
-        chosen = (plan.lengths > 0) & ~plan.copies | self.draft.overdue(None, plan.lengths)
+        chosen = self.draft.to_draft(None, plan.lengths, (plan.lengths > 0) & ~plan.copies)
         on_host = np.flatnonzero(chosen)
         cycle.drafted = torch.from_numpy(on_host)
         block = draft_for_some(self.draft, cycle, on_host, cycle.drafted, plan.width, None, None, BLOCK)

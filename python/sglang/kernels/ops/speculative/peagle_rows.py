@@ -274,18 +274,73 @@ def append_rows(
     accept_len: torch.Tensor,
     out_tokens: torch.Tensor,
     fused: torch.Tensor,
+    slots: torch.Tensor | None,
     pending: Pending,
 ) -> None:
-    """Append the output of blocks to any number of pending rows, on a CPU.
+    """Append verified tokens to any number of pending rows.
 
     requests: [bs] int64, rows of `pending`. accept_len: [bs] int32, one less than the rows to append.
-        out_tokens: [bs, w] int64, the token after each slot. fused: [bs, w, hidden], the target's fused state
-            of each slot.
+        out_tokens: [bs, w] int64, the token after each slot. fused: [T, hidden], the target's fused state of
+        each row of the verify forward. slots: [bs, w] int64, row of each slot. None: slots in their order.
+
+    One launch on CUDA, without host synchronisation.
     """
-    slot = torch.arange(out_tokens.shape[1])
-    number, slot = (slot <= accept_len[:, None]).nonzero(as_tuple=True)
-    row = requests[number]
-    column = pending.count[row] + slot
-    pending.tokens[row, column] = out_tokens[number, slot]
-    pending.fused[row, column] = fused[number, slot]
+    run = append_rows_triton if requests.is_cuda else append_rows_torch
+    run(requests, accept_len, out_tokens, fused, slots, pending)
+
+
+def append_rows_torch(requests, accept_len, out_tokens, fused, slots, pending) -> None:
+    """`append_rows` in PyTorch, for a CPU: on a GPU it waits."""
+    width = out_tokens.shape[1]
+    number, slot = (torch.arange(width, device=requests.device) <= accept_len[:, None]).nonzero(as_tuple=True)
+    request = requests[number]
+    column = pending.count[request] + slot
+    pending.tokens[request, column] = out_tokens[number, slot]
+    pending.fused[request, column] = fused[number * width + slot if slots is None else slots[number, slot]]
     pending.count[requests] += accept_len + 1
+
+
+def append_rows_triton(requests, accept_len, out_tokens, fused, slots, pending) -> None:
+    """`append_rows` as a Triton kernel. Tensors contiguous."""
+    tensors = requests, accept_len, out_tokens, fused, pending.tokens, pending.fused, pending.count
+    assert all(tensor.is_contiguous() for tensor in tensors) and (slots is None or slots.is_contiguous())
+    bs, width = out_tokens.shape
+    sizes = width, pending.tokens.shape[1], pending.fused.shape[2]
+    options = dict(HAS_SLOTS=slots is not None, TILE=_tile(sizes[-1]), num_warps=4)
+    if bs:
+        append_rows_kernel[(bs,)](*tensors, out_tokens if slots is None else slots, *sizes, **options)
+
+
+@triton.jit
+def append_rows_kernel(
+    requests,
+    accept_len,
+    out_tokens,
+    fused,
+    pending_tokens,
+    pending_fused,
+    pending_count,
+    slots,
+    width,
+    block_size,
+    hidden,
+    HAS_SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program per request: no other may read its count while it changes."""
+    number = tl.program_id(0).to(tl.int64)
+    request = tl.load(requests + number).to(tl.int64)
+    before = tl.load(pending_count + request)
+    num_new = tl.load(accept_len + number) + 1
+    for slot in range(num_new):
+        read = number * width + slot
+        written = request * block_size + before + slot
+        tl.store(pending_tokens + written, tl.load(out_tokens + read))
+        if HAS_SLOTS:
+            read = tl.load(slots + read)
+        for start_channel in range(0, hidden, TILE):
+            channel = start_channel + tl.arange(0, TILE)
+            inside = channel < hidden
+            state = tl.load(fused + read * hidden + channel, mask=inside)
+            tl.store(pending_fused + written * hidden + channel, state, mask=inside)
+    tl.store(pending_count + request, before + num_new)

@@ -58,15 +58,15 @@ class Drafter(Protocol):
             sampling_info: SGLang's. If given, tokens are drawn under the requests' parameters.
         """
 
-    def overdue(self, requests: torch.Tensor, lengths: np.ndarray) -> np.ndarray:
-        """Tell which requests need the draft's forward in a cycle.
+    def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Choose the requests whose blocks the draft's forward runs in a cycle. [bs] bool
 
-        They need it whether or not they verify its tokens. Called only if requests have verify lengths of
-        their own, on a CPU.
+        Called once a cycle, and only if requests have verify lengths of their own.
 
         Args:
-            requests: [bs] int64, rows of the request table.
-            lengths: [bs], drafted tokens that each verifies.
+            rows: [bs] int64, of the request table.
+            lengths: [bs], drafted or copied tokens that each verifies.
+            wanted: [bs] bool, requests that verify the draft's tokens. Others may need the forward too.
         """
 
     def draw(

@@ -73,7 +73,7 @@ class CopyAhead:
         self.mask_token_id, self.num_draft_rows = drafter.mask_token_id, drafter.num_draft_rows
         self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
         self.defers_plain_cycles = drafter.defers_plain_cycles
-        self.draw, self.absorb, self.overdue = drafter.draw, drafter.absorb, drafter.overdue
+        self.draw, self.absorb, self.to_draft = drafter.draw, drafter.absorb, drafter.to_draft
 
     def attach_pools(self, target_runner: Any) -> None:
         self.inner.attach_pools(target_runner)

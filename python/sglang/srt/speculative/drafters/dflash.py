@@ -111,9 +111,9 @@ class DFlashDrafter:
     def logits_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._model.logits_and_ids(rows)
 
-    def overdue(self, requests: torch.Tensor, lengths: np.ndarray) -> np.ndarray:
+    def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """See `Drafter`. Context does not need the draft's forward."""
-        return np.zeros(len(lengths), dtype=bool)
+        return wanted
 
     def draw(
         self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any

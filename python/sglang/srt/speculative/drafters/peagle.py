@@ -30,9 +30,11 @@ then takes the request's slot into the cache, so drafts may differ a little from
 
 A cycle that verifies the anchor alone does not draft, and adds one pending row. At B pending rows all are
 run, in a block whose drafts are ignored. If requests have verify lengths of their own, each has its own
-number of pending rows, and a request whose next rows might not fit is drafted for, whatever it verifies."""
+number of pending rows. The host knows a bound: all that a request has verified since its last draft forward.
+A request whose next rows might not fit is drafted for, whatever it verifies."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +103,11 @@ def mirror_exchanged_slots(pool: Any, table: torch.Tensor) -> None:
     pool.write = write_both
 
 
+def _table_rows(reqs: Sequence[Any]) -> list[int]:
+    """Return the rows of requests in the request table. One that was retracted since has none."""
+    return [req.kv.req_pool_idx for req in reqs if req.kv.req_pool_idx is not None]
+
+
 class PEagleDrafter:
     """Drives the draft model through a SGLang model runner of its own."""
 
@@ -133,8 +140,8 @@ class PEagleDrafter:
         )
         # Fused states from a verify graph.
         self._absorbed = weight.new_zeros(rows * block_size, weight.numel())
-        # An upper bound for every running request, as each takes part in every cycle. Known on the host.
-        self._max_pending = 1
+        # Upper bounds of `count`, known on the host.
+        self._most_pending = np.ones(rows, dtype=np.int64)
         self._model.allocate_blocks(rows, self.num_draft_rows, self._drafted)
 
     @property
@@ -179,6 +186,7 @@ class PEagleDrafter:
         self._pending.fused[requests, 0] = fused[(ends - 1).to(device, non_blocking=True)]
         self._pending.tokens[requests, 0] = next_tokens
         self._pending.count[requests] = 1
+        self._most_pending[_table_rows(prompts.reqs)] = 1
         self._run_prompts(prompts, before, cache_loc)
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
@@ -191,6 +199,7 @@ class PEagleDrafter:
         self._pending.tokens[rows, 0] = requests.bonus_tokens
         self._pending.fused[rows, 0] = self._model.fused_mask
         self._pending.count[rows] = 1
+        self._most_pending[_table_rows(requests.reqs)] = 1
 
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
         if cycle.verify_len == 1:
@@ -225,36 +234,40 @@ class PEagleDrafter:
             self._append(cycle, cycle.drafted, aux_hidden, accepted)
             return
         requests, rows = cycle.req_pool_indices, cycle.bs * cycle.verify_len
-        if cycle.verify_len == 1 and self._max_pending == self._block_size:
+        most_pending = int(self._most_pending.max())
+        if cycle.verify_len == 1 and most_pending == self._block_size:
             # SGLang lets the next batch rewrite the request table once verify has read it. This forward reads
             # it again, so without that event SGLang waits for the whole step.
             self._target_runner.shared_read_done_event = None
             self._run_cycle_blocks(cycle)
-            self._pending.count[requests] = self._max_pending = 0
+            self._pending.count[requests] = most_pending = 0
         # Column k holds the token after block position k and the state of that position. The count excludes
         # columns beyond the accepted ones.
         fused = self._absorbed[:rows] if aux_hidden is None else self._model.fuse(aux_hidden)
         commit_rows(requests, accepted.accept_len, accepted.tokens, fused, self._pending)
-        self._max_pending = self._max_pending + 1 if cycle.verify_len == 1 else cycle.verify_len
+        # Every running request takes part in every cycle.
+        self._most_pending[:] = most_pending + 1 if cycle.verify_len == 1 else cycle.verify_len
 
     def _append(
         self, cycle: Cycle, drafted: torch.Tensor, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks
     ) -> None:
         """Make verified tokens pending, after those of the requests `drafted` [m] have been run."""
-        assert aux_hidden is not None, "own verify lengths are served without CUDA graphs"
-        requests = cycle.req_pool_indices
+        requests, rows = cycle.req_pool_indices, cycle.rows
         self._pending.count[requests[drafted]] = 0
-        fused = cycle.rows.unpack(self._model.fuse(aux_hidden))
-        append_rows(requests, accepted.accept_len, accepted.tokens, fused, self._pending)
+        fused = self._absorbed if aux_hidden is None else self._model.fuse(aux_hidden)
+        append_rows(requests, accepted.accept_len, accepted.tokens, fused, rows.slots, self._pending)
 
-    def overdue(self, requests: torch.Tensor, lengths: np.ndarray) -> np.ndarray:
+    def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """See `Drafter`. A request has room for a block's rows, and pending ones wait there too.
 
         Requests with half a block go along: one forward for all takes less time than one for each.
         """
-        pending = self._pending.count[requests].numpy()
+        pending, chosen = self._most_pending[rows], wanted
         is_overdue = pending + lengths + 1 > self._block_size
-        return is_overdue | (2 * pending >= self._block_size) if is_overdue.any() else is_overdue
+        if is_overdue.any():
+            chosen = wanted | is_overdue | (2 * pending >= self._block_size)
+        self._most_pending[rows] = np.where(chosen, 0, pending) + lengths + 1
+        return chosen
 
     def _run_cycle_blocks(self, cycle: Cycle) -> DraftOutput:
         return self._run_blocks(

@@ -69,7 +69,7 @@ class SubgroupDrafter:
         self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
         self.defers_plain_cycles = drafter.defers_plain_cycles
         self.attach_pools, self.absorb, self.draw = drafter.attach_pools, drafter.absorb, drafter.draw
-        self.overdue = drafter.overdue
+        self.to_draft = drafter.to_draft
         self.begin_prefill = self._on_own_ranks(drafter.begin_prefill)
         self.prefill = self._on_own_ranks(drafter.prefill)
         self.admit_prefilled = self._on_own_ranks(drafter.admit_prefilled)

@@ -113,7 +113,7 @@ def _row_graph_runner() -> type:
     return RowGraphRunner
 
 
-def reason_for_one_width(runner: Any, attention: Any, drafter: Any) -> str | None:
+def reason_for_one_width(runner: Any, attention: Any) -> str | None:
     """Say why a CUDA target cannot verify numbers of tokens of their own. None: it can."""
     graphs, name = runner.decode_cuda_graph_runner, type(attention).__name__
     # FA3 and FA4, TensorRT-LLM's kernels but for its older ones ("xqa"), and FlashInfer.
@@ -124,8 +124,6 @@ def reason_for_one_width(runner: Any, attention: Any, drafter: Any) -> str | Non
         return f"{name} verifies one width"
     if getattr(attention, "has_local_attention", False):
         return "layers with chunks have page tables of their own"
-    if not drafter.writes_context_apart:
-        return "the draft's forward takes in the verified tokens, of blocks of one width"
     if graphs is None or graphs.disable_padding:
         return "there are no CUDA graphs that pad batches"
     if graphs.require_gathered_buffer or graphs.enable_two_batch_overlap:

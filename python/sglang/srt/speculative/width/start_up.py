@@ -62,7 +62,7 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
         return FixedWidth(block_size)
     runner = worker.target_worker.model_runner
     schedule = settings.schedule
-    own_lengths = serves_own_lengths(runner, worker.drafter)
+    own_lengths = serves_own_lengths(runner)
     is_recurrent = mambaish_config(runner.model_config) is not None
     if is_recurrent and not own_lengths:
         logger.info("DFLASH verifies whole blocks: the target's recurrent states are of one width.")
@@ -121,14 +121,14 @@ def copied_tokens(worker: Any, has_own_lengths: bool) -> int | None:
     return requested - 1
 
 
-def serves_own_lengths(runner: Any, drafter: Any) -> bool:
+def serves_own_lengths(runner: Any) -> bool:
     """Tell whether requests of one batch may verify different numbers of tokens.
 
     Logs why not.
     """
     reason, backend = None, full_attention(runner.attn_backend)
     if not isinstance(backend, TorchNativeSpecAttnBackend):
-        reason = reason_for_one_width(runner, backend, drafter)
+        reason = reason_for_one_width(runner, backend)
     is_recurrent = mambaish_config(runner.model_config) is not None
     if reason is None and is_recurrent and not verifies_packed_rows(runner.attn_backend):
         reason = "the target's recurrent states are of blocks of one width"
