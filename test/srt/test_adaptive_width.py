@@ -57,7 +57,17 @@ def test_whole_blocks_without_memory_for_more_graphs(free, has_room, monkeypatch
 def test_the_first_of_overlapping_cycles_is_not_timed(monkeypatch):
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    assert _seconds_overlapped(lambda seconds: Event.wait(seconds), [50, 3, 5]) == pytest.approx(4.5)
+    worker = SimpleNamespace(device="cuda", observers=[])
+
+    def run(seconds):
+        Event.wait(seconds - 1)
+        for observer in worker.observers:
+            observer.on_drafted(None, None, None)
+        Event.wait(1)
+
+    # Each record of an event takes a second, of which a draft has its last.
+    cycle, draft = _seconds_overlapped(worker, run, [50, 3, 5])
+    assert (cycle, draft) == pytest.approx((6.5, 4.0)) and worker.observers == []
 
 
 def test_settings_reach_the_other_processes(tmp_path, monkeypatch):

@@ -363,10 +363,9 @@ class DFlashWorker(BaseSpecWorker):
         cycle = Cycle.begin(batch, runner, self.drafter.mask_token_id, num_slots)
         if plan.drafts:
             block = self.drafter.propose(cycle, sampling_info)
-        elif self._copies is not None:
+        else:
+            assert self._copies is not None, "only copies are verified without a draft"
             block = self._copies.propose_copies(cycle, sampling_info)
-        else:  # start-up times a cycle without its draft
-            block = DraftBlock(cycle.tokens[:, :1].repeat(1, num_slots))
         self.acceptor.share_drawn_tokens(block)
         return cycle.narrowed(plan.width), block.narrowed(plan.width)
 

@@ -81,7 +81,7 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     skips_draft = worker.drafter.writes_context_apart
     copy_depth = copied_tokens(worker, own_lengths) if has_copies else None
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
-    costs = _measure(worker, backends, widths, (has_copies or own_lengths) and skips_draft, budget)
+    costs = _measure(worker, backends, widths, budget)
     backends.follow(np.array([block_size - 1]))
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     return AdaptiveWidth(
@@ -139,26 +139,18 @@ def serves_own_lengths(runner: Any) -> bool:
     return reason is None
 
 
-def _measure(
-    worker: Any, backends: Backends, widths: tuple[int, ...], skips_draft: bool, budget: float
-) -> CostTable:
+def _measure(worker: Any, backends: Backends, widths: tuple[int, ...], budget: float) -> CostTable:
     timer, start = _CycleTimer(worker, backends, widths), time.perf_counter()
     loads = _loads(timer.runner)
     context = timer.feasible_context(_CONTEXT)
     cycles, widest = [_TimedCycle(width) for width in widths], widths[-1]
-    times_draft = not isinstance(backends, AnyRows)
-    if skips_draft and times_draft:
-        cycles.append(_TimedCycle(widest, drafts=False))
     if backends.own_lengths and widest > 1:
         cycles.append(_TimedCycle(widest, is_half=True))
     seconds, drafts = timer.time_loads(cycles, loads, context, budget)
     loads = loads[: len(seconds)]
     of = dict(zip(cycles, seconds.T, strict=True))
-    if not times_draft:
-        draft = drafts[:, [cycle.width > 1 and not cycle.is_half for cycle in cycles]].min(axis=1)
-    else:  # zeros if it is always run
-        whole = of[_TimedCycle(widest)]
-        draft = np.maximum(whole - of.get(_TimedCycle(widest, drafts=False), whole), 0.0)
+    draft = drafts[:, [cycle.width > 1 and not cycle.is_half for cycle in cycles]].min(axis=1, initial=np.inf)
+    draft = np.where(np.isfinite(draft), draft, 0.0)  # of a single width of one slot
     verify = seconds[:, : len(widths)] - np.where(np.array(widths) > 1, draft[:, None], 0.0)
     if widths[0] == 1 and not worker.drafter.writes_context_apart:
         # The draft's forward writes the context of as many plain cycles as a block has rows.
@@ -195,20 +187,17 @@ def _loads(runner: Any) -> list[int]:
     return loads
 
 
-class _DraftClock(CycleObserver):
-    """Notes when a cycle has drafted, on a CPU."""
-
-    drafted_at = 0.0
+class _DraftClock(CycleClock, CycleObserver):
+    """Times the drafts of cycles, from `start` on."""
 
     def on_drafted(self, batch: Any, cycle: Any, block: Any) -> None:
-        self.drafted_at = time.perf_counter()
+        self.stop()
 
 
 class _TimedCycle(NamedTuple):
     """A cycle to time, by the slots that its requests verify."""
 
     width: int
-    drafts: bool = True  # whether the draft runs
     is_half: bool = False  # whether every other request verifies nothing
 
 
@@ -217,7 +206,6 @@ class _CycleTimer:
 
     def __init__(self, worker: Any, backends: Backends, widths: tuple[int, ...]):
         self._worker, self._backends, self._widths = worker, backends, widths
-        self._draft_clock = _DraftClock()
         self.runner = worker.target_worker.model_runner
 
     def feasible_context(self, wanted: int) -> int:
@@ -245,7 +233,7 @@ class _CycleTimer:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of each cycle, and of its draft. [loads, cycles] each
 
-        They are the least of some samples. The draft's are zeros on a GPU. Loads take turns, so that a second
+        They are the least of some samples. Loads take turns, so that a second
         in which the machine does something else spoils one sample of each and not all samples of one.
         """
         deadline = time.perf_counter() + budget
@@ -297,42 +285,39 @@ class _CycleTimer:
         finds memory laid out for another width.
         """
         seconds = []
-        for width, drafts, is_half in reversed(cycles):
+        for width, is_half in reversed(cycles):
             lengths = np.full(n, width - 1)
             if is_half:
                 lengths[1::2] = 0
-            # A copy takes no draft.
-            plan = planned(self._backends, lengths, np.full(n, not drafts), drafts)
+            plan = planned(self._backends, lengths, np.zeros(n, dtype=bool))
             run = functools.partial(self._worker.run_cycle, plan=plan, draws=False)
-            if self._worker.device == "cpu":
-                run(_make_batch(self._worker, n, context))
-                batch = _make_batch(self._worker, n, context)
-                self._worker.observers = [self._draft_clock]
-                start = time.perf_counter()
-                run(batch)
-                end = time.perf_counter()
-                self._worker.observers = []
-                seconds.append((end - start, self._draft_clock.drafted_at - start))
-            else:
-                batches = [_make_batch(self._worker, n, context) for _ in range(1 + _OVERLAPPED_CYCLES)]
-                seconds.append((_seconds_overlapped(run, batches), 0.0))
+            timed = _OVERLAPPED_CYCLES if self._worker.device == "cuda" else 1
+            batches = [_make_batch(self._worker, n, context) for _ in range(1 + timed)]
+            seconds.append(_seconds_overlapped(self._worker, run, batches))
         return np.array(seconds[::-1]).T
 
 
-def _seconds_overlapped(run: Callable[[Any], Any], batches: Sequence[Any]) -> float:
-    """Return the seconds of a cycle on a GPU, without those of the first batch.
+def _seconds_overlapped(
+    worker: Any, run: Callable[[Any], Any], batches: Sequence[Any]
+) -> tuple[float, float]:
+    """Return the seconds of a cycle, and of its draft, without those of the first batch.
 
-    The host prepares a cycle while the GPU runs the one before, as it does while serving.
+    On a GPU the host prepares a cycle while the one before runs, as it does while serving.
     """
-    clock = CycleClock("cuda")
+    clock, draft_clock = CycleClock(worker.device), _DraftClock(worker.device)
     run(batches[0])
+    worker.observers = [draft_clock]
     clock.start()
     for batch in batches[1:]:
+        draft_clock.start()
         run(batch)
     clock.stop()
-    torch.cuda.synchronize()
-    [timing] = clock.finished()
-    return timing.seconds / len(batches[1:])
+    worker.observers = []
+    if worker.device == "cuda":
+        torch.cuda.synchronize()
+    [cycles], drafts = clock.finished(), draft_clock.finished()
+    of_drafts = sum(timing.seconds for timing in drafts)
+    return cycles.seconds / len(batches[1:]), of_drafts / len(batches[1:])
 
 
 def _make_batch(worker: Any, num_requests: int, context: int) -> ScheduleBatch:
