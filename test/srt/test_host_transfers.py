@@ -186,11 +186,6 @@ ALLOWED = {
     ): "numpy",
     ("srt/speculative/drafters/ahead.py", "copy_room", "batch.seq_lens.numpy()"): "the CPU's alone",
     ("srt/speculative/drafters/ahead.py", "on_copies", "is_long.tolist()"): "numpy",
-    (
-        "srt/speculative/drafters/peagle.py",
-        "to_draft",
-        "is_overdue.any()",
-    ): "numpy",
     ("srt/speculative/drafters/peagle.py", "commit", "int(self._most_pending.max())"): "numpy",
     (
         "kernels/ops/speculative/peagle_rows.py",
