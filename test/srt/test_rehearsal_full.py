@@ -262,7 +262,8 @@ def test_widths_that_change(servers, reference, tmp_path):
     requests, widths = greedy_requests(), verifying(tmp_path, *CHANGING)
     on_cpu = servers.get(*ARGUMENTS, *dflash_arguments(PEAGLE_DRAFT), NO_CACHE, *widths)
     wanted = on_cpu.generate_many(requests, 1)
-    with rehearse(Scene("fa3"), PEAGLE_DRAFT, NO_CACHE, *widths) as played:
+    # FlashInfer without our plans is a backend that takes one width.
+    with rehearse(Scene("flashinfer", lacks_bounds=True), PEAGLE_DRAFT, NO_CACHE, *widths) as played:
         answers = played.server.generate_many(requests, 1)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == []
@@ -281,6 +282,39 @@ OWN_LENGTHS = [
     ("flashinfer", "dflash2"),
     ("trtllm_mha", "dflash"),
 ]
+
+
+def test_own_lengths_on_triton(servers, reference, tmp_path):
+    """The same in Triton's interpreter, on fewer and shorter requests."""
+    requests, lengths = greedy_requests(3, 16), verifying(tmp_path, 6)
+    for request, cap in zip(requests, (3, 0, 7), strict=True):
+        request["sampling_params"] |= {"custom_params": {"speculative_max_tokens": cap}}
+    on_cpu = servers.get(*ARGUMENTS, *dflash_arguments(DRAFT), NO_CACHE, *lengths)
+    wanted = on_cpu.generate_many(requests, 3)
+    with rehearse(Scene("triton", buckets=(4,)), DRAFT, NO_CACHE, *lengths) as played:
+        answers = played.server.generate_many(requests, 3)
+        assert_same(requests, answers, reference.answers(requests))
+        assert acceptance(answers) == acceptance(wanted)
+        assert_own_lengths(played)
+
+
+def test_own_lengths_that_change_on_triton(reference, tmp_path):
+    requests = greedy_requests(3, 16)
+    arguments = NO_CACHE, *verifying(tmp_path, *CHANGING)
+    with rehearse(Scene("triton", buckets=(4,)), DRAFT, *arguments) as played:
+        assert_same(requests, played.server.generate_many(requests, 3), reference.answers(requests))
+        assert_own_lengths(played)
+
+
+def assert_own_lengths(played) -> None:
+    """Check that each step replayed a graph of the target, that no host waited, and that lengths differed."""
+    assert played.problems() == [] and played.waits() == []
+    steps = played.notes("step")
+    assert {step["replays"]["target"] for step in steps} == {1}
+    assert max(step["bs"] for step in steps) > 1
+    [state] = played.server.get("/server_info")["internal_states"]
+    assert state["speculative_width"]["own_lengths"]
+    assert len(state["speculative_width"]["blocks_per_length"]) > 1
 
 
 @pytest.mark.parametrize(("backend", "draft"), OWN_LENGTHS)
@@ -306,6 +340,7 @@ def test_own_lengths(backend, draft, servers, reference, tmp_path):
         assert captures == {"draft": 3, "target": 3 + len(row_sizes(4, 8))}
         [state] = played.server.get("/server_info")["internal_states"]
         assert state["speculative_width"]["own_lengths"]
+        assert state["speculative_width"]["blocks_per_length"].keys() == {"0", "1", "3", "5", "6"}
 
 
 @pytest.mark.parametrize(("backend", "draft"), OWN_LENGTHS)

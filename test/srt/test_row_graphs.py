@@ -161,12 +161,19 @@ class TRTLLMHAAttnBackend(FlashAttentionBackend):
         self.is_xqa_impl = is_xqa_impl
 
 
+class TritonAttnBackend:
+    def __init__(self, enable_deterministic: bool):
+        self.enable_deterministic = enable_deterministic
+
+
 def test_who_verifies_one_width_and_why():
     def reason(attention, runner=None):
         return reason_for_one_width(runner or runner_of(), attention)
 
     assert reason(FlashAttentionBackend()) is reason(TRTLLMHAAttnBackend(is_xqa_impl=False)) is None
     assert "TRTLLMHAAttnBackend verifies one width" in reason(TRTLLMHAAttnBackend(is_xqa_impl=True))
+    assert reason(TritonAttnBackend(enable_deterministic=False)) is None
+    assert "TritonAttnBackend verifies one width" in reason(TritonAttnBackend(enable_deterministic=True))
     assert "SimpleNamespace verifies one width" in reason(SimpleNamespace())
     assert "chunks" in reason(FlashAttentionBackend(has_local_attention=True))
     assert "no CUDA graphs" in reason(FlashAttentionBackend(), runner_of(disable_padding=True))

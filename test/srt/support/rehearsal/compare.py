@@ -23,7 +23,8 @@ UPDATE = "REHEARSAL_UPDATE"  # set it to write the lists instead of comparing wi
 def greedy_requests(count: int = 5, tokens: int = 32, **sampling) -> list[dict]:
     prompts = [prompt["text"] for prompt in heldout_prompts() if 8 <= prompt["num_tokens"] <= 120][:count]
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling}
-    return [{"text": prompt, "sampling_params": sampling} for prompt in prompts]
+    # A copy for each: callers give requests parameters of their own.
+    return [{"text": prompt, "sampling_params": {**sampling}} for prompt in prompts]
 
 
 def requests_across_chunks() -> list[dict]:

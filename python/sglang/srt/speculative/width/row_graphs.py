@@ -16,6 +16,7 @@ import torch
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks
+from sglang_dflash.srt.layers.attention.triton_rows import take_layouts, takes_rows
 from sglang_dflash.srt.speculative.cycle.prompts import on_device
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows, whole_blocks
 
@@ -116,11 +117,11 @@ def _row_graph_runner() -> type:
 def reason_for_one_width(runner: Any, attention: Any) -> str | None:
     """Say why a CUDA target cannot verify numbers of tokens of their own. None: it can."""
     graphs, name = runner.decode_cuda_graph_runner, type(attention).__name__
-    # FA3 and FA4, TensorRT-LLM's kernels but for its older ones ("xqa"), and FlashInfer.
+    # FA3 and FA4, TensorRT-LLM's kernels but for its older ones ("xqa"), FlashInfer, and Triton.
     takes_layouts = name == "FlashAttentionBackend" or (
         name == "TRTLLMHAAttnBackend" and not attention.is_xqa_impl
     )
-    if not takes_layouts and not plans_blocks(attention):
+    if not takes_layouts and not plans_blocks(attention) and not takes_rows(attention):
         return f"{name} verifies one width"
     if getattr(attention, "has_local_attention", False):
         return "layers with chunks have page tables of their own"
@@ -146,6 +147,8 @@ class RowBackends:
         # Of FlashInfer's, our plan takes the layout; of a hybrid backend, both halves must say so.
         for half in getattr(backend, "attn_backend_list", None) or [backend]:
             half.supports_ragged_verify_graph = True
+            if takes_rows(half):
+                take_layouts(half)
         graphs = _row_graph_runner()(runner, backend, max(self._whole[1].capture_bs), block_size)
         self._packed = backend, graphs
         self.sizes, self._is_whole = graphs.capture_bs, True
