@@ -204,6 +204,7 @@ def test_norms_gates_and_splits():
     norm = reference.Qwen3_5RMSNormGated(16, eps=1e-6)
     torch.nn.init.normal_(norm.weight)
     close(fused_layers.layernorm_fn(x, norm.weight, None, z=z, is_rms_norm=True), norm(x, z))
+    close(fused_layers.rms_norm_gated(x, z, norm.weight, None, "silu"), norm(x, z))
     gemma = reference.Qwen3_5RMSNorm(8, eps=1e-6)
     torch.nn.init.normal_(gemma.weight)
     q_gate, k = torch.randn(5, 3 * 16), torch.randn(5, 2 * 8)

@@ -198,7 +198,15 @@ def test_images(name, kind, draft, tmp_path):
     assert first[1].cached_tokens == 0 < 64 <= again[1].cached_tokens, "the cache knows no picture"
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma4", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt-oss",
+        "gemma4",
+        "deepseek-v3",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3-next", "lfm2")),
+    ],
+)
 def test_a_family_without_a_draft(name, tmp_path):
     """Run chunked prefill, prefix cache and decode, which need our CPU attention."""
     target = write_target(name, tmp_path / name)

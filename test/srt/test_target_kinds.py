@@ -14,7 +14,10 @@ from sglang_dflash.srt.speculative.targets.kinds import (
     configure_capture,
     target_kind,
 )
-from sglang_dflash.srt.speculative.targets.states import check_states_are_committed
+from sglang_dflash.srt.speculative.targets.states import (
+    check_states_are_committed,
+    check_states_run_on_cpu,
+)
 
 
 class Model:
@@ -185,3 +188,18 @@ def test_a_backend_that_cannot_commit_states_is_refused():
         check_states_are_committed(model_config(registered))
     with pytest.raises(ValueError, match="PluginForCausalLM: its attention backend .*BackendWithoutCommit"):
         check_states_are_committed(model_config([f"{__name__}.BackendWithoutCommit"]))
+
+
+def test_recurrent_layers_without_cpu_operators_are_refused():
+    """SGLang's own config classes decide; the message has the model's name."""
+    from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+    from transformers import Lfm2Config, Lfm2MoeConfig, NemotronHConfig
+
+    def model_config(config, name):
+        config.architectures = [name]
+        return SimpleNamespace(hf_config=config)
+
+    for config in (Qwen3NextConfig(), Lfm2Config(), Lfm2MoeConfig()):
+        check_states_run_on_cpu(model_config(config, "Any"))
+    with pytest.raises(ValueError, match="NemotronHForCausalLM on a CPU"):
+        check_states_run_on_cpu(model_config(NemotronHConfig(), "NemotronHForCausalLM"))

@@ -98,6 +98,12 @@ _HYBRID = {
         "mrope_interleaved": True,
     },
 }
+_HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_SHORT_CONV = {
+    "layer_types": ["conv", "conv", "full_attention"] * (LAYERS // 3),
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": False,
+}
 # SGLang reads these fields, which transformers no longer has.
 _HYBRID_FIELDS = {
     "full_attention_interval": 3,
@@ -255,6 +261,24 @@ FAMILIES = {
         _IN_TEXT_CONFIG,
         outer="Qwen3_5MoeConfig",
         outer_fields=_QWEN3_5,
+    ),
+    "qwen3-next": Family(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {
+            **_HYBRID,
+            **_MOE,
+            "rope_parameters": _HALF_ROTARY,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 32,
+        },
+        _HYBRID_FIELDS,
+    ),
+    "lfm2": Family("Lfm2ForCausalLM", "Lfm2Config", _SHORT_CONV),
+    "lfm2-moe": Family(
+        "Lfm2MoeForCausalLM",
+        "Lfm2MoeConfig",
+        {**_SHORT_CONV, **_MOE, "num_experts": 4, "num_dense_layers": 1},
     ),
     "mistral": Family("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
     "ministral3": Family("Ministral3ForCausalLM", "Ministral3Config", {}),

@@ -29,12 +29,13 @@ from sglang_dflash.srt.configs.draft_quantization import quantization_of
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
 from sglang_dflash.srt.hardware_backend.cpu.transfer import prepare_transfer
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
 from sglang_dflash.srt.speculative.targets.kinds import target_kind
-from sglang_dflash.srt.speculative.targets.states import check_states_are_committed
+from sglang_dflash.srt.speculative.targets.states import check_states_are_committed, check_states_run_on_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +204,8 @@ def resolve_dflash_args(server_args: Any) -> None:
     is_recurrent = mambaish_config(target_model) is not None
     if is_recurrent:
         check_states_are_committed(target_model)
+        if runtime.is_active():
+            check_states_run_on_cpu(target_model)
     resolve_adaptive(args, block_size, is_recurrent)
     prefill_backend, _ = attention_backends_of(resolved_view(server_args))
     draft_backend = CPU_ATTENTION_BACKEND

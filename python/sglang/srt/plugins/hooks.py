@@ -119,6 +119,13 @@ def absorbed_mla():
     return lambda attention, forward_batch: AttnForwardMethod.MLA
 
 
+def cpu_device_module():
+    import torch
+
+    named = torch.get_device_module
+    return lambda device=None: torch.cpu if device is None else named(device)
+
+
 def cpu_pin_memory():
     return lambda tensor, device=None: tensor
 

@@ -60,6 +60,30 @@ AT_CPU_LOAD = (
         why="the same copies for convolutions alone, with ReplaySSM",
         build=our_object("srt.hardware_backend.cpu.recurrent_states.fused_conv_window_scatter_with_mask"),
     ),
+    *(
+        CpuChange(
+            target=f"sglang.kernels.ops.mamba.causal_conv1d_triton.{name}",
+            remove_when="SGLang has these functions in PyTorch",
+            feature=RECURRENT,
+            signature=signature,
+            why="the convolutions of LFM2 are Triton kernels on any device",
+            build=our_object(f"srt.hardware_backend.cpu.short_convolution.{name}"),
+        )
+        for name, signature in (
+            (
+                "causal_conv1d_fn",
+                "(x, weight, bias, conv_states, query_start_loc, seq_lens_cpu, cache_indices, "
+                "has_initial_state, activation, pad_slot_id, validate_data, block_table, kwargs)",
+            ),
+            (
+                "causal_conv1d_update",
+                "(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices, "
+                "num_accept_tokens, intermediate_conv_window, intermediate_state_indices, "
+                "retrieve_next_token, retrieve_next_sibling, retrieve_parent_token, pad_slot_id, metadata, "
+                "validate_data)",
+            ),
+        )
+    ),
     CpuChange(
         target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
         remove_when="SGLang has this function in PyTorch",
@@ -67,6 +91,22 @@ AT_CPU_LOAD = (
         signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
         why="the output norm of GatedDeltaNet is a Triton kernel except on CPUs with AMX",
         build=our_object("srt.hardware_backend.cpu.fused_layers.layernorm_fn"),
+    ),
+    CpuChange(
+        target="sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated",
+        remove_when="SGLang has this function in PyTorch",
+        feature=RECURRENT,
+        signature="(x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps)",
+        why="the output norm of Qwen3-Next's GatedDeltaNet is a Triton kernel except on CPUs with AMX",
+        build=our_object("srt.hardware_backend.cpu.fused_layers.rms_norm_gated"),
+    ),
+    CpuChange(
+        target="torch.get_device_module",
+        remove_when="Qwen3-Next's layers are built where SGLang serves",
+        feature=RECURRENT,
+        signature="(device)",
+        why="a CUDA build of PyTorch names CUDA without a GPU too, and Qwen3-Next's norms are built there",
+        build=hooks.cpu_device_module,
     ),
     CpuChange(
         target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",

@@ -51,6 +51,8 @@ VERIFIED_TARGETS = {
         TargetKind("Gemma4ForConditionalGeneration"),
         TargetKind("Glm4MoeForCausalLM", capture=_EAGLE3_CAPTURE),
         TargetKind("GptOssForCausalLM"),
+        TargetKind("Lfm2ForCausalLM"),
+        TargetKind("Lfm2MoeForCausalLM"),
         TargetKind("LlamaForCausalLM"),
         TargetKind("Ministral3ForCausalLM"),
         TargetKind("MistralForCausalLM"),
@@ -61,6 +63,7 @@ VERIFIED_TARGETS = {
         TargetKind("Qwen3_5ForConditionalGeneration"),
         TargetKind("Qwen3_5MoeForConditionalGeneration"),
         TargetKind("Qwen3MoeForCausalLM"),
+        TargetKind("Qwen3NextForCausalLM"),
         # Its DFLASH method calls one that its text model lacks (qwen3_vl.py:1688).
         TargetKind("Qwen3VLForConditionalGeneration", capture=_EAGLE3_CAPTURE),
         TargetKind("Qwen3VLMoeForConditionalGeneration"),
