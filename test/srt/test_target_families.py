@@ -216,3 +216,33 @@ def test_a_family_without_a_draft(name, tmp_path):
     first, again = run(arguments, [jobs, jobs], environment=ENVIRONMENT)
     check_answers(first, wanted)
     check_answers(again, wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3-next", "lfm2"])
+def test_states_that_verified_blocks_left(name, draft, tmp_path):
+    """Answers continue from the prefix cache, which has states from chunks and from verified blocks.
+
+    Each request and cycle verifies another number of tokens. SGLang keeps LFM2's states at ends of prompts
+    alone.
+    """
+    target = write_target(name, tmp_path / name)
+    first = prompts((50, 100, 150), seed=3)
+    wanted = [target.answer(prompt, 4 * ANSWER) for prompt in first]
+    begun = [[*prompt, *ids[: 3 * ANSWER]] for prompt, (ids, _) in zip(first, wanted, strict=True)]
+    rest = [(ids[3 * ANSWER :], leads[3 * ANSWER :]) for ids, leads in wanted]
+    arguments = ["--model-path", target.path, *dflash_arguments(draft), *FLAGS, *WIDTHS_CHANGE]
+    arguments += ["--chunked-prefill-size", "64", "--mamba-track-interval", "64"]
+    groups = [
+        [Job(tuple(prompt), max_new_tokens=4 * ANSWER) for prompt in first],
+        [Job(tuple(prompt), max_new_tokens=ANSWER) for prompt in begun],
+    ]
+    oracle = Oracle([ids + [0] * 8 for ids, _ in (*wanted, *rest)])
+    answers, continued = run(arguments, groups, oracle, ENVIRONMENT)
+    for answer, (ids, leads) in zip(answers, wanted, strict=True):
+        decided = next((i for i, lead in enumerate(leads) if lead < TIE), len(ids))
+        assert list(answer.output_ids[:decided]) == ids[:decided] and decided > 3 * ANSWER
+    check_answers(continued, rest)
+    cached = [answer.cached_tokens for answer in continued]
+    lengths = [len(prompt) for prompt in first]
+    assert cached == lengths if name == "lfm2" else max(cached) > lengths[-1], cached
