@@ -98,6 +98,7 @@ LONGROPE = {
 # name -> (changes to the bundled draft's config, arguments, text in the reason)
 HANDED_OVER = {
     "context parallelism": ({}, {"attn_cp_size": 2}, "--attn-cp-size"),
+    "decode context parallelism": ({}, {"dcp_size": 2}, "--dcp-size"),
     "unified memory": ({}, {"enable_unified_memory": True}, "--enable-unified-memory"),
     "sparse attention": ({}, {"enable_hisparse": True}, "--enable-hisparse"),
     "two-batch overlap": ({}, {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),

@@ -134,6 +134,8 @@ def test_the_neighbours_length_is_noticed():
     rows, slots = rows_in_graph(np.array([4, 0, 2]))
     counts = list(rows.layout.counts)
     forward = forward_of(rows, slots)
+    backend.init_forward_metadata_out_graph(forward)
+    assert_reads(backend.qo_indptr[: slots + 1], rows)
     forward.spec_info.ragged_verify_layout = PreparedLayout.of(
         [counts[1], counts[0], *counts[2:]], rows.num_rows, "cpu"
     )

@@ -42,6 +42,7 @@ _FLAGS = (
     ("pp_size", (1,), NotServed("pipeline parallelism (--pp-size)")),
     ("enable_watermark", (False,), NotServed("watermarking (--enable-watermark)")),
     ("attn_cp_size", (1,), NotServed("context parallelism (--attn-cp-size)", True)),
+    ("dcp_size", (1,), NotServed("decode context parallelism (--dcp-size)", True)),
     (
         "enable_unified_memory",
         (False,),
