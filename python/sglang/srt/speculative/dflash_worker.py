@@ -375,9 +375,8 @@ class DFlashWorker(BaseSpecWorker):
         runner = self._target_worker.model_runner
         drafter = self.drafter if self._copies is None else self._copies.inner
         assert lengths is not None and plan.copies is not None and plan.rows is not None
-        table_rows = (
-            np.arange(len(lengths)) if plan.batch is None else plan.batch.rows
-        )  # start-up has the first
+        # Start-up plans without a batch, for the first rows of the table.
+        table_rows = np.arange(len(lengths)) if plan.batch is None else plan.batch.rows
         chosen = drafter.to_draft(table_rows, lengths, (lengths > 0) & ~plan.copies)
         num_slots = max(self.block_size, plan.width) if chosen.any() or plan.width > 1 else 1
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)

@@ -149,8 +149,8 @@ def _measure(worker: Any, backends: Backends, widths: tuple[int, ...], budget: f
     seconds, drafts = timer.time_loads(cycles, loads, context, budget)
     loads = loads[: len(seconds)]
     of = dict(zip(cycles, seconds.T, strict=True))
-    draft = drafts[:, [cycle.width > 1 and not cycle.is_half for cycle in cycles]].min(axis=1, initial=np.inf)
-    draft = np.where(np.isfinite(draft), draft, 0.0)  # of a single width of one slot
+    drafting = drafts[:, [cycle.width > 1 and not cycle.is_half for cycle in cycles]]
+    draft = drafting.min(axis=1) if drafting.size else np.zeros(len(loads))
     verify = seconds[:, : len(widths)] - np.where(np.array(widths) > 1, draft[:, None], 0.0)
     if widths[0] == 1 and not worker.drafter.writes_context_apart:
         # The draft's forward writes the context of as many plain cycles as a block has rows.
@@ -233,8 +233,8 @@ class _CycleTimer:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of each cycle, and of its draft. [loads, cycles] each
 
-        They are the least of some samples. Loads take turns, so that a second
-        in which the machine does something else spoils one sample of each and not all samples of one.
+        They are the least of some samples. Loads take turns, so that a second in which the machine does
+        something else spoils one sample of each and not all samples of one.
         """
         deadline = time.perf_counter() + budget
         samples: list[list[np.ndarray]] = []  # of each load, [repeats][2, cycles]
