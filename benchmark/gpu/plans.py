@@ -44,8 +44,6 @@ from sglang_dflash.srt.environ import DFlashOptions
 CHECK_PLANS = "SGLANG_DFLASH_CHECK_PLANS"
 # FP8 copies for drafting: of the head, and of the draft's layers.
 FP8_OPTIONS = DFlashOptions.DRAFT_HEAD_DTYPE, DFlashOptions.DRAFT_LAYERS_DTYPE
-# FA3's schedules once per forward.
-SCHEDULE_ONCE = {DFlashOptions.FA3_SCHEDULE_ONCE.variable: "1"}
 CONTEXT = 1024  # tokens of a prompt, if a load names no other number
 LONG_CONTEXTS = ((1, 8192), (4, 8192), (1, 24_576), (4, 24_576))
 
@@ -69,10 +67,7 @@ REHEARSED = {
     "hybrid": ("flashinfer", HYBRID_DRAFT),
     "fa3-dflash": ("fa3", DRAFT),
     "fa3-peagle": ("fa3", PEAGLE_DRAFT),
-    "fa3-schedules": ("fa3", DRAFT),
 }
-# Environment of some of them.
-REHEARSED_WITH = {"fa3-schedules": SCHEDULE_ONCE}
 # Of these the acceptance is another: by a window, by cycles that draft nothing.
 OTHER_ACCEPTANCE = ("widths", "window")
 
@@ -207,7 +202,6 @@ class Builder:
         )
         visits = (
             self._fp8("ours-fp8-head", FP8_OPTIONS[:1]),
-            self._visit(QWEN3_8B, "fa3", DFLASH, (1, 48), name="ours-schedules", environment=SCHEDULE_ONCE),
             compiled,
             *(llama(variant, (1, 16, 48)) for variant in variants),
             self._visit(QWEN3_8_27B, "fa3", BUILT_IN_DFLASH, (1, 4), start_s=estimates.LARGE_START_S),
@@ -301,7 +295,7 @@ class Builder:
                 NO_SPECULATION, tuple(bundled_target(self._backend("flashinfer"), target)), dict(OURS)
             )
             arguments = *bundled_target(backend, target), *draft_arguments(from_root(draft), backend), *more
-            specs = reference, ServerSpec(DFLASH, arguments, OURS | REHEARSED_WITH.get(name, {}))
+            specs = reference, ServerSpec(DFLASH, arguments, OURS)
             accept_length = None if name in OTHER_ACCEPTANCE else expected[draft.name]
             if self._sizes.is_rehearsal:
                 accept_length = None  # of a few texts it is another

@@ -210,22 +210,6 @@ def test_a_batch_beyond_the_captured_sizes_waits(expected, reference):
         assert played.steps_without_graphs() == beyond
 
 
-@pytest.mark.parametrize(("draft", "in_draft"), [("dflash", 1), ("peagle", 0)])
-def test_fa3_schedules_once_per_forward(draft, in_draft, expected, reference):
-    """A graph computes one schedule for all layers without a window. The P-EAGLE draft has no such layer."""
-    requests = greedy_requests()
-    expected.answers(DRAFTS[draft], requests)
-    once = {"SGLANG_DFLASH_FA3_SCHEDULE_ONCE": "1"}
-    with rehearse(Scene("fa3"), DRAFTS[draft], NO_CACHE, environment=once) as played:
-        assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
-        captures = played.notes("capture")
-    found = {role: set() for role in ("target", "draft")}
-    for note in captures:
-        assert note["operations"]["flash_attn_with_kvcache"] > 1
-        found[note["role"]].add(note["operations"].get("get_scheduler_metadata", 0))
-    assert found == {"target": {1}, "draft": {in_draft}}
-
-
 SETTINGS = {
     "draft window": ("flashinfer", DRAFT, "--speculative-draft-window-size", WINDOW),
     "draft window without host lengths": ("fa3", DRAFT, "--speculative-draft-window-size", WINDOW),

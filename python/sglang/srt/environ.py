@@ -86,8 +86,6 @@ class DFlashOptions:
     ADAPTIVE: Option[str | None] = Option("SGLANG_DFLASH_ADAPTIVE", None, str)
     # Compare FlashInfer's chunk counts with the device's lengths; a difference ends the server.
     CHECK_PLANS = _switch("SGLANG_DFLASH_CHECK_PLANS")
-    # Compute FlashAttention 3's schedule of a block once per forward, not in every layer. No GPU has run it.
-    FA3_SCHEDULE_ONCE = _switch("SGLANG_DFLASH_FA3_SCHEDULE_ONCE")
     # Observers of the cycle (`cycle/observer.py`), `module:Class` each, separated by commas.
     OBSERVERS: Option[tuple[str, ...]] = Option(
         "SGLANG_DFLASH_OBSERVERS", (), lambda text: tuple(text.split(","))

@@ -113,7 +113,6 @@ SPECULATORS = "speculators checkpoints and P-EAGLE"
 CPU = "serving on a CPU"  # DFLASH on a CPU needs it
 RECURRENT = "targets with recurrent states on a CPU"
 CPU_PD = "disaggregation on a CPU"
-SCHEDULES = "FlashAttention 3's schedules once per forward"
 BOUNDS = "decode cycles that do not wait for the device's lengths"
 SPEED = "faster operators on a CPU"
 RECURRENT_WIDTH = "adaptive width for targets with recurrent states"

@@ -68,7 +68,6 @@ def add_cli_args():
 
 
 def create_worker():
-    from sglang_dflash.srt.environ import DFlashOptions
     from sglang_dflash.srt.plugins import compatibility, install, ledger
     from sglang_dflash.srt.speculative.implementation import Implementation, check_ranks_agree
 
@@ -83,8 +82,6 @@ def create_worker():
         is_disaggregated = server_args.disaggregation_mode != "null"
         try:
             install.install(ledger.AT_WORKER + (ledger.AT_DISAGGREGATION if is_disaggregated else ()))
-            if DFlashOptions.FA3_SCHEDULE_ONCE.get():
-                install.install(ledger.AT_FA3_SCHEDULES)
         except install.Mismatch as mismatch:
             # The arguments are resolved by our rules, so SGLang's own worker cannot take over here.
             raise SystemExit(f"sglang-dflash: {mismatch} {compatibility.HELP}") from mismatch

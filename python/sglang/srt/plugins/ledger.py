@@ -7,7 +7,6 @@ The changes themselves are in `changes/`.
 | `AT_LOAD` | when SGLang loads its plugins | every process |
 | `AT_FRONT_END` | when the arguments turn out to request DFLASH | the process that receives requests |
 | `AT_WORKER` | by the `create_worker` hook | scheduler processes that run DFLASH; others keep stock code |
-| `AT_FA3_SCHEDULES` | with it, if SGLANG_DFLASH_FA3_SCHEDULE_ONCE=1 | the same |
 | `AT_HAND_OVER` | by the same hook | scheduler processes that run SGLang's own DFLASH instead of ours |
 | `AT_DISAGGREGATION` | with `AT_WORKER` | schedulers that serve prefill or decode alone |
 | `AT_CPU_DISAGGREGATION` | when the attention backend is built | the same, on a CPU, with DFLASH or without |
@@ -23,7 +22,6 @@ from sglang_dflash.srt.plugins.changes.cpu import AT_CPU_ATTENTION, AT_CPU_DISAG
 from sglang_dflash.srt.plugins.changes.every_process import AT_FRONT_END, AT_LOAD
 from sglang_dflash.srt.plugins.changes.worker import (
     AT_DISAGGREGATION,
-    AT_FA3_SCHEDULES,
     AT_HAND_OVER,
     AT_WORKER,
 )
@@ -33,7 +31,6 @@ __all__ = (
     "AT_CPU_DISAGGREGATION",
     "AT_CPU_HOST_CACHE",
     "AT_DISAGGREGATION",
-    "AT_FA3_SCHEDULES",
     "AT_FRONT_END",
     "AT_HAND_OVER",
     "AT_LOAD",
@@ -45,7 +42,6 @@ TABLES = {
     "AT_LOAD": AT_LOAD,
     "AT_FRONT_END": AT_FRONT_END,
     "AT_WORKER": AT_WORKER,
-    "AT_FA3_SCHEDULES": AT_FA3_SCHEDULES,
     "AT_DISAGGREGATION": AT_DISAGGREGATION,
     "AT_CPU_DISAGGREGATION": AT_CPU_DISAGGREGATION,
     "AT_CPU_ATTENTION": AT_CPU_ATTENTION,

@@ -27,21 +27,9 @@ def flash_attn_with_kvcache(
 ):
     """Attend from q [tokens, heads, d] to caches [pages, page, kv_heads, d].
 
-    page_table: [bs, pages of the longest]. scheduler_metadata: of `get_scheduler_metadata`, for this call.
+    page_table: [bs, pages of the longest].
     """
-    assert not return_softmax_lse
-    if scheduler_metadata is not None:
-        wanted = get_scheduler_metadata(
-            *(len(page_table), max_seqlen_q, page_table.shape[1] * k_cache.shape[1]),
-            *(q.shape[1], k_cache.shape[2], q.shape[2], cache_seqlens, q.dtype),
-            cu_seqlens_q=cu_seqlens_q,
-            page_size=k_cache.shape[1],
-            causal=causal,
-            has_softcap=softcap > 0,
-            num_splits=num_splits,
-        )
-        if scheduler_metadata.tolist() != wanted.tolist() or window_size != (-1, -1):
-            report.problem("FA3: the schedule is another call's")
+    assert not return_softmax_lse and scheduler_metadata is None
     page = k_cache.shape[1]
     pools = [cache.reshape(-1, *cache.shape[2:]) for cache in (k_cache, v_cache)]
     result = torch.zeros_like(q)
@@ -71,26 +59,3 @@ def flash_attn_with_kvcache(
         )
         result[rows] = attended.to(q.dtype)
     return result
-
-
-def get_scheduler_metadata(
-    batch_size,
-    max_seqlen_q,
-    max_seqlen_k,
-    num_heads,
-    num_heads_k,
-    headdim,
-    cache_seqlens,
-    qkv_dtype,
-    headdim_v=None,
-    cu_seqlens_q=None,
-    page_size=None,
-    causal=False,
-    has_softcap=False,
-    num_splits=0,
-):
-    """Return everything that a schedule is computed from, for comparison with an attention call's."""
-    assert headdim_v in (None, headdim) and qkv_dtype.is_floating_point
-    numbers = batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim
-    flags = torch.tensor([*numbers, page_size, causal, has_softcap, num_splits], dtype=torch.int32)
-    return torch.cat([flags, cache_seqlens.int(), cu_seqlens_q.int()])

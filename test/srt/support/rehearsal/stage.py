@@ -24,7 +24,7 @@ from support.rehearsal import (
     trtllm_kernels,
 )
 from support.rehearsal.attention import merge
-from support.rehearsal.fa3_kernels import flash_attn_with_kvcache, get_scheduler_metadata
+from support.rehearsal.fa3_kernels import flash_attn_with_kvcache
 
 VARIABLE = "REHEARSAL"
 
@@ -223,11 +223,6 @@ def _fa3():
     from sglang_dflash.srt.speculative.drafters import window as draft_window
 
     draft_window.PAGED_BACKENDS = ("torch_native",)  # what the arguments call it here
-    from sglang_dflash.srt.layers.attention import fa3_schedules
-
-    fa3_schedules.is_capturing = graphs.is_capturing
-    schedule = graphs.kernel("get_scheduler_metadata", get_scheduler_metadata)
-    fa3_schedules.schedule_function = lambda: schedule
     return module.FlashAttentionBackend
 
 

@@ -1,7 +1,7 @@
 """Changes in scheduler processes that run DFLASH, or SGLang's own instead."""
 
 from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES
-from sglang_dflash.srt.plugins.change import BOUNDS, RECURRENT_WIDTH, SCHEDULES, Change, made_by, our_object
+from sglang_dflash.srt.plugins.change import BOUNDS, RECURRENT_WIDTH, Change, made_by, our_object
 
 AT_WORKER = (
     *(
@@ -146,27 +146,6 @@ AT_WORKER = (
         signature="(self, forward_batch, in_capture)",
         why="FlashInfer plans on the host with exact lengths; bounds do, if the chunks are chosen by them",
         build=made_by("srt.layers.attention.flashinfer_plans.planning_within_bounds"),
-    ),
-)
-
-AT_FA3_SCHEDULES = (
-    Change(
-        target="sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend",
-        remove_when="SGLang computes schedules of blocks once per forward",
-        feature=SCHEDULES,
-        signature="(self, q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks, q_descale, "
-        "k_descale, v_descale, score_mod, aux_tensors, rel_bias, rel_bias_event, return_lse)",
-        why="a schedule belongs to the forward that is captured",
-        build=made_by("srt.layers.attention.fa3_schedules.noting_the_forward"),
-    ),
-    Change(
-        target="sglang.srt.layers.attention.flashattention_backend.flash_attn_with_kvcache",
-        remove_when="SGLang computes schedules of blocks once per forward",
-        feature=SCHEDULES,
-        # Wrapped with whatever it takes: a schedule is passed only in calls whose arguments are all known.
-        signature=None,
-        why="FA3 computes the schedule of a block's tiles in every layer; once per forward is enough",
-        build=made_by("srt.layers.attention.fa3_schedules.attending_with_schedules"),
     ),
 )
 
