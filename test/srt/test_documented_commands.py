@@ -43,7 +43,6 @@ COMMANDS = commands()
 INSTALLS = ("pip install .",)
 LIBRARY = ("speculators prepare-data", "speculators train", "speculators generate-offline-data")
 DOCTOR = ["python", "-m", "sglang_dflash.doctor"]
-LEDGER = ["python", "-m", "sglang_dflash.ledger"]
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
 SMOLLM2_DRAFTS = [SMOLLM2.with_name(f"{SMOLLM2.name}-{kind}") for kind in ("dflash2", "dflash")]
 PACKAGE = ROOT / "python" / "sglang"
@@ -87,8 +86,8 @@ def kind_of(command: Command) -> str:
         return "library"
     if words[:3] == DOCTOR:
         return "doctor"
-    if words[:3] == LEDGER:
-        return "ledger"
+    if words[:2] == ["python", "tools/sglang_diff"]:
+        return "sglang_diff"
     if words[0] == "make":
         return "make"
     if words[0] == "curl":

@@ -16,9 +16,8 @@ from support.servers import run_to_end
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
-from sglang_dflash.srt.plugins import compatibility, entry_points, hooks, install, ledger, static_check
-from sglang_dflash.srt.plugins.change import Change
-from sglang_dflash.srt.plugins.source_tree import SourceTree
+from sglang_dflash.srt.plugins import compatibility, entry_points, hooks, install, ledger
+from sglang_dflash.srt.plugins.change import CPU, Change
 from sglang_dflash.srt.speculative.implementation import Implementation
 
 CHANGES = tuple(change for table in ledger.TABLES.values() for change in table)
@@ -205,40 +204,40 @@ def test_a_feature_without_its_target_is_off_and_named(registry, caplog):
 
 @pytest.fixture
 def as_another_sglang(monkeypatch):
-    """Return a function that makes the installed files another version, with these rows."""
+    """Return a function that makes the installed SGLang another version, which lacks these targets."""
 
-    def pretend(version: str, *rows: static_check.Row) -> None:
-        monkeypatch.setattr(
-            SourceTree, "installed", classmethod(lambda cls: SourceTree(version, lambda path: None))
-        )
-        monkeypatch.setattr(static_check, "compare", lambda tree, baseline: list(rows))
+    def pretend(version: str, *lacking: Change) -> None:
+        def check(change: Change) -> None:
+            if change in lacking:
+                raise install.Mismatch(f"SGLang has no {change.target} to change")
+
+        monkeypatch.setattr(install, "check", check)
+        monkeypatch.setattr(compatibility, "installed_version", lambda: version)
         compatibility.why_off.cache_clear()
 
     yield pretend
     compatibility.why_off.cache_clear()
 
 
-def row(change: Change, state: str) -> static_check.Row:
-    return static_check.Row(change.label, state, "as told", "sglang/srt/file.py:7", change)
-
-
 OPTIONAL = next(change for change in ledger.AT_WORKER if change.feature)
 
 
 def test_a_later_sglang_is_served_with_one_warning(as_another_sglang, caplog):
-    as_another_sglang("0.5.99", row(EXAMPLE, "changed"), row(OPTIONAL, "gone"))
+    as_another_sglang("0.5.99", OPTIONAL)
     record = SimpleNamespace()
     assert not any(compatibility.leave_to_sglang(record) for _ in range(2))
     [line] = [entry.getMessage() for entry in caplog.records]
-    assert "0.5.99" in line and "create_worker (sglang/srt/file.py:7)" in line and OPTIONAL.name in line
-    assert f"Off on this SGLang: {OPTIONAL.feature}." in line
+    assert "0.5.99" in line and f"Off on this SGLang: {OPTIONAL.feature}." in line
     assert not Implementation.of(record).is_builtin
 
 
-@pytest.mark.parametrize("state", ["gone", "parameters"])
-def test_without_a_required_target_the_built_in_serves(state, as_another_sglang, caplog):
+REQUIRED = next(change for change in ledger.AT_WORKER if change.feature is None)
+
+
+@pytest.mark.parametrize("change", [EXAMPLE, REQUIRED], ids=name_of)
+def test_without_a_required_target_the_built_in_serves(change, as_another_sglang, caplog):
     """Check that SGLang's own functions are called, in the launcher and in a scheduler."""
-    as_another_sglang("0.5.99", row(EXAMPLE, state))
+    as_another_sglang("0.5.99", change)
     record = SimpleNamespace(speculative_algorithm="DFLASH")
     algorithm = SimpleNamespace(is_dflash=lambda: True)
     assert compatibility.leave_to_sglang(record)
@@ -246,14 +245,20 @@ def test_without_a_required_target_the_built_in_serves(state, as_another_sglang,
     scheduler = pickle.loads(pickle.dumps(record))
     assert hooks.create_worker()(lambda *_: "stock worker", algorithm, scheduler) == "stock worker"
     [line] = [entry.getMessage() for entry in caplog.records]
-    assert "built-in" in line and EXAMPLE.target in line
+    assert "built-in" in line and change.target in line
+
+
+@pytest.mark.skipif(not runtime.is_active(), reason="a GPU needs nothing of it")
+def test_without_what_a_cpu_needs_the_built_in_serves(as_another_sglang):
+    as_another_sglang("0.5.99", next(change for change in ledger.AT_LOAD if change.feature == CPU))
+    assert compatibility.leave_to_sglang(SimpleNamespace(speculative_algorithm="DFLASH"))
 
 
 @pytest.mark.parametrize(
     "option, words", [(DFlashOptions.STRICT, "strict forbids"), (DFlashOptions.COPY_AHEAD, "copy-ahead")]
 )
 def test_what_only_ours_has_is_refused_there(option, words, as_another_sglang, monkeypatch):
-    as_another_sglang("0.5.99", row(EXAMPLE, "gone"))
+    as_another_sglang("0.5.99", EXAMPLE)
     monkeypatch.setenv(option.variable, "1")
     with pytest.raises(ValueError, match=f"does not fit .*{words}"):
         compatibility.leave_to_sglang(SimpleNamespace())
@@ -303,7 +308,7 @@ def test_the_record_of_arguments_carries_the_decision(as_another_sglang):
     """SGLang's record refuses new fields; ours must pass, and reach the children."""
     from sglang.srt.server_args import ServerArgs
 
-    as_another_sglang("0.5.99", row(EXAMPLE, "gone"))
+    as_another_sglang("0.5.99", EXAMPLE)
     args = ServerArgs(model_path="none")
     assert compatibility.leave_to_sglang(args)
     assert Implementation.of(pickle.loads(pickle.dumps(args))).is_builtin

@@ -56,26 +56,26 @@ def test_installed_entry_points_load(group):
 
 def test_pins(pyproject):
     """Installing the plugin must change no version of SGLang, nor of anything that comes with it."""
-    from sglang_dflash.srt.plugins.static_check import supported_versions
+    from sglang_dflash.srt.plugins.compatibility import SUPPORTED
 
     requirements = [line.partition(";")[0].strip() for line in pyproject["project"]["dependencies"]]
     assert requirements[0] == "sglang"
     assert not [line for line in requirements if "==" in line or "~=" in line or "<" in line]
-    assert importlib.metadata.version("sglang") in supported_versions()
+    assert importlib.metadata.version("sglang") in SUPPORTED
 
 
 def test_every_supported_release_is_tested():
     """The workflow's matrix has the recorded releases, and make installs the newest one."""
-    from sglang_dflash.srt.plugins.static_check import supported_versions
+    from sglang_dflash.srt.plugins.compatibility import SUPPORTED
 
     workflows = {
         path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")
     }
     assert all(workflow["jobs"] for workflow in workflows.values())
     matrix = workflows["supported-versions.yml"]["jobs"]["test"]["strategy"]["matrix"]
-    assert matrix["sglang"] == supported_versions()
+    assert matrix["sglang"] == list(SUPPORTED)
     default = re.search(r"^SGLANG \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert default and default[1] == supported_versions()[-1]
+    assert default and default[1] == SUPPORTED[-1]
 
 
 def imported_modules(source: str) -> set[str]:

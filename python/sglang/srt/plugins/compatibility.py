@@ -1,9 +1,9 @@
 """Decides whether our DFLASH can run on the installed SGLang.
 
 The decision is made once, in the process that resolves the arguments, and only if DFLASH is requested. It
-reads SGLang's files (`static_check.py`). On an unchanged supported release it compares the hashes of some
-files, and targets that are loaded, which takes milliseconds. On any other SGLang it also imports our worker,
-and checks each target of a scheduler. So a scheduler finds no mismatch that this process could have found.
+compares signatures. On a supported release it looks at targets that are loaded, where another plugin may
+have replaced one, which takes milliseconds. On any other SGLang it also imports our worker and looks up each
+target of a scheduler. `tools/sglang_diff` compares bodies too, of any release.
 """
 
 import functools
@@ -12,17 +12,15 @@ import logging
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.hand_over import leave_to_unsupported_sglang
-from sglang_dflash.srt.hardware_backend.cpu import runtime
-from sglang_dflash.srt.plugins import ledger, static_check
+from sglang_dflash.srt.plugins import install, ledger
 from sglang_dflash.srt.plugins.change import CPU
-from sglang_dflash.srt.plugins.install import Mismatch, find_mismatch, is_main_process
-from sglang_dflash.srt.plugins.source_tree import SourceTree, installed_version
-from sglang_dflash.srt.plugins.static_check import BROKEN, CHANGED, Row
+from sglang_dflash.srt.plugins.install import Mismatch, find_mismatch, installed_version, is_main_process
 from sglang_dflash.srt.speculative.implementation import Implementation
 
 logger = logging.getLogger(__name__)
 
-HELP = "`python -m sglang_dflash.ledger` lists all differences."
+SUPPORTED = ("0.5.22", "0.5.23")  # oldest first
+HELP = "docs/updating-sglang.md says what to do."
 # What a scheduler that runs our DFLASH changes.
 _IN_SCHEDULERS = ledger.AT_WORKER + ledger.AT_DISAGGREGATION
 
@@ -31,32 +29,22 @@ _IN_SCHEDULERS = ledger.AT_WORKER + ledger.AT_DISAGGREGATION
 def why_off() -> str | None:
     """Return why our DFLASH cannot run on this SGLang. None: it can.
 
-    Logs one warning if it can, and something that we change or replace differs from every supported release.
+    Logs one warning if it can, and this is not a supported release.
     """
-    tree = SourceTree.installed()
-    if static_check.is_as_recorded(tree):
+    version = installed_version()
+    if version in SUPPORTED:
         return find_mismatch(_IN_SCHEDULERS, is_loaded_only=True)
-    baseline = static_check.baseline_for(tree.version)
-    rows = static_check.compare(tree, baseline)
-    missing = [row for row in rows if row.is_fatal or _is_needed_here(row)]
-    if missing:
-        first = missing[0]
-        return f"{first.detail or first.state}: {first.label}" + _and_more(len(missing) - 1)
-    if reason := find_mismatch(_IN_SCHEDULERS) or _why_worker_fails():
+    try:
+        off = install.missing_features(install.relevant(ledger.AT_LOAD + _IN_SCHEDULERS))
+    except Mismatch as mismatch:
+        return str(mismatch)
+    if reason := off.get(CPU) or _why_worker_fails():
         return reason
-    changed = [row for row in rows if row.change is not None and row.state in (CHANGED, *BROKEN)]
-    names = ", ".join(f"{row.change.name} ({row.where or 'gone'})" for row in changed if row.change)
-    off = sorted(
-        {row.change.feature for row in changed if row.change and row.change.feature and row.is_broken}
-    )
-    known = tree.version in static_check.supported_versions()
     logger.warning(
-        "sglang-dflash was tested with SGLang %s, this is %s%s. %s%s %s",
-        ", ".join(static_check.supported_versions()),
-        tree.version,
-        ", with changed files" if known else "",
-        f"It differs in what we replace: {names}." if changed else "Nothing that we replace differs.",
-        f" Off on this SGLang: {'; '.join(off)}." if off else "",
+        "sglang-dflash was tested with SGLang %s, this is %s. %s %s",
+        ", ".join(SUPPORTED),
+        version,
+        f"Off on this SGLang: {'; '.join(sorted(off))}." if off else "All that we replace is there.",
         HELP,
     )
     return None
@@ -115,16 +103,6 @@ def _why_worker_fails() -> str | None:
     except Exception as error:  # returned, and logged as the reason
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _is_needed_here(row: Row) -> bool:
-    """Tell whether a missing target is needed because this server runs on a CPU."""
-    is_cpu_row = row.change is not None and row.change.feature == CPU
-    return is_cpu_row and row.state in BROKEN and runtime.is_active()
-
-
-def _and_more(number: int) -> str:
-    return f", and {number} more" if number else ""
 
 
 def _our_version() -> str:

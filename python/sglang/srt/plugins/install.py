@@ -8,6 +8,7 @@ process of a server, which takes ten times as long as the rest of our installati
 """
 
 import functools
+import importlib.metadata
 import inspect
 import logging
 import multiprocessing
@@ -18,7 +19,6 @@ from typing import Any
 
 from sglang_dflash.srt.plugins import ledger
 from sglang_dflash.srt.plugins.change import Change, resolve
-from sglang_dflash.srt.plugins.source_tree import installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,16 @@ def is_main_process() -> bool:
 
 def _that_fit(changes: Sequence[Change]) -> list[Change]:
     """Leave out the features that lack a target, with a warning for each. Raises Mismatch."""
-    missing: dict[str, str] = {}  # by feature
+    missing = missing_features(changes)
+    level = logging.WARNING if is_main_process() else logging.DEBUG
+    for feature, reason in missing.items():
+        logger.log(level, "sglang-dflash: without %s on this SGLang: %s", feature, reason)
+    return [change for change in changes if change.feature not in missing]
+
+
+def missing_features(changes: Sequence[Change]) -> dict[str, str]:
+    """Return the reason by feature that lacks a target. Raises Mismatch if a required change lacks one."""
+    missing: dict[str, str] = {}
     for change in changes:
         try:
             check(change)
@@ -128,10 +137,12 @@ def _that_fit(changes: Sequence[Change]) -> list[Change]:
             if change.feature is None:
                 raise
             missing.setdefault(change.feature, str(mismatch))
-    level = logging.WARNING if is_main_process() else logging.DEBUG
-    for feature, reason in missing.items():
-        logger.log(level, "sglang-dflash: without %s on this SGLang: %s", feature, reason)
-    return [change for change in changes if change.feature not in missing]
+    return missing
+
+
+def installed_version() -> str:
+    """Return the version of the installed SGLang, from its metadata."""
+    return importlib.metadata.version("sglang")
 
 
 def _register(change: Change, hook: Callable[..., None]) -> None:

@@ -13,9 +13,8 @@ The changes themselves are in `changes/`.
 | `AT_CPU_HOST_CACHE` | with it, or for a hierarchical cache | copies of KV to the host and back |
 | `AT_CPU_ATTENTION` | when our CPU attention is built | with DFLASH, or if SGLang's cannot run a target |
 
-Tests walk the tables; `install.py` checks and applies them. `static_check.py` compares them with any SGLang,
-installed or not; `fingerprints.json` has what they were written against. The procedure for a new SGLang is in
-docs/updating-sglang.md.
+Tests walk the tables; `install.py` checks and applies them. `tools/sglang_diff` compares them with any
+SGLang, installed or not. The procedure for a new SGLang is in docs/updating-sglang.md.
 """
 
 from sglang_dflash.srt.plugins.changes.cpu import AT_CPU_ATTENTION, AT_CPU_DISAGGREGATION, AT_CPU_HOST_CACHE

@@ -9,8 +9,9 @@ from serving import dflash_arguments, heldout_prompts
 from support.parity import assert_same
 from support.rehearsal.play import ARGUMENTS, Rehearsal
 
-from sglang_dflash.srt.plugins.source_tree import installed_version
-from sglang_dflash.srt.plugins.static_check import OURS, supported_versions
+import sglang_dflash
+from sglang_dflash.srt.plugins.compatibility import SUPPORTED
+from sglang_dflash.srt.plugins.install import installed_version
 
 # Drafts may depend on what the prefix cache held when a request came; without a cache they do not.
 NO_CACHE = "--disable-radix-cache"
@@ -88,14 +89,14 @@ def assert_launches(played: Rehearsal, name: str) -> None:
 
     The lists quote lines of the newest supported SGLang. On another one only our own lines are compared.
     """
-    is_newest = installed_version() == supported_versions()[-1]
+    is_newest = installed_version() == SUPPORTED[-1]
     path = LISTS / f"{name}.txt"
     found = [
         sorted(f"{count} {operation}" for operation, count in counts.items())
         for counts in played.operations()
     ]
     if UPDATE in os.environ:
-        assert is_newest, f"the lists are those of SGLang {supported_versions()[-1]}"
+        assert is_newest, f"the lists are those of SGLang {SUPPORTED[-1]}"
         [lines] = found
         path.write_text("\n".join(lines) + "\n")
     wanted = path.read_text().splitlines()
@@ -114,4 +115,4 @@ def assert_launches(played: Rehearsal, name: str) -> None:
 def _is_ours(line: str) -> bool:
     """Tell whether an operation of a list is called in a file of ours."""
     file = line.partition(" <- ")[2].partition(" ")[0]
-    return file in {path.name for path in OURS.rglob("*.py")}
+    return file in {path.name for path in Path(sglang_dflash.__file__).parent.rglob("*.py")}

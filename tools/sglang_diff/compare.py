@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import sglang_dflash
 from sglang_dflash.srt.plugins.change import Change, release_numbers
 from sglang_dflash.srt.plugins.ledger import TABLES
-from sglang_dflash.srt.plugins.source_tree import PACKAGE, Found, SourceTree, fingerprint, parameters
+from sglang_diff.source_tree import PACKAGE, Found, SourceTree, fingerprint, parameters
 
 RECORDED = Path(__file__).with_name("fingerprints.json")
-OURS = Path(__file__).parents[2]
+OURS = Path(sglang_dflash.__file__).parent
 
 SAME, CHANGED, OTHER_PARAMETERS, GONE, UNKNOWN = "same", "changed", "parameters", "gone", "no record"
 # States in which a change cannot be made, and an import may fail.

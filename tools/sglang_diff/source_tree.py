@@ -83,7 +83,7 @@ class SourceTree:
         if spec is None or not spec.submodule_search_locations:
             raise NotSGLang("SGLang is not installed here")
         folder = Path(next(iter(spec.submodule_search_locations))).parent
-        return cls(installed_version(), functools.partial(_read_file, folder))
+        return cls(importlib.metadata.version(PACKAGE), functools.partial(_read_file, folder))
 
     def digest(self, file: str) -> str | None:
         """Return a hash of a file's text, None if there is none."""
@@ -178,11 +178,6 @@ class SourceTree:
         is_package = (self.file_of(module) or "").endswith("__init__.py")
         parts = parts[: len(parts) - statement.level + is_package]
         return ".".join((*parts, *([statement.module] if statement.module else ())))
-
-
-def installed_version() -> str:
-    """Return the version of the installed SGLang, from its metadata."""
-    return importlib.metadata.version(PACKAGE)
 
 
 def parameters(tree: SourceTree, found: Found) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""`python -m sglang_dflash.ledger`: our changes compared with an SGLang that is not imported."""
+"""`python tools/sglang_diff`: our changes compared with an SGLang that is not imported."""
 
 import ast
 import functools
@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from serving import ROOT
-
-from sglang_dflash import ledger as command
-from sglang_dflash.srt.plugins import source_tree, static_check
-from sglang_dflash.srt.plugins.source_tree import NotSGLang, SourceTree, fingerprint
+from sglang_diff import __main__ as command
+from sglang_diff import compare, source_tree
+from sglang_diff.source_tree import NotSGLang, SourceTree, fingerprint
 
 SCHEDULER_INFO = "sglang/srt/speculative/spec_info.py"
 WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -31,7 +30,7 @@ def parsed_once():
 def files() -> dict[str, str]:
     """Texts of all files of the installed SGLang that matter, by path."""
     tree = SourceTree.installed()
-    static_check.compare(tree, static_check.baseline_for(tree.version))
+    compare.compare(tree, compare.baseline_for(tree.version))
     folder = Path(importlib.util.find_spec("sglang").origin).parents[1]
     # A module that only passes a name on is looked for too.
     packages = {parent for file in tree.files for parent in Path(file).parents if parent.name}
@@ -71,7 +70,7 @@ def told(output: str) -> list[str]:
 
 
 def test_the_installed_sglang_is_as_recorded(capsys):
-    assert static_check.is_as_recorded(SourceTree.installed())
+    assert compare.is_as_recorded(SourceTree.installed())
     assert run() == 0
     output = capsys.readouterr().out
     assert not told(output) and "Nothing required is gone." in output
@@ -83,8 +82,8 @@ def test_a_copy_and_a_wheel_of_it_are_the_same(copy, tmp_path, capsys):
     with zipfile.ZipFile(wheel, "w") as archive:
         for path in folder.rglob("*"):
             archive.write(path, path.relative_to(folder))
-    assert static_check.is_as_recorded(SourceTree.open(folder))
-    assert static_check.is_as_recorded(SourceTree.open(wheel))
+    assert compare.is_as_recorded(SourceTree.open(folder))
+    assert compare.is_as_recorded(SourceTree.open(wheel))
     assert run("--against", folder) == run("--against", wheel) == 0
     first, second = capsys.readouterr().out.split("\n\nNothing required is gone.\n")[:2]
     assert first == second
@@ -104,7 +103,7 @@ ANNOTATION = (SCHEDULER_INFO, RETURNS, ") -> Optional[Union[")
 def test_a_planted_change_is_named(planted, copy, capsys):
     edit, word, status = PLANTED[planted]
     folder = copy(edit)
-    assert not static_check.is_as_recorded(SourceTree.open(folder))
+    assert not compare.is_as_recorded(SourceTree.open(folder))
     assert run("--against", folder) == status
     output = capsys.readouterr().out
     [line] = told(output)
@@ -168,7 +167,7 @@ def test_a_version_is_recorded(copy, tmp_path):
     later = f"{installed}.post1"  # which needs the same changes
     assert run("--against", copy(version=later), "--record", file) == 0
     [(version, recorded)] = json.loads(file.read_text()).items()
-    assert version == later and recorded == static_check.records()[installed]
+    assert version == later and recorded == compare.records()[installed]
 
 
 @pytest.mark.parametrize(
@@ -189,13 +188,13 @@ PAGE = ROOT / "docs" / "updating-sglang.md"
 
 def test_the_documented_table_is_the_commands_output(capsys):
     """The page compares the newest supported release with the one before."""
-    installed, (*_, before, newest) = SourceTree.installed(), static_check.supported_versions()
+    installed, (*_, before, newest) = SourceTree.installed(), compare.supported_versions()
     if installed.version != newest:
         pytest.skip(f"the table is of SGLang {newest}")
     assert run("--since", before) == 0
     section = PAGE.read_text().partition(f"## {before} to {newest}")[2].partition("\nWhat became")[0]
     assert told(section) == told(capsys.readouterr().out), (
-        f"write the output of `python -m sglang_dflash.ledger --since {before}` into {PAGE.name}"
+        f"write the output of `python tools/sglang_diff --since {before}` into {PAGE.name}"
     )
 
 
@@ -259,7 +258,7 @@ def test_a_file_that_cannot_be_parsed_is_one_line(copy, capsys):
     [("0.5.21", "0.5.22"), ("0.5.22", "0.5.22"), ("0.5.23", "0.5.23"), ("0.6.0.dev3", "0.5.23")],
 )
 def test_the_version_to_compare_with(version, baseline):
-    assert static_check.baseline_for(version) == baseline
+    assert compare.baseline_for(version) == baseline
 
 
 def test_what_a_fingerprint_covers():

@@ -1,7 +1,7 @@
 """Compare our changes to SGLang with any version of it, without importing that version.
 
-    python -m sglang_dflash.ledger [--against WHEEL | FOLDER | VERSION | latest] [--since VERSION]
-                                   [--diff TARGET] [--record FILE]
+    python tools/sglang_diff [--against WHEEL | FOLDER | VERSION | latest] [--since VERSION]
+                             [--diff TARGET] [--record FILE]
 
 Without `--against` the installed SGLang is read. Exit status: 0 nothing required is gone, 1 something is, 2
 the SGLang to compare with cannot be read.
@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from difflib import unified_diff
 from pathlib import Path
 
-from sglang_dflash.srt.plugins import static_check
-from sglang_dflash.srt.plugins.source_tree import NotSGLang, SourceTree
-from sglang_dflash.srt.plugins.static_check import SAME, Row
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sglang_diff import compare  # noqa: E402
+from sglang_diff.compare import SAME, Row  # noqa: E402
+from sglang_diff.source_tree import NotSGLang, SourceTree  # noqa: E402
 
 _DOWNLOAD_SECONDS = 300
 
@@ -32,13 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="sglang-dflash-") as folder:
             return _run(args, Path(folder))
     except NotSGLang as error:
-        print(f"ledger: {error}", file=sys.stderr)
+        print(f"sglang_diff: {error}", file=sys.stderr)
         return 2
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m sglang_dflash.ledger", description="Do our changes to SGLang fit a version of it?"
+        "python tools/sglang_diff", description="Do our changes to SGLang fit a version of it?"
     )
     add = parser.add_argument
     add("--against", metavar="SGLANG", help="a wheel, a folder, a version or `latest` (default: installed)")
@@ -46,7 +48,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--diff", metavar="TARGET", help="show how a function or class differs from --since's, and stop")
     add("--record", type=Path, metavar="FILE", help="add this version's fingerprints to a JSON file")
     args = parser.parse_args(arguments)
-    supported = static_check.supported_versions()
+    supported = compare.supported_versions()
     if args.since is not None and args.since not in supported and args.diff is None:
         parser.error(f"--since {args.since}: recorded versions are {', '.join(supported)}")
     return args
@@ -56,11 +58,11 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
     tree = _open(args.against, folder)
     if not tree.find("sglang.srt.server_args.ServerArgs"):
         raise NotSGLang(f"{args.against}: an sglang without sglang.srt.server_args")
-    baseline = args.since or static_check.baseline_for(tree.version)
+    baseline = args.since or compare.baseline_for(tree.version)
     if args.diff is not None:
         print(_diff(args.diff, _open(baseline, folder), tree), end="")
         return 0
-    rows = static_check.compare(tree, baseline)
+    rows = compare.compare(tree, baseline)
     if args.record is not None:
         _record(args.record, tree)
     print(report(rows, tree.version, baseline, args.against))
@@ -79,14 +81,12 @@ def report(rows: Sequence[Row], version: str, baseline: str, against: str | None
     if told:
         lines += ["", "| target or imported name | state | without it | where |", "|---|---|---|---|"]
         lines += [_line(row) for row in told]
-    changed = [row for row in told if row.where and row.state != static_check.UNKNOWN]
+    changed = [row for row in told if row.where and row.state != compare.UNKNOWN]
     if changed:
         paths = dict.fromkeys(_path(row) for row in changed)
         option = f" --against {against}" if against else ""
         lines += ["", "Look at each with:", "", "```bash"]
-        lines += [
-            f"python -m sglang_dflash.ledger{option} --since {baseline} --diff {path}" for path in paths
-        ]
+        lines += [f"python tools/sglang_diff{option} --since {baseline} --diff {path}" for path in paths]
         lines += ["```"]
     fatal = [row.label for row in rows if row.is_fatal]
     lines += ["", f"Required and gone: {', '.join(fatal)}." if fatal else "Nothing required is gone."]
@@ -125,7 +125,7 @@ def _lines(tree: SourceTree, target: str) -> list[str]:
 
 def _record(file: Path, tree: SourceTree) -> None:
     recorded = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    recorded[tree.version] = static_check.record(tree)
+    recorded[tree.version] = compare.record(tree)
     file.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
 
 
