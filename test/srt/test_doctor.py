@@ -351,12 +351,8 @@ def test_what_was_kept_is_the_targets_text(bundled):
             assert block.anchor == at and block.tokens[:kept] == tokens[at + 1 : at + 1 + kept]
             is_whole = kept == len(block.tokens) or at + 1 + kept >= len(tokens)
             assert is_whole or block.tokens[kept] != tokens[at + 1 + kept]
-            ranks = drafts.ranks[at - drafts.first].tolist()
-            assert ranks[:kept] == [1] * kept and (is_whole or ranks[kept] != 1)
             at += kept + 1
         assert at >= len(tokens) - 1
-    ranks = found.replacement_ranks
-    assert ranks["2"] > ranks["17+"] > 0, "the second candidate is right most often"
 
 
 MEASURED = {

@@ -187,19 +187,6 @@ def test_server_info_shows_the_speculative_settings(server):
 
 
 @pytest.mark.server
-def test_replacement_ranks_are_counted(server):
-    answer_all_kinds(server)
-    ranks = server.get("/server_info")["internal_states"][0]["speculative_replacement_ranks"]
-    counted = {
-        sample.labels["rank"]: sample.value
-        for family in text_string_to_metric_families(page(server))
-        for sample in family.samples
-        if sample.name == "sglang:spec_replacement_rank_total"
-    }
-    assert counted == ranks and sum(ranks.values()) > 0
-
-
-@pytest.mark.server
 def test_labels_are_those_of_the_schedulers_own_metrics(server):
     answer_all_kinds(server)
     samples = {s.name: s for family in text_string_to_metric_families(page(server)) for s in family.samples}

@@ -1,7 +1,6 @@
 """Acceptance measured with both models in plain PyTorch, for `doctor --measure`."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,6 @@ from sglang_dflash.srt.doctor.readings import (
 )
 from sglang_dflash.srt.doctor.static_checks import Pair
 from sglang_dflash.srt.layers.dequantize import dequantize
-from sglang_dflash.srt.layers.replacement_ranks import REPLACEMENT_RANKS, bucket
 
 # The evidence rests on sampled texts, for variety (a small target's greedy text repeats itself), and on short
 # greedy continuations that branch off them, because drafts are trained on greedy text.
@@ -104,17 +102,6 @@ class Measurement:
     def with_copies(self) -> Acceptance | None:
         """Acceptance with copies, if requested."""
         return None if self.copies is None else Acceptance.over(self.texts, self.copies)
-
-    @property
-    def replacement_ranks(self) -> dict[str, int]:
-        """Count the first rejected tokens of blocks by the rank of the token that replaced them."""
-        counts: Counter[str] = Counter()
-        for text, drafts in zip(self.texts, self.drafts, strict=True):
-            for block in blocks(text, drafts):
-                rejected = block.accepted
-                if rejected < len(block.tokens) and block.anchor + 1 + rejected < len(text.tokens):
-                    counts[bucket(int(drafts.ranks[block.anchor - drafts.first, rejected]))] += 1
-        return {name: counts[name] for name in REPLACEMENT_RANKS}
 
     def pieces(self, tokens: list[int], start: int) -> list[str]:
         """Return the text per token from `start` on; a split character goes to its last token."""

@@ -144,8 +144,6 @@ class Drafts:
     first: int  # position of the first anchor
     tokens: torch.Tensor  # [N, K] int64, target ids
     nll: torch.Tensor  # [temperatures, N, K]
-    # [N, K] int64, of the text's token if the drafted one has rank 1; 0: unknown to the draft.
-    ranks: torch.Tensor
 
 
 @torch.no_grad()
@@ -160,14 +158,13 @@ def draft_everywhere(draft: PlainDraft, text: Text, reading: Reading) -> Drafts:
     draft = copy.copy(draft)  # shares its weights
     for name, value in reading.changes.items():
         setattr(draft, name, value)
-    tokens, nll, ranks = [], [], []
+    tokens, nll = [], []
     for anchors in torch.arange(first, end - 1, device=device).split(_ANCHORS_AT_ONCE):
         drafted = draft.draft_blocks(text.tokens, aux_hidden, anchors)
         tokens.append(drafted.tokens)
         logits = drafted.logits
         positions = anchors[:, None] + 1 + torch.arange(logits.shape[1], device=device)
         wanted = text.tokens[positions.clamp(max=end - 1)]
-        ranks.append(_ranks(logits, draft_ids[wanted], draft_ids[drafted.tokens]))
         # The target's choice after the anchor, and the text after it if it continues with that choice.
         continues = wanted[:, :1] == text.choices[anchors, None]
         wanted[:, 0] = text.choices[anchors]
@@ -176,18 +173,7 @@ def draft_everywhere(draft: PlainDraft, text: Text, reading: Reading) -> Drafts:
         chosen = logits.gather(-1, ids.clamp(min=0)[..., None])[..., 0]
         by_temperature = [torch.logsumexp(logits / t, dim=-1) - chosen / t for t in TEMPERATURES]
         nll.append(torch.stack(by_temperature).where(known, math.nan))
-    return Drafts(first, torch.cat(tokens), torch.cat(nll, dim=1), torch.cat(ranks))
-
-
-def _ranks(logits: torch.Tensor, actual: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
-    """Rank tokens among the draft's candidates: 1 the drafted one, then by logits; 0 outside.
-
-    logits: [N, K, V]. actual, drafted: columns [N, K] int64 of the tokens to rank and of those drafted, -1
-    outside.
-    """
-    logit = logits.gather(-1, actual.clamp(min=0)[..., None])
-    better = (logits > logit).sum(dim=-1) - (logits.gather(-1, drafted[..., None]) > logit)[..., 0].long()
-    return torch.where(actual < 0, 0, torch.where(actual == drafted, 1, 2 + better))
+    return Drafts(first, torch.cat(tokens), torch.cat(nll, dim=1))
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,6 @@ def figures(measured: "Measurement") -> str:
     ]
     if expected and expected.by_position:
         lines.append("by its card       " + _row(expected.by_position))
-    if rejected := sum(measured.replacement_ranks.values()):
-        shares = (f"{name}: {n / rejected:.0%}" for name, n in measured.replacement_ranks.items() if n)
-        lines += ["", f"rank of the token that replaced the first rejected one: {', '.join(shares)}"]
     lines += [
         "",
         f"{'if read with':<28}accept length   likelihood of the target's tokens "

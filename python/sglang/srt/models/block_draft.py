@@ -164,11 +164,6 @@ class BlockDraftModel(nn.Module):
         """Return the draft's logits of hidden [n, hidden], [n, draft_vocab_size], on all ranks."""
         return self.capped(full_logits(hidden, self.head))
 
-    def logits_and_ids(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `logits` and the target tokens of their columns, [draft_vocab_size] int64."""
-        logits = self.logits(hidden)
-        return logits, self.to_target_ids(torch.arange(logits.shape[1], device=logits.device))
-
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
         """Scale and cap logits of the head as the config says."""
         softcap, multiplier = self.draft.final_logit_softcapping, self.draft.output_multiplier

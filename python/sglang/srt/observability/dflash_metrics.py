@@ -7,8 +7,6 @@ from typing import Any
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_schedule, get_serving
 
-from sglang_dflash.srt.layers.replacement_ranks import REPLACEMENT_RANKS
-
 logger = logging.getLogger(__name__)
 
 # Reasons for which a block is not drafted or verified as the server was told to: the `reason` label, and the
@@ -76,12 +74,6 @@ class DFlashMetrics:
         self._undrafted = counter(
             "cycles_without_draft", "Cycles without a draft forward, as all requests copied."
         )
-        replacements = counter(
-            "replacement_rank",
-            "Rejected drafted tokens of a sample of cycles, by the rank of the token that replaced them.",
-            "rank",
-        )
-        self._replacements = {rank: replacements.labels(**labels, rank=rank) for rank in REPLACEMENT_RANKS}
         fallbacks = counter("fallbacks", "Blocks that took another path than requested.", "reason")
         self._fallbacks = {reason: fallbacks.labels(**labels, reason=reason) for reason in FALLBACKS}
 
@@ -135,11 +127,6 @@ class DFlashMetrics:
         counts = ((self._blocks, blocks), (self._proposed, proposed), (self._accepted_by_source, accepted))
         for counter, count in counts:
             counter.labels(**self._labels, source=source).inc(count)
-
-    def count_replacement(self, rank: str) -> None:
-        """Count a rejected token, by one of REPLACEMENT_RANKS."""
-        if self._enabled:
-            self._replacements[rank].inc()
 
     def count_undrafted(self, cycles: int) -> None:
         if self._enabled:

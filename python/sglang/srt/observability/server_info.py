@@ -12,8 +12,7 @@ def adding_worker_reports() -> Callable[[Any, dict], None]:
     """Return SGLang's `_add_speculative`, extended by the worker's reports.
 
     `speculative_width` is added if the width is chosen per cycle, `speculative_copy_ahead` if copies are
-    proposed, `speculative_plans` if FlashInfer plans blocks, `speculative_replacement_ranks` if tokens were
-    rejected.
+    proposed, `speculative_plans` if FlashInfer plans blocks.
     """
     original = adding_implementation()
 
@@ -25,7 +24,6 @@ def adding_worker_reports() -> Callable[[Any, dict], None]:
             "speculative_width": worker.width_report,
             "speculative_copy_ahead": worker.copy_report,
             "speculative_plans": worker.plan_report,
-            "speculative_replacement_ranks": worker.rank_report,
         }
         state.update({name: report for name, report in reports.items() if report})
 

@@ -36,7 +36,6 @@ from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
 from sglang_dflash.srt.speculative.acceptance.constraints import constrain
 from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
-from sglang_dflash.srt.speculative.acceptance.replaced import ReplacedTokens
 from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
@@ -159,9 +158,7 @@ class DFlashWorker(BaseSpecWorker):
             self._copies.most_slots = max(self.block_size, self._width.most_slots)
             self._copies.allocate_texts(target_runner)
         self._rows = RequestRows(self._width, self.drafter, self.penalties)
-        self._replaced = ReplacedTokens.of_server(self.drafter, self._copies, self.metrics, target_runner)
         self.observers = observers_from_environment()  # cycles that are measured above are nobody's
-        self.observers += filter(None, [self._replaced])
 
     def prewarm_sampling(self):
         """Allocate temporary memory of sampling. SGLang calls this when both models' graphs exist."""
@@ -198,11 +195,6 @@ class DFlashWorker(BaseSpecWorker):
     def copy_report(self) -> dict[str, Any]:
         """Outcomes of copies, for `/server_info`."""
         return self._copies.stats.report() if self._copies is not None else {}
-
-    @property
-    def rank_report(self) -> dict[str, Any]:
-        """Ranks of the tokens that replaced rejected ones, for `/server_info`."""
-        return self._replaced.report() if self._replaced is not None else {}
 
     def weight_update_runners(self):
         """List the runners whose weights may be updated beside the target's."""

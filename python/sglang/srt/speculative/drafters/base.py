@@ -101,25 +101,3 @@ class Drafter(Protocol):
                 None: the verify graph has absorbed it.
             accepted: the step's output.
         """
-
-
-class ShowsCandidates(Protocol):
-    """View of an innermost drafter's latest forward.
-
-    Attributes:
-        latest_rows: [m, B - 1, hidden], final states of the slots that `propose` has filled for m requests,
-            until the next forward. None: a reader has taken them.
-    """
-
-    latest_rows: torch.Tensor | None
-
-    def logits_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the draft's logits.
-
-        Args:
-            rows: [n, hidden], of `latest_rows`.
-
-        Returns:
-            Logits [n, V] of the draft's vocabulary, on all ranks, and the target tokens of the columns
-            [V] int64.
-        """

@@ -34,7 +34,6 @@ class DFlashDrafter:
     bookkeeping: whoever wrote a slot's target KV wrote its draft KV as well."""
 
     writes_context_apart = True
-    latest_rows: torch.Tensor | None = None
 
     def __init__(self, draft_runner: Any, target_model: Any, block_size: int):
         self._runner = draft_runner
@@ -89,7 +88,6 @@ class DFlashDrafter:
             return DraftBlock(tokens=cycle.tokens)
         self._write_deferred()
         output = self._run_block(cycle)
-        self.latest_rows = self._drafting_rows(cycle, output)
         if sampling_info is None:
             assert output.blocks is not None
             return DraftBlock(output.blocks[: cycle.bs])  # a CUDA graph pads its output
@@ -107,9 +105,6 @@ class DFlashDrafter:
         assert output.hidden_states is not None
         rows = output.hidden_states.view(-1, self.num_draft_rows, output.hidden_states.shape[-1])
         return rows[: cycle.bs, self._model.draft.num_idle_rows :]  # a CUDA graph pads its output
-
-    def logits_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._model.logits_and_ids(rows)
 
     def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """See `Drafter`. Context does not need the draft's forward."""

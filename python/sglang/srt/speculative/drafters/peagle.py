@@ -114,7 +114,6 @@ class PEagleDrafter:
     has_own_table = True
     writes_context_apart = False
     defers_plain_cycles = False
-    latest_rows: torch.Tensor | None = None
 
     def __init__(self, draft_runner: Any, target_model: Any, block_size: int):
         self._runner = draft_runner
@@ -208,7 +207,7 @@ class PEagleDrafter:
         output = self._run_cycle_blocks(cycle)
         assert output.draft_tokens is not None and output.hidden_states is not None
         count = cycle.bs * self._drafted  # a CUDA graph pads its output
-        rows = self.latest_rows = output.hidden_states[:count].view(cycle.bs, self._drafted, -1)
+        rows = output.hidden_states[:count].view(cycle.bs, self._drafted, -1)
         if sampling_info is None:
             drafted = output.draft_tokens[:count].view(cycle.bs, -1)
         else:
@@ -219,9 +218,6 @@ class PEagleDrafter:
         self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
     ) -> tuple[torch.Tensor, DraftProbs]:
         return draw_drafts(self._model, hidden, sampling_info, self._sampling)
-
-    def logits_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._model.logits_and_ids(rows)
 
     def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
         if self._drafted:
