@@ -42,8 +42,8 @@ from sglang_dflash.srt.environ import DFlashOptions
 
 # Ends a server whose plan does not hold for the device's lengths.
 CHECK_PLANS = "SGLANG_DFLASH_CHECK_PLANS"
-# FP8 copies for drafting: of the head, and of the draft's layers.
-FP8_OPTIONS = DFlashOptions.DRAFT_HEAD_DTYPE, DFlashOptions.DRAFT_LAYERS_DTYPE
+# An FP8 copy of the head for drafting.
+FP8_OPTIONS = (DFlashOptions.DRAFT_HEAD_DTYPE,)
 CONTEXT = 1024  # tokens of a prompt, if a load names no other number
 LONG_CONTEXTS = ((1, 8192), (4, 8192), (1, 24_576), (4, 24_576))
 
@@ -201,7 +201,6 @@ class Builder:
             start_s=estimates.COMPILED_START_S,
         )
         visits = (
-            self._fp8("ours-fp8-head", FP8_OPTIONS[:1]),
             compiled,
             *(llama(variant, (1, 16, 48)) for variant in variants),
             self._visit(QWEN3_8_27B, "fa3", BUILT_IN_DFLASH, (1, 4), start_s=estimates.LARGE_START_S),

@@ -87,9 +87,7 @@ class Updater:
 def test_every_way_of_updating_weights_renews_the_copy(way):
     log: list[str] = []
     runners = [SimpleNamespace(weight_updater=Updater(log), model_config=None) for _ in range(2)]
-    runners[1].model = SimpleNamespace(
-        refresh_fp8_copies=lambda: log.append("renewed"), no_update_reason=None
-    )
+    runners[1].model = SimpleNamespace(refresh_fp8_head=lambda: log.append("renewed"), no_update_reason=None)
     route_weight_updates(*runners)
     getattr(runners[0].weight_updater, way)("weights")
     assert log == [way, "renewed"]

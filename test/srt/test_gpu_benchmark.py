@@ -584,7 +584,6 @@ def test_plans_begin_with_speed_and_fit_their_calls():
     fp8, usual = plan_c.visits[0].spec, plan_a.visits[0].spec
     assert fp8.arguments == usual.arguments and fp8.environment == usual.environment | {
         "SGLANG_DFLASH_DRAFT_HEAD_DTYPE": "fp8",
-        "SGLANG_DFLASH_DRAFT_LAYERS_DTYPE": "fp8",
     }
     names = [part.name for plan in (plan_a, plan_b, plan_c, rest) for part in run.parts_of(plan)]
     assert len(set(names)) == len(names)

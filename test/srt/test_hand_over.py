@@ -230,7 +230,6 @@ def test_ours_serves_whatever_it_can():
         (DFlashOptions.COPY_AHEAD, "1", "--speculative-copy-ahead"),
         (DFlashOptions.DRAFT_SAMPLE_METHOD, "probabilistic", "--speculative-draft-sample-method"),
         (DFlashOptions.DRAFT_HEAD_DTYPE, "fp8", "--speculative-draft-head-dtype"),
-        (DFlashOptions.DRAFT_LAYERS_DTYPE, "fp8", "--speculative-draft-layers-dtype"),
         (DFlashOptions.DRAFT_SAMPLED_SLOTS, "0", "--speculative-draft-sampled-slots"),
         (DFlashOptions.DRAFT_TEMPERATURE_SCALE, "0.5", "--speculative-draft-temperature-scale"),
     ],

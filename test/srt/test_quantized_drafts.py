@@ -332,32 +332,28 @@ def test_the_flag(named, is_refused, checked):
             check_draft_quantization(flag(named), found)
     else:
         check_draft_quantization(flag(named), found)
-    for name in ("awq", "compressed-tensors"):
-        with pytest.raises(ValueError, match="not served for a draft that is not quantized, only fp8"):
+    for name in ("awq", "compressed-tensors", "fp8"):
+        with pytest.raises(ValueError, match="not served for a draft that is not quantized"):
             check_draft_quantization(flag(name), None)
-    check_draft_quantization(flag("fp8"), None)
 
 
 def test_what_the_flag_does(tmp_path, monkeypatch):
-    """Processes that load the draft read two options."""
+    """Processes that load the draft read an option."""
     packed, quantization, _ = pack_plain_fp8(SMALL, in_blocks=True)
     plain_fp8 = write(tmp_path / "fp8", DRAFT, packed, quantization)
     check_draft_quantization(flag("fp8"), quantization_of(read_hf_config(plain_fp8)))
-    options = DFlashOptions.DRAFT_DEQUANTIZED, DFlashOptions.DRAFT_LAYERS_DTYPE
+    option = DFlashOptions.DRAFT_DEQUANTIZED
 
     def settled(*args):
-        for option in options:
-            monkeypatch.delenv(option.variable, raising=False)
-        settle_draft_quantization(flag(*args))
-        return tuple(option.get() for option in options)
-
-    assert settled(None, False, str(DRAFT)) == (False, "auto")
-    assert settled("awq", False, str(DRAFT)) == (False, "auto")  # the target's
-    assert settled(None, True, str(plain_fp8)) == (True, "auto")  # unquant
-    assert settled("fp8", True, str(DRAFT)) == (False, "fp8")
-    assert settled("fp8", True, str(plain_fp8)) == (False, "auto")  # the file's own
-    for option in options:
         monkeypatch.delenv(option.variable, raising=False)
+        settle_draft_quantization(flag(*args))
+        return option.get()
+
+    assert not settled(None, False, str(DRAFT))
+    assert not settled("awq", False, str(DRAFT))  # the target's
+    assert settled(None, True, str(plain_fp8))  # unquant
+    assert not settled("fp8", True, str(plain_fp8))  # the file's own
+    monkeypatch.delenv(option.variable, raising=False)
 
 
 PLAIN_FP8 = {

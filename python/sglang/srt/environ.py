@@ -74,10 +74,6 @@ class DFlashOptions:
     # The target's depth, from the main process to the schedulers, for drafts that do not name the layers
     # they read.
     TARGET_LAYERS: Option[int | None] = Option("SGLANG_DFLASH_TARGET_LAYERS", None, int, "an integer")
-    # --speculative-draft-layers-dtype: "fp8" drafts with FP8 copies of the draft's linear layers.
-    DRAFT_LAYERS_DTYPE = Option(
-        "SGLANG_DFLASH_DRAFT_LAYERS_DTYPE", "auto", {"auto": "auto", "fp8": "fp8"}.__getitem__, "auto or fp8"
-    )
     # --speculative-draft-model-quantization unquant: dequantize every layer of a quantized draft at load.
     DRAFT_DEQUANTIZED = _switch("SGLANG_DFLASH_DRAFT_DEQUANTIZED")
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.

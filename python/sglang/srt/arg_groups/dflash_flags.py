@@ -88,14 +88,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=DRAFT_DTYPES,
     )
     add(
-        "--speculative-draft-layers-dtype",
-        "The draft's linear layers: as they are (default), or FP8 copies of half the size (sm_89 and later). "
-        "Lossless: the target's layers stay as they are.",
-        action=_SetOption,
-        dest="DRAFT_LAYERS_DTYPE",
-        choices=DRAFT_DTYPES,
-    )
-    add(
         "--speculative-copy-ahead",
         "If a request's last tokens occur earlier in its prompt or output, propose what followed them there "
         "instead of the draft's block. Cycles in which all requests copy skip the draft. Lossless.",

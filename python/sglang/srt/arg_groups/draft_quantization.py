@@ -6,11 +6,8 @@ flag of its own, says nothing about it.
 
 from typing import Any
 
-from sglang_dflash.srt.configs.config_file import read_config
-from sglang_dflash.srt.configs.draft_quantization import DraftQuantization, find_quantization
+from sglang_dflash.srt.configs.draft_quantization import DraftQuantization
 from sglang_dflash.srt.environ import DFlashOptions
-
-FP8 = "fp8"
 
 
 def check_draft_quantization(args: Any, quantization: DraftQuantization | None) -> None:
@@ -29,9 +26,7 @@ def flag_problem(args: Any, quantization: DraftQuantization | None) -> str | Non
         return None
     flag = f"--speculative-draft-model-quantization {named}"
     if quantization is None:
-        if named == FP8:
-            return None
-        return f"{flag} is not served for a draft that is not quantized, only fp8: leave it out."
+        return f"{flag} is not served for a draft that is not quantized: leave it out."
     if named not in quantization.names:
         by = quantization.method
         return f"{flag}: the draft is quantized by {by}. Leave the flag out, or give unquant."
@@ -42,16 +37,8 @@ def settle_draft_quantization(args: Any) -> None:
     """Pass the flag on to the processes that load the draft.
 
     It fits the file (`flag_problem`). "unquant", which SGLang has turned into None, dequantizes all layers.
-    "fp8" for a draft that is not quantized makes FP8 copies of its layers, as
-    `--speculative-draft-layers-dtype fp8` does.
     """
-    named = args.speculative_draft_model_quantization
-    is_named = args._speculative_draft_quantization_explicitly_set
     DFlashOptions.DRAFT_DEQUANTIZED.clear()
-    if is_named and named is None:
+    is_named = args._speculative_draft_quantization_explicitly_set
+    if is_named and args.speculative_draft_model_quantization is None:
         DFlashOptions.DRAFT_DEQUANTIZED.set(1)
-    if not is_named or named != FP8:
-        return
-    checkpoint, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
-    if not find_quantization(read_config(checkpoint, revision) or {}, checkpoint, revision):
-        DFlashOptions.DRAFT_LAYERS_DTYPE.set(FP8)

@@ -127,7 +127,6 @@ def _reasons_of_options() -> list[str]:
         (DFlashOptions.DRAFT_TEMPERATURE_SCALE, "--speculative-draft-temperature-scale"),
         (DFlashOptions.DRAFT_SAMPLED_SLOTS, "--speculative-draft-sampled-slots"),
         (DFlashOptions.DRAFT_HEAD_DTYPE, "--speculative-draft-head-dtype"),
-        (DFlashOptions.DRAFT_LAYERS_DTYPE, "--speculative-draft-layers-dtype"),
     ):
         if option.get() != option.default:
             named.append(flag)

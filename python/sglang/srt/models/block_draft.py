@@ -16,8 +16,7 @@ from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.layers.fp8_head import Fp8Copy, Fp8Head, reason_against
-from sglang_dflash.srt.layers.fp8_layers import use_fp8_copies
+from sglang_dflash.srt.layers.fp8_head import Fp8Head, reason_against
 from sglang_dflash.srt.layers.packed_linear import PackedLayers
 from sglang_dflash.srt.layers.vocab_argmax import full_logits
 from sglang_dflash.srt.models.dflash_weights import load_checkpoint
@@ -67,7 +66,6 @@ class BlockDraftModel(nn.Module):
         self.row_checks: list[RowCheck] = []
         self._borrowed: tuple[Any, Any] = (None, None)
         self._fp8_head: Fp8Head | None = None
-        self._fp8_copies: list[Fp8Copy] = []  # of the head and of layers
 
     @property
     def no_update_reason(self) -> str | None:
@@ -124,19 +122,12 @@ class BlockDraftModel(nn.Module):
         reason = reason_against(self._plain_head())
         if reason is None:
             self._fp8_head = Fp8Head(self._plain_head())
-            self._fp8_copies.append(self._fp8_head)
         return reason
 
-    def use_fp8_layers(self) -> str | None:
-        """Draft with FP8 copies of all linear layers, or change nothing and return why."""
-        copies, reason = use_fp8_copies(self.layers)
-        self._fp8_copies += copies
-        return reason
-
-    def refresh_fp8_copies(self) -> None:
-        """Copy weights again after an update; `route_weight_updates` calls this."""
-        for copy in self._fp8_copies:
-            copy.refresh()
+    def refresh_fp8_head(self) -> None:
+        """Copy the head again after an update; `route_weight_updates` calls this."""
+        if self._fp8_head is not None:
+            self._fp8_head.refresh()
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Map draft token ids [n] int64 to target token ids."""

@@ -74,12 +74,8 @@ def build_drafter(
     ranks.check_target(target_model)
     drafter: Drafter = drafter_class(draft_runner.model)(draft_runner, target_model, block_size)
     model = draft_runner.model
-    for part, option, use_fp8 in (
-        ("head", DFlashOptions.DRAFT_HEAD_DTYPE, model.use_fp8_head),
-        ("layers", DFlashOptions.DRAFT_LAYERS_DTYPE, model.use_fp8_layers),
-    ):
-        if option.get() == "fp8" and (reason := use_fp8()) is not None:
-            logger.warning("--speculative-draft-%s-dtype fp8 is off: %s.", part, reason)
+    if DFlashOptions.DRAFT_HEAD_DTYPE.get() == "fp8" and (reason := model.use_fp8_head()) is not None:
+        logger.warning("--speculative-draft-head-dtype fp8 is off: %s.", reason)
     if ranks.layout.local_dp:
         drafter = SubgroupDrafter(drafter, ranks.layout)
     if not DFlashOptions.COPY_AHEAD.get():

@@ -37,7 +37,7 @@ def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
     for runner, of_draft in ((target_runner, False), (draft_runner, True)):
         refusal = draft.no_update_reason if of_draft else None
         runner.weight_updater = RoutedUpdater(
-            runner.weight_updater, runner.model_config, of_draft, draft.refresh_fp8_copies, refusal
+            runner.weight_updater, runner.model_config, of_draft, draft.refresh_fp8_head, refusal
         )
 
 
