@@ -46,7 +46,7 @@ def _bound_openmp_spin() -> None:
 
     libgomp's default is milliseconds: if another process uses the same cores, a waiting thread then keeps the
     one it waits for from running. Sleeping at once costs a wake-up per operator on an idle machine
-    (benchmark/openmp_wait.py, benchmark/results/openmp-wait.md). A value that the user has set stays.
+    (benchmark/results/openmp-wait.md). A value that the user has set stays.
     """
     if not {"OMP_WAIT_POLICY", SPIN_VARIABLE} & os.environ.keys():
         os.environ[SPIN_VARIABLE] = SPIN_COUNT
