@@ -13,6 +13,11 @@ from serving import DRAFT
 from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
 from sglang.srt.layers import linear
 from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
+from sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16 import (
+    WNA16_SUPPORTED_TYPES_MAP,
+    WNA16_ZP_SUPPORTED_TYPES_MAP,
+)
+from sglang.srt.layers.quantization.marlin_utils import query_marlin_supported_quant_types
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.utils.hf_transformers_utils import get_config
 from support.engine import build, start
@@ -142,6 +147,22 @@ def test_a_wrong_kernel_is_refused_by_the_layers_name(name, fault, module, tmp_p
     assert all(packed_weights.model_layer(line.split()[1])[0] == model_layer for line in named)
 
 
+def test_a_kernel_that_raises_is_refused_by_the_layers_name(tmp_path, monkeypatch):
+    """The other layers are still checked."""
+    tensors, quantization, _ = packed("W4A16")
+    use_stand_ins(monkeypatch, ADA, {SHAPES["layers.0.mlp.down_proj"]: FAULTS["scales halved"]})
+    model = build_draft(tmp_path / "draft", tensors, quantization)
+
+    def panic(*_):
+        raise RuntimeError("Unsupported shapes: MNK = [4, 256, 1024]")
+
+    monkeypatch.setattr(model.fc.quant_method, "apply", panic)
+    with pytest.raises(ValueError, match=r"- fc \(.*Marlin\) fails with RuntimeError: Unsupported") as caught:
+        run_row_checks(model.row_checks)
+    assert "- layers.0.mlp.down_proj" in str(caught.value)
+    assert "--speculative-draft-model-quantization unquant" in str(caught.value)
+
+
 def test_different_global_scales_are_dequantized(tmp_path, monkeypatch, caplog):
     """The kernel takes one for fused modules; SGLang's ModelOpt method would take the largest."""
     for name in ("NVFP4A16", "ModelOpt"):
@@ -229,6 +250,11 @@ REASONS = {
     "Turing": (W4, (7, 5), "need compute capability 8.0, this GPU has 7.5"),
     "an order of columns": (Scheme("packed", 4, "group", 128, has_order=True), (8, 0), "one order"),
     "groups of 16 integers": (Scheme("packed", 4, "group", 16), (8, 0), "no groups of 16"),
+    "zero points of eight bits": (
+        Scheme("packed", 8, "channel", is_symmetric=False),
+        (9, 0),
+        "zero points of 4 bits, not of 8",
+    ),
     "one scale of integers": (Scheme("packed", 8, "tensor"), (8, 0), "not per tensor"),
     "blocks on Ampere": (FP8_BLOCKS, (8, 6), "need compute capability 8.9, this GPU has 8.6"),
     "other blocks": (Scheme("fp8", 8, "block", block=(64, 64)), (9, 0), "not 64 by 64"),
@@ -254,6 +280,16 @@ def test_the_reason_against(case):
     scheme, capability, words = REASONS[case]
     reason = choose_kernel(scheme, capability, torch.bfloat16)
     assert isinstance(reason, str) and words in reason
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_integers_have_a_kernel_where_sglang_has_one(bits, is_symmetric):
+    scheme = Scheme("packed", bits, "group", 128, is_symmetric=is_symmetric)
+    types = WNA16_SUPPORTED_TYPES_MAP if is_symmetric else WNA16_ZP_SUPPORTED_TYPES_MAP
+    compiled = query_marlin_supported_quant_types(not is_symmetric, device_capability=90)
+    has_kernel = isinstance(choose_kernel(scheme, (9, 0), torch.bfloat16), Kernel)
+    assert has_kernel == (types[bits] in compiled)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -82,6 +82,8 @@ def _integer_kernel(scheme: Scheme) -> Kernel | str:
         return f"the kernel takes scales per group or channel, not per {scheme.strategy}"
     if group not in MARLIN_SUPPORTED_GROUP_SIZES:
         return f"the kernel takes no groups of {group}"
+    if scheme.bits == 8 and not scheme.is_symmetric:
+        return "the kernel takes zero points of 4 bits, not of 8"
 
     def sglang_scheme() -> Any:
         from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16

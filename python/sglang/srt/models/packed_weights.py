@@ -80,6 +80,17 @@ class RowCheck:
         difference = (output.float() - self.expected).norm() / self.expected.norm().clamp(min=1e-30)
         return float(difference)
 
+    def problem(self) -> str | None:
+        """Say why the module may not serve, or return None."""
+        name = f"{self.name} ({self.scheme.name}{self.kernel and f', {self.kernel}'})"
+        try:
+            error = self.error()
+        except Exception as failure:  # a kernel refuses a layer in its own way
+            return f"{name} fails with {type(failure).__name__}: {failure}"
+        if error <= self.limit:
+            return None
+        return f"{name} differs by {error:.2g}, limit {self.limit}"  # NaN comes here too
+
 
 def model_layer(module: str) -> tuple[str, str | int | None]:
     """Return the layer of the model that holds a module, and its shard if fused."""
@@ -144,17 +155,12 @@ def _shares(module: Any, shard: str | int, num_rows: int) -> tuple[slice, slice]
 @torch.no_grad()
 def run_row_checks(checks: Iterable[RowCheck]) -> None:
     """Raise ValueError naming each module whose output is not that of its file's weights."""
-    errors = [(check, check.error()) for check in checks]
-    wrong = [(check, error) for check, error in errors if not error <= check.limit]  # NaN is wrong too
-    if not wrong:
+    found = [(check, problem) for check in checks if (problem := check.problem()) is not None]
+    if not found:
         return
-    listed = "\n  - ".join(
-        f"{check.name} ({check.scheme.name}{check.kernel and f', {check.kernel}'}) differs by {error:.2g}, "
-        f"limit {check.limit}"
-        for check, error in wrong
-    )
+    listed = "\n  - ".join(problem for _, problem in found)
     advice = ""
-    if any(check.kernel for check, _ in wrong):
+    if any(check.kernel for check, _ in found):
         advice = "\nStart with --speculative-draft-model-quantization unquant, which dequantizes all layers."
     raise ValueError(
         "DFLASH draft: quantized layers differ from the weights of their file; they were loaded or "
