@@ -1,6 +1,7 @@
 """The worker's side of adaptive width, without an engine: settings, choosing, learning, agreeing ranks."""
 
 import json
+import logging
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
 from sglang_dflash.srt.speculative.width.costs import CostTable
 from sglang_dflash.srt.speculative.width.plan import FixedWidth, PlannedCycle
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
-from sglang_dflash.srt.speculative.width.start_up import _seconds_overlapped
+from sglang_dflash.srt.speculative.width.start_up import _seconds_overlapped, make_width
 from sglang_dflash.srt.speculative.width.survival import MODES
 
 WIDTHS = (1, 2, 4, 8)
@@ -52,6 +53,17 @@ def test_whole_blocks_without_memory_for_more_graphs(free, has_room, monkeypatch
     assert ("DFLASH verifies whole blocks: 3.90 GB" in caplog.text) != has_room
     runner.device = "cpu"
     assert width_backends.has_room_for_widths(runner, 2, SimpleNamespace(world_size=1))
+
+
+def test_whole_blocks_while_kv_slots_have_no_memory(monkeypatch, caplog):
+    """Start-up would measure on slots that SGLang backs with memory after all graphs exist."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv(DFlashOptions.ADAPTIVE.variable, "{}")
+    runner = SimpleNamespace(token_to_kv_pool=SimpleNamespace(post_capture_active=True))
+    worker = SimpleNamespace(block_size=8, device="cuda", target_worker=SimpleNamespace(model_runner=runner))
+    width = make_width(worker, None, None, has_copies=False)
+    assert isinstance(width, FixedWidth) and width.most_slots == 8
+    assert "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING" in caplog.text
 
 
 def test_the_first_of_overlapping_cycles_is_not_timed(monkeypatch):

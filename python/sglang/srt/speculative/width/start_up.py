@@ -61,6 +61,12 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     if settings is None or (widths := settings.widths(block_size, worker.device)) == (block_size,):
         return FixedWidth(block_size)
     runner = worker.target_worker.model_runner
+    if getattr(runner.token_to_kv_pool, "post_capture_active", False):
+        logger.info(
+            "DFLASH verifies whole blocks: with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING the KV slots have no "
+            "memory yet when cycles of other lengths would be measured."
+        )
+        return FixedWidth(block_size)
     schedule = settings.schedule
     own_lengths = serves_own_lengths(runner)
     is_recurrent = mambaish_config(runner.model_config) is not None
