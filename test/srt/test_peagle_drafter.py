@@ -5,6 +5,7 @@ exactly: seeds are fixed, and no two logits of these drafts are within rounding.
 so a row that is read too early makes the result NaN.
 """
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -137,19 +138,36 @@ class Simulation:
             attn_backend=self.pools.backend,
             model_config=SimpleNamespace(context_len=CAPACITY),
             decode_cuda_graph_runner=None,
-            forward=lambda batch: SimpleNamespace(logits_output=self.pools.forward(self.model, batch)),
+            forward=self.forward,
         )
         borrowed = SimpleNamespace(
             lm_head=lm_head(torch.zeros(64, hidden)),
             get_input_embeddings=lambda: torch.nn.Embedding(64, hidden),
         )
+        self.num_forwards = 0
         self.drafter = PEagleDrafter(runner, borrowed, block_size)
-        self.drafter.attach_pools(SimpleNamespace(req_to_token_pool=self.target_pool))
+        self.target_runner = SimpleNamespace(req_to_token_pool=self.target_pool)
+        self.drafter.attach_pools(self.target_runner)
         self.width = block_size
         self.texts = torch.randint(layers["vocab_size"], (requests, CAPACITY), generator=generator)
         self.states = torch.randn(requests, CAPACITY, num_aux * hidden, generator=generator)
         self.lengths = [0] * requests
         self.unknown: list[set[int]] = [set() for _ in range(requests)]
+
+    def forward(self, batch) -> SimpleNamespace:
+        self.num_forwards += 1
+        return SimpleNamespace(logits_output=self.pools.forward(self.model, batch))
+
+    @contextlib.contextmanager
+    def behind_the_targets_forward(self):
+        """Check that SGLang keeps the tables until a forward of the draft has read them.
+
+        After the target's forward it may give the rows of an ended request to another one.
+        """
+        self.target_runner.shared_read_done_event = "recorded by the target's forward"
+        self.num_forwards = 0
+        yield
+        assert (self.target_runner.shared_read_done_event is None) == (self.num_forwards > 0)
 
     def prefill(
         self, ends: dict[int, int], continued: tuple[int, ...] = (), running: tuple[int, ...] = ()
@@ -171,7 +189,9 @@ class Simulation:
         self.drafter.begin_prefill(prompts)
         aux_hidden = torch.cat([self.states[r, a:b] for r, a, b in where])
         slots = torch.cat([self.table[self.pools.rows[r], a:b] for r, a, b in where]).long()
-        self.drafter.prefill(prompts, aux_hidden, slots, torch.stack([self.texts[r, b] for r, _, b in where]))
+        next_tokens = torch.stack([self.texts[r, b] for r, _, b in where])
+        with self.behind_the_targets_forward():
+            self.drafter.prefill(prompts, aux_hidden, slots, next_tokens)
         for r, a, b in where:
             if a and r not in continued and r not in running:
                 self.unknown[r].add(a - 1)
@@ -244,7 +264,8 @@ class Simulation:
             out[row, : k + 1] = self.texts[r, n + 1 : n + k + 2]
             self.lengths[r] += k + 1
         accept_len = torch.tensor(list(kept.values()), dtype=torch.int32)
-        self.drafter.commit(cycle, verified.flatten(0, 1), accepted_blocks(accept_len, out))
+        with self.behind_the_targets_forward():
+            self.drafter.commit(cycle, verified.flatten(0, 1), accepted_blocks(accept_len, out))
 
 
 def test_reference_behind_a_texts_keys_and_values(tmp_path):

@@ -32,6 +32,15 @@ def run_target(worker: TpModelWorker, forward_batch: ForwardBatch) -> Generation
     return GenerationBatchResult(logits_output=output, can_run_cuda_graph=True)
 
 
+def hold_request_rows(target_runner: Any) -> None:
+    """Let SGLang wait for the whole step before it gives a row of a request to another one.
+
+    SGLang otherwise rewrites rows as soon as the target's forward has read them. Call this after that
+    forward, before work that reads or writes a table of SGLang's by request row.
+    """
+    target_runner.shared_read_done_event = None
+
+
 def _has_graph(runner: Any, forward_batch: ForwardBatch) -> bool:
     graphs, mode = runner.decode_cuda_graph_runner, forward_batch.forward_mode
     runs_graphs = graphs and (mode.is_cpu_graph() if runner.device == "cpu" else mode.is_cuda_graph())

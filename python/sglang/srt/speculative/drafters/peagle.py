@@ -54,7 +54,7 @@ from sglang_dflash.kernels.ops.speculative.peagle_rows import (
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
-from sglang_dflash.srt.speculative.cycle.replay import run_draft
+from sglang_dflash.srt.speculative.cycle.replay import hold_request_rows, run_draft
 from sglang_dflash.srt.speculative.dflash_info import (
     Cycle,
     DFlashVerifyInput,
@@ -232,9 +232,6 @@ class PEagleDrafter:
         requests, rows = cycle.req_pool_indices, cycle.bs * cycle.verify_len
         most_pending = int(self._most_pending.max())
         if cycle.verify_len == 1 and most_pending == self._block_size:
-            # SGLang lets the next batch rewrite the request table once verify has read it. This forward reads
-            # it again, so without that event SGLang waits for the whole step.
-            self._target_runner.shared_read_done_event = None
             self._run_cycle_blocks(cycle)
             self._pending.count[requests] = most_pending = 0
         # Column k holds the token after block position k and the state of that position. The count excludes
@@ -368,6 +365,7 @@ class PEagleDrafter:
 
     def _bind(self, forward_batch: ForwardBatch, read_extent: int) -> None:
         """Plan a forward over the draft's own table, whose rows differ from the target's."""
+        hold_request_rows(self._target_runner)  # if the target's forward follows, it lets them go again
         translator = self._runner.kv_index_translator
         plan = translator.plan(
             req_pool_indices=forward_batch.req_pool_indices,

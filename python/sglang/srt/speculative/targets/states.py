@@ -14,6 +14,8 @@ from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.runtime_context import get_exec, get_spec
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify, prepare_mamba_track_for_verify
 
+from sglang_dflash.srt.speculative.cycle.replay import hold_request_rows
+
 
 class TargetStates(Protocol):
     """Called by the worker around each verify forward."""
@@ -58,6 +60,9 @@ class RecurrentStates:
             prepare_mamba_track_for_verify(batch)
 
     def commit(self, batch: Any, commit_lens: torch.Tensor) -> None:
+        if get_exec().mamba.enable_linear_replayssm_spec:
+            # The ring's cursors are in rows of requests, and SGLang resets those of a new request.
+            hold_request_rows(self._target_worker.model_runner)
         rows = self._rows[: commit_lens.numel()]
         commit_mamba_states_after_verify(self._target_worker, batch, commit_lens, rows, self._block_size)
 
