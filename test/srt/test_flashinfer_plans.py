@@ -15,7 +15,6 @@ from sglang_dflash.srt.layers.attention.flashinfer_plans import (
     counts,
 )
 from sglang_dflash.srt.layers.attention.kv_chunks import num_chunks
-from sglang_dflash.srt.speculative.width.row_graphs import PreparedLayout
 
 WIDTH, HEADS = 8, (4, 2, 64)
 CPU = torch.device("cpu")
@@ -105,7 +104,11 @@ class Graph:
         device: the true numbers of keys. cycle: SGLang's plan of its slots, if another graph has the same.
         counts: queries of each request, if they differ.
         """
-        layout = None if counts is None else PreparedLayout.of(counts, sum(counts), "cpu")
+        layout = None
+        if counts is not None:
+            from sglang_dflash.srt.speculative.width.row_graphs import PreparedLayout  # imports SGLang
+
+            layout = PreparedLayout.of(counts, sum(counts), "cpu")
         queries = counts or [WIDTH] * self.bs
         self.plan.prepare(
             SimpleNamespace(

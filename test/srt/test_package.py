@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from serving import ROOT
+from support.core_files import CORE
 
 SOURCE = ROOT / "python" / "sglang"
 GROUPS = ("sglang.srt.platforms", "sglang.srt.plugins")
@@ -38,6 +39,14 @@ def test_every_package_has_an_init():
     """Without `__init__.py`, editable and zip imports of an installed folder differ."""
     for module in modules():
         assert f"{Path(module).parent.as_posix()}/__init__.py" in modules(), module
+
+
+def test_core_files_import_no_sglang_at_collection():
+    """A file that does turns `make test-core` red, which only that lane would show."""
+    command = [sys.executable, "-m", "pytest", "--core", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert {name for name in CORE if f"{name}::" in done.stdout} == set(CORE)
 
 
 def test_both_entry_points_share_a_name(pyproject):
