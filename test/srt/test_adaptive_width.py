@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -153,12 +154,13 @@ class Backends:
         return self.applied[-1], None
 
 
-def request(row: int | None, grammar=None, **params) -> SimpleNamespace:
+def request(row: int, grammar=None, **params) -> SimpleNamespace:
     defaults = dict(
         logit_bias=None, min_new_tokens=0, frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0
     )
     return SimpleNamespace(
-        kv=SimpleNamespace(req_pool_idx=row, kv_committed_len=100),
+        row=row,
+        kv=SimpleNamespace(req_pool_idx=None, kv_committed_len=100),  # as if it had just ended
         output_ids=[],
         grammar=grammar,
         sampling_params=SimpleNamespace(**defaults | {"top_k": 1} | params),
@@ -167,11 +169,15 @@ def request(row: int | None, grammar=None, **params) -> SimpleNamespace:
 
 def batch_of(*reqs: SimpleNamespace, has_processor: bool = False) -> SimpleNamespace:
     info = SimpleNamespace(has_custom_logit_processor=has_processor)
-    return SimpleNamespace(reqs=list(reqs), sampling_info=info)
+    return SimpleNamespace(reqs=list(reqs), sampling_info=info, req_pool_indices_cpu=rows_of(reqs))
+
+
+def rows_of(reqs: Sequence[SimpleNamespace]) -> torch.Tensor:
+    return torch.tensor([req.row for req in reqs])
 
 
 def prompts_of(*reqs: SimpleNamespace) -> SimpleNamespace:
-    return SimpleNamespace(new_reqs=reqs)
+    return SimpleNamespace(new_reqs=reqs, table_rows=rows_of(reqs).numpy())
 
 
 def adaptive(schedule=(), backends=None, group=None, row=0.06, **more) -> AdaptiveWidth:
@@ -284,10 +290,6 @@ def test_running_requests_of_a_mixed_batch_are_not_new():
     width.on_accept_lens(plan, [0])
     known, new = width.chooser.drafts.of(np.array([1, 2]), np.array([0, 0]))
     assert known[0] < new[0]
-
-
-def test_a_request_that_was_retracted_before_its_first_cycle_has_no_row():
-    adaptive().begin_prefill(prompts_of(request(None), request(5)))
 
 
 def proposals(lengths: list[int], right: list[int] | None = None, was_drafted: bool = True):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -274,6 +275,7 @@ class Simulation:
             extend_lens=counts,
             num_running=len(running),
             is_continued=[row in continued for row in new] + [True] * len(running),
+            table_rows=np.array(rows),
             reqs=[SimpleNamespace(get_fill_ids=lambda row=row: self.texts[row][:]) for row in rows],
         )
         self.drafter.begin_prefill(prompts)

@@ -27,7 +27,7 @@ def draft_input(known: list | None, rows: list[int]) -> DFlashDraftInput:
 
 def decode_batch(known: list | None, rows: list[int], committed: list[int]) -> SimpleNamespace:
     """Make a batch of requests with `committed` tokens, as far as the host has processed them."""
-    reqs = [SimpleNamespace(kv=SimpleNamespace(kv_committed_len=n)) for n in committed]
+    reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=0, kv_committed_len=n)) for n in committed]
     return SimpleNamespace(
         spec_info=draft_input(known, rows), reqs=reqs, seq_lens_cpu="stale", seq_lens_sum=0
     )
@@ -87,6 +87,9 @@ def test_bounds_follow_the_cycles_in_flight():
     assert bounds_of(decode_batch([second] * 2, [0, 1], [54, 61])) == ([55, 62], [0, 0]), "a plain cycle"
     assert ring.land([0, 0]) is second
     assert bounds_of(decode_batch([second] * 2, [0, 1], [55, 62])) == ([55, 62], [0, 0]), "a pause"
+    ended = decode_batch([second] * 2, [0, 1], [55, 0])
+    ended.reqs[1].kv.req_pool_idx = None
+    assert bounds_of(ended) is None, "a session has taken over the lengths of a request that ended"
 
 
 def test_what_is_known_stays_with_its_requests():
@@ -103,7 +106,12 @@ def test_what_is_known_stays_with_its_requests():
 
 def test_a_prefill_ends_at_known_lengths():
     prompts = Prompts(
-        None, None, None, prefix_lens=[4, 0, 9], extend_lens=[3, 2, 1], num_running=1, is_continued=[True] * 3
+        *(None, None, None),
+        prefix_lens=[4, 0, 9],
+        extend_lens=[3, 2, 1],
+        num_running=1,
+        is_continued=[True] * 3,
+        table_rows=None,
     )
     assert prompts.ends == [7, 2, 10]
 

@@ -218,13 +218,13 @@ def test_custom_logit_processors_read_whole_blocks(has_processor):
         repetition_penalty=1,
     )  # fmt: skip
     reqs = [
-        SimpleNamespace(
-            kv=SimpleNamespace(req_pool_idx=row, kv_committed_len=9), grammar=None, sampling_params=params
-        )
-        for row in range(2)
+        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=9), grammar=None, sampling_params=params)
+        for _ in range(2)
     ]
     batch = SimpleNamespace(
-        reqs=reqs, sampling_info=SimpleNamespace(has_custom_logit_processor=has_processor)
+        reqs=reqs,
+        req_pool_indices_cpu=torch.arange(2),
+        sampling_info=SimpleNamespace(has_custom_logit_processor=has_processor),
     )
     plan = width.choose(batch, False, np.array([16, 0]), None, np.array([MOST - 1, BLOCK - 1]))
     if has_processor:

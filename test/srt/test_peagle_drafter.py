@@ -185,6 +185,7 @@ class Simulation:
             extend_lens=[b - a for _, a, b in where],
             num_running=len(running),
             is_continued=[r in continued or r in running for r in chosen],
+            table_rows=self.pools.rows[chosen].numpy(),
         )
         self.drafter.begin_prefill(prompts)
         aux_hidden = torch.cat([self.states[r, a:b] for r, a, b in where])

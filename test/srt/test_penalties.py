@@ -161,7 +161,9 @@ def test_requests_that_another_server_prefilled():
     reqs = [request(2, frequency_penalty=0.5), request(3, min_new_tokens=2)]
     outputs = [[5, 6, 5], [7]]
     slots = torch.tensor([2, 1], device=device)
-    penalties.admit_prefilled(PrefilledRequests(reqs, slots, [4, 3], torch.tensor([5, 7]), outputs))
+    penalties.admit_prefilled(
+        PrefilledRequests(reqs, slots, slots.numpy(), [4, 3], torch.tensor([5, 7]), outputs)
+    )
     batch = batch_of(reqs, [2, 1], [4, 3])
     logits = torch.randn(2, VOCAB)
     expected = torch.stack([penalized(*row) for row in zip(logits, reqs, outputs, strict=True)])

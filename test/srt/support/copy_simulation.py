@@ -221,6 +221,7 @@ class CopySimulation:
             extend_lens=counts,
             num_running=0,
             is_continued=[False] * len(texts),
+            table_rows=np.arange(len(texts)),
             reqs=self.reqs,
         )
         self.width.begin_prefill(prompts)
@@ -234,6 +235,7 @@ class CopySimulation:
         batch = SimpleNamespace(
             reqs=[self.reqs[row] for row in rows],
             req_pool_indices=torch.tensor(rows),
+            req_pool_indices_cpu=torch.tensor(rows),
             seq_lens=committed,
             seq_lens_cpu=committed,
             sampling_info=SimpleNamespace(has_custom_logit_processor=False),
@@ -317,7 +319,7 @@ def _request(row: int, top_k: int) -> SimpleNamespace:
         repetition_penalty=1.0,
     )  # fmt: skip
     return SimpleNamespace(
-        kv=SimpleNamespace(req_pool_idx=row, kv_committed_len=0),
+        kv=SimpleNamespace(kv_committed_len=0),
         output_ids=[],
         grammar=None,
         sampling_params=params,

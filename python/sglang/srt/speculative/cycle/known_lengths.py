@@ -48,6 +48,8 @@ def bounds_of(batch: Any) -> LengthBounds | None:
         return None
     most, spread = [], []
     for req, known in zip(batch.reqs, known_lens, strict=True):
+        if req.kv.req_pool_idx is None:
+            return None  # it ended since the batch was chosen
         if isinstance(known, int):
             added, length = 0, known
         elif known.has_landed:
@@ -75,7 +77,7 @@ def resolving_known_lengths():
         bounds = bounds_of(batch)
         if bounds is None:
             if draft_input.known_lens is not None:
-                counts.add("waits_for_lengths", "two cycles of a request are in flight")
+                counts.add("waits_for_lengths", "two cycles of a request are in flight, or it has ended")
             draft_input.spread = None
             return original(self, batch, *options, **named)
         self.needs_cpu_seq_lens = False

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -20,6 +21,7 @@ class Prompts:
         num_running: requests at the end of the batch that are not new. In a mixed batch a running request
             takes part with its bonus token.
         is_continued: per request, whether its tokens continue an earlier step's instead of a cached prefix.
+        table_rows: [bs] int64, `req_pool_indices` on the host.
         reqs: SGLang's requests, in this order.
     """
 
@@ -30,6 +32,7 @@ class Prompts:
     extend_lens: list[int]
     num_running: int
     is_continued: list[bool]
+    table_rows: np.ndarray
     reqs: Sequence[Any] = ()
 
     @property
@@ -70,6 +73,7 @@ class Prompts:
             extend_lens=list(batch.extend_lens),
             num_running=num_running,
             is_continued=[req.extend_batch_idx > 1 for req in new] + [True] * num_running,
+            table_rows=table_rows(batch),
             reqs=batch.reqs,
         )
 
@@ -79,8 +83,9 @@ class PrefilledRequests:
     """Requests prefilled by another server: newly arrived, or resumed after retraction.
 
     Attributes:
-        reqs: SGLang's requests.
-        req_pool_indices: [bs] int64, rows of the request table.
+        reqs: SGLang's requests. One that was retracted since its admission has no row any more.
+        req_pool_indices: [bs] int64, rows of the request table at the admission.
+        table_rows: [bs] int64, the same on the host.
         lengths: tokens of each request with KV, n.
         bonus_tokens: [bs] int64, the token at position n.
         output_ids: output of each request at its admission, the bonus token included.
@@ -88,6 +93,7 @@ class PrefilledRequests:
 
     reqs: Sequence[Any]
     req_pool_indices: torch.Tensor
+    table_rows: np.ndarray
     lengths: list[int]
     bonus_tokens: torch.Tensor
     output_ids: list[list[int]]
@@ -96,6 +102,14 @@ class PrefilledRequests:
     def new_reqs(self) -> Sequence[Any]:
         """SGLang's requests, all of which are new here."""
         return self.reqs
+
+
+def table_rows(batch: Any) -> np.ndarray:
+    """Return the rows of a batch's requests in the request table, [bs] int64.
+
+    They are the batch's own. A request that ended since the batch was chosen has given its row back.
+    """
+    return batch.req_pool_indices_cpu.numpy()
 
 
 def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -34,7 +34,6 @@ number of pending rows. The host knows a bound: all that a request has verified 
 A request whose next rows might not fit is drafted for, whatever it verifies."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,11 +100,6 @@ def mirror_exchanged_slots(pool: Any, table: torch.Tensor) -> None:
                 table[request, first - 1 : stop - 1] = pool.req_to_token[request, first:stop]
 
     pool.write = write_both
-
-
-def _table_rows(reqs: Sequence[Any]) -> list[int]:
-    """Return the rows of requests in the request table. One that was retracted since has none."""
-    return [req.kv.req_pool_idx for req in reqs if req.kv.req_pool_idx is not None]
 
 
 class PEagleDrafter:
@@ -185,7 +179,7 @@ class PEagleDrafter:
         self._pending.fused[requests, 0] = fused[(ends - 1).to(device, non_blocking=True)]
         self._pending.tokens[requests, 0] = next_tokens
         self._pending.count[requests] = 1
-        self._most_pending[_table_rows(prompts.reqs)] = 1
+        self._most_pending[prompts.table_rows] = 1
         self._run_prompts(prompts, before, cache_loc)
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
@@ -198,7 +192,7 @@ class PEagleDrafter:
         self._pending.tokens[rows, 0] = requests.bonus_tokens
         self._pending.fused[rows, 0] = self._model.fused_mask
         self._pending.count[rows] = 1
-        self._most_pending[_table_rows(requests.reqs)] = 1
+        self._most_pending[requests.table_rows] = 1
 
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
         if cycle.verify_len == 1:

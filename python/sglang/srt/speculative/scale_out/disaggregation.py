@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.overlap_utils import RelayPayload
 
+from sglang_dflash.srt.speculative.cycle.prompts import table_rows
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, PrefilledRequests
 
 
@@ -43,6 +44,7 @@ def build_disagg_draft_input(
         PrefilledRequests(
             reqs=list(batch.reqs),
             req_pool_indices=batch.req_pool_indices,
+            table_rows=table_rows(batch),
             lengths=batch.seq_lens_cpu.tolist(),
             bonus_tokens=last_tokens_tensor,
             output_ids=[list(req.output_ids) for req in batch.reqs],

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
+from sglang_dflash.srt.speculative.cycle.prompts import table_rows
 from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
 from sglang_dflash.srt.speculative.width.chooser import Choice, LengthChooser
@@ -74,17 +75,14 @@ class AdaptiveWidth:
 
     def begin_prefill(self, prompts: Prompts) -> None:
         """Start the new requests of a prefill."""
-        self._start(prompts.new_reqs)
+        self._start(prompts.table_rows[: len(prompts.new_reqs)])
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
         """Start requests that another server has prefilled."""
-        self._start(requests.reqs)
+        self._start(requests.table_rows)
 
-    def _start(self, reqs: Sequence[Any]) -> None:
+    def _start(self, rows: np.ndarray) -> None:
         self._clock.interrupt()
-        # A request that another server prefilled may have been retracted since. It then has no row.
-        new = [req.kv.req_pool_idx for req in reqs if req.kv.req_pool_idx is not None]
-        rows = np.array(new, dtype=np.int64)
         self._row_generation[rows] += 1
         self._num_prefills += 1
         self._expected_matches[rows] = UNKNOWN_MATCH
@@ -108,7 +106,7 @@ class AdaptiveWidth:
             room: most copied tokens that each request has KV slots for. None: those of a block. [n]
         """
         self._learn_timings()
-        self._batch = requests = self._describe(batch.reqs, draws_drafts)
+        self._batch = requests = self._describe(batch, draws_drafts)
         # As of a cycle or two ago; the batch's own lengths may not be on the host.
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
         if matches is None and self._has_copies:
@@ -143,12 +141,12 @@ class AdaptiveWidth:
                 ", ".join(f"{length}: {n}" for length, n in sorted(self._blocks_per_length.items())),
             )
 
-    def _describe(self, reqs: Sequence[Any], draws_drafts: bool) -> Requests:
-        key = [req.kv.req_pool_idx for req in reqs], draws_drafts, self._num_prefills
+    def _describe(self, batch: Any, draws_drafts: bool) -> Requests:
+        rows = table_rows(batch)
+        key = rows.tolist(), draws_drafts, self._num_prefills
         if self._batch is not None and self._batch.key == key:
             return self._batch
-        rows = np.array(key[0], dtype=np.int64)
-        modes = np.array([_mode(req, draws_drafts) for req in reqs])
+        modes = np.array([_mode(req, draws_drafts) for req in batch.reqs])
         return Requests(key, rows, self._row_generation[rows], modes)
 
     def _agree(self, batch: Requests, num_tokens: int, *limits: np.ndarray | None) -> Choice:
