@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.rejection_batches import batches
-from support.triton_interpreter import DEVICE, INTERPRETED, against_twin
-from support.triton_launches import ARCHITECTURES, Launch
+from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative import rejection as kernels
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
@@ -87,24 +86,3 @@ def test_an_empty_batch():
     )
     assert (accept_len.shape, accept_len.dtype) == ((0,), torch.int32)
     assert (weight.shape, weight.dtype) == ((0,), torch.float64)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("is_ragged", [False, True])
-@pytest.mark.parametrize("block_verification", [False, True])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_kernel_compiles(arch, block_verification, is_ragged, monkeypatch):
-    """Compile for GPUs that this machine need not have."""
-    launch = Launch(kernels.walk_blocks_kernel)
-    monkeypatch.setattr(kernels, "walk_blocks_kernel", launch)
-    ids = torch.zeros(4, 15, 128, dtype=torch.int64)
-    kernels.walk_blocks_triton(
-        torch.zeros(4, 16, dtype=torch.int64),
-        torch.zeros(4, 16, 1000),
-        ids,
-        ids.float(),
-        torch.zeros(4, 15),
-        block_verification,
-        *((torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)) if is_ragged else ()),
-    )
-    assert f".target sm_{arch}" in launch.compile(arch).asm["ptx"]

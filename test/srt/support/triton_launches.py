@@ -21,12 +21,20 @@ class Launch:
 
     def compile(self, arch: int):
         """Compile the recorded launch as Triton does at the first launch."""
-        target = GPUTarget("cuda", arch, 32)
-        backend = make_backend(target)
-        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
-        bound, specialization, options = bind(*self.arguments, **self.keywords)
+        target, backend, bound, specialization, options = self._bind(arch)
         options, signature, constants, attributes = self.kernel._pack_args(
             backend, dict(self.keywords), bound, specialization, options
         )
         source = ASTSource(self.kernel, signature, constants, attributes)
         return compile(source, target=target, options=options.__dict__)
+
+    def variant(self, arch: int = 90) -> str:
+        """Return Triton's key of the recorded launch: another key is compiled anew."""
+        *_, specialization, options = self._bind(arch)
+        return f"{specialization} {options}"
+
+    def _bind(self, arch: int):
+        target = GPUTarget("cuda", arch, 32)
+        backend = make_backend(target)
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        return target, backend, *bind(*self.arguments, **self.keywords)

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels.ops.speculative.block import lanes
+
 
 class AcceptedBlocks(NamedTuple):
     """Verified blocks and the lengths that follow from them.
@@ -182,13 +184,13 @@ def _launch(
             broken_token,
             IS_DECIDED=is_decided,
             IS_RELAYED=relay is not None,
-            BLOCK=triton.next_power_of_2(block_size),
+            BLOCK=lanes(block_size),
             num_warps=1,
         )
     return accepted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_size"])
 def accept_kernel(
     block,
     max_logits,

@@ -5,6 +5,14 @@ import triton
 import triton.language as tl
 
 
+def lanes(slots: int) -> int:
+    """Return the lanes for the slots of a block: those of a warp, or more if it needs more.
+
+    Blocks of all verify lengths then share one compiled kernel.
+    """
+    return max(32, triton.next_power_of_2(slots))
+
+
 def prepare_block(
     bonus_tokens: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -51,11 +59,11 @@ def prepare_block_triton(bonus_tokens, seq_lens, req_pool_indices, req_to_token,
     tensors = *per_request, req_to_token, tokens, positions, cache_loc
     sizes = req_to_token.stride(0), mask_token_id, block_size
     if bs:
-        prepare_block_kernel[(bs,)](*tensors, *sizes, BLOCK=triton.next_power_of_2(block_size), num_warps=1)
+        prepare_block_kernel[(bs,)](*tensors, *sizes, BLOCK=lanes(block_size), num_warps=1)
     return tokens, positions, cache_loc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_size"])
 def prepare_block_kernel(
     bonus_tokens,
     seq_lens,
@@ -124,11 +132,11 @@ def pack_blocks_triton(seq_lens, block_size, lengths, keys, queries, counts=None
     pack_blocks_kernel[(1,)](
         *(seq_lens, counts, lengths, keys, queries, bs, block_size),
         HAS_COUNTS=has_counts,
-        BLOCK=triton.next_power_of_2(bs + 1),
+        BLOCK=max(128, triton.next_power_of_2(bs + 1)),  # one compiled kernel for most batches
     )
 
 
-@triton.jit(do_not_specialize=["bs"])
+@triton.jit(do_not_specialize=["bs", "block_size"])
 def pack_blocks_kernel(
     seq_lens,
     counts,

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels.ops.speculative.block import lanes
+
 TILE = 2048  # positions per program of the lookup
 PARTS = 64  # tiles reduced in one step
 
@@ -226,7 +228,7 @@ def choose_copies_triton(history, records, requests, seq_lens, keys, block_size,
     bs, tiles = keys.shape
     copied = keys.new_empty((bs, block_size))
     lengths = keys.new_empty((bs,), dtype=torch.int32)
-    options = dict(PARTS=PARTS, BLOCK=triton.next_power_of_2(block_size), num_warps=1)
+    options = dict(PARTS=PARTS, BLOCK=lanes(block_size), num_warps=1)
     if bs:
         choose_copies_kernel[(bs,)](
             history,
@@ -254,7 +256,7 @@ def _trust_kernel(
     return tl.where(length >= LONG, 1.0, tl.where(length >= MEDIUM, MEDIUM_TRUST, SHORT_TRUST))
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "block_size"])
 def choose_copies_kernel(
     history,
     records,
@@ -308,11 +310,14 @@ def append_tokens_triton(
     assert all(t.is_contiguous() for t in per_request) and history.stride(1) == 1
     bs, width = out_tokens.shape
     drafts_follow = rule.drafts_follow if was_drafted else 0.0
-    rates = dict(COPIES_FOLLOW=rule.copies_follow, DRAFTS_FOLLOW=drafts_follow, RETRY=rule.retry)
-    options = dict(BLOCK=triton.next_power_of_2(width), num_warps=1)
+    rates = dict(COPIES_FOLLOW=rule.copies_follow, RETRY=rule.retry)
+    options = dict(BLOCK=lanes(width), num_warps=1)
     if bs:
         append_tokens_kernel[(bs,)](
-            history, *per_request, history.stride(0), width, **_trust_options(rule), **rates, **options
+            *(history, *per_request, history.stride(0), width, drafts_follow),
+            **_trust_options(rule),
+            **rates,
+            **options,
         )
 
 
@@ -327,12 +332,12 @@ def append_tokens_kernel(
     lengths,
     stride,
     width,
+    drafts_follow,
     MEDIUM: tl.constexpr,
     LONG: tl.constexpr,
     TRUST_SHORT: tl.constexpr,
     TRUST_MEDIUM: tl.constexpr,
     COPIES_FOLLOW: tl.constexpr,
-    DRAFTS_FOLLOW: tl.constexpr,
     RETRY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -350,6 +355,6 @@ def append_tokens_kernel(
     followed = copies + COPIES_FOLLOW * (share - copies)
     retried = copies + RETRY * (1 - copies)
     copies = tl.where(length > 0, followed, tl.where(length < 0, retried, copies))
-    drafts = tl.where(length > 0, drafts, drafts + DRAFTS_FOLLOW * (kept - drafts))
+    drafts = tl.where(length > 0, drafts, drafts + drafts_follow * (kept - drafts))
     tl.store(records + 2 * request, copies, mask=width > 1)
     tl.store(records + 2 * request + 1, drafts, mask=width > 1)

@@ -311,7 +311,7 @@ def append_rows_triton(requests, accept_len, out_tokens, fused, slots, pending) 
         append_rows_kernel[(bs,)](*tensors, out_tokens if slots is None else slots, *sizes, **options)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def append_rows_kernel(
     requests,
     accept_len,

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels.ops.speculative.block import lanes
+
 
 def penalize_block_triton(
     logits: torch.Tensor,
@@ -55,7 +57,8 @@ def penalize_block_triton(
 
 # Columns of one copy: their alignment depends on the number of requests.
 @triton.jit(
-    do_not_specialize_on_alignment=["frequency", "presence", "repetition", "min_new_tokens", "prompt_lens"]
+    do_not_specialize=["width"],
+    do_not_specialize_on_alignment=["frequency", "presence", "repetition", "min_new_tokens", "prompt_lens"],
 )
 def penalize_block_kernel(
     logits,
@@ -124,13 +127,12 @@ def count_tokens_triton(
     assert all(tensor.is_contiguous() for tensor in (counts, requests, tokens, accept_len))
     bs, width = tokens.shape
     if bs:
-        block = triton.next_power_of_2(width)
         count_tokens_kernel[(bs,)](
-            counts, requests, tokens, accept_len, counts.shape[1], width, BLOCK=block, num_warps=1
+            counts, requests, tokens, accept_len, counts.shape[1], width, BLOCK=lanes(width), num_warps=1
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def count_tokens_kernel(counts, requests, tokens, accept_len, vocabulary, width, BLOCK: tl.constexpr):
     """One program per request."""
     number = tl.program_id(0)

@@ -40,7 +40,7 @@ def walk_blocks_triton(
     return accept_len, weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def walk_blocks_kernel(
     block,
     target_probs,

@@ -70,7 +70,7 @@ def walk_triton(
     return tokens, probs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drawn_slots"])
 def walk_kernel(
     ids,
     unary,

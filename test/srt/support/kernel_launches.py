@@ -1,0 +1,243 @@
+"""A launch of every kernel as serving launches it, at published sizes.
+
+bs: requests. width: slots that each verifies.
+"""
+
+import torch
+
+from sglang_dflash.kernels.ops.speculative import (
+    accept,
+    block,
+    block_conv,
+    context_kv,
+    copy_ahead,
+    peagle_rows,
+    penalties,
+    rejection,
+    selector_walk,
+    window,
+)
+
+
+def launch_prepare_block(bs=4, width=16):
+    ints, table = torch.zeros(bs, dtype=torch.int64), torch.zeros(48, 40_960, dtype=torch.int32)
+    block.prepare_block_triton(ints, ints, ints, table, 151_669, width)
+
+
+def launch_pack_blocks(is_ragged: bool = False, bs=48, width=16):
+    lengths, offsets = torch.zeros(bs, dtype=torch.int64), torch.zeros(bs + 1, dtype=torch.int32)
+    counts = lengths.int() if is_ragged else None
+    block.pack_blocks_triton(lengths, width, lengths, offsets, offsets, counts)
+
+
+def launch_prepare_window(bs=4, width=16):
+    ints, table = torch.zeros(bs, dtype=torch.int64), torch.zeros(48, 40_960, dtype=torch.int32)
+    window.prepare_window_triton(ints, ints, table, table, 4096, 16, 4127)
+
+
+def launch_penalize_block(dtype: torch.dtype, has_stops: bool, is_ragged: bool = False, bs=4, width=16):
+    vocabulary = 151_936
+    logits, counts = (
+        torch.zeros(bs * width, vocabulary, dtype=dtype),
+        torch.zeros(48, vocabulary, dtype=torch.int32),
+    )
+    ints, floats = torch.zeros(bs, dtype=torch.int64), torch.zeros(bs)
+    tokens, stops = (
+        torch.zeros(bs, width, dtype=torch.int64),
+        torch.zeros(bs, vocabulary) if has_stops else None,
+    )
+    penalties.penalize_block_triton(
+        logits,
+        tokens,
+        counts,
+        ints,
+        ints,
+        floats,
+        floats,
+        floats,
+        ints,
+        ints,
+        stops,
+        *((ints, ints.int()) if is_ragged else ()),
+    )
+
+
+def launch_count_tokens(bs=4, width=16):
+    tokens, counts = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 151_936, dtype=torch.int32)
+    penalties.count_tokens_triton(
+        counts, tokens[:, 0].contiguous(), tokens, torch.zeros(bs, dtype=torch.int32)
+    )
+
+
+def launch_prepare_rows(last_start: int | None, bs=4, width=8):
+    block_size, hidden = 8, 4096
+    ints, table = torch.zeros(bs, dtype=torch.int64), torch.zeros(48, 40_960, dtype=torch.int32)
+    states = torch.zeros(48, block_size, hidden, dtype=torch.bfloat16)
+    tokens = torch.zeros(48, block_size, dtype=torch.int64)
+    pending = peagle_rows.Pending(tokens, states, tokens[:, 0].contiguous())
+    fused = torch.zeros(bs * 2 * (block_size - 1), hidden, dtype=torch.bfloat16)
+    tables = peagle_rows.RowTables(table, table, 151_669, last_start)
+    peagle_rows.prepare_rows_triton(ints, ints, pending, tables, states[0, 0], fused, ints)
+
+
+def launch_commit_rows(is_block: bool, bs=4, width=8):
+    block_size, hidden, width = 8, 4096, max(2, min(width, 8)) if is_block else 1
+    tokens = torch.zeros(48, block_size, dtype=torch.int64)
+    pending = peagle_rows.Pending(
+        tokens, torch.zeros(48, block_size, hidden, dtype=torch.bfloat16), tokens[:, 0].contiguous()
+    )
+    fused = torch.zeros(bs * width, hidden, dtype=torch.bfloat16)
+    accept_len = torch.zeros(bs, dtype=torch.int32)
+    peagle_rows.commit_rows_triton(
+        pending.count[:bs], accept_len, tokens[:bs, :width].contiguous(), fused, pending
+    )
+
+
+def launch_append_rows(has_slots: bool, bs=4, width=8):
+    tokens, rows = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 8, dtype=torch.int64)
+    pending = peagle_rows.Pending(rows, torch.zeros(48, 8, 4096, dtype=BF16), rows[:, 0].contiguous())
+    fused = torch.zeros(bs * width, 4096, dtype=BF16)
+    accept_len = torch.zeros(bs, dtype=torch.int32)
+    requests, slots = pending.count[:bs], tokens if has_slots else None
+    peagle_rows.append_rows_triton(requests, accept_len, tokens, fused, slots, pending)
+
+
+def launch_find_match(bs=4, width=16):
+    texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(bs, dtype=torch.int64)
+    copy_ahead.find_match_triton(texts, ints, ints, 2048 * width, copy_ahead.RULE)
+
+
+def launch_choose_copies(bs=4, width=16):
+    texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(bs, dtype=torch.int64)
+    keys, records = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 2)
+    copy_ahead.choose_copies_triton(texts, records, ints, ints, keys, width, copy_ahead.RULE)
+
+
+def launch_append_tokens(bs=4, width=16):
+    texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(bs, dtype=torch.int64)
+    tokens, records, counts = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 2), ints.int()
+    copy_ahead.append_tokens_triton(
+        texts, records, ints, ints, tokens, counts, counts, width % 2 == 0, copy_ahead.RULE
+    )
+
+
+def launch_accept(is_decided: bool, is_relayed: bool, bs=4, width=16):
+    tokens, best = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(bs, width)
+    seq_lens = tokens[:, 0].contiguous()
+    relay = accept.RelayTables(*torch.zeros(3, 64, dtype=torch.int64)) if is_relayed else None
+    if is_decided:
+        accept.complete_blocks_triton(seq_lens.int(), tokens, best, seq_lens, 151_936, relay)
+    else:
+        accept.accept_greedy_triton(tokens, tokens, best, seq_lens, 151_936, relay)
+
+
+def launch_write_context_kv(head_dim: int, pool_dtype: torch.dtype, prefill: bool, bs=4, width=16):
+    """Launch for Qwen3-8B's draft: 5 layers, 8 KV heads, block 16, bfloat16."""
+    layers, heads, rows = 5, 8, bs * width
+    kv = torch.zeros(rows, layers, 2, heads, head_dim, dtype=torch.bfloat16)
+    weight = torch.ones(layers, head_dim, dtype=torch.bfloat16)
+    ints = torch.zeros(rows, dtype=torch.int64)
+    buffers = [torch.zeros(rows, heads, head_dim).to(pool_dtype) for _ in range(2 * layers)]
+    pool = context_kv.KVPoolPointers.of(buffers[:layers], buffers[layers:])
+    accept_len = None if prefill else torch.zeros(bs, dtype=torch.int32)
+    context_kv.write_context_kv_triton(
+        kv, weight, 1e-6, torch.zeros(64, head_dim), ints, ints, pool, accept_len, width
+    )
+
+
+def launch_block_conv(bs=4, width=8):
+    """Launch for the draft of Qwen3.8-27B; its width is the draft's."""
+    x, deltas = torch.zeros(bs * 8, 5120, dtype=BF16), torch.zeros(bs * 8, 2, 2, 320, dtype=BF16)
+    block_conv.block_conv_triton(x, torch.zeros(2, 5120, dtype=BF16), deltas[:, 1], 8)
+
+
+def launch_selector_walk(draws: bool, bs=4, width=16):
+    """Launch for blocks of 16, of which `width` - 1 tokens are drawn."""
+    shape = bs, 15, 16
+    found = selector_walk.Candidates(
+        torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), torch.zeros(bs, 15, 256, dtype=BF16)
+    )
+    books, floats = torch.zeros(1000, 256, dtype=BF16), torch.zeros(bs)
+    draw = selector_walk.Draw(*(floats, floats.int(), floats, floats), torch.zeros(bs, 15), width - 1)
+    anchors = torch.zeros(bs, dtype=torch.int64)
+    selector_walk.walk_triton(found, anchors, books, books, draw if draws else None)
+
+
+def launch_rejection(block_verification: bool, is_ragged: bool, bs=4, width=16):
+    ids, tokens = (
+        torch.zeros(bs, width - 1, 128, dtype=torch.int64),
+        torch.zeros(bs, width, dtype=torch.int64),
+    )
+    starts = tokens[:, 0].contiguous()
+    rejection.walk_blocks_triton(
+        *(tokens, torch.zeros(bs, width, 1000), ids, ids.float(), torch.zeros(bs, width - 1)),
+        block_verification,
+        *((starts, starts.int()) if is_ragged else ()),
+    )
+
+
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+CONTEXT_KV = {
+    "dim 128": (128, BF16, False),
+    "dim 128, prefill": (128, BF16, True),
+    "dim 80": (80, BF16, False),
+    "dim 128, e4m3 pool": (128, E4M3, False),
+    "dim 80, e5m2 pool": (80, E5M2, False),
+}
+REJECTION = {
+    "by token": (False, False),
+    "by block": (True, False),
+    "by token, own lengths": (False, True),
+    "by block, own lengths": (True, True),
+}
+CASES = {
+    "prepare_block": (block, "prepare_block_kernel", launch_prepare_block, ()),
+    "pack_blocks": (block, "pack_blocks_kernel", launch_pack_blocks, ()),
+    "pack_blocks, own lengths": (block, "pack_blocks_kernel", launch_pack_blocks, (True,)),
+    "prepare_window": (window, "prepare_window_kernel", launch_prepare_window, ()),
+    "penalize_block": (penalties, "penalize_block_kernel", launch_penalize_block, (torch.float32, False)),
+    "penalize_block, bfloat16, stops": (
+        penalties,
+        "penalize_block_kernel",
+        launch_penalize_block,
+        (BF16, True),
+    ),
+    "penalize_block, own lengths": (
+        penalties,
+        "penalize_block_kernel",
+        launch_penalize_block,
+        (torch.float32, False, True),
+    ),
+    "count_tokens": (penalties, "count_tokens_kernel", launch_count_tokens, ()),
+    "prepare_rows": (peagle_rows, "prepare_rows_kernel", launch_prepare_rows, (None,)),
+    "prepare_rows, from the first pending": (
+        peagle_rows,
+        "prepare_rows_kernel",
+        launch_prepare_rows,
+        (40_000,),
+    ),
+    "commit_rows": (peagle_rows, "commit_rows_kernel", launch_commit_rows, (True,)),
+    "commit_rows, one more": (peagle_rows, "commit_rows_kernel", launch_commit_rows, (False,)),
+    "append_rows": (peagle_rows, "append_rows_kernel", launch_append_rows, (False,)),
+    "append_rows, packed": (peagle_rows, "append_rows_kernel", launch_append_rows, (True,)),
+    "find_match": (copy_ahead, "find_match_kernel", launch_find_match, ()),
+    "choose_copies": (copy_ahead, "choose_copies_kernel", launch_choose_copies, ()),
+    "append_tokens": (copy_ahead, "append_tokens_kernel", launch_append_tokens, ()),
+    "accept_greedy": (accept, "accept_kernel", launch_accept, (False, False)),
+    "accept_greedy, relayed": (accept, "accept_kernel", launch_accept, (False, True)),
+    "complete_blocks": (accept, "accept_kernel", launch_accept, (True, False)),
+    "complete_blocks, relayed": (accept, "accept_kernel", launch_accept, (True, True)),
+    "block_conv": (block_conv, "block_conv_kernel", launch_block_conv, ()),
+    **{
+        f"selector_walk, {name}": (selector_walk, "walk_kernel", launch_selector_walk, (draws,))
+        for name, draws in (("best", False), ("drawn", True))
+    },
+    **{
+        f"rejection, {name}": (rejection, "walk_blocks_kernel", launch_rejection, case)
+        for name, case in REJECTION.items()
+    },
+    **{
+        f"write_context_kv, {name}": (context_kv, "write_context_kv_kernel", launch_write_context_kv, case)
+        for name, case in CONTEXT_KV.items()
+    },
+}
