@@ -18,21 +18,21 @@ import pytest
 import sglang  # loads our platform plugin before any of SGLang's modules
 from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, ROOT, SPECULATORS_DRAFT, TARGET
 from sglang.srt.arg_groups import speculative_hook
-from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.arg_groups.model_override_base import resolved_view, resolving_view
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import get_spec
 from support.drafts import REMOVE, make_draft
 
 import sglang_dflash
-from sglang_dflash.srt.arg_groups.dflash_args import check_draft_path
 from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
 from sglang_dflash.srt.arg_groups.hand_over import builtin_refusal
 from sglang_dflash.srt.arg_groups.not_served import SPLIT_EMBEDDINGS
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.observability.server_info import adding_implementation
-from sglang_dflash.srt.plugins import hooks, install, ledger
-from sglang_dflash.srt.speculative.implementation import Implementation, check_equal, check_ranks_agree
+from sglang_dflash.srt.plugins import algorithm, hooks, install, ledger
+from sglang_dflash.srt.speculative.implementation import Implementation, check_ranks_run_ours
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 ATTRIBUTE = "_dflash_implementation"
@@ -45,12 +45,11 @@ def options(monkeypatch) -> None:
             monkeypatch.setenv(option.variable, "")  # restored afterwards, whatever a test sets
 
 
-@pytest.fixture(autouse=True)
-def without_plugin(monkeypatch):
-    """Undo what another file's tests may have installed in this process."""
-    for name in ("handle_server_args", "create_worker"):
-        plain = inspect.unwrap(getattr(SpeculativeAlgorithm, name))
-        monkeypatch.setattr(SpeculativeAlgorithm, name, plain)
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    """Register our algorithm, unless another file's tests have loaded the plugin."""
+    if get_spec(algorithm.NAME) is None:
+        algorithm.register()
 
 
 def record_of(draft=DRAFT, **arguments) -> ServerArgs:
@@ -71,13 +70,9 @@ def record_of(draft=DRAFT, **arguments) -> ServerArgs:
 
 def resolve(record: ServerArgs) -> ServerArgs:
     """Resolve a record as the launcher does with the plugin."""
-    original, hook = SpeculativeAlgorithm.handle_server_args, hooks.handle_server_args()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            SpeculativeAlgorithm, "handle_server_args", lambda self, record: hook(original, self, record)
-        )
         patch.setattr(install, "install", lambda table: None)  # AT_FRONT_END, for this process
-        check_draft_path(record, speculative_hook.handle_speculative_decoding)
+        hooks.resolve_speculative_decoding(record, speculative_hook.handle_speculative_decoding)
     return record
 
 
@@ -302,12 +297,8 @@ def test_children_learn_the_decision():
     assert Implementation.of(record_of()).report()["name"] == "sglang-dflash"
 
 
-def targets_of(*tables) -> dict:
-    return {
-        (change.target, change.key): install.resolve(change.target)[1] if change.key is None else None
-        for table in tables
-        for change in table
-    }
+def targets_of(table) -> dict:
+    return {change.target: install.resolve(change.target)[1] for change in table}
 
 
 @pytest.mark.parametrize(
@@ -317,43 +308,39 @@ def test_a_scheduler_of_a_handed_over_server_runs_plain_sglang(arguments, monkey
     """Only the report in /server_info is ours."""
     record = resolve(record_of(**arguments))
     installed = []
-    monkeypatch.setattr(install, "install", installed.append)
-    before = targets_of(ledger.AT_WORKER, ledger.AT_DISAGGREGATION)
-    create, original = hooks.create_worker(), SpeculativeAlgorithm.create_worker
-    worker = create(original, SpeculativeAlgorithm.DFLASH, record)
-    assert worker.__module__ == "sglang.srt.speculative.dflash_worker_v2"
-    assert installed == [ledger.AT_HAND_OVER]
-    assert targets_of(ledger.AT_WORKER, ledger.AT_DISAGGREGATION) == before
+    monkeypatch.setattr(install, "install", lambda table: installed.append(table) or [])
+    before = targets_of(ledger.AT_WORKER)
+    served = SpeculativeAlgorithm.from_string(resolved_view(record).speculative_algorithm)
+    assert served.create_worker(record).__module__ == "sglang.srt.speculative.dflash_worker_v2"
+    install.install_at_load()  # as its children do, with the launcher's environment
+    assert installed == [ledger.AT_LOAD, ledger.AT_HAND_OVER]
+    assert targets_of(ledger.AT_WORKER) == before
     [report] = ledger.AT_HAND_OVER
     assert report.name == "_add_speculative"
 
 
-def test_ranks_that_decide_differently_end_the_start():
-    ours = Implementation()
-    theirs = Implementation.builtin(("device 'npu' (only cuda and cpu)",), ())
-    check_equal([ours, ours])
-    check_equal([theirs, theirs])
-    with pytest.raises(ValueError, match="rank 0 runs sglang-dflash.*rank 1 runs SGLang's.*device 'npu'"):
-        check_equal([ours, theirs])
+def test_the_next_server_of_a_process_is_not_a_handed_over_one():
+    resolve(record_of(attn_cp_size=2))
+    assert DFlashOptions.FALLBACK.get()
+    resolve(record_of())
+    assert not DFlashOptions.FALLBACK.get()
 
 
-def test_ranks_exchange_their_decisions(monkeypatch):
-    """The other rank's decision arrives through the ranks' group on the CPU."""
+def test_a_rank_that_runs_another_implementation_ends_the_start(monkeypatch):
+    """It never arrives at the barrier, which names it."""
     group = SimpleNamespace(world_size=2, cpu_group="ranks on the CPU")
-    theirs = Implementation.builtin(("the unified memory pool",), ())
 
-    def all_gather_object(out, mine, group):
-        assert group == "ranks on the CPU"
-        out[:] = [mine, theirs]
+    def monitored_barrier(group, timeout, wait_all_ranks):
+        assert group == "ranks on the CPU" and wait_all_ranks
+        raise RuntimeError("Ranks 1 failed to pass monitoredBarrier")
 
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.all_gather_object", all_gather_object)
+    monkeypatch.setattr("torch.distributed.monitored_barrier", monitored_barrier)
     monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: group)
-    check_ranks_agree(theirs)
-    with pytest.raises(ValueError, match="rank 1 runs SGLang's.*the unified memory pool"):
-        check_ranks_agree(Implementation())
+    with pytest.raises(ValueError, match="not all ranks run sglang-dflash.*Ranks 1.*same draft, flags"):
+        check_ranks_run_ours()
     group.world_size = 1
-    check_ranks_agree(Implementation())
+    check_ranks_run_ours()
 
 
 @pytest.mark.parametrize("arguments, name", [({}, "sglang-dflash"), ({"attn_cp_size": 2}, "sglang")])

@@ -4,15 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.engine import start
 
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
 from sglang_dflash.srt.speculative.cycle.known_lengths import (
+    KnownLengthsMap,
     bounds_of,
     plans_within_bounds,
-    resolving_known_lengths,
 )
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, Prompts
 from sglang_dflash.srt.speculative.width.plan import PlannedCycle
@@ -38,10 +37,10 @@ def launched(ring: CyclesInFlight, width: int, num_requests: int = 2) -> CycleIn
 
 
 @pytest.fixture
-def relay() -> FutureMap:
+def relay() -> KnownLengthsMap:
     start()
     pool = SimpleNamespace(req_to_token=torch.zeros(4, 9))
-    relay = FutureMap(torch.device("cpu"), SpeculativeAlgorithm.DFLASH, pool)
+    relay = KnownLengthsMap(torch.device("cpu"), SpeculativeAlgorithm.DFLASH, pool)
     relay.publish(torch.arange(4), ON_DEVICE)
     return relay
 
@@ -49,7 +48,7 @@ def relay() -> FutureMap:
 @pytest.mark.parametrize("known", [[60, 80], None])
 def test_the_device_is_asked_for_what_is_not_known(relay, known):
     batch = decode_batch(known, [1, 3], [0, 0])
-    resolving_known_lengths()(relay, batch)
+    relay.resolve_seq_lens_cpu(batch)
     assert batch.seq_lens.tolist() == [6, 8], "there it is the device's in any case"
     assert batch.seq_lens_cpu.tolist() == (known or [6, 8]) and batch.seq_lens_sum == sum(known or [6, 8])
     assert batch.spec_info.spread == ([0, 0] if known else None)
@@ -59,21 +58,21 @@ def test_the_device_is_asked_for_what_is_not_known(relay, known):
 def test_a_cycle_in_flight_gives_bounds(relay):
     cycle = launched(CyclesInFlight(), 8)
     batch = decode_batch([cycle, 80], [1, 3], [50, 0])
-    resolving_known_lengths()(relay, batch)
+    relay.resolve_seq_lens_cpu(batch)
     assert batch.seq_lens_cpu.tolist() == [58, 80] and batch.spec_info.spread == [7, 0]
 
 
 def test_backends_that_want_no_lengths_get_none(relay):
     relay.needs_cpu_seq_lens = False
     batch = decode_batch([60, 80], [1, 3], [0, 0])
-    resolving_known_lengths()(relay, batch)
+    relay.resolve_seq_lens_cpu(batch)
     assert batch.seq_lens_cpu is None and not relay.needs_cpu_seq_lens
 
 
 @pytest.mark.parametrize("spec_info", [None, DFlashDraftInput.empty(torch.device("cpu"))])
 def test_a_prefill_has_its_own(relay, spec_info):
     batch = SimpleNamespace(spec_info=spec_info, seq_lens_cpu="its own")
-    resolving_known_lengths()(relay, batch)
+    relay.resolve_seq_lens_cpu(batch)
     assert batch.seq_lens_cpu == "its own"
 
 

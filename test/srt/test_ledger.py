@@ -5,6 +5,7 @@ Each entry must fit the installed SGLang. A mismatch must leave the server to SG
 
 import dataclasses
 import inspect
+import json
 import pickle
 import sys
 from types import SimpleNamespace
@@ -12,27 +13,21 @@ from types import SimpleNamespace
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from sglang.srt.arg_groups import model_override_base
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import get_spec
 from support.servers import run_to_end
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
-from sglang_dflash.srt.plugins import compatibility, entry_points, hooks, install, ledger
-from sglang_dflash.srt.plugins.change import CPU, Change
+from sglang_dflash.srt.plugins import algorithm, compatibility, entry_points, hooks, install, ledger
+from sglang_dflash.srt.plugins.change import Change
 from sglang_dflash.srt.speculative.implementation import Implementation
 
 CHANGES = tuple(change for table in ledger.TABLES.values() for change in table)
-# SGLang has no P-EAGLE model and no MLA on torch_native, and 0.5.22 has DFlash2 under one name. Any other new
-# key needs a reason of its own.
-NEW_KEYS = {
-    ("models", "PEagleDraftModel"),
-    ("models", "DFlash2BeamDraftModel"),
-    ("models", "MiniMaxDFlash2DraftModel"),
-    ("_handlers", "torch_native"),
-}
 
 
 def name_of(change: Change) -> str:
-    return change.name + (f"[{change.key}]" if change.key else "")
+    return change.name
 
 
 @pytest.mark.parametrize("change", [*CHANGES, *ledger.AT_HAND_OVER], ids=name_of)
@@ -44,50 +39,67 @@ def test_an_entry(change):
     assert len(change.remove_when.split()) >= 4
     assert change.upstream == "none" or change.upstream.startswith("https://github.com/sgl-project/sglang/")
     value = change.build()
-    if change.kind == "entry":
-        assert change.signature is None and change.key
-        assert change.key in target or (change.name, change.key) in NEW_KEYS
-        assert callable(value)
-        return
-    assert change.key is None
     if change.signature is None:  # a method of PyTorch, whose signature Python cannot inspect
         assert callable(target) and callable(value)
         return
-    extra = {"around": ["original"], "resolution": [], "replace": [], "class": []}[change.kind]
     parameters = list(inspect.signature(value).parameters)
     if change.kind == "class":
         assert inspect.isclass(value) and set(change.parameters) <= set(parameters)
-    elif change.kind == "resolution":
-        assert parameters == [*change.parameters, "previous"]
-    else:
-        # A hook that passes on whatever its target takes has the parameters of this SGLang.
-        assert parameters[: len(extra)] == extra and change.accepts(parameters[len(extra) :])
+        return
+    extra = {"around": ["original"], "replace": []}[change.kind]
+    # A hook that passes on whatever its target takes has the parameters of this SGLang.
+    assert parameters[: len(extra)] == extra and change.accepts(parameters[len(extra) :])
 
 
 def test_kinds_and_times():
-    """Check the kinds of change at load and at the start of a worker.
+    """At load the plugin changes what a CPU lacks, and the flags; the rest waits for a DFLASH worker."""
+    others = [change for change in ledger.AT_LOAD if not change.cpu_only]
+    assert [change.kind for change in others] == ["around"]
+    assert {change.kind for change in ledger.AT_WORKER} <= {"replace", "class"}
 
-    The plugin loads hooks, the config parser and the CPU attention. The parser leaves all other checkpoints
-    to SGLang's. The CPU attention runs only models that SGLang's cannot (test_target_families.py). Functions
-    that need Triton are replaced at load on a CPU only. Other replacements wait until a DFLASH worker starts.
-    """
-    replaced = [change for change in ledger.AT_LOAD if change.kind == "replace"]
-    assert all(change.cpu_only for change in replaced)
-    rest = [
-        change
-        for change in ledger.AT_LOAD
-        if change not in replaced and change.key not in ("hf", "torch_native")
-    ]
-    assert {change.kind for change in rest} <= {"around", "resolution"}
-    assert {change.kind for change in ledger.AT_WORKER} <= {"entry", "replace", "class"}
+
+def test_how_many_and_where():
+    """SGLang's registries take the rest. No change touches what they hold."""
+    current = [change for change in CHANGES if change.until is None]
+    assert len(current) <= 40
+    assert len([change for change in current if not change.cpu_only]) <= 16
+    forbidden = (
+        "SpeculativeAlgorithm",
+        "FutureMap",
+        "REGISTRY",
+        "_HOOKS",
+        "ATTENTION_BACKENDS",
+        "ModelRegistry",
+    )
+    assert not [change.target for change in current if any(word in change.target for word in forbidden)]
+
+
+def test_our_algorithm_is_found_by_the_served_name_and_answers_as_the_built_in():
+    if get_spec(algorithm.NAME) is None:
+        algorithm.register()
+    served = pickle.loads(pickle.dumps(algorithm.ServedName("DFLASH")))
+    assert served == "DFLASH" and json.dumps(served) == '"DFLASH"'
+    ours, theirs = SpeculativeAlgorithm.from_string(served), SpeculativeAlgorithm.from_string("DFLASH")
+    assert type(ours) is algorithm.DFlashAlgorithm is type(SpeculativeAlgorithm.from_string("PEAGLE"))
+    assert theirs is SpeculativeAlgorithm.DFLASH and ours in (SpeculativeAlgorithm.EAGLE, theirs)
+    asked = [name for name in vars(SpeculativeAlgorithm) if name.startswith(("is_", "supports_", "has_"))]
+    assert {name: getattr(ours, name)() for name in asked} == {
+        name: getattr(theirs, name)() for name in asked
+    }
+    own = {"create_worker", "create_future_map", "build_disagg_draft_input"}
+    methods = {name for name in vars(SpeculativeAlgorithm) if not name.startswith("_")}
+    methods = {name for name in methods if inspect.isfunction(vars(SpeculativeAlgorithm)[name])}
+    builtin_only = {"get_platform_worker_cls"}  # its create_worker asks for it
+    assert methods - builtin_only <= set(dir(ours)) and own <= methods
 
 
 def test_no_target_is_listed_twice():
-    targets = [(change.target, change.key) for change in CHANGES]
+    targets = [change.target for change in CHANGES]
     assert len(targets) == len(set(targets))
 
 
-EXAMPLE = next(change for change in ledger.AT_LOAD if change.target.endswith(".create_worker"))
+# A target of a required change.
+EXAMPLE = next(change for change in ledger.AT_WORKER if change.name == "is_disable_overlap_for_batch")
 
 
 @pytest.mark.parametrize(
@@ -110,12 +122,6 @@ def test_another_signature_is_named(signature):
     with pytest.raises(install.Mismatch) as caught:
         install.check(dataclasses.replace(EXAMPLE, signature=signature))
     assert signature in str(caught.value) and EXAMPLE.signature in str(caught.value)
-
-
-def test_something_else_than_a_registry_is_named():
-    entry = next(change for change in CHANGES if change.kind == "entry")
-    with pytest.raises(install.Mismatch, match="not a registry"):
-        install.check(dataclasses.replace(entry, target=EXAMPLE.target))
 
 
 def test_an_import_error_inside_sglang_is_not_taken_for_a_missing_target(tmp_path, monkeypatch):
@@ -142,62 +148,64 @@ def test_nothing_is_applied_when_one_check_fails(monkeypatch):
 
 
 @pytest.fixture
-def registry(monkeypatch) -> dict[str, str]:
-    """Registry that `entry_of_registry` changes."""
-    registry = {"key": "stock", "cpu key": "stock"}
+def holder(monkeypatch) -> SimpleNamespace:
+    """Object whose attributes `change_of` replaces."""
+    holder = SimpleNamespace(one="stock", two="stock")
     resolve = install.resolve
-    monkeypatch.setattr(
-        install, "resolve", lambda path: (None, registry) if path == "fake.registry" else resolve(path)
-    )
-    return registry
+
+    def found(path: str):
+        where, _, name = path.rpartition(".")
+        return (holder, getattr(holder, name)) if where == "holder" else resolve(path)
+
+    monkeypatch.setattr(install, "resolve", found)
+    return holder
 
 
-def entry_of_registry(key: str, cpu_only: bool = False) -> Change:
-    entry = next(change for change in CHANGES if change.kind == "entry")
+def change_of(name: str, cpu_only: bool = False) -> Change:
     return dataclasses.replace(
-        entry, target="fake.registry", key=key, cpu_only=cpu_only, build=lambda: "ours"
+        EXAMPLE, target=f"holder.{name}", signature=None, cpu_only=cpu_only, build=lambda: "ours"
     )
 
 
-def test_worker_changes_are_checked_before_the_first_is_applied(registry):
-    broken = dataclasses.replace(EXAMPLE, kind="replace", signature="(nothing)")
+def test_worker_changes_are_checked_before_the_first_is_applied(holder):
+    broken = dataclasses.replace(EXAMPLE, signature="(nothing)")
     with pytest.raises(install.Mismatch):
-        install.install((entry_of_registry("key"), broken))
-    assert registry["key"] == "stock"
-    install.install((entry_of_registry("key"),))
-    assert registry["key"] == "ours"
+        install.install((change_of("one"), broken))
+    assert holder.one == "stock"
+    install.install((change_of("one"),))
+    assert holder.one == "ours"
 
 
 @pytest.mark.parametrize("active", [True, False])
-def test_cpu_changes_are_made_on_the_cpu_only(active, registry, monkeypatch):
+def test_cpu_changes_are_made_on_the_cpu_only(active, holder, monkeypatch):
     monkeypatch.setattr(runtime, "is_active", lambda: active)
-    install.install((entry_of_registry("cpu key", cpu_only=True), entry_of_registry("key")))
-    assert registry == {"key": "ours", "cpu key": "ours" if active else "stock"}
+    install.install((change_of("two", cpu_only=True), change_of("one")))
+    assert (holder.one, holder.two) == ("ours", "ours" if active else "stock")
 
 
 @pytest.mark.parametrize("version, value", [("0.5.22", "ours"), ("0.5.23", "stock"), ("0.6.0", "stock")])
-def test_a_change_for_older_releases_is_made_there_only(version, value, registry, monkeypatch):
+def test_a_change_for_older_releases_is_made_there_only(version, value, holder, monkeypatch):
     monkeypatch.setattr(install, "installed_version", lambda: version)
-    install.install((dataclasses.replace(entry_of_registry("key"), until="0.5.23"),))
-    assert registry["key"] == value
+    install.install((dataclasses.replace(change_of("one"), until="0.5.23"),))
+    assert holder.one == value
 
 
-def test_a_failed_build_changes_nothing(registry):
+def test_a_failed_build_changes_nothing(holder):
     def fail():
         raise ImportError("a module of ours")
 
-    broken = dataclasses.replace(entry_of_registry("cpu key"), build=fail)
+    broken = dataclasses.replace(change_of("two"), build=fail)
     with pytest.raises(ImportError):
-        install.install((entry_of_registry("key"), broken))
-    assert registry["key"] == "stock"
+        install.install((change_of("one"), broken))
+    assert holder.one == "stock"
 
 
-def test_a_feature_without_its_target_is_off_and_named(registry, caplog):
+def test_a_feature_without_its_target_is_off_and_named(holder, caplog):
     """None of the feature's changes is made; those of others are."""
-    fits = dataclasses.replace(entry_of_registry("cpu key"), feature="some feature")
+    fits = dataclasses.replace(change_of("two"), feature="some feature")
     lacks = dataclasses.replace(EXAMPLE, feature="some feature", signature="(nothing)")
-    install.install((fits, lacks, entry_of_registry("key")))
-    assert registry == {"key": "ours", "cpu key": "stock"}
+    install.install((fits, lacks, change_of("one")))
+    assert (holder.one, holder.two) == ("ours", "stock")
     [line] = [record.getMessage() for record in caplog.records]
     assert "without some feature" in line and EXAMPLE.target in line and "(nothing)" in line
 
@@ -231,27 +239,15 @@ def test_a_later_sglang_is_served_with_one_warning(as_another_sglang, caplog):
     assert not Implementation.of(record).is_builtin
 
 
-REQUIRED = next(change for change in ledger.AT_WORKER if change.feature is None)
-
-
-@pytest.mark.parametrize("change", [EXAMPLE, REQUIRED], ids=name_of)
-def test_without_a_required_target_the_built_in_serves(change, as_another_sglang, caplog):
-    """Check that SGLang's own functions are called, in the launcher and in a scheduler."""
-    as_another_sglang("0.5.99", change)
-    record = SimpleNamespace(speculative_algorithm="DFLASH")
-    algorithm = SimpleNamespace(is_dflash=lambda: True)
-    assert compatibility.leave_to_sglang(record)
-    assert hooks.handle_server_args()(lambda *_: "stock arguments", algorithm, record) == "stock arguments"
-    scheduler = pickle.loads(pickle.dumps(record))
-    assert hooks.create_worker()(lambda *_: "stock worker", algorithm, scheduler) == "stock worker"
+def test_without_a_required_target_the_built_in_serves(as_another_sglang, caplog):
+    """SGLang's own step resolves the arguments, and its own algorithm is found by the name."""
+    as_another_sglang("0.5.99", EXAMPLE)
+    record, resolved = SimpleNamespace(speculative_algorithm="DFLASH"), []
+    hooks.resolve_speculative_decoding(record, resolved.append)
+    assert resolved == [record] and type(record.speculative_algorithm) is str
+    assert DFlashOptions.FALLBACK.get()
     [line] = [entry.getMessage() for entry in caplog.records]
-    assert "built-in" in line and change.target in line
-
-
-@pytest.mark.skipif(not runtime.is_active(), reason="a GPU needs nothing of it")
-def test_without_what_a_cpu_needs_the_built_in_serves(as_another_sglang):
-    as_another_sglang("0.5.99", next(change for change in ledger.AT_LOAD if change.feature == CPU))
-    assert compatibility.leave_to_sglang(SimpleNamespace(speculative_algorithm="DFLASH"))
+    assert "built-in" in line and EXAMPLE.target in line
 
 
 @pytest.mark.parametrize(
@@ -271,12 +267,8 @@ def test_what_another_plugin_replaced_is_found_in_the_launcher(monkeypatch, capl
     compatibility.why_off.cache_clear()
     monkeypatch.setattr(dflash_utils, "resolve_dflash_verify_mask_policy", lambda backend, mode: None)
     record = SimpleNamespace(speculative_algorithm="DFLASH")
-    algorithm = SimpleNamespace(is_dflash=lambda: True)
     try:
         assert compatibility.leave_to_sglang(record)
-        assert (
-            hooks.handle_server_args()(lambda *_: "stock arguments", algorithm, record) == "stock arguments"
-        )
     finally:
         compatibility.why_off.cache_clear()
     [line] = [entry.getMessage() for entry in caplog.records]
@@ -352,7 +344,13 @@ import sglang
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-SpeculativeAlgorithm.create_worker = lambda self, a, b: 0
+from sglang_dflash.srt.plugins import ledger
+from dataclasses import replace
+# As if SGLang had other parameters there, and ours needed it.
+wrong = dict(signature="(parser, more)", feature=None)
+ledger.AT_LOAD = tuple(
+    replace(change, **wrong) if change.name == "add_cli_args" else change for change in ledger.AT_LOAD
+)
 load_plugins()
 parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
@@ -365,7 +363,7 @@ def test_a_mismatch_leaves_the_server_to_sglang():
     done = run_to_end("-c", ANOTHER_SIGNATURE, is_cold=True)
     assert done.code == 0 and "flags of ours: False" in done.output, done.output
     [line] = [line for line in done.output.splitlines() if "is off" in line]
-    assert "create_worker takes (self, a, b), expected (self, server_args)" in line
+    assert "add_cli_args takes (parser), expected (parser, more)" in line
 
 
 def test_any_other_failure_leaves_the_server_to_sglang(monkeypatch, caplog):
@@ -389,8 +387,8 @@ def test_a_server_that_asked_for_dflash_hears_more(monkeypatch, caplog):
     def handle_speculative_decoding(record):
         record.is_resolved = True
 
-    for algorithm, lines in ((None, 1), ("EAGLE", 1), ("DFLASH", 2)):
-        record = SimpleNamespace(speculative_algorithm=algorithm)
+    for name, lines in ((None, 1), ("EAGLE", 1), ("DFLASH", 2)):
+        record = SimpleNamespace(speculative_algorithm=name)
         resolution_hooks.run_hook(handle_speculative_decoding, record)
         assert record.is_resolved and len(caplog.records) == lines
     assert "built-in" in caplog.records[-1].getMessage()

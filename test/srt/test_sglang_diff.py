@@ -14,8 +14,8 @@ from sglang_diff import __main__ as command
 from sglang_diff import compare, source_tree
 from sglang_diff.source_tree import NotSGLang, SourceTree, fingerprint
 
-SCHEDULER_INFO = "sglang/srt/speculative/spec_info.py"
-WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+UTILS = "sglang/srt/speculative/dflash_utils.py"
+POLICY = "sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,14 +89,16 @@ def test_a_copy_and_a_wheel_of_it_are_the_same(copy, tmp_path, capsys):
     assert first == second
 
 
-RETURNS = ") -> Optional[Union[Type[BaseSpecWorker], Type[TpModelWorker], "
-ARGUMENTS = f"server_args: ServerArgs\n    {RETURNS}"
+HEAD = "def resolve_dflash_verify_mask_policy("
 PLANTED = {
-    "a body": ((SCHEDULER_INFO, "return DFlashWorkerV2\n", "return UnoWorkerV2\n"), "changed", 0),
-    "a target renamed": ((SCHEDULER_INFO, "def create_worker(", "def make_worker("), "gone", 1),
-    "an argument added": ((SCHEDULER_INFO, ARGUMENTS, f"rank, {ARGUMENTS}"), "rank", 1),
+    "a body": (
+        (UTILS, "for _ in range(4):\n        if isinstance", "for _ in range(5):\n        if isinstance"),
+    )
+    + ("changed", 0),
+    "a target renamed": ((UTILS, HEAD, "def make_policy("), "gone", 1),
+    "an argument added": ((UTILS, HEAD, f"{HEAD}rank, "), "rank", 1),
 }
-ANNOTATION = (SCHEDULER_INFO, RETURNS, ") -> Optional[Union[")
+ANNOTATION = (UTILS, f"{HEAD}attn_backend: Any) -> tuple[str, bool]:", f"{HEAD}attn_backend) -> tuple:")
 
 
 @pytest.mark.parametrize("planted", PLANTED)
@@ -107,10 +109,10 @@ def test_a_planted_change_is_named(planted, copy, capsys):
     assert run("--against", folder) == status
     output = capsys.readouterr().out
     [line] = told(output)
-    assert WORKER in line and word in line
-    assert (f"Required and gone: {WORKER}" in output) == (status == 1)
+    assert POLICY in line and word in line
+    assert (f"Required and gone: {POLICY}" in output) == (status == 1)
     if planted == "a body":
-        assert f"{SCHEDULER_INFO}:" in line and f"--diff {WORKER}" in output
+        assert f"{UTILS}:" in line and f"--diff {POLICY}" in output
 
 
 def test_an_optional_target_is_no_reason_to_fail(copy, capsys):
@@ -137,13 +139,17 @@ def test_new_parameters_of_an_imported_function_are_named(copy, capsys):
 def test_a_step_that_nobody_may_wrap_is_gone(copy, capsys):
     file = "sglang/srt/arg_groups/resolution_hooks.py"
     assert run("--against", copy((file, '"handle_speculative_decoding",', ""))) == 1
-    assert "nobody may wrap" in capsys.readouterr().out
+    assert "plugins may not wrap" in capsys.readouterr().out
 
 
 def test_comments_docstrings_and_annotations_are_no_change(copy, capsys):
     folder = copy(
         ANNOTATION,
-        (SCHEDULER_INFO, "return DFlashWorkerV2\n", "return (  # why\n                DFlashWorkerV2)\n"),
+        (
+            UTILS,
+            "for _ in range(4):\n        if isinstance",
+            "for _ in range(\n        4):  # why\n        if isinstance",
+        ),
     )
     assert run("--against", folder) == 0
     assert not told(capsys.readouterr().out)
@@ -156,9 +162,9 @@ def test_the_difference_is_shown(copy, capsys, monkeypatch):
     monkeypatch.setattr(
         command, "_open", lambda against, folder: stock if against == "0.5.23" else opened(against, folder)
     )
-    assert run("--against", edited, "--since", "0.5.23", "--diff", WORKER) == 0
+    assert run("--against", edited, "--since", "0.5.23", "--diff", POLICY) == 0
     output = capsys.readouterr().out
-    assert "-            return DFlashWorkerV2\n+            return UnoWorkerV2\n" in output
+    assert "-    for _ in range(4):\n+    for _ in range(5):\n" in output
 
 
 def test_a_version_is_recorded(copy, tmp_path):
@@ -249,8 +255,8 @@ def test_a_version_that_does_not_exist_is_one_line(tmp_path, capsys, monkeypatch
 
 
 def test_a_file_that_cannot_be_parsed_is_one_line(copy, capsys):
-    assert run("--against", copy((SCHEDULER_INFO, "def create_worker(", "def create_worker)"))) == 2
-    assert SCHEDULER_INFO in capsys.readouterr().err
+    assert run("--against", copy((UTILS, HEAD, HEAD.replace("(", ")")))) == 2
+    assert UTILS in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

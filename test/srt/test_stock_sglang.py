@@ -30,6 +30,7 @@ import sglang.srt.managers.scheduler as scheduler
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang_dflash.srt.plugins.algorithm import ServedName
 
 def torch_native(algorithm):
     # The backend that a model runner gets for a model that SGLang's own can run.
@@ -60,7 +61,7 @@ args = SimpleNamespace(
 )
 workers, seen = {}, {"loaded": look()}
 for name in ("NGRAM", "EAGLE3", "DFLASH"):
-    algorithm = SpeculativeAlgorithm.from_string(name)
+    algorithm = SpeculativeAlgorithm.from_string(ServedName(name) if name == "DFLASH" else name)
     workers[name] = algorithm.create_worker(args).__module__
     seen[name] = look(name)
 print("ANSWER", json.dumps({"workers": workers, "seen": seen}))

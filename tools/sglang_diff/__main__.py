@@ -107,7 +107,7 @@ def _line(row: Row) -> str:
 def _path(row: Row) -> str:
     if row.change is None:
         return row.label.replace(":", ".")
-    return row.change.replaces or row.change.target
+    return row.change.target
 
 
 def _diff(target: str, old: SourceTree, new: SourceTree) -> str:

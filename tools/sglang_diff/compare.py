@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import sglang_dflash
 from sglang_dflash.srt.plugins.change import Change, release_numbers
+from sglang_dflash.srt.plugins.doors import CPU_STEPS, STEPS
 from sglang_dflash.srt.plugins.ledger import TABLES
 from sglang_diff.source_tree import PACKAGE, Found, SourceTree, fingerprint, parameters
 
@@ -26,10 +27,10 @@ BROKEN = (OTHER_PARAMETERS, GONE)
 
 
 class Row(NamedTuple):
-    """The state of one target or of one imported name.
+    """The state of one target, imported name or step.
 
-    label: the target with its key, or `module:name`. detail: for the reader, may be empty. where: the file
-    and line in SGLang. change: None for an imported name.
+    label: the target, `module:name`, or a step's name. detail: for the reader, may be empty. where: the file
+    and line in SGLang. change: None for an imported name and a step.
     """
 
     label: str
@@ -103,7 +104,8 @@ def compare(tree: SourceTree, baseline: str) -> list[Row]:
     """
     recorded = records()[baseline]
     rows = [_compare_change(tree, change, recorded["bodies"]) for change in changes_for(tree)]
-    return rows + [_compare_import(tree, name, recorded["imports"]) for name in imported_names()]
+    rows += [_compare_import(tree, name, recorded["imports"]) for name in imported_names()]
+    return rows + [_compare_step(tree, step) for step in (*STEPS, *CPU_STEPS)]
 
 
 def record(tree: SourceTree) -> dict[str, dict[str, str]]:
@@ -112,7 +114,7 @@ def record(tree: SourceTree) -> dict[str, dict[str, str]]:
     imports: dict[str, str] = {}
     for change in changes_for(tree):
         if (body := body_of(tree, change)) and body.node is not None:
-            bodies[change.replaces or change.target] = fingerprint(body.node)
+            bodies[change.target] = fingerprint(body.node)
     for name in imported_names():
         found = tree.find(f"{name.module}.{name.name}" if name.name else name.module)
         if found is not None and (names := _passed(tree, found)) is not None:
@@ -129,8 +131,7 @@ def changes_for(tree: SourceTree) -> list[Change]:
 
 def body_of(tree: SourceTree, change: Change) -> Found | None:
     """Find the function or class that a change replaces or wraps. None: there is none."""
-    path = change.replaces if change.kind == "entry" else change.target
-    found = tree.find(path) if path else None
+    found = tree.find(change.target)
     is_body = found is not None and isinstance(found.node, ast.FunctionDef | ast.ClassDef)
     return found if is_body else None
 
@@ -170,25 +171,19 @@ def _imports(body: Sequence[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
 def _compare_change(tree: SourceTree, change: Change, bodies: dict[str, str]) -> Row:
     target = tree.find(change.target)
     if target is None:
-        return Row(change.label, GONE, f"SGLang has no {change.target} to change", "", change)
+        return Row(change.target, GONE, f"SGLang has no {change.target} to change", "", change)
     found_parameters = parameters(tree, target)
     if change.signature is not None and not change.accepts(found_parameters or []):
         detail = f"takes ({', '.join(found_parameters or [])}), expected {change.signature}"
-        return Row(change.label, OTHER_PARAMETERS, detail, _place(tree, target), change)
-    if change.kind == "resolution" and not _is_overridable(tree, change.name):
-        detail = "nobody may wrap this step any more"
-        return Row(change.label, GONE, detail, _place(tree, target), change)
-    path = change.replaces if change.kind == "entry" else change.target
-    if path is None:
-        return Row(change.label, SAME, "a key of ours", _place(tree, target), change)
+        return Row(change.target, OTHER_PARAMETERS, detail, _place(tree, target), change)
     body = body_of(tree, change)
     if body is None or body.node is None:
-        return Row(change.label, CHANGED, f"there is no {path} any more", _place(tree, target), change)
-    known = bodies.get(path)
+        return Row(change.target, CHANGED, "it is no function any more", _place(tree, target), change)
+    known = bodies.get(change.target)
     if known is None:
-        return Row(change.label, UNKNOWN, "", _place(tree, body), change)
+        return Row(change.target, UNKNOWN, "", _place(tree, body), change)
     state = SAME if known == fingerprint(body.node) else CHANGED
-    return Row(change.label, state, "", _place(tree, body), change)
+    return Row(change.target, state, "", _place(tree, body), change)
 
 
 def _compare_import(tree: SourceTree, name: ImportedName, known: dict[str, str]) -> Row:
@@ -213,11 +208,13 @@ def _passed(tree: SourceTree, found: Found) -> list[str] | None:
     return parameters(tree, found)
 
 
-def _is_overridable(tree: SourceTree, step: str) -> bool:
+def _compare_step(tree: SourceTree, step: str) -> Row:
+    """Tell whether plugins may wrap a step of the argument pipeline."""
     steps = tree.find(f"{PACKAGE}.srt.arg_groups.resolution_hooks._OVERRIDABLE_HOOKS")
-    if steps is None or steps.node is None:
-        return False
-    return any(isinstance(node, ast.Constant) and node.value == step for node in ast.walk(steps.node))
+    nodes = [] if steps is None or steps.node is None else ast.walk(steps.node)
+    if any(isinstance(node, ast.Constant) and node.value == step for node in nodes):
+        return Row(step, SAME, "", "", None)
+    return Row(step, GONE, "plugins may not wrap this step", "", None)
 
 
 def _place(tree: SourceTree, found: Found) -> str:

@@ -53,7 +53,7 @@ class SourceTree:
         self.version = version
         self._read = functools.cache(read)
         self.parse = functools.cache(self._parse)
-        self.files: set[str] = set()  # paths of the modules that have been parsed
+        self.files: set[str] = set()  # paths of the modules that have been found
 
     @classmethod
     def open(cls, path: Path) -> "SourceTree":
@@ -126,6 +126,7 @@ class SourceTree:
 
     def _find_in(self, module: str, names: tuple[str, ...], depth: int) -> Found | None:
         if not names:
+            self.files.add(self.file_of(module) or "")
             return Found(module, (), None)
         if depth == 0:
             return None

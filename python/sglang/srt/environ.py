@@ -82,6 +82,8 @@ class DFlashOptions:
     ADAPTIVE: Option[str | None] = Option("SGLANG_DFLASH_ADAPTIVE", None, str)
     # Compare FlashInfer's chunk counts with the device's lengths; a difference ends the server.
     CHECK_PLANS = _switch("SGLANG_DFLASH_CHECK_PLANS")
+    # SGLang's built-in DFLASH serves: from the main process to its children, which report it.
+    FALLBACK = _switch("SGLANG_DFLASH_FALLBACK")
     # Observers of the cycle (`cycle/observer.py`), `module:Class` each, separated by commas.
     OBSERVERS: Option[tuple[str, ...]] = Option(
         "SGLANG_DFLASH_OBSERVERS", (), lambda text: tuple(text.split(","))

@@ -138,19 +138,19 @@ def pass_backend_lists_on_cpu(server_args: Any, previous: Any) -> None:
     declare_resolution(server_args, SOURCE, attention_backend=CPU_ATTENTION_BACKEND)
 
 
-def check_draft_path(server_args: Any, previous: Any) -> None:
-    """Wrap SGLang's `handle_speculative_decoding`, which begins by loading the draft's config.
+def prepare(server_args: Any) -> bool:
+    """Check the draft's path and decide who serves, before SGLang reads the draft's config.
 
-    Faults of the path are reported before that fails somewhere deep.
+    Returns True if ours serves. Raises ValueError for faults that nobody could serve.
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     args = resolving_view(server_args)
-    if (args.speculative_algorithm or "").upper() == "DFLASH":
-        _check_draft_is_there(args.speculative_draft_model_path)
-        if not hand_over_if_not_served(server_args, _find_not_served(server_args, args)):
-            read_adaptive_flags(server_args, SOURCE)
-    previous(server_args)
+    _check_draft_is_there(args.speculative_draft_model_path)
+    if hand_over_if_not_served(server_args, _find_not_served(server_args, args)):
+        return False
+    read_adaptive_flags(server_args, SOURCE)
+    return True
 
 
 def _check_draft_is_there(path: str | None) -> None:

@@ -86,6 +86,7 @@ def _decide_for_builtin(server_args: Any, found: list[NotServed], level: int = l
     lost = (*LOST, *(finding.lost for finding in found if finding.lost))
     decision = Implementation.builtin(tuple(finding.what for finding in found), lost)
     decision.decide(server_args)
+    DFlashOptions.FALLBACK.set(1)
     DFlashOptions.ADAPTIVE.clear()
     logger.log(
         level,

@@ -147,4 +147,12 @@ class DFlash2DraftModel(DFlashDraftModel):
         return Candidates(ids, unary, gate)
 
 
-EntryClass = DFlash2DraftModel
+class DFlash2BeamDraftModel(DFlash2DraftModel):
+    """The same format under another of SGLang's names."""
+
+
+class MiniMaxDFlash2DraftModel(DFlash2DraftModel):
+    """The same format under another of SGLang's names."""
+
+
+EntryClass = [DFlash2DraftModel, DFlash2BeamDraftModel, MiniMaxDFlash2DraftModel]

@@ -11,11 +11,10 @@ from typing import Any
 class Change:
     """One change to SGLang.
 
-    Kinds: "around" (wrap a method), "resolution" (SGLang's resolution hooks), "replace" (rebind a name),
-    "class" (rebind a class), "entry" (write `key` of a dict).
+    Kinds: "around" (wrap a method), "replace" (rebind a name), "class" (rebind a class).
     """
 
-    target: str  # dotted path of a callable, or of a registry for kind "entry"
+    target: str  # dotted path of a callable
     why: str
     build: Callable[[], Any]  # returns the hook or the new value, when the change is applied: imports wait
     kind: str = "replace"
@@ -26,23 +25,16 @@ class Change:
     until: str | None = None
     # What is off if the target is missing or has changed. None: DFLASH cannot be served without the change.
     feature: str | None = None
-    # The target's parameters; of a class only those that SGLang passes. None for a registry, and if unknown.
+    # The target's parameters; of a class only those that SGLang passes. None if unknown.
     signature: str | None = None
     # Other parameters that a supported SGLang has here, which the hook takes too.
     also: str | None = None
-    key: str | None = None
-    replaces: str | None = None  # the function or class that a registry's entry replaces
     cpu_only: bool = False
 
     @property
     def name(self) -> str:
         """The last part of the target."""
         return self.target.rpartition(".")[2]
-
-    @property
-    def label(self) -> str:
-        """The target, and the key of a registry's entry."""
-        return self.target + (f"[{self.key}]" if self.key else "")
 
     @property
     def parameters(self) -> list[str]:
@@ -109,8 +101,6 @@ def made_by(path: str) -> Callable[[], Any]:
 CpuChange = functools.partial(Change, cpu_only=True)
 
 # Features that need several changes: if one of them does not fit, none is made.
-SPECULATORS = "speculators checkpoints and P-EAGLE"
-CPU = "serving on a CPU"  # DFLASH on a CPU needs it
 RECURRENT = "targets with recurrent states on a CPU"
 CPU_PD = "disaggregation on a CPU"
 BOUNDS = "decode cycles that do not wait for the device's lengths"

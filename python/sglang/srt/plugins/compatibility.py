@@ -13,7 +13,6 @@ from typing import Any
 
 from sglang_dflash.srt.arg_groups.hand_over import leave_to_unsupported_sglang
 from sglang_dflash.srt.plugins import install, ledger
-from sglang_dflash.srt.plugins.change import CPU
 from sglang_dflash.srt.plugins.install import Mismatch, find_mismatch, installed_version, is_main_process
 from sglang_dflash.srt.speculative.implementation import Implementation
 
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 SUPPORTED = ("0.5.22", "0.5.23")  # oldest first
 HELP = "docs/updating-sglang.md says what to do."
 # What a scheduler that runs our DFLASH changes.
-_IN_SCHEDULERS = ledger.AT_WORKER + ledger.AT_DISAGGREGATION
+_IN_SCHEDULERS = ledger.AT_WORKER
 
 
 @functools.cache
@@ -38,7 +37,7 @@ def why_off() -> str | None:
         off = install.missing_features(install.relevant(ledger.AT_LOAD + _IN_SCHEDULERS))
     except Mismatch as mismatch:
         return str(mismatch)
-    if reason := off.get(CPU) or _why_worker_fails():
+    if reason := _why_worker_fails():
         return reason
     logger.warning(
         "sglang-dflash was tested with SGLang %s, this is %s. %s %s",

@@ -26,9 +26,10 @@ def install() -> None:
     plugin were not installed, and one line says so. A server that never asked for DFLASH goes on.
     """
     try:
-        from sglang_dflash.srt.plugins.install import install_at_load
+        from sglang_dflash.srt.plugins import doors, install
 
-        install_at_load()
+        install.install_at_load()
+        doors.open_at_load()
     except Exception as error:
         from sglang_dflash.srt.plugins.compatibility import switch_off
 

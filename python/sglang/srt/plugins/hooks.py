@@ -1,63 +1,64 @@
-"""Hooks that adapt one of SGLang's functions to ours.
+"""Wrappers of SGLang's argument steps and flags, and the CPU's attention.
 
-Each function here returns a hook, and imports only when it is called. If a function of ours replaces SGLang's
-unchanged, the ledger names it directly.
+Each function imports what it needs when it is called.
 """
 
+from typing import Any
 
-def detect_speculators_model():
+
+def detect_speculators_model(server_args: Any, previous: Any) -> None:
+    """Wrap the first step: the model may be a speculators checkpoint, and PEAGLE becomes DFLASH."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     from sglang_dflash.srt.arg_groups import checkpoint_detection
     from sglang_dflash.srt.plugins import compatibility
 
-    def detect(server_args, previous):
-        given = resolving_view(server_args).speculative_algorithm
+    given = resolving_view(server_args).speculative_algorithm
 
-        def go_on(server_args):
-            is_ours_alone = resolving_view(server_args).speculative_algorithm != given
-            if is_ours_alone and (reason := compatibility.why_off()):
-                raise ValueError(
-                    "SGLang's built-in DFLASH reads no speculators checkpoint and no P-EAGLE draft, and "
-                    f"sglang-dflash does not fit this SGLang ({reason}). {compatibility.HELP}"
-                )
-            previous(server_args)
+    def go_on(server_args):
+        is_ours_alone = resolving_view(server_args).speculative_algorithm != given
+        if is_ours_alone and (reason := compatibility.why_off()):
+            raise ValueError(
+                "SGLang's built-in DFLASH reads no speculators checkpoint and no P-EAGLE draft, and "
+                f"sglang-dflash does not fit this SGLang ({reason}). {compatibility.HELP}"
+            )
+        previous(server_args)
 
-        checkpoint_detection.detect_speculators_model(server_args, go_on)
-
-    return detect
+    checkpoint_detection.detect_speculators_model(server_args, go_on)
 
 
-def check_draft_path():
+def resolve_speculative_decoding(server_args: Any, previous: Any) -> None:
+    """Wrap the step that resolves speculative decoding: DFLASH's arguments follow our rules."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
 
     from sglang_dflash.srt.arg_groups import dflash_args
-    from sglang_dflash.srt.plugins import compatibility
+    from sglang_dflash.srt.environ import DFlashOptions
+    from sglang_dflash.srt.plugins import algorithm, compatibility, install, ledger
 
-    def check(server_args, previous):
-        algorithm = resolving_view(server_args).speculative_algorithm or ""
-        if algorithm.upper() == "DFLASH" and compatibility.leave_to_sglang(server_args):
-            return previous(server_args)
-        return dflash_args.check_draft_path(server_args, previous)
-
-    return check
-
-
-def handle_server_args():
-    from sglang_dflash.srt.arg_groups.dflash_args import resolve_dflash_args
-    from sglang_dflash.srt.plugins import install, ledger
-    from sglang_dflash.srt.speculative.implementation import Implementation
-
-    def handle(original, self, server_args):
-        if not self.is_dflash() or Implementation.of(server_args).is_builtin:
-            return original(self, server_args)
-        install.install(ledger.AT_FRONT_END)
-        return resolve_dflash_args(server_args)
-
-    return handle
+    DFlashOptions.FALLBACK.clear()
+    args = resolving_view(server_args)
+    if (args.speculative_algorithm or "").upper() != "DFLASH" or compatibility.leave_to_sglang(server_args):
+        return previous(server_args)
+    if not dflash_args.prepare(server_args):
+        return previous(server_args)
+    # SGLang's checks of these flags are for the algorithms that it knows; ours come after.
+    unseen = {
+        "speculative_draft_window_size": None,
+        "speculative_draft_sink_size": None,
+        "speculative_use_block_verification": False,
+    }
+    given = {name: getattr(args, name) for name in unseen}
+    declare_resolution(server_args, dflash_args.SOURCE, speculative_algorithm=algorithm.NAME, **unseen)
+    previous(server_args)
+    served = algorithm.ServedName("DFLASH")
+    declare_resolution(server_args, dflash_args.SOURCE, speculative_algorithm=served, **given)
+    dflash_args.resolve_dflash_args(server_args)
+    install.install(ledger.AT_FRONT_END)
 
 
 def add_cli_args():
+    """Build the change of `ServerArgs.add_cli_args`."""
     from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
 
     def add(original, parser):
@@ -67,53 +68,30 @@ def add_cli_args():
     return add
 
 
-def create_worker():
-    from sglang_dflash.srt.plugins import compatibility, install, ledger
-    from sglang_dflash.srt.speculative.implementation import Implementation, check_ranks_agree
+def cpu_attention(runner: Any) -> Any:
+    """Create the attention backend that a CPU calls torch_native.
 
-    def create(original, self, server_args):
-        if not self.is_dflash():
-            return original(self, server_args)
-        implementation = Implementation.of(server_args)
-        check_ranks_agree(implementation)
-        if implementation.is_builtin:
-            install.install(ledger.AT_HAND_OVER)
-            return original(self, server_args)
-        is_disaggregated = server_args.disaggregation_mode != "null"
-        try:
-            install.install(ledger.AT_WORKER + (ledger.AT_DISAGGREGATION if is_disaggregated else ()))
-        except install.Mismatch as mismatch:
-            # The arguments are resolved by our rules, so SGLang's own worker cannot take over here.
-            raise SystemExit(f"sglang-dflash: {mismatch} {compatibility.HELP}") from mismatch
-        from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+    SGLang's lacks TARGET_VERIFY, non-causal blocks, sinks, soft caps, MLA and padded batches, and reads
+    windowed layers at the wrong slots. Ours is built if needed. The engine keys on the name, so it stays.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
 
-        return DFlashWorker
-
-    return create
-
-
-def cpu_attention():
+    from sglang_dflash.srt.layers.attention import torch_native_spec
     from sglang_dflash.srt.plugins import install, ledger
 
-    def create(runner):
-        from sglang_dflash.srt.layers.attention import torch_native_spec
-
-        if runner.server_args.disaggregation_mode != "null":
-            install.install(ledger.AT_CPU_DISAGGREGATION)
-        elif runner.server_args.enable_hierarchical_cache:
-            install.install(ledger.AT_CPU_HOST_CACHE)
-        if not torch_native_spec.is_needed(runner):
-            return torch_native_spec.TorchNativeAttnBackend(runner)
-        install.install(ledger.AT_CPU_ATTENTION)
-        return torch_native_spec.TorchNativeSpecAttnBackend(runner)
-
-    return create
-
-
-def absorbed_mla():
-    from sglang.srt.models.deepseek_common.attention_backend_handler import AttnForwardMethod
-
-    return lambda attention, forward_batch: AttnForwardMethod.MLA
+    if runner.server_args.disaggregation_mode != "null":
+        install.install(ledger.AT_CPU_DISAGGREGATION)
+    elif runner.server_args.enable_hierarchical_cache:
+        install.install(ledger.AT_CPU_HOST_CACHE)
+    if not torch_native_spec.is_needed(runner):
+        return torch_native_spec.TorchNativeAttnBackend(runner)
+    install.install(ledger.AT_CPU_ATTENTION)
+    # The method that SGLang takes for want of one, Triton's, reads latents as keys.
+    AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
+    return torch_native_spec.TorchNativeSpecAttnBackend(runner)
 
 
 def cpu_device_module():

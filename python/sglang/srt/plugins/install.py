@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.plugins import ledger
 from sglang_dflash.srt.plugins.change import Change, resolve
 
@@ -38,6 +39,8 @@ def install_at_load() -> None:
         _rebind_importers(install([change for change in ledger.AT_LOAD if change.cpu_only]))
         raise
     _rebind_importers(replaced)
+    if DFlashOptions.FALLBACK.get():
+        install(ledger.AT_HAND_OVER)
 
 
 def install(table: Sequence[Change]) -> list[tuple[Any, Any]]:
@@ -54,9 +57,7 @@ def install(table: Sequence[Change]) -> list[tuple[Any, Any]]:
     built = [(change, change.build()) for change in changes]
     replaced = []
     for change, value in built:
-        if change.kind == "resolution":
-            _register(change, value)
-        elif change.kind == "around":
+        if change.kind == "around":
             _wrap(change, value)
         else:
             old_and_new = _rebind(change, value)
@@ -72,8 +73,6 @@ def check(change: Change) -> None:
     except (ImportError, AttributeError) as error:
         raise Mismatch(f"SGLang has no {change.target} to change ({error}). Reason: {change.why}") from error
     if change.signature is None:
-        if change.kind == "entry" and not hasattr(target, "__setitem__"):
-            raise Mismatch(f"{change.target} is not a registry. Reason: {change.why}")
         return
     parameters = list(inspect.signature(inspect.unwrap(target)).parameters)
     if not change.accepts(parameters):
@@ -85,15 +84,14 @@ def find_mismatch(changes: Sequence[Change], is_loaded_only: bool = False) -> st
     """Return why a required change of a process to come cannot be made. None: each can.
 
     Files do not show what another plugin has replaced at run time. It has done so in this process too,
-    because SGLang loads plugins in all of them. Registries' entries are left out: their modules import every
-    model.
+    because SGLang loads plugins in all of them.
 
     Args:
         changes: tables of the process to come.
         is_loaded_only: check only targets whose modules are loaded. No other can have been replaced.
     """
     for change in relevant(changes):
-        if change.feature is not None or change.kind == "entry":
+        if change.feature is not None:
             continue
         if is_loaded_only and not _is_loaded(change.target):
             continue
@@ -145,12 +143,6 @@ def installed_version() -> str:
     return importlib.metadata.version("sglang")
 
 
-def _register(change: Change, hook: Callable[..., None]) -> None:
-    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-
-    register_resolution_hook(change.name)(hook)
-
-
 def _wrap(change: Change, hook: Callable[..., Any]) -> None:
     owner, original = resolve(change.target)
 
@@ -163,12 +155,9 @@ def _wrap(change: Change, hook: Callable[..., Any]) -> None:
 
 
 def _rebind(change: Change, value: Any) -> tuple[Any, Any]:
-    """Write a registry's entry, or a name; return the target before and the new value."""
+    """Rebind a name; return the target before and the new value."""
     owner, target = resolve(change.target)
-    if change.kind == "entry":
-        target[change.key] = value
-    else:
-        setattr(owner, change.name, value)
+    setattr(owner, change.name, value)
     return target, value
 
 

@@ -5,6 +5,7 @@ server arguments.
 """
 
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
@@ -12,6 +13,8 @@ from sglang_dflash import __version__
 
 # The seal of the record passes attributes that begin with an underscore, and pickles them.
 _ATTRIBUTE = "_dflash_implementation"
+# The target is loaded by then, on every rank.
+RANKS_AGREE_WITHIN = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +53,20 @@ class Implementation:
         return asdict(self)
 
 
-def check_ranks_agree(implementation: Implementation) -> None:
-    """Raise ValueError if another rank runs another implementation.
+def check_ranks_run_ours() -> None:
+    """Raise ValueError unless all ranks arrive here: another may run the built-in.
 
     Nodes decide by themselves, from their own files and devices.
     """
     import torch.distributed as dist
+    from sglang.srt.distributed import get_tp_group
 
-    try:
-        from sglang.srt.distributed import get_tp_group
-    except ImportError:  # a SGLang that we do not know, whose built-in serves
-        return
     if not dist.is_initialized() or get_tp_group().world_size == 1:
         return
-    group = get_tp_group()
-    decisions: list[Any] = [None] * group.world_size
-    dist.all_gather_object(decisions, implementation, group=group.cpu_group)
-    check_equal(decisions)
-
-
-def check_equal(decisions: list[Implementation]) -> None:
-    """Raise ValueError unless all ranks run one implementation."""
-    for rank, decision in enumerate(decisions):
-        if decision.is_builtin != decisions[0].is_builtin:
-            raise ValueError(
-                f"DFLASH: rank 0 runs {_described(decisions[0])}, but rank {rank} runs "
-                f"{_described(decision)}. Give all nodes the same draft, flags and devices."
-            )
-
-
-def _described(implementation: Implementation) -> str:
-    if implementation.is_builtin:
-        return f"SGLang's built-in implementation, because {'; '.join(implementation.because)}"
-    return "sglang-dflash, which serves all that its node was asked for"
+    try:
+        dist.monitored_barrier(get_tp_group().cpu_group, RANKS_AGREE_WITHIN, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"DFLASH: not all ranks run sglang-dflash ({error}). Give all nodes the same draft, flags and "
+            "devices, and see in their logs who serves."
+        ) from error

@@ -4,53 +4,46 @@ The rules are the same. The server has our CPU runtime and our rules for the arg
 draft's model and everything that a step calls are SGLang's, on the branches that they take on CUDA.
 """
 
-import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from support.rehearsal import launches
 
-
-def take_the_stage(ledger: ModuleType, attention: Any, buckets: tuple[int, ...]) -> None:
-    """Keep only `attention` of our worker's changes, and SGLang's choice of worker."""
-
-    def build():
-        from sglang_dflash.srt.plugins.install import install
-
-        def create(original, self, server_args):
-            install(ledger.AT_WORKER)
-            return _on_stage(original(self, server_args), buckets)
-
-        return create
-
-    def changed(change):
-        return (
-            dataclasses.replace(change, build=build) if change.target.endswith(".create_worker") else change
-        )
-
-    ledger.AT_LOAD = tuple(map(changed, ledger.AT_LOAD))
-    ledger.AT_WORKER = (attention,)
+from sglang_dflash.srt.plugins.change import Change
 
 
-def follow_the_hand_over(ledger: ModuleType, attention: Any, buckets: tuple[int, ...]) -> None:
-    """Leave the decision and the choice of worker to our hooks; the worker must be SGLang's."""
+def take_the_stage(attention: Callable[[], None], buckets: tuple[int, ...]) -> None:
+    """Change nothing but the attention, and run SGLang's worker."""
+    from sglang_dflash.srt.plugins import doors
 
-    def build():
-        from sglang_dflash.srt.plugins import hooks
+    def prepare_scheduler(server_args):
+        from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
-        create = hooks.create_worker()
-        return lambda original, self, server_args: _on_stage(create(original, self, server_args), buckets)
+        attention()
+        return _on_stage(DFlashWorkerV2, buckets)
 
-    def changed(change):
-        return (
-            dataclasses.replace(change, build=build) if change.target.endswith(".create_worker") else change
-        )
+    doors.prepare_scheduler = prepare_scheduler
 
-    ledger.AT_LOAD = tuple(map(changed, ledger.AT_LOAD))
-    ledger.AT_HAND_OVER = (*ledger.AT_HAND_OVER, attention)
+
+def follow_the_hand_over(ledger: ModuleType, attention: Callable[[], None], buckets: tuple[int, ...]) -> None:
+    """Leave the decision to our hooks; the worker is SGLang's."""
+
+    def create(original, self, server_args):
+        attention()
+        return _on_stage(original(self, server_args), buckets)
+
+    stage = Change(
+        target="sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+        why="rehearse SGLang's worker",
+        build=lambda: create,
+        kind="around",
+        remove_when="never: a test's",
+    )
+    ledger.AT_HAND_OVER = (*ledger.AT_HAND_OVER, stage)
 
 
 class PlatformWithDFlash:

@@ -77,7 +77,7 @@ class TorchOnCPU:
 
 
 def set_the_stage(ledger) -> None:
-    """Replace the ledger's CPU attention now, and everything else when the worker is built."""
+    """Replace the CPU's attention and everything else when the worker is built."""
     scene = Scene.from_environment()
 
     def build():
@@ -102,16 +102,22 @@ def set_the_stage(ledger) -> None:
 
         return create
 
+    def attention() -> None:
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        register_attention_backend("torch_native")(build())
+
     if scene.lacks_bounds:
-        ledger.AT_WORKER = tuple(_without_lengths(change) for change in ledger.AT_WORKER)
-    [ours] = [change for change in ledger.AT_LOAD if change.key == "torch_native"]
-    attention = dataclasses.replace(ours, build=build)
+        ledger.AT_WORKER = tuple(_without_plans(change) for change in ledger.AT_WORKER)
     if scene.is_built_in:
-        built_in.take_the_stage(ledger, attention, scene.buckets)
+        built_in.take_the_stage(attention, scene.buckets)
     elif scene.is_handed_over:
         built_in.follow_the_hand_over(ledger, attention, scene.buckets)
     else:
-        ledger.AT_WORKER = (*ledger.AT_WORKER, attention)
+        from sglang_dflash.srt.plugins import doors
+
+        open_doors = doors.open_in_scheduler
+        doors.open_in_scheduler = lambda: (open_doors(), attention())
 
 
 def pretend_support(speculative_hook) -> None:
@@ -120,9 +126,9 @@ def pretend_support(speculative_hook) -> None:
         speculative_hook.current_platform = built_in.PlatformWithDFlash(speculative_hook.current_platform)
 
 
-def _without_lengths(change):
-    """Look for the lengths' target where it is not, as on a later SGLang."""
-    is_gone = change.name == "resolve_seq_lens_cpu"
+def _without_plans(change):
+    """Look for FlashInfer's plans where they are not, as on a later SGLang."""
+    is_gone = change.name == "init_forward_metadata_out_graph"
     return dataclasses.replace(change, target=f"{change.target}_as_it_was") if is_gone else change
 
 

@@ -162,11 +162,11 @@ def lora_on_cpu(module) -> None:
 
 
 def another_sglang(module) -> None:
-    """Pretend that SGLang is another version, with other parameters of `create_worker`."""
+    """Pretend that SGLang is another version, with other parameters of `add_cli_args`."""
     from dataclasses import replace
 
     module.AT_LOAD = tuple(
-        replace(change, signature="(self, server_args, more)") if change.name == "create_worker" else change
+        replace(change, signature="(parser, more)", feature=None) if change.name == "add_cli_args" else change
         for change in module.AT_LOAD
     )
 

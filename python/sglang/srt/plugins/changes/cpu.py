@@ -234,15 +234,4 @@ CPU_SPEEDUPS = (
     ),
 )
 
-AT_CPU_ATTENTION = (
-    CpuChange(
-        target="sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry._handlers",
-        remove_when="SGLang has a method for it",
-        feature="MLA targets on a CPU",
-        kind="entry",
-        key="torch_native",
-        why="SGLang has no method for MLA on torch_native; the one it takes, Triton's, reads latents as keys",
-        build=hooks.absorbed_mla,
-    ),
-    *CPU_SPEEDUPS,
-)
+AT_CPU_ATTENTION = CPU_SPEEDUPS

@@ -1,28 +1,8 @@
 """Changes in scheduler processes that run DFLASH, or SGLang's own instead."""
 
-from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES
 from sglang_dflash.srt.plugins.change import BOUNDS, RECURRENT_WIDTH, Change, made_by, our_object
 
 AT_WORKER = (
-    *(
-        Change(
-            target="sglang.srt.models.registry.ModelRegistry.models",
-            remove_when="these models are upstream",
-            kind="entry",
-            key=architecture,
-            why="load drafts with our model classes; SGLang has none for P-EAGLE",
-            build=our_object(f"srt.models.{model}"),
-            replaces=stock,
-        )
-        for architecture, model, stock in (
-            ("DFlashDraftModel", "dflash.DFlashDraftModel", "sglang.srt.models.dflash.DFlashDraftModel"),
-            *(
-                (architecture, "dflash2.DFlash2DraftModel", "sglang.srt.models.dflash.DFlash2DraftModel")
-                for architecture in DFLASH2_ARCHITECTURES
-            ),
-            ("PEagleDraftModel", "peagle.PEagleDraftModel", None),
-        )
-    ),
     Change(
         target="sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config",
         remove_when="SGLang's loader leaves a draft's packed tensors to its model",
@@ -40,14 +20,6 @@ AT_WORKER = (
         "dflash_use_aux_hidden_state, dflash_target_layer_ids, is_dspark)",
         why="some targets accept the layers to capture only through EAGLE-3's interface",
         build=our_object("srt.speculative.targets.kinds.configure_capture"),
-    ),
-    Change(
-        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_req_pool",
-        remove_when="SGLang's DFLASH commits GatedDeltaNet's ring",
-        feature="ReplaySSM (--enable-linear-replayssm-spec)",
-        signature="(self, max_num_reqs, extra_max_context_len)",
-        why="SGLang refuses ReplaySSM with DFLASH, as its own worker cannot commit the ring; ours can",
-        build=made_by("srt.speculative.targets.states.building_replay_pools"),
     ),
     Change(
         target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
@@ -129,16 +101,6 @@ AT_WORKER = (
         build=made_by("srt.observability.server_info.adding_worker_reports"),
     ),
     Change(
-        target="sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu",
-        remove_when="SGLang plans with bounds of lengths",
-        upstream="https://github.com/sgl-project/sglang/pull/32417",
-        feature=BOUNDS,
-        signature="(self, batch, stream_ordered)",
-        also="(self, batch)",  # 0.5.22
-        why="the host has bounds of all lengths without the device, exact ones after a prefill",
-        build=made_by("srt.speculative.cycle.known_lengths.resolving_known_lengths"),
-    ),
-    Change(
         target="sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_forward_metadata_out_graph",
         remove_when="SGLang plans with bounds of lengths",
         upstream="https://github.com/sgl-project/sglang/pull/32417",
@@ -157,15 +119,5 @@ AT_HAND_OVER = (
         signature="(self, state)",
         why="report in /server_info that SGLang's own DFLASH serves, and because of what",
         build=made_by("srt.observability.server_info.adding_implementation"),
-    ),
-)
-
-AT_DISAGGREGATION = (
-    Change(
-        target="sglang.srt.speculative.dflash_disaggregation.build_dflash_disagg_draft_input",
-        remove_when="the worker builds the draft input",
-        signature="(batch, last_tokens_tensor, future_map)",
-        why="requests of a decode server come without our prefill: build the draft input, notify the worker",
-        build=our_object("srt.speculative.scale_out.disaggregation.build_disagg_draft_input"),
     ),
 )

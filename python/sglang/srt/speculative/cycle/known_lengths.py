@@ -9,13 +9,12 @@ as many as it verifies. So the host has bounds, and plans hold for every length 
 pause.
 """
 
-import functools
-import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.managers.overlap_utils import FutureMap
 
 from sglang_dflash.srt.layers.attention.flashinfer_plans import accepts_bounds, counts
 
@@ -63,30 +62,27 @@ def bounds_of(batch: Any) -> LengthBounds | None:
     return LengthBounds(most, spread)
 
 
-def resolving_known_lengths():
-    """Wrap `FutureMap.resolve_seq_lens_cpu` to ask the device only for lengths without bounds."""
-    from sglang.srt.managers.overlap_utils import FutureMap
+class KnownLengthsMap(FutureMap):
+    """SGLang's relay between steps, which asks the device only for lengths without bounds."""
 
-    original = inspect.unwrap(FutureMap.resolve_seq_lens_cpu)
+    needs_cpu_seq_lens: bool  # an attention backend plans with lengths on the host
 
-    @functools.wraps(original)
-    def resolve_seq_lens_cpu(self, batch, *options, **named):  # `stream_ordered` from 0.5.23 on
+    def resolve_seq_lens_cpu(self, batch: Any, *options: Any, **named: Any) -> None:
+        """Give a decode batch its lengths on the host. `stream_ordered` is an option from 0.5.23 on."""
         draft_input = batch.spec_info
         if not self.needs_cpu_seq_lens or getattr(draft_input, "future_indices", None) is None:
-            return original(self, batch, *options, **named)
+            return super().resolve_seq_lens_cpu(batch, *options, **named)
         bounds = bounds_of(batch)
         if bounds is None:
             if draft_input.known_lens is not None:
                 counts.add("waits_for_lengths", "two cycles of a request are in flight, or it has ended")
             draft_input.spread = None
-            return original(self, batch, *options, **named)
+            return super().resolve_seq_lens_cpu(batch, *options, **named)
         self.needs_cpu_seq_lens = False
         try:
-            original(self, batch, *options, **named)  # gathers them on the device
+            super().resolve_seq_lens_cpu(batch, *options, **named)  # gathers them on the device
         finally:
             self.needs_cpu_seq_lens = True
         batch.seq_lens_cpu = torch.tensor(bounds.most, dtype=torch.int64)
         batch.seq_lens_sum = sum(bounds.most)
         draft_input.spread = bounds.spread
-
-    return resolve_seq_lens_cpu

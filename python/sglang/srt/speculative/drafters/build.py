@@ -24,11 +24,11 @@ from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, Sub
 
 logger = logging.getLogger(__name__)
 
-_DRAFTERS = {
-    DFlashDraftModel: DFlashDrafter,
-    DFlash2DraftModel: DFlash2Drafter,
-    PEagleDraftModel: PEagleDrafter,
-}
+_DRAFTERS = (  # a model comes before its base class
+    (DFlash2DraftModel, DFlash2Drafter),
+    (DFlashDraftModel, DFlashDrafter),
+    (PEagleDraftModel, PEagleDrafter),
+)
 
 
 def load_draft(
@@ -61,7 +61,7 @@ def load_draft(
 
 def drafter_class(draft_model: Any) -> type:
     """Return the class of the innermost drafter."""
-    return _DRAFTERS[type(draft_model)]
+    return next(drafter for model, drafter in _DRAFTERS if isinstance(draft_model, model))
 
 
 def build_drafter(

@@ -4,14 +4,12 @@ KV of rejected tokens is overwritten by the next block. A recurrent state (Gated
 convolution's window) cannot go back. Verify leaves it alone and stores the states after each token of a block
 aside. Once tokens are accepted, the state after the last of them becomes the request's."""
 
-import functools
 import pkgutil
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
-from sglang.srt.runtime_context import get_exec, get_spec
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify, prepare_mamba_track_for_verify
 
 from sglang_dflash.srt.speculative.cycle.replay import hold_request_rows
@@ -65,28 +63,6 @@ class RecurrentStates:
             hold_request_rows(self._target_worker.model_runner)
         rows = self._rows[: commit_lens.numel()]
         commit_mamba_states_after_verify(self._target_worker, batch, commit_lens, rows, self._block_size)
-
-
-def building_replay_pools() -> Callable[..., Any]:
-    """Build `KVCacheConfigurator._build_hybrid_req_pool`, which serves ReplaySSM with DFLASH.
-
-    With DFLASH it refuses ReplaySSM for GatedDeltaNet, because its own DFLASH commits through the attention
-    backend, which has no copies to read. `commit_mamba_states_after_verify` commits the ring.
-    """
-
-    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-
-    original = KVCacheConfigurator._build_hybrid_req_pool
-
-    @functools.wraps(original)
-    def _build_hybrid_req_pool(self: Any, *, max_num_reqs: int, extra_max_context_len: int) -> Any:
-        sizes = {"max_num_reqs": max_num_reqs, "extra_max_context_len": extra_max_context_len}
-        if not get_exec().mamba.enable_linear_replayssm_spec:
-            return original(self, **sizes)
-        with get_spec().override(speculative_algorithm=None):
-            return original(self, **sizes)
-
-    return _build_hybrid_req_pool
 
 
 def check_states_are_committed(model_config: Any) -> None:

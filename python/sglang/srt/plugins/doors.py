@@ -1,0 +1,64 @@
+"""What the plugin registers with SGLang, through SGLang's own registries.
+
+Changes that SGLang has no registry for are in `ledger.py`.
+"""
+
+import logging
+from typing import Any
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+
+# Steps of SGLang's argument pipeline that are wrapped, and more of them on a CPU.
+STEPS = ("handle_deprecated_dp_attention", "handle_speculative_decoding")
+CPU_STEPS = ("handle_cpu_backends", "handle_model_specific_adjustments")
+
+
+def open_at_load() -> None:
+    """Register in every process: algorithm, config parser, steps of the argument pipeline, CPU attention."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.configs.model_config_parser_registry import register_model_config_parser
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from sglang_dflash.srt.arg_groups import dflash_args
+    from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+    from sglang_dflash.srt.plugins import algorithm, hooks
+
+    algorithm.register()
+    wrappers = [hooks.detect_speculators_model, hooks.resolve_speculative_decoding]
+    steps = list(STEPS)
+    if runtime.is_active():
+        wrappers += [dflash_args.default_cpu_args, dflash_args.pass_backend_lists_on_cpu]
+        steps += CPU_STEPS
+        register_attention_backend("torch_native")(hooks.cpu_attention)
+    for step, wrapper in zip(steps, wrappers, strict=True):
+        register_resolution_hook(step)(wrapper)
+    registry_logger = logging.getLogger(register_model_config_parser.__module__)
+    registry_logger.disabled = True  # it would warn in every process that its own parser is replaced
+    try:
+        register_model_config_parser("hf")(DraftConfigParser)
+    finally:
+        registry_logger.disabled = False
+
+
+def open_in_scheduler() -> None:
+    """Register our draft models. SGLang has models of the first two names, which ours replace."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    ModelRegistry.register("sglang_dflash.srt.models", overwrite=True, strict=True)
+
+
+def prepare_scheduler(server_args: Any) -> type:
+    """Change what a scheduler that runs our DFLASH needs, and return the worker's class."""
+    from sglang_dflash.srt.plugins import compatibility, install, ledger
+    from sglang_dflash.srt.speculative.implementation import check_ranks_run_ours
+
+    check_ranks_run_ours()
+    try:
+        install.install(ledger.AT_WORKER)
+    except install.Mismatch as mismatch:
+        # The arguments are resolved by our rules, so SGLang's own worker cannot take over here.
+        raise SystemExit(f"sglang-dflash: {mismatch} {compatibility.HELP}") from mismatch
+    open_in_scheduler()
+    from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+
+    return DFlashWorker
