@@ -4,9 +4,11 @@ Plain SGLang runs without overlap scheduling, as its processors see the newest t
 """
 
 import json
+from types import SimpleNamespace
 
 import dill
 import pytest
+import torch
 from serving import TARGET, dflash_arguments, heldout_prompts
 from sglang.srt.sampling.custom_logit_processor import (
     CustomLogitProcessor,
@@ -20,7 +22,12 @@ from support.thinking import apply_masks_on_cpu
 from tokenizers import Tokenizer
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
-from sglang_dflash.srt.speculative.acceptance.processors import runs_per_slot
+from sglang_dflash.srt.speculative.acceptance.processors import (
+    GuardedProcessor,
+    RequestAtSlot,
+    guard,
+    runs_per_slot,
+)
 
 pytestmark = [
     pytest.mark.server,
@@ -47,7 +54,7 @@ SERVER = (
     *("--reasoning-parser", "qwen3", "--enable-strict-thinking"),
 )
 # A pool that does not hold all requests to their end.
-CROWDED = ("--max-total-tokens", "256")
+CROWDED = ("--max-total-tokens", "208")
 
 
 class Thinking(ThinkingBudgetLogitProcessor):
@@ -79,6 +86,23 @@ class NewestToken(CustomLogitProcessor):
         return logits
 
 
+class Misbehaving(CustomLogitProcessor):
+    """Do what the parameters say, once there is some output."""
+
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in enumerate(custom_param_list):
+            if len(params["__req__"].output_ids) < params["after"]:
+                continue
+            if params["does"] == "raise":
+                raise KeyError(params["does"])
+            if params["does"] == "return nothing":
+                return None
+            if params["does"] == "narrow":
+                return logits[:, :5]
+            logits[row] = float(params["does"])
+        return logits
+
+
 def serialized(processor: type) -> str:
     """Serialize a processor by its code, as this module is not importable in a server."""
     module, processor.__module__ = processor.__module__, "__main__"
@@ -88,7 +112,8 @@ def serialized(processor: type) -> str:
         processor.__module__ = module
 
 
-THINKING, COUNTING, NEWEST = map(serialized, (Thinking, Counting, NewestToken))
+THINKING, COUNTING, NEWEST, MISBEHAVING = map(serialized, (Thinking, Counting, NewestToken, Misbehaving))
+DISALLOWED = serialized(DisallowedTokensLogitsProcessor)
 GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 0.9, "top_k": 40, "sampling_seed": 11}
 MASKED = {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "sampling_seed": 3}
@@ -122,7 +147,7 @@ def groups(prompts) -> list[list[Job]]:
     mixed = [
         job(8, GREEDY),
         job(9, SEEDED),
-        job(10, GREEDY, serialized(DisallowedTokensLogitsProcessor), token_ids=[8, 9, 10, 11, 12, 13]),
+        job(10, GREEDY, DISALLOWED, token_ids=[8, 9, 10, 11, 12, 13]),
         job(
             *(11, SEEDED, serialized(DeepseekOCRNoRepeatNGramLogitProcessor)),
             **{"ngram_size": 2, "window_size": 30},
@@ -167,9 +192,17 @@ def drafts_kept(answer: Answer) -> int:
     return sum(answer.accepted)
 
 
-def test_which_processors_run_per_slot():
-    assert runs_per_slot(THINKING) and runs_per_slot(DisallowedTokensLogitsProcessor.to_str())
-    assert not runs_per_slot(COUNTING) and not runs_per_slot(NEWEST)
+@pytest.mark.parametrize(
+    "processor, is_stateless", [(THINKING, True), (DISALLOWED, True), (COUNTING, False), (NEWEST, False)]
+)
+def test_which_processors_run_per_slot(processor, is_stateless):
+    class Request(SimpleNamespace):
+        pass
+
+    params = SimpleNamespace(custom_params={"token_ids": [1]})
+    request = Request(custom_logit_processor=processor, sampling_params=params, vocab_size=9)
+    guard(request)
+    assert runs_per_slot(request.custom_logit_processor) is is_stateless
 
 
 def test_the_plain_answers_show_something(plain):
@@ -209,3 +242,62 @@ def test_requests_with_processors_are_retracted(groups, plain):
     with_processors = [answer for job, answer in zip(groups[0], answers, strict=True) if job.processor]
     assert sum(answer.retractions for answer in with_processors) > 0, "nothing was retracted"
     assert ids([answers]) == ids(plain[:1])
+
+
+DISALLOWING = [
+    {"token_ids": ids} for ids in ([8, 9, 10, 11, 12, 13], [202, 7, 58], list(range(0, 2048, 2)), [])
+]
+HARMFUL = [
+    {"does": does, "after": after}
+    for after in (0, 5)
+    for does in ("raise", "return nothing", "narrow", "nan", "inf", "-inf")
+]
+
+
+def test_requests_with_other_parameters_or_errors_leave_each_other_alone(prompts):
+    """Plain SGLang ends if a batch has two disallowed lists, or an error. So it serves each alone."""
+
+    def job(number, params, processor, sampling=GREEDY):
+        return Job(prompts[number], NEW, sampling={**sampling, "custom_params": params}, processor=processor)
+
+    fine = [job(number, params, DISALLOWED) for number, params in enumerate(DISALLOWING)]
+    fine += [
+        job(4, {"does": "", "after": NEW + 1}, MISBEHAVING),
+        job(5, {"token_ids": [9]}, DISALLOWED, SEEDED),
+        Job(prompts[6], NEW),
+    ]
+    wanted = serve(["--disable-overlap-schedule"], [[one] for one in fine])
+    harmful = [
+        job(7 + number, params, MISBEHAVING, (GREEDY, SEEDED)[number % 2])
+        for number, params in enumerate(HARMFUL)
+    ]
+    everything = job(19, {"token_ids": list(range(2048))}, DISALLOWED, SEEDED)
+    outside = job(20, {"token_ids": [2048]}, DISALLOWED)
+    known = [group[0].output_ids for group in wanted]
+    [answers] = serve(
+        dflash_arguments(),
+        [[*fine, *harmful, everything, outside]],
+        Oracle([*known, *[None] * (len(harmful) + 2)], error_rate=0.2),
+    )
+    assert ids([answers[: len(fine)]]) == [known]
+    for params, answer in zip(HARMFUL, answers[len(fine) :], strict=False):
+        assert answer.finish_reason == "FINISH_ABORT", (params, answer)
+        assert len(answer.output_ids) == params["after"] + 1, (params, answer)
+    assert [answer.finish_reason for answer in answers[-2:]] == ["FINISH_ABORT"] * 2
+
+
+def test_an_error_at_a_later_slot_shows_if_the_output_gets_there():
+    """One slot's error leaves the others' logits as the processor makes them."""
+
+    class AtSlot(CustomLogitProcessor):
+        def __call__(self, logits, custom_param_list=None):
+            for row, params in enumerate(custom_param_list):
+                assert len(params["__req__"].output_ids) != 4
+                logits[row, 0] = len(params["__req__"].output_ids)
+            return logits
+
+    req = SimpleNamespace(output_ids=[1, 2])
+    params = [{"__req__": RequestAtSlot(req, [5] * slot)} for slot in range(1, 4)]
+    shaped = GuardedProcessor(AtSlot.to_str(), True).shape_slots(torch.zeros(3, 8), params)
+    assert shaped[:, 0].tolist() == [3, pytest.approx(float("nan"), nan_ok=True), 5]
+    assert shaped[1].isnan().all() and not shaped[[0, 2]].isnan().any()

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_dflash.srt.configs.validation import shown
 from sglang_dflash.srt.speculative.acceptance.caps import check_cap
+from sglang_dflash.srt.speculative.acceptance.processors import guard
 
 # Answers to one prompt. Each is a request of its own, and all of them are made at once.
 MAX_ANSWERS = 4096
@@ -145,9 +145,9 @@ def remove_out_of_range(req: Any) -> list[str]:
     found, params, last = [], req.sampling_params, req.vocab_size - 1
     if req.custom_logit_processor is not None:
         try:
-            CustomLogitProcessor.from_str(req.custom_logit_processor)
+            guard(req)
         except Exception as error:  # whatever the sender's bytes raise; SGLang would end the server
-            found.append(f"custom_logit_processor: cannot be read: {type(error).__name__}: {error}")
+            found.append(f"custom_logit_processor: cannot be used: {type(error).__name__}: {error!s:.200}")
             req.custom_logit_processor = None
     if outside := [token for token in params.stop_token_ids or () if not 0 <= token <= last]:
         found.append(f"stop_token_ids: {outside[0]} is outside the vocabulary, 0 to {last}")

@@ -3,21 +3,32 @@
 A processor is called once per emitted token, as in plain SGLang, so its requests accept no drafted token.
 SGLang's own classes are the exception. They read a request's tokens and parameters and keep no state. So
 they are called for every slot of a block, with the tokens before it, and their requests speculate.
+
+A processor is its sender's code. If it raises, its request ends, and no other.
 """
 
+import copy
 import functools
 import inspect
+import json
+import logging
+import pickle
+import weakref
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.sampling.custom_logit_processor import (
     CustomLogitProcessor,
     DeepseekOCRNoRepeatNGramLogitProcessor,
     DisallowedTokensLogitsProcessor,
     ThinkingBudgetLogitProcessor,
 )
+
+logger = logging.getLogger(__name__)
 
 _REQUEST = "__req__"  # the parameter in which SGLang passes the request
 # A subclass that only sets token ids runs one of these.
@@ -29,12 +40,115 @@ _STATELESS_CALLS = tuple(
         ThinkingBudgetLogitProcessor,
     )
 )
+# Makes the logits of one row whose processor raised: (the row, its parameters, the reason) -> a row.
+_OnError = Callable[[torch.Tensor, dict[str, Any], str], torch.Tensor]
+
+
+class GuardedProcessor(CustomLogitProcessor):
+    """A sender's processor, called so that an error ends the request that caused it.
+
+    SGLang makes one for all requests of a batch that sent the same processor.
+
+    Args:
+        serialized: the sender's processor.
+        is_stateless: whether it may be called for every slot of a block. Then each request is also called
+            alone, as SGLang's own assert that all requests have the same parameters.
+    """
+
+    def __init__(self, serialized: str, is_stateless: bool):
+        self._serialized, self.is_stateless = serialized, is_stateless
+
+    @functools.cached_property
+    def _processor(self) -> CustomLogitProcessor:
+        return CustomLogitProcessor.from_str(self._serialized)
+
+    def __call__(
+        self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
+    ) -> torch.Tensor:
+        """Shape the logits of each request's next token, [requests, vocab].
+
+        If the processor raises, or leaves no largest logit, the request ends and this row stays as it was.
+        """
+        params = custom_param_list or []
+        if not params:
+            return logits
+        size = 1 if self.is_stateless else len(params)
+        groups = range(0, len(params), size)
+        shaped = torch.cat(
+            [self._shape(logits[i : i + size], params[i : i + size], _end_request) for i in groups]
+        )
+        # A decode step ends such requests by itself. After a prefill SGLang's sampler would raise.
+        broken = ~shaped.amax(dim=-1).isfinite()
+        for row in broken.nonzero()[:, 0].tolist():
+            shaped[row] = _end_request(logits[row], params[row], "the largest logit it leaves is not finite")
+        return shaped
+
+    def shape_slots(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        """Shape the logits of slots of one request, [slots, vocab].
+
+        A slot at which the processor raises gets NaN: the request ends if its output comes to there.
+        """
+        return self._shape(logits, params, lambda row, *_: torch.full_like(row, torch.nan))
+
+    def _shape(self, logits: torch.Tensor, params: list[dict[str, Any]], on_error: _OnError) -> torch.Tensor:
+        """Call the processor for all rows or, if that raises, for each row alone."""
+        try:
+            shaped = self._processor(logits.clone(), params)
+            if shaped.shape != logits.shape:
+                raise ValueError(f"logits {tuple(logits.shape)} came back as {tuple(shaped.shape)}")
+            return shaped.to(logits)
+        except Exception as error:  # the sender's code may raise anything
+            reason = f"{type(error).__name__}: {error!s:.200}"
+        if len(params) == 1:
+            return on_error(logits, params[0], reason)
+        _log_split(reason)
+        rows = range(len(params))
+        return torch.cat([self._shape(logits[i : i + 1], params[i : i + 1], on_error) for i in rows])
+
+
+@functools.lru_cache(maxsize=64)
+def _log_split(reason: str) -> None:
+    logger.warning("A custom logit processor raised for some rows, and is called for each: %s", reason)
+
+
+def _end_request(row: torch.Tensor, params: dict[str, Any], reason: str) -> torch.Tensor:
+    """End a request after this step, and return its logits."""
+    message = f"custom_logit_processor: {reason}"
+    logger.warning("DFLASH ends request %s: %s", params[_REQUEST].rid, message)
+    params[_REQUEST].to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+    return row
+
+
+def guard(req: Any) -> None:
+    """Replace the processor of a scheduler's request by a `GuardedProcessor`.
+
+    Raises whatever the sender's bytes raise, and ValueError for a token id outside the vocabulary. On a GPU
+    an index outside ends the process.
+    """
+    processor = CustomLogitProcessor.from_str(req.custom_logit_processor)
+    call = type(processor).__call__
+    if req.sampling_params.custom_params is None:  # SGLang gives the request to the others
+        req.sampling_params = copy.copy(req.sampling_params)
+        req.sampling_params.custom_params = {_REQUEST: weakref.proxy(req)}
+    params = req.sampling_params.custom_params
+    ids: Any = []
+    if call is DisallowedTokensLogitsProcessor.__call__:
+        ids = params.get("token_ids")
+        if not isinstance(ids, list):
+            raise ValueError("custom_params: token_ids has to be a list of token ids.")
+    elif call is ThinkingBudgetLogitProcessor.__call__ and params.get("thinking_budget") is not None:
+        ids = [processor.THINKING_END_TOKEN_ID, processor.NEW_LINE_TOKEN_ID]
+    for token in ids:
+        if not isinstance(token, int) or not 0 <= token < req.vocab_size:
+            raise ValueError(f"{token!r:.40} is not a token id, 0 to {req.vocab_size - 1}.")
+    made = functools.partial(GuardedProcessor, req.custom_logit_processor, call in _STATELESS_CALLS)
+    req.custom_logit_processor = json.dumps({"callable": pickle.dumps(made).hex()})
 
 
 @functools.lru_cache(maxsize=1024)
 def runs_per_slot(serialized: str) -> bool:
     """Tell whether a serialized processor may be called for every slot of a block."""
-    return type(CustomLogitProcessor.from_str(serialized)).__call__ in _STATELESS_CALLS
+    return getattr(CustomLogitProcessor.from_str(serialized), "is_stateless", False)
 
 
 def need_tokens(reqs: Sequence[Any]) -> bool:
@@ -78,12 +192,11 @@ def apply_processors(batch: Any, logits: torch.Tensor, blocks: torch.Tensor | No
         assert blocks is not None, "the drafted tokens are on the host if a processor reads them"
         drafted = blocks[row, 1:].tolist()
         params = [
-            {**(req.sampling_params.custom_params or {}), _REQUEST: RequestAtSlot(req, drafted[:slot])}
+            {**req.sampling_params.custom_params, _REQUEST: RequestAtSlot(req, drafted[:slot])}
             for slot in range(1, num_slots)
         ]
         processor = CustomLogitProcessor.from_str(req.custom_logit_processor)
-        later = logits[row, 1:]
-        later.copy_(processor(later.clone(), params))
+        logits[row, 1:] = processor.shape_slots(logits[row, 1:], params)
 
 
 def without_overlap() -> Callable[..., bool]:
