@@ -24,6 +24,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from serving import text_prompts
 
@@ -77,10 +78,13 @@ class PromptSet:
 
 
 class RequestMaker:
-    """Makes bodies of /generate requests; messages go through the target's chat template."""
+    """Makes bodies of /generate requests; messages go through the target's chat template.
 
-    def __init__(self, target: str | Path):
-        self._target = str(target)
+    template: what the template is told besides, as `enable_thinking=False`.
+    """
+
+    def __init__(self, target: str | Path, **template: Any):
+        self._target, self._template = str(target), template
         self._tokenizer = None
 
     @property
@@ -95,7 +99,7 @@ class RequestMaker:
         if "messages" not in prompt:
             return {"text": prompt["text"], "sampling_params": sampling}
         ids = self.tokenizer.apply_chat_template(
-            prompt["messages"], add_generation_prompt=True, return_dict=True
+            prompt["messages"], add_generation_prompt=True, return_dict=True, **self._template
         )["input_ids"]
         return {"input_ids": ids, "sampling_params": sampling}
 
