@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file, save
@@ -131,6 +132,21 @@ def test_untouched_they_load(name, targets, tmp_path):
     config, weights = checkpoint(name)
     write(tmp_path, json.dumps(config).encode(), weights, json.dumps(index_of(weights)).encode())
     load_draft(tmp_path, targets[name])
+
+
+@pytest.mark.parametrize("token, is_inside", [(0, True), (-1, False), (2**40, False)])
+def test_a_map_out_of_the_targets_vocabulary_is_refused_in_the_launcher(token, is_inside, targets, tmp_path):
+    """The library's copies of target tensors, also there, are not read."""
+    config, weights = checkpoint("speculators")
+    tensors = load(weights)
+    tensors["d2t"][0] = token
+    tensors |= {f"verifier_{name}.weight": torch.zeros(3, 5) for name in ("norm", "lm_head")}
+    write(tmp_path, json.dumps(config).encode(), save(tensors))
+    if is_inside:
+        read(tmp_path, targets["speculators"])
+    else:
+        with pytest.raises(ValueError, match="model.safetensors: d2t points outside"):
+            read(tmp_path, targets["speculators"])
 
 
 SCALARS = (

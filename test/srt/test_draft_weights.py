@@ -144,6 +144,34 @@ def test_a_map_of_a_draft_without_a_vocabulary_of_its_own(moved, plain):
         assert build(DFlashDraftModel, config, iter(weights.items())).d2t is None
 
 
+@pytest.mark.parametrize("first, last, is_inside", [(0, 0, True), (0, 1, False), (-1, 0, False)])
+def test_a_map_into_the_targets_vocabulary(first, last, is_inside, tmp_path):
+    """The draft's first token is the target's first, and its last the target's last, or one beyond."""
+    size, vocabulary = 40, BASE["vocab_size"]
+    config = BASE | {"dflash_config": BASE["dflash_config"] | {"draft_vocab_size": size}}
+    offsets = torch.zeros(size, dtype=torch.int64)
+    offsets[0], offsets[-1] = first, vocabulary - size + last
+    weights = random_weights(BASE, 2) | {"d2t": offsets, "lm_head.weight": torch.zeros(size, 48)}
+    config = read_config(config, tmp_path)
+    if is_inside:
+        assert torch.equal(build(DFlashDraftModel, config, iter(weights.items())).d2t, offsets)
+    else:
+        with pytest.raises(ValueError, match=f"d2t points outside .* {vocabulary} tokens"):
+            build(DFlashDraftModel, config, iter(weights.items()))
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("name", ["t2d", "verifier_norm.weight", "verifier_lm_head.weight"])
+def test_the_librarys_copies_of_target_tensors_are_left_out(name, prefix, plain):
+    """They may have any shape."""
+    config, weights = plain
+    model = build(DFlashDraftModel, config, iter(weights.items()))
+    others = weights | {f"{prefix}{name}": torch.zeros(3, 5)}
+    other = build(DFlashDraftModel, config, iter(others.items()))
+    for parameter, expected in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+
+
 @pytest.mark.parametrize(
     "claim, name", [("has_own_lm_head", "lm_head"), ("has_embed_tokens", "embed_tokens")]
 )

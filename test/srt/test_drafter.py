@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.decisions import accepted_blocks
+from support.dflash2_cases import DFlash2Case
 from support.draft_cases import Case, FakePlan, lm_head
 from support.sampling_parameters import sampling_parameters
 
@@ -249,3 +250,34 @@ def test_rows_that_wait_are_the_slots_last_owners(tmp_path):
     commit_an_anchor(drafter, pools, 1, int(slot), 5, of_the_second)
     drafter.begin_prefill(prompt)
     assert torch.equal(written(), second) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", [Case, DFlash2Case], ids=["DFlash", "DFlash2"])
+def test_blocks_are_written_outside_the_memory_of_graphs(kind, tmp_path):
+    """In a graph's own memory the target's graphs would overwrite what they are about to verify."""
+    case = kind.variant("plain" if kind is Case else "as published", tmp_path)
+    pools, width = case.pools(2, 40), case.config["block_size"]
+    drafter = drafter_on(pools, case, width)
+    drafter.attach_pools(pools)
+    for r in range(2):
+        prompt = SimpleNamespace(positions=torch.arange(4))
+        drafter.prefill(prompt, case.aux_hidden(4, r), pools.slots(r, 0, 4), torch.tensor([3]))
+    slots = torch.cat([pools.slots(r, 4, 4 + width) for r in range(2)])
+    proposals = []
+    for anchors in ([3, 50], [8, 20]):
+        tokens, seq_lens = case.block_tokens(anchors), torch.tensor([4, 4])
+        cycle = Cycle(
+            bs=2,
+            req_pool_indices=pools.rows,
+            committed=seq_lens,
+            committed_host=seq_lens,
+            tokens=tokens,
+            positions=seq_lens[:, None] + torch.arange(width),
+            cache_loc=slots,
+            kv_loc_plan=FakePlan(slots),
+            can_run_cuda_graph=False,
+        )
+        proposals.append(drafter.propose(cycle).tokens)
+        assert proposals[-1][:, 0].tolist() == anchors
+    first, second = proposals
+    assert first.data_ptr() == second.data_ptr() and first[:, 0].tolist() == [8, 20]

@@ -3,10 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.decisions import Decision, accept_by_block_verification, accept_by_rejection
 from support.enumeration import Case, as_shuffled_list, deviation, output_law, random_case, sequence_law
+from support.rejection_batches import batches
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
+from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 
 RULES = [accept_by_rejection, accept_by_block_verification]
 SIZES = [(3, 2), (4, 3), (3, 4)]  # vocabulary, block size
@@ -34,6 +39,50 @@ def test_any_draft_may_be_declared_one_hot(kind, rule):
 
     case = random_case(7, 3, 3, kind)
     assert deviation(declared_one_hot, case) < 1e-9
+
+
+@given(batches(), st.sampled_from(RULES), st.integers(0, 2**31))
+def test_a_request_that_verifies_less_has_a_shorter_block(arguments, rule, seed):
+    """Its last verified slot is followed by a token of the target's, whatever was drafted behind it."""
+    block, target_probs, draft, accept_uniforms, final_uniforms = arguments
+    bs, width = block.shape
+    lengths = np.random.default_rng(seed).integers(0, width, bs)
+    rows = VerifyRows(bs, width, lengths)
+    packed = rows.pack(target_probs)
+    found = rule(block, packed, draft, accept_uniforms, final_uniforms, rows=rows)
+    for i, length in enumerate(lengths):
+        one, drafted = slice(i, i + 1), slice(0, length)
+        alone = rule(
+            block[one, : length + 1],
+            target_probs[one, : length + 1],
+            DraftProbs(draft.ids[one, drafted], draft.probs[one, drafted]),
+            accept_uniforms[one, drafted],
+            final_uniforms[one],
+        )
+        accepted = int(alone.accept_len)
+        assert found.accept_len[i] == accepted and found.bonus[i] == alone.bonus
+        assert torch.equal(found.out_tokens[i, : accepted + 1], alone.out_tokens[0, : accepted + 1])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_uniform_of_zero_accepts_no_impossible_token(rule):
+    """The draft proposes a token that the target excludes, and then one that it may take."""
+    target_probs = torch.tensor([[[1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]])
+    block, draft = torch.tensor([[0, 1, 0]]), DraftProbs.one_hot(torch.tensor([[1, 0]]))
+    verdict = rule(block, target_probs, draft, torch.zeros(1, 2), torch.zeros(1))
+    assert (verdict.accept_len.item(), verdict.bonus.item()) == (0, 0)
+
+
+def test_a_rejection_without_a_residual_draws_a_possible_token():
+    """Only rounding rejects a token whose probabilities are equal."""
+    probs = torch.tensor([[0.0, 0.5, 0.5]])
+    block, draft = torch.tensor([[0, 1]]), DraftProbs(torch.arange(3)[None, None], probs[None])
+    nothing, weight = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.float64)
+    for uniform in (0.0, 0.7):
+        _, tokens = draw_final_tokens(
+            block, nothing, probs.repeat(2, 1), weight, draft, torch.tensor([uniform]), VerifyRows(1, 2)
+        )
+        assert tokens[0, 0] == (1 if uniform < 0.5 else 2)
 
 
 # -- the enumeration can fail

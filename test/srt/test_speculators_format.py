@@ -222,6 +222,18 @@ def test_all_problems_come_at_once():
     assert len(error.value.problems) == 3
 
 
+@pytest.mark.parametrize("default, tokens", [("greedy", 7), ("sampled", 5), ("absent", 3), (None, 3)])
+@pytest.mark.parametrize("base", [GOOD, GOOD_PEAGLE], ids=["dflash", "peagle"])
+def test_the_default_proposal_method_says_how_much_is_drafted(base, default, tokens):
+    """The first one, if the default is not among them."""
+    methods = [("tree", 3), ("greedy", 7), ("sampled", 5)]
+    config = changed("speculators_config.default_proposal_method", default, base=base)
+    config["speculators_config"]["proposal_methods"] = [
+        {"proposal_type": kind, "speculative_tokens": number} for kind, number in methods
+    ]
+    assert normalize(config, "ck")["dflash_config"]["speculative_tokens"] == tokens
+
+
 def test_served_types():
     assert served_types() == ("dflash", "dflash2", "peagle")
 

@@ -108,14 +108,15 @@ def test_a_neighbour_changes_nothing(neighbour, sampler):
     assert_close(found, JOINT)
 
 
+def filters(info, *requests: dict):
+    unfiltered = {"top_k": TOP_K_ALL, "top_p": 1.0, "min_p": 0.0}
+    reqs = [SimpleNamespace(sampling_params=SimpleNamespace(**unfiltered | of)) for of in requests]
+    return target_sampling.filters_of_sampled(SimpleNamespace(sampling_info=info, reqs=reqs))
+
+
 @pytest.mark.parametrize("sampled", [{}, {"top_k": 4, "top_p": 0.82}, {"temperature": 0.7, "min_p": 0.2}])
 def test_greedy_neighbours_add_no_filter(sampled, sampler):
     """A mixed batch is filtered as its sampled requests alone, and every distribution stays."""
-
-    def filters(info, *requests: dict):
-        unfiltered = {"top_k": TOP_K_ALL, "top_p": 1.0, "min_p": 0.0}
-        reqs = [SimpleNamespace(sampling_params=SimpleNamespace(**unfiltered | of)) for of in requests]
-        return target_sampling.filters_of_sampled(SimpleNamespace(sampling_info=info, reqs=reqs))
 
     requests, width = [{"top_k": 1}, sampled] * 3, 4
     mixed, alone = sampling_info(*requests), sampling_info(sampled)
@@ -130,6 +131,8 @@ def test_greedy_neighbours_add_no_filter(sampled, sampler):
     drawn, _ = draw_target_tokens(logits.clone(), fewer, torch.arange(6 * width), width, sampler)
     assert torch.equal(drawn[::2], logits.argmax(dim=-1).view(6, width)[::2])
 
+    two = {"top_k": 1}, {"top_k": 4}, {"top_k": 7}
+    assert filters(sampling_info(*two), *two).max_top_k == 7
     seeded = sampling_info(*requests, seeds=[1] * 6)
     assert filters(seeded, *requests) is seeded
     assert filters(alone, sampled) is alone
@@ -279,6 +282,36 @@ def test_target_probs_are_the_samplers():
     )
 
 
+@pytest.mark.parametrize("is_bounded", [True, False], ids=["without a sort", "sorted"])
+@pytest.mark.parametrize(
+    "request_, kept",
+    [
+        ({"top_k": 9, "top_p": 0.5}, 3),  # half of the mass comes before the third of four equal tokens
+        ({"top_k": 9, "top_p": 0.25}, 2),
+        ({"top_k": 9, "top_p": 0.0}, 1),
+        ({"top_k": 9, "min_p": 1.0}, 4),
+        ({"top_k": 3, "top_p": 0.75}, 3),
+        ({"top_k": 1}, 1),
+    ],
+)
+def test_ties_are_cut_as_the_sampler_cuts_them(request_, kept, is_bounded):
+    """Probabilities of exactly 1/4 meet a limit exactly."""
+    from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
+
+    logits = torch.full((1, VOCABULARY), -torch.inf)
+    logits[:, :4] = 0.0
+    info = sampling_info(request_)
+    if not is_bounded:
+        info = dataclasses.replace(info, max_top_k=None)
+    found, _ = target_probs(logits.clone(), info, 1)
+    assert (found > 0).sum() == kept and found.max() == pytest.approx(1 / kept)
+    _, weights, *_ = top_k_top_p_min_p_sampling_from_probs_torch(
+        logits.softmax(dim=-1), info.top_ks, info.top_ps, info.min_ps, True, None, torch.zeros(1),
+        return_filtered_probs=True,
+    )  # fmt: skip
+    assert (weights > 0).sum() == kept
+
+
 def test_target_probs_with_small_top_k_need_no_sort(monkeypatch):
     """A host bound on top_k saves the sort and changes no probability."""
     requests = [{"top_k": 1}, {"top_k": 4, "top_p": 0.82}, {"top_k": 3, "min_p": 0.2, "temperature": 0.7}]
@@ -288,6 +321,23 @@ def test_target_probs_with_small_top_k_need_no_sort(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "sort", None)
     found, *_ = target_probs(logits, sampling_info(*requests), 3)
     torch.testing.assert_close(found, sorted_, rtol=0, atol=1e-7)
+
+
+def test_a_top_k_beyond_the_vocabulary():
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(9))
+    found, _ = target_probs(logits.clone(), sampling_info(*[{"top_k": VOCABULARY + 1}] * 3), 1)
+    torch.testing.assert_close(found.squeeze(1), logits.softmax(dim=-1))
+
+
+def test_rows_are_filtered_some_at_a_time(monkeypatch):
+    """Each with its own parameters, and one at a time if the vocabulary is as large as the memory."""
+    logits = torch.randn(len(REQUESTS) * 2, VOCABULARY, generator=torch.Generator().manual_seed(7))
+    info = sampling_info(*REQUESTS)
+    expected, _ = target_probs(logits.clone(), info, 2)
+    for elements in (3 * VOCABULARY, VOCABULARY - 1):
+        monkeypatch.setattr(target_sampling, "ELEMENTS_AT_ONCE", elements)
+        found, _ = target_probs(logits.clone(), info, 2)
+        assert torch.equal(found, expected)
 
 
 def test_unfiltered_target_probs_need_no_sort():

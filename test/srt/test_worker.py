@@ -23,8 +23,10 @@ from sglang_dflash.srt.speculative.cycle.verify import VerifyTail
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import DraftBlock, packed_ranges
 from sglang_dflash.srt.speculative.dflash_utils import (
+    check_kv_budget,
     graph_output_for_runner,
     has_room_for_draft_graphs,
+    resolve_dflash_verify_mask_policy,
 )
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 from sglang_dflash.srt.speculative.width.plan import PlannedCycle
@@ -243,6 +245,37 @@ def test_a_kv_pool_that_cannot_be_written_is_refused_at_start_up(pool, word):
     pool.v_buffer = getattr(pool, "k_buffer", None)
     with pytest.raises(ValueError, match=word):
         DFlashDraftModel.use_pool(MagicMock(), pool)
+
+
+@pytest.mark.parametrize(
+    ("slots", "budgeted", "words"),
+    [
+        (8, 64, None),
+        (8, 65, None),
+        (8, 63, "takes 64.0 bytes a token, but 63 were budgeted"),
+        (8, None, "but None were budgeted"),
+        (9, 64, "target and draft pool hold 9 and 8"),
+        (7, 64, "target and draft pool hold 7 and 8"),
+    ],
+)
+def test_the_drafts_kv_has_the_targets_slots_and_what_was_budgeted(slots, budgeted, words):
+    keys = [torch.zeros(9, 2, 4)] * 2  # two layers of 8 bf16 elements, for K and V, on 8 slots and padding
+    draft = SimpleNamespace(
+        token_to_kv_pool=SimpleNamespace(
+            size=8, k_buffer=keys, get_kv_size_bytes=lambda: (9 * 2 * 8 * 2, 9 * 2 * 8 * 2)
+        )
+    )
+    target = SimpleNamespace(
+        token_to_kv_pool=SimpleNamespace(size=slots),
+        kv_cache_configurator=SimpleNamespace(dflash_draft_cell_size_per_token=budgeted),
+    )
+    with contextlib.nullcontext() if words is None else pytest.raises(RuntimeError, match=words):
+        check_kv_budget(target, draft)
+
+
+def test_blocks_carry_no_mask():
+    """SGLang would fill one of bs * B * context entries in every cycle, which no backend reads."""
+    assert resolve_dflash_verify_mask_policy(Sync(None)) == ("Sync", False)
 
 
 def test_packed_ranges():

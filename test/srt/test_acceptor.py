@@ -1,0 +1,222 @@
+"""The acceptor passes on what the rules and SGLang's sampler need, each to its own request and slot."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from support.decisions import decide
+from support.sampling_parameters import VOCABULARY, sampling_info
+
+from sglang_dflash.kernels.ops.speculative.accept import RelayTables
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, rejection_rule
+from sglang_dflash.srt.speculative.acceptance.rejection import (
+    accept_by_block_verification,
+    accept_by_rejection,
+)
+from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
+from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.dflash_info import DraftBlock
+
+WIDTH = 4
+SAMPLED, GREEDY = {"temperature": 1.0}, {"top_k": 1}
+
+
+class OneRank:
+    """A synchronisation of one rank, which notes what it would have sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def enabled(self, site):
+        return False
+
+    def sync(self, site, values):
+        self.sent.append((site, values))
+        return values
+
+
+class Sampler:
+    """SGLang's sampler, which here takes the least likely token and spoils the logits."""
+
+    def __call__(self, output, sampling_info, positions, **_):
+        self.info, self.positions = sampling_info, positions
+        tokens = output.next_token_logits.argmin(dim=-1)
+        output.next_token_logits.fill_(torch.nan)
+        return tokens
+
+
+def batch_of(*requests: dict, **fields) -> SimpleNamespace:
+    reqs = [
+        SimpleNamespace(
+            sampling_params=SimpleNamespace(**{"top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0} | request)
+        )
+        for request in requests
+    ]
+    defaults = {"return_logprob": False, "req_pool_indices": torch.arange(len(reqs))}
+    return SimpleNamespace(sampling_info=sampling_info(*requests), reqs=reqs, **defaults | fields)
+
+
+def cycle_of(rows: VerifyRows) -> SimpleNamespace:
+    slots = torch.arange(rows.bs * rows.width).view(rows.bs, rows.width)
+    return SimpleNamespace(rows=rows, committed=10 * torch.arange(1, rows.bs + 1), positions=100 + slots)
+
+
+def drawn_evenly(bs: int) -> DraftBlock:
+    """Return blocks drawn from a draft to which all tokens are equally likely."""
+    tokens = torch.randint(VOCABULARY, (bs, WIDTH), generator=torch.Generator().manual_seed(1))
+    ids = torch.arange(VOCABULARY).expand(bs, WIDTH - 1, VOCABULARY).contiguous()
+    return DraftBlock(tokens, DraftProbs(ids, torch.full(ids.shape, 1 / VOCABULARY)))
+
+
+class Rule:
+    """A rejection rule that notes its arguments, and accepts two tokens of everyone."""
+
+    def __call__(self, block, target_probs, draft, accept_uniforms, final_uniforms, rows):
+        self.draft, self.target_probs = draft, target_probs
+        self.accept_uniforms, self.final_uniforms = accept_uniforms, final_uniforms
+        return torch.full((len(block),), 2, dtype=torch.int32), block + 100
+
+
+@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block_verification])
+def test_drawn_blocks_are_verified_with_the_drafts_own_probabilities(rule):
+    """A draft that equals the target is accepted whole; as one-hot, it would rarely be."""
+    block, rows = drawn_evenly(64), VerifyRows(64, WIDTH)
+    acceptor = Acceptor(None, VOCABULARY, OneRank(), rule)
+    torch.manual_seed(0)
+    logits = torch.zeros(64 * WIDTH, VOCABULARY)
+    accepted = acceptor.accept(batch_of(*[SAMPLED] * 64), cycle_of(rows), block, logits)
+    assert (accepted.accept_len == WIDTH - 1).all()
+    assert torch.equal(accepted.tokens[:, :-1], block.tokens[:, 1:])
+
+
+def test_arguments_of_the_rule():
+    """Uniforms are independent of each other, and masks take a rectangle of probabilities."""
+    rule, rows = Rule(), VerifyRows(2, WIDTH, np.array([1, 3]))
+    acceptor, masks = Acceptor(None, VOCABULARY, OneRank(), rule), SimpleNamespace(probs=None)
+    block, logits = drawn_evenly(2), torch.randn(rows.num_rows, VOCABULARY)
+    expected = logits.softmax(dim=-1)
+    acceptor.accept(batch_of(SAMPLED, SAMPLED), cycle_of(rows), block, logits, None, masks)
+    assert rule.draft is block.probs
+    torch.testing.assert_close(rule.target_probs, expected)
+    torch.testing.assert_close(masks.probs, expected[rows.slots])
+    assert rule.accept_uniforms.shape == (2, WIDTH - 1) and rule.final_uniforms.shape == (2,)
+    uniforms = torch.cat([rule.accept_uniforms.flatten(), rule.final_uniforms])
+    assert len(uniforms.unique()) == 2 * WIDTH
+
+
+@pytest.mark.parametrize("rejects, by_blocks", [(True, True), (True, False), (False, True)])
+def test_the_rule_is_the_servers_choice(rejects, by_blocks):
+    spec = SimpleNamespace(
+        speculative_use_rejection_sampling=rejects, speculative_use_block_verification=by_blocks
+    )
+    rule = {(True, True): accept_by_block_verification, (True, False): accept_by_rejection}
+    assert rejection_rule(spec) is rule.get((rejects, by_blocks))
+
+
+def test_which_batches_are_drawn():
+    """Seeded draws are the target's alone, and rules for drawn blocks know no caps."""
+    fallbacks = []
+    metrics = SimpleNamespace(count_fallback=lambda reason, blocks: fallbacks.append((reason, blocks)))
+    acceptor = Acceptor(None, VOCABULARY, OneRank(), accept_by_rejection, metrics=metrics)
+    seeded = sampling_info(GREEDY, SAMPLED, seeds=[1, 2])
+    assert acceptor.draws_drafts(sampling_info(GREEDY, SAMPLED))
+    assert not acceptor.draws_drafts(sampling_info(GREEDY, GREEDY))
+    assert not fallbacks
+    assert not acceptor.draws_drafts(seeded)
+    assert not acceptor.draws_drafts(sampling_info(SAMPLED), is_capped=True)
+    assert fallbacks == [("sampling_seed", 2), ("speculative_max_tokens", 1)]
+    assert not Acceptor(None, VOCABULARY, OneRank()).draws_drafts(sampling_info(SAMPLED))
+
+
+def test_only_drawn_tokens_are_sent_to_other_ranks():
+    """All ranks draft the same argmax."""
+    block, sync = drawn_evenly(2), OneRank()
+    acceptor = Acceptor(None, VOCABULARY, sync, accept_by_rejection)
+    acceptor.share_drawn_tokens(DraftBlock(block.tokens))
+    assert not sync.sent
+    acceptor.share_drawn_tokens(block)
+    [(site, tokens)] = sync.sent
+    assert site is SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE and tokens is block.tokens
+
+
+@pytest.mark.parametrize("requests", [[GREEDY] * 3, [GREEDY, SAMPLED, GREEDY]])
+def test_a_request_accepts_no_more_than_it_verifies(requests):
+    """Every drafted token is the target's."""
+    lengths = np.array([1, 3, 0])
+    rows, logits = VerifyRows(3, WIDTH, lengths), torch.zeros(7, VOCABULARY)
+    logits[:, 5] = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0]) if SAMPLED in requests else 1.0
+    block = DraftBlock(torch.full((3, WIDTH), 5))
+    accepted = Acceptor(Sampler(), VOCABULARY, OneRank()).accept(
+        batch_of(*requests), cycle_of(rows), block, logits
+    )
+    assert accepted.accept_len.tolist() == lengths.tolist() and accepted.bonus.tolist() == [5] * 3
+
+
+@pytest.mark.parametrize("has_masks", [False, True])
+def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks):
+    """A mask tells what a greedy request was drawn from too, so its filter must stay."""
+    rows, sampler = VerifyRows(2, WIDTH, np.array([1, 3])), Sampler()
+    masks = SimpleNamespace(drawn=LogitsProcessorOutput(next_token_logits=None), sampler_fields=dict)
+    cycle, logits = cycle_of(rows), torch.randn(rows.num_rows, VOCABULARY)
+    block, batch = DraftBlock(torch.zeros(2, WIDTH, dtype=torch.int64)), batch_of(GREEDY, SAMPLED)
+    batch.sampling_info.has_custom_logit_processor = True
+    Acceptor(sampler, VOCABULARY, OneRank()).accept(
+        batch, cycle, block, logits, None, masks if has_masks else None
+    )
+    assert sampler.positions.tolist() == [100, 101, 104, 105, 106, 107]
+    assert sampler.info.need_top_k_sampling == has_masks
+    assert not sampler.info.has_custom_logit_processor, "processors have run already"
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_logits_that_are_still_to_be_read_are_kept(is_drawn):
+    block, rows = drawn_evenly(2), VerifyRows(2, WIDTH)
+    logits = torch.randn(2 * WIDTH, VOCABULARY)
+    before, acceptor = logits.clone(), Acceptor(Sampler(), VOCABULARY, OneRank(), accept_by_rejection)
+    batch = batch_of(SAMPLED, GREEDY, return_logprob=True)
+    acceptor.accept(batch, cycle_of(rows), block if is_drawn else DraftBlock(block.tokens), logits)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("how", ["drawn", "capped", "greedy"])
+def test_every_way_of_accepting_relays_lengths_and_bonus_tokens(how):
+    tables, written = [torch.zeros(9, dtype=torch.int64) for _ in range(2)], []
+    acceptor = Acceptor(Sampler(), VOCABULARY, OneRank(), Rule())
+    acceptor.relay = SimpleNamespace(
+        tables=lambda rows: RelayTables(rows, *tables), on_written=written.append
+    )
+    block, rows = drawn_evenly(2), torch.tensor([7, 2])
+    request = SAMPLED if how == "drawn" else GREEDY
+    caps = torch.tensor([0, 0], dtype=torch.int32) if how == "capped" else None
+    accepted = acceptor.accept(
+        batch_of(request, request, req_pool_indices=rows),
+        cycle_of(VerifyRows(2, WIDTH)),
+        block if how == "drawn" else DraftBlock(block.tokens),
+        torch.eye(VOCABULARY)[3].repeat(2 * WIDTH, 1),
+        caps,
+    )
+    assert written == [accepted]
+    for table, wanted in zip(tables, (accepted.committed, accepted.bonus), strict=True):
+        assert table[rows].tolist() == wanted.tolist() and wanted.any()
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_simulated_blocks_end_no_request(is_drawn):
+    """Random weights may give any logits, which would end requests as broken."""
+    simulated = SimulatedAcceptance(3.0, "match-expected", real_tokens=True)
+    acceptor = Acceptor(Sampler(), VOCABULARY, OneRank(), accept_by_rejection, simulated)
+    block, logits = drawn_evenly(2), torch.full((2 * WIDTH, VOCABULARY), torch.nan)
+    request = SAMPLED if is_drawn else GREEDY
+    accepted = acceptor.accept(
+        batch_of(request, request),
+        cycle_of(VerifyRows(2, WIDTH)),
+        block if is_drawn else DraftBlock(block.tokens),
+        logits,
+    )
+    assert accepted.accept_len.tolist() == [2, 2]
+    assert torch.equal(accepted.reported, accepted.tokens)
+    assert torch.equal(decide(accepted.accept_len, accepted.tokens).bonus, accepted.bonus)
