@@ -9,12 +9,14 @@ Kolmogorov-Smirnov test over all places rejects a right sampler once in 1 / FALS
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import pytest
 from scipy.stats import kstest
-from serving import SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from serving import DFLASH2_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
 from support.parity import assert_same
 from support.sampling_checks import EDGE, FALSE_ALARM, VOCAB, Draw, Filter, joint_filter, places, score
+from support.scheduled import Job, run
 from support.servers import FLOAT32, UNCOUNTED
 from tokenizers import Tokenizer
 
@@ -220,3 +222,18 @@ def test_samples_of_one_prompt_differ(server, prompts):
     assert len({tuple(answer["output_ids"]) for answer in answers}) > 1, (
         "eight samples of one prompt are all equal"
     )
+
+
+def test_drawn_drafts_are_kept_more_often_than_the_drafts_best(prompts):
+    """At temperature 1 a draft's own draw meets the target's more often than its argmax.
+
+    Rejection by other probabilities than the draft's would be exact too, and keep fewer tokens.
+    """
+    jobs = [Job(tuple(ids), 48, sampling={"temperature": 1.0}) for ids in prompts[:24]]
+    kept = {}
+    for method in ("greedy", "probabilistic"):
+        arguments = *FLOAT32, "--random-seed", "7", *dflash_arguments(DFLASH2_DRAFT)
+        options = ("--no-speculative-adaptive", "--speculative-draft-sample-method", method)
+        [answers] = run(["--model-path", TARGET, *arguments, *options], [jobs])
+        kept[method] = fmean(count for answer in answers for count in answer.accepted)
+    assert kept["greedy"] > 0.3 and kept["probabilistic"] > 1.3 * kept["greedy"], kept
