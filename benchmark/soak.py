@@ -4,9 +4,10 @@
     python benchmark/soak.py --requests 20000 --seed 7
     python benchmark/soak.py --hybrid --requests 2000
 
-A round is one server: draft, block size, pages, chunking, mixed batches, pool, overlap, adaptive width,
-window and probabilistic drafting are drawn from the seed. Requests are of every kind that users mix,
-including aborts, disconnects and bad ones. With `--hybrid` the target is the bundled one with recurrent
+A round is one server: draft, block size (8, 16 and 32 slots among them), context, pages, chunking, mixed
+batches, pool, overlap, adaptive width, window and probabilistic drafting are drawn from the seed. Requests are
+of every kind that users mix, including logit processors, tools, answers up to the end of the context or the
+pool, aborts, disconnects and bad ones. With `--hybrid` the target is the bundled one with recurrent
 states, in two rounds of three with a vision tower and pictures in a third of the prompts; every round changes
 the width from cycle to cycle, and two of three have a pool so small that requests are retracted. Each round
 checks that
@@ -39,6 +40,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from serving import (
+    DEFAULT_WIDTHS,
     DFLASH2_DRAFT,
     DRAFT,
     HYBRID_DFLASH2_DRAFT,
@@ -58,6 +60,7 @@ from vision_target import write_vision_target
 
 # The scheduler counts its KV slots after every step, and a leak or a double free ends the server.
 ENVIRONMENT = {
+    **DEFAULT_WIDTHS,
     "OMP_NUM_THREADS": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -72,14 +75,15 @@ NO_WATCHDOG = ("--watchdog-timeout", "86400")
 # Pools are small. Other processes may take memory while a server starts, so SGLang keeps none back.
 FLAGS = (
     *("--dtype", "float32", "--constrained-json-disable-any-whitespace", *NO_WATCHDOG),
-    *("--mem-fraction-static", "0.95", "--max-total-tokens", "16384"),
+    *("--mem-fraction-static", "0.95", "--max-total-tokens", "16384", "--enable-custom-logit-processor"),
+    *("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3-thinking"),
 )
 PLAIN = ("--model-path", str(TARGET), *FLAGS)
 # Drafted tokens per cycle, in turn. The pause is longer than P-EAGLE leaves states pending.
 SCHEDULE = (7, 7, 3, 0, 0, 1, 7, 0, 3, 3, 7, 1, 2, 5, 4, 6, 7, 7, 7, 0, 0, 0, 0, 0, 0, 0, 7)
 # Positions between two points at which states are kept for prompts to come: fewer than by default.
 GRID = 64
-BLOCKS = (None, None, 2, 4, 12)
+BLOCKS = (None, 2, 12, 16, 32)
 # MB of resident memory that a server may gain in the second half of a round: allocators free lazily.
 MEMORY_SLACK_MB = 200
 SHOWN = 80
@@ -138,7 +142,8 @@ class Configuration:
             ("--page-size", (None, 16)),
             ("--max-running-requests", (None, None if pair.is_hybrid else 4, 12)),
             # A hybrid's states let 25 requests run, which take fewer than 3072 slots.
-            ("--max-total-tokens", (16384, 1280, 1280) if pair.is_hybrid else (16384, 16384, 3072)),
+            ("--max-total-tokens", (16384, 1280, 1280) if pair.is_hybrid else (16384, 3072, 960)),
+            ("--context-length", (None, 1024)),
             ("--speculative-draft-window-size", (None,) if is_peagle else (None, None, 64)),
             ("--speculative-draft-sample-method", (None, "probabilistic")),
             ("--chunked-prefill-size", (None, 64, 128 if pair.is_hybrid else 96)),
@@ -151,7 +156,8 @@ class Configuration:
             arguments.append("--enable-mixed-chunk")
         for flag, share in (
             ("--disable-overlap-schedule", 0.3),
-            ("--speculative-adaptive", 1.0 if pair.is_hybrid else 0.3),
+            ("--speculative-adaptive", 1.0 if pair.is_hybrid else 0.0),
+            ("--no-speculative-adaptive", 0.0 if pair.is_hybrid else 0.3),
             ("--disable-radix-cache", 0.1),
         ):
             arguments += [flag] if generator.random() < share else []

@@ -1,6 +1,7 @@
 """Random requests of every kind that users mix, each with a check of its answer."""
 
 import contextlib
+import functools
 import http.client
 import json
 import math
@@ -97,6 +98,9 @@ def known_requests(plain: Server, count: int, seed: int, image_tokens: Sequence[
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     texts = [prompt["text"] for prompt in heldout_prompts()]
     shared = tokenizer.encode("".join(texts[:8])).ids[:300]
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+    processor = DisallowedTokensLogitsProcessor.to_str()
     requests = []
     for _ in range(count):
         ids = tokenizer.encode(generator.choice(texts) + generator.choice(texts)).ids
@@ -121,6 +125,9 @@ def known_requests(plain: Server, count: int, seed: int, image_tokens: Sequence[
         elif kind < 0.5:
             sampling["stop"] = [generator.choice(("\n\n", "self", "):", "return", " = "))]
         request = {"input_ids": ids, "sampling_params": sampling}
+        if 0.5 <= kind < 0.6:
+            sampling["custom_params"] = {"token_ids": generator.sample(range(5, VOCABULARY), 50)}
+            request["custom_logit_processor"] = processor
         if pictures and generator.random() < 1 / 3:
             shown = generator.sample(pictures, generator.choice((1, 1, 2)))
             places = [generator.randint(0, len(ids)) for _ in shown]
@@ -129,9 +136,14 @@ def known_requests(plain: Server, count: int, seed: int, image_tokens: Sequence[
             request["image_data"] = shown
         requests.append(request)
     bodies = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
+    # SGLang's own processor takes one list of tokens a batch.
+    alone = [body for body in bodies if "custom_logit_processor" in body]
+    together = [body for body in bodies if "custom_logit_processor" not in body]
+    answers = dict(zip(map(id, together), plain.generate_many(together, 16), strict=True))
+    answers |= zip(map(id, alone), plain.generate_many(alone, 1), strict=True)
     return [
-        replace(_known(request, answer), reserved=reserved)
-        for request, answer in zip(requests, plain.generate_many(bodies, 16), strict=True)
+        replace(_known(request, answers[id(body)]), reserved=reserved)
+        for request, body in zip(requests, bodies, strict=True)
     ]
 
 
@@ -164,19 +176,22 @@ def send_random(
         The request's kind, the request, and the answer's `meta_info`, or None if it was not answered.
     """
     kinds: tuple[tuple[float, Callable], ...] = (
-        (0.40, _greedy),
+        (0.32, _greedy),
         (0.15, _streamed),
         (0.08, _with_logprobs),
         (0.10, _sampled),
         (0.07, _penalized),
         (0.05, _completion),
+        (0.03, _chat),
+        (0.02, _with_tools),
+        (0.03, _to_the_end),
         (0.05, _aborted),
         (0.05, _walked_away),
         (0.05, _bad),
     )
     [send] = generator.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])
     kind, request = send.__name__.strip("_"), {}
-    if send is _completion:  # its prompts have no pictures
+    if send in (_completion, _to_the_end):  # their prompts have no pictures
         known = [one for one in known if not one.has_pictures]
     try:
         return kind, request, send(server, generator.choice(known), generator, name, request)
@@ -298,6 +313,72 @@ def _completion(server, known: Known, generator, name, request) -> None:
         raise Wrong(f"{answer['usage']} for {sampling['max_new_tokens']} tokens")
 
 
+def _chat_completion(server, request: dict, **more: Any) -> dict:
+    """Send to OpenAI's chat endpoint, and check the usage."""
+    try:
+        answer = server.post("/v1/chat/completions", {"model": "default", **request, **more}, PATIENCE)
+    except urllib.error.HTTPError as error:
+        raise Wrong(f"HTTP {error.code}: {error.read().decode()[:500]}") from error
+    usage = answer["usage"]
+    if not usage.get("reasoning_tokens", 0) <= usage["completion_tokens"] <= request["max_tokens"]:
+        raise Wrong(f"{usage} for {request['max_tokens']} tokens")
+    return answer["choices"][0]
+
+
+def _chat(server, known: Known, generator, name, request) -> None:
+    """Chat with thoughts and a stop string, which may end inside a block."""
+    request |= {
+        "messages": [{"role": "user", "content": generator.choice(("x", "def main():", "import os"))}],
+        "temperature": 0,
+        "max_tokens": generator.choice((1, 8, 40)),
+        "stop": [generator.choice(("\n", "(", "self", " = "))],
+    }
+    _chat_completion(server, request)
+
+
+def _with_tools(server, known: Known, generator, name, request) -> None:
+    """Have a tool called; the streamed call equals the whole answer's."""
+    parameters = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    request |= {
+        "messages": [{"role": "user", "content": generator.choice(("call", "call f", "again"))}],
+        **{"temperature": 0, "max_tokens": 100, "tools": tools, "tool_choice": "required"},
+    }
+    whole = [_call(call) for call in _chat_completion(server, request)["message"]["tool_calls"] or []]
+    streamed: list[list[str]] = []
+    with _open(server, {"model": "default", **request, "stream": True}, "/v1/chat/completions") as response:
+        for chunk in _chunks(response):
+            for call in chunk["choices"][0]["delta"].get("tool_calls") or [] if chunk["choices"] else []:
+                streamed += [["", ""]] * (call["index"] + 1 - len(streamed))
+                pair = zip(streamed[call["index"]], _call(call), strict=True)
+                streamed[call["index"]] = [before + more for before, more in pair]
+    if streamed != whole:
+        raise Wrong(f"streamed {streamed}, whole {whole}")
+
+
+def _call(call: dict) -> list[str]:
+    return [call["function"].get(field) or "" for field in ("name", "arguments")]
+
+
+def _to_the_end(server, known: Known, generator, name, request) -> dict:
+    """Ask for more than the context or the pool holds: the answer ends with `length` at what fits."""
+    ids = known.request["input_ids"]
+    left = _context_length(server.url) - len(ids)
+    request |= {"input_ids": ids}
+    request["sampling_params"] = {"temperature": 0, "max_new_tokens": left, "ignore_eos": True}
+    answer = _post(server, request)
+    meta = answer["meta_info"]
+    if meta["finish_reason"]["type"] != "length" or meta["completion_tokens"] != len(answer["output_ids"]):
+        raise Wrong(f"{meta['finish_reason']}, {meta['completion_tokens']}, {len(answer['output_ids'])}")
+    return meta
+
+
+@functools.cache
+def _context_length(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=PATIENCE) as response:
+        return json.load(response)["data"][0]["max_model_len"]
+
+
 def _aborted(server, known: Known, generator, name, request) -> None:
     request |= known.request | {"rid": name}
     request["sampling_params"] = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
@@ -343,9 +424,9 @@ def _bad(server, known, generator, name, request) -> None:
     raise Wrong(f"was answered: {str(answer)[:500]}")
 
 
-def _open(server: Server, request: dict) -> http.client.HTTPResponse:
+def _open(server: Server, request: dict, path: str = "/generate") -> http.client.HTTPResponse:
     call = urllib.request.Request(
-        server.url + "/generate",
+        server.url + path,
         data=json.dumps(request).encode(),
         headers={"Content-Type": "application/json"},
     )
