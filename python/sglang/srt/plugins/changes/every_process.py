@@ -1,7 +1,7 @@
 """Changes in every process, and in the process that receives requests."""
 
 from sglang_dflash.srt.plugins import hooks
-from sglang_dflash.srt.plugins.change import Change, made_by
+from sglang_dflash.srt.plugins.change import PIECES, Change, made_by
 from sglang_dflash.srt.plugins.changes.cpu import AT_CPU_LOAD
 
 AT_LOAD = (
@@ -26,5 +26,25 @@ AT_FRONT_END = (
         signature="(self)",
         why="SGLang does not check types and ranges of sampling parameters; some end the scheduler",
         build=made_by("srt.speculative.request_fields.checking_requests"),
+    ),
+    *(
+        Change(
+            target=f"sglang.srt.{parser}",
+            remove_when="SGLang's parsers take a chunk of several tokens",
+            upstream="https://github.com/sgl-project/sglang/issues/31915",
+            feature=PIECES,
+            signature=signature,
+            why="streamed tool calls lose arguments if one chunk holds several steps of a call",
+            build=made_by(f"srt.parser.piecewise.{ours}"),
+        )
+        for parser, ours, signature in (
+            ("function_call.function_call_parser.FunctionCallParser.__init__", "tool_calls_in_pieces", None),
+            ("parser.reasoning_parser.ReasoningParser.__init__", "reasoning_in_pieces", None),
+            (
+                "function_call.json_array_parser.JsonArrayParser.parse_streaming_increment",
+                "json_arrays_in_pieces",
+                "(self, new_text, tools)",
+            ),
+        )
     ),
 )

@@ -1,0 +1,1 @@
+"""Parsers of answers that arrive several tokens at a time."""

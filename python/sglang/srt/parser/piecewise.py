@@ -1,0 +1,108 @@
+"""SGLang's streaming parsers, fed in pieces of a token's size.
+
+Many of SGLang's detectors take one step of a tool call per increment. A chunk that ends one call and begins
+the next then loses arguments, or a call. A step of DFLASH is such a chunk. Other detectors need a marker such
+as `<tool_call>` in one increment, because it is one token of their models. So each detector reads a chunk in
+pieces of at most a word, with markers whole, and the results are joined.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# A marker, else a word or a sign with the space before it, as tokenizers cut text.
+_PIECE = re.compile(r"<[^<>\s]+>| ?\w+| ?[^\w\s<]|\s+(?!\S)|.", re.DOTALL)
+# The beginning of a marker at the end of a chunk. No marker of SGLang's detectors is nearly as long.
+_OPEN_MARKER = re.compile(r"<[^<>\s]{0,63}\Z")
+
+
+def pieces_of(text: str) -> list[str]:
+    """Cut text into pieces of a token's size; an empty text is one piece."""
+    return _PIECE.findall(text) or [""]
+
+
+def joined(results: Sequence[Any]) -> Any:
+    """Join a detector's results for several pieces into the last of them.
+
+    Arguments of one call that follow each other become one item, as they are one event of the stream.
+    """
+    last = results[-1]
+    for field in ("normal_text", "reasoning_text"):
+        if hasattr(last, field):
+            setattr(last, field, "".join(getattr(result, field) or "" for result in results))
+    if hasattr(last, "calls"):
+        calls: list[Any] = []
+        for call in [call for result in results for call in result.calls]:
+            if calls and not call.name and call.tool_index == calls[-1].tool_index:
+                calls[-1].parameters += call.parameters
+            else:
+                calls.append(call)
+        last.calls = calls
+    return last
+
+
+@functools.cache
+def piecewise(detector: Any) -> type:
+    """Derive a detector that parses a chunk of any length as it parses single tokens."""
+
+    class Piecewise(detector):  # type: ignore[misc]
+        reads_pieces = True
+        _open_marker = ""
+
+        def parse_streaming_increment(self, new_text: str, *tools: Any) -> Any:
+            """Parse a chunk in pieces. A marker that has only begun waits for its end."""
+            parse = super().parse_streaming_increment
+            text = self._open_marker + new_text
+            is_open = _OPEN_MARKER.search(text)
+            self._open_marker = is_open.group() if is_open else ""
+            return joined([parse(piece, *tools) for piece in pieces_of(text.removesuffix(self._open_marker))])
+
+        def finish(self, *tools: Any) -> Any:
+            """Parse a marker that did not end, and release what the detector held back."""
+            text, self._open_marker = self._open_marker, ""
+            rest = [super().parse_streaming_increment(text, *tools)] if text else []
+            return joined([*rest, super().finish(*tools)])
+
+    Piecewise.__name__ = detector.__name__
+    return Piecewise
+
+
+def _reading_pieces(parser: type) -> Callable[..., None]:
+    original = parser.__init__  # type: ignore[misc]
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        detector = self.detector
+        if not hasattr(detector, "reads_pieces"):
+            detector.__class__ = piecewise(detector.__class__)
+
+    return __init__
+
+
+def tool_calls_in_pieces() -> Callable[..., None]:
+    """Build `FunctionCallParser.__init__`, which makes its detector read pieces."""
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    return _reading_pieces(FunctionCallParser)
+
+
+def reasoning_in_pieces() -> Callable[..., None]:
+    """Build `ReasoningParser.__init__`, which makes its detector read pieces."""
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    return _reading_pieces(ReasoningParser)
+
+
+def json_arrays_in_pieces() -> Callable[..., Any]:
+    """Build `JsonArrayParser.parse_streaming_increment`, used for required calls."""
+    from sglang.srt.function_call.json_array_parser import JsonArrayParser
+
+    original = JsonArrayParser.parse_streaming_increment
+
+    @functools.wraps(original)
+    def parse_streaming_increment(self: Any, new_text: str, tools: Any) -> Any:
+        return joined([original(self, piece, tools) for piece in pieces_of(new_text)])
+
+    return parse_streaming_increment
