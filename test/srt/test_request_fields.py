@@ -1,16 +1,24 @@
-"""Validation of request fields, without a server."""
+"""Validation of requests, in the front end and in the scheduler."""
 
+from array import array
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from serving import TARGET, dflash_arguments
+from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+from support import scheduled
+from support.scheduled import Job
 
+from sglang_dflash.srt.speculative import request_fields
 from sglang_dflash.srt.speculative.request_fields import (
     INT64,
     MAX_ANSWERS,
     check_request,
-    remove_out_of_range,
+    find_problem,
+    validate_dflash_request,
 )
 
 
@@ -66,10 +74,6 @@ def test_names_of_requests_as_sglang_takes_them(fields):
         ({"sampling": {"sampling_seed": 2**70}}, "sampling_seed"),
         ({"sampling": {"stop_regex": ["a", "["]}}, "stop_regex"),
         ({"sampling": {"nonsense": 1}}, "nonsense"),
-        *(
-            ({"sampling": {"custom_params": {"speculative_max_tokens": cap}}}, "speculative_max_tokens is a")
-            for cap in (-1, 2.5, True, "3", None, [1])
-        ),
         ({"sampling": ["x"]}, "sampling_params"),
         ({"sampling": [{}], "text": "one prompt"}, "a list of prompts"),
         ({"sampling": [{}], "input_ids": [1, 2]}, "a list of prompts"),
@@ -77,7 +81,6 @@ def test_names_of_requests_as_sglang_takes_them(fields):
         ({"rid": ["a"], "input_ids": [1, 2], "sampling": {"n": 1}}, "rid"),
         ({"rid": ["a", "b"], "text": "one prompt", "sampling": {"n": 2}}, "rid"),
         ({"rid": [], "input_embeds": [[0.5]]}, "rid"),
-        ({"logprob_start_len": -5}, "logprob_start_len"),
         ({"logprob_start_len": [0, 2**70]}, "logprob_start_len"),
         ({"positional_embed_overrides": {"a": 1}}, "positional_embed_overrides"),
         ({"positional_embed_overrides": [[1, 2]]}, "positional_embed_overrides"),
@@ -90,8 +93,6 @@ def test_invalid_fields_are_named(fields, message):
 
 def test_every_parameter_that_sglang_has_is_known():
     """SGLang's default of every public sampling parameter is accepted."""
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
     defaults = SamplingParams()
     internal = (
         "stop_strs",
@@ -122,7 +123,6 @@ ANYTHING = st.recursive(
 def test_accepted_fields_can_be_sent_to_the_scheduler(data):
     """Every accepted field must decode, because the scheduler exits if one does not."""
     import msgspec
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
     name = data.draw(st.sampled_from(SamplingParams.__struct_fields__))
     sampling = {name: data.draw(ANYTHING)}
@@ -135,48 +135,98 @@ def test_accepted_fields_can_be_sent_to_the_scheduler(data):
     msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=SamplingParams)
 
 
-def scheduled(**fields) -> SimpleNamespace:
-    logprob = SimpleNamespace(
-        top_logprobs_num=fields.pop("top_logprobs_num", 0),
-        token_ids_logprob=fields.pop("token_ids_logprob", None),
-    )
-    processor = fields.pop("custom_logit_processor", None)
-    params = SimpleNamespace(**{"stop_token_ids": None, "top_k": 1, **fields})
-    return SimpleNamespace(
-        vocab_size=100, logprob=logprob, sampling_params=params, custom_logit_processor=processor
+def sent(sampling=None, **fields) -> TokenizedGenerateReqInput:
+    """Return a request as the scheduler gets it."""
+    return TokenizedGenerateReqInput(
+        **dict.fromkeys(("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
+        | {"return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0, "stream": False}
+        | {"input_ids": array("q", [5, 99]), "sampling_params": SamplingParams(**sampling or {}), **fields}
     )
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"stop_token_ids": {0, 99}},
-        {"top_k": 1 << 30},
-        {"top_k": 2**31 - 1},
-        {"top_logprobs_num": 100},
-        {"token_ids_logprob": [0, 99]},
-    ],
-)
-def test_fields_within_the_vocabulary(fields):
-    assert remove_out_of_range(scheduled(**fields)) == []
+@pytest.fixture(autouse=True)
+def backends(monkeypatch):
+    """Publish no server: requests are checked for one without outlines and determinism."""
+    published = SimpleNamespace(
+        kernel=SimpleNamespace(grammar_backend="xgrammar"),
+        deterministic=SimpleNamespace(enable_deterministic_inference=False),
+    )
+    monkeypatch.setattr(request_fields, "get_exec", lambda: published)
+    return published
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"stop_token_ids": {5, 100}},
-        {"stop_token_ids": {-1}},
-        {"top_k": 2**31},
-        {"top_logprobs_num": 101},
-        {"top_logprobs_num": -1},
-        {"token_ids_logprob": [5, 100]},
-        {"token_ids_logprob": [-1]},
-        {"custom_logit_processor": "nonsense"},
-        {"custom_logit_processor": '{"callable": "00"}'},
-    ],
+GOOD = (
+    ({"stop_token_ids": {0, 99}, "top_k": 1 << 30, "min_p": 0.5, "regex": "a+"}, {}),
+    ({"top_k": 2**31 - 1, "custom_params": {"speculative_max_tokens": 0}}, {}),
+    ({"logit_bias": {"0": 1.0, "99": -1.0}}, {"top_logprobs_num": 100, "token_ids_logprob": [0, 99]}),
+    ({}, {"logprob_start_len": 0, "input_embeds": [[0.5] * 8] * 2}),
 )
-def test_fields_outside_the_vocabulary_are_named_and_removed(fields):
-    req = scheduled(**fields)
-    [message] = remove_out_of_range(req)
-    assert message.startswith(next(iter(fields)))
-    assert remove_out_of_range(req) == []
+# The field that is named, sampling parameters, other fields.
+BAD = (
+    ("stop_token_ids", {"stop_token_ids": {5, 10**6}, "min_new_tokens": 3}, {}),
+    ("stop_token_ids", {"stop_token_ids": {-1}}, {}),
+    ("top_k", {"top_k": 2**31}, {}),
+    ("top_k", {"top_k": -5}, {}),
+    ("min_p", {"min_p": 5.0}, {}),
+    ("temperature", {"temperature": float("nan")}, {}),
+    ("frequency_penalty", {"frequency_penalty": float("nan")}, {}),
+    ("logit_bias", {"logit_bias": {"1000000": 1.0}}, {}),
+    ("invalid literal", {"logit_bias": {"x": 1.0}}, {}),
+    *(
+        ("speculative_max_tokens is a", {"custom_params": {"speculative_max_tokens": cap}}, {})
+        for cap in (-1, 2.5, True, "3", None, [1])
+    ),
+    ("top_logprobs_num", {}, {"return_logprob": True, "top_logprobs_num": 10**6}),
+    ("top_logprobs_num", {}, {"return_logprob": True, "top_logprobs_num": -1}),
+    ("token_ids_logprob", {}, {"return_logprob": True, "token_ids_logprob": [5, 10**6]}),
+    ("token_ids_logprob", {}, {"return_logprob": True, "token_ids_logprob": [-1]}),
+    ("logprob_start_len", {}, {"return_logprob": True, "logprob_start_len": -5}),
+    ("input_embeds", {}, {"input_embeds": [[1.0]]}),
+    ("return_hidden_states", {}, {"return_hidden_states": True}),
+)
+MODEL = SimpleNamespace(vocab_size=100, hidden_size=8)
+
+
+def test_good_fields_are_served():
+    for sampling, fields in GOOD:
+        assert find_problem(sent(sampling, **fields), MODEL) is None, (sampling, fields)
+
+
+@pytest.mark.parametrize("name, sampling, fields", BAD)
+def test_bad_fields_are_named_in_the_scheduler(name, sampling, fields):
+    assert name in find_problem(sent(sampling, **fields), MODEL)
+
+
+def test_a_grammar_that_cannot_roll_back_is_refused_per_request(backends):
+    backends.kernel.grammar_backend = "outlines"
+    assert "regex with --grammar-backend outlines" in find_problem(sent({"regex": "a+"}), MODEL)
+    assert find_problem(sent(), MODEL) is None
+
+
+def test_images_are_served_on_any_target():
+    """SGLang gives an image's tokens ids outside the vocabulary."""
+    request = SimpleNamespace(
+        sampling_params=SamplingParams(),
+        multimodal_inputs=object(),
+        origin_input_ids=[5, 10**9],
+        vocab_size=100,
+    )
+    assert validate_dflash_request(request, True) is None
+    request.multimodal_inputs = None
+    assert "1000000000" in validate_dflash_request(request, True)
+
+
+def test_the_scheduler_outlives_every_bad_field():
+    """Send each past the front end, also in a request that SGLang refuses itself; others are served."""
+    unknown = {"session_params": SessionParams(id="unknown")}
+    tokens = tuple(range(300, 320))
+    jobs = [Job(tokens, 4, sampling=sampling, fields=fields) for _, sampling, fields in BAD]
+    jobs += [Job(tokens, 4, sampling=sampling, fields=fields | unknown) for _, sampling, fields in BAD]
+    jobs += [Job((), 4), Job((-1, 5), 4), Job((5, 10**6), 4)]
+    jobs += [Job(tokens, 4, processor=processor) for processor in ("nonsense", '{"callable": "00"}')]
+    arguments = ["--model-path", TARGET, *dflash_arguments(), "--max-total-tokens", "2000"]
+    arguments += ["--mem-fraction-static", "0.3", "--enable-custom-logit-processor"]
+    answers = scheduled.run(arguments, [[Job(tokens, 4), *jobs, Job(tokens, 4)]])[0]
+    reasons = [answer.finish_reason for answer in answers]
+    assert reasons == ["FINISH_LENGTH", *["FINISH_ABORT"] * len(jobs), "FINISH_LENGTH"]
+    assert len(answers[0].output_ids) == 4 and answers[0].output_ids == answers[-1].output_ids

@@ -6,8 +6,6 @@ import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from support.families import FAMILIES
 
-from sglang_dflash.srt.speculative import dflash_utils
-from sglang_dflash.srt.speculative.dflash_utils import validate_dflash_request
 from sglang_dflash.srt.speculative.targets import kinds as target_kinds
 from sglang_dflash.srt.speculative.targets.kinds import (
     VERIFIED_TARGETS,
@@ -127,43 +125,6 @@ def test_a_target_that_names_inputs_gets_the_ids_of_inputs(monkeypatch):
 def test_impossible_targets_are_refused(names, words, registry):
     with pytest.raises(ValueError, match=words):
         target_kind(names)
-
-
-def request_with(**fields):
-    parameters = dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "stop_token_ids"))
-    defaults = {
-        "custom_logit_processor": None,
-        "return_hidden_states": False,
-        "sampling_params": SimpleNamespace(min_p=0.0, top_k=1, **parameters),
-        "logprob": SimpleNamespace(top_logprobs_num=0, token_ids_logprob=None),
-        "multimodal_inputs": None,
-        "origin_input_ids": [5, 99],
-        "vocab_size": 100,
-    }
-    return SimpleNamespace(**defaults | fields)
-
-
-def test_images_are_served_on_any_target():
-    # SGLang gives an image's tokens ids outside the vocabulary.
-    request = request_with(multimodal_inputs=object(), origin_input_ids=[5, 10**9])
-    assert validate_dflash_request(request, True) is None
-    request.multimodal_inputs = None
-    assert "1000000000" in validate_dflash_request(request, True)
-    assert validate_dflash_request(request_with(), True) is None
-
-
-@pytest.mark.parametrize("backend, is_refused", [("outlines", True), ("xgrammar", False)])
-def test_a_grammar_that_cannot_roll_back_is_refused_per_request(backend, is_refused, monkeypatch):
-    kernel = SimpleNamespace(grammar_backend=backend)
-    monkeypatch.setattr(dflash_utils, "get_exec", lambda: SimpleNamespace(kernel=kernel))
-    request = request_with()
-    request.sampling_params.regex = "a+"
-    message = validate_dflash_request(request, True)
-    if is_refused:
-        assert "regex with --grammar-backend outlines" in message
-        assert request.sampling_params.regex is None  # a refused request still gets one forward
-    else:
-        assert message is None and request.sampling_params.regex == "a+"
 
 
 def test_a_model_that_lacks_its_method_is_named():

@@ -30,7 +30,7 @@ class Job:
 
     step: the scheduler step it joins in. abort_after: abort it once it has so many tokens. processor: a
     serialized custom logit processor. masks: return sampling masks. reasons: it begins inside its thoughts.
-    adapter: the LoRA adapter's name.
+    adapter: the LoRA adapter's name. fields: others of SGLang's TokenizedGenerateReqInput.
     """
 
     input_ids: tuple[int, ...]
@@ -45,6 +45,7 @@ class Job:
     masks: bool = False
     reasons: bool = False
     adapter: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -213,8 +214,8 @@ class _Driver:
         sampling = SamplingParams(
             max_new_tokens=job.max_new_tokens, ignore_eos=job.ignore_eos, **job.sampling
         )
-        sampling.normalize(None)
-        return TokenizedGenerateReqInput(
+        sampling.normalize(self.scheduler.tokenizer)
+        request = TokenizedGenerateReqInput(
             rid=str(i),
             input_text=None,
             input_ids=array("q", job.input_ids),
@@ -232,6 +233,9 @@ class _Driver:
             require_reasoning=job.reasons,
             lora_id=self._adapter_ids.get(job.adapter),
         )
+        for name, value in job.fields.items():
+            setattr(request, name, value)
+        return request
 
     def answers(self):
         """Return the answers per group, in the order of the jobs."""

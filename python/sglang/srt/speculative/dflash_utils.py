@@ -1,4 +1,4 @@
-"""Start-up checks of target, KV budget and graph memory, and checks of requests."""
+"""Start-up checks of target, KV budget and graph memory."""
 
 import logging
 from collections.abc import Callable
@@ -6,57 +6,15 @@ from typing import Any
 
 import torch
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
-from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
 from sglang_dflash.srt.compat import budgeted_draft_bytes
-from sglang_dflash.srt.speculative.request_fields import remove_out_of_range
 
 logger = logging.getLogger(__name__)
 
-_GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 # The draft's graphs and their workspaces take a few hundred MB. Without them a step still runs.
 DRAFT_GRAPHS_NEED_GB = 1.0
-
-
-def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
-    """Check a request. SGLang calls this for every one.
-
-    Returns the message of an HTTP 400, or None to serve the request. A request that DFLASH cannot serve
-    exactly as the target alone would is refused by name."""
-    refused = []
-    if req.return_hidden_states:
-        refused.append("return_hidden_states")
-    if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
-        # SGLang's sampler would end the server, and even a refused request gets one forward.
-        refused.append("min_p with --enable-deterministic-inference")
-        req.sampling_params.min_p = 0.0
-    grammars = [name for name in _GRAMMAR_FIELDS if getattr(req.sampling_params, name, None) is not None]
-    if grammars and get_exec().kernel.grammar_backend == "outlines":
-        # It cannot roll back over rejected tokens, which would end the server.
-        refused += [f"{name} with --grammar-backend outlines" for name in grammars]
-        for name in grammars:
-            setattr(req.sampling_params, name, None)
-    wrong = remove_out_of_range(req)
-    if refused:
-        return f"DFLASH speculative decoding does not support {', '.join(refused)} yet."
-    return "; ".join(wrong) + "." if wrong else _outside_vocabulary(req)
-
-
-def _outside_vocabulary(req: Any) -> str | None:
-    """Describe a prompt that would end the server with an index error, or return None.
-
-    Such a prompt is empty, or names a token id outside the embedding. SGLang accepts both.
-    """
-    ids = req.origin_input_ids
-    if not len(ids):
-        return "input_ids: the prompt has no tokens."
-    if req.multimodal_inputs is not None:
-        return None  # ids of an image's tokens are outside on purpose
-    worst = next((token for token in (min(ids), max(ids)) if not 0 <= token < req.vocab_size), None)
-    if worst is None:
-        return None
-    return f"input_ids: {worst} is outside the vocabulary, 0 to {req.vocab_size - 1}."
 
 
 def check_target_model(target_model: Any, num_aux_layers: int) -> None:

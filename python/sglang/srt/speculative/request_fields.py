@@ -1,16 +1,18 @@
-"""Checks of request fields that could end the server.
+"""Checks of requests, in two processes. What fails is answered with HTTP 400, by name.
 
-Such a field reaches an index, a number of fixed width or an allocation, and SGLang does not check it. The
-request is refused by name, in two places: the front end sees it as it was sent, and the scheduler knows the
-vocabulary.
+`find_problem` stands in the scheduler and keeps it alive, whoever sends the request. `check_request` stands
+in SGLang's front end in Python, which checks few types: the scheduler could not decode what it sends.
 """
 
 import functools
 import re
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.srt.configs.validation import shown
 from sglang_dflash.srt.speculative.acceptance.caps import check_cap
@@ -21,6 +23,7 @@ MAX_ANSWERS = 4096
 INT64 = 2**63
 # The sampler keeps `top_k` in 32 bits. Above the vocabulary it keeps every token anyway.
 MAX_TOP_K = 2**31 - 1
+_GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 # SGLang fills these in itself.
 _INTERNAL = (
     "stop_strs",
@@ -69,8 +72,8 @@ def check_request(request: Any) -> None:
         if len(request.rid) != 1 or sampling.get("n", 1) == 1:
             raise ValueError(f"rid: {shown(request.rid)} is a list, which goes with a list of prompts.")
     for start in _each(request.logprob_start_len):
-        if not -1 <= start < INT64:
-            raise ValueError(f"logprob_start_len: {start} is neither -1 nor a position.")
+        if not -INT64 <= start < INT64:
+            raise ValueError(f"logprob_start_len: {start} is beyond 64 bits.")
 
 
 def _check_sampling(sampling: dict[str, Any]) -> None:
@@ -87,7 +90,6 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
             raise ValueError(f"sampling_params: {name} cannot be {shown(value)}: {error}.") from error
         if any(not -INT64 <= number < INT64 for number in _integers(value)):
             raise ValueError(f"sampling_params: {name} has a number beyond 64 bits.")
-    check_cap(sampling.get("custom_params"))
     for pattern in _each(sampling.get("stop_regex")):
         try:
             re.compile(pattern)
@@ -112,8 +114,6 @@ def _is_one_prompt(request: Any) -> bool:
 @functools.cache
 def _parameter_types() -> dict[str, Any]:
     """Return the types of SGLang's sampling parameters by name."""
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
     types = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
     return types | {"stop_token_ids": list[int | str | None]}  # SGLang itself makes numbers of them
 
@@ -137,28 +137,113 @@ def _integers(value: Any) -> Iterator[int]:
             yield from _integers(nested)
 
 
-def remove_out_of_range(req: Any) -> list[str]:
-    """Remove values outside the vocabulary, or their integer type, from a scheduler's request.
+class Refused(SamplingParams):
+    """Sampling parameters of a refused request, which SGLang still runs through one forward.
 
-    Returns a message for each. SGLang runs even a refused request through one forward, so they must go.
+    problem: the message of its HTTP 400.
     """
-    found, params, last = [], req.sampling_params, req.vocab_size - 1
+
+    problem: str = ""
+
+
+def refusing_requests() -> Callable[..., None]:
+    """Build `Scheduler.handle_generate_request`, which checks a request first.
+
+    A front end of another language sends requests without SGLang's checks in Python. SGLang also refuses some
+    requests by itself, such as those of an unknown session, and then runs them with what they asked for.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    original = Scheduler.handle_generate_request
+
+    @functools.wraps(original)
+    def handle_generate_request(self: Any, recv_req: Any, *, mm_input_error: str | None = None) -> None:
+        if problem := find_problem(recv_req, self.model_config):
+            _make_harmless(recv_req, problem)
+        original(self, recv_req, mm_input_error=mm_input_error)
+
+    return handle_generate_request
+
+
+def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
+    """Return the message of an HTTP 400, or None. SGLang calls this for every request."""
+    if isinstance(req.sampling_params, Refused):
+        return req.sampling_params.problem
     if req.custom_logit_processor is not None:
         try:
             guard(req)
         except Exception as error:  # whatever the sender's bytes raise; SGLang would end the server
-            found.append(f"custom_logit_processor: cannot be used: {type(error).__name__}: {error!s:.200}")
             req.custom_logit_processor = None
-    if outside := [token for token in params.stop_token_ids or () if not 0 <= token <= last]:
-        found.append(f"stop_token_ids: {outside[0]} is outside the vocabulary, 0 to {last}")
-        params.stop_token_ids = None
+            return f"custom_logit_processor: cannot be used: {type(error).__name__}: {error!s:.200}."
+    return _outside_vocabulary(req)
+
+
+def find_problem(request: Any, model: Any) -> str | None:
+    """Check SGLang's TokenizedGenerateReqInput against its ModelConfig.
+
+    Returns why the request is refused: it would end the scheduler, or DFLASH cannot serve it exactly as the
+    target alone would. None: it is served.
+    """
+    params, last = request.sampling_params, model.vocab_size - 1
+    if unsupported := _unsupported(request):
+        return f"DFLASH speculative decoding does not support {', '.join(unsupported)} yet."
+    try:
+        params.verify(model.vocab_size)
+        check_cap(params.custom_params)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    for name, tokens in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("token_ids_logprob", request.token_ids_logprob),
+    ):
+        if outside := [token for token in tokens or () if not 0 <= token <= last]:
+            return f"{name}: {outside[0]} is outside the vocabulary, 0 to {last}."
     if params.top_k > MAX_TOP_K:
-        found.append(f"top_k: {params.top_k} is more than {MAX_TOP_K}")
-        params.top_k = 1
-    if not 0 <= req.logprob.top_logprobs_num <= req.vocab_size:
-        found.append(f"top_logprobs_num: {req.logprob.top_logprobs_num} is not in 0 to {req.vocab_size}")
-        req.logprob.top_logprobs_num = 0
-    if outside := [token for token in req.logprob.token_ids_logprob or () if not 0 <= token <= last]:
-        found.append(f"token_ids_logprob: {outside[0]} is outside the vocabulary, 0 to {last}")
-        req.logprob.token_ids_logprob = None
+        return f"top_k: {params.top_k} is more than {MAX_TOP_K}."
+    if not 0 <= request.top_logprobs_num <= model.vocab_size:
+        return f"top_logprobs_num: {request.top_logprobs_num} is not in 0 to {model.vocab_size}."
+    if request.logprob_start_len < -1:
+        return f"logprob_start_len: {request.logprob_start_len} is neither -1 nor a position."
+    if any(len(row) != model.hidden_size for row in request.input_embeds or ()):
+        return f"input_embeds: an embedding does not have {model.hidden_size} numbers."
+    return None
+
+
+def _unsupported(request: Any) -> list[str]:
+    params, found = request.sampling_params, []
+    if request.return_hidden_states:
+        found.append("return_hidden_states")
+    if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
+        found.append("min_p with --enable-deterministic-inference")  # SGLang's sampler would end the server
+    if get_exec().kernel.grammar_backend == "outlines":  # it cannot roll back over rejected tokens
+        grammars = [name for name in _GRAMMAR_FIELDS if getattr(params, name) is not None]
+        found += [f"{name} with --grammar-backend outlines" for name in grammars]
     return found
+
+
+def _make_harmless(request: Any, problem: str) -> None:
+    """Let nothing of a refused request reach a forward."""
+    request.sampling_params = Refused(
+        problem=problem, max_new_tokens=1, top_k=1, stop_strs=[], stop_regex_strs=[], is_normalized=True
+    )
+    request.custom_logit_processor = request.token_ids_logprob = None
+    request.return_logprob = request.return_hidden_states = request.return_sampling_mask = False
+    request.top_logprobs_num, request.logprob_start_len = 0, -1
+    if request.input_embeds is not None:
+        request.input_embeds, request.input_ids = None, array("q", [0])
+
+
+def _outside_vocabulary(req: Any) -> str | None:
+    """Describe a prompt that would end the server with an index error, or return None.
+
+    Such a prompt is empty, or names a token id outside the embedding. SGLang accepts both.
+    """
+    ids = req.origin_input_ids
+    if not len(ids):
+        return "input_ids: the prompt has no tokens."
+    if req.multimodal_inputs is not None:
+        return None  # ids of an image's tokens are outside on purpose
+    worst = next((token for token in (min(ids), max(ids)) if not 0 <= token < req.vocab_size), None)
+    if worst is None:
+        return None
+    return f"input_ids: {worst} is outside the vocabulary, 0 to {req.vocab_size - 1}."
