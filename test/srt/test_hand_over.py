@@ -98,6 +98,8 @@ HANDED_OVER = {
     "sparse attention": ({}, {"enable_hisparse": True}, "--enable-hisparse"),
     "two-batch overlap": ({}, {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
     "PD multiplexing": ({}, {"enable_pdmux": True}, "--enable-pdmux"),
+    "megakernels": ({}, {"enable_nvidia_megakernel": True}, "--enable-nvidia-megakernel"),
+    "monokernels": ({}, {"enable_amd_monokernel": True}, "--enable-amd-monokernel"),
     "an NPU": ({}, {"device": "npu"}, "device 'npu'"),
     "an XPU": ({}, {"device": "xpu"}, "device 'xpu'"),
     "a target backend": ({}, {"attention_backend": "flashmla"}, "'flashmla'"),

@@ -62,7 +62,7 @@ def test_how_many_and_where():
     """SGLang's registries take the rest. No change touches what they hold."""
     current = [change for change in CHANGES if change.until is None]
     assert len(current) <= 40
-    assert len([change for change in current if not change.cpu_only]) <= 16
+    assert len([change for change in current if not change.cpu_only]) <= 17
     forbidden = (
         "SpeculativeAlgorithm",
         "FutureMap",

@@ -37,8 +37,9 @@ READ_THE_TOKENIZER = ("response_template", "hunyuan")
 @pytest.fixture(autouse=True)
 def reading_pieces(monkeypatch):
     """Make SGLang's parsers those of a server with DFLASH."""
-    monkeypatch.setattr(FunctionCallParser, "__init__", piecewise.tool_calls_in_pieces())
-    monkeypatch.setattr(ReasoningParser, "__init__", piecewise.reasoning_in_pieces())
+    for parser, registry in ((FunctionCallParser, "ToolCallParserEnum"), (ReasoningParser, "DetectorMap")):
+        monkeypatch.setattr(parser, registry, dict(getattr(parser, registry)))
+    piecewise.register()
     monkeypatch.setattr(JsonArrayParser, "parse_streaming_increment", piecewise.json_arrays_in_pieces())
 
 
@@ -153,10 +154,9 @@ def test_no_text_is_lost(text, size):
     assert "".join((reasoning or "") + (said or "") for reasoning, said in parsed) == text
 
 
-def test_a_detector_stays_what_it_is(monkeypatch):
-    """A parser that is changed twice reads pieces once."""
+def test_a_detector_reads_pieces_once():
+    """A second server in the process changes nothing, and SGLang still knows the detector."""
     from sglang.srt.function_call.qwen25_detector import Qwen25Detector
 
-    monkeypatch.setattr(FunctionCallParser, "__init__", piecewise.tool_calls_in_pieces())
-    detector = tool_parser("qwen").detector
-    assert type(detector) is piecewise.piecewise(Qwen25Detector)
+    piecewise.register()
+    assert type(tool_parser("qwen").detector) is piecewise.piecewise(Qwen25Detector)

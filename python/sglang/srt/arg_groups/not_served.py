@@ -63,12 +63,16 @@ _FLAGS = (
         NotServed("two-batch overlap (--enable-two-batch-overlap)", True),
     ),
     ("enable_pdmux", (False,), NotServed("PD multiplexing (--enable-pdmux)", True)),
+    # Both replace the forwards that verify blocks.
+    ("enable_nvidia_megakernel", (False,), NotServed("megakernels (--enable-nvidia-megakernel)", True)),
+    ("enable_amd_monokernel", (False,), NotServed("monokernels (--enable-amd-monokernel)", True)),
 )
 
 
 def flag_findings(args: Any) -> list[NotServed]:
     """List flags and devices that ours does not serve."""
-    found = [finding for field, served, finding in _FLAGS if getattr(args, field) not in served]
+    # SGLang 0.5.22 lacks some of them.
+    found = [finding for field, served, finding in _FLAGS if getattr(args, field, served[0]) not in served]
     window, backend = args.speculative_draft_window_size, args.attention_backend
     if window is not None and window < 1:
         text = f"--speculative-draft-window-size {window}: leave it out for a draft without a window"

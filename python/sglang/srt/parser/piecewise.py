@@ -68,35 +68,22 @@ def piecewise(detector: Any) -> type:
     return Piecewise
 
 
-def _reading_pieces(parser: type) -> Callable[..., None]:
-    original = parser.__init__  # type: ignore[misc]
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        detector = self.detector
-        if not hasattr(detector, "reads_pieces"):
-            detector.__class__ = piecewise(detector.__class__)
-
-    return __init__
-
-
-def tool_calls_in_pieces() -> Callable[..., None]:
-    """Build `FunctionCallParser.__init__`, which makes its detector read pieces."""
+def register() -> None:
+    """Register detectors that read pieces in SGLang's two registries, under the names that are there."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
-
-    return _reading_pieces(FunctionCallParser)
-
-
-def reasoning_in_pieces() -> Callable[..., None]:
-    """Build `ReasoningParser.__init__`, which makes its detector read pieces."""
     from sglang.srt.parser.reasoning_parser import ReasoningParser
 
-    return _reading_pieces(ReasoningParser)
+    for registry in (FunctionCallParser.ToolCallParserEnum, ReasoningParser.DetectorMap):
+        for name, detector in registry.items():
+            if not hasattr(detector, "reads_pieces"):
+                registry[name] = piecewise(detector)
 
 
 def json_arrays_in_pieces() -> Callable[..., Any]:
-    """Build `JsonArrayParser.parse_streaming_increment`, used for required calls."""
+    """Build `JsonArrayParser.parse_streaming_increment`, used for required calls.
+
+    SGLang 0.5.22 gives one name or one argument for each chunk, and the rest never.
+    """
     from sglang.srt.function_call.json_array_parser import JsonArrayParser
 
     original = JsonArrayParser.parse_streaming_increment

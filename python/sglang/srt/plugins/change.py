@@ -104,6 +104,5 @@ CpuChange = functools.partial(Change, cpu_only=True)
 RECURRENT = "targets with recurrent states on a CPU"
 CPU_PD = "disaggregation on a CPU"
 BOUNDS = "decode cycles that do not wait for the device's lengths"
-PIECES = "streamed tool calls and reasoning of several tokens a chunk"
 SPEED = "faster operators on a CPU"
 RECURRENT_WIDTH = "adaptive width for targets with recurrent states"

@@ -40,6 +40,13 @@ def open_at_load() -> None:
         registry_logger.disabled = False
 
 
+def open_in_front_end() -> None:
+    """Register parsers that take a chunk of many tokens, where the arguments request DFLASH."""
+    from sglang_dflash.srt.parser import piecewise
+
+    piecewise.register()
+
+
 def open_in_scheduler() -> None:
     """Register our draft models. SGLang has models of the first two names, which ours replace."""
     from sglang.srt.models.registry import ModelRegistry

@@ -34,7 +34,7 @@ def resolve_speculative_decoding(server_args: Any, previous: Any) -> None:
 
     from sglang_dflash.srt.arg_groups import dflash_args
     from sglang_dflash.srt.environ import DFlashOptions
-    from sglang_dflash.srt.plugins import algorithm, compatibility, install, ledger
+    from sglang_dflash.srt.plugins import algorithm, compatibility, doors, install, ledger
 
     DFlashOptions.FALLBACK.clear()
     args = resolving_view(server_args)
@@ -55,6 +55,7 @@ def resolve_speculative_decoding(server_args: Any, previous: Any) -> None:
     declare_resolution(server_args, dflash_args.SOURCE, speculative_algorithm=served, **given)
     dflash_args.resolve_dflash_args(server_args)
     install.install(ledger.AT_FRONT_END)
+    doors.open_in_front_end()
 
 
 def add_cli_args():

@@ -1,7 +1,7 @@
 """Changes in every process, and in the process that receives requests."""
 
 from sglang_dflash.srt.plugins import hooks
-from sglang_dflash.srt.plugins.change import PIECES, Change, made_by
+from sglang_dflash.srt.plugins.change import Change, made_by
 from sglang_dflash.srt.plugins.changes.cpu import AT_CPU_LOAD
 
 AT_LOAD = (
@@ -27,24 +27,14 @@ AT_FRONT_END = (
         why="SGLang does not check types and ranges of sampling parameters; some end the scheduler",
         build=made_by("srt.speculative.request_fields.checking_requests"),
     ),
-    *(
-        Change(
-            target=f"sglang.srt.{parser}",
-            remove_when="SGLang's parsers take a chunk of several tokens",
-            upstream="https://github.com/sgl-project/sglang/issues/31915",
-            feature=PIECES,
-            signature=signature,
-            why="streamed tool calls lose arguments if one chunk holds several steps of a call",
-            build=made_by(f"srt.parser.piecewise.{ours}"),
-        )
-        for parser, ours, signature in (
-            ("function_call.function_call_parser.FunctionCallParser.__init__", "tool_calls_in_pieces", None),
-            ("parser.reasoning_parser.ReasoningParser.__init__", "reasoning_in_pieces", None),
-            (
-                "function_call.json_array_parser.JsonArrayParser.parse_streaming_increment",
-                "json_arrays_in_pieces",
-                "(self, new_text, tools)",
-            ),
-        )
+    Change(
+        target="sglang.srt.function_call.json_array_parser.JsonArrayParser.parse_streaming_increment",
+        until="0.5.23",
+        remove_when="SGLang 0.5.22 is not supported any more",
+        upstream="https://github.com/sgl-project/sglang/issues/31915",
+        feature="streamed calls that a request requires",
+        signature="(self, new_text, tools)",
+        why="SGLang 0.5.22 loses arguments if one chunk holds several steps of a required call",
+        build=made_by("srt.parser.piecewise.json_arrays_in_pieces"),
     ),
 )
