@@ -207,6 +207,7 @@ def test_images_are_served_on_any_target():
     """SGLang gives an image's tokens ids outside the vocabulary."""
     request = SimpleNamespace(
         sampling_params=SamplingParams(),
+        custom_logit_processor=None,
         multimodal_inputs=object(),
         origin_input_ids=[5, 10**9],
         vocab_size=100,
