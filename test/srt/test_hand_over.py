@@ -25,6 +25,7 @@ from sglang.srt.speculative.spec_registry import get_spec
 from support.drafts import REMOVE, make_draft
 
 import sglang_dflash
+from sglang_dflash.srt.arg_groups import not_served
 from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
 from sglang_dflash.srt.arg_groups.hand_over import builtin_refusal
 from sglang_dflash.srt.arg_groups.not_served import SPLIT_EMBEDDINGS
@@ -202,6 +203,16 @@ def test_strict_refuses_instead(name, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--speculative-dflash-strict forbids it") as refused:
         resolve(record_of(draft, **arguments))
     assert words in str(refused.value)
+
+
+def test_http_workers_without_a_door_are_handed_over(monkeypatch):
+    """SGLang 0.5.22 names no application for its HTTP workers, which load no plugin."""
+    from sglang.srt.environ import Envs
+
+    record = record_of(DRAFT, tokenizer_worker_num=2)
+    assert not not_served.flag_findings(record)
+    monkeypatch.delattr(Envs, "SGLANG_HTTP_SERVER_APP_PATH", raising=False)
+    assert [finding.builtin_serves for finding in not_served.flag_findings(record)] == [True]
 
 
 def test_the_flag_of_strict():

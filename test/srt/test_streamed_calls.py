@@ -10,6 +10,7 @@ from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
+from support.servers import run_to_end
 from support.tool_formats import REASONING_FRAMES, TEXT_FRAMES, TOOL_FORMATS, TemplateTokenizer
 from tokenizers import Tokenizer
 
@@ -160,3 +161,28 @@ def test_a_detector_reads_pieces_once():
 
     piecewise.register()
     assert type(tool_parser("qwen").detector) is piecewise.piecewise(Qwen25Detector)
+
+
+WORKER = """
+import os
+from sglang_dflash.srt.plugins import doors, http_workers
+from sglang_dflash.srt.plugins.algorithm import ServedName
+from sglang.srt.entrypoints import http_server
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+assert os.environ[doors.HTTP_WORKERS] == f"{http_workers.__name__}:app"
+assert http_workers.app is http_server.app
+assert SpeculativeAlgorithm.from_string(ServedName("DFLASH")).is_dflash()
+assert all(hasattr(one, "reads_pieces") for one in FunctionCallParser.ToolCallParserEnum.values())
+try:
+    GenerateReqInput(text="a", sampling_params={"top_k": "x"}).normalize_batch_and_arguments()
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+def test_http_workers_load_the_plugin():
+    """SGLang loads no plugin in the workers of --tokenizer-worker-num; they import our application."""
+    ended = run_to_end("-c", WORKER)
+    assert ended.code == 0 and "refused: sampling_params: top_k cannot be" in ended.output, ended.output

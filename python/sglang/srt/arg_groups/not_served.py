@@ -71,8 +71,12 @@ _FLAGS = (
 
 def flag_findings(args: Any) -> list[NotServed]:
     """List flags and devices that ours does not serve."""
+    from sglang.srt.environ import envs
+
     # SGLang 0.5.22 lacks some of them.
     found = [finding for field, served, finding in _FLAGS if getattr(args, field, served[0]) not in served]
+    if getattr(args, "tokenizer_worker_num", 1) > 1 and not hasattr(envs, "SGLANG_HTTP_SERVER_APP_PATH"):
+        found.append(NotServed("several HTTP workers (--tokenizer-worker-num) on this SGLang", True))
     window, backend = args.speculative_draft_window_size, args.attention_backend
     if window is not None and window < 1:
         text = f"--speculative-draft-window-size {window}: leave it out for a draft without a window"

@@ -4,6 +4,7 @@ Changes that SGLang has no registry for are in `ledger.py`.
 """
 
 import logging
+import os
 from typing import Any
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
@@ -11,6 +12,9 @@ from sglang_dflash.srt.hardware_backend.cpu import runtime
 # Steps of SGLang's argument pipeline that are wrapped, and more of them on a CPU.
 STEPS = ("handle_deprecated_dp_attention", "handle_speculative_decoding")
 CPU_STEPS = ("handle_cpu_backends", "handle_model_specific_adjustments")
+
+# SGLang's variable for the application that its HTTP workers import. 0.5.22 has none.
+HTTP_WORKERS = "SGLANG_HTTP_SERVER_APP_PATH"
 
 
 def open_at_load() -> None:
@@ -41,10 +45,11 @@ def open_at_load() -> None:
 
 
 def open_in_front_end() -> None:
-    """Register parsers that take a chunk of many tokens, where the arguments request DFLASH."""
+    """Register parsers that take a chunk of many tokens, and the application of HTTP workers."""
     from sglang_dflash.srt.parser import piecewise
 
     piecewise.register()
+    os.environ.setdefault(HTTP_WORKERS, "sglang_dflash.srt.plugins.http_workers:app")
 
 
 def open_in_scheduler() -> None:
