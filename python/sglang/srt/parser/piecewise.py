@@ -69,7 +69,7 @@ def piecewise(detector: Any) -> type:
 
 
 def register() -> None:
-    """Register detectors that read pieces in SGLang's two registries, under the names that are there."""
+    """Register detectors that read pieces under SGLang's names."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.parser.reasoning_parser import ReasoningParser
 

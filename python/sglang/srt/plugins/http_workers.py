@@ -1,4 +1,4 @@
-"""SGLang's HTTP application in its worker processes (`--tokenizer-worker-num`), which load no plugins."""
+"""SGLang's application for HTTP workers (`--tokenizer-worker-num`), which load no plugin."""
 
 from sglang.srt.plugins import load_plugins
 
