@@ -1,12 +1,13 @@
-"""The FP8 copy of an LM head: its rounding, its limits, and weight updates that it follows."""
+"""The FP8 copy of an LM head: its rounding, its limits, its memory, and an update that it follows."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_dflash.srt.layers import fp8_head
 from sglang_dflash.srt.layers.fp8_head import Fp8Head, quantize_rows, reason_against
-from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_updates
 
 VOCAB, HIDDEN = 160, 64
 
@@ -62,6 +63,34 @@ def test_an_update_is_followed_in_place():
     assert copy.weight.data_ptr() == address
 
 
+class LargestResult(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that an operator makes, views and results in place aside."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        returned = func._schema.returns
+        if isinstance(result, torch.Tensor) and returned[0].alias_info is None:
+            self.size = max(self.size, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 7, VOCAB])
+def test_a_head_is_quantized_in_slices_bit_by_bit_as_at_once(dtype, rows, monkeypatch):
+    """Float32 copies of a whole head of 248k tokens would take 12.8 GB at each weight update."""
+    monkeypatch.setattr(fp8_head, "_SLICE", rows * HIDDEN)
+    head = new_head(dtype)
+    copy = Fp8Head(head)
+    head.weight = new_head(dtype, seed=9).weight
+    with LargestResult() as largest:
+        copy.refresh()
+    values, scale = quantize_rows(head.weight)
+    assert torch.equal(copy.weight, values.to(dtype)) and torch.equal(copy.scale, scale)
+    assert largest.size == rows * HIDDEN * 4
+
+
 def test_heads_that_cannot_be_copied_are_named():
     packed = SimpleNamespace(weight=torch.zeros(8, 8, dtype=torch.int8))
     assert "no plain weight" in reason_against(packed)
@@ -69,27 +98,3 @@ def test_heads_that_cannot_be_copied_are_named():
     assert "quantized already" in reason_against(small)
     assert "no plain weight" in reason_against(SimpleNamespace())
     assert reason_against(new_head()) is None
-
-
-class Updater:
-    """SGLang's WeightUpdater, as far as it is called here."""
-
-    def __init__(self, log: list[str]):
-        self._log = log
-
-    def __getattr__(self, name):
-        return lambda *args: self._log.append(name)
-
-
-@pytest.mark.parametrize(
-    "way", ["update_weights_from_tensor", "load_weights_from_distributed", "end_weight_update"]
-)
-def test_every_way_of_updating_weights_renews_the_copy(way):
-    log: list[str] = []
-    runners = [SimpleNamespace(weight_updater=Updater(log), model_config=None) for _ in range(2)]
-    runners[1].model = SimpleNamespace(refresh_fp8_head=lambda: log.append("renewed"), no_update_reason=None)
-    route_weight_updates(*runners)
-    getattr(runners[0].weight_updater, way)("weights")
-    assert log == [way, "renewed"]
-    runners[0].weight_updater.init_weights_update_group("group")
-    assert log[2:] == ["init_weights_update_group"]

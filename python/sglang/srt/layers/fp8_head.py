@@ -14,6 +14,7 @@ DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(DTYPE).max
 _ALIGNMENT = 16  # of both sizes of the weight, in torch._scaled_mm
 _MIN_CAPABILITY = (8, 9)
+_SLICE = 1 << 24  # elements quantized at a time: float32 copies of a whole head would take gigabytes
 
 
 def quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,19 +56,20 @@ class Fp8Copy:
 
     def __init__(self, module: nn.Module):
         self._source: Any = module
-        self.weight, self.scale = self._quantized()
-
-    def refresh(self) -> None:
-        """Copy the weight again after an update, in place, as CUDA graphs read the copy."""
-        weight, scale = self._quantized()
-        self.weight.copy_(weight)
-        self.scale.copy_(scale)
+        source: Any = module.weight
+        self.weight = torch.empty_like(source, dtype=DTYPE if source.is_cuda else None, requires_grad=False)
+        self.scale = torch.empty(source.shape[0], 1, dtype=torch.float32, device=source.device)
+        self.refresh()
 
     @torch.no_grad()
-    def _quantized(self) -> tuple[torch.Tensor, torch.Tensor]:
-        source = self._source.weight.detach()
-        weight, scale = quantize_rows(source)
-        return weight if source.is_cuda else weight.to(source.dtype), scale
+    def refresh(self) -> None:
+        """Copy the weight again after an update, in place, as CUDA graphs read the copy."""
+        rows = max(1, _SLICE // self.weight.shape[1])
+        parts = (tensor.split(rows) for tensor in (self._source.weight.detach(), self.weight, self.scale))
+        for source, weight, scale in zip(*parts, strict=True):
+            quantized, own_scale = quantize_rows(source)
+            weight.copy_(quantized)
+            scale.copy_(own_scale)
 
     def emulated_product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [m, k] by the copy, both rounded to FP8, on a CPU: [m, n]."""
