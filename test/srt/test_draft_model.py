@@ -193,6 +193,7 @@ def test_new_weights_reach_the_context_projection(tmp_path):
     case.context_kv(aux_hidden)
     other = random_weights(case.config, case.num_aux, seed=77)
     case.model.load_weights(iter(other.items()))
+    case.model.renew_copies()
     keys, values = case.context_kv(aux_hidden)
     expected = ReferenceDFlash(case.config, other).context_kv(aux_hidden)
     torch.testing.assert_close(keys[:, 1].double(), expected[1][0], rtol=0, atol=KV_TOLERANCE)

@@ -81,6 +81,7 @@ def test_new_weights_come_to_where_graphs_read_them(plain):
     stacked = {name: getattr(model, name) for name in ("_kv_weight", "_k_norm_weight")}
     others = {name: tensor + 1 for name, tensor in weights.items()}
     model.load_weights(iter(others.items()))
+    model.renew_copies()
     other = build(DFlashDraftModel, config, iter(others.items()))
     other.stack_kv_weights()
     for name, tensor in stacked.items():

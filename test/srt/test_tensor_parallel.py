@@ -4,6 +4,7 @@ The ranks are CPU processes. Each writes context KV, runs a block and takes the 
 test_ranks.py has servers.
 """
 
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -23,20 +24,40 @@ from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import DraftBlock
 
 
-def test_ranks_draft_the_same_tokens_as_one(tmp_path):
-    assert BASE["num_attention_heads"] % WORLD == 0
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    """The folder of what `tensor_parallel_ranks` saves."""
+    folder = tmp_path_factory.mktemp("ranks")
     path = f"import sys; sys.path = {sys.path}; from support.tensor_parallel_ranks import run_rank"
-    programs = [f"{path}; run_rank({rank}, {str(tmp_path)!r})" for rank in range(WORLD)]
+    programs = [f"{path}; run_rank({rank}, {str(folder)!r})" for rank in range(WORLD)]
     with ThreadPoolExecutor(WORLD) as pool:
         ranks = pool.map(lambda program: run_to_end("-c", program), programs)
         for rank in ranks:
             assert rank.code == 0, rank.output
+    return folder
+
+
+def test_ranks_draft_the_same_tokens_as_one(of_ranks, tmp_path):
+    assert BASE["num_attention_heads"] % WORLD == 0
     for name in NAMES + DFLASH2_NAMES:
         own = tmp_path / f"{name}-whole"
         own.mkdir()
         whole = draft_block(name, own, world_size=1)
         for rank in range(WORLD):
-            assert torch.equal(torch.load(tmp_path / f"{name}-{rank}" / "tokens.pt"), whole)
+            assert torch.equal(torch.load(of_ranks / f"{name}-{rank}" / "tokens.pt"), whole)
+
+
+def test_ranks_agree_on_a_weight_update(of_ranks):
+    """If one cannot take it, no rank does, none waits for ever, and rank 0 says why."""
+    first, second = (json.loads((of_ranks / f"updates-{rank}.json").read_text()) for rank in range(WORLD))
+    assert first.pop("none") == second.pop("none") == [True, "Success", True]
+    assert first.keys() == second.keys()
+    for case, (is_done, message, has_changed) in first.items():
+        is_late = case == "in the copies"
+        assert not is_done and has_changed == is_late, case
+        assert ("may be partly updated" in message) == is_late, case
+        assert second[case][::2] == [is_done, has_changed], case
+        assert second[case][1].rpartition("Error: ")[2] == message.rpartition("Error: ")[2], case
 
 
 @pytest.mark.parametrize("top_k", [1, 5])

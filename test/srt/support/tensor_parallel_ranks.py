@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from support import weight_updates
 from support.dflash2_cases import DFlash2Case
 from support.draft_cases import Case
 from support.engine import Pools, start
@@ -38,7 +39,7 @@ def draft_block(name: str, folder, world_size: int) -> torch.Tensor:
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Draft with every variant in a group of WORLD ranks, and save the tokens."""
+    """Draft with every variant in a group of WORLD ranks, save the tokens, and update weights."""
     folder = Path(folder)
     from sglang.srt.distributed.device_communicators import pynccl
 
@@ -50,3 +51,4 @@ def run_rank(rank: int, folder: str) -> None:
         own = folder / f"{name}-{rank}"
         own.mkdir()
         torch.save(draft_block(name, own, WORLD), own / "tokens.pt")
+    weight_updates.run_rank(rank, folder)

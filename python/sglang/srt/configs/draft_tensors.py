@@ -33,16 +33,16 @@ def is_ignored(name: str) -> bool:
 
 
 def tensor_problems(
-    hf_config: Any, draft: DFlashDraftConfig, found: Mapping[str, tuple[int, ...]]
+    hf_config: Any, draft: DFlashDraftConfig, found: Mapping[str, tuple[int, ...]], is_whole: bool = True
 ) -> list[str]:
     """List every tensor that is missing, unknown or of another shape, one line each.
 
-    found: shapes by name, without the ignored tensors.
+    found: shapes by name, without the ignored tensors. is_whole: no tensor may be missing.
     """
     expected, required = expected_tensors(hf_config, draft)
     return [
         *(f"{name}: this draft has no such tensor" for name in found if name not in expected),
-        *(f"{name}: missing" for name in sorted(required - set(found))),
+        *(f"{name}: missing" for name in sorted(required - set(found)) if is_whole),
         *(
             f"{name} is {tuple(shape)}, expected {expected[name]}"
             for name, shape in found.items()

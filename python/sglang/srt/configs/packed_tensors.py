@@ -55,11 +55,15 @@ class Unpacked:
 
 
 def unpack_headers(
-    quantization: DraftQuantization | None, headers: Mapping[str, Header], expected: Shapes
+    quantization: DraftQuantization | None,
+    headers: Mapping[str, Header],
+    expected: Shapes,
+    may_be_dense: bool = False,
 ) -> Unpacked:
     """Check all element types, and the shapes of packed modules.
 
     headers: of the file, by name without `model.`. expected: shapes of a dense checkpoint, by name.
+    may_be_dense: any module may come as a plain weight.
     """
     found = Unpacked({}, {}, [])
     modules: dict[str, dict[str, Header]] = {}
@@ -80,7 +84,7 @@ def unpack_headers(
                 found.problems.append(f"{header.where}{name} is {header.dtype}, expected one of {listed}")
             found.shapes[name] = header.shape
         scheme = quantization.scheme_of(module) if quantization and _is_packable(module) else None
-        if scheme is not None and is_linear and "weight" in parts:
+        if scheme is not None and is_linear and "weight" in parts and not may_be_dense:
             found.problems.append(
                 f"{parts['weight'].where}{module}.weight is dense, but the quantization config names it "
                 f"({scheme.name})"

@@ -42,6 +42,8 @@ class BlockDraftModel(nn.Module):
     """Base of the draft models: fusion of target states, vocabulary, weights."""
 
     layers: Any  # nn.ModuleList of DFlashDecoderLayer
+    # [draft_vocab_size] int64, offset from a draft token's id to its target token's; None if ids are equal.
+    d2t: torch.Tensor | None
     needs_context_rows = False  # K and V rows of each layer, beside `qkv_proj`
 
     def __init__(self, config, draft: DFlashDraftConfig, quant_config: PackedLayers | None, prefix: str):
@@ -55,15 +57,15 @@ class BlockDraftModel(nn.Module):
         self.fc = ReplicatedLinear(draft.aux_width, config.hidden_size, **options)
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
-        # [draft_vocab_size] int64, offset from a draft token's id to its target token's; None if ids are
-        # equal.
-        self.d2t: torch.Tensor | None = None
+        self.register_buffer("d2t", None, persistent=False)
         # [hidden], the mask token's embedding in place of its row of the table.
         self.mask_embedding: torch.Tensor | None = None
         # Methods of quantized layers; None if every layer is dense.
         self.packed_layers: PackedLayers | None = quant_config
         # Of the quantized layers of the last checkpoint; `run_row_checks` runs them once.
         self.row_checks: list[RowCheck] = []
+        self.takes_parts = False  # a weight update may bring some of the tensors
+        self.missing_width = 0  # of the checkpoint's MLP, which SGLang rounds up on a CPU
         self._borrowed: tuple[Any, Any] = (None, None)
         self._fp8_head: Fp8Head | None = None
 
@@ -76,6 +78,11 @@ class BlockDraftModel(nn.Module):
             "the draft's quantized layers are stored as kernels take them, which a weight update cannot "
             "replace. Start with --speculative-draft-model-quantization unquant to update a quantized draft"
         )
+
+    @property
+    def has_borrowed(self) -> bool:
+        """Tell if the draft reads the target's modules: from then on none may be added."""
+        return self._borrowed[0] is not None
 
     def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         """Use the target's embedding and head if the checkpoint brought none of its own.
@@ -124,8 +131,13 @@ class BlockDraftModel(nn.Module):
             self._fp8_head = Fp8Head(self._plain_head())
         return reason
 
-    def refresh_fp8_head(self) -> None:
-        """Copy the head again after an update; `route_weight_updates` calls this."""
+    def renew_copies(self) -> None:
+        """Make again what is made of the weights, after an update of the draft or the target.
+
+        CUDA graphs read most of it, so it stays where it is.
+        """
+        for layer in self.layers:
+            layer.self_attn._qk_weight = None
         if self._fp8_head is not None:
             self._fp8_head.refresh()
 
@@ -170,8 +182,8 @@ class BlockDraftModel(nn.Module):
         return None if self.draft.sliding_window is None else self.draft.tokens_before_window_start
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a checkpoint; raise ValueError naming every missing, unknown or misshapen tensor."""
-        loaded = load_checkpoint(self, weights)
-        for layer in self.layers:
-            layer.self_attn._qk_weight = None
-        return loaded
+        """Load a checkpoint; raise ValueError naming every missing, unknown or misshapen tensor.
+
+        After an update `renew_copies` must follow.
+        """
+        return load_checkpoint(self, weights)

@@ -6,7 +6,6 @@ their keys and values straight into the KV pool of every layer. And the block's 
 both directions. Embedding and LM head are the target's.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -305,11 +304,10 @@ class DFlashDraftModel(BlockDraftModel):
         norms = [layer.self_attn.k_norm.weight for layer in self.layers]
         self._k_norm_weight = torch.stack(norms, out=self._k_norm_weight)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loaded = super().load_weights(weights)
-        if self._kv_weight is not None:  # this is a weight update
+    def renew_copies(self) -> None:
+        super().renew_copies()
+        if self._kv_weight is not None and self.no_update_reason is None:
             self.stack_kv_weights()
-        return loaded
 
 
 EntryClass = DFlashDraftModel

@@ -43,6 +43,8 @@ _DTYPES = {
 def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Load a checkpoint, or raise ValueError with all problems; return parameter names.
 
+    A weight update may bring parts of it, and plain weights for modules that the checkpoint had packed.
+
     Packed modules are dequantized, one at a time, or loaded as their kernels take them. `model.row_checks`
     then compares them.
     """
@@ -55,16 +57,21 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
             raise ValueError(f"DFLASH draft weights: {full_name} stands for {name}, which is there twice")
         if not is_ignored(name):
             tensors[name] = tensor
-    missing_width = _missing_width(model, tensors) if model.norm.weight.is_cpu else 0
+    if model.norm.weight.is_cpu and not model.takes_parts:
+        model.missing_width = _missing_width(model, tensors)
+    missing_width = model.missing_width
     config = copy.copy(model.config)  # as the file has it
     config.intermediate_size -= missing_width
     headers = {name: _header(tensor) for name, tensor in tensors.items()}
     if not model.draft.has_own_vocabulary:
         headers.pop("d2t", None)
     expected, _ = expected_tensors(config, model.draft)
-    found = unpack_headers(quantization_of(model.config), headers, expected)
+    found = unpack_headers(quantization_of(model.config), headers, expected, may_be_dense=model.takes_parts)
     # SGLang's loaders cut or pad a tensor of another size instead of refusing it.
-    problems = found.problems or tensor_problems(config, model.draft, found.shapes)
+    problems = found.problems or tensor_problems(
+        config, model.draft, found.shapes, is_whole=not model.takes_parts
+    )
+    problems = problems or _late_modules(model, found.shapes)
     if not problems:
         problems = _take_vocabulary_mapping(model, tensors.pop("d2t", None))
     if problems:
@@ -157,9 +164,24 @@ def _take_vocabulary_mapping(model, d2t: torch.Tensor | None) -> list[str]:
     if d2t is None:
         return []
     problems = d2t_problems(d2t, model.draft)
-    if not problems and model.draft.has_own_vocabulary:
-        model.d2t = d2t.to(device=model.norm.weight.device, dtype=torch.int64)
-    return problems
+    if problems or not model.draft.has_own_vocabulary:
+        return problems
+    if model.d2t is None:
+        model.d2t = torch.empty_like(d2t, device=model.norm.weight.device, dtype=torch.int64)
+    model.d2t.copy_(d2t)  # in place: CUDA graphs read it
+    return []
+
+
+def _late_modules(model, names: Iterable[str]) -> list[str]:
+    """List what a weight update would have to add to the model: CUDA graphs would not read it."""
+    if not model.has_borrowed:
+        return []
+    lacked = [name for name in ("embed_tokens", "lm_head") if getattr(model, name) is None]
+    return [
+        f"{name}.weight: this draft reads the target's; start with a checkpoint that has its own"
+        for name in lacked
+        if f"{name}.weight" in names
+    ]
 
 
 def _make_room_for_vocabulary(model, tensors: set[str]) -> None:

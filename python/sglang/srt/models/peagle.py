@@ -149,13 +149,16 @@ class PEagleDraftModel(BlockDraftModel):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint. Raises ValueError for an EAGLE-3 one, which has no `mask_hidden`."""
         tensors = dict(weights)
-        if not any(canonical_name(name) == "mask_hidden" for name in tensors):
+        if not self.takes_parts and not any(canonical_name(name) == "mask_hidden" for name in tensors):
             raise ValueError(
                 "P-EAGLE needs the tensor mask_hidden, which this draft does not have: "
                 "it is an EAGLE-3 checkpoint, which cannot draft in parallel."
             )
-        self._fused_mask = None  # remade from the new weights
         return super().load_weights(tensors.items())
+
+    def renew_copies(self) -> None:
+        super().renew_copies()
+        self._fused_mask = None
 
 
 EntryClass = PEagleDraftModel

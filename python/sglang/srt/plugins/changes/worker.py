@@ -56,6 +56,17 @@ AT_WORKER = (
         build=made_by("srt.speculative.acceptance.stops.finishing_at_the_first_stop"),
     ),
     Change(
+        target="sglang.srt.managers.scheduler.SchedulerWeightUpdaterManager",
+        # docs/dev/upstream/weight-updates.md
+        remove_when="SGLang passes the selector to each runner's updater, and answers errors of an update",
+        feature="weight updates of the draft from tensors",
+        kind="class",
+        signature="(tp_worker, draft_worker, memory_saver_adapter, flush_cache, is_fully_idle, scheduler, "
+        "metrics_collector)",
+        why="an updater gets tensors without the selector they were sent with; an error ends the scheduler",
+        build=our_object("srt.speculative.targets.weight_update_requests.WeightUpdateRequests"),
+    ),
+    Change(
         target="sglang.srt.managers.scheduler.validate_dflash_request",
         remove_when="SGLang's check is as strict",
         signature="(req, enable_overlap)",

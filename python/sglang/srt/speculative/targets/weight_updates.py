@@ -1,23 +1,27 @@
-"""Weight updates at run time (`/update_weights_from_disk`), for target or draft.
+"""Weight updates at run time: from disk, tensors, a process group or IPC.
 
-SGLang loads the one checkpoint into the target and then into the draft. A checkpoint that fits one does not
-fit the other. If a checkpoint does not load, SGLang loads "the old one" from the new path, which ends the
-server."""
+SGLang hands an update to the target and then to the draft. What fits one does not fit the other, and an error
+would end the scheduler or leave half an update behind. Here each model takes its own tensors. An update is
+first tried without writing, on all ranks. If a rank fails, all answer with its error and the old weights
+stay.
+"""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
+from sglang.srt.runtime_context import get_parallel
+
 from sglang_dflash.srt.configs.config_file import read_config
+from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
 from sglang_dflash.srt.configs.flat_peagle import ARCHITECTURES
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
+from sglang_dflash.srt.models.packed_weights import model_layer
+from sglang_dflash.srt.speculative.targets.trial_load import without_writes
 
-# SGLang's other ways to change weights. Each ends with one of these calls.
-_OTHER_UPDATES = (
-    "end_weight_update",
-    "load_weights_from_distributed",
-    "update_weights_from_ipc",
-    "update_weights_from_tensor",
-)
+Weights = Iterable[tuple[str, Any]]
 
 
 def is_draft(config: dict[str, Any]) -> bool:
@@ -27,66 +31,227 @@ def is_draft(config: dict[str, Any]) -> bool:
     return is_speculators_config(config) or "dflash_config" in config or is_named
 
 
-def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
-    """Route a weight update to the model it was made for.
+def first_problem(problem: str | None) -> str | None:
+    """Return, on every rank, the problem of the first rank that has one."""
+    group = get_parallel().tp_group
+    problems: list[str | None] = [problem] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(problems, problem, group=group.cpu_group)
+    return next((one for one in problems if one is not None), None)
 
-    If a checkpoint fails to load, the old weights are restored and the update reports why. After an update of
-    either model the draft renews its FP8 copies.
+
+def described(error: Exception) -> str:
+    """Return the kind and the text of an error."""
+    return f"{type(error).__name__}: {error}"
+
+
+class Names:
+    """Tells a draft's tensors from its target's by their names, for the selector "all".
+
+    A trainer sends a target's tensors as Hugging Face names them: `model.layers.0...`, `lm_head.weight`. A
+    draft's names have no prefix. SGLang's targets take many names without a prefix too; these are nobody's.
     """
-    draft = draft_runner.model
-    for runner, of_draft in ((target_runner, False), (draft_runner, True)):
-        refusal = draft.no_update_reason if of_draft else None
-        runner.weight_updater = RoutedUpdater(
-            runner.weight_updater, runner.model_config, of_draft, draft.refresh_fp8_head, refusal
-        )
+
+    def __init__(self, draft: Any, target: Any):
+        expected, _ = expected_tensors(draft.config, draft.draft)
+        names = [*expected, *IGNORED_TENSORS, *(name for name, _ in draft.named_parameters())]
+        self._of_draft = {_module(name) for name in names} - {"lm_head"}
+        paths = [name.split(".") for name, _ in target.named_modules()]
+        self._of_target = {".".join(path[start:]) for path in paths for start in range(len(path))}
+
+    def are_drafts(self, name: str) -> bool:
+        """Tell whether a tensor is the draft's. Raises ValueError if both models have its name."""
+        module = _module(canonical_name(name))
+        if name.startswith("model.") or module not in self._of_draft:
+            return False
+        if model_layer(module)[0] in self._of_target:
+            raise ValueError(f"{name} may be the target's or the draft's: send it with either's selector")
+        return True
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0] or name
+
+
+def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
+    """Give both runners an updater that takes their own tensors."""
+    names = Names(draft_runner.model, target_runner.model)
+    of_draft = draft_runner.weight_updater = RoutedUpdater(draft_runner, draft_runner.model, names)
+    target_runner.weight_updater = RoutedUpdater(target_runner, draft_runner.model, names, of_draft)
 
 
 class RoutedUpdater:
-    """SGLang's WeightUpdater of one runner, for checkpoints of its own kind.
+    """SGLang's WeightUpdater of one runner, for tensors of its own model.
 
-    on_updated: called after each change of the weights. refusal: why the model takes no checkpoint.
+    Args:
+        runner: SGLang's of the target or the draft.
+        draft: the model.
+        names: tell whose a tensor is.
+        of_draft: the draft's updater; None for itself.
+
+    Attributes:
+        selector: of the update that comes: "target", "draft" or "all". SGLang does not pass it on.
     """
 
-    def __init__(
-        self,
-        updater: Any,
-        model_config: Any,
-        of_draft: bool,
-        on_updated: Callable[[], None],
-        refusal: str | None = None,
-    ):
-        self._updater, self._model_config, self._of_draft = updater, model_config, of_draft
-        self._on_updated, self._refusal = on_updated, refusal
+    def __init__(self, runner: Any, draft: Any, names: Names, of_draft: "RoutedUpdater | None" = None):
+        self._updater, self._model_config = runner.weight_updater, runner.model_config
+        self._model, self._draft, self._names = runner.model, draft, names
+        self._draft_updater, self._of_draft = of_draft, of_draft is None
+        self._kind = "draft" if self._of_draft else "target"
+        self._refusal = draft.no_update_reason if self._of_draft else None
+        self.selector = "all"
+        self._selector = "all"  # of the update that runs
+        self._problem: str | None = None  # of some rank, once all ranks know it
+        self._has_tried = self._has_written = False
+        self._load_weights = self._model.load_weights
+        self._model.load_weights = self._load  # here all ways of SGLang end, except for some load formats
 
     def __getattr__(self, name: str) -> Any:
         if name == "_updater":  # a lookup before __init__ would recurse
             raise AttributeError(name)
-        attribute = getattr(self._updater, name)
-        return self._reporting(attribute) if name in _OTHER_UPDATES else attribute
+        return getattr(self._updater, name)
 
-    def _reporting(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = update(*args, **kwargs)
-            self._on_updated()
-            return result
-
-        return run
+    # -- SGLang's interface
 
     def update_weights_from_disk(self, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-        """Load a checkpoint of this runner's kind, and report success and a message."""
+        """Load a checkpoint of this runner's kind, which must be whole."""
         # Trainers write the target's weights into bare folders, without a config.json.
         config = read_config(model_path, None)
         if (config is not None and is_draft(config)) != self._of_draft:
             return True, "Succeeded to update model weights."  # it is the other model's
         if self._refusal is not None:
             return False, f"{model_path!r} is not loaded: {self._refusal}"
-        before, load = self._model_config.model_path, self._reporting(self._updater.update_weights_from_disk)
-        try:
-            return load(model_path, *args, **kwargs)
-        except Exception as error:  # a broken checkpoint can raise anything
-            self._model_config.model_path = before
-            loaded, message = load(before, *args, **kwargs)
-            restored = (
-                "the old weights are back" if loaded else f"the old ones did not load either: {message}"
+        before, load = self._model_config.model_path, self._updater.update_weights_from_disk
+        update = functools.partial(load, model_path, *args, **kwargs)
+        is_done, message = self._update(update, self._kind, is_whole=True)
+        if is_done:
+            return True, message
+        self._model_config.model_path = before
+        if self._has_tried:  # SGLang has unpacked quantized weights for the new ones
+            self._updater.end_weight_update(run_post_load=False)
+        return False, f"{model_path!r}: {message}"
+
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None):
+        """Load tensors, or a flattened bucket of them."""
+        load = self._updater.update_weights_from_tensor
+        if load_format in (None, "flattened_bucket"):
+            return self._update(lambda: load(named_tensors, load_format))
+
+        def update() -> tuple[bool, str]:  # past `load_weights`
+            rank = get_parallel().tp_rank
+            tensors = [
+                (name, one.get(rank) if isinstance(one, LocalSerializedTensor) else one)
+                for name, one in named_tensors
+            ]
+            own = self._on_all_ranks(
+                lambda: self._try(
+                    tensors, lambda of, own: of._updater.update_weights_from_tensor(own, load_format)
+                )
             )
-            return False, f"{model_path!r} does not load, {restored}: {error}"
+            self._has_written = True
+            return load(own, load_format)
+
+        return self._update(update)
+
+    def receive_weights_from_distributed(self, **options: Any) -> Any:
+        """Receive tensors, for `load_weights_from_distributed` of both runners."""
+        self._problem = None
+        return self._on_all_ranks(lambda: self._updater.receive_weights_from_distributed(**options))
+
+    def load_weights_from_distributed(self, named_tensors: Weights) -> tuple[bool, str]:
+        """Load received tensors."""
+        return self._update(lambda: self._updater.load_weights_from_distributed(named_tensors))
+
+    def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
+        """Load what the checkpoint engine sends. It sends it once, so the target reads it."""
+        if self._of_draft:
+            return True, "The draft takes no weights from the checkpoint engine."
+        return self._update(lambda: self._updater.update_weights_from_ipc(recv_req), "target")
+
+    def begin_weight_update(self) -> None:
+        """Unpack quantized weights. Raises on all ranks if one fails."""
+        self._problem = None
+        if self._refusal is None:
+            self._on_all_ranks(self._updater.begin_weight_update)
+
+    def end_weight_update(self, *, run_post_load: bool) -> None:
+        """Pack quantized weights. Raises on all ranks if one fails."""
+        self._problem = None
+        if self._refusal is None:
+            self._on_all_ranks(lambda: self._updater.end_weight_update(run_post_load=run_post_load))
+        self._draft.renew_copies()
+
+    # -- an update
+
+    def _update(
+        self, update: Callable[[], tuple[bool, str]], selector: str | None = None, is_whole: bool = False
+    ) -> tuple[bool, str]:
+        """Run an update, and return its outcome, which is the same on all ranks.
+
+        Args:
+            update: SGLang's, which reports success and a message, or raises.
+            selector: in place of the update's own.
+            is_whole: A draft must get all its tensors.
+        """
+        self._problem, self._has_tried, self._has_written = None, False, False
+        self._selector, self._draft.takes_parts = selector or self.selector, not is_whole
+        try:
+            is_done, message = update()
+            problem = None if is_done else message
+        except Exception as error:  # a broken checkpoint can raise anything
+            problem = described(error)
+        finally:
+            self._draft.takes_parts = False
+        if self._problem is None:
+            self._problem = first_problem(problem)
+        if self._has_written:
+            self._draft.renew_copies()
+        if self._problem is None:
+            return True, message
+        state = "its weights may be partly updated" if self._has_written else "the old weights stay"
+        return False, f"No weight update of the {self._kind}, {state}: {self._problem}"
+
+    def _on_all_ranks(self, run: Callable[[], Any]) -> Any:
+        """Run, and raise ValueError on all ranks if one fails."""
+        if self._problem is not None:  # SGLang loads once more after a failure
+            raise ValueError(self._problem)
+        result, problem = None, None
+        try:
+            result = run()
+        except Exception as error:
+            problem = described(error)
+        self._problem = first_problem(problem)
+        if self._problem is not None:
+            raise ValueError(self._problem)
+        return result
+
+    def _load(self, weights: Weights) -> Any:
+        """Load this model's tensors, in place of its `load_weights`."""
+        own = self._on_all_ranks(lambda: self._try(weights, lambda of, own: of._load_weights(own)))
+        self._has_written = True
+        return self._load_weights(own)
+
+    def _try(self, weights: Weights, load: Callable[["RoutedUpdater", Weights], Any]) -> Weights:
+        """Load without writing, and return this model's tensors.
+
+        The target is the first to load, so it tries the draft's tensors too: both change or none.
+        """
+        self._has_tried = True
+        own, drafts = list(weights), []
+        if self._selector == "all":
+            drafts = [(name, tensor) for name, tensor in own if self._names.are_drafts(name)]
+            own = drafts if self._of_draft else [pair for pair in own if not self._names.are_drafts(pair[0])]
+        self._try_own(own, load)
+        if drafts and self._draft_updater is not None:
+            self._draft_updater._try_own(drafts, load)
+        return own
+
+    def _try_own(self, own: Weights, load: Callable[["RoutedUpdater", Weights], Any]) -> None:
+        if own and self._refusal is not None:
+            raise ValueError(self._refusal)
+        has_written = self._has_written
+        try:
+            with without_writes(self._model):
+                load(self, own)
+        finally:
+            self._has_written = has_written  # a loader of the user's own may call `_load`
