@@ -42,6 +42,7 @@ from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesI
 from sglang_dflash.srt.speculative.cycle.known_lengths import plans_within_bounds
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.cycle.relay import StepRelay
+from sglang_dflash.srt.speculative.cycle.replay import hold_request_rows
 from sglang_dflash.srt.speculative.cycle.rows import RequestRows
 from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts, on_device
@@ -55,6 +56,7 @@ from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, run
 from sglang_dflash.srt.speculative.targets.state_memory import tell_if_states_cap_batch
 from sglang_dflash.srt.speculative.targets.states import make_target_states
 from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_updates
+from sglang_dflash.srt.speculative.warm_up import runs_cycles_alone, warm_up
 from sglang_dflash.srt.speculative.width.plan import FixedWidth, PlannedCycle
 from sglang_dflash.srt.speculative.width.start_up import make_width
 
@@ -161,13 +163,16 @@ class DFlashWorker(BaseSpecWorker):
         self.observers = observers_from_environment()  # cycles that are measured above are nobody's
 
     def prewarm_sampling(self):
-        """Allocate temporary memory of sampling. SGLang calls this when both models' graphs exist."""
+        """Allocate memory and compile kernels of cycles. SGLang calls this when both models' graphs exist."""
         result = super().prewarm_sampling()
+        target_runner = self._target_worker.model_runner
         if self.acceptor.can_draw and self.device == "cuda" and self.block_size > 1:
             with self.ranks.as_draft():
-                prewarm_probabilistic_step(
-                    self.drafter.draw, self._target_worker.model_runner, self.block_size
-                )
+                prewarm_probabilistic_step(self.drafter.draw, target_runner, self.block_size)
+        if target_runner.req_to_token_pool.req_to_token.is_cuda and runs_cycles_alone(self.ranks):
+            warm_up(self)
+        # Cycles until here have told SGLang that it may rewrite rows, which is not so in the first step.
+        hold_request_rows(target_runner)
         return result
 
     def _with_draft_rows(self):

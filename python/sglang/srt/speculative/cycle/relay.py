@@ -27,11 +27,13 @@ class StepRelay:
             overlap_utils.offer_future_relay_buffers(self._buffers)
 
     def tables(self, rows: torch.Tensor) -> RelayTables | None:
-        """Return the tables to write, for requests in these rows [bs] int64. None: SGLang copies."""
-        buffers = self._buffers
-        if buffers is None or not buffers.adopted:
+        """Return the tables to write, for requests in these rows [bs] int64. None: SGLang copies.
+
+        Tables that SGLang has not taken, or not yet, are written as well: nobody reads them.
+        """
+        if self._buffers is None:
             return None
-        return RelayTables(rows, buffers.new_seq_lens, buffers.output_tokens)
+        return RelayTables(rows, self._buffers.new_seq_lens, self._buffers.output_tokens)
 
     def on_written(self, accepted: AcceptedBlocks) -> None:
         """Tell SGLang not to copy these lengths and tokens: they are in the tables."""

@@ -298,7 +298,7 @@ class _CycleTimer:
             plan = planned(self._backends, lengths, np.zeros(n, dtype=bool))
             run = functools.partial(self._worker.run_cycle, plan=plan, draws=False)
             timed = _OVERLAPPED_CYCLES if self._worker.device == "cuda" else 1
-            batches = [_make_batch(self._worker, n, context) for _ in range(1 + timed)]
+            batches = [make_batch(self._worker, n, context) for _ in range(1 + timed)]
             seconds.append(_seconds_overlapped(self._worker, run, batches))
         return np.array(seconds[::-1]).T
 
@@ -326,10 +326,17 @@ def _seconds_overlapped(
     return cycles.seconds / len(batches[1:]), of_drafts / len(batches[1:])
 
 
-def _make_batch(worker: Any, num_requests: int, context: int) -> ScheduleBatch:
-    """Make a decode batch of greedy requests with `context` committed tokens each."""
+def make_batch(worker: Any, num_requests: int, context: int, **sampling: Any) -> ScheduleBatch:
+    """Make a decode batch of requests with `context` committed tokens each.
+
+    Args:
+        worker: the `DFlashWorker`.
+        num_requests: number of requests, in the first rows of the request table.
+        context: committed tokens of each.
+        **sampling: SGLang's sampling parameters. None: greedy.
+    """
     runner = worker.target_worker.model_runner
-    params = SamplingParams(temperature=0)
+    params = SamplingParams(**(sampling or {"temperature": 0}))
     params.normalize(None)
     reqs = [Req(str(i), "", array("q", [0]), params) for i in range(num_requests)]
     lengths = torch.full((num_requests,), context, dtype=torch.int64)
