@@ -100,6 +100,16 @@ def test_a_new_host_read_is_noticed(flashinfer, plant, monkeypatch):
         assert_launches(flashinfer, "flashinfer-dflash")
 
 
+def test_a_read_of_rows_that_may_have_another_owner_is_noticed(flashinfer, plant):
+    plant("late read")
+    assert any("SGLang may have rewritten it: ['clone <- " in problem for problem in flashinfer.problems())
+
+
+def test_a_kernel_that_is_compiled_in_a_step_is_noticed(flashinfer, plant):
+    plant("new kernel")
+    assert any("pack_blocks_kernel is compiled in a step" in problem for problem in flashinfer.problems())
+
+
 def test_peagle_on_fa3(expected, reference):
     """Blocks begin with pending rows on the draft's page table, without host lengths."""
     requests = greedy_requests()

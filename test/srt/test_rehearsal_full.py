@@ -409,6 +409,21 @@ def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
 
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
+def test_prefill_graphs_behind_cached_prefixes(draft, reference):
+    """Prefill graphs, warm-up and prefix cache, as SGLang has them by default."""
+    requests = requests_across_chunks()
+    longer = [{**request, "text": request["text"] + "\n# for each name in values"} for request in requests]
+    with rehearse(Scene("fa3"), draft) as played:
+        for group in (requests, longer):
+            answers = played.server.generate_many(group, 1)
+            assert_same(group, answers, reference.answers(group))
+        assert all(answer["meta_info"]["cached_tokens"] > 64 for answer in answers)
+        sizes = [note["tokens"] for note in played.notes("prefill replay")]
+        assert min(sizes[1:4]) > 64 > max(sizes[4:]) and len(sizes) == 7  # the first is SGLang's warm-up
+        assert played.problems() == [] and played.steps_without_graphs() == []
+
+
+@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_probabilistic_drafting(draft):
     """Repeat test_sampled_sequences.py with fewer samples."""
     prompt = sequences.PROMPTS[0]

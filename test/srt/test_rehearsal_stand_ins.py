@@ -6,6 +6,7 @@ from serving import ROOT
 from support.rehearsal import launch_table
 from support.rehearsal.attention import attend, merge
 from support.rehearsal.graphs import CaptureError, GraphBackend, StaleRead, kernel
+from support.rehearsal.prefill_graphs import Segment
 
 
 class OneGraph(GraphBackend):
@@ -154,3 +155,24 @@ def test_kinds_of_launches():
 
 def test_the_page_of_launches_shows_the_lists():
     assert launch_table.table() in (ROOT / "benchmark" / "results" / "launches.md").read_text()
+
+
+def test_a_graph_with_a_break():
+    """Between two segments the host calls something; a replay reads nothing of the last one."""
+    static, read = torch.ones(3), []
+    segments = Segment(), Segment()
+    segments[0].capture_begin()
+    doubled = static * 2
+    segments[0].capture_end()
+    read.append(doubled.tolist())
+    segments[1].capture_begin()
+    total = doubled.sum()
+    segments[1].capture_end()
+    static.fill_(5)
+    for segment in segments:
+        segment.recorder.forget()
+    assert doubled.isnan().all() and total.isnan()
+    segments[0].replay()
+    read.append(doubled.tolist())
+    segments[1].replay()
+    assert read == [[2, 2, 2], [10, 10, 10]] and total == 30

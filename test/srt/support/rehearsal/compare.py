@@ -80,6 +80,7 @@ def assert_as_expected(
     assert played.problems() == []
     assert acceptance(answers) == acceptance(expected.answers(draft, requests, *arguments))
     assert played.steps_without_graphs() == []
+    assert played.notes("prefill replay") != []
     assert max(step["bs"] for step in played.notes("step")) > 1
     return answers
 

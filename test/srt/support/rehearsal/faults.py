@@ -90,6 +90,36 @@ def _host_read() -> None:
     Acceptor.accept = reading
 
 
+def _late_read() -> None:
+    """Let a decode step read the request table behind the verify forward."""
+    from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
+
+    commit = DFlashDrafter.commit
+
+    def reading(self, *args):
+        if _is_planted("late read"):
+            self._runner.req_to_token_pool.req_to_token[0].clone()
+        return commit(self, *args)
+
+    DFlashDrafter.commit = reading
+
+
+def _new_kernel() -> None:
+    """Launch a kernel in a decode step that start-up has not launched."""
+    from sglang_dflash.kernels.ops.speculative.block import pack_blocks_triton
+    from sglang_dflash.srt.speculative.dflash_info import Cycle
+
+    begin = Cycle.begin.__func__
+
+    def launching(cls, batch, *args):
+        if _is_planted("new kernel"):
+            lengths, offsets = batch.seq_lens, torch.empty(batch.seq_lens.numel() + 1, dtype=torch.int32)
+            pack_blocks_triton(lengths, 8, lengths.clone(), offsets, offsets.clone(), lengths.int())
+        return begin(cls, batch, *args)
+
+    Cycle.begin = classmethod(launching)
+
+
 def _causal_draft() -> None:
     """Let a block's rows see only earlier rows: output is right, drafts are a little worse."""
     from sglang.srt.layers.radix_attention import AttentionType
@@ -124,5 +154,7 @@ PLANTED = {
     "one staging buffer": _one_staging_buffer,
     "stale states": _stale_states,
     "host read": _host_read,
+    "late read": _late_read,
+    "new kernel": _new_kernel,
 }
 AT_START = {"causal draft": _causal_draft, "forgotten buffer": _forgotten_buffer}

@@ -115,6 +115,21 @@ class Recorder(TorchDispatchMode):
         self.nodes.append((name, again))
         return out
 
+    def forget(self) -> None:
+        """Overwrite the graph's own memory."""
+        for storage in self.own.values():
+            storage.fill_(0xFF)
+
+    def run(self, role: str, shape_key: Any = "") -> None:
+        """Run the operations again."""
+        for owner, reader in self.foreign.values():
+            if owner.expired():
+                raise StaleRead(
+                    f"{role} {shape_key}: {reader} reads memory that nobody has kept since the capture"
+                )
+        for _, run in self.nodes:
+            run()
+
     def _adopt(self, out: Any) -> list[torch.Tensor]:
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         for tensor in made:
@@ -140,6 +155,20 @@ class Recorder(TorchDispatchMode):
             )
 
         return tree_map(freeze, arguments)
+
+
+def begin(recorder: Recorder) -> None:
+    """Record operations from here on."""
+    global _recording
+    _recording = recorder
+    recorder.__enter__()
+
+
+def end(recorder: Recorder) -> None:
+    """Record no further operations."""
+    global _recording
+    recorder.__exit__(None, None, None)
+    _recording = None
 
 
 def is_capturing() -> bool:
@@ -177,16 +206,15 @@ class GraphBackend:
         yield
 
     def capture_one(self, shape_key, forward_fn, capture_inputs=None, post_warmup_hook=None) -> None:
-        global _recording
         forward_fn()
         if post_warmup_hook is not None:
             post_warmup_hook()
-        recorder = _recording = Recorder()
+        recorder = Recorder()
+        begin(recorder)
         try:
-            with recorder:
-                self._outputs[shape_key] = forward_fn()
+            self._outputs[shape_key] = forward_fn()
         finally:
-            _recording = None
+            end(recorder)
         self._graphs[shape_key] = recorder
         operations = Counter(name for name, _ in recorder.nodes)
         report.note("capture", role=self._role, shape=str(shape_key), operations=operations)
@@ -196,15 +224,8 @@ class GraphBackend:
 
     def replay(self, shape_key, static_forward_batch, **kwargs) -> Any:
         graph = self._graphs[shape_key]
-        for owner, reader in graph.foreign.values():
-            if owner.expired():
-                raise StaleRead(
-                    f"{self._role} {shape_key}: {reader} reads memory that nobody has kept since the capture"
-                )
-        for storage in graph.own.values():
-            storage.fill_(0xFF)
-        for _, run in graph.nodes:
-            run()
+        graph.forget()
+        graph.run(self._role, shape_key)
         self.replays[self._role] += 1
         return self._outputs[shape_key]
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Neither launches nor reads.
-_FREE = {
+FREE = {
     "view",
     "slice",
     "select",
@@ -61,12 +61,12 @@ class _Operations(TorchDispatchMode):
         if out is not NotImplemented:
             return out
         name = func._schema.name.split("::")[1]
-        if name not in _FREE:
+        if name not in FREE:
             self.count(name)
         return func(*args, **kwargs)
 
     def count(self, name: str) -> None:
-        self.seen[f"{name} <- {_asking_line()}"] += 1
+        self.seen[f"{name} <- {asking_line()}"] += 1
 
 
 class _Reads(TorchFunctionMode):
@@ -77,12 +77,12 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _asking_line() -> str:
+def asking_line() -> str:
     """Return the innermost line of SGLang, FlashInfer or this project on the stack, as text.
 
     Line numbers would change too often.
     """
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
         if any(part in path for part in _OURS) and not path.startswith(_TESTS):

@@ -15,10 +15,13 @@ from dataclasses import dataclass
 import torch
 from support.rehearsal import (
     built_in,
+    compiled,
     faults,
     flashinfer_kernels,
     graphs,
+    late_reads,
     launches,
+    prefill_graphs,
     report,
     steps,
     trtllm_kernels,
@@ -42,6 +45,7 @@ class Scene:
         is_built_in: SGLang's own worker instead of ours.
         is_handed_over: The same, because our decision leaves the server to it.
         lacks_bounds: On an SGLang where one target of the ledger's feature BOUNDS is gone.
+        has_prefill_graphs: With SGLang's default for CUDA, breakable graphs of the target's prefill.
     """
 
     backend: str
@@ -51,6 +55,7 @@ class Scene:
     is_built_in: bool = False
     is_handed_over: bool = False
     lacks_bounds: bool = False
+    has_prefill_graphs: bool = True
 
     @classmethod
     def from_environment(cls) -> "Scene":
@@ -90,6 +95,8 @@ def set_the_stage(ledger) -> None:
         steps.watch()
         _record_layers_of_the_cpu()
         _capture_graphs(scene.buckets)
+        if scene.has_prefill_graphs:
+            prefill_graphs.install()
         if not (scene.is_built_in or scene.is_handed_over):
             _prepare_our_worker(scene)
 
@@ -147,6 +154,7 @@ def _prepare_our_worker(scene: Scene) -> None:
     from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 
     launches.watch_decode_steps(DFlashWorker)
+    late_reads.watch_steps(DFlashWorker)
 
 
 def _note_bounds() -> None:
@@ -168,6 +176,7 @@ def _operation(name: str, body):
     node = graphs.kernel(name, body)
 
     def launch(*args, **kwargs):
+        late_reads.on_kernel(name, (args, kwargs))
         with launches.one_operation(name):
             return node(*args, **kwargs)
 
@@ -176,14 +185,18 @@ def _operation(name: str, body):
 
 def _interpret_triton() -> None:
     """Make a launch in Triton's interpreter one operation of a graph."""
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
-    call = GridExecutor.__call__
+    call, run = GridExecutor.__call__, InterpretedFunction.run
 
     def launch(self, *args, **kwargs):
         return _operation(f"triton:{self.fn.__name__}", lambda *a, **k: call(self, *a, **k))(*args, **kwargs)
 
-    GridExecutor.__call__ = launch
+    def noted_run(self, *args, grid, warmup, **kwargs):
+        compiled.on_launch(self, args, kwargs)
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    GridExecutor.__call__, InterpretedFunction.run = launch, noted_run
     # The arguments are where they were: copying them back would copy whole KV pools onto themselves.
     GridExecutor._restore_args_dev = lambda *_: None
 
