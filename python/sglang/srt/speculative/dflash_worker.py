@@ -163,7 +163,7 @@ class DFlashWorker(BaseSpecWorker):
         self.observers = observers_from_environment()  # cycles that are measured above are nobody's
 
     def prewarm_sampling(self):
-        """Allocate memory and compile kernels of cycles. SGLang calls this when both models' graphs exist."""
+        """Allocate the memory of cycles and compile their kernels, once all graphs exist."""
         result = super().prewarm_sampling()
         target_runner = self._target_worker.model_runner
         if self.acceptor.can_draw and self.device == "cuda" and self.block_size > 1:

@@ -24,7 +24,7 @@ def runs_cycles_alone(ranks: DraftRanks) -> bool:
 
 @torch.no_grad()
 def warm_up(worker: Any) -> None:
-    """Run whole blocks of one request: greedy, with a cap, sampled with penalties and a minimum length.
+    """Run cycles of one request: greedy, capped, sampled with penalties and a least length.
 
     The request's row of SGLang's table is empty: its KV goes to SGLang's padding slot.
 
