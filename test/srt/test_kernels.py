@@ -25,13 +25,13 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 def random_blocks(seed: int, bs: int, block_size: int, device: str) -> tuple:
     """Return arguments of prepare_block.
 
-    The table is a slice of a wider one, as its rows need not be contiguous.
+    The table is a slice of a wider one, as its rows need not be contiguous. Blocks may reach past it.
     """
     rng = torch.Generator().manual_seed(seed)
     max_len = 40 + block_size
     table = torch.randint(2**31 - 1, (bs + 3, max_len + 5), generator=rng, dtype=torch.int32)[:, :max_len]
     bonus = torch.randint(150_000, (bs,), generator=rng)
-    seq_lens = torch.randint(40, (bs,), generator=rng)
+    seq_lens = torch.randint(max_len, (bs,), generator=rng)
     rows = torch.randperm(bs + 3, generator=rng)[:bs]
     return *(x.to(device) for x in (bonus, seq_lens, rows, table)), 151_669, block_size
 
@@ -53,6 +53,14 @@ def test_a_prepared_block():
     assert tokens.tolist() == [[7, 99, 99], [8, 99, 99]]
     assert positions.tolist() == [[0, 1, 2], [5, 6, 7]]
     assert cache_loc.tolist() == [0, 1, 2, 25, 26, 27]
+
+
+def test_a_block_past_the_table():
+    """Its slots there are the padding slot, not another request's."""
+    table = torch.arange(10, 50, dtype=torch.int32).view(2, 20)
+    rows = torch.tensor([0, 1])
+    _, positions, cache_loc = block.prepare_block(rows, torch.tensor([18, 30]), rows, table, 99, 3)
+    assert positions.tolist() == [[18, 19, 20], [30, 31, 32]] and cache_loc.tolist() == [28, 29, 0, 0, 0, 0]
 
 
 @against_twin
@@ -329,9 +337,11 @@ def random_verdicts(seed: int, bs: int, block_size: int, device: str) -> tuple[t
 
 
 @against_twin
-@given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 17))
-def test_accept_greedy_equals_its_twin(seed, bs, block_size):
-    arguments = random_verdicts(seed, bs, block_size, DEVICE)
+@given(
+    st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 17), st.sampled_from([2**39, accept.NO_LIMIT])
+)
+def test_accept_greedy_equals_its_twin(seed, bs, block_size, longest):
+    arguments = (*random_verdicts(seed, bs, block_size, DEVICE), None, longest)
     want = accept.accept_greedy_torch(*arguments)
     tokens, target_tokens, *rest = arguments
     accept_len = accept.accept_matching_prefix(tokens, target_tokens)
@@ -383,6 +393,16 @@ def test_accepted_blocks():
     rows = [[1, 2, 3], [1, 2, 3]]
     assert [x.tolist() for x in got] == [[2, 0], [3, 1], [3, 1], [13, 2**40 + 1], rows, rows]
     assert [x.dtype for x in got] == [torch.int32, torch.int32, *[torch.int64] * 4]
+
+
+def test_no_length_exceeds_the_longest():
+    tokens, relayed = torch.tensor([[5, 1, 2], [5, 1, 2]]), torch.zeros(2, 2, dtype=torch.int64)
+    committed, tables = torch.tensor([94, 98]), accept.RelayTables(torch.tensor([0, 1]), *relayed)
+    got = accept.accept_greedy(
+        tokens, tokens.roll(-1, 1), torch.zeros(2, 3), committed, 9, tables, longest=100
+    )
+    assert got.commit_lens.tolist() == [3, 3] and got.committed.tolist() == [97, 100]
+    assert tables.lengths.tolist() == [97, 100]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -330,13 +330,20 @@ def test_backends_that_do_not_know_the_hosts_lengths(backend, tmp_path):
         simulation.cycle(dict(enumerate(kept)))
 
 
-def test_the_end_of_the_context(tmp_path):
-    """No row lies beyond the context, and the last tokens are drafted as usual."""
-    simulation = Simulation(6, 2, tmp_path, backend=KeysFromThePool)
-    simulation.prefill({0: CAPACITY - 17, 1: 3})
-    for kept in ((0, 5), (5, 0), (0, 1), (3, 2)):
+@pytest.mark.parametrize("block_size", [6, 16])
+def test_the_end_of_the_context(block_size, tmp_path):
+    """No row lies beyond the tables, and the last tokens are drafted as usual.
+
+    SGLang's tables have B + 4 columns behind the context. Under overlap a text that has ended runs once more,
+    with as many tokens as the context has.
+    """
+    simulation = Simulation(block_size, 2, tmp_path, backend=KeysFromThePool)
+    context = CAPACITY - block_size - 4
+    simulation.drafter._runner.model_config.context_len = context
+    simulation.prefill({0: context - 17, 1: 3})
+    for kept in ((0, 5), (5, 0), (3, 1), (1, 2), (3, 0), (0, 1)):
         simulation.cycle(dict(enumerate(kept)))
-    assert simulation.lengths[0] == CAPACITY - 5
+    assert simulation.lengths[0] == context + 1
 
 
 @pytest.mark.parametrize("backend", [TorchNativeSpecAttnBackend, BlockKeysFromTheForward])

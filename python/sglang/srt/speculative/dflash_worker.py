@@ -51,6 +51,7 @@ from sglang_dflash.srt.speculative.drafters.ahead import copy_room, on_copies
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
 from sglang_dflash.srt.speculative.drafters.prewarm import prewarm_probabilistic_step
 from sglang_dflash.srt.speculative.drafters.some import draft_for_some
+from sglang_dflash.srt.speculative.request_fields import end_requests_with_pool_of
 from sglang_dflash.srt.speculative.scale_out.disaggregation import arrivals
 from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, run_idle
 from sglang_dflash.srt.speculative.targets.state_memory import tell_if_states_cap_batch
@@ -99,6 +100,7 @@ class DFlashWorker(BaseSpecWorker):
             rejection_rule(spec),
             SimulatedAcceptance.from_environment(),
             self.metrics,
+            target_runner.model_config.context_len,
         )
         self._width = FixedWidth(self.block_size)
         self._in_flight = CyclesInFlight()
@@ -136,6 +138,7 @@ class DFlashWorker(BaseSpecWorker):
         check_kv_budget(target_runner, self._draft_worker.model_runner)
         tell_if_states_cap_batch(target_runner, self._draft_worker.model_runner, self.block_size)
         self.drafter.attach_pools(target_runner)
+        end_requests_with_pool_of(target_runner)
         self.verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
         num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
         self.penalties = Penalties(num_rows, target_runner.model_config.vocab_size, self.device)

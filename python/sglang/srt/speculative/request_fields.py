@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_exec, get_serving, get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.srt.configs.validation import shown
@@ -175,7 +175,41 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
         except Exception as error:  # whatever the sender's bytes raise; SGLang would end the server
             req.custom_logit_processor = None
             return f"custom_logit_processor: cannot be used: {type(error).__name__}: {error!s:.200}."
-    return _outside_vocabulary(req)
+    return _outside_vocabulary(req) or _end_with_pool(req)
+
+
+_target_runner: Any = None  # of this process's scheduler
+
+
+def end_requests_with_pool_of(target_runner: Any) -> None:
+    """Have `validate_dflash_request` shorten requests to this runner's KV pool."""
+    global _target_runner
+    _target_runner = target_runner
+
+
+def _end_with_pool(req: Any) -> str | None:
+    """Shorten an answer so that it ends with `length` where the KV pool does; describe too long a prompt.
+
+    SGLang runs a step if two blocks are free behind every request. It retracts requests until they are, and
+    would abort the last one. It admits no request that leaves less than a page, or two without a prefix
+    cache, and the queue would wait behind it for ever.
+    """
+    runner, params = _target_runner, req.sampling_params
+    if runner is None:
+        return None
+    spare = 2 * (get_spec().speculative_num_draft_tokens + (runner.page_size or 1))
+    longest, prompt = runner.max_total_num_tokens - spare, len(req.origin_input_ids)
+    if prompt >= longest > 1 and get_serving().allow_auto_truncate:
+        prompt = longest - 1
+        req.origin_input_ids = req.origin_input_ids[:prompt]
+    if prompt >= longest:
+        return (
+            f"The prompt has {prompt} tokens. The KV pool holds {runner.max_total_num_tokens}, and DFLASH needs "
+            f"{spare} of them beside a request: two blocks and two pages."
+        )
+    room = longest - prompt
+    params.max_new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
+    return None
 
 
 def find_problem(request: Any, model: Any) -> str | None:

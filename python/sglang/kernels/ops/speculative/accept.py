@@ -11,6 +11,8 @@ import triton.language as tl
 
 from sglang_dflash.kernels.ops.speculative.block import lanes
 
+NO_LIMIT = 2**63 - 1
+
 
 class AcceptedBlocks(NamedTuple):
     """Verified blocks and the lengths that follow from them.
@@ -19,7 +21,7 @@ class AcceptedBlocks(NamedTuple):
         accept_len: [bs] int32, accepted drafted tokens. The bonus token is not counted.
         commit_lens: [bs] int32, accept_len + 1.
         bonus: [bs] int64, the target's token after the accepted ones. It is the next block's anchor.
-        committed: [bs] int64, tokens with committed KV after this block.
+        committed: [bs] int64, tokens with committed KV after this block, at most `longest`.
         tokens: [bs, B] int64. The first commit_lens[i] of row i are its output. Others have no meaning.
         reported: [bs, B] int64, `tokens` for the scheduler. A request with broken logits among its output
             reports `broken_token` alone.
@@ -72,6 +74,7 @@ def accept_greedy(
     committed: torch.Tensor,
     broken_token: int,
     relay: RelayTables | None = None,
+    longest: int = NO_LIMIT,
 ) -> AcceptedBlocks:
     """Accept drafted tokens by `accept_matching_prefix`.
 
@@ -86,9 +89,11 @@ def accept_greedy(
         committed: [bs] int64, tokens with committed KV before the block.
         broken_token: id outside the vocabulary, at which SGLang ends a request.
         relay: tables to write lengths and bonus tokens to as well.
+        longest: the most tokens of a text. Under overlap a request that has reached its end runs once more.
+            Its next block then begins here, so that all of it stays in the request table.
     """
     run = accept_greedy_triton if block.is_cuda else accept_greedy_torch
-    return run(block, target_tokens, max_logits, committed, broken_token, relay)
+    return run(block, target_tokens, max_logits, committed, broken_token, relay, longest)
 
 
 def complete_blocks(
@@ -98,6 +103,7 @@ def complete_blocks(
     committed: torch.Tensor,
     broken_token: int,
     relay: RelayTables | None = None,
+    longest: int = NO_LIMIT,
 ) -> AcceptedBlocks:
     """Add bonus tokens and lengths to blocks that another rule accepted.
 
@@ -108,21 +114,24 @@ def complete_blocks(
         committed: [bs] int64, as in `accept_greedy`.
         broken_token: as in `accept_greedy`.
         relay: as in `accept_greedy`.
+        longest: as in `accept_greedy`.
     """
     run = complete_blocks_triton if max_logits.is_cuda else complete_blocks_torch
-    return run(accept_len, tokens, max_logits, committed, broken_token, relay)
+    return run(accept_len, tokens, max_logits, committed, broken_token, relay, longest)
 
 
 def accept_greedy_torch(
-    block, target_tokens, max_logits, committed, broken_token, relay=None
+    block, target_tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT
 ) -> AcceptedBlocks:
     """Run `accept_greedy` in PyTorch, on any device."""
     accept_len = accept_matching_prefix(block, target_tokens)
-    return complete_blocks_torch(accept_len, target_tokens, max_logits, committed, broken_token, relay)
+    return complete_blocks_torch(
+        accept_len, target_tokens, max_logits, committed, broken_token, relay, longest
+    )
 
 
 def complete_blocks_torch(
-    accept_len, tokens, max_logits, committed, broken_token, relay=None
+    accept_len, tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT
 ) -> AcceptedBlocks:
     """Run `complete_blocks` in PyTorch, on any device, with a read on the host."""
     commit_lens = accept_len + 1
@@ -131,25 +140,27 @@ def complete_blocks_torch(
     if bool(is_broken.any()):
         is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
         reported = tokens.masked_fill((is_broken & is_output).any(dim=1, keepdim=True), broken_token)
-    new_committed = committed + commit_lens
+    new_committed = (committed + commit_lens).clamp(max=longest)
     if relay is not None:
         relay.lengths[relay.rows], relay.anchors[relay.rows] = new_committed, bonus
     return AcceptedBlocks(accept_len, commit_lens, bonus, new_committed, tokens, reported)
 
 
 def accept_greedy_triton(
-    block, target_tokens, max_logits, committed, broken_token, relay=None
+    block, target_tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT
 ) -> AcceptedBlocks:
     """Run `accept_greedy` as a Triton kernel. Tensors are contiguous."""
     accept_len = committed.new_empty((committed.numel(),), dtype=torch.int32)
-    return _launch(block, accept_len, target_tokens, max_logits, committed, broken_token, relay, False)
+    return _launch(
+        block, accept_len, target_tokens, max_logits, committed, broken_token, relay, longest, False
+    )
 
 
 def complete_blocks_triton(
-    accept_len, tokens, max_logits, committed, broken_token, relay=None
+    accept_len, tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT
 ) -> AcceptedBlocks:
     """Run `complete_blocks` as a Triton kernel. Tensors are contiguous."""
-    return _launch(tokens, accept_len, tokens, max_logits, committed, broken_token, relay, True)
+    return _launch(tokens, accept_len, tokens, max_logits, committed, broken_token, relay, longest, True)
 
 
 def _launch(
@@ -160,6 +171,7 @@ def _launch(
     committed,
     broken_token,
     relay: RelayTables | None,
+    longest: int,
     is_decided: bool,
 ) -> AcceptedBlocks:
     """Launch one program per request, which reads `accept_len` if `is_decided`."""
@@ -182,6 +194,7 @@ def _launch(
             *(relay or (None, None, None)),
             block_size,
             broken_token,
+            longest,
             IS_DECIDED=is_decided,
             IS_RELAYED=relay is not None,
             BLOCK=lanes(block_size),
@@ -190,7 +203,7 @@ def _launch(
     return accepted
 
 
-@triton.jit(do_not_specialize=["block_size"])
+@triton.jit(do_not_specialize=["block_size", "longest"])
 def accept_kernel(
     block,
     max_logits,
@@ -206,6 +219,7 @@ def accept_kernel(
     relay_anchors,
     block_size,
     broken_token,
+    longest,
     IS_DECIDED: tl.constexpr,
     IS_RELAYED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -231,7 +245,7 @@ def accept_kernel(
     num_broken = tl.sum(((slot <= accepted) & ~is_finite).to(tl.int32), axis=0)
     tl.store(reported + at, tl.where(num_broken > 0, broken_token, token), mask=inside)
     tl.store(commit_lens + request, accepted + 1)
-    length = tl.load(committed + request) + accepted + 1
+    length = tl.minimum(tl.load(committed + request) + accepted + 1, longest)
     tl.store(new_committed + request, length)
     if IS_RELAYED:
         row = tl.load(relay_rows + request)

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+PADDING_SLOT = 0  # of SGLang's KV pools; nothing reads it
+
 
 def lanes(slots: int) -> int:
     """Return the lanes for the slots of a block: those of a warp, or more if it needs more.
@@ -26,9 +28,8 @@ def prepare_block(
     bonus_tokens: [bs] int64, the anchors.
     seq_lens: [bs] int64, committed lengths n. A block covers positions n .. n + B - 1.
     req_pool_indices: [bs] int64, the requests' rows of the request table.
-    req_to_token: [rows, max_len] int32, the KV slot of each position. n + B <= max_len is not checked on
-        CUDA. On a CPU slots past the table get its last column's: copies may make blocks longer than what
-        some requests verify.
+    req_to_token: [rows, max_len] int32, the KV slot of each position. Positions past the table get SGLang's
+        padding slot: copies may make blocks longer than what some requests verify.
 
     Returns tokens [bs, B], positions [bs, B] and their KV slots [bs * B], all int64. One launch on CUDA,
     without host synchronisation. Moves bs * (24 + 28 B) bytes: per request three int64 read; per slot one
@@ -43,9 +44,9 @@ def prepare_block_torch(bonus_tokens, seq_lens, req_pool_indices, req_to_token, 
     tokens = seq_lens.new_full((seq_lens.numel(), block_size), mask_token_id)
     tokens[:, 0] = bonus_tokens
     positions = seq_lens[:, None] + torch.arange(block_size, device=seq_lens.device)
-    columns = positions.clamp(max=req_to_token.shape[1] - 1)
-    cache_loc = req_to_token[req_pool_indices[:, None], columns].flatten().long()
-    return tokens, positions, cache_loc
+    max_len = req_to_token.shape[1]
+    cache_loc = req_to_token[req_pool_indices[:, None], positions.clamp(max=max_len - 1)].long()
+    return tokens, positions, cache_loc.masked_fill_(positions >= max_len, PADDING_SLOT).flatten()
 
 
 def prepare_block_triton(bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, block_size):
@@ -57,13 +58,14 @@ def prepare_block_triton(bonus_tokens, seq_lens, req_pool_indices, req_to_token,
     positions = torch.empty_like(tokens)
     cache_loc = seq_lens.new_empty((bs * block_size,))
     tensors = *per_request, req_to_token, tokens, positions, cache_loc
-    sizes = req_to_token.stride(0), mask_token_id, block_size
+    sizes = req_to_token.stride(0), req_to_token.shape[1], mask_token_id, block_size
     if bs:
-        prepare_block_kernel[(bs,)](*tensors, *sizes, BLOCK=lanes(block_size), num_warps=1)
+        options = dict(BLOCK=lanes(block_size), PADDING=PADDING_SLOT, num_warps=1)
+        prepare_block_kernel[(bs,)](*tensors, *sizes, **options)
     return tokens, positions, cache_loc
 
 
-@triton.jit(do_not_specialize=["block_size"])
+@triton.jit(do_not_specialize=["block_size", "max_len"])
 def prepare_block_kernel(
     bonus_tokens,
     seq_lens,
@@ -73,9 +75,11 @@ def prepare_block_kernel(
     positions,
     cache_loc,
     table_stride,
+    max_len,
     mask_token_id,
     block_size,
     BLOCK: tl.constexpr,
+    PADDING: tl.constexpr,
 ):
     """One program per request."""
     request = tl.program_id(0)
@@ -84,7 +88,9 @@ def prepare_block_kernel(
     out = request * block_size + slot
     position = tl.load(seq_lens + request) + slot
     row = tl.load(req_pool_indices + request).to(tl.int64)  # rows * max_len may exceed 2**31
-    loc = tl.load(req_to_token + row * table_stride + position, mask=inside)
+    loc = tl.load(
+        req_to_token + row * table_stride + position, mask=inside & (position < max_len), other=PADDING
+    )
     tl.store(tokens + out, tl.where(slot == 0, tl.load(bonus_tokens + request), mask_token_id), mask=inside)
     tl.store(positions + out, position, mask=inside)
     tl.store(cache_loc + out, loc.to(tl.int64), mask=inside)

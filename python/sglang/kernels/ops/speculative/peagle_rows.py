@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-PADDING_SLOT = 0  # of SGLang's KV pools; nothing reads it
+from sglang_dflash.kernels.ops.speculative.block import PADDING_SLOT
 
 
 @dataclass(frozen=True, slots=True)

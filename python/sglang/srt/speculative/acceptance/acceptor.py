@@ -7,6 +7,7 @@ import torch
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 
 from sglang_dflash.kernels.ops.speculative.accept import (
+    NO_LIMIT,
     AcceptedBlocks,
     RelayTables,
     accept_greedy,
@@ -58,6 +59,7 @@ class Acceptor:
         rule: for drawn drafts. None: drafts are never drawn.
         simulated: replaces all decisions, for benchmarks. None: off.
         metrics: counts batches that cannot be drawn.
+        longest: the most tokens of a text, see `accept_greedy`.
 
     Attributes:
         relay: takes lengths and bonus tokens for the next step. None: the scheduler copies them.
@@ -71,8 +73,9 @@ class Acceptor:
         rule: RejectionRule | None = None,
         simulated: SimulatedAcceptance | None = None,
         metrics: DFlashMetrics | None = None,
+        longest: int = NO_LIMIT,
     ):
-        self._metrics = metrics
+        self._metrics, self._longest = metrics, longest
         self._sampler, self._broken_token, self._tp_sync = sampler, vocab_size, tp_sync
         self._rule, self._simulated = rule, simulated
         self.relay: StepRelay | None = None
@@ -141,6 +144,7 @@ class Acceptor:
         if batch.return_logprob and not batch.sampling_info.is_all_greedy:
             logits = logits.clone()  # log probabilities are still to be read
         sampling_info = filters_of_sampled(batch) if masks is None else batch.sampling_info
+        rest = cycle.committed, self._broken_token, relay, self._longest
         if block.probs is not None:
             assert caps is None, "drawn blocks have no caps"
             accept_len, tokens, max_logits = self._reject(
@@ -151,14 +155,12 @@ class Acceptor:
             caps = cycle.rows.limits if caps is None else caps
             if self._simulated is None:
                 if caps is None:
-                    return accept_greedy(
-                        block.tokens, tokens, max_logits, cycle.committed, self._broken_token, relay
-                    )
+                    return accept_greedy(block.tokens, tokens, max_logits, *rest)
                 accept_len = accept_matching_prefix(block.tokens, tokens).minimum(caps)
         if self._simulated is not None:
             accept_len, tokens = self._simulated.override(tokens, block.tokens)
             max_logits = torch.zeros_like(max_logits)  # random weights may give any logits
-        return complete_blocks(accept_len, tokens, max_logits, cycle.committed, self._broken_token, relay)
+        return complete_blocks(accept_len, tokens, max_logits, *rest)
 
     def _target_tokens(
         self, sampling_info: Any, cycle: Cycle, logits: torch.Tensor, masks: SamplingMasks | None

@@ -139,13 +139,13 @@ class PEagleDrafter:
 
     @property
     def _last_start(self) -> int | None:
-        """Last row where a block may begin, so that its idle rows stay in the context.
+        """Last row where a block may begin, so that its idle rows stay in the request table.
 
-        None: a block has to end with its last mask row.
+        The mask rows of the longest text end there. None: a block has to end with its last mask row.
         """
         if self._runner.attn_backend.needs_cpu_seq_lens:
             return None
-        return self._runner.model_config.context_len - self.num_draft_rows
+        return max(0, self._runner.model_config.context_len - self._block_size)
 
     def begin_prefill(self, prompts: Prompts) -> None:
         """See `Drafter`. Copies table rows, and runs the pending rows of running requests."""
