@@ -13,11 +13,11 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import get_schedule, get_spec
+from support.context_watch import watch_context
 from support.engine import start
 from support.scheduled import Answer, Job, Oracle, run
 from tokenizers import Tokenizer
 
-from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.dflash_info import _reserve_slots
 
 CONTEXT = 128
@@ -114,17 +114,6 @@ def at_the_context() -> tuple[list[Job], list[Answer]]:
     return jobs, answers
 
 
-class Within(CycleObserver):
-    """Ends the scheduler if a block begins behind the context: SGLang sizes attention's tables by it."""
-
-    def on_begun(self, batch) -> None:
-        assert batch.seq_lens.max() <= CONTEXT
-
-
-def watch(scheduler) -> None:
-    scheduler.draft_worker.observers.append(Within())
-
-
 @pytest.mark.server
 @pytest.mark.parametrize(
     ("algorithm", "draft", "block", "flags"),
@@ -139,6 +128,29 @@ def test_answers_run_up_to_the_context(algorithm, draft, block, flags, at_the_co
     """An oracle drafts, so that the last cycle of a request keeps all, and one more begins far behind it."""
     jobs, wanted = at_the_context
     oracle = Oracle([[*answer.output_ids, *[5] * 2 * block] for answer in wanted], 0.05)
-    [found] = run([*server(algorithm, draft, block, *flags), *AT_CONTEXT], [jobs], oracle, prepare=watch)
+    [found] = run(
+        [*server(algorithm, draft, block, *flags), *AT_CONTEXT], [jobs], oracle, prepare=watch_context
+    )
     assert [answer.output_ids for answer in found] == [answer.output_ids for answer in wanted]
     assert {answer.finish_reason for answer in found} == {"FINISH_LENGTH"}
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("block", [8, 32])
+def test_an_answer_ends_where_the_pool_does(block):
+    """One user's pool is smaller than the context. Two requests together are retracted, and end there too."""
+    jobs = [Job(text(200), 400), Job(text(150), 400)]
+    groups = [[jobs[0]], [jobs[1]], jobs]
+    plain = run(["--model-path", TARGET, *FLAGS, "--max-total-tokens", "4000"], groups)
+    found = run([*server("DFLASH", DRAFT, block), *AT_POOL], groups)
+    for group, wanted, answers in zip(groups, plain, found, strict=True):
+        for job, want, answer in zip(group, wanted, answers, strict=True):
+            length = POOL - 2 * (block + 1) - len(job.input_ids)
+            assert len(answer.output_ids) == length and answer.finish_reason == "FINISH_LENGTH"
+            assert answer.output_ids == want.output_ids[:length]
+
+
+@pytest.mark.server
+def test_a_prompt_longer_than_the_pool_is_refused():
+    [[answer]] = run([*server("DFLASH", DRAFT, 8), *AT_POOL], [[Job(text(290), 8)]])
+    assert answer.finish_reason == "FINISH_ABORT"
