@@ -12,13 +12,14 @@ from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_contex
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.runtime_context import get_schedule, get_spec
+from sglang.srt.runtime_context import get_schedule, get_serving, get_spec
 from support.context_watch import watch_context
 from support.engine import start
 from support.scheduled import Answer, Job, Oracle, run
 from tokenizers import Tokenizer
 
-from sglang_dflash.srt.speculative.dflash_info import _reserve_slots
+from sglang_dflash.srt.speculative import request_fields
+from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, _reserve_slots
 
 CONTEXT = 128
 POOL = 300
@@ -73,6 +74,70 @@ def test_a_reservation_ends_with_the_row(block, page):
         assert (own[:reserved] > 0).all() and own[:reserved].unique().numel() == reserved
         table[ROW, :reserved] = MARK
         assert (table == MARK).all(), "entries of another request"
+
+
+@pytest.mark.parametrize(
+    ("pool", "page", "prompt", "wanted", "given"),
+    [
+        (600, 1, 300, 400, 282),
+        (600, 1, 300, 5, 5),
+        (600, 1, 300, None, 282),
+        (600, 1, 581, 400, 1),
+        (600, 1, 582, 400, "The prompt has 582 tokens. The KV pool holds 600, and DFLASH needs 18"),
+        (640, 64, 400, 400, 96),
+        (640, 64, 600, 400, "The prompt has 600 tokens. The KV pool holds 640, and DFLASH needs 144"),
+        (16, 1, 3, 4, "The prompt has 3 tokens. The KV pool holds 16"),
+    ],
+)
+def test_requests_end_with_the_pool(pool, page, prompt, wanted, given, monkeypatch):
+    """Two blocks of 8 and two pages stay free beside a request: SGLang runs its steps and admits it."""
+    start()
+    runner = SimpleNamespace(max_total_num_tokens=pool, page_size=page)
+    monkeypatch.setattr(request_fields, "_target_runner", runner)
+    params = SimpleNamespace(max_new_tokens=wanted)
+    request = SimpleNamespace(origin_input_ids=[7] * prompt, sampling_params=params)
+    with get_spec().override(speculative_num_draft_tokens=8):
+        refusal = request_fields._end_with_pool(request)
+    if isinstance(given, int):
+        assert refusal is None and params.max_new_tokens == given
+    else:
+        assert refusal.startswith(given) and params.max_new_tokens == wanted
+
+
+def test_a_prompt_may_be_cut_to_the_pool(monkeypatch):
+    start()
+    runner = SimpleNamespace(max_total_num_tokens=600, page_size=1)
+    monkeypatch.setattr(request_fields, "_target_runner", runner)
+    params = SimpleNamespace(max_new_tokens=400)
+    request = SimpleNamespace(origin_input_ids=[*range(700)], sampling_params=params)
+    with (
+        get_spec().override(speculative_num_draft_tokens=8),
+        get_serving().override(allow_auto_truncate=True),
+    ):
+        assert request_fields._end_with_pool(request) is None
+    assert request.origin_input_ids == [*range(581)] and params.max_new_tokens == 1
+
+
+def inputs(*requests: int, relayed: bool = False) -> DFlashDraftInput:
+    """Make the input of these requests; the numbers stand for each of their fields."""
+    numbers = torch.tensor(requests)
+    indices = numbers + 200 if relayed else None
+    return DFlashDraftInput(numbers, numbers + 100, indices, reserved_lens_cpu=numbers.int())
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+def test_an_input_follows_its_requests(relayed):
+    """Requests leave and join a batch; what was reserved for the step before is forgotten."""
+    batch = inputs(1, 2, 3, relayed=relayed)
+    batch.filter_batch(torch.tensor([0, 2]), [0, 2])
+    assert batch.reserved_lens_cpu is None
+    batch.reserved_lens_cpu = torch.zeros(2)
+    batch.merge_batch(inputs(9, relayed=relayed))
+    assert batch.reserved_lens_cpu is None
+    if relayed:
+        assert batch.future_indices.tolist() == [201, 203, 209]
+    else:
+        assert batch.bonus_tokens.tolist() == [1, 3, 9] and batch.new_seq_lens.tolist() == [101, 103, 109]
 
 
 def test_a_full_pool_gives_two_blocks():
@@ -154,3 +219,33 @@ def test_an_answer_ends_where_the_pool_does(block):
 def test_a_prompt_longer_than_the_pool_is_refused():
     [[answer]] = run([*server("DFLASH", DRAFT, 8), *AT_POOL], [[Job(text(290), 8)]])
     assert answer.finish_reason == "FINISH_ABORT"
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "block", "page", "flags"),
+    [
+        ("DFLASH", DRAFT, 16, 1, ["--chunked-prefill-size", "4"]),
+        ("PEAGLE", PEAGLE_DRAFT, 8, 16, ["--disable-radix-cache", WHOLE]),
+    ],
+    ids=["chunks", "pages"],
+)
+def test_answers_run_up_to_the_pool(algorithm, draft, block, page, flags):
+    """A request alone ends with `length`. Requests that exceed the pool together end as they would alone."""
+    end = POOL - 2 * (block + page)
+    jobs = near(end, 150, 60, 20, 2)
+    [wanted] = run(["--model-path", TARGET, *FLAGS, "--max-total-tokens", "2000"], [jobs])
+    together = [Job(job.input_ids, 400, step=index) for index, job in enumerate(jobs)]
+    alone = [[Job(job.input_ids, 400)] for job in jobs[1:3]]
+    too_long = [Job(text(end), 8)]
+    arguments = [*server(algorithm, draft, block, *flags), *AT_POOL, "--page-size", page]
+    # Told that answers are short, the scheduler admits more than the pool holds.
+    environment = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
+    *single, found, refused = run(arguments, [*alone, together, too_long], environment=environment)
+    for answer, want, job in zip(
+        [answer for [answer] in single] + found, [*wanted[1:3], *wanted], [*jobs[1:3], *jobs], strict=True
+    ):
+        assert answer.finish_reason == "FINISH_LENGTH" and len(answer.output_ids) == end - len(job.input_ids)
+        assert answer.output_ids == want.output_ids[: len(answer.output_ids)]
+    assert refused[0].finish_reason == "FINISH_ABORT"
+    assert sum(answer.retractions for answer in found) > 0
