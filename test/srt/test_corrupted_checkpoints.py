@@ -31,8 +31,9 @@ from support.engine import build
 from support.packed_drafts import pack
 
 from sglang_dflash.srt.arg_groups.dflash_args import load_and_check_configs
-from sglang_dflash.srt.arg_groups.draft_files import INDEX, check_draft_config
+from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.configs.weight_files import INDEX
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
@@ -103,6 +104,8 @@ def read(folder: Path, target: Path) -> Any:
         speculative_draft_model_revision=None,
         trust_remote_code=False,
         json_model_override_args="{}",
+        load_format="auto",
+        speculative_draft_load_format=None,
         speculative_draft_model_quantization=None,
         _speculative_draft_quantization_explicitly_set=False,
     )
@@ -145,8 +148,63 @@ def test_a_map_out_of_the_targets_vocabulary_is_refused_in_the_launcher(token, i
     if is_inside:
         read(tmp_path, targets["speculators"])
     else:
-        with pytest.raises(ValueError, match="model.safetensors: d2t points outside"):
+        with pytest.raises(ValueError, match="d2t points outside"):
             read(tmp_path, targets["speculators"])
+
+
+MISSING = object()
+BAD_VALUES = {
+    "missing": MISSING,
+    "null": None,
+    "zero": 0,
+    "negative": -1,
+    "huge": 2**40,
+    "a fraction": 1.5,
+    "a boolean": True,
+    "digits": "8",
+    "a word": "several",
+    "a list": [],
+    "an object": {},
+}
+
+
+def with_value(config: dict, way: tuple, value: Any) -> dict:
+    changed = copy.deepcopy(config)
+    *parents, last = way
+    owner = functools.reduce(lambda inner, key: inner[key], parents, changed)
+    if value is MISSING:
+        del owner[last]
+    else:
+        owner[last] = value
+    return changed
+
+
+def fields(value: Any) -> list[tuple]:
+    return [way for way in places(value) if isinstance(way[-1], str)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_field_with_a_bad_value_is_named_or_served(name, targets, tmp_path):
+    """A refusal names the checkpoint and the field, or else the tensors that are then of another shape."""
+    config, weights = checkpoint(name)
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    refused, unnamed = set(), []
+    cases = [(way, kind) for way in fields(config) for kind in BAD_VALUES]
+    for number, (way, kind) in enumerate(cases):
+        folder = tmp_path / str(number)  # SGLang remembers configs by folder
+        folder.mkdir()
+        (folder / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(with_value(config, way, BAD_VALUES[kind])))
+        try:
+            read(folder, targets[name])
+        except ValueError as error:
+            message = str(error).replace(str(folder), "CHECKPOINT")
+            refused.add(way[-1])
+            tensors = re.findall(r"[a-z_]+[.]weight|[.]bias|[(]W4[)]", message)
+            if "CHECKPOINT" not in message or way[-1] not in message and not tensors:
+                unnamed.append((".".join(map(str, way)), kind, message))
+    assert not unnamed
+    assert {"hidden_size", "num_hidden_layers", "vocab_size"} <= refused
 
 
 SCALARS = (

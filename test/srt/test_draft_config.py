@@ -16,11 +16,10 @@ from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
 from sglang_dflash.srt.configs.draft_config import (
     DFlashDraftConfig,
     DraftConfigError,
-    check_draft_fits_target,
-    depth_problem,
     spread_target_layer_ids,
 )
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
+from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, depth_problem
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 
 VALID = {
@@ -370,7 +369,7 @@ def test_a_draft_that_fits_its_target():
     "changes, words",
     [
         ({"hidden_size": 65}, ["hidden_size", "64", "65"]),
-        ({"vocab_size": 101}, ["vocab_size", "100", "101"]),
+        ({"vocab_size": 3}, ["mask_token_id is 99", "vocab_size is 3"]),
         ({"num_hidden_layers": 9}, ["target_layer_ids", "leave the target's 9 layers"]),
         ({"num_hidden_layers": 10}, ["target_layer_ids", "name the last layer"]),
         ({"num_hidden_layers": 4, "num_loops": 2}, ["target_layer_ids", "leave the target's 8 layers"]),

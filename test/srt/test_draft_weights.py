@@ -64,13 +64,40 @@ def test_a_missing_bias_is_named(part, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "unknown", ["layers.2.mlp.up_proj.weight", "lm_head.weight", "layers.0.self_attn.q_proj.bias"]
+    "unknown",
+    [
+        "layers.2.mlp.up_proj.weight",
+        "layers.0.self_attn.q_proj.bias",
+        "layers.0.self_attn.sinks",
+        "head.weight_packed",
+    ],
 )
-def test_an_unknown_tensor_is_named(unknown, plain):
+def test_an_unknown_tensor_is_named_and_left_out(unknown, plain, caplog):
     config, weights = plain
-    weights[unknown] = torch.zeros(8, 8)
-    with pytest.raises(ValueError, match=unknown):
+    parameters = dict(build(DFlashDraftModel, config, iter(weights.items())).named_parameters())
+    weights[unknown] = torch.zeros(8, 8, dtype=torch.int32)
+    model = build(DFlashDraftModel, config, iter(weights.items()))
+    assert f"not read: ['{unknown}']" in caplog.text
+    for name, parameter in model.named_parameters():
+        assert parameter.equal(parameters[name])
+
+
+def test_unknown_tensors_are_named_if_others_are_missing(plain):
+    config, weights = plain
+    weights["final_norm.weight"] = weights.pop("norm.weight")
+    with pytest.raises(ValueError, match="norm.weight: missing\n.*final_norm.weight: this draft has no such"):
         build(DFlashDraftModel, config, iter(weights.items()))
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_rows_beyond_the_vocabulary_are_padding(name, plain):
+    config, weights = plain
+    table = torch.randn(config.vocab_size + 64, config.hidden_size)
+    model = build(DFlashDraftModel, config, iter({**weights, f"{name}.weight": table}.items()))
+    assert getattr(model, name).weight[: config.vocab_size].equal(table[: config.vocab_size])
+    with pytest.raises(ValueError, match=f"{name}.weight is"):
+        fewer = table[: config.vocab_size - 1]
+        build(DFlashDraftModel, config, iter({**weights, f"{name}.weight": fewer}.items()))
 
 
 def test_new_weights_come_to_where_graphs_read_them(plain):

@@ -510,8 +510,17 @@ VERDICTS = {
     ("arg_groups/draft_attention.py", "choose_draft_attention"): [
         BROKEN + "on a GPU found before, by draft_attention_findings"
     ],
-    ("arg_groups/draft_files.py", "check_draft_config"): [BROKEN + "no JSON", BROKEN + "wrong fields"],
-    ("arg_groups/draft_files.py", "check_draft_tensors"): [BROKEN + "wrong sizes", BROKEN + "wrong tensors"],
+    ("arg_groups/draft_files.py", "check_draft_config"): [BROKEN + "no JSON"],
+    ("arg_groups/draft_files.py", "check_draft_tensors"): [
+        BROKEN + "wrong sizes",
+        BROKEN + "no tensors",
+        BROKEN + "wrong tensors",
+    ],
+    ("configs/draft_formats.py", "flat_config"): [BROKEN + "wrong fields"],
+    ("configs/weight_files.py", "weight_files"): [BROKEN + "no weights"],
+    ("configs/weight_files.py", "_indexed"): [BROKEN + "a wrong index"] * 2,
+    ("configs/weight_files.py", "_safetensors"): [BROKEN + "no tensors"],
+    ("configs/weight_files.py", "_pickled"): [BROKEN + "no tensors"] * 2,
     ("arg_groups/hand_over.py", "hand_over_if_not_served"): [BY_BOTH + "pipeline parallelism"],
     ("arg_groups/hand_over.py", "leave_to_unsupported_sglang"): [BY_NAME + "options on another SGLang"],
     ("configs/config_file.py", "read_object"): [BROKEN + "no JSON object"] * 3,
@@ -535,36 +544,35 @@ VERDICTS = {
     ("configs/draft_config.py", "_check_speculative_tokens"): [BY_NAME + "a field of speculators"],
     ("configs/draft_config.py", "DFlashDraftConfig.parse"): [HANDED + "sinks"],
     ("configs/draft_config.py", "spread_target_layer_ids"): [BROKEN + "a target that is too shallow"],
-    ("configs/draft_config.py", "check_draft_fits_target"): [
+    ("configs/target_fit.py", "check_draft_fits_target"): [
         BROKEN + "other sizes, no such layer, or a last one that SGLang does not capture"
     ],
     ("configs/peagle_config.py", "_check_ascending"): [BY_NAME + "P-EAGLE"] * 2,
-    ("configs/draft_config_parser.py", "_read_checked"): [
-        BY_NAME + "a speculators file",
-        BROKEN + "transformers cannot read it",
-    ],
+    ("configs/draft_config_parser.py", "_read_checked"): [BROKEN + "transformers cannot read it"],
     ("arg_groups/draft_quantization.py", "check_draft_quantization"): [HANDED + "a draft to quantize"],
-    # The launcher reads the quantization first, and hands over what is not served (`not_served.py`).
-    ("configs/draft_quantization.py", "_block"): [HANDED + "a draft of another quantization"],
-    ("configs/draft_quantization.py", "_compressed_scheme"): [HANDED + "a draft of another quantization"] * 5,
-    ("configs/draft_quantization.py", "_read_fp8"): [HANDED + "a draft of another quantization"],
-    ("configs/draft_quantization.py", "_modelopt_scheme"): [HANDED + "a draft of another quantization"] * 2,
-    ("configs/draft_quantization.py", "_names"): [HANDED + "a draft of another quantization"] * 2,
-    ("configs/draft_quantization.py", "_read_compressed_tensors"): [
-        HANDED + "a draft of another quantization"
-    ]
-    * 4,
-    ("configs/draft_quantization.py", "_read_modelopt"): [HANDED + "a draft of another quantization"],
+    # The launcher reads the quantization first (`not_served.py`), and hands over other libraries' files.
+    ("configs/draft_quantization.py", "_block"): [BROKEN + "a malformed quantization"],
+    ("configs/draft_quantization.py", "_compressed_scheme"): [BROKEN + "a malformed quantization"] * 5,
+    ("configs/draft_quantization.py", "_read_fp8"): [BROKEN + "a malformed quantization"],
+    ("configs/draft_quantization.py", "_modelopt_scheme"): [BROKEN + "a malformed quantization"] * 2,
+    ("configs/draft_quantization.py", "_names"): [BROKEN + "a malformed quantization"] * 2,
+    ("configs/draft_quantization.py", "_read_compressed_tensors"): [BROKEN + "a malformed quantization"] * 4,
+    ("configs/draft_quantization.py", "_read_modelopt"): [BROKEN + "a malformed quantization"],
     ("configs/draft_quantization.py", "find_quantization"): [BROKEN + "hf_quant_config.json is no JSON"],
     ("configs/draft_quantization.py", "quantization_of"): [HANDED + "a draft of another quantization"],
-    ("configs/draft_quantization.py", "read_quantization"): [HANDED + "a draft of another quantization"] * 2,
+    ("configs/draft_quantization.py", "read_quantization"): [
+        BROKEN + "a malformed quantization",
+        HANDED + "a draft of another quantization",
+    ],
     ("configs/flat_peagle.py", "flatten_peagle"): [BY_NAME + "P-EAGLE"],
     ("configs/speculators_format.py", "_check_taps"): [BY_NAME + "a speculators file"],
     ("models/packed_weights.py", "PackedModule.dequantize"): [BROKEN + "tensors that do not fit"],
     ("models/packed_weights.py", "run_row_checks"): [BROKEN + "layers that were loaded wrongly"],
+    ("configs/layer_fields.py", "_check_dtype"): [BROKEN + "no type"],
     ("configs/layer_fields.py", "_plain"): [HANDED + "RoPE by layer type"],
     ("configs/layer_fields.py", "_check_table"): [BROKEN + "a garbled number of positions"],
-    ("configs/layer_fields.py", "_check_theta"): [BROKEN + "no base"],
+    ("configs/layer_fields.py", "_check_theta"): [BROKEN + "no base", BROKEN + "two bases"],
+    ("configs/layer_fields.py", "_check_one_rope"): [BROKEN + "two rotary embeddings"],
     ("configs/peagle_config.py", "PEagleDraftConfig.check_arguments"): [BY_NAME + "P-EAGLE"],
     ("configs/peagle_config.py", "check_architectures"): [BROKEN + "no names", HANDED + "Laguna"],
     ("configs/speculators_format.py", "_choose_rope"): [BY_NAME + "a speculators file"],

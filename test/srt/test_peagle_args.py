@@ -6,9 +6,10 @@ import pytest
 from support.checkpoint_fields import GOOD_PEAGLE, changed
 
 from sglang_dflash.srt.arg_groups.dflash_args import choose_block_size
-from sglang_dflash.srt.configs.draft_config import DraftConfigError, check_draft_fits_target
+from sglang_dflash.srt.configs.draft_config import DraftConfigError
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.configs.speculators_format import normalize
+from sglang_dflash.srt.configs.target_fit import check_draft_fits_target
 
 TARGET = SimpleNamespace(hidden_size=256, vocab_size=2048, num_hidden_layers=12)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, TARGET, dflash_arguments
+from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, dflash_arguments
 from support.drafts import make_draft
 from support.flat_peagle import INPUTS, SOURCE, amazon, nemo
 from support.packed_drafts import SCHEMES, pack_for_modelopt, pack_plain_fp8, write, write_packed
@@ -92,6 +92,11 @@ def with_options(**options) -> Callable[[Path], Path]:
     return lambda folder: make_draft(folder, dflash_config=options)
 
 
+def shortened(folder: Path, base: Path = DRAFT) -> Path:
+    short = {"max_position_embeddings": 16}
+    return make_draft(folder, base=base, **(short if base == DRAFT else {"transformer_layer_config": short}))
+
+
 LIKE_THE_BUNDLED = {
     "num_depths": 7,
     "norm_before_residual": SOURCE["norm_before_residual"],
@@ -119,9 +124,15 @@ FORMATS = {
     "use_swa": Format(with_options(use_swa=True, swa_window_size=12), least=1.2),
     "causal full layers": Format(with_options(causal=True), least=1.2),
     "embeddings scaled": Format(with_options(input_embedding_scale=1.25), least=1.2),
+    # Fewer positions than a prompt has tokens.
+    "a short DFlash": Format(shortened, kept=1),
+    "a short speculators DFlash": Format(
+        lambda folder: shortened(folder, SPECULATORS_DRAFT), SPECULATORS_DRAFT, kept=1
+    ),
+    "a short P-EAGLE": Format(lambda folder: shortened(folder, PEAGLE_DRAFT), PEAGLE_DRAFT, kept=1),
 }
 # The rest takes minutes.
-IN_EVERY_RUN = ("NVFP4", "speculators DFlash2", "Amazon's, with norms", "use_swa")
+IN_EVERY_RUN = ("NVFP4", "speculators DFlash2", "Amazon's, with norms", "use_swa", "a short P-EAGLE")
 
 
 @dataclass(frozen=True)

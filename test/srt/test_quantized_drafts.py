@@ -260,7 +260,7 @@ BAD_VALUES = {
         "NVFP4A16",
         "weight_global_scale",
         0,
-        "weight_global_scale is 0.0, which must be",
+        "weight_global_scale is zero throughout",
     ),
     "another layer's shape": ("W4A16", "weight_shape", 8, r"weight_shape is \(8, 256\)"),
 }

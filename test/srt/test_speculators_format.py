@@ -5,8 +5,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from support.checkpoint_fields import GOOD, GOOD_DFLASH2, GOOD_PEAGLE, changed
 
 from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
@@ -95,7 +97,6 @@ def test_rope_given_per_layer_type():
 REQUIRED = (
     "aux_hidden_state_layer_ids",
     "block_size",
-    "draft_vocab_size",
     "mask_token_id",
     "speculators_config",
     "speculators_config.algorithm",
@@ -232,6 +233,22 @@ def test_the_default_proposal_method_says_how_much_is_drafted(base, default, tok
         {"proposal_type": kind, "speculative_tokens": number} for kind, number in methods
     ]
     assert normalize(config, "ck")["dflash_config"]["speculative_tokens"] == tokens
+
+
+def test_the_library_s_defaults(tmp_path):
+    """Without draft_vocab_size: the file's rows if they are here. Without layers: EAGLE-3's."""
+    for config in (changed("draft_vocab_size", remove=True), changed("draft_vocab_size", None)):
+        big = changed("transformer_layer_config.vocab_size", 151_936, base=config)
+        assert normalize(big, "some/hub-id")["dflash_config"]["draft_vocab_size"] == 32_000
+        save_file({"d2t": torch.zeros(96, dtype=torch.int64)}, tmp_path / "model.safetensors")
+        assert normalize(config, str(tmp_path))["dflash_config"]["draft_vocab_size"] == 96
+        save_file({"norm.weight": torch.zeros(8)}, tmp_path / "model.safetensors")
+        assert normalize(config, str(tmp_path))["dflash_config"]["draft_vocab_size"] == 2048
+    bare = changed("eagle_aux_hidden_state_layer_ids", None, base=GOOD_PEAGLE)
+    assert normalize(bare, "ck", target_layers=24)["dflash_config"]["target_layer_ids"] == [1, 11, 20]
+    with pytest.raises(DraftConfigError, match="eagle_aux_hidden_state_layer_ids is missing"):
+        normalize(bare, "ck")
+    assert verifier_of(bare, "ck") == "some/target"
 
 
 def test_served_types():

@@ -31,7 +31,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from multiprocessing import context, forkserver, popen_fork, popen_forkserver, process, reduction, spawn
 from pathlib import Path
@@ -177,7 +176,7 @@ def _end(run) -> None:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush(), sys.stderr.flush()

@@ -13,7 +13,6 @@ from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle, names_its_layers
 from sglang_dflash.srt.configs.speculators_format import (
-    normalize,
     served_types,
     speculators_type,
     verifier_of,
@@ -38,14 +37,15 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     args = resolving_view(server_args)
-    _tell_target_layers(args)
+    DFlashOptions.TARGET_LAYERS.clear()
     config = read_config(args.model_path, args.revision)
     if config is not None and speculators_type(config) in served_types():
         checkpoint = args.model_path
-        normalize(config, checkpoint)  # report its faults before anything is loaded
         kind = speculators_type(config)
+        verifier_name = verifier_of(config, checkpoint)  # reports nearly all its faults
         _refuse_contradictions(args, checkpoint, kind)
-        verifier = locate_verifier(verifier_of(config, checkpoint), checkpoint)
+        verifier = locate_verifier(verifier_name, checkpoint)
+        _tell_target_layers(verifier, None, checkpoint, args.revision)
         logger.info(
             "%s is a speculators checkpoint: serving its target %s, with the checkpoint as its %s draft.",
             checkpoint,
@@ -61,8 +61,11 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
             speculative_draft_model_path=checkpoint,
             speculative_draft_model_revision=args.speculative_draft_model_revision or args.revision,
         )
-    elif (args.speculative_algorithm or "").upper() in ("PEAGLE", "EAGLE3"):
-        _resolve_peagle(server_args, args)
+    elif (algorithm := (args.speculative_algorithm or "").upper()) in _ALGORITHMS["peagle"]:
+        draft = args.speculative_draft_model_path, args.speculative_draft_model_revision
+        _tell_target_layers(args.model_path, args.revision, *draft)
+        if algorithm != "DFLASH":
+            _resolve_peagle(server_args, args)
     previous(server_args)
 
 
@@ -98,16 +101,16 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
     declare_resolution(server_args, SOURCE, speculative_algorithm="DFLASH")
 
 
-def _tell_target_layers(args: Any) -> None:
+def _tell_target_layers(
+    model: str, revision: str | None, draft: str | None, draft_revision: str | None
+) -> None:
     """Tell all processes the target's depth, if the draft reads layers that it does not name."""
-    DFlashOptions.TARGET_LAYERS.clear()
-    if (args.speculative_algorithm or "").upper() not in _ALGORITHMS["peagle"]:
+    config = read_config(draft, draft_revision)
+    if draft is None or config is None or names_its_layers(config):
         return
-    draft = args.speculative_draft_model_path
-    config = read_config(draft, args.speculative_draft_model_revision)
-    if config is None or not is_flat_peagle(config, draft) or names_its_layers(config):
+    if speculators_type(config) != "peagle" and not is_flat_peagle(config, draft):
         return
-    target = read_config(args.model_path, args.revision) or {}
+    target = read_config(model, revision) or {}
     nested = target.get("text_config")
     depth = (nested if isinstance(nested, dict) else target).get("num_hidden_layers")
     if isinstance(depth, int) and depth > 5:

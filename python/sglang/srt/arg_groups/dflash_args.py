@@ -10,13 +10,13 @@ import math
 import os
 from typing import Any
 
+from sglang_dflash.srt.arg_groups import draft_files
 from sglang_dflash.srt.arg_groups.adaptive_width import (
     read_adaptive_flags,
     resolve_adaptive,
     simulates_acceptance,
 )
 from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
-from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
 from sglang_dflash.srt.arg_groups.draft_quantization import (
     check_draft_quantization,
     settle_draft_quantization,
@@ -24,10 +24,11 @@ from sglang_dflash.srt.arg_groups.draft_quantization import (
 from sglang_dflash.srt.arg_groups.hand_over import find_not_served, hand_over_if_not_served
 from sglang_dflash.srt.arg_groups.not_served import CPU_ATTENTION_BACKEND, draft_attention_findings
 from sglang_dflash.srt.configs.config_file import read_config
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, check_draft_fits_target, depth_problem
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_quantization import quantization_of
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
+from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, differences
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
@@ -172,7 +173,7 @@ def _find_not_served(server_args: Any, args: Any) -> list[NotServed]:
     found = find_not_served(server_args)
     if found:
         return found
-    check_draft_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+    draft_files.check_draft_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
     if args.device == "cpu":
         return []
     target_config, draft = load_and_check_configs(args)
@@ -194,13 +195,13 @@ def resolve_dflash_args(server_args: Any) -> None:
     _warn_of_ignored_flags(args)
     DraftSampling.from_environment()  # refuse a bad value before the workers read it
     target_config, draft = load_and_check_configs(args)
-    for text in (*draft.assumed(), depth_problem(draft, target_config)):
-        if text is not None:
-            logger.warning("DFLASH: the draft's %s.", text)
-    _check_mask_token(args, draft)
+    target_model = model_config_of(server_args)
+    differing = differences(draft, target_config, target_model.context_len)
+    for text in (*draft_files.assumed_in_file(args), *draft.assumed(), *differing):
+        logger.warning("DFLASH: the draft's %s.", text)
+    _check_mask_token(args, draft, target_config.vocab_size)
     block_size = choose_block_size(args, draft)
     check_copy_ahead(block_size)
-    target_model = model_config_of(server_args)
     is_recurrent = mambaish_config(target_model) is not None
     if is_recurrent:
         check_states_are_committed(target_model)
@@ -258,11 +259,12 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint, target.architectures or ())
     check_draft_quantization(args, quantization_of(draft, checkpoint))
-    check_draft_tensors(checkpoint, draft, config)
+    if draft_files.are_files_read(args):
+        draft_files.check_draft_tensors(checkpoint, draft, config, target_text.vocab_size)
     return target_text, config
 
 
-def _check_mask_token(args: Any, draft: DFlashDraftConfig) -> None:
+def _check_mask_token(args: Any, draft: DFlashDraftConfig, target_tokens: int) -> None:
     """Refuse an unusable mask token or mask embedding before weights are loaded."""
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
@@ -277,7 +279,7 @@ def _check_mask_token(args: Any, draft: DFlashDraftConfig) -> None:
             trust_remote_code=args.trust_remote_code,
             tokenizer_backend=args.tokenizer_backend,
         )
-    find_mask_token(draft, tokenizer, args.speculative_draft_model_path)
+    find_mask_token(draft, tokenizer, args.speculative_draft_model_path, target_tokens)
 
 
 def _target_dtype(given: str, target_text_config: Any) -> str:

@@ -153,11 +153,12 @@ def draft_findings(args: Any) -> list[NotServed]:
     if problem := _split_problem(args, config.get("transformer_layer_config") or config):
         found.append(NotServed(problem))
     try:
-        problem = flag_problem(args, checkpoint_quantization(config, checkpoint, revision))
+        quantization = checkpoint_quantization(config, checkpoint, revision)
     except ValueError:
-        problem = None  # found above
-    if problem:
-        found.append(NotServed(problem, is_dflash_draft(config)))
+        return found  # this is among them
+    if problem := flag_problem(args, quantization):
+        # The built-in follows a flag that contradicts the file, and then drafts noise.
+        found.append(NotServed(problem, quantization is None and is_dflash_draft(config)))
     return found
 
 

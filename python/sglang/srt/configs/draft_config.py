@@ -35,23 +35,6 @@ _READ_BESIDE = ("causal", "use_swa", "swa_window_size")
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MASK_TOKEN = "<|MASK|>"
 
-# Targets whose last layer SGLang captures. Others have no next layer, at whose input it would.
-_CAPTURES_LAST_LAYER = (
-    "BeamForCausalLM",
-    "InklingForConditionalGeneration",
-    "KimiK3ForConditionalGeneration",
-    "KimiK3LinearForCausalLM",
-    "LagunaForCausalLM",
-    "Lfm2ForCausalLM",
-    "Lfm2MoeForCausalLM",
-    "MiMoV2FlashForCausalLM",
-    "MiMoV2ForCausalLM",
-    "MiniMaxM3SparseForCausalLM",
-    "MiniMaxM3SparseForConditionalGeneration",
-    "MuseSparkForConditionalGeneration",
-    "NemotronHForCausalLM",
-)
-
 # Validators of one field. They see the fields above it in the class, as far as those are valid.
 _DERIVED: Any = None  # the default of a field that its validator derives from others
 _UNKNOWN = 2**63  # in place of a size that is not valid
@@ -80,7 +63,7 @@ def _check_target_layers(value: Any, validate: Any, info: ValidationInfo) -> tup
         value = spread_target_layer_ids(depth, info.data.get("num_hidden_layers", 1))
     ids = validate(value)
     if min(ids) < 0:
-        raise ValueError(f"{_listed(ids)} hold a negative id")
+        raise ValueError(f"{listed_ids(ids)} hold a negative id")
     if len(set(ids)) < len(ids):
         raise ValueError(f"must be without repeats, got {shown(list(ids))}")
     return ids
@@ -146,6 +129,7 @@ class DFlashDraftConfig(StrictModel):
     input_embedding_scale: the block's embeddings are rows of the table times this. None: as the target's
         module returns them, which multiplies them itself in Gemma's case.
     has_own_lm_head, has_embed_tokens: whether the checkpoint must bring these tensors. It may anyhow.
+    max_position_embeddings: positions that the draft was made for; beyond them it drafts all the same.
     """
 
     kind: ClassVar[str] = "DFlash"
@@ -174,6 +158,7 @@ class DFlashDraftConfig(StrictModel):
     input_embedding_scale: Annotated[float | None, Field(gt=0)] = None
     has_own_lm_head: bool = False
     has_embed_tokens: bool = False
+    max_position_embeddings: Positive | None = None
 
     @classmethod
     def parse(cls, hf_config: Any, checkpoint: str) -> Self:
@@ -191,7 +176,8 @@ class DFlashDraftConfig(StrictModel):
             draft = cls.model_validate(cls._values(hf_config, nested))
         except ValidationError as error:
             # A field is named where the file has it.
-            names = {key: f"dflash_config.{key}" for key in (*nested, *_NESTED_ONLY)}
+            own = [key for key in cls._keys() if key.startswith("selector_")]
+            names = {key: f"dflash_config.{key}" for key in (*nested, *_NESTED_ONLY, *own)}
             if "is_causal" not in names and not hasattr(hf_config, "is_causal"):
                 names["is_causal"] = names.get("causal", "causal")
             problems += problems_of(error, names=names)
@@ -221,7 +207,7 @@ class DFlashDraftConfig(StrictModel):
         if values["is_causal"] is None:
             values["is_causal"] = get("causal")
         cls._read_use_swa(nested, values)
-        if not isinstance(types := values["layer_types"], list | tuple) or SLIDING_ATTENTION not in types:
+        if not names_sliding_layers(values["layer_types"]):
             values["sliding_window"] = None
         given = {key: value for key, value in values.items() if value is not None}
         return given if "mask_token_id" not in given else {**given, "mask_token": None}
@@ -232,8 +218,8 @@ class DFlashDraftConfig(StrictModel):
 
         These layers are causal only if the checkpoint says so.
         """
-        types, depth = values["layer_types"], values["num_hidden_layers"]
-        if isinstance(types, list | tuple) and SLIDING_ATTENTION in types:
+        depth = values["num_hidden_layers"]
+        if names_sliding_layers(values["layer_types"]):
             return
         if nested.get("use_swa") and isinstance(depth, int) and 0 < depth <= MAX_LAYERS:
             values["layer_types"] = (SLIDING_ATTENTION,) * depth
@@ -247,6 +233,9 @@ class DFlashDraftConfig(StrictModel):
         found = []
         if "block_size" not in self.model_fields_set:
             found.append(f"block_size is missing, {self.block_size} is assumed")
+        if "target_layer_ids" not in self.model_fields_set:
+            ids = list(self.target_layer_ids)
+            found.append(f"dflash_config.target_layer_ids is missing, {ids} are assumed")
         if self.mask_token_id is None and "mask_token" not in self.model_fields_set:
             found.append(f"dflash_config.mask_token_id is missing, {self.mask_token} is assumed")
         return found
@@ -313,6 +302,11 @@ class DFlashDraftConfig(StrictModel):
         return layer_shapes(hf_config, input_size=self.hidden_size)
 
 
+def names_sliding_layers(layer_types: Any) -> bool:
+    """Return True if a config's `layer_types` name a sliding layer."""
+    return isinstance(layer_types, list | tuple) and SLIDING_ATTENTION in layer_types
+
+
 def spread_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
     """Return the target layers z-lab's drafts read if a checkpoint names none.
 
@@ -331,54 +325,6 @@ def spread_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tu
     return tuple(round(first + i * (last - first) / (num_draft_layers - 1)) for i in range(num_draft_layers))
 
 
-def check_draft_fits_target(
-    draft: DFlashDraftConfig, target_text_config: Any, checkpoint: str, architectures: Sequence[str] = ()
-) -> None:
-    """Raise DraftConfigError unless the draft can read this target's states.
-
-    architectures: the target's.
-    """
-    problems = []
-    for name, drafted, wanted in (
-        ("hidden_size", draft.hidden_size, "hidden_size"),
-        ("vocab_size", draft.vocab_size, "vocab_size"),
-    ):
-        size = getattr(target_text_config, wanted)
-        if drafted != size:
-            problems.append(f"{name} is {drafted}, but the target's {wanted} is {size}")
-    streams = getattr(target_text_config, "hc_mult", None) or 1
-    if draft.aux_streams != streams:
-        problems.append(f"hc_mult is {draft.aux_streams}, but the target's residual has {streams} streams")
-    # A looped target has each layer several times, and counts them all.
-    depth = target_text_config.num_hidden_layers * (getattr(target_text_config, "num_loops", None) or 1)
-    problem = _target_layer_problem(draft.target_layer_ids, depth, architectures)
-    problems += [f"target_layer_ids {problem}"] if problem else []
-    if problems:
-        raise DraftConfigError(checkpoint, problems)
-
-
-def depth_problem(draft: DFlashDraftConfig, target_text_config: Any) -> str | None:
-    """Say that the draft was trained for a target of another depth, if so."""
-    trained, depth = draft.num_target_layers, target_text_config.num_hidden_layers
-    if trained in (None, depth):
-        return None
-    return f"num_target_layers is {trained}, but the target's num_hidden_layers is {depth}"
-
-
-def _listed(ids: Sequence[int]) -> str:
+def listed_ids(ids: Sequence[int]) -> str:
+    """Return target layer ids for a message."""
     return f"{shown(list(ids))} (0-based layer outputs; speculators counts one more)"
-
-
-def _target_layer_problem(ids: Sequence[int], depth: int, architectures: Sequence[str]) -> str | None:
-    """Say why these layer outputs cannot be captured.
-
-    On most targets SGLang captures a layer's output as the next layer's input.
-    """
-    if max(ids) >= depth:
-        return f"{_listed(ids)} leave the target's {depth} layers"
-    if max(ids) == depth - 1 and next(iter(architectures), None) not in _CAPTURES_LAST_LAYER:
-        return (
-            f"{_listed(ids)} name the last layer: SGLang captures a layer's output at the input of the next "
-            "one, and the last layer has none"
-        )
-    return None

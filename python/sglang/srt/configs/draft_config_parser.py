@@ -10,12 +10,14 @@ from typing import Any
 from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
 from transformers import PretrainedConfig, Qwen3Config
 
+from sglang_dflash.srt.configs.draft_config import names_sliding_layers
+from sglang_dflash.srt.configs.draft_formats import flat_config
 from sglang_dflash.srt.configs.draft_quantization import ATTRIBUTE, find_quantization
-from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
-from sglang_dflash.srt.configs.layer_fields import layer_problems
+from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle
+from sglang_dflash.srt.configs.layer_fields import MAX_SIZE
 from sglang_dflash.srt.configs.peagle_config import ALIASES, is_draft
-from sglang_dflash.srt.configs.speculators_format import normalize, served_types, speculators_type
-from sglang_dflash.srt.configs.validation import DraftConfigError
+from sglang_dflash.srt.configs.speculators_format import served_types, speculators_type
+from sglang_dflash.srt.configs.validation import DraftConfigError, shown
 from sglang_dflash.srt.environ import DFlashOptions
 
 
@@ -36,42 +38,42 @@ class DraftConfigParser(HfModelConfigParser):
         except OSError:
             config = {}  # no config.json: SGLang has other formats, or reports it
         checkpoint, read = str(model), super().parse
-        if speculators_type(config) in served_types():
-            flat = normalize(config, checkpoint)
-            problems = layer_problems(flat, "transformer_layer_config.")
-            draft = _read_checked(
-                checkpoint, problems, lambda: Qwen3Config.from_dict(flat, name_or_path=checkpoint)
-            )
-        elif is_flat_peagle(config, checkpoint):
-            eagle = flatten_peagle(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
+        if speculators_type(config) in served_types() or is_flat_peagle(config, checkpoint):
+            flat = flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
             draft = _read_checked(
                 checkpoint,
-                layer_problems(eagle),
-                lambda: Qwen3Config.from_dict(eagle, name_or_path=checkpoint),
+                flat["model_type"],
+                lambda: Qwen3Config.from_dict(flat, name_or_path=checkpoint),
             )
         elif is_draft(config.get("architectures")):
-            draft = _read_checked(checkpoint, [], lambda: read(model, trust_remote_code, revision, **kwargs))
+            draft = _read_checked(
+                checkpoint,
+                config.get("model_type"),
+                lambda: read(model, trust_remote_code, revision, **kwargs),
+            )
+            if names_sliding_layers(config.get("layer_types")):
+                draft.sliding_window = config.get("sliding_window")  # whatever use_sliding_window says
         else:
             return read(model, trust_remote_code, revision, **kwargs)
         draft.architectures = [ALIASES.get(name, name) for name in draft.architectures or ()]
+        # SGLang refuses a draft that is shorter than its target, by the first field that names a length. The
+        # draft's own field stays as it is.
+        draft.max_sequence_length = MAX_SIZE
         setattr(draft, ATTRIBUTE, find_quantization(config, checkpoint, revision))
         return draft
 
 
-def _read_checked(
-    checkpoint: str, problems: list[str], read: Callable[[], PretrainedConfig]
-) -> PretrainedConfig:
-    """Call `read`, code of transformers' and SGLang's, unless there are problems already.
+def _read_checked(checkpoint: str, model_type: Any, read: Callable[[], PretrainedConfig]) -> PretrainedConfig:
+    """Call `read`, code of transformers' and SGLang's.
 
     Both have fields of their own beyond those that are checked here, and raise any kind of error for a wrong
     one.
     """
-    if problems:
-        raise DraftConfigError(checkpoint, problems)
     try:
         return read()
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DraftConfigError(
-            checkpoint, [f"config.json cannot be read by transformers: {reason[:500]}"]
-        ) from error
+        problem = (
+            f"config.json, model_type {shown(model_type)}, cannot be read by transformers: {reason[:500]}"
+        )
+        raise DraftConfigError(checkpoint, [problem]) from error

@@ -31,6 +31,10 @@ _FP8 = ("F8_E4M3",)
 _MXFP4_SCALES = ("U8", "F8_E8M0")
 
 
+class OtherMethodError(ValueError):
+    """A quantization by a library whose files are not read here, but by SGLang."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One tensor of a packed module: its possible element types and shapes."""
@@ -218,7 +222,9 @@ def read_quantization(raw: Any) -> DraftQuantization | None:
         return _read_modelopt(raw)
     if method == "fp8":
         return _read_fp8(raw)
-    raise ValueError(f"quant_method {shown(method)} is not served, only compressed-tensors, modelopt and fp8")
+    raise OtherMethodError(
+        f"quant_method {shown(method)} is not served, only compressed-tensors, modelopt and fp8"
+    )
 
 
 def _read_compressed_tensors(raw: Mapping[str, Any]) -> DraftQuantization:
@@ -264,7 +270,9 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
     is_named = isinstance(layout, str) and isinstance(kind, str) and type(bits) is int
     found: Any = known.get((layout, bits, kind)) if is_named else None
     if found is None:
-        raise ValueError(f"is {shown(layout)} with num_bits {shown(bits)}, type {shown(kind)}: not served")
+        raise ValueError(
+            f"has format {shown(layout)}, num_bits {shown(bits)}, type {shown(kind)}: not served"
+        )
     if found in ("nvfp4", "mxfp4"):
         strategy, group = "group", group or {"nvfp4": 16, "mxfp4": 32}[found]
     if not isinstance(strategy, str) or strategy not in ("tensor", "channel", "group", "block"):
@@ -276,7 +284,7 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
     has_zero_points = found == "packed" and strategy != "tensor" or found == "int8"
     if not is_symmetric and not has_zero_points:
         raise ValueError(f"is asymmetric with strategy {strategy}: not served")
-    has_order = weights.get("actorder") == "group" and found == "packed"
+    has_order = weights.get("actorder") in ("group", "dynamic", True) and found == "packed"
     return Scheme(found, bits, strategy, group if strategy == "group" else 0, block, is_symmetric, has_order)
 
 

@@ -1,11 +1,22 @@
 """Comparison of a draft checkpoint's tensors with those its config requires."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.configs.draft_quantization import quantization_of
 from sglang_dflash.srt.configs.layer_fields import Shapes
+from sglang_dflash.srt.configs.packed_tensors import Header, Unpacked, unpack_headers
 
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+# A row for each target id. Rows beyond the vocabulary are padding.
+_ROWS_BY_ID = (
+    EMBEDDING,
+    "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook",
+)
+_SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
+VOCABULARY_MAPS = ("d2t", "t2d")
 # The training library's own copies of the target's tensors.
 IGNORED_TENSORS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
@@ -32,23 +43,44 @@ def is_ignored(name: str) -> bool:
     return name in IGNORED_TENSORS or "rotary_emb." in name
 
 
-def tensor_problems(
-    hf_config: Any, draft: DFlashDraftConfig, found: Mapping[str, tuple[int, ...]], is_whole: bool = True
-) -> list[str]:
-    """List every tensor that is missing, unknown or of another shape, one line each.
+def examine_headers(
+    hf_config: Any,
+    draft: DFlashDraftConfig,
+    headers: Mapping[str, Header],
+    checkpoint: str = "draft",
+    is_update: bool = False,
+) -> Unpacked:
+    """Compare the headers of a checkpoint's tensors with those that its config requires.
 
-    found: shapes by name, without the ignored tensors. is_whole: no tensor may be missing.
+    Returns the tensors as a dense checkpoint would have them, without ignored ones. Its problems name every
+    tensor that is missing or of another type or shape; and unknown ones, if there are problems. Of an update
+    nothing need be there, and any module may be dense.
     """
     expected, required = expected_tensors(hf_config, draft)
-    return [
-        *(f"{name}: this draft has no such tensor" for name in found if name not in expected),
-        *(f"{name}: missing" for name in sorted(required - set(found)) if is_whole),
-        *(
-            f"{name} is {tuple(shape)}, expected {expected[name]}"
-            for name, shape in found.items()
-            if name in expected and tuple(shape) != expected[name]
-        ),
-    ]
+    read = {
+        name: header
+        for name, header in headers.items()
+        if not is_ignored(name) and (name != "d2t" or draft.has_own_vocabulary)
+    }
+    found = unpack_headers(quantization_of(hf_config, checkpoint), read, expected, may_be_dense=is_update)
+    if not found.problems:
+        if not is_update:
+            found.problems.extend(f"{name}: missing" for name in sorted(required - set(found.shapes)))
+        found.problems.extend(
+            f"{name} is {shape}, expected {expected[name]}"
+            for name, shape in found.shapes.items()
+            if not _fits(name, shape, expected[name], draft)
+        )
+    if found.problems:
+        found.problems.extend(f"{name}: this draft has no such tensor" for name in found.unknown)
+    return found
+
+
+def _fits(name: str, shape: tuple[int, ...], expected: tuple[int, ...], draft: DFlashDraftConfig) -> bool:
+    if shape == expected:
+        return True
+    is_by_target_id = name in _ROWS_BY_ID or name == HEAD and not draft.has_own_vocabulary
+    return is_by_target_id and shape[1:] == expected[1:] and shape[:1] > expected[:1]  # padded
 
 
 def expected_tensors(hf_config: Any, draft: DFlashDraftConfig) -> tuple[Shapes, set[str]]:
@@ -56,29 +88,101 @@ def expected_tensors(hf_config: Any, draft: DFlashDraftConfig) -> tuple[Shapes, 
     expected = draft.required_tensors(hf_config)
     required = set(expected)
     # Required if the draft has its own vocabulary, except for the embedding; else optional.
-    expected["lm_head.weight"] = (draft.draft_vocab_size, draft.hidden_size)
+    expected[HEAD] = (draft.draft_vocab_size, draft.hidden_size)
     if draft.has_own_vocabulary:
         expected["d2t"] = (draft.draft_vocab_size,)
         required = set(expected)
-    expected["embed_tokens.weight"] = (draft.vocab_size, draft.hidden_size)
-    claims = {"lm_head.weight": draft.has_own_lm_head, "embed_tokens.weight": draft.has_embed_tokens}
+    expected[EMBEDDING] = (draft.vocab_size, draft.hidden_size)
+    claims = {HEAD: draft.has_own_lm_head, EMBEDDING: draft.has_embed_tokens}
     required |= {name for name, is_claimed in claims.items() if is_claimed}
     return expected, required
 
 
-def d2t_problems(d2t: Any, draft: DFlashDraftConfig) -> list[str]:
+def d2t_problems(
+    d2t: Any, draft: DFlashDraftConfig, t2d: Any = None, target_tokens: int | None = None
+) -> list[str]:
     """Check the map of a draft's vocabulary.
 
-    d2t: a tensor [draft_vocab_size] of integers, the offsets from draft ids to target ids. They must all be
-    zero if the draft has the target's vocabulary.
+    Args:
+        d2t: A tensor [draft_vocab_size] of integers, the offsets from draft ids to target ids. They must all
+            be zero if the draft has the target's vocabulary.
+        draft: Its config.
+        t2d: A tensor [vocab_size], true for each target id that the draft has; None if the file has none.
+        target_tokens: Size of the target's vocabulary; None if it is the draft's.
     """
     import torch
 
-    vocab_size = draft.vocab_size
     if not draft.has_own_vocabulary:
         moved = int(torch.count_nonzero(d2t))
         return [f"d2t maps {moved} tokens to others, but draft_vocab_size equals vocab_size"] if moved else []
-    target_ids = d2t.long() + torch.arange(d2t.numel(), device=d2t.device).view(d2t.shape)
-    if target_ids.numel() and (target_ids.min() < 0 or target_ids.max() >= vocab_size):
-        return [f"d2t points outside the target's vocabulary of {vocab_size} tokens"]
+    offsets = d2t.long().flatten()
+    ids = offsets + torch.arange(offsets.numel(), device=offsets.device)
+    size = min(draft.vocab_size, target_tokens or draft.vocab_size)
+    if ids.numel() and (ids.min() < 0 or ids.max() >= size):
+        problem = f"d2t points outside the target's vocabulary of {size} tokens"
+        if offsets.min() >= 0 and offsets.max() < size and len(offsets.unique()) == len(offsets):
+            problem += "; its entries look like target ids, where offsets (target id - draft id) are needed"
+        return [problem]
+    if t2d is not None and not torch.equal(t2d.flatten().nonzero().flatten(), ids.unique()):
+        return ["d2t and t2d name different target tokens"]
+    return []
+
+
+def vocabulary_problems(
+    draft: DFlashDraftConfig, target_tokens: int, own: Collection[str], d2t: Any = None, t2d: Any = None
+) -> list[str]:
+    """Say why a draft does not fit the target's vocabulary, maybe one of another size.
+
+    A draft that borrows embedding and head does: it drafts the target's ids.
+
+    Args:
+        draft: Its config.
+        target_tokens: Size of the target's vocabulary.
+        own: Names of the draft's tensors.
+        d2t: The map of its vocabulary, see `d2t_problems`; None if it has none.
+        t2d: As there.
+    """
+    problems = [] if d2t is None else d2t_problems(d2t, draft, t2d, target_tokens)
+    if draft.vocab_size == target_tokens:
+        return problems
+    lacks_rows = draft.vocab_size < target_tokens
+    parts = (
+        ("embedding", lacks_rows and EMBEDDING in own),
+        ("head", HEAD in own and not draft.has_own_vocabulary),
+        ("candidate selector", lacks_rows and draft.kind == "DFlash2"),
+    )
+    if unfit := [name for name, is_unfit in parts if is_unfit]:
+        problems.append(
+            f"vocab_size is {draft.vocab_size}, but the target's vocab_size is {target_tokens}, which the "
+            f"draft's own {' and '.join(unfit)} cannot serve"
+        )
+    return problems
+
+
+def has_checked_values(name: str, shape: tuple[int, ...]) -> bool:
+    """Return True for a tensor that is small enough to be read before the model is loaded."""
+    return len(shape) == 1 or name.rpartition(".")[2] in _SCALES
+
+
+def value_problems(name: str, tensor: Any) -> list[str]:
+    """List the values of a norm, a bias or a scale that no writer means."""
+    import torch
+
+    part = name.rpartition(".")[2]
+    if tensor.dtype in (torch.int32, torch.int64, torch.bool):
+        return []
+    values = tensor.float()
+    if tensor.dtype == torch.uint8:  # exponents, of which the last stands for NaN
+        values = values.masked_fill(tensor == 255, torch.nan)
+    if wrong := int((~values.isfinite()).sum()):
+        return [f"{name} holds {wrong} values that are not finite"]
+    if part in _SCALES and (wrong := int((values < 0).sum())):
+        return [f"{name} holds {wrong} negative values"]
+    if (part in _SCALES or name.endswith("norm.weight")) and not values.any():
+        return [f"{name} is zero throughout"]
+    # The largest weight of a module is 2688 over the one, or 2688 times the other.
+    if part == "weight_global_scale" and values.max() < 1:
+        return [f"{name} is {values.max():g}, as if it were a factor: this format has a divisor"]
+    if part == "weight_scale_2" and values.min() > 1:
+        return [f"{name} is {values.min():g}, as if it were a divisor: this format has a factor"]
     return []

@@ -4,12 +4,13 @@ What makes one of them a P-EAGLE draft is the tensor `mask_hidden`, and a mask t
 AWS's reader for Neuron (gpt-oss), NeMo AutoModel's `LlamaEagle3DraftModel`.
 """
 
-import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from sglang_dflash.srt.configs.layer_fields import is_int
+from sglang_dflash.srt.configs.peagle_config import default_layer_inputs
 from sglang_dflash.srt.configs.validation import DraftConfigError, shown
+from sglang_dflash.srt.configs.weight_files import tensor_shapes
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -38,24 +39,8 @@ def is_flat_peagle(config: Mapping[str, Any], checkpoint: str) -> bool:
     says_so = config.get("parallel_drafting") is True or any(
         config.get(name) is not None for name in _MASK_TOKENS
     )
-    tensors = tensor_names(checkpoint) if says_so else None
+    tensors = tensor_shapes(checkpoint) if says_so else None
     return says_so and (tensors is None or MASK_TENSOR in tensors)
-
-
-def tensor_names(checkpoint: str) -> set[str] | None:
-    """Return the names of a local checkpoint's tensors, without `model.`, or None."""
-    from safetensors import SafetensorError, safe_open
-
-    folder, found = os.path.expanduser(checkpoint), set()
-    files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    files = [name for name in files if name.endswith(".safetensors")]
-    try:
-        for name in files:
-            with safe_open(os.path.join(folder, name), framework="pt") as opened:
-                found |= {key.removeprefix("model.") for key in opened.keys()}
-    except (SafetensorError, OSError):
-        return None  # `check_draft_tensors` reports it
-    return found if files else None
 
 
 def names_its_layers(config: Mapping[str, Any]) -> bool:
@@ -76,7 +61,7 @@ def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: in
     if inputs is None and target_layers is None:
         problems.append("eagle_aux_hidden_state_layer_ids is missing, and the target's depth is not known")
     elif inputs is None and target_layers is not None:
-        inputs = [2, target_layers // 2, target_layers - 3]
+        inputs = default_layer_inputs(target_layers)
     elif not isinstance(inputs, list) or not all(map(is_int, inputs)):
         problems.append(f"eagle_aux_hidden_state_layer_ids must be a list of integers, got {shown(inputs)}")
         inputs = []
@@ -101,8 +86,14 @@ def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: in
         return False if value is None else value
 
     vocabulary = config.get("draft_vocab_size") or config.get("vocab_size")
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    # Llama's defaults, as the fields of Qwen3 have others.
+    sizes = {"num_key_value_heads": heads}
+    if is_int(heads) and is_int(hidden) and heads > 0:
+        sizes["head_dim"] = hidden // heads
     return {
         **config,
+        **{name: size for name, size in sizes.items() if config.get(name) is None},
         "architectures": ["PEagleDraftModel"],
         "model_type": "qwen3",
         "tie_word_embeddings": False,
@@ -117,7 +108,7 @@ def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: in
             "norm_before_fc": option("norm_before_fc"),
             "fc_norm": option("fc_norm"),
             # `model_type` says nothing: the config is a copy of the target's.
-            "qk_norm": _has_qk_norm(tensor_names(checkpoint)),
+            "qk_norm": _has_qk_norm(tensor_shapes(checkpoint)),
         },
     }
 

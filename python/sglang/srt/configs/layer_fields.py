@@ -28,6 +28,15 @@ def is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+# Defaults of transformers' Qwen3 and Llama, with which a draft without these fields was trained.
+_ASSUMED = {
+    "rope_theta": "10000",
+    "rms_norm_eps": "1e-06",
+    "head_dim": "the default of its model_type",
+    "num_key_value_heads": "num_attention_heads",
+}
+
+
 def _is_number(value: Any) -> bool:
     return is_int(value) and abs(value) < 2**63 or isinstance(value, float) and math.isfinite(value)
 
@@ -75,25 +84,52 @@ def _check_table(rope: RopeFields | None, info: ValidationInfo) -> RopeFields | 
 
 
 def _check_theta(value: float | None, info: ValidationInfo) -> float | None:
-    ropes = [rope for name in ("rope_parameters", "rope_scaling") if (rope := info.data.get(name))]
-    if value is None and not any("rope_theta" in rope.model_fields_set for rope in ropes):
+    """Check a base that is given, maybe by an embedding's own parameters too."""
+    ropes = {name: rope for name in _ROPES if (rope := info.data.get(name)) is not None}
+    given = {name: rope.rope_theta for name, rope in ropes.items() if "rope_theta" in rope.model_fields_set}
+    if value is None and not given:
         raise ValueError("is null")
+    for name, theta in given.items():
+        if value not in (None, theta):
+            raise ValueError(f"is {value:g}, but {name}.rope_theta is {theta:g}")
     return value
 
 
+def _check_one_rope(scaling: RopeFields | None, info: ValidationInfo) -> RopeFields | None:
+    parameters = info.data.get("rope_parameters")
+    if None not in (scaling, parameters) and scaling != parameters:
+        raise ValueError("and rope_parameters are both given, and differ")
+    return scaling
+
+
+_ROPES = ("rope_parameters", "rope_scaling")
 Rope = Annotated[RopeFields | None, AfterValidator(_check_table)]
 
 
-class LayerFields(StrictModel):
-    """Fields of a draft's layers. An absent or null field is left to others to require."""
+def _check_dtype(value: str) -> str:
+    import torch
 
-    hidden_size: Size | None = None
-    intermediate_size: Size | None = None
-    num_hidden_layers: Size | None = None
-    num_attention_heads: Size | None = None
-    num_key_value_heads: Size | None = None
+    if not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
+        raise ValueError(f"is {shown(value)}, which is no type of PyTorch's")
+    return value
+
+
+DType = Annotated[str, AfterValidator(_check_dtype)]
+
+
+class LayerFields(StrictModel):
+    """Fields of a draft's layers.
+
+    Those without a default must be there: transformers would take another model's value.
+    """
+
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None
+    vocab_size: Size
     head_dim: Size | None = None
-    vocab_size: Size | None = None
     max_position_embeddings: Size | None = None
     sliding_window: Count | None = None
     max_window_layers: Count | None = None
@@ -101,14 +137,14 @@ class LayerFields(StrictModel):
     tie_word_embeddings: bool | None = None
     use_sliding_window: bool | None = None
     model_type: str | None = None
-    dtype: str | None = None
-    torch_dtype: str | None = None
+    dtype: DType | None = None
+    torch_dtype: DType | None = None
     hidden_act: Literal["silu"] | None = None
     rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
     quantization_config: dict[str, Any] | None = None
     rope_parameters: Rope = None
-    rope_scaling: Rope = None
-    rope_theta: Annotated[Above0 | None, AfterValidator(_check_theta)] = 1.0
+    rope_scaling: Annotated[Rope, AfterValidator(_check_one_rope)] = None
+    rope_theta: Annotated[Above0 | None, AfterValidator(_check_theta)] = Field(1.0, validate_default=False)
 
 
 def layer_problems(config: Mapping[str, Any], where: str = "") -> list[str]:
@@ -118,6 +154,18 @@ def layer_problems(config: Mapping[str, Any], where: str = "") -> list[str]:
     except ValidationError as error:
         return problems_of(error, where)
     return []
+
+
+def assumed_values(config: Mapping[str, Any]) -> list[str]:
+    """Say which values of a draft's layers are missing, and what transformers assumes."""
+    places = [config, *(config.get(name) or {} for name in _ROPES)]
+    missing = {
+        "rope_theta": all(fields.get("rope_theta") is None for fields in places),
+        "rms_norm_eps": config.get("rms_norm_eps") is None,
+        "head_dim": config.get("head_dim") is None,
+        "num_key_value_heads": config.get("num_key_value_heads") is None,
+    }
+    return [f"{name} is missing, {_ASSUMED[name]} is assumed" for name in missing if missing[name]]
 
 
 def layer_shapes(config: Any, input_size: int, has_qk_norm: bool = True) -> Shapes:

@@ -1,7 +1,7 @@
 """Comparison of a quantized draft's tensors with those its scheme requires."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_dflash.srt.configs.draft_quantization import FLOATS, DraftQuantization, Scheme
 from sglang_dflash.srt.configs.layer_fields import Shapes
@@ -47,11 +47,13 @@ class Unpacked:
     """A checkpoint's tensors as a dense one would have them.
 
     shapes: by name. schemes: of each packed module. problems: one line each; other fields are then partial.
+    unknown: names of tensors that the draft does not have.
     """
 
-    shapes: Shapes
-    schemes: dict[str, Scheme]
-    problems: list[str]
+    shapes: Shapes = field(default_factory=dict)
+    schemes: dict[str, Scheme] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
 
 
 def unpack_headers(
@@ -65,7 +67,7 @@ def unpack_headers(
     headers: of the file, by name without `model.`. expected: shapes of a dense checkpoint, by name.
     may_be_dense: any module may come as a plain weight.
     """
-    found = Unpacked({}, {}, [])
+    found = Unpacked()
     modules: dict[str, dict[str, Header]] = {}
     for name, header in headers.items():
         module, _, part = name.rpartition(".")
@@ -78,6 +80,9 @@ def unpack_headers(
             continue
         dense = {f"{module}.{part}" if module else part: header for part, header in parts.items()}
         for name, header in dense.items():
+            if name not in expected:
+                found.unknown.append(name)
+                continue
             wanted = INTEGERS if name == "d2t" else FLOATS
             if header.dtype not in wanted:
                 listed = ", ".join(wanted)
@@ -116,7 +121,7 @@ def _unpack_module(
         part = next((p for p in parts if p in _PACKED_PARTS), "weight")
         found.problems.append(
             f"{parts[part].where}{module}.{part} ({parts[part].dtype}): the config names no quantization "
-            "for it"
+            "for it in its quantization_config"
         )
         return
     rows, columns = shape

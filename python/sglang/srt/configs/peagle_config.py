@@ -19,6 +19,14 @@ logger = logging.getLogger(__name__)
 PEAGLE_ARCHITECTURE = "PEagleDraftModel"
 
 
+def default_layer_inputs(depth: int) -> list[int]:
+    """Return the layers whose inputs a draft reads that names none.
+
+    depth: of the target.
+    """
+    return [2, depth // 2, depth - 3]
+
+
 def _check_ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
     if min(ids) < 0:
         raise ValueError(f"hold a negative id: {shown(list(ids))}")

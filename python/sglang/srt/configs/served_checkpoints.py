@@ -5,6 +5,7 @@ from typing import Any
 
 from sglang_dflash.srt.configs.draft_quantization import (
     DraftQuantization,
+    OtherMethodError,
     find_quantization,
     read_quantization,
 )
@@ -19,7 +20,8 @@ def checkpoint_findings(
 ) -> list[NotServed]:
     """List what ours does not serve of a checkpoint. Flags and devices may add reasons.
 
-    Faults that make a config invalid are left to the class that reads it.
+    Faults that make a config invalid are left to the class that reads it, but for those of a quantization:
+    the built-in would load such a file, and draft noise.
     """
     builtin_reads = is_dflash_draft(config)
     architectures = config.get("architectures")
@@ -27,7 +29,9 @@ def checkpoint_findings(
     try:
         checkpoint_quantization(config, checkpoint, revision)
     except ValueError as error:
-        found.append(NotServed(str(error).rstrip("."), builtin_reads))
+        is_other = isinstance(error, OtherMethodError)
+        where = "" if is_other else "quantization_config: "
+        found.append(NotServed(where + str(error).rstrip("."), builtin_reads and is_other))
     return found
 
 

@@ -18,8 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from sglang_dflash.srt.configs.peagle_config import PEAGLE_ARCHITECTURE
+from sglang_dflash.srt.configs.peagle_config import PEAGLE_ARCHITECTURE, default_layer_inputs
 from sglang_dflash.srt.configs.validation import (
+    MAX_LAYERS,
     DraftConfigError,
     LayerIds,
     Positive,
@@ -27,9 +28,13 @@ from sglang_dflash.srt.configs.validation import (
     problems_of,
     shown,
 )
+from sglang_dflash.srt.configs.weight_files import tensor_shapes
 
 # Types the library can train and we cannot serve. SGLang reads none of the library's files.
 _SERVED_ELSEWHERE = ("eagle3", "dspark", "mtp")
+# The library's default, for a file whose tensors are not here.
+_DEFAULT_VOCABULARY = 32_000
+_PEAGLE_INPUTS = "eagle_aux_hidden_state_layer_ids"
 # Names of P-EAGLE drafts, which may be all that says what they are.
 _PEAGLE_ARCHITECTURES = (PEAGLE_ARCHITECTURE, "PEagleSpeculator", "PeagleLlamaForCausalLM")
 
@@ -262,7 +267,7 @@ def speculators_type(config: Mapping[str, Any]) -> Any:
 
 def is_speculators_config(config: Mapping[str, Any]) -> bool:
     """Return True for a config.json of the library."""
-    return speculators_type(config) is not None
+    return speculators_type(config) is not None or "transformer_layer_config" in config
 
 
 def served_types() -> tuple[str, ...]:
@@ -280,23 +285,25 @@ def speculators_ids_to_layer_outputs(speculators_layer_ids: Sequence[int]) -> li
     return [layer_id - 1 for layer_id in speculators_layer_ids]
 
 
-def normalize(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
+def normalize(config: Mapping[str, Any], checkpoint: str, target_layers: int | None = None) -> dict[str, Any]:
     """Convert a speculators config.json to a flat Qwen3 config with a `dflash_config`.
 
-    Raises DraftConfigError naming every missing, ill-typed or contradictory field.
+    target_layers: the target's depth, for a P-EAGLE draft that does not name the layers it reads. Raises
+    DraftConfigError naming every missing, ill-typed or contradictory field.
     """
-    return _read(config, checkpoint).flatten(config["transformer_layer_config"])
+    return _read(config, checkpoint, target_layers).flatten(config["transformer_layer_config"])
 
 
 def verifier_of(config: Mapping[str, Any], checkpoint: str) -> str:
     """Return a checkpoint's target. Raises DraftConfigError if it names none."""
-    verifier = _read(config, checkpoint).speculators_config.verifier.name_or_path
+    read = _read(config, checkpoint, target_layers=MAX_LAYERS)  # the depth is that of the target
+    verifier = read.speculators_config.verifier.name_or_path
     if not verifier:
         raise DraftConfigError(checkpoint, ["speculators_config.verifier.name_or_path is empty"])
     return verifier
 
 
-def _read(config: Mapping[str, Any], checkpoint: str) -> _Draft:
+def _read(config: Mapping[str, Any], checkpoint: str, target_layers: int | None) -> _Draft:
     kind = speculators_type(config)
     draft = _DRAFTS.get(kind) if isinstance(kind, str) else None
     if draft is None:
@@ -305,7 +312,22 @@ def _read(config: Mapping[str, Any], checkpoint: str) -> _Draft:
         raise DraftConfigError(
             checkpoint, [f"speculators_model_type {kind!r} is not served here (only {served}){hint}"]
         )
+    defaults: dict[str, Any] = {}
+    if config.get("draft_vocab_size") is None:
+        defaults["draft_vocab_size"] = _rows_of_head(config, checkpoint)
+    if draft is _PEagle and target_layers is not None and config.get(_PEAGLE_INPUTS) is None:
+        defaults[_PEAGLE_INPUTS] = default_layer_inputs(target_layers)
     try:
-        return draft.model_validate(config)
+        return draft.model_validate({**config, **defaults})
     except ValidationError as error:
         raise DraftConfigError(checkpoint, problems_of(error)) from error
+
+
+def _rows_of_head(config: Mapping[str, Any], checkpoint: str) -> Any:
+    """Return the size of the draft's vocabulary by its tensors, or the library's default."""
+    shapes = tensor_shapes(checkpoint)
+    if shapes is None:
+        return _DEFAULT_VOCABULARY
+    layers = config.get("transformer_layer_config")
+    whole = layers.get("vocab_size") if isinstance(layers, Mapping) else None
+    return next((shapes[name][0] for name in ("d2t", "lm_head.weight") if shapes.get(name)), whole)

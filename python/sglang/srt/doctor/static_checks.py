@@ -10,27 +10,39 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES
 from sglang_dflash.srt.configs.draft_config import (
     DFlashDraftConfig,
     DraftConfigError,
-    check_draft_fits_target,
-    depth_problem,
     spread_target_layer_ids,
 )
+from sglang_dflash.srt.configs.draft_formats import flat_config
 from sglang_dflash.srt.configs.draft_quantization import find_quantization, quantization_of
-from sglang_dflash.srt.configs.draft_tensors import expected_tensors, is_ignored, tensor_problems
+from sglang_dflash.srt.configs.draft_tensors import (
+    VOCABULARY_MAPS,
+    examine_headers,
+    expected_tensors,
+    has_checked_values,
+    is_ignored,
+    value_problems,
+    vocabulary_problems,
+)
 from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES
-from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
+from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle
 from sglang_dflash.srt.configs.layer_fields import Shapes
-from sglang_dflash.srt.configs.packed_tensors import Header, Unpacked, unpack_headers
+from sglang_dflash.srt.configs.packed_tensors import Header, Unpacked
 from sglang_dflash.srt.configs.peagle_config import ALIASES, read_draft_config
 from sglang_dflash.srt.configs.speculators_format import (
     is_speculators_config,
-    normalize,
     served_types,
     speculators_type,
+)
+from sglang_dflash.srt.configs.target_fit import (
+    check_draft_fits_target,
+    depth_problem,
+    vocabulary_difference,
 )
 from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
 from sglang_dflash.srt.doctor.findings import Finding, fault, note
@@ -40,7 +52,6 @@ FETCH_AGAIN = "Fetch the draft again, or take one whose tensors and config.json 
 OTHER_TARGET = "Serve the target that the draft was trained for, or a draft that was trained for this one"
 _OR_OTHER_TARGET = OTHER_TARGET[0].lower() + OTHER_TARGET[1:]
 _FLOATS = ("BF16", "F16", "F32", "F64")
-_VOCABULARY_MAPS = ("d2t", "t2d")
 _BLOCK_DRAFTS = {"DFlashDraftModel", *DFLASH2_ARCHITECTURES, *ALIASES}
 _SAMPLED_ROWS = 64
 _SAME_ROWS = 0.9  # cosine; a frozen head gives 1, rows of other tokens about 0
@@ -58,26 +69,22 @@ _CONFIG_ADVICE = (
 )
 
 
-def flat_config(draft: Checkpoint, target_layers: int | None = None) -> dict[str, Any]:
+def read_flat(draft: Checkpoint, target_layers: int | None = None) -> dict[str, Any]:
     """Return the draft's flat Qwen3 config. Raises BadInput or DraftConfigError.
 
     target_layers: the target's depth, for a draft that does not name the layers it reads.
     """
     config = draft.config
-    if is_speculators_config(config):
-        kind = speculators_type(config)
-        if kind not in served_types():
-            raise BadInput(f"{draft.name}: a draft of kind {kind!r}; DFlash and P-EAGLE are examined here")
-        return normalize(config, draft.name)
-    if is_flat_peagle(config, str(draft.folder)):
-        return flatten_peagle(config, str(draft.folder), target_layers)
-    architectures = config.get("architectures")
-    if not _BLOCK_DRAFTS.intersection(architectures or ()):
+    kind, architectures = speculators_type(config), config.get("architectures")
+    if is_speculators_config(config) and kind not in served_types():
+        raise BadInput(f"{draft.name}: a draft of kind {kind!r}; DFlash and P-EAGLE are examined here")
+    is_ours = is_speculators_config(config) or is_flat_peagle(config, str(draft.folder))
+    if not is_ours and not _BLOCK_DRAFTS.intersection(architectures or ()):
         other = f"{draft.name}: neither a DFlash nor a P-EAGLE draft, its architectures are {architectures}"
         if set(BUILTIN_ARCHITECTURES).intersection(architectures or ()):
             other += ". SGLang's built-in DFLASH serves it on a GPU"
         raise BadInput(other)
-    return dict(config)
+    return flat_config(config, str(draft.folder), target_layers)
 
 
 def text_config(target: Checkpoint) -> SimpleNamespace:
@@ -112,7 +119,7 @@ class Pair:
         self.parsed_draft: ParsedDraft | None = None
         self.config_faults: list[Finding] = []
         try:
-            hf_config = Qwen3Config(**flat_config(draft, self.text_config.num_hidden_layers))
+            hf_config = Qwen3Config(**read_flat(draft, self.text_config.num_hidden_layers))
             hf_config.draft_quantization = find_quantization(draft.config, str(draft.folder))
             quantization_of(hf_config, draft.name)  # report its faults
             config = read_draft_config(hf_config, draft.name)
@@ -134,13 +141,9 @@ class Pair:
         return expected_tensors(self.parsed.hf_config, self.parsed.config)[0]
 
     def packed_modules(self) -> Unpacked:
-        """Return the tensors as a dense draft would have them, and the faults of packed ones."""
-        headers = {
-            name: Header(tensor.dtype, tensor.shape)
-            for name, tensor in self.draft.tensors.items()
-            if not is_ignored(name) and (name != "d2t" or self.parsed.config.has_own_vocabulary)
-        }
-        return unpack_headers(quantization_of(self.parsed.hf_config), headers, self.expected_tensors())
+        """Return the tensors as a dense draft would have them, with their faults."""
+        headers = {name: Header(tensor.dtype, tensor.shape) for name, tensor in self.draft.tensors.items()}
+        return examine_headers(self.parsed.hf_config, self.parsed.config, headers)
 
     @property
     def parsed(self) -> ParsedDraft:
@@ -155,7 +158,7 @@ def findings(pair: Pair) -> list[Finding]:
     found = [*pair.config_faults, *_check_quantisation(pair), *_check_provenance(pair)]
     if pair.parsed_draft is not None:
         found += _check_tensors(pair)
-        found += [*_check_vocabulary_maps(pair), *_check_head(pair), *_check_mask_token(pair)]
+        found += [*_check_vocabulary(pair), *_check_head(pair), *_check_mask_token(pair)]
         found += [*_check_layer_ids(pair), *_check_rope(pair), *_check_dtypes(pair)]
     return sorted(found, key=lambda finding: finding.level)
 
@@ -168,20 +171,27 @@ def _config_advice(problem: str) -> str:
 
 
 def _check_tensors(pair: Pair) -> Iterator[Finding]:
-    config = pair.parsed.config
     if pair.draft.truncated:
         first, *others = sorted(set(pair.draft.truncated))
         more = f" and {len(others)} other tensor{'s' * (len(others) > 1)}" if others else ""
         problem = f"{first}{more}: cut off, the file ends before its bytes do"
         yield fault(problem, "Fetch the draft again", is_fatal=True)
     found = pair.packed_modules()
-    for problem in found.problems or tensor_problems(pair.parsed.hf_config, config, found.shapes):
+    for problem in found.problems:
         yield fault(f"tensor {problem}", FETCH_AGAIN, is_fatal=True)
+    if found.unknown and not found.problems:
+        problem = f"tensors that are not read: {', '.join(found.unknown)}"
+        yield fault(problem, "If the draft was trained with them, it is of another format")
+    for name, tensor in pair.draft.tensors.items():
+        is_checked = has_checked_values(name, tensor.shape) and not is_ignored(name)
+        if is_checked and _is_readable(pair.draft, name):
+            for problem in value_problems(name, _read(pair.draft, name)):
+                yield fault(f"tensor {problem}", FETCH_AGAIN, is_fatal=True)
 
 
 def _quantised_tensors(checkpoint: Checkpoint) -> list[str]:
     tensors = checkpoint.tensors.items()
-    return [name for name, t in tensors if t.dtype not in _FLOATS and name not in _VOCABULARY_MAPS]
+    return [name for name, t in tensors if t.dtype not in _FLOATS and name not in VOCABULARY_MAPS]
 
 
 def _check_quantisation(pair: Pair) -> Iterator[Finding]:
@@ -236,34 +246,22 @@ def _check_provenance(pair: Pair) -> Iterator[Finding]:
             yield fault(problem, OTHER_TARGET)
 
 
-def _check_vocabulary_maps(pair: Pair) -> Iterator[Finding]:
-    config = pair.parsed.config
-    if not _is_readable(pair.draft, "d2t"):
+def _check_vocabulary(pair: Pair) -> Iterator[Finding]:
+    config, tokens = pair.parsed.config, pair.text_config.vocab_size
+    maps = {name: _read(pair.draft, name) for name in VOCABULARY_MAPS if _is_readable(pair.draft, name)}
+    d2t, t2d = maps.get("d2t"), maps.get("t2d")
+    problems = vocabulary_problems(config, tokens, pair.draft.tensors, d2t, t2d)
+    yield from (fault(problem, FETCH_AGAIN, is_fatal=True) for problem in problems)
+    if difference := vocabulary_difference(config, pair.text_config):
+        yield fault(difference, f"Unless only rows were added or cut off, {_OR_OTHER_TARGET}")
+    if problems or d2t is None or not config.has_own_vocabulary:
         return
-    offsets = pair.draft.read("d2t").astype(np.int64)
-    if not config.has_own_vocabulary:
-        if moved := np.count_nonzero(offsets):
-            problem = f"d2t maps {moved} tokens to others, but draft_vocab_size equals vocab_size"
-            yield fault(problem, FETCH_AGAIN, is_fatal=True)
-        return
-    ids = offsets + np.arange(len(offsets))
-    if ids.min() < 0 or ids.max() >= config.vocab_size:
-        in_range = offsets.min() >= 0 and offsets.max() < config.vocab_size
-        is_absolute = in_range and len(np.unique(offsets)) == len(offsets)
-        problem = f"d2t points outside the target's vocabulary of {config.vocab_size} tokens"
-        if is_absolute:
-            problem += "; its entries look like target ids, where offsets (target id - draft id) are needed"
-        yield fault(problem, FETCH_AGAIN, is_fatal=True)
-        return
+    ids = (d2t.long() + torch.arange(len(d2t))).numpy()
     duplicates = len(ids) - len(np.unique(ids))
     if duplicates:
         yield fault(f"d2t maps {duplicates} draft tokens to target tokens already taken", FETCH_AGAIN)
-    elif _is_readable(pair.draft, "t2d"):
-        drafted = np.flatnonzero(pair.draft.read("t2d"))
-        if not np.array_equal(drafted, np.sort(ids)):
-            yield fault("d2t and t2d name different target tokens", FETCH_AGAIN)
-        elif not np.array_equal(drafted, ids):
-            yield fault("d2t maps to the tokens that t2d names, but in another order", FETCH_AGAIN)
+    elif t2d is not None and not np.array_equal(np.flatnonzero(t2d.numpy()), ids):
+        yield fault("d2t maps to the tokens that t2d names, but in another order", FETCH_AGAIN)
 
 
 def _check_head(pair: Pair) -> Iterator[Finding]:
@@ -377,10 +375,14 @@ def _target_head(pair: Pair) -> str | None:
     return None
 
 
+def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    return torch.tensor(checkpoint.read(name))
+
+
 def _is_readable(checkpoint: Checkpoint, name: str) -> bool:
     if name not in checkpoint.tensors or name in checkpoint.truncated:
         return False
-    return checkpoint.tensors[name].dtype in _FLOATS or name in _VOCABULARY_MAPS
+    return checkpoint.tensors[name].dtype in _FLOATS or name in VOCABULARY_MAPS
 
 
 def _rope_theta(config: dict[str, Any]) -> float | None:

@@ -64,6 +64,7 @@ class BlockDraftModel(nn.Module):
         self.packed_layers: PackedLayers | None = quant_config
         # Of the quantized layers of the last checkpoint; `run_row_checks` runs them once.
         self.row_checks: list[RowCheck] = []
+        self.was_loaded = False  # by the checkpoint: what comes then is an update
         self.takes_parts = False  # a weight update may bring some of the tensors
         self.missing_width = 0  # of the checkpoint's MLP, which SGLang rounds up on a CPU
         self._borrowed: tuple[Any, Any] = (None, None)
@@ -96,14 +97,20 @@ class BlockDraftModel(nn.Module):
             scale: Any = self.draft.input_embedding_scale or getattr(self._embedding(), "embed_scale", 1.0)
             self.mask_embedding = self.mask_embedding * float(scale)
 
-    def prepare_mask(self, tokenizer=None, embedding: MaskEmbedding | None = None) -> None:
+    def prepare_mask(
+        self,
+        tokenizer=None,
+        embedding: MaskEmbedding | None = None,
+        target_tokens: int | None = None,
+    ) -> None:
         """Set the mask token and its embedding, which a checkpoint may store separately.
 
         Call it before `borrow_from_target`. tokenizer: the target's, used if the checkpoint only names the
-        token. Raises ValueError if token and embedding contradict.
+        token. target_tokens: size of the target's vocabulary; None if it is the draft's. Raises ValueError if
+        token and embedding contradict.
         """
         if self.mask_token_id is None:
-            self.mask_token_id = find_mask_token(self.draft, tokenizer)
+            self.mask_token_id = find_mask_token(self.draft, tokenizer, target_tokens=target_tokens)
         if embedding is None:
             return
         if embedding.token_id != self.mask_token_id:

@@ -83,7 +83,9 @@ class DFlashAttention(nn.Module):
         rope_theta, rope_scaling = get_rope_config(hf_config)
         # The draft of a target with M-RoPE may have its sections in the config; its positions are the text's.
         rope_scaling = {k: v for k, v in (rope_scaling or {}).items() if k not in _TARGET_ROPE_FIELDS} or None
-        rope_sizes = head_dim, head_dim, hf_config.max_position_embeddings, rope_theta
+        # The draft runs at the target's positions, whatever length it was trained for.
+        positions = max(hf_config.max_position_embeddings, getattr(hf_config, "context_len", 0))
+        rope_sizes = head_dim, head_dim, positions, rope_theta
         self.rotary_emb = get_rope(*rope_sizes, rope_scaling=rope_scaling)
         if not (hasattr(self.rotary_emb, "cos_sin_cache") and self.rotary_emb.rotary_dim == head_dim):
             raise ValueError(f"DFLASH draft: RoPE of kind {rope_scaling} is not supported")

@@ -1,6 +1,7 @@
 """Loading of a draft checkpoint's tensors, which `configs/draft_tensors.py` lists."""
 
 import copy
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,34 +11,23 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_quantization import Scheme, quantization_of
+from sglang_dflash.srt.configs.draft_quantization import Scheme
 from sglang_dflash.srt.configs.draft_tensors import (
     canonical_name,
     d2t_problems,
+    examine_headers,
     expected_tensors,
+    has_checked_values,
     is_ignored,
-    tensor_problems,
+    value_problems,
 )
-from sglang_dflash.srt.configs.packed_tensors import Header, unpack_headers
+from sglang_dflash.srt.configs.validation import shown
+from sglang_dflash.srt.configs.weight_files import header_of
 from sglang_dflash.srt.models.packed_weights import SHARDS, PackedModule, load_packed_modules
 
-FUSION = "fc.weight"
+logger = logging.getLogger(__name__)
 
-# Element types by PyTorch's names, in safetensors' words.
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "int64": "I64",
-    "int32": "I32",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+FUSION = "fc.weight"
 
 
 def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -62,26 +52,40 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     missing_width = model.missing_width
     config = copy.copy(model.config)  # as the file has it
     config.intermediate_size -= missing_width
-    headers = {name: _header(tensor) for name, tensor in tensors.items()}
-    if not model.draft.has_own_vocabulary:
-        headers.pop("d2t", None)
-    expected, _ = expected_tensors(config, model.draft)
-    found = unpack_headers(quantization_of(model.config), headers, expected, may_be_dense=model.takes_parts)
+    headers = {name: header_of(tensor) for name, tensor in tensors.items()}
+    found = examine_headers(config, model.draft, headers, is_update=model.takes_parts)
     # SGLang's loaders cut or pad a tensor of another size instead of refusing it.
-    problems = found.problems or tensor_problems(
-        config, model.draft, found.shapes, is_whole=not model.takes_parts
-    )
-    problems = problems or _late_modules(model, found.shapes)
+    problems = found.problems or _late_modules(model, found.shapes)
+    if model.was_loaded and not problems:
+        problems = [f"{name}: this draft has no such tensor" for name in found.unknown]
+    if not problems:
+        problems = [
+            problem
+            for name, tensor in tensors.items()
+            if has_checked_values(name, tuple(tensor.shape))
+            for problem in value_problems(name, tensor)
+        ]
     if not problems:
         problems = _take_vocabulary_mapping(model, tensors.pop("d2t", None))
     if problems:
         raise ValueError("DFLASH draft weights do not match its config:\n  - " + "\n  - ".join(problems))
+    if found.unknown:
+        logger.warning(
+            "DFLASH draft: tensors that are not read: %s. If the draft was trained with them, few drafted "
+            "tokens are accepted.",
+            shown(found.unknown),
+        )
+    for name in found.unknown:
+        del tensors[name]
+    expected, _ = expected_tensors(config, model.draft)
     packed = _take_packed_modules(tensors, found.schemes, found.shapes)
     _make_room_for_vocabulary(model, {*tensors, *(f"{module.name}.weight" for module in packed)})
 
     def fitted(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name == FUSION:
             tensor = _in_captured_order(tensor, model.draft)
+        elif name in expected and tensor.shape[0] > expected[name][0]:
+            tensor = tensor[: expected[name][0]]  # padding
         return _padded(name, tensor, missing_width)
 
     for name, tensor in tensors.items():
@@ -97,6 +101,7 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     if fusion is not None and fusion.kernel is not None and not _is_in_captured_order(model.draft):
         fusion.make_dense("its target layers do not ascend")
     model.row_checks = load_packed_modules(model, packed, load_dense)
+    model.was_loaded = True
     return {name for name, _ in model.named_parameters()}
 
 
@@ -111,11 +116,6 @@ def _in_captured_order(weight: torch.Tensor, draft: DFlashDraftConfig) -> torch.
     ids = draft.target_layer_ids
     order = sorted(range(len(ids)), key=ids.__getitem__)
     return torch.cat([weight.chunk(len(ids), dim=1)[place] for place in order], dim=1)
-
-
-def _header(tensor: torch.Tensor) -> Header:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Header(_DTYPES.get(dtype, dtype), tuple(tensor.shape))
 
 
 def _take_packed_modules(

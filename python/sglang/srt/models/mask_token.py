@@ -18,21 +18,24 @@ class MaskEmbedding:
     vector: torch.Tensor
 
 
-def find_mask_token(draft: DFlashDraftConfig, tokenizer: Any, checkpoint: str = "draft") -> int:
+def find_mask_token(
+    draft: DFlashDraftConfig, tokenizer: Any, checkpoint: str = "draft", target_tokens: int | None = None
+) -> int:
     """Return the id of `draft.mask_token` in the target's tokenizer.
 
-    A token that it lacks gets the id after its last, as z-lab's code adds it. Raises DraftConfigError if the
-    embedding has no such row.
+    A token that it lacks gets the id after its last, as z-lab's code adds it. target_tokens: size of the
+    target's vocabulary; None if it is the draft's. Raises DraftConfigError if the embedding has no such row.
     """
+    rows = target_tokens or draft.vocab_size
     name = f"dflash_config.mask_token {draft.mask_token!r}"
     if tokenizer is None:
         raise DraftConfigError(
             checkpoint, [f"{name}: there is no tokenizer to look it up in, give mask_token_id"]
         )
     found = tokenizer.get_vocab().get(draft.mask_token, len(tokenizer))
-    if found >= draft.vocab_size:
-        rows = f"its embedding of {draft.vocab_size} rows has none to spare"
-        raise DraftConfigError(checkpoint, [f"{name} is not in the target's tokenizer, and {rows}"])
+    if found >= rows:
+        full = f"its embedding of {rows} rows has none to spare"
+        raise DraftConfigError(checkpoint, [f"{name} is not in the target's tokenizer, and {full}"])
     return found
 
 

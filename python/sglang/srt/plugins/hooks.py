@@ -3,7 +3,37 @@
 Each function imports what it needs when it is called.
 """
 
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Iterator
 from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Let a command that is refused end with the message alone.
+
+    To a caller in Python, as with `sglang.Engine`, a refusal is the exception that it is. Its traceback is
+    logged at level debug.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        logger.debug("A start is refused.", exc_info=True)
+        sys.excepthook = functools.partial(_print_refusal, error, sys.excepthook)
+        raise
+
+
+def _print_refusal(refusal: Exception, otherwise: Any, kind: Any, error: Any, trace: Any) -> None:
+    """Print an uncaught exception, without its traceback if it is this refusal."""
+    if error is refusal:
+        print(f"Error: {error}", file=sys.stderr)
+    else:
+        otherwise(kind, error, trace)
 
 
 def detect_speculators_model(server_args: Any, previous: Any) -> None:
@@ -15,33 +45,42 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
 
     given = resolving_view(server_args).speculative_algorithm
 
-    def go_on(server_args):
+    def check_plugin(server_args):
         is_ours_alone = resolving_view(server_args).speculative_algorithm != given
         if is_ours_alone and (reason := compatibility.why_off()):
             raise ValueError(
                 "SGLang's built-in DFLASH reads no speculators checkpoint and no P-EAGLE draft, and "
                 f"sglang-dflash does not fit this SGLang ({reason}). {compatibility.HELP}"
             )
-        previous(server_args)
 
-    checkpoint_detection.detect_speculators_model(server_args, go_on)
+    with refusing():
+        checkpoint_detection.detect_speculators_model(server_args, check_plugin)
+    previous(server_args)
 
 
 def resolve_speculative_decoding(server_args: Any, previous: Any) -> None:
     """Wrap the step that resolves speculative decoding: DFLASH's arguments follow our rules."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    from sglang_dflash.srt.environ import DFlashOptions
+
+    DFlashOptions.FALLBACK.clear()
+    if (resolving_view(server_args).speculative_algorithm or "").upper() != "DFLASH":
+        return previous(server_args)
+    with refusing():
+        _resolve_dflash(server_args, previous)
+
+
+def _resolve_dflash(server_args: Any, previous: Any) -> None:
+    from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     from sglang_dflash.srt.arg_groups import dflash_args
-    from sglang_dflash.srt.environ import DFlashOptions
     from sglang_dflash.srt.plugins import algorithm, compatibility, doors, install, ledger
 
-    DFlashOptions.FALLBACK.clear()
+    if compatibility.leave_to_sglang(server_args) or not dflash_args.prepare(server_args):
+        return previous(server_args)
     args = resolving_view(server_args)
-    if (args.speculative_algorithm or "").upper() != "DFLASH" or compatibility.leave_to_sglang(server_args):
-        return previous(server_args)
-    if not dflash_args.prepare(server_args):
-        return previous(server_args)
     # SGLang's checks of these flags are for the algorithms that it knows; ours come after.
     unseen = {
         "speculative_draft_window_size": None,

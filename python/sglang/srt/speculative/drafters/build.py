@@ -6,6 +6,8 @@ from typing import Any
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.runtime_context import get_spec
 
+from sglang_dflash.srt.configs.draft_tensors import EMBEDDING, HEAD, vocabulary_problems
+from sglang_dflash.srt.configs.validation import DraftConfigError
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
@@ -55,7 +57,11 @@ def load_draft(
     worker.draft_runner = worker.model_runner  # SGLang's device timers look for it here
     check_target_model(target_runner.model, len(model.draft.target_layer_ids))
     checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
-    model.prepare_mask(target_worker.tokenizer, read_mask_embedding(*checkpoint))
+    tokens = target_runner.model_config.vocab_size
+    own = {name for name in (EMBEDDING, HEAD) if getattr(model, name.removesuffix(".weight")) is not None}
+    if problems := vocabulary_problems(model.draft, tokens, own, model.d2t):  # of files from the hub
+        raise DraftConfigError(checkpoint[0], problems)
+    model.prepare_mask(target_worker.tokenizer, read_mask_embedding(*checkpoint), tokens)
     return worker
 
 

@@ -1,0 +1,94 @@
+"""A draft beside its target: what has to fit, and what may differ."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, listed_ids
+from sglang_dflash.srt.configs.validation import DraftConfigError
+
+# Targets whose last layer SGLang captures. Others have no next layer, at whose input it would.
+_CAPTURES_LAST_LAYER = (
+    "BeamForCausalLM",
+    "InklingForConditionalGeneration",
+    "KimiK3ForConditionalGeneration",
+    "KimiK3LinearForCausalLM",
+    "LagunaForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiMoV2ForCausalLM",
+    "MiniMaxM3SparseForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration",
+    "MuseSparkForConditionalGeneration",
+    "NemotronHForCausalLM",
+)
+
+
+def check_draft_fits_target(
+    draft: DFlashDraftConfig, target_text_config: Any, checkpoint: str, architectures: Sequence[str] = ()
+) -> None:
+    """Raise DraftConfigError unless the draft can read this target's states.
+
+    architectures: the target's.
+    """
+    problems = []
+    size, tokens = target_text_config.hidden_size, target_text_config.vocab_size
+    if draft.hidden_size != size:
+        problems.append(f"hidden_size is {draft.hidden_size}, but the target's hidden_size is {size}")
+    # The other ids of a vocabulary of another size do not matter, unless the draft has tensors for them.
+    if draft.mask_token_id is not None and draft.mask_token_id >= tokens:
+        problems.append(f"mask_token_id is {draft.mask_token_id}, but the target's vocab_size is {tokens}")
+    streams = getattr(target_text_config, "hc_mult", None) or 1
+    if draft.aux_streams != streams:
+        problems.append(f"hc_mult is {draft.aux_streams}, but the target's residual has {streams} streams")
+    # A looped target has each layer several times, and counts them all.
+    depth = target_text_config.num_hidden_layers * (getattr(target_text_config, "num_loops", None) or 1)
+    problem = _target_layer_problem(draft.target_layer_ids, depth, architectures)
+    problems += [f"target_layer_ids {problem}"] if problem else []
+    if problems:
+        raise DraftConfigError(checkpoint, problems)
+
+
+def differences(draft: DFlashDraftConfig, target_text_config: Any, context_len: int) -> list[str]:
+    """Say in what the draft was made for another target, which it serves all the same.
+
+    context_len: tokens that a request may have.
+    """
+    found = [depth_problem(draft, target_text_config), vocabulary_difference(draft, target_text_config)]
+    length = draft.max_position_embeddings
+    if length is not None and length < context_len:
+        found.append(
+            f"max_position_embeddings is {length}, and requests may have {context_len} tokens: fewer drafted "
+            f"tokens may be accepted beyond {length}"
+        )
+    return [text for text in found if text is not None]
+
+
+def vocabulary_difference(draft: DFlashDraftConfig, target_text_config: Any) -> str | None:
+    """Say that the draft was made for a vocabulary of another size, if so."""
+    if draft.vocab_size == target_text_config.vocab_size:
+        return None
+    return f"vocab_size is {draft.vocab_size}, but the target's vocab_size is {target_text_config.vocab_size}"
+
+
+def depth_problem(draft: DFlashDraftConfig, target_text_config: Any) -> str | None:
+    """Say that the draft was trained for a target of another depth, if so."""
+    trained, depth = draft.num_target_layers, target_text_config.num_hidden_layers
+    if trained in (None, depth):
+        return None
+    return f"num_target_layers is {trained}, but the target's num_hidden_layers is {depth}"
+
+
+def _target_layer_problem(ids: Sequence[int], depth: int, architectures: Sequence[str]) -> str | None:
+    """Say why these layer outputs cannot be captured.
+
+    On most targets SGLang captures a layer's output as the next layer's input.
+    """
+    if max(ids) >= depth:
+        return f"{listed_ids(ids)} leave the target's {depth} layers"
+    if max(ids) == depth - 1 and next(iter(architectures), None) not in _CAPTURES_LAST_LAYER:
+        return (
+            f"{listed_ids(ids)} name the last layer: SGLang captures a layer's output at the input of the "
+            "next one, and the last layer has none"
+        )
+    return None
