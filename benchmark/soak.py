@@ -5,9 +5,9 @@
     python benchmark/soak.py --hybrid --requests 2000
 
 A round is one server: draft, block size (8, 16 and 32 slots among them), context, pages, chunking, mixed
-batches, pool, overlap, adaptive width, window and probabilistic drafting are drawn from the seed. Requests are
-of every kind that users mix, including logit processors, tools, answers up to the end of the context or the
-pool, aborts, disconnects and bad ones. With `--hybrid` the target is the bundled one with recurrent
+batches, pool, overlap, adaptive width, window and probabilistic drafting are drawn from the seed. Requests
+are of every kind that users mix, including logit processors, tools, answers up to the end of the context or
+the pool, aborts, disconnects and bad ones. With `--hybrid` the target is the bundled one with recurrent
 states, in two rounds of three with a vision tower and pictures in a third of the prompts; every round changes
 the width from cycle to cycle, and two of three have a pool so small that requests are retracted. Each round
 checks that

@@ -148,11 +148,11 @@ class DFlash2DraftModel(DFlashDraftModel):
 
 
 class DFlash2BeamDraftModel(DFlash2DraftModel):
-    """The same format under another of SGLang's names."""
+    """DFlash2 under another of the names that SGLang has for it."""
 
 
 class MiniMaxDFlash2DraftModel(DFlash2DraftModel):
-    """The same format under another of SGLang's names."""
+    """DFlash2 under another of the names that SGLang has for it."""
 
 
 EntryClass = [DFlash2DraftModel, DFlash2BeamDraftModel, MiniMaxDFlash2DraftModel]

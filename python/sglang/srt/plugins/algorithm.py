@@ -1,4 +1,4 @@
-"""Our algorithm in SGLang's registry, where a server with `--speculative-algorithm DFLASH` finds it."""
+"""Our algorithm in the registry of SGLang, which serves `--speculative-algorithm DFLASH`."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the plugin registers with SGLang, through SGLang's own registries.
+"""Registrations with SGLang, through its own registries.
 
 Changes that SGLang has no registry for are in `ledger.py`.
 """
@@ -18,7 +18,7 @@ HTTP_WORKERS = "SGLANG_HTTP_SERVER_APP_PATH"
 
 
 def open_at_load() -> None:
-    """Register in every process: algorithm, config parser, steps of the argument pipeline, CPU attention."""
+    """Register what every process needs: algorithm, parser, argument steps, CPU attention."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.configs.model_config_parser_registry import register_model_config_parser
     from sglang.srt.layers.attention.attention_registry import register_attention_backend

@@ -37,7 +37,7 @@ def _print_refusal(refusal: Exception, otherwise: Any, kind: Any, error: Any, tr
 
 
 def detect_speculators_model(server_args: Any, previous: Any) -> None:
-    """Wrap the first step: the model may be a speculators checkpoint, and PEAGLE becomes DFLASH."""
+    """Wrap the first step: find a speculators checkpoint; PEAGLE becomes DFLASH."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     from sglang_dflash.srt.arg_groups import checkpoint_detection

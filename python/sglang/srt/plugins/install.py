@@ -126,7 +126,10 @@ def _that_fit(changes: Sequence[Change]) -> list[Change]:
 
 
 def missing_features(changes: Sequence[Change]) -> dict[str, str]:
-    """Return the reason by feature that lacks a target. Raises Mismatch if a required change lacks one."""
+    """Return the reason by feature that lacks a target.
+
+    Raises Mismatch if a required change lacks one.
+    """
     missing: dict[str, str] = {}
     for change in changes:
         try:

@@ -188,7 +188,9 @@ def end_requests_with_pool_of(target_runner: Any) -> None:
 
 
 def _end_with_pool(req: Any) -> str | None:
-    """Shorten an answer so that it ends with `length` where the KV pool does; describe too long a prompt.
+    """Shorten an answer to the KV pool, where it ends with `length`.
+
+    Returns why a prompt is too long for the pool, or None.
 
     SGLang runs a step if two blocks are free behind every request. It retracts requests until they are, and
     would abort the last one. It admits no request that leaves less than a page, or two without a prefix
@@ -204,8 +206,8 @@ def _end_with_pool(req: Any) -> str | None:
         req.origin_input_ids = req.origin_input_ids[:prompt]
     if prompt >= longest:
         return (
-            f"The prompt has {prompt} tokens. The KV pool holds {runner.max_total_num_tokens}, and DFLASH needs "
-            f"{spare} of them beside a request: two blocks and two pages."
+            f"The prompt has {prompt} tokens. The KV pool holds {runner.max_total_num_tokens}, and DFLASH "
+            f"needs {spare} of them beside a request: two blocks and two pages."
         )
     room = longest - prompt
     params.max_new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)

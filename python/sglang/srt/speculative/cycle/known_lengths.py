@@ -68,7 +68,10 @@ class KnownLengthsMap(FutureMap):
     needs_cpu_seq_lens: bool  # an attention backend plans with lengths on the host
 
     def resolve_seq_lens_cpu(self, batch: Any, *options: Any, **named: Any) -> None:
-        """Give a decode batch its lengths on the host. `stream_ordered` is an option from 0.5.23 on."""
+        """Give a decode batch its lengths on the host.
+
+        `stream_ordered` is an option from 0.5.23 on.
+        """
         draft_input = batch.spec_info
         if not self.needs_cpu_seq_lens or getattr(draft_input, "future_indices", None) is None:
             return super().resolve_seq_lens_cpu(batch, *options, **named)
