@@ -7,12 +7,13 @@ SGLang reads it, against the target, against the headers of the tensors; a valid
 
 import copy
 import functools
+import io
 import json
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +25,22 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file, save
 from serving import DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT
 from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
-from sglang.srt.utils.hf_transformers_utils import get_config
+from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length
 from support.dflash2_cases import dflash2_config, random_dflash2_weights
 from support.draft_cases import BASE, random_weights
 from support.engine import build
 from support.packed_drafts import pack
+from transformers import Qwen3Config
 
 from sglang_dflash.srt.arg_groups.dflash_args import load_and_check_configs
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.configs.draft_quantization import read_quantization
+from sglang_dflash.srt.configs.draft_tensors import value_problems
+from sglang_dflash.srt.configs.layer_fields import assumed_values
+from sglang_dflash.srt.configs.peagle_config import read_draft_config
+from sglang_dflash.srt.configs.served_checkpoints import checkpoint_findings
+from sglang_dflash.srt.configs.target_fit import differences
 from sglang_dflash.srt.configs.weight_files import INDEX
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
@@ -209,6 +217,166 @@ def test_each_field_with_a_bad_value_is_named_or_served(name, targets, tmp_path)
                 unnamed.append((".".join(map(str, way)), kind, message))
     assert not unnamed
     assert {"hidden_size", "num_hidden_layers", "vocab_size"} <= refused
+
+
+def nan_norm(tensors: dict) -> None:
+    tensors["norm.weight"][3] = torch.nan
+
+
+def contradicting_t2d(tensors: dict) -> None:
+    tensors["t2d"] = ~tensors["t2d"].bool()
+
+
+def with_scales(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict], None]:
+    name = "layers.0.mlp.up_proj.weight_scale"
+    return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+# name -> (checkpoint, change of its config, change of its tensors, words of the refusal; empty: it is served)
+FAULTS = {
+    "a norm that is no number": ("z-lab", {}, nan_norm, "model.safetensors: norm.weight holds 1 values"),
+    "a norm of zeros": ("DFlash2", {}, lambda t: t["norm.weight"].zero_(), "norm.weight is zero throughout"),
+    "another t2d": ("speculators", {}, contradicting_t2d, "d2t and t2d name different target tokens"),
+    "scales of zero": ("quantized", {}, with_scales(torch.zeros_like), "weight_scale is zero throughout"),
+    "negative scales": ("quantized", {}, with_scales(torch.neg), "weight_scale holds [0-9]+ negative values"),
+    "infinite scales": ("quantized", {}, with_scales(lambda s: s / 0), "weight_scale holds [0-9]+ values"),
+    "two bases": ("z-lab", {"rope_parameters": {"rope_theta": 5e6}}, None, "rope_theta is .*5e[+]06"),
+    "two embeddings": (
+        "z-lab",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        None,
+        "rope_scaling and rope_parameters",
+    ),
+    "another width": ("speculators", {"target_hidden_size": 512}, None, "target_hidden_size is 512"),
+    "no vocabulary": ("speculators", {"draft_vocab_size": None}, None, ""),
+    "another vocabulary": ("z-lab", {"vocab_size": 4096}, None, ""),
+    "a selector without codes": ("DFlash2", {"vocab_size": 60}, None, "candidate selector cannot serve"),
+    "an unknown tensor": ("z-lab", {}, lambda t: t.update(other=torch.zeros(3)), ""),
+    "padded rows": (
+        "z-lab",
+        {},
+        lambda t: t.update({"embed_tokens.weight": torch.zeros(BASE["vocab_size"] + 8, BASE["hidden_size"])}),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found_before_the_target_loads(fault, targets, tmp_path):
+    name, changes, spoil_tensors, words = FAULTS[fault]
+    config, weights = checkpoint(name)
+    if spoil_tensors is not None:
+        tensors = {key: tensor.clone() for key, tensor in load(weights).items()}
+        spoil_tensors(tensors)
+        weights = save(tensors)
+    if fault == "a selector without codes":  # the target has one more than these
+        config = copy.deepcopy(config)
+        tensors = load(weights)
+        for key in ("predecessor", "successor"):
+            book = f"candidate_selector.{key}_codebook"
+            tensors[book] = tensors[book][:60].clone()
+        weights = save(tensors)
+    write(tmp_path, json.dumps({**config, **changes}).encode(), weights)
+    if not words:
+        load_draft(tmp_path, targets[name])
+        return
+    with pytest.raises(ValueError, match=words) as refusal:
+        read(tmp_path, targets[name])
+    assert str(tmp_path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("actorder", ["group", "dynamic", "weight", "static"])
+def test_orders_of_columns_by_either_name(actorder):
+    quantization = copy.deepcopy(checkpoint("quantized")[0]["quantization_config"])
+    [group] = quantization["config_groups"].values()
+    group["weights"]["actorder"] = actorder
+    scheme = read_quantization(quantization).scheme_of("layers.0.mlp.up_proj")
+    assert scheme.has_order == (actorder in ("group", "dynamic"))
+
+
+@pytest.mark.parametrize(
+    "part, value, words",
+    [
+        ("weight_global_scale", 0.0004, "as if it were a factor"),
+        ("weight_scale_2", 2700.0, "as if it were a divisor"),
+        ("weight_global_scale", 2700.0, ""),
+        ("weight_scale_2", 0.0004, ""),
+    ],
+)
+def test_a_global_scale_stored_the_other_way(part, value, words):
+    found = value_problems(f"fc.{part}", torch.tensor([value]))
+    assert bool(found) == bool(words) and all(words in problem for problem in found)
+
+
+def test_files_that_hold_no_weights(targets, tmp_path):
+    """Nothing, nonsense, a tensor in two files; and PyTorch's own format, which is served."""
+    config, weights = checkpoint("z-lab")
+
+    def refusal(**files: bytes) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        for file, content in files.items():
+            (folder / file.replace("__", ".")).write_bytes(content)
+        try:
+            read(folder, targets["z-lab"])
+        except ValueError as error:
+            assert str(folder) in str(error)
+            return str(error)
+        return ""
+
+    saved = io.BytesIO()
+    torch.save(load(weights), saved)
+    assert "no weights are there" in refusal()
+    assert "no weights are there" in refusal(optimizer__bin=b"1")
+    assert "pytorch_model.bin is no file of PyTorch's tensors" in refusal(pytorch_model__bin=b"nonsense")
+    assert "is no safetensors file" in refusal(model__safetensors=b"nonsense")
+    assert "norm.weight, which is in a.safetensors too" in refusal(
+        a__safetensors=weights, b__safetensors=weights
+    )
+    assert refusal(pytorch_model__bin=saved.getvalue()) == ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_may_be_shorter_than_its_target(name, targets, tmp_path):
+    """Whatever field gives its length, SGLang finds none that limits the target's."""
+    config, weights = checkpoint(name)
+    short = {"max_position_embeddings": 8, "model_max_length": 8, "max_sequence_length": 8}
+    layers = config.get("transformer_layer_config")
+    config = {**config, "transformer_layer_config": {**layers, **short}} if layers else {**config, **short}
+    write(tmp_path, json.dumps(config).encode(), weights)
+    hf_config = read(tmp_path, targets[name])
+    assert get_context_length(hf_config) >= 1_000_000 and hf_config.max_position_embeddings == 8
+    draft = read_draft_config(hf_config, "draft")
+    text = SimpleNamespace(num_hidden_layers=draft.num_target_layers, vocab_size=draft.vocab_size)
+    assert not differences(draft, text, 8)
+    assert "max_position_embeddings is 8" in differences(draft, text, 9)[-1]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"group_size": "32"}, {"group_size": 0}, {"group_size": -1}, {"num_bits": 3}, None]
+)
+def test_a_malformed_quantization_is_not_handed_over(changes):
+    """The built-in would draft noise. Only another library's file is left to it."""
+    config = copy.deepcopy(checkpoint("quantized")[0])
+    groups = config["quantization_config"]["config_groups"]
+    if changes is None:
+        groups.clear()
+    for group in groups.values():
+        group["weights"].update(changes)
+    [finding] = checkpoint_findings(config, "draft")
+    assert not finding.builtin_serves and finding.what.startswith("quantization_config: config_groups")
+    [other] = checkpoint_findings({**config, "quantization_config": {"quant_method": "awq"}}, "draft")
+    assert other.builtin_serves
+
+
+def test_missing_values_are_told():
+    layers = {"hidden_size": 8, "head_dim": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+    assert assumed_values(layers | {"rope_theta": 1e6}) == []
+    assert assumed_values(layers | {"rope_scaling": {"rope_theta": 1e6}}) == []
+    assert assumed_values(layers) == ["rope_theta is missing, 10000 is assumed"]
+    assert len(assumed_values({})) == 4
+    assert Qwen3Config().rope_parameters["rope_theta"] == 10_000 and Qwen3Config().rms_norm_eps == 1e-6
 
 
 SCALARS = (

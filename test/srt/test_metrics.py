@@ -54,6 +54,19 @@ def test_narrow_cycles_count_what_they_verified(metrics, registry):
     assert registry.get_sample_value("sglang:spec_verify_width_bucket", {**LABELS, "le": "4.0"}) == 3
 
 
+@pytest.mark.parametrize("accepted, warnings", [(14, 1), (16, 0)])
+def test_a_low_accept_length_is_told_once(accepted, warnings, caplog):
+    """1,000 drafted blocks are judged, without metrics too. Blocks of the anchor alone do not count."""
+    silent = DFlashMetrics(BLOCK_SIZE - 1, None)
+    for _ in range(9):
+        silent.count_verified([1] * accepted + [0] * (100 - accepted) + [0] * 50, [7] * 100 + [0] * 50)
+    assert "accept length" not in caplog.text
+    for _ in range(5):
+        silent.count_verified([1] * accepted + [0] * (100 - accepted), [7] * 100)
+    found = [record.message for record in caplog.records if "accept length" in record.message]
+    assert len(found) == warnings and all("1.14" in text and "doctor" in text for text in found)
+
+
 def test_proposals_are_counted_by_source(metrics, registry):
     for given in (("copy", 2, 14, 9), ("draft", 1, 7, 3), ("copy", 1, 7, 7)):
         metrics.count_source(*given)

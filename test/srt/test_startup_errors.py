@@ -37,7 +37,7 @@ BAD_DRAFTS: dict[str, tuple[dict, tuple[str, ...]]] = {
     "negative mask token": ({"dflash_config": {"mask_token_id": -1}}, ("mask_token_id", "-1")),
     "block size zero": ({"block_size": 0}, ("block_size", "0")),
     "hidden size": ({"hidden_size": 128}, ("hidden_size", "128", "256")),
-    "vocabulary": ({"vocab_size": VOCAB * 2}, ("vocab_size", str(VOCAB * 2), str(VOCAB))),
+    "a missing field": ({"hidden_size": REMOVE}, ("hidden_size is missing",)),
     "layer id out of range": ({"dflash_config": {"target_layer_ids": [1, 99]}}, ("target_layer_ids", "99")),
     "id of the last layer": (
         {"dflash_config": {"target_layer_ids": [1, LAYERS - 1]}},
@@ -199,6 +199,7 @@ def test_a_bad_start_ends_with_a_message(name, commands):
     assert refused.ended.code not in (0, -9), f"the server started, or hung:\n{refused.ended.output[-3000:]}"
     missing = [word for word in words if word not in refused.message]
     assert not missing, f"{missing} not in the message:\n{refused.message[-3000:]}"
+    assert "Traceback" not in refused.ended.output
 
 
 @pytest.mark.parametrize("name", ["draft: two faults", "relative draft path missing"])
@@ -218,8 +219,8 @@ def _cut(name: str):
     return lambda tensors: {**tensors, name: tensors[name][:-1].clone()}
 
 
-def _extra(name: str):
-    return lambda tensors: {**tensors, name: torch.zeros(4, 4)}
+def _extra(name: str, *shape: int):
+    return lambda tensors: {**tensors, name: torch.zeros(shape)}
 
 
 # name -> (changes to the draft's tensors, changes to its config, text in the message)
@@ -235,7 +236,11 @@ BAD_WEIGHTS = {
         "layers.1.self_attn",
     ),
     "a tensor of another shape": (_cut("hidden_norm.weight"), {}, "hidden_norm.weight"),
-    "a tensor too many": (_extra("layers.0.self_attn.sinks"), {}, "layers.0.self_attn.sinks"),
+    "a head of another vocabulary": (
+        _extra("lm_head.weight", 2 * VOCAB, 256),
+        {"vocab_size": 2 * VOCAB},
+        "the draft's own head",
+    ),
     "fc for another number of layers": (
         None,
         {"dflash_config": {"target_layer_ids": [1, 4, 7]}},

@@ -18,6 +18,10 @@ FALLBACKS = {
 }
 
 
+# Drafted blocks after which the accept length is judged, once, and below what it is low.
+JUDGED_BLOCKS, LOW_ACCEPT_LENGTH = 1000, 1.15
+
+
 class DFlashMetrics:
     """Counters of drafted and verified blocks, from numbers that SGLang has on the host.
 
@@ -35,6 +39,7 @@ class DFlashMetrics:
             registry: A prometheus_client registry; None for the default one.
         """
         self._logged: set[str] = set()
+        self._seen_blocks = self._seen_accepted = 0  # until they are judged
         self._enabled = labels is not None
         if labels is None:
             return
@@ -107,6 +112,8 @@ class DFlashMetrics:
             accept_lens: accepted drafted tokens of each block.
             drafted: drafted tokens of each block that could be accepted.
         """
+        if self._seen_blocks < JUDGED_BLOCKS:
+            self._judge(accept_lens, drafted)
         if not self._enabled:
             return
         self._drafts.inc(len(accept_lens))
@@ -114,6 +121,23 @@ class DFlashMetrics:
         self._accepted.inc(sum(accept_lens))
         for before, at_position in enumerate(self._by_position):
             at_position.inc(sum(accept_len > before for accept_len in accept_lens))
+
+    def _judge(self, accept_lens: Sequence[int], drafted: Sequence[int]) -> None:
+        """Log a warning if hardly a token of the first drafted blocks was accepted."""
+        accepted = [kept for kept, offered in zip(accept_lens, drafted, strict=True) if offered > 0]
+        self._seen_blocks += len(accepted)
+        self._seen_accepted += sum(accepted)
+        if self._seen_blocks < JUDGED_BLOCKS:
+            return
+        length = 1 + self._seen_accepted / self._seen_blocks
+        if length < LOW_ACCEPT_LENGTH:
+            logger.warning(
+                "DFLASH: the accept length of the first %d drafted blocks is %.2f, so drafting does not pay. "
+                "`python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT --measure` looks for the "
+                "cause.",
+                self._seen_blocks,
+                length,
+            )
 
     def count_width(self, width: int) -> None:
         """Count a cycle that verifies up to `width` slots a request, if that is chosen per cycle."""
