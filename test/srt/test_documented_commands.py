@@ -105,7 +105,7 @@ def test_every_command_is_known():
     unknown = [str(command) for command in COMMANDS if not kind_of(command)]
     assert not unknown, "no test runs these; say in this file how they are checked:\n" + "\n".join(unknown)
     assert len(COMMANDS) > 25
-    for kind in ("server", "ledger", "install", "library", "make", "request", "script"):
+    for kind in ("server", "sglang_diff", "install", "library", "make", "request", "script"):
         assert of_kind(kind), f"no {kind} command found any more: is it still recognised?"
 
 
@@ -152,9 +152,9 @@ def test_the_doctor_exists_and_knows_its_flags(command):
     assert set(command.flags) <= set().union(*map(defined_flags, DOCTOR_FILES))
 
 
-@pytest.mark.parametrize("command", of_kind("ledger"), ids=str)
-def test_the_ledger_command_knows_its_flags(command):
-    assert set(command.flags) <= defined_flags(PACKAGE / "ledger.py")
+@pytest.mark.parametrize("command", of_kind("sglang_diff"), ids=str)
+def test_the_command_that_compares_releases_knows_its_flags(command):
+    assert set(command.flags) <= defined_flags(ROOT / "tools" / "sglang_diff" / "__main__.py")
 
 
 def make_serve() -> list[str]:
