@@ -232,12 +232,12 @@ def test_a_prompt_longer_than_the_pool_is_refused():
 )
 def test_answers_run_up_to_the_pool(algorithm, draft, block, page, flags):
     """A request alone ends with `length`. Requests that exceed the pool together end as they would alone."""
-    end = POOL - 2 * (block + page)
+    end = POOL // page * page - 2 * (block + page)
     jobs = near(end, 150, 60, 20, 2)
     [wanted] = run(["--model-path", TARGET, *FLAGS, "--max-total-tokens", "2000"], [jobs])
     together = [Job(job.input_ids, 400, step=index) for index, job in enumerate(jobs)]
     alone = [[Job(job.input_ids, 400)] for job in jobs[1:3]]
-    too_long = [Job(text(end), 8)]
+    too_long = [Job(text(end), 400)]
     arguments = [*server(algorithm, draft, block, *flags), *AT_POOL, "--page-size", page]
     # Told that answers are short, the scheduler admits more than the pool holds.
     environment = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
@@ -248,4 +248,5 @@ def test_answers_run_up_to_the_pool(algorithm, draft, block, page, flags):
         assert answer.finish_reason == "FINISH_LENGTH" and len(answer.output_ids) == end - len(job.input_ids)
         assert answer.output_ids == want.output_ids[: len(answer.output_ids)]
     assert refused[0].finish_reason == "FINISH_ABORT"
-    assert sum(answer.retractions for answer in found) > 0
+    if "--disable-radix-cache" not in flags:  # or SGLang admits only what fits to its end
+        assert sum(answer.retractions for answer in found) > 0

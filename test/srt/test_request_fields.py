@@ -215,6 +215,7 @@ def test_images_are_served_on_any_target():
     assert validate_dflash_request(request, True) is None
     request.multimodal_inputs = None
     assert "1000000000" in validate_dflash_request(request, True)
+    assert request.sampling_params.max_new_tokens == 1, "SGLang would have it wait for the room of an answer"
 
 
 def test_the_scheduler_outlives_every_bad_field():

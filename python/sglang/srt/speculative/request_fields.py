@@ -167,6 +167,14 @@ def refusing_requests() -> Callable[..., None]:
 
 def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
     """Return the message of an HTTP 400, or None. SGLang calls this for every request."""
+    problem = _problem(req)
+    if problem is not None:
+        # SGLang runs one step of a refused request, and has it wait for room until then.
+        req.sampling_params.max_new_tokens = 1
+    return problem
+
+
+def _problem(req: Any) -> str | None:
     if isinstance(req.sampling_params, Refused):
         return req.sampling_params.problem
     if req.custom_logit_processor is not None:
