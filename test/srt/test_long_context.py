@@ -1,7 +1,7 @@
 """Prompts of 32,768 and 131,072 tokens on targets with recurrent states, in float32.
 
 Position tables, windows of 2,048, the grid on which states are kept and the prefix cache, far beyond the
-lengths of the other tests.
+lengths of the other tests. One prompt of 32,768 tokens is on the dense pair.
 """
 
 import json
@@ -12,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from serving import (
+    DRAFT,
     HYBRID_DFLASH2_DRAFT,
     HYBRID_DRAFT,
     HYBRID_PEAGLE_DRAFT,
     HYBRID_TARGET,
+    TARGET,
     dflash_arguments,
     heldout_prompts,
 )
@@ -129,6 +131,32 @@ def test_output_is_the_targets(draft, length, tmp_path):
     # Beyond a near tie an answer may differ, and the oracle is then wrong.
     accepted = [count for answer in (found[0], found[1], found[3]) for count in answer.accepted]
     assert sum(accepted) > len(accepted), "the oracle's drafts were not accepted"
+
+
+def test_a_dense_pair_behind_32768_tokens(tmp_path):
+    """An answer that crosses the position. An oracle drafts blocks of 16."""
+    target, draft = (Path(shutil.copytree(pair, tmp_path / pair.name)) for pair in (TARGET, DRAFT))
+    for folder in (target, draft):
+        rewrite(folder, max_position_embeddings=2**16)
+    ids = (
+        Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+        .encode("\n".join(prompt["text"] for prompt in heldout_prompts() if not prompt.get("chat")))
+        .ids
+    )
+    length = 2**15 - 24
+    job = Job(tuple((ids * (length // len(ids) + 1))[:length]), 64, logprobs=True)
+    flags = ["--model-path", target, "--dtype", "float32", "--max-total-tokens", str(2**15 + 1024)]
+    few_chunks = ["--chunked-prefill-size", str(8 * CHUNK)]
+    [[want]] = run([*flags, *few_chunks], [[job]], timeout=TIMEOUT_S)
+    oracle = Oracle([[*want.output_ids, *[5] * 32]], error_rate=0.05)
+    blocks = ["--speculative-num-draft-tokens", "16", "--no-speculative-adaptive"]
+    few_rows = ["--chunked-prefill-size", str(CHUNK)]
+    [[answer]] = run(
+        [*flags, *few_rows, *dflash_arguments(draft), *blocks], [[job]], oracle, timeout=TIMEOUT_S
+    )
+    end = decided(want)
+    assert end > 40 and answer.output_ids[:end] == want.output_ids[:end]
+    assert sum(answer.accepted) > 4 * len(answer.accepted), "the oracle's drafts were not accepted"
 
 
 @pytest.mark.parametrize(
