@@ -181,6 +181,14 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 _GEMMA4 = {
     **_WINDOWS,
     "tie_word_embeddings": True,
@@ -279,6 +287,10 @@ FAMILIES = {
         "Lfm2MoeForCausalLM",
         "Lfm2MoeConfig",
         {**_SHORT_CONV, **_MOE, "num_experts": 4, "num_dense_layers": 1},
+    ),
+    "llama": Family("LlamaForCausalLM", "LlamaConfig", {}),
+    "llama3": Family(
+        "LlamaForCausalLM", "LlamaConfig", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}
     ),
     "mistral": Family("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
     "ministral3": Family("Ministral3ForCausalLM", "Ministral3Config", {}),
