@@ -1,5 +1,6 @@
 """The worker's side of adaptive width, without an engine: settings, choosing, learning, agreeing ranks."""
 
+import copy
 import json
 import logging
 from collections.abc import Sequence
@@ -136,11 +137,13 @@ def test_more_than_the_block_holds():
 
 
 class Clock(CycleClock):
-    """Cycles take twice what was expected."""
+    """Cycles take twice what is expected of them."""
+
+    costs: CostTable
 
     def finished(self):
-        timings = super().finished()
-        return [CycleTiming(timing.expected, 2 * (timing.expected or 1.0), None) for timing in timings]
+        works = [timing.work for timing in super().finished()]
+        return [CycleTiming(work, 2 * self.costs.expected(work) if work else 1.0, 0.0) for work in works]
 
 
 class Backends:
@@ -185,8 +188,9 @@ def adaptive(schedule=(), backends=None, group=None, row=0.06, **more) -> Adapti
     costs = 1.0 + row * (np.array(WIDTHS) - 1)
     table = CostTable(np.array([1, 64]), np.array(WIDTHS), np.stack([costs, costs]), np.array([0.1, 0.1]))
     group = group or SimpleNamespace(world_size=1, rank_in_group=0)
-    chooser = LengthChooser(table, 32, backends is None)
-    return AdaptiveWidth(chooser, backends or AnyRows(), Clock("cpu"), 32, group, schedule, **more)
+    chooser, clock = LengthChooser(table, 32, backends is None), Clock("cpu")
+    clock.costs = copy.deepcopy(table)
+    return AdaptiveWidth(chooser, backends or AnyRows(), clock, 32, group, schedule, **more)
 
 
 def run(width: AdaptiveWidth, batch, cycles: int, kept, **options) -> list[PlannedCycle]:
@@ -425,12 +429,12 @@ def test_a_clock_on_a_gpu_records_its_events_again(monkeypatch):
 
 def test_a_clock_on_the_host():
     clock = CycleClock("cpu")
-    for expected in (0.5, None):
+    for work in ("this", None):
         clock.start()
-        clock.stop(expected)
+        clock.stop(work)
     first, second = clock.finished()
-    assert (first.expected, first.gap) == (0.5, None)
-    assert second.gap >= 0 and second.expected is None
+    assert (first.work, first.gap) == ("this", None)
+    assert second.gap >= 0 and second.work is None
     clock.interrupt()
     clock.start()
     clock.stop()

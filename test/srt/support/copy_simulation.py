@@ -107,7 +107,7 @@ class _Clock(CycleClock):
         self.seconds += seconds
 
     def finished(self):
-        return [CycleTiming(timing.expected, self.durations.popleft(), None) for timing in super().finished()]
+        return [CycleTiming(timing.work, self.durations.popleft(), 0.0) for timing in super().finished()]
 
 
 @dataclass

@@ -3,14 +3,14 @@
 All seconds are simulated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
 import numpy as np
 
 from sglang_dflash.srt.speculative.width.chooser import LengthChooser
-from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.costs import KNOWN, CostTable
 
 WIDTHS = np.array([1, 2, 4, 8])
 LOADS = np.array([1, 2, 4, 8, 16, 32, 64])
@@ -77,6 +77,10 @@ class Simulation:
         error: relative error of what start-up measured of wide blocks.
         context: committed tokens of each request.
         ignored: a field of `Cost` that the server does not measure.
+        wrong: factors on what start-up measured of "plain" cycles, of "verify" cycles and of the "draft".
+        is_steady: whether start-up held its measurement for a good one.
+        stalls: share of cycles that take a hundred times as long as they say.
+        pace: how many times as long a cycle takes as it should, by its number.
     """
 
     cost: Cost
@@ -87,19 +91,26 @@ class Simulation:
     error: float = 0.0
     context: int = 0
     ignored: str = ""
+    wrong: Mapping[str, float] = field(default_factory=dict)
+    is_steady: bool = True
+    stalls: float = 0.0
+    pace: Callable[[int], float] = lambda number: 1.0
     seed: int = 0
     chosen: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self):
         self.rng = np.random.default_rng(self.seed)
-        wrong = 1 + self.error * (WIDTHS > 2)
+        wrong = np.where(WIDTHS > 1, self.wrong.get("verify", 1.0), self.wrong.get("plain", 1.0))
+        wrong = wrong * (1 + self.error * (WIDTHS > 2))
         verify = np.array([[self.cost.verify(int(n), int(n * (w - 1))) for w in WIDTHS] for n in LOADS])
-        draft = np.array([self.cost.draft_for(int(n)) for n in LOADS])
+        draft = np.array([self.cost.draft_for(int(n)) for n in LOADS]) * self.wrong.get("draft", 1.0)
         every_other = [np.where(np.arange(n) % 2, 0, DEPTH) for n in LOADS]
         half = np.array([self.cost.cycle(lengths) for lengths in every_other])
         half = None if self.ignored == "uneven" else half
         read = 0.0 if self.ignored == "read" else self.cost.read
-        self.costs = CostTable(LOADS, WIDTHS, verify * wrong, draft, reads=read, half=half)
+        self.costs = CostTable(
+            LOADS, WIDTHS, verify * wrong, draft, reads=read, half=half, tries=KNOWN * self.is_steady
+        )
         self.chooser = LengthChooser(self.costs, 64, self.own_lengths)
         self.tokens = self.seconds = 0.0
 
@@ -116,9 +127,9 @@ class Simulation:
             hits = (self.rng.random(survival.shape) < self.accept_probs).cumprod(axis=1).sum(axis=1)
             kept = np.minimum(hits, lengths)
             seconds = self.cost.cycle(lengths, self.context)
-            if self.ignored != "gap":
-                noisy = seconds * np.exp(self.noise * self.rng.normal())
-                self.costs.observe(choice.seconds - self.costs.gap, noisy, self.cost.gap)
+            measured = (seconds + self.cost.gap) * np.exp(self.noise * self.rng.normal()) * self.pace(number)
+            measured *= 100 if self.rng.random() < self.stalls else 1
+            self.costs.observe(self.chooser.work(choice, n * self.context), measured)
             late.append((lengths, kept, born.copy()))
             if len(late) > self.lag:
                 verified, accepted, whose = late.pop(0)

@@ -114,15 +114,16 @@ class AdaptiveWidth:
         needs_equal = _needs_equal_lengths(batch.sampling_info)
         choice = self._agree(requests, num_tokens, matches, caps, None if needs_equal else room)
         plan = planned(self._backends, choice.lengths, choice.copies, choice.drafts, needs_equal)
-        expected = choice.seconds - self.chooser.costs.gap
-        plan = plan._replace(caps=caps, matches=matches, batch=requests, expected=expected)
-        self._count(plan, choice)
+        lengths = np.full(len(requests.rows), plan.width - 1) if plan.lengths is None else plan.lengths
+        choice = choice._replace(lengths=lengths)
+        work = None if len(self._schedule) else self.chooser.work(choice, num_tokens)
+        plan = plan._replace(caps=caps, matches=matches, batch=requests, work=work)
+        self._count(plan.width, choice)
         self._clock.start()
         return plan
 
-    def _count(self, plan: PlannedCycle, choice: Choice) -> None:
-        self._width = width = plan.width
-        lengths = np.full(len(choice.lengths), width - 1) if plan.lengths is None else plan.lengths
+    def _count(self, width: int, choice: Choice) -> None:
+        self._width, lengths = width, choice.lengths
         self._num_cycles += 1
         self._cycles_per_width[width] += 1
         self._blocks_per_length.update(lengths.tolist())
@@ -198,16 +199,15 @@ class AdaptiveWidth:
     def on_launched(self, cycle: PlannedCycle, was_drafted: bool = True) -> None:
         """Stop timing. was_drafted: whether the draft ran, if it was to."""
         is_as_planned = cycle.lengths is not None or was_drafted == (cycle.drafts and cycle.width > 1)
-        self._clock.stop(cycle.expected if is_as_planned and not len(self._schedule) else None)
+        self._clock.stop(cycle.work if is_as_planned else None)
 
     def _learn_timings(self) -> None:
-        for expected, seconds, gap in self._clock.finished():
-            if expected is None or expected <= 0:  # not this policy's choice
+        for work, seconds, gap in self._clock.finished():
+            if work is None or gap is None:
                 continue
-            self._measured += seconds
-            self._expected += expected
-            if gap is not None:
-                self.chooser.costs.observe(expected, seconds, gap)
+            self._measured += seconds + gap
+            self._expected += self.chooser.costs.expected(work)
+            self.chooser.costs.observe(work, seconds + gap)
 
     def on_accept_lens(
         self, cycle: PlannedCycle, accept_lens: Sequence[int], proposals: Proposals | None = None

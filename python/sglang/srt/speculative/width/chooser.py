@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
-from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.costs import KNOWN, CostTable, Work
 from sglang_dflash.srt.speculative.width.policy import choose_lengths, choose_width
 from sglang_dflash.srt.speculative.width.survival import CopySurvival, DraftSurvival
 
@@ -20,7 +20,7 @@ class Choice(NamedTuple):
     copies: np.ndarray  # with own lengths: which requests verify a copy instead. [n] bool
     drafts: bool  # without: whether the draft runs, if anything is verified
     tokens: float  # committed by the cycle, of all requests
-    seconds: float  # with the gap to the next cycle
+    seconds: float
 
 
 class LengthChooser:
@@ -92,7 +92,7 @@ class LengthChooser:
             self._held = None if has_matches else (for_what, choice)
             self._credit += self._probe_share * self._held_for * choice.seconds
             self._held_for = 0
-            choice = self._probe(choice, rows, costs, caps)
+            choice = self._probe(choice, rows, num_tokens, caps)
         else:
             choice = self._held[1]
         return choice
@@ -101,8 +101,7 @@ class LengthChooser:
         self, num_requests: int, num_tokens: int | None = None, depth: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return seconds of verifying 0 .. n K tokens, and of drafting for 0 .. n requests."""
-        verify = self.costs.verify(num_requests, num_tokens, depth) + self.costs.gap
-        return verify, self.costs.draft(num_requests)
+        return self.costs.verify(num_requests, num_tokens, depth), self.costs.draft(num_requests)
 
     def _decide(
         self,
@@ -154,41 +153,53 @@ class LengthChooser:
                 (width, tokens, seconds), drafts = alone, False
         return Choice(np.full(n, width - 1), is_better, drafts, tokens, seconds)
 
-    def _probe(
-        self,
-        choice: Choice,
-        rows: np.ndarray,
-        costs: tuple[np.ndarray, np.ndarray],
-        caps: np.ndarray | None,
-    ) -> Choice:
-        """Verify a whole block of the next request in turn if the credit pays for it.
+    def work(self, choice: Choice, num_tokens: int | None = None) -> Work:
+        """Return what a cycle of this choice does. num_tokens: committed tokens of all requests."""
+        lengths, is_drafted = choice.lengths, choice.lengths > 0
+        if self.own_lengths and self._skips_draft:
+            is_drafted = is_drafted & ~choice.copies
+        drafted_for = int(is_drafted.sum()) if choice.drafts else 0
+        is_uneven = bool((lengths != lengths[0]).any())
+        return Work(len(lengths), int(lengths.sum()), drafted_for, is_uneven, num_tokens)
 
-        Without own lengths that is all requests. What is not verified is not learned. Probes cost
-        `probe_share` of the time at most.
+    def _probe(
+        self, choice: Choice, rows: np.ndarray, num_tokens: int | None, caps: np.ndarray | None
+    ) -> Choice:
+        """Return the choice or, to learn what it costs and brings, something else.
+
+        While their costs are not known, that is the narrowest cycle or the widest one. Later the narrowest
+        takes turns with a whole block of one more request, without own lengths of all, as far as
+        `probe_share` of the time pays.
         """
-        (verify, draft), n = costs, len(rows)
+        n = len(rows)
         most = np.full(n, self.depth) if caps is None else np.minimum(caps, self.depth)
-        short = np.flatnonzero((choice.lengths < most) & ~choice.copies)
-        if not len(short):
-            return choice
-        lengths = choice.lengths.copy()
+        is_short = (choice.lengths < most) & ~choice.copies
+        if not self.own_lengths:
+            most[:], is_short[:] = self.depth, is_short.any()
+        narrowest = np.minimum(most, self.costs.widths[0] - 1)
+        wider = widest = np.where(is_short, most, choice.lengths)
         if self.own_lengths:
-            distance = (rows[short] - self._turn) % self._num_rows
-            probed = short[distance.argmin()]
-            lengths[probed] = most[probed]
+            distance = np.where(is_short, (rows - self._turn) % self._num_rows, self._num_rows)
+            wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
+        kinds = [choice._replace(lengths=lengths, drafts=True) for lengths in (narrowest, widest)]
+        tries = [self.costs.tries(self.work(kind)) for kind in kinds]
+        is_new, is_turn = min(tries) < KNOWN, bool(self.num_probes % 2) or not is_short.any()
+        if is_new:
+            probe = kinds[int(np.argmin(tries))]
+        elif is_turn and (choice.lengths > narrowest).any():
+            probe = kinds[0]
         else:
-            lengths[:] = self.depth
-        drafted = int(((lengths > 0) & ~choice.copies).sum())
-        seconds = float(verify[lengths.sum()] + draft[drafted])
-        if (lengths != lengths[0]).any():
-            seconds += self.costs.uneven(n)
-        price = max(seconds - choice.seconds, 0.0)
+            probe = kinds[1]._replace(lengths=wider)
+        if not self._probe_share or (probe.lengths == choice.lengths).all():
+            return choice
+        seconds = self.costs.expected(self.work(probe, num_tokens))
+        tokens = n if probe is kinds[0] else choice.tokens  # at least
+        price = 0.0 if is_new else max(seconds - choice.seconds * tokens / choice.tokens, 0.0)
         self._credit = min(self._credit, max(price, 3 * choice.seconds))
         if self._credit < price:
             return choice
         self._credit -= price
         self.num_probes += 1
-        self._held = None
-        if self.own_lengths:
-            self._turn = int(rows[probed]) + 1
-        return choice._replace(lengths=lengths, drafts=True, seconds=seconds)
+        if probe.lengths is wider:
+            self._turn = int(rows[(wider > choice.lengths).argmax()]) + 1
+        return probe._replace(seconds=seconds)

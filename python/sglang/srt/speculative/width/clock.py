@@ -10,7 +10,7 @@ import torch
 class CycleTiming(NamedTuple):
     """A finished cycle and the gap before it."""
 
-    expected: float | None  # seconds, as `stop` was told
+    work: Any  # as `stop` was told
     seconds: float
     gap: float | None  # seconds since the end of the previous cycle; None if something else ran in between
 
@@ -25,7 +25,7 @@ class CycleClock:
     def __init__(self, device: str):
         self._is_cuda = device != "cpu"
         self._free_events: list[Any] = []  # read; recorded again, as making two in every cycle takes time
-        self._pending: deque[tuple[float | None, Any, Any, Any]] = deque()
+        self._pending: deque[tuple[Any, Any, Any, Any]] = deque()
         self._previous: Any = None  # end of the previous cycle
         self._start: Any = None
 
@@ -39,10 +39,10 @@ class CycleClock:
     def start(self) -> None:
         self._start = self._now()
 
-    def stop(self, expected: float | None = None) -> None:
-        """End a cycle. expected: its seconds; None: unknown."""
+    def stop(self, work: Any = None) -> None:
+        """End a cycle. work: what it did."""
         end = self._now()
-        self._pending.append((expected, self._previous, self._start, end))
+        self._pending.append((work, self._previous, self._start, end))
         self._previous = end
 
     def interrupt(self) -> None:
@@ -51,13 +51,13 @@ class CycleClock:
     def finished(self) -> list[CycleTiming]:
         timings = []
         while self._pending and (not self._is_cuda or self._pending[0][-1].query()):
-            expected, previous, start, end = self._pending.popleft()
+            work, previous, start, end = self._pending.popleft()
             gap = None if previous is None else self._between(previous, start)
             seconds = self._between(start, end)
             if self._is_cuda:
                 # The next cycle's gap begins with `end`, so that one is free a cycle later.
                 self._free_events += [start] if previous is None else [start, previous]
-            timings.append(CycleTiming(expected, seconds, gap))
+            timings.append(CycleTiming(work, seconds, gap))
         return timings
 
     def _between(self, start: Any, end: Any) -> float:

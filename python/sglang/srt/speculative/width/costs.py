@@ -1,11 +1,25 @@
-"""Seconds of a cycle: measured at start-up, followed while serving."""
+"""Seconds of a cycle: measured at start-up, corrected while serving."""
 
+from collections import deque
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
-_GAP_RATE = 0.05  # per cycle
+KNOWN = 8  # cycles after which an entry is known
+_NEIGHBOURS = 7  # cycles before and after one that tell how fast the machine is
+_MOST = np.log(2)  # what one cycle says of an entry, in logarithms: half or twice at most
+_LEAST_RATE = 0.05  # at which a cycle is believed after many
+
+
+class Work(NamedTuple):
+    """Work of a cycle."""
+
+    requests: int  # that it decodes
+    verified: int  # drafted tokens in all
+    drafted_for: int  # requests that the draft serves
+    is_uneven: bool = False  # whether requests verify different numbers
+    num_tokens: int | None = None  # committed tokens of all requests; None: as many as at start-up
 
 
 class CostTable:
@@ -13,11 +27,11 @@ class CostTable:
 
     A verify of n requests takes j drafted tokens in all, and a draft serves m requests. Both are measured at
     start-up for some loads, with `context` committed tokens per request. Between these loads they are linear
-    in n or, if forwards are padded to captured sizes, those of the next larger one. A machine that gets
-    slower changes all costs alike, and no choice: seconds are those of start-up's pace.
+    in n or, if forwards are padded to captured sizes, those of the next larger one.
 
-    Attributes:
-        gap: seconds from a cycle to the next, followed while serving.
+    Other processes may have slowed the machine at start-up. So each served cycle corrects the entries which
+    its time is made of. It is compared with the cycles around it: a machine that gets slower changes all
+    costs alike, and no choice. Seconds are those of start-up's pace.
 
     Args:
         loads: numbers of requests that were measured, ascending. [L]
@@ -30,6 +44,7 @@ class CostTable:
         sizes: rows that a verify is padded to, ascending. None: it is not, or to whole requests.
         half: seconds of a cycle in which every other request, the first included, has a whole block and
             the rest verify nothing. [L] None: unequal lengths cost no more than their rows.
+        tries: served cycles that each load's measurement counts for. [L]
     """
 
     def __init__(
@@ -43,40 +58,43 @@ class CostTable:
         context: int = 0,
         sizes: Sequence[int] | None = None,
         half: np.ndarray | None = None,
+        tries: np.ndarray | float = KNOWN,
     ):
         self.loads, self.widths, self._padded = np.asarray(loads), np.asarray(widths), padded
-        # Verifying more rows cannot take less time, so a dip is noise.
-        self._verify = np.stack([isotonic_regression(row).x for row in np.asarray(verify, dtype=float)])
-        self._draft = isotonic_regression(np.asarray(draft, dtype=float)).x
-        self._reads, self._context = reads, context
-        self._sizes = None if sizes is None else np.asarray(sizes)
-        self.gap = 0.0
-        self._uneven = np.zeros(len(self.loads))
+        num_loads, num_widths = len(self.loads), len(self.widths)
+        # More work takes no less time, and other processes only add to it: a peak is noise.
+        verify, draft = (_lowered(np.array(table, dtype=float)) for table in (verify, draft))
+        self._entries = np.concatenate((verify.ravel(), draft, np.zeros(num_loads), [reads]))
+        self._verify = self._entries[: verify.size].reshape(num_loads, num_widths)
+        self._draft, self._uneven = self._entries[verify.size : -1].reshape(2, num_loads)
+        of_loads = np.broadcast_to(np.asarray(tries, dtype=float), num_loads)
+        self._tries = np.concatenate((of_loads.repeat(num_widths), of_loads, of_loads, [KNOWN]))
+        self._recent: deque[tuple[np.ndarray, float]] = deque(maxlen=2 * _NEIGHBOURS + 1)
+        self._context, self._sizes = context, None if sizes is None else np.asarray(sizes)
         for i, n in enumerate(self.loads):
             whole = (n + 1) // 2
             of_rows = self.verify(n)[whole * (self.widths[-1] - 1)] + self.draft(n)[whole]
             self._uneven[i] = 0.0 if half is None else max(0.0, half[i] - of_rows)
 
-    def _at(self, requests: np.ndarray | int, column: np.ndarray) -> np.ndarray:
-        """Read a column of a table between loads. Beyond the last load time grows in proportion."""
-        if self._padded:
-            index = np.searchsorted(self.loads, requests).clip(max=len(self.loads) - 1)
-            return column[index] * np.maximum(1.0, np.asarray(requests) / self.loads[-1])
-        return np.interp(requests, self.loads, column) * np.maximum(1.0, requests / self.loads[-1])
+    def _at(self, requests: np.ndarray | int, table: np.ndarray) -> np.ndarray:
+        """Read a table [L, ..] between loads. Beyond the last load time grows in proportion."""
+        index = np.interp(requests, self.loads, np.arange(len(self.loads)))
+        table = _read(table, np.ceil(index) if self._padded else index)
+        return table * np.maximum(1.0, requests / self.loads[-1])
 
     def verify(
         self, num_requests: int, num_tokens: int | None = None, depth: int | None = None
     ) -> np.ndarray:
-        """Return the seconds of verifying 0 .. n K drafted tokens, without the gap.
+        """Return the seconds of verifying 0 .. n K drafted tokens.
 
         num_tokens: committed tokens of all requests; None: as many as at start-up. depth: K, tokens of a
         request. None: as many as were measured. Rows beyond these cost what whole blocks of as many rows do,
         of more requests.
         """
         further = 0 if num_tokens is None else num_tokens - num_requests * self._context
-        by_width = np.array([self._at(num_requests, column) for column in self._verify.T])
+        by_width = self._at(num_requests, self._verify)
         # With shorter contexts than at start-up, the part that is not attention stays.
-        by_width = np.maximum(by_width + self._reads * further, by_width / 2)
+        by_width = np.maximum(by_width + self._entries[-1] * further, by_width / 2)
         drafted = np.arange(num_requests * (depth or self.widths[-1] - 1) + 1)
         seconds = np.interp(drafted, num_requests * (self.widths - 1), by_width)
         beyond = drafted[num_requests * (self.widths[-1] - 1) + 1 :]
@@ -85,10 +103,14 @@ class CostTable:
                 np.r_[num_requests, (num_requests + beyond) / self.widths[-1]], self._verify[:, -1]
             )
             seconds[-len(beyond) :] += whole[1:] - whole[0]
-        if self._sizes is not None:
-            sufficient = np.searchsorted(self._sizes, num_requests + drafted).clip(max=len(self._sizes) - 1)
-            seconds = seconds[np.clip(self._sizes[sufficient] - num_requests, drafted, drafted[-1])]
-        return seconds
+        return seconds[self._padded_rows(num_requests, drafted).clip(max=drafted[-1])]
+
+    def _padded_rows(self, num_requests: int, drafted: np.ndarray) -> np.ndarray:
+        """Return how many drafted tokens the forward takes that verifies so many."""
+        if self._sizes is None:
+            return drafted
+        sufficient = np.searchsorted(self._sizes, num_requests + drafted).clip(max=len(self._sizes) - 1)
+        return np.maximum(self._sizes[sufficient] - num_requests, drafted)
 
     def draft(self, num_requests: int) -> np.ndarray:
         """Return the seconds of drafting for 0 .. n requests."""
@@ -100,14 +122,63 @@ class CostTable:
         """Return the further seconds of a cycle whose lengths differ."""
         return float(self._at(num_requests, self._uneven))
 
-    def observe(self, expected: float, seconds: float, gap: float) -> None:
-        """Learn the gap before a cycle.
+    def _weights(self, work: Work) -> np.ndarray:
+        """Return how much of each entry a cycle takes."""
+        n, further = work.requests, 0
+        if work.num_tokens is not None:
+            further = max(work.num_tokens - n * self._context, 0)
+        row = self._padded_rows(n, np.array(work.verified))
+        loads, widths = np.eye(len(self.loads)), np.eye(len(self.widths))
+        by_load, drafts = self._at(n, loads), self._at(work.drafted_for, loads) * (work.drafted_for > 0)
+        by_width = _read(widths, np.interp(row, n * (self.widths - 1), np.arange(len(widths))))
+        verify = np.outer(by_load, by_width).ravel()
+        return np.concatenate((verify, drafts, by_load * work.is_uneven, [further]))
 
-        A pause of the server is a gap too. So a gap counts as one cycle at most.
+    def expected(self, work: Work) -> float:
+        """Return the seconds of a cycle."""
+        return float(self._weights(work) @ self._entries)
 
-        Args:
-            expected: seconds of the cycle by this table, without the gap.
-            seconds: as measured.
-            gap: as measured.
+    def tries(self, work: Work) -> float:
+        """Return how often served cycles have corrected the entries of a cycle."""
+        shares = self._weights(work) * self._entries
+        return float(shares @ self._tries / shares.sum())
+
+    def observe(self, work: Work, seconds: float) -> None:
+        """Correct the entries of the latest cycle whose neighbours are known.
+
+        seconds: of the cycle and the pause before it.
         """
-        self.gap += _GAP_RATE * (expected * min(gap / max(seconds, 1e-9), 1.0) - self.gap)
+        if work.verified > work.requests * (self.widths[-1] - 1):
+            return  # copies longer than a block
+        self._recent.append((self._weights(work), np.log(seconds)))
+        if len(self._recent) <= _NEIGHBOURS:
+            return
+        weights, measured = map(np.array, zip(*self._recent, strict=True))
+        ratios = measured - np.log(weights @ self._entries)
+        error = (ratios[-1 - _NEIGHBOURS] - np.median(ratios)).clip(-_MOST, _MOST)
+        shares = weights[-1 - _NEIGHBOURS] * self._entries
+        shares *= shares.sum() / (shares @ shares)
+        self._tries += shares
+        self._entries *= np.exp(error * shares * np.maximum(1 / (1 + self._tries), _LEAST_RATE))
+        restore = _lowered if error < 0 else _raised
+        self._verify[:], self._draft[:] = restore(self._verify), restore(self._draft)
+
+
+def _read(table: np.ndarray, index: Any) -> np.ndarray:
+    """Read a table at fractional indices of its first axis, linearly."""
+    below, above = np.floor(index).astype(int), np.ceil(index).astype(int)
+    return table[below] + (index - below) * (table[above] - table[below])
+
+
+def _lowered(table: np.ndarray) -> np.ndarray:
+    """Lower entries to those of more work, along each axis."""
+    for axis in range(table.ndim):
+        table = np.flip(np.minimum.accumulate(np.flip(table, axis), axis), axis)
+    return table
+
+
+def _raised(table: np.ndarray) -> np.ndarray:
+    """Raise entries to those of less work, along each axis."""
+    for axis in range(table.ndim):
+        table = np.maximum.accumulate(table, axis)
+    return table

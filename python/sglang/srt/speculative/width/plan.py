@@ -9,6 +9,7 @@ from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
 from sglang_dflash.srt.speculative.width.backends import AnyRows, WidthBackends
+from sglang_dflash.srt.speculative.width.costs import Work
 from sglang_dflash.srt.speculative.width.row_graphs import RowBackends
 
 Backends = AnyRows | RowBackends | WidthBackends
@@ -35,7 +36,7 @@ class PlannedCycle(NamedTuple):
     caps: np.ndarray | None = None  # most drafted tokens to accept per request. None: no limits. [n]
     matches: np.ndarray | None = None  # lengths that the choice knew of, 0 without a match. [n]
     batch: Requests | None = None  # None: nothing is learned
-    expected: float | None = None  # seconds. None: nobody knows
+    work: Work | None = None  # None: its time is not learned from
 
     def verified_drafts(self, num_requests: int) -> np.ndarray:
         """Return how many drafted tokens could be accepted of each request. [n]"""

@@ -32,7 +32,7 @@ from sglang_dflash.srt.speculative.width.backends import (
 )
 from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock
-from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.costs import KNOWN, CostTable
 from sglang_dflash.srt.speculative.width.plan import Backends, FixedWidth, planned
 from sglang_dflash.srt.speculative.width.row_graphs import RowBackends, reason_for_one_width
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _CONTEXT = 128  # committed tokens of a request in the measurement
 _REPEATS = 5
+_STEADY = 1.2  # samples of a quiet machine, over the least of them
 _OVERLAPPED_CYCLES = 2  # timed together on a GPU
 # Seconds after which each load is measured once and the larger ones are left out. Ignored with several ranks:
 # one rank cannot decide that alone.
@@ -152,8 +153,14 @@ def _measure(worker: Any, backends: Backends, widths: tuple[int, ...], budget: f
     cycles, widest = [_TimedCycle(width) for width in widths], widths[-1]
     if backends.own_lengths and widest > 1:
         cycles.append(_TimedCycle(widest, is_half=True))
-    seconds, drafts = timer.time_loads(cycles, loads, context, budget)
-    loads = loads[: len(seconds)]
+    seconds, drafts, is_steady = timer.time_loads(cycles, loads, context, budget)
+    measured = len(seconds)
+    # A load that was left out begins as the largest one measured, in proportion.
+    factors = (np.array(loads) / loads[measured - 1])[measured:, None]
+    seconds = np.concatenate((seconds, factors * seconds[-1]))
+    drafts = np.concatenate((drafts, factors * drafts[-1]))
+    tries = np.zeros(len(loads))
+    tries[:measured] = KNOWN * is_steady
     of = dict(zip(cycles, seconds.T, strict=True))
     drafting = drafts[:, [cycle.width > 1 and not cycle.is_half for cycle in cycles]]
     draft = drafting.min(axis=1) if drafting.size else np.zeros(len(loads))
@@ -161,22 +168,24 @@ def _measure(worker: Any, backends: Backends, widths: tuple[int, ...], budget: f
     if widths[0] == 1 and not worker.drafter.writes_context_apart:
         # The draft's forward writes the context of as many plain cycles as a block has rows.
         verify[:, 0] += draft / worker.block_size
-    few = max(n for n in loads if n <= max(_FEW_REQUESTS, loads[0]))
+    few = max(n for n in loads[:measured] if n <= max(_FEW_REQUESTS, loads[0]))
     reads = timer.time_reads(few, context, budget / 4)
     half = of.get(_TimedCycle(widest, is_half=True))
     sizes = getattr(backends, "sizes", None)  # of graphs keyed by rows
     padded = sizes is None and bool(captured_sizes(timer.runner))
-    costs = CostTable(np.array(loads), np.array(widths), verify, draft, padded, reads, context, sizes, half)
+    costs = CostTable(
+        np.array(loads), np.array(widths), verify, draft, padded, reads, context, sizes, half, tries
+    )
     logger.info(
         "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle without its draft: %s; ms "
         "of drafting for all: %s; us for each further committed token: %.3f; ms of lengths that differ: %s.",
         list(widths),
-        loads,
+        loads[:measured],
         time.perf_counter() - start,
-        (1e3 * verify).round(2).tolist(),
-        (1e3 * draft).round(2).tolist(),
+        (1e3 * verify[:measured]).round(2).tolist(),
+        (1e3 * draft[:measured]).round(2).tolist(),
         1e6 * reads,
-        [round(1e3 * costs.uneven(n), 2) for n in loads],
+        [round(1e3 * costs.uneven(n), 2) for n in loads[:measured]],
     )
     return costs
 
@@ -236,11 +245,12 @@ class _CycleTimer:
 
     def time_loads(
         self, cycles: list[_TimedCycle], loads: list[int], context: int, budget: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of each cycle, and of its draft. [loads, cycles] each
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return seconds of each cycle and of its draft [loads, cycles], and which loads are steady.
 
-        They are the least of some samples. Loads take turns, so that a second in which the machine does
-        something else spoils one sample of each and not all samples of one.
+        Seconds are the least of some samples. Loads take turns, so that a second in which the machine does
+        something else spoils one sample of each and not all samples of one. A load is steady if most samples
+        are near the least.
         """
         deadline = time.perf_counter() + budget
         samples: list[list[np.ndarray]] = []  # of each load, [repeats][2, cycles]
@@ -255,7 +265,12 @@ class _CycleTimer:
                     break
                 of_load.append(self._time_cycles(cycles, n, context))
         least = np.stack([np.min(of_load, axis=0) for of_load in samples], axis=1)
-        return least[0], least[1]
+        spread = [
+            np.median(np.array(of_load)[:, 0] / seconds)
+            for of_load, seconds in zip(samples, least[0], strict=True)
+        ]
+        is_steady = np.array([len(of_load) > 2 for of_load in samples]) & (np.array(spread) < _STEADY)
+        return least[0], least[1], is_steady
 
     def time_reads(self, n: int, context: int, budget: float) -> float:
         """Return the seconds that a committed token beyond `context` adds to a verify.
