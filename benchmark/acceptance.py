@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 
 from prompt_sets import CHAT_SETS, TEXT_SETS, RequestMaker, load
-from serving import ROOT, Server, serve
+from serving import ROOT, WHOLE_BLOCKS, Server, serve
 
 EXPECTED = ROOT / "benchmark" / "expected_acceptance.json"
 
@@ -143,7 +143,9 @@ def main() -> int:
     )
     params = {"temperature": 0, "max_new_tokens": args.max_new_tokens or profile["max_new_tokens"]}
     running = (
-        contextlib.nullcontext(Server(args.url, None, None)) if args.url else serve(*profile["server_args"])
+        contextlib.nullcontext(Server(args.url, None, None))
+        if args.url
+        else serve(*profile["server_args"], WHOLE_BLOCKS)
     )
     failures = []
     with running as server:

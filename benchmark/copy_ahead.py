@@ -42,6 +42,7 @@ from serving import (
     PEAGLE_DRAFT,
     ROOT,
     TARGET,
+    WHOLE_BLOCKS,
     Server,
     dflash_arguments,
     heldout_prompts,
@@ -191,7 +192,7 @@ def send(
 
 def run(pair: str, args) -> Iterator[Cell]:
     target, draft, flags = PAIRS[pair]
-    common = ["--model-path", str(target), *dflash_arguments(draft), *flags]
+    common = ["--model-path", str(target), WHOLE_BLOCKS, *dflash_arguments(draft), *flags]
     common += ["--sleep-on-idle", "--random-seed", "1", "--max-total-tokens", "32768", "--dtype", args.dtype]
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     with ExitStack() as stack:

@@ -36,10 +36,8 @@ HELDOUT_PROMPTS = ROOT / "benchmark" / "tiny" / "prompts" / "heldout.jsonl"
 START_TIMEOUT_S = 240
 _SERVER_PORTS = range(20_000, 32_000)
 
-# Every cycle verifies whole blocks, on a CPU too, unless a server's flags have --speculative-adaptive. So no
-# count depends on a clock.
-WHOLE_BLOCKS = {"SGLANG_DFLASH_NO_ADAPTIVE": "1"}
-DEFAULT_WIDTHS = dict.fromkeys(WHOLE_BLOCKS, "")  # undoes it
+# The flag with which every cycle verifies whole blocks, on a CPU too. Then no count depends on a clock.
+WHOLE_BLOCKS = "--no-speculative-adaptive"
 
 # (command, environment, log) -> a process with `pid`, `poll`, `wait` and `returncode`
 Start = Callable[[Sequence[str], dict[str, str], BinaryIO], Any]
@@ -111,7 +109,7 @@ def serve(
     timeout: float = START_TIMEOUT_S,
     start: Start | None = None,
 ) -> Iterator[Server]:
-    """Run `PYTHON LAUNCHER ARGUMENTS` until the block ends, with WHOLE_BLOCKS.
+    """Run `PYTHON LAUNCHER ARGUMENTS` until the block ends.
 
     `start` is another way to start LAUNCHER ARGUMENTS with these settings and this log, in a session of its
     own. Raises ServerDied if the server never gets ready.
@@ -119,9 +117,7 @@ def serve(
     port = free_port()
     command = [*launcher, "--port", str(port), *map(str, arguments)]
     with tempfile.NamedTemporaryFile("wb", suffix=".log", prefix="sglang-", delete=False) as log:
-        process = (start or functools.partial(start_cold, python=python))(
-            command, {**WHOLE_BLOCKS, **(env or {})}, log
-        )
+        process = (start or functools.partial(start_cold, python=python))(command, env or {}, log)
     server = Server(url=f"http://127.0.0.1:{port}", process=process, log_path=Path(log.name))
     try:
         _wait_until_ready(server, timeout)

@@ -40,7 +40,6 @@ from http.client import HTTPException
 from pathlib import Path
 
 from serving import (
-    DEFAULT_WIDTHS,
     DFLASH2_DRAFT,
     DRAFT,
     HYBRID_DFLASH2_DRAFT,
@@ -60,7 +59,6 @@ from vision_target import write_vision_target
 
 # The scheduler counts its KV slots after every step, and a leak or a double free ends the server.
 ENVIRONMENT = {
-    **DEFAULT_WIDTHS,
     "OMP_NUM_THREADS": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",

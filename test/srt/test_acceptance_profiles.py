@@ -12,7 +12,7 @@ import acceptance
 import pytest
 import transformers
 from acceptance import EXPECTED, Acceptance, shortfall
-from serving import ROOT, serve
+from serving import ROOT, WHOLE_BLOCKS, serve
 from support.servers import ENVIRONMENT, UNCOUNTED, warm_start
 
 PROFILES = json.loads(EXPECTED.read_text())
@@ -183,7 +183,7 @@ def test_a_bundled_draft(profile, servers):
     if profile == BUNDLED[0]:
         check(profile)
         return
-    arguments = [*PROFILES[profile]["server_args"], "--max-running-requests", "96"]
+    arguments = [*PROFILES[profile]["server_args"], WHOLE_BLOCKS, "--max-running-requests", "96"]
     if not (ROOT / arguments[1]).exists():
         pytest.skip(f"no {arguments[1]}: `make model` fetches it")
     with contextlib.chdir(ROOT), serve(*arguments, env=ENVIRONMENT | UNCOUNTED, start=warm_start()) as server:

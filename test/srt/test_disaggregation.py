@@ -25,6 +25,7 @@ from serving import (
     HYBRID_TARGET,
     PEAGLE_DRAFT,
     TARGET,
+    WHOLE_BLOCKS,
     Server,
     dflash_arguments,
     free_port,
@@ -115,7 +116,8 @@ def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
     with_logprobs = [{**greedy(ids), "return_logprob": True, "top_logprobs_num": 2} for ids in prompts[:4]]
     penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
     # The decode server rebuilds the texts that copies are found in.
-    flags = [*dflash_arguments(draft), *["--speculative-copy-ahead"] * (draft == PEAGLE_DRAFT)]
+    flags = [WHOLE_BLOCKS, *dflash_arguments(draft)]
+    flags += ["--speculative-copy-ahead"] if draft == PEAGLE_DRAFT else []
     one = servers.get(*FLOAT32, *flags)
     alone = one.generate_many(requests, 8)
     alone_penalized = one.generate_many(penalized, 8)
@@ -157,7 +159,7 @@ def test_a_decode_server_retracts(draft, servers, reference, prompts):
     requests = [greedy(ids, max_new_tokens=200) for ids in prompts[:12]]
     penalized = [greedy(ids, max_new_tokens=160, **PENALTIES) for ids in prompts[:7]]
     servers.close()
-    with pair_of(*dflash_arguments(draft), decode=TIGHT) as pair:
+    with pair_of(WHOLE_BLOCKS, *dflash_arguments(draft), decode=TIGHT) as pair:
         unhurried = pair.generate_many(requests, 2)
         assert retractions(unhurried) == 0
         hurried = pair.generate_many(requests, len(requests))
@@ -195,7 +197,7 @@ def test_recurrent_states_arrive_whole(servers, prompts):
     Short answers end with the first or second cycle, which reads the state that was sent. A retracted request
     ends with HTTP 503, and the others are right: SGLang would resume it with a state of other tokens.
     """
-    flags = dflash_arguments(HYBRID_DRAFT)
+    flags = [WHOLE_BLOCKS, *dflash_arguments(HYBRID_DRAFT)]
     requests = [greedy(ids, max_new_tokens=(4, 9, 40)[number % 3]) for number, ids in enumerate(prompts)]
     many = [greedy(ids, max_new_tokens=200) for ids in prompts[:12]]
     one = servers.get("--model-path", HYBRID_TARGET, *FLOAT32, *flags)
@@ -294,7 +296,7 @@ def routed(pair: Pair) -> Iterator[Server]:
 def test_behind_sglangs_router(servers, prompts):
     """Greedy, and sampled with seeds that both servers use."""
     flags, environment = (
-        (*dflash_arguments(), "--enable-deterministic-inference"),
+        (WHOLE_BLOCKS, *dflash_arguments(), "--enable-deterministic-inference"),
         patched("deterministic_on_cpu"),
     )
     requests = [greedy(ids) for ids in prompts[:8]]

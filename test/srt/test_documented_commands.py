@@ -13,7 +13,6 @@ import sys
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from serving import (
-    DEFAULT_WIDTHS,
     DFLASH2_DRAFT,
     DRAFT,
     PEAGLE_DRAFT,
@@ -175,7 +174,7 @@ def resolved(tmp_path_factory) -> dict[str, dict]:
     file = tmp_path_factory.mktemp("commands") / "arguments.json"
     texts = [command.text for command in servers] + ["make serve"]
     file.write_text(json.dumps([*map(server_arguments, servers), make_serve()]))
-    done = run_to_end("-c", RESOLVE, file, ROOT, environment=DEFAULT_WIDTHS)
+    done = run_to_end("-c", RESOLVE, file, ROOT)
     output = done.output.splitlines()
     found = [json.loads(line.partition(" ")[2]) for line in output if line.startswith("RESOLVED")]
     assert len(found) == len(texts), done.output[-4000:]

@@ -20,6 +20,7 @@ from serving import (
     HYBRID_TARGET,
     PEAGLE_DRAFT,
     TARGET,
+    WHOLE_BLOCKS,
     Server,
     dflash_arguments,
 )
@@ -93,7 +94,12 @@ def ranks_that_decoded(log: str) -> set[str]:
 def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prompts, dp_attention_arguments):
     requests = uneven(prompts)
     penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
-    arguments = [*FLOAT32, *dflash_arguments(PEAGLE_DRAFT if kind == "P-EAGLE" else DRAFT), *DRAWN]
+    arguments = [
+        *FLOAT32,
+        WHOLE_BLOCKS,
+        *dflash_arguments(PEAGLE_DRAFT if kind == "P-EAGLE" else DRAFT),
+        *DRAWN,
+    ]
     server = servers.get(*arguments)
     alone, alone_penalized = server.generate_many(requests, 8), server.generate_many(penalized, 8)
     assert_same(requests, alone, reference.answers(requests))
@@ -114,7 +120,7 @@ def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prom
 def test_a_target_with_recurrent_states(servers, prompts, dp_attention_arguments):
     """Each rank has the states of its own requests, and commits them while the other rank may be idle."""
     requests = uneven(prompts)
-    arguments = ["--model-path", HYBRID_TARGET, *FLOAT32, *dflash_arguments(HYBRID_DRAFT)]
+    arguments = ["--model-path", HYBRID_TARGET, *FLOAT32, WHOLE_BLOCKS, *dflash_arguments(HYBRID_DRAFT)]
     server = servers.get(*arguments)
     alone, of_one = server.generate_many(requests, 8), Reference(server)
     of_one.answers(requests)  # it remembers them

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving import DEFAULT_WIDTHS, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, Server, dflash_arguments
-from support.servers import FLOAT32
+from serving import PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, Server, dflash_arguments
+from support.servers import FLOAT32, MEASURED_COSTS
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
@@ -85,7 +85,7 @@ def test_bench_serving(server, tmp_path):
 
 @pytest.mark.server
 def test_speculators_checkpoint(servers):
-    server = servers.get(*FLOAT32, "--model-path", str(SPECULATORS_DRAFT), environment=DEFAULT_WIDTHS)
+    server = servers.get(*FLOAT32, "--model-path", str(SPECULATORS_DRAFT), environment=MEASURED_COSTS)
     if runtime.needs_stand_in():
         assert "DFLASH adaptive: widths [1, 2, 4, 8] measured" in server.log(), "the default on a CPU"
     output = run(sys.executable, EXAMPLES / "speculators_checkpoint.py", server.url)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import DRAFT, TARGET, Server, dflash_arguments, heldout_prompts
+from serving import DRAFT, TARGET, WHOLE_BLOCKS, Server, dflash_arguments, heldout_prompts
 from support.drafts import make_draft
 from support.parity import assert_same
 from support.servers import FLOAT32
@@ -41,7 +41,7 @@ def requests() -> list[dict]:
 
 @pytest.fixture
 def server(servers, draft) -> Server:
-    return servers.get(*FLOAT32, *dflash_arguments(draft))
+    return servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments(draft))
 
 
 def accept_length(answers: list[dict]) -> float:

@@ -18,6 +18,7 @@ from serving import (
     HYBRID_PEAGLE_DRAFT,
     HYBRID_TARGET,
     TARGET,
+    WHOLE_BLOCKS,
     dflash_arguments,
     heldout_prompts,
 )
@@ -181,7 +182,12 @@ def test_output_of_the_trained_pair_is_the_targets(draft, tmp_path, record_prope
     rewrite(copied, **reaching_far(copied))
     arguments = ["--model-path", target, *FLAGS, "--chunked-prefill-size", str(CHUNK)]
     wanted = run(arguments, groups, environment=ENVIRONMENT, timeout=TIMEOUT_S)
-    found = run([*arguments, *dflash_arguments(copied)], groups, environment=ENVIRONMENT, timeout=TIMEOUT_S)
+    found = run(
+        [*arguments, WHOLE_BLOCKS, *dflash_arguments(copied)],
+        groups,
+        environment=ENVIRONMENT,
+        timeout=TIMEOUT_S,
+    )
     for length, answers, expected in zip(lengths, found, wanted, strict=True):
         for answer, want in zip(answers, expected, strict=True):
             end = decided(want)

@@ -17,6 +17,7 @@ from serving import (
     DRAFT,
     PEAGLE_DRAFT,
     SPECULATORS_DRAFT,
+    WHOLE_BLOCKS,
     Server,
     dflash_arguments,
 )
@@ -61,8 +62,10 @@ class Configuration:
 
 
 CONFIGURATIONS = (
-    Configuration("chunked-prefill", ("--chunked-prefill-size", "64"), offset=0, comparable=True),
-    Configuration("page-16", ("--page-size", "16"), offset=1, comparable=True),
+    Configuration(
+        "chunked-prefill", (WHOLE_BLOCKS, "--chunked-prefill-size", "64"), offset=0, comparable=True
+    ),
+    Configuration("page-16", (WHOLE_BLOCKS, "--page-size", "16"), offset=1, comparable=True),
     Configuration(
         "page-16-draft-window-24",
         ("--page-size", "16", "--speculative-draft-window-size", "24"),
@@ -237,7 +240,7 @@ def test_float32_all_prompts(requests, answers_alone, servers, cycle_counts):
     draft's KV is right after chunked prefill, with pages, and from the prefix cache. This test itself
     compares the prefix cache. The last test to run compares the other settings.
     """
-    server = servers.get(*FLOAT32, *dflash_arguments())
+    server = servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments())
     server.flush_cache()
     numbers = range(len(requests))
     alone, cached = (server.generate_many(requests[::9], concurrency) for concurrency in (1, 16))
@@ -266,7 +269,7 @@ def test_float32_continuations_read_the_kv_that_decoding_wrote(requests, referen
     Computed without the cache, the same prompt must take the same number of cycles. This shows that draft KV
     written while decoding is as good as draft KV written by prefill.
     """
-    server = servers.get(*FLOAT32, *dflash_arguments())
+    server = servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments())
     first = [request for request in requests if "input_ids" in request][:72:3]
     sampling = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
     continued = [

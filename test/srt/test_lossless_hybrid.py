@@ -18,7 +18,7 @@ from serving import HYBRID_DFLASH2_DRAFT as DFLASH2_DRAFT
 from serving import HYBRID_DRAFT as DRAFT
 from serving import HYBRID_PEAGLE_DRAFT as PEAGLE_DRAFT
 from serving import HYBRID_TARGET as TARGET
-from serving import dflash_arguments, heldout_prompts
+from serving import WHOLE_BLOCKS, dflash_arguments, heldout_prompts
 from support.drafts import random_peagle_draft, read_config
 from support.families import lengthen_memory
 from support.parity import FLOAT32_TIE
@@ -299,7 +299,7 @@ def test_every_block_accepts_what_a_plain_loop_accepts(folder, reference, count)
     stride = 1 if count == 100 else 8
     prompts = [tuple(tokenizer.encode(text).ids) for text in texts[: count * stride : stride]]
     jobs = [Job(prompt, 48, step=number) for number, prompt in enumerate(prompts)]
-    arguments = ["--model-path", TARGET, *FLOAT32, *POOL, *dflash_arguments(folder)]
+    arguments = ["--model-path", TARGET, *FLOAT32, WHOLE_BLOCKS, *POOL, *dflash_arguments(folder)]
     [answers] = run(arguments, [jobs], environment=ENVIRONMENT)
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     draft = reference(
@@ -332,7 +332,7 @@ def test_replay_commits_the_same_states(target, known):
     picked = generator.sample([k for k in known if 40 <= len(k.prompt) < 70 and len(k.answer) > 30], 2)
     first = [(Job(k.prompt, 28, step=2 * number), k) for number, k in enumerate(picked)]
     groups = [[job for job, _ in jobs] for jobs in (first, continued(first))]
-    arguments = ["--model-path", target, *FLOAT32, *POOL, *GRID, *dflash_arguments(DRAFT)]
+    arguments = ["--model-path", target, *FLOAT32, WHOLE_BLOCKS, *POOL, *GRID, *dflash_arguments(DRAFT)]
     copied = run(arguments, groups, environment=ENVIRONMENT)
     replayed = run(
         [*arguments, "--enable-linear-replayssm-spec"],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import DRAFT, TARGET, dflash_arguments, heldout_prompts
+from serving import DRAFT, TARGET, WHOLE_BLOCKS, dflash_arguments, heldout_prompts
 from support.drafts import REMOVE, make_draft, read_config
 from support.scheduled import Job, run
 from support.servers import PLAIN_FLOAT32
@@ -30,7 +30,7 @@ def test_by_name_and_from_a_file(tmp_path):
     jobs = [Job(prompt, max_new_tokens=24) for prompt in prompts]
     found = []
     for draft in (DRAFT, by_name):
-        flags = [*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "4096"]
+        flags = [*PLAIN_FLOAT32, WHOLE_BLOCKS, "--random-seed", "7", "--max-total-tokens", "4096"]
         [answers] = run(["--model-path", TARGET, *dflash_arguments(draft), *flags], [jobs])
         found.append([(answer.output_ids, answer.accepted) for answer in answers])
     assert found[0] == found[1]

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, dflash_arguments
+from serving import (
+    DFLASH2_DRAFT,
+    DRAFT,
+    PEAGLE_DRAFT,
+    SPECULATORS_DRAFT,
+    TARGET,
+    WHOLE_BLOCKS,
+    dflash_arguments,
+)
 from support.drafts import make_draft
 from support.flat_peagle import INPUTS, SOURCE, amazon, nemo
 from support.packed_drafts import SCHEMES, pack_for_modelopt, pack_plain_fp8, write, write_packed
@@ -182,7 +190,7 @@ def test_text_and_cycles(name, expected, tmp_path, monkeypatch):
     if form.alone:
         flags = ["--model-path", draft]
     jobs = [Job(tuple(prompt), max_new_tokens=NEW_TOKENS) for prompt in expected.prompts]
-    limits = ["--random-seed", "7", "--max-total-tokens", "4096"]
+    limits = [WHOLE_BLOCKS, "--random-seed", "7", "--max-total-tokens", "4096"]
     [answers] = run([*flags, *PLAIN_FLOAT32, *limits], [jobs])
     for text, answer in zip(expected.texts, answers, strict=True):
         assert list(answer.output_ids) == text.tokens[text.prompt_length :].tolist()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from serving import DRAFT, TARGET, dflash_arguments
+from serving import DRAFT, TARGET, WHOLE_BLOCKS, dflash_arguments
 from support.packed_drafts import write_packed
 from support.servers import FLOAT32
 from transformers import AutoModelForCausalLM
@@ -22,7 +22,7 @@ NEW_TOKENS = 40
 def test_text_and_cycles(servers, tmp_path):
     """Greedy tokens are the target's; each request takes as many cycles as the draft in plain PyTorch."""
     draft = write_packed(tmp_path / "draft", DRAFT, "W4A16")
-    server = servers.get(*FLOAT32, *dflash_arguments(draft))
+    server = servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments(draft))
     prompts = [run["prompt"] for run in json.loads(RUNS.read_text())][:8]
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     answers = server.generate_many([{"input_ids": p, "sampling_params": sampling} for p in prompts], 4)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments
+from serving import DRAFT, PEAGLE_DRAFT, WHOLE_BLOCKS, Server, dflash_arguments
 from support.drafts import make_draft, read_config
 from support.parity import assert_same
 from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
@@ -59,7 +59,7 @@ def test_two_ranks_answer_as_one(kind, servers, reference, prompts, tmp_path):
     requests = requests_of(prompts)
     penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
     arguments = dflash_arguments(PEAGLE_DRAFT if kind == "P-EAGLE" else DRAFT)
-    sampled = ["--speculative-draft-sample-method", "probabilistic"]
+    sampled = [WHOLE_BLOCKS, "--speculative-draft-sample-method", "probabilistic"]
     [alone, alone_penalized] = serve_both(servers.get(*FLOAT32, *arguments, *sampled), requests, penalized)
     assert_same(requests, alone, reference.answers(requests))
 

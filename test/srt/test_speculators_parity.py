@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
+from serving import PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, WHOLE_BLOCKS
 from support.engine import Pools, build
 from support.servers import FLOAT32
 from support.streaming import stream
@@ -110,7 +110,7 @@ def test_accept_lengths_are_the_librarys_step_by_step(servers, checkpoint, golde
     The stream has one chunk per step. A busy machine may put two steps into one chunk. So the number of steps
     and the histogram of their lengths are checked at the end as well.
     """
-    server = servers.get(*FLOAT32, "--model-path", str(checkpoint))
+    server = servers.get(*FLOAT32, WHOLE_BLOCKS, "--model-path", str(checkpoint))
     runs = json.loads((golden_folder / "accepted.json").read_text())
     assert len(runs) >= 10
     for run in runs:

@@ -10,9 +10,9 @@ from pathlib import Path
 import dill
 import pytest
 import torch
-from serving import DEFAULT_WIDTHS, DRAFT, TARGET, dflash_arguments, heldout_prompts, serve
+from serving import DRAFT, TARGET, dflash_arguments, heldout_prompts, serve
 from support.parity import assert_same
-from support.servers import ENVIRONMENT, run_to_end
+from support.servers import COUNTED, run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -168,7 +168,7 @@ def test_sglang_serve_runs_our_worker(reference, servers):
     requests = _requests()
     with serve(
         *("--model-path", TARGET, "--dtype", "float32", *dflash_arguments(), *flags),
-        env=ENVIRONMENT,
+        env=COUNTED,
         launcher=launcher,
     ) as server:
         answers = server.generate_many(requests, 4)
@@ -204,7 +204,7 @@ def test_the_engine_example_runs_our_worker(reference, servers, tmp_path):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, **ENVIRONMENT, **DEFAULT_WIDTHS},
+        env={**os.environ, **COUNTED},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

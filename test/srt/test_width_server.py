@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from serving import DRAFT, PEAGLE_DRAFT, Server, dflash_arguments, heldout_prompts
+from serving import DRAFT, PEAGLE_DRAFT, WHOLE_BLOCKS, Server, dflash_arguments, heldout_prompts
 from support import logprob_checks
 from support.grammars import EBNF, SCHEMA, greedy
 from support.parity import assert_same
-from support.servers import FLOAT32, WIDTHS_CHANGE
+from support.servers import FLOAT32, MEASURED_COSTS, WIDTHS_CHANGE
 from support.streaming import stream
 
 pytestmark = pytest.mark.server
@@ -25,7 +25,8 @@ PAUSE = 12  # single tokens in a row that are not rejections by chance
 
 @pytest.fixture(scope="module")
 def server(servers) -> Server:
-    return servers.get(*FLOAT32, *dflash_arguments(), *WIDTHS_CHANGE, "--enable-metrics")
+    flags = *dflash_arguments(), *WIDTHS_CHANGE, "--enable-metrics"
+    return servers.get(*FLOAT32, *flags, environment=MEASURED_COSTS)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_acceptance_after_a_pause_equals_that_without_a_pause(draft, servers, tm
         i for i in range(PAUSE, len(cycles)) if set(cycles[i - PAUSE : i]) == {1} and cycles[i] > 1
     )
     num_emitted = sum(cycles[:resumed])
-    fixed = servers.get(*FLOAT32, *dflash_arguments(draft), "--disable-radix-cache")
+    fixed = servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments(draft), "--disable-radix-cache")
     # The last token before it resumed is the anchor; here a prefill emits it.
     after = cycles[resumed : resumed + 12]
     _, expected = cycles_of(fixed, {"input_ids": prompt_ids + ids[: num_emitted - 1]}, 1 + sum(after))

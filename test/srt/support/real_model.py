@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import DEFAULT_WIDTHS, ROOT, Server, dflash_arguments, serve
-from support.servers import ENVIRONMENT, PLAIN_FLOAT32, UNCOUNTED, warm_start
+from serving import ROOT, Server, dflash_arguments, serve
+from support.servers import ENVIRONMENT, MEASURED_COSTS, PLAIN_FLOAT32, UNCOUNTED, warm_start
 from support.streaming import stream
 
 TARGET = ROOT / "models" / "smollm2-135m-instruct"
@@ -62,7 +62,7 @@ def served_alone() -> contextlib.AbstractContextManager[Server]:
 
 def served_with_draft() -> contextlib.AbstractContextManager[Server]:
     """Serve with the draft and copies; overlap, widths and prefix cache are at their defaults."""
-    return served(*dflash_arguments(pair()[1]), COPY_AHEAD, environment=DEFAULT_WIDTHS)
+    return served(*dflash_arguments(pair()[1]), COPY_AHEAD, environment=MEASURED_COSTS)
 
 
 class Answers(Mapping[str, Any]):

@@ -98,13 +98,16 @@ def run(
     job's number. is_cold: in an interpreter of its own, which reads the whole environment. timeout: seconds
     after which the process is killed.
     """
-    from support.servers import run_to_end  # of the tests' process alone
+    from support.servers import KNOWN_COSTS, run_to_end  # of the tests' process alone
 
     with tempfile.TemporaryDirectory() as folder:
         task, answers = Path(folder) / "task", Path(folder) / "answers"
         task.write_bytes(pickle.dumps(([str(a) for a in arguments], groups, oracle, prepare)))
         ended = run_to_end(
-            "-c", _PROGRAM, task, answers, environment=environment, is_cold=is_cold, timeout=timeout
+            *("-c", _PROGRAM, task, answers),
+            environment={**KNOWN_COSTS, **(environment or {})},
+            is_cold=is_cold,
+            timeout=timeout,
         )
         if not answers.exists():
             raise RuntimeError(f"exit code {ended.code}; its output ends:\n{ended.output[-4000:]}")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import TARGET, Server, dflash_arguments, serve
+from serving import TARGET, WHOLE_BLOCKS, Server, dflash_arguments, serve
 from support.rehearsal import faults, report, stage
-from support.servers import ENVIRONMENT, patched
+from support.servers import COUNTED, ENVIRONMENT, patched
 from support.warm_start import ForkServer
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
@@ -24,7 +24,7 @@ on_cpu = pytest.mark.skipif(not runtime.needs_stand_in(), reason="rehearses what
 # A small pool: Triton's interpreter and the attention stand-ins take their time with it.
 ARGUMENTS = (
     "--dtype", "float32", "--random-seed", "7", "--max-total-tokens", "2048", "--context-length", "512",
-    "--max-running-requests", "4", "--sampling-backend", "pytorch", "--sleep-on-idle",
+    "--max-running-requests", "4", "--sampling-backend", "pytorch", "--sleep-on-idle", WHOLE_BLOCKS,
 )  # fmt: skip
 START_TIMEOUT_S = 900
 PADDING = "reset_padding"  # the function of SGLang that clears the rows which pad a batch
@@ -73,7 +73,7 @@ class Rehearsal:
 
 @functools.cache
 def fork_server() -> ForkServer:
-    return ForkServer.start({**ENVIRONMENT, **INTERPRETED})
+    return ForkServer.start({**COUNTED, **INTERPRETED})
 
 
 @contextlib.contextmanager
