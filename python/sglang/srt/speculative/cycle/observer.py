@@ -37,9 +37,10 @@ class CycleObserver:
         """
 
     def on_verified(self, batch: Any, block: "DraftBlock", logits: "torch.Tensor") -> None:
-        """Note the target's logits [bs * B, vocab], which may be overwritten.
+        """Note the target's logits [T, vocab], which may be overwritten.
 
-        Penalties and grammars are applied afterwards.
+        Penalties and grammars are applied afterwards. The T rows are those of `cycle.rows`, as `on_drafted`
+        got it: requests may verify different numbers of slots.
         """
 
     def on_accepted(self, batch: Any, cycle: "Cycle", accepted: "AcceptedBlocks") -> None:
@@ -53,7 +54,7 @@ class CycleObserver:
         Args:
             batch: the scheduler's.
             cycle: the step's blocks.
-            aux_hidden: [bs * B, num_aux * hidden], captured states. None: the CUDA graph absorbed them.
+            aux_hidden: [T, num_aux * hidden], captured states of `cycle.rows`. None: the CUDA graph absorbed them.
             accepted: the step's output.
         """
 
