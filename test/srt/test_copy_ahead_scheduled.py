@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 NEW, BLOCK = 80, 8
-ADAPTIVE = ("--speculative-adaptive", "--speculative-copy-ahead-max-tokens", "64")
+ADAPTIVE = ("--speculative-adaptive",)
 # Chunks, mixed batches, and a pool that does not hold all requests to their end.
 CROWDED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--max-total-tokens", "1200")
 ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
@@ -102,7 +102,6 @@ def test_adaptive_width_copies_beside_a_useless_draft(late, tmp_path):
         assert report["accepted_tokens"]["draft"] <= 3, "it was to be wrong"
         if width == "adaptive":
             assert report["cycles_without_draft"] > 20, report
-            assert max(cycles) > 2 * BLOCK, "no copy was longer than a block"
             # If matches are known late, some slots are verified in case there is one.
             assert late or report["widths"]["cycles_per_width"]["1"] > 5, (
                 "text that does not repeat is decoded plainly"

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from support.copy_simulation import (
-    BLOCK,
     CopySimulation,
     Text,
     common_text,
@@ -50,22 +49,6 @@ def test_copies_are_used_however_weak_the_draft_is(kind, count, skips_draft):
     assert adaptive.speed > whole.speed, "text between two copies is decoded plainly"
     if skips_draft:
         assert adaptive.draft.forwards < 40, "it runs at first, and in probes"
-
-
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("kind", ["edit", "sampled edit", "new", "common"])
-def test_copies_longer_than_a_block_gain_where_text_repeats(kind, count):
-    block, long = served(kind, count), served(kind, count, most_slots=64)
-    if kind == "edit":
-        assert long.tokens_per_cycle > 1.3 * block.tokens_per_cycle and long.speed > 1.1 * block.speed
-        assert max(long.chosen) > 4 * BLOCK
-    assert long.speed >= 0.98 * block.speed
-
-
-def test_long_copies_are_worth_less_where_rows_are_dear():
-    cheap, dear = (served("edit", 1, row=row, most_slots=64) for row in (0.001, 0.1))
-    assert np.mean(cheap.chosen) > 2 * np.mean(dear.chosen)
-    assert dear.speed >= 0.98 * served("edit", 1, row=0.1).speed
 
 
 @pytest.mark.parametrize(("lag", "own_lengths"), [(0, True), (2, True), (2, False)])

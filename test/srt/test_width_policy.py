@@ -109,17 +109,6 @@ def test_costs_beyond_what_was_measured_and_of_padded_forwards():
     assert far.verify(4, 4 * 600)[0] == pytest.approx(table().verify(4)[0] + 2.0)
 
 
-@pytest.mark.parametrize("n", [1, 3, 16, 64])
-def test_rows_beyond_whole_blocks_cost_what_they_do_in_more_requests(n):
-    cost, costs = Cost(request=0.0), table(Cost(request=0.0))
-    want = [cost.verify(n, drafted) for drafted in range(n * 31 + 1)]
-    found = costs.verify(n, None, 31)
-    np.testing.assert_allclose(found[: n * DEPTH + 1], costs.verify(n), rtol=1e-9)
-    assert (np.diff(found) > 0).all()
-    if n < LOADS[-1] / 4:  # a row of a block of 8 is an anchor's share too
-        np.testing.assert_allclose(found - found[0], np.array(want) - want[0], rtol=0.15)
-
-
 def test_unequal_lengths_cost_what_was_measured_beyond_their_rows():
     cost = Cost(uneven=0.3)
     half = np.array([cost.cycle(np.where(np.arange(n) % 2, 0, DEPTH)) for n in LOADS])
@@ -333,35 +322,6 @@ def test_copies_are_used_beside_a_useless_draft():
     always_drafting.drafts, always_drafting.copies = chooser.drafts, chooser.copies
     choice = always_drafting.choose("a", rows, modes, matches=ints(9, 0, 0, 0))
     assert choice.lengths.tolist() == [7, 0, 0, 0] and choice.seconds > Cost().verify(4, 7)
-
-
-@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 6))
-def test_only_copies_are_longer_than_a_block_and_never_than_their_room(seed, n):
-    rng = np.random.default_rng(seed)
-    chooser = LengthChooser(table(Cost(row=0.001)), 8, copy_depth=31)
-    modes = np.zeros(n, dtype=int)
-    chooser.copies.learn(np.zeros(9, dtype=int), np.full(9, RULE.longest), np.full(9, 31), np.full(9, 31))
-    matches = rng.choice([0, RULE.shortest, RULE.longest], size=n)
-    room = rng.integers(DEPTH, 32, size=n)
-    caps = rng.integers(0, 32, size=n) if rng.random() < 0.5 else None
-    choice = chooser.choose("a", np.arange(n), modes, None, matches, caps, room)
-    assert (choice.lengths <= np.where(choice.copies, room, DEPTH)).all()
-    assert caps is None or (choice.lengths <= caps).all()
-    assert not choice.copies[matches == 0].any()
-    best = np.flatnonzero(matches == RULE.longest)
-    if len(best) and caps is None:
-        assert (choice.lengths[best] > np.minimum(DEPTH, room[best] - 1)).all()
-    without = chooser.choose("b", np.arange(n), modes, None, matches, caps)
-    assert (without.lengths <= DEPTH).all()
-
-
-def test_tokens_beyond_the_block_are_labels_of_copies():
-    estimate = CopySurvival(31)
-    before = estimate.averages[GREEDY, RULE.longest]
-    estimate.learn(ints(GREEDY), ints(RULE.longest), ints(31), ints(31))
-    assert estimate.averages[GREEDY, RULE.longest] > before
-    survival = estimate.of(ints(GREEDY, GREEDY), ints(RULE.longest, 0), 20)
-    assert survival.shape == (2, 20) and survival[0, 19] < survival[0, 7] and not survival[1].any()
 
 
 def test_kinds_of_the_simulation_differ():

@@ -48,15 +48,8 @@ def _switch(name: str) -> Option[bool]:
 class DFlashOptions:
     """Every option. The settings classes that use an option check its range."""
 
-    # Without effect since every such target is served, with a warning. Kept for scripts that set it.
-    ALLOW_UNTESTED_TARGET = _switch("SGLANG_DFLASH_ALLOW_UNTESTED_TARGET")
     # --speculative-copy-ahead: propose what followed a request's last tokens earlier in its own text.
     COPY_AHEAD = _switch("SGLANG_DFLASH_COPY_AHEAD")
-    # --speculative-copy-ahead-max-tokens: slots that a copying request verifies, the anchor included; None: a
-    # block.
-    COPY_AHEAD_MAX_TOKENS: Option[int | None] = Option(
-        "SGLANG_DFLASH_COPY_AHEAD_MAX_TOKENS", None, int, "an integer"
-    )
     # --speculative-dflash-strict: refuse what only SGLang's built-in DFLASH serves, rather than hand it over.
     STRICT = _switch("SGLANG_DFLASH_STRICT")
     # --speculative-draft-sample-method, as it was given: SGLang's own field has no name for who asked.

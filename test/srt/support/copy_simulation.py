@@ -153,7 +153,6 @@ class CopySimulation:
             device either.
         own_lengths: whether requests have lengths of their own.
         skips_draft: False for a draft whose forward writes its context.
-        most_slots: that a copying request verifies.
     """
 
     cost: Callable[[int, float, float], float]
@@ -164,7 +163,6 @@ class CopySimulation:
     own_lengths: bool = True
     noise: float = 0.05
     skips_draft: bool = True
-    most_slots: int = BLOCK
     chosen: list[int] = field(default_factory=list)
     probes: int = 0
     copied_blocks: int = 0
@@ -172,7 +170,6 @@ class CopySimulation:
     def __post_init__(self):
         self.draft = OracleDraft(self.hit_rate, self.skips_draft)
         self.drafter = CopyAhead(self.draft, BLOCK, CopyStats(DFlashMetrics(BLOCK - 1, None)))
-        self.drafter.most_slots = self.most_slots
         self.drafter.allocate(ROWS, 2000, VOCABULARY, CPU)
         self.drafter.knows_matches_on_host = self.lag == 0
         self.clock = _Clock(self.noise)
@@ -183,9 +180,7 @@ class CopySimulation:
         verify = np.array([[self.cost(int(n), int(w), 0) for w in WIDTHS] for n in LOADS])
         draft = np.array([self.cost(int(n), 1, 1) - self.cost(int(n), 1, 0) for n in LOADS])
         costs, is_own = CostTable(LOADS, WIDTHS, verify, draft), self.own_lengths
-        chooser = LengthChooser(
-            costs, ROWS, is_own, skips_draft=self.skips_draft, copy_depth=self.most_slots - 1
-        )
+        chooser = LengthChooser(costs, ROWS, is_own, skips_draft=self.skips_draft)
         backends = AnyRows() if is_own else OneWidth()
         group = SimpleNamespace(world_size=1, rank_in_group=0)
         return AdaptiveWidth(chooser, backends, self.clock, ROWS, group, has_copies=self.copies)
@@ -241,9 +236,8 @@ class CopySimulation:
             sampling_info=SimpleNamespace(has_custom_logit_processor=False),
         )
         matches = self.drafter.look_up(batch) if self.copies else None
-        room = np.full(len(rows), self.most_slots - 1) if self.most_slots > BLOCK else None
-        plan = self.width.choose(batch, False, matches, room=room)
-        slots = max(BLOCK, plan.width) if plan.width > 1 else 1
+        plan = self.width.choose(batch, False, matches)
+        slots = BLOCK if plan.width > 1 else 1
         tokens = torch.tensor([[self.draft.texts[row][n]] * slots for row, n in self._places(rows)])
         cycle = _Cycle(len(rows), slots, committed, batch.req_pool_indices, tokens)
         block, drafted = self._propose(cycle, plan)

@@ -55,9 +55,7 @@ class KnownCosts(Watch):
         """Register in the scheduler's process."""
         super().__call__(scheduler)
         self.worker.drafter.knows_matches_on_host = not self.late
-        CostTable.verify = lambda table, n, _=None, depth=None: (
-            1 + 0.01 * np.arange(n * (depth or table.widths[-1] - 1) + 1)
-        )
+        CostTable.verify = lambda table, n, _=None: 1 + 0.01 * np.arange(n * (table.widths[-1] - 1) + 1)
         CostTable.draft = lambda table, n: np.where(np.arange(n + 1) > 0, 0.3, 0.0)
 
     def on_begun(self, batch):

@@ -48,7 +48,7 @@ PLAIN_FLOAT32 = ("--dtype", "float32", "--constrained-json-disable-any-whitespac
 # One test counts a log line per step; a small pool is counted quickly after every step.
 FLOAT32 = (*PLAIN_FLOAT32, "--random-seed", "7", "--max-total-tokens", "16384", "--decode-log-interval", "1")
 
-LONG_COPIES = ("--speculative-copy-ahead", "--speculative-copy-ahead-max-tokens", "64")
+COPIES = ("--speculative-copy-ahead",)
 
 # The verify width changes from cycle to cycle, with a pause longer than P-EAGLE leaves states pending.
 WIDTHS_CHANGE = (

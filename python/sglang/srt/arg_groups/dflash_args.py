@@ -315,17 +315,7 @@ def _tell_of_inherited_quantization(args: Any) -> None:
 
 def check_copy_ahead(block_size: int) -> None:
     """Raise ValueError if copies are requested and cannot work."""
-    most = DFlashOptions.COPY_AHEAD_MAX_TOKENS.get()
-    if most is not None and not block_size <= most <= MOST_COPIED_SLOTS:
-        raise ValueError(
-            f"--speculative-copy-ahead-max-tokens is at least the block size, {block_size}, and at most "
-            f"{MOST_COPIED_SLOTS}, got {most}."
-        )
-    if not DFlashOptions.COPY_AHEAD.get():
-        if most is not None:
-            raise ValueError("--speculative-copy-ahead-max-tokens needs --speculative-copy-ahead.")
-        return
-    if block_size == 1:
+    if DFlashOptions.COPY_AHEAD.get() and block_size == 1:
         raise ValueError(
             "--speculative-copy-ahead has no place to copy to: a block of 1 is the anchor alone."
         )

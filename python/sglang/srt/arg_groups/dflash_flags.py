@@ -95,14 +95,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         option="COPY_AHEAD",
     )
     add(
-        "--speculative-copy-ahead-max-tokens",
-        "Most tokens that a request verifies in a cycle if it copies, the anchor included (default: block "
-        "size). More than a block only on a CPU, with adaptive width. Lossless.",
-        action=_SetOption,
-        dest="COPY_AHEAD_MAX_TOKENS",
-        type=int,
-    )
-    add(
         "--speculative-dflash-strict",
         "If this plugin does not serve a draft, flag or device that SGLang's built-in DFLASH serves, end the "
         "start. By default the built-in serves, and a warning says why.",

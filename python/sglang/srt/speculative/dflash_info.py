@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight
 
 
-# Attribute of SGLang's requests: wanted KV slots beyond the committed length, while a copy goes on.
-COPY_SLOTS = "dflash_copy_slots"
-
-
 @dataclass
 class DFlashDraftInput(SpecInput):
     """State that crosses from one cycle to the next, one row per running request.
@@ -111,31 +107,23 @@ def _reserve_slots(batch: Any, committed: list[int]) -> torch.Tensor:
     """Give each request slots for two blocks, and return its slots: [bs] int32.
 
     Two, because under overlap `kv_committed_len` is one step behind the running forward. If slots are short
-    and the pool has room, requests get two more, and what `on_copies` noted. A row of the request table holds
+    and the pool has room, requests get two more. A row of the request table holds
     the context and a block. That suffices, as lengths end with the context (`accept_greedy`).
     """
     reqs, allocator = batch.reqs, batch.token_to_kv_pool_allocator
     page, table = allocator.page_size, batch.req_to_token_pool.req_to_token
     row_len = table.shape[1] // page * page
     least = 2 * get_spec().speculative_num_draft_tokens
-    ahead = [getattr(req, COPY_SLOTS, 0) for req in reqs]
     allocated = [req.kv.kv_allocated_len for req in reqs]
-    pairs = zip(committed, ahead, allocated, strict=True)
-    if all(has >= min(n + max(least, more), row_len) for n, more, has in pairs):
+    if all(has >= min(n + least, row_len) for n, has in zip(committed, allocated, strict=True)):
         return torch.tensor(allocated, dtype=torch.int32)
-    for reserve, most in ((2 * least, max(ahead)), (2 * least, 0), (least, 0)):
+    for reserve in (2 * least, least):
         current, reserved, _ = page_aligned_decode_alloc_lens(reqs, reserve=reserve, page_size=page)
-        if most:
-            _, longest, _ = page_aligned_decode_alloc_lens(reqs, reserve=most, page_size=page)
-            pairs = zip(reserved, longest, ahead, strict=True)
-            reserved = [max(lens) if more else lens[0] for *lens, more in pairs]
         reserved = [min(slots, row_len) for slots in reserved]
         num_new = sum(reserved) - sum(current)
         # What the others may need next stays free.
         if num_new + least * len(reqs) <= allocator.available_size():
             break
-    if num_new == 0:  # there is no room for a long copy
-        return torch.tensor(reserved, dtype=torch.int32)
     current_cpu = torch.tensor(current, dtype=torch.int32)
     reserved_cpu = torch.tensor(reserved, dtype=torch.int32)
     alloc_for_spec_decode(

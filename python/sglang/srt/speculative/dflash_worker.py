@@ -47,7 +47,6 @@ from sglang_dflash.srt.speculative.cycle.rows import RequestRows
 from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
 from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts, on_device
 from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget
-from sglang_dflash.srt.speculative.drafters.ahead import copy_room, on_copies
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
 from sglang_dflash.srt.speculative.drafters.prewarm import prewarm_probabilistic_step
 from sglang_dflash.srt.speculative.drafters.some import draft_for_some
@@ -160,7 +159,6 @@ class DFlashWorker(BaseSpecWorker):
         target_runner = self._target_worker.model_runner
         self._width = make_width(self, get_parallel().tp_group, self.metrics, self._copies is not None)
         if self._copies is not None:
-            self._copies.most_slots = max(self.block_size, self._width.most_slots)
             self._copies.allocate_texts(target_runner)
         self._rows = RequestRows(self._width, self.drafter, self.penalties)
         self.observers = observers_from_environment()  # cycles that are measured above are nobody's
@@ -275,18 +273,13 @@ class DFlashWorker(BaseSpecWorker):
         self._notify("on_begun", batch)
         for requests in arrivals.take():
             self._rows.admit_prefilled(requests)
-        most_slots = max(self.block_size, self._width.most_slots)
-        caps = requested_caps(batch.reqs, most_slots)
+        caps = requested_caps(batch.reqs, self.block_size)
         is_capped = caps is not None and bool(caps.min() < self.block_size - 1)
         draws = self.acceptor.draws_drafts(batch.sampling_info, is_capped)
         matches = self._copies.look_up(batch) if self._copies is not None else None
-        room = copy_room(batch, self.block_size, most_slots) if most_slots > self.block_size else None
         # Which slots are verified may not depend on drawn tokens, so it is chosen before anything is drafted.
         # A copy is not drawn: the text determines it.
-        plan = self._width.choose(batch, draws, matches, caps, room)
-        if room is not None and plan.copies is not None:
-            is_long = plan.copies & (plan.lengths >= self.block_size - 1)
-            on_copies(batch.reqs, is_long, self.block_size, most_slots)
+        plan = self._width.choose(batch, draws, matches, caps)
         verify_len = self.speculative_num_draft_tokens = plan.width
         self._notify("on_length_chosen", batch, verify_len)
         result = self.run_cycle(batch, plan, draws, on_publish, grammar_barrier)
@@ -378,7 +371,7 @@ class DFlashWorker(BaseSpecWorker):
         # Start-up plans without a batch, for the first rows of the table.
         table_rows = np.arange(len(lengths)) if plan.batch is None else plan.batch.rows
         chosen = drafter.to_draft(table_rows, lengths, (lengths > 0) & ~plan.copies)
-        num_slots = max(self.block_size, plan.width) if chosen.any() or plan.width > 1 else 1
+        num_slots = self.block_size if chosen.any() or plan.width > 1 else 1
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
         on_host = np.flatnonzero(chosen)
         drafted = on_device(on_host, torch.int64, self.device)

@@ -54,7 +54,7 @@ class CycleObserver:
         Args:
             batch: the scheduler's.
             cycle: the step's blocks.
-            aux_hidden: [T, num_aux * hidden], captured states of `cycle.rows`. None: the CUDA graph absorbed them.
+            aux_hidden: [T, num_aux * hidden], states of `cycle.rows`. None: the CUDA graph absorbed them.
             accepted: the step's output.
         """
 

@@ -53,15 +53,13 @@ class CopyAhead:
 
     Attributes:
         inner: the inner drafter.
-        most_slots: of a proposal, the anchor included: B, or more if copies may be longer than a block.
-            Set before `allocate`.
         history: [rows, positions] int32, texts. -1: no token.
         knows_matches_on_host: whether the host reads from the device who copies. `allocate` sets it on a CPU.
     """
 
     def __init__(self, drafter: Drafter, block_size: int, stats: CopyStats):
         self.inner = drafter
-        self.most_slots = block_size
+        self._block_size = block_size
         self.stats = stats
         self.knows_matches_on_host = False
         self._keys: torch.Tensor | None = None  # of the next cycle's matches
@@ -90,7 +88,7 @@ class CopyAhead:
         self._vocab_size = vocab_size
         # A block's tokens are written behind its anchor, however many are accepted.
         self.history = torch.full(
-            (rows, context_len + self.most_slots + 1), -1, dtype=torch.int32, device=device
+            (rows, context_len + self._block_size + 1), -1, dtype=torch.int32, device=device
         )
         self._start = torch.tensor([RULE.copies_start, RULE.drafts_start]).to(device)
         self._records = self._start.repeat(rows, 1)
@@ -183,7 +181,7 @@ class CopyAhead:
             return block
         requests, width = cycle.req_pool_indices, block.tokens.shape[1]
         self._copied, lengths = choose_copies(
-            self.history, self._no_records, requests, cycle.committed, self._keys, self.most_slots, RULE
+            self.history, self._no_records, requests, cycle.committed, self._keys, self._block_size, RULE
         )
         self._keys = None
         is_copy = on_device(copies, torch.bool, block.tokens.device)

@@ -30,7 +30,7 @@ def draft_for_some(
 
     Args:
         drafter: fills blocks.
-        cycle: all requests of the batch, whole blocks, or more slots if a copy is longer than a block.
+        cycle: all requests of the batch, whole blocks.
         on_host: [m] int64, requests to draft for.
         chosen: the same on the device.
         width: slots of the result.

@@ -24,15 +24,12 @@ from sglang_dflash.srt.speculative.width.survival import MODES, UNKNOWN_MATCH
 logger = logging.getLogger(__name__)
 
 _GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
-_COPIES_SCHEDULED = 4  # copied tokens for each drafted one of a schedule
 
 
 class AdaptiveWidth:
     """Verifies as many drafted tokens in each cycle as pay off.
 
     Attributes:
-        most_slots: the most that a request verifies, the anchor included; more than a block if copies may
-            be longer.
 
     Args:
         chooser: the policy. If there is a `schedule`, it still learns and decides, but is not obeyed.
@@ -41,8 +38,7 @@ class AdaptiveWidth:
         num_rows: of the request table.
         tp_group: rank 0 chooses for all of it.
         schedule: numbers of drafted tokens, verified in turn instead of what is chosen. With own lengths,
-            each row of the request table starts at another place, and copies are four times as long if they
-            have room. For tests and measurements.
+            each row of the request table starts at another place. For tests and measurements.
         has_copies: whether there are copies.
         log_every: cycles from one log line to the next.
         metrics: counts widths, if given.
@@ -71,7 +67,6 @@ class AdaptiveWidth:
         self._cycles_per_width: Counter[int] = Counter()
         self._blocks_per_length: Counter[int] = Counter()
         self._measured = self._expected = 0.0  # seconds of all cycles that were timed
-        self.most_slots = chooser.copy_depth + 1
 
     def begin_prefill(self, prompts: Prompts) -> None:
         """Start the new requests of a prefill."""
@@ -94,7 +89,6 @@ class AdaptiveWidth:
         draws_drafts: bool,
         matches: np.ndarray | None = None,
         caps: np.ndarray | None = None,
-        room: np.ndarray | None = None,
     ) -> PlannedCycle:
         """Choose what the next cycle drafts and verifies.
 
@@ -103,7 +97,6 @@ class AdaptiveWidth:
             draws_drafts: whether drafted tokens are drawn.
             matches: lengths of the requests' matches, if copies are on and the host knows them. [n]
             caps: most drafted tokens that each request may accept. None: no limits. [n]
-            room: most copied tokens that each request has KV slots for. None: those of a block. [n]
         """
         self._learn_timings()
         self._batch = requests = self._describe(batch, draws_drafts)
@@ -112,7 +105,7 @@ class AdaptiveWidth:
         if matches is None and self._has_copies:
             matches = self._expected_matches[requests.rows]
         needs_equal = _needs_equal_lengths(batch.sampling_info)
-        choice = self._agree(requests, num_tokens, matches, caps, None if needs_equal else room)
+        choice = self._agree(requests, num_tokens, matches, caps)
         plan = planned(self._backends, choice.lengths, choice.copies, choice.drafts, needs_equal)
         lengths = np.full(len(requests.rows), plan.width - 1) if plan.lengths is None else plan.lengths
         choice = choice._replace(lengths=lengths)
@@ -153,7 +146,7 @@ class AdaptiveWidth:
     def _agree(self, batch: Requests, num_tokens: int, *limits: np.ndarray | None) -> Choice:
         """Return rank 0's choice. Others may differ, and ranks that disagree hang.
 
-        limits: matches, caps and room, as of `choose`.
+        limits: matches and caps, as of `choose`.
         """
         choice, n = None, len(batch.rows)
         if self._tp_group.rank_in_group == 0:
@@ -179,7 +172,6 @@ class AdaptiveWidth:
         batch: Requests,
         matches: np.ndarray | None,
         caps: np.ndarray | None,
-        room: np.ndarray | None,
     ) -> Choice:
         """Replace the choice by the schedule's."""
         place = np.full(len(batch.rows), self._num_cycles)
@@ -190,8 +182,6 @@ class AdaptiveWidth:
             if matches is not None:
                 copies = (matches > 0) & (place % 3 > 0)
         lengths = self._schedule[place % len(self._schedule)]
-        if room is not None:
-            lengths = np.where(copies, np.minimum(_COPIES_SCHEDULED * lengths, room), lengths)
         if caps is not None and self._backends.own_lengths:
             lengths = np.minimum(lengths, caps)
         return choice._replace(lengths=lengths, copies=copies, drafts=True)
@@ -247,7 +237,7 @@ class AdaptiveWidth:
         expected: lengths that the choice knew of. lengths, right: of `Proposals`.
         """
         if right is not None:  # compared with the output, used or not
-            seen = np.minimum(np.minimum(right, accepted) + 1, self.chooser.copy_depth)
+            seen = np.minimum(np.minimum(right, accepted) + 1, self.chooser.depth)
             goes_on = right > accepted
         else:
             # Lengths that the choice expected. A copy that was passed over shows nothing, but a plain cycle
@@ -271,7 +261,6 @@ class AdaptiveWidth:
         return copies | {
             "width": self._width,
             "own_lengths": self._backends.own_lengths,
-            "most_slots": self.most_slots,
             "expected": self._expected_per_width(),
             "candidates": self.chooser.costs.widths.tolist(),
             "cycles_per_width": {str(width): n for width, n in sorted(self._cycles_per_width.items())},

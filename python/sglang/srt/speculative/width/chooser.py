@@ -32,12 +32,10 @@ class LengthChooser:
         own_lengths: whether requests of a cycle may verify different numbers of tokens.
         probe_share: share of the time that probes may cost.
         skips_draft: whether a copy may be verified without running the draft.
-        copy_depth: most copied tokens to verify of a request, K or more. None: K.
 
     Attributes:
         drafts, copies: what is known of their acceptance.
         depth: K, most drafted tokens to verify of a request.
-        copy_depth: as above.
         num_probes: blocks or cycles that were verified to learn.
     """
 
@@ -48,11 +46,9 @@ class LengthChooser:
         own_lengths: bool = True,
         probe_share: float = 0.005,
         skips_draft: bool = True,
-        copy_depth: int | None = None,
     ):
         self.costs, self.own_lengths, self.depth = costs, own_lengths, int(costs.widths[-1]) - 1
-        self.copy_depth = copy_depth or self.depth
-        self.drafts, self.copies = DraftSurvival(num_rows, self.depth), CopySurvival(self.copy_depth)
+        self.drafts, self.copies = DraftSurvival(num_rows, self.depth), CopySurvival(self.depth)
         self._num_rows, self._probe_share, self._skips_draft = num_rows, probe_share, skips_draft
         self._held: tuple[Any, Choice] | None = None  # the latest choice, and what it was for
         self._held_for = self._turn = self.num_probes = 0
@@ -66,7 +62,6 @@ class LengthChooser:
         num_tokens: int | None = None,
         matches: np.ndarray | None = None,
         caps: np.ndarray | None = None,
-        room: np.ndarray | None = None,
     ) -> Choice:
         """Return the held choice, a new one, or a probe.
 
@@ -78,17 +73,13 @@ class LengthChooser:
             matches: lengths of the requests' matches, 0 without one, or `UNKNOWN_MATCH`. None: there are no
                 copies. [n]
             caps: most drafted tokens that each request may accept. None: no limits. [n]
-            room: most copied tokens that each request has room for. None: K. [n]
         """
         has_matches = matches is not None and bool((matches >= RULE.shortest).any())
         for_what = key, None if caps is None else caps.tolist()
         self._held_for += 1
         if has_matches or self._held is None or self._held_for >= _HOLD or self._held[0] != for_what:
-            depth = self.depth
-            if room is not None and matches is not None and has_matches:
-                depth = max(depth, int(room[matches >= RULE.shortest].max()))
-            costs = self.seconds(len(rows), num_tokens, depth)
-            choice = self._decide(rows, modes, costs, matches, caps, room, depth)
+            costs = self.seconds(len(rows), num_tokens)
+            choice = self._decide(rows, modes, costs, matches, caps)
             self._held = None if has_matches else (for_what, choice)
             self._credit += self._probe_share * self._held_for * choice.seconds
             self._held_for = 0
@@ -97,11 +88,9 @@ class LengthChooser:
             choice = self._held[1]
         return choice
 
-    def seconds(
-        self, num_requests: int, num_tokens: int | None = None, depth: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def seconds(self, num_requests: int, num_tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return seconds of verifying 0 .. n K tokens, and of drafting for 0 .. n requests."""
-        return self.costs.verify(num_requests, num_tokens, depth), self.costs.draft(num_requests)
+        return self.costs.verify(num_requests, num_tokens), self.costs.draft(num_requests)
 
     def _decide(
         self,
@@ -110,20 +99,14 @@ class LengthChooser:
         costs: tuple[np.ndarray, np.ndarray],
         matches: np.ndarray | None,
         caps: np.ndarray | None,
-        room: np.ndarray | None,
-        depth: int,
     ) -> Choice:
-        """Decide; depth: the most that a request may verify, K or more if some may copy more."""
-        (verify, draft), n, slots = costs, len(rows), np.arange(depth)
-        survival, copies = np.zeros((n, depth)), np.zeros(n, dtype=bool)
-        survival[:, : self.depth] = self.drafts.of(rows, modes)
+        (verify, draft), n = costs, len(rows)
+        survival, copies = self.drafts.of(rows, modes), np.zeros(n, dtype=bool)
         copied = np.zeros_like(survival)
         if matches is not None:
-            copied = self.copies.of(modes, matches, depth)
-        if room is not None:
-            copied = np.where(slots >= room[:, None], 0.0, copied)
+            copied = self.copies.of(modes, matches)
         if caps is not None:
-            beyond = slots >= caps[:, None]
+            beyond = np.arange(self.depth) >= caps[:, None]
             survival, copied = np.where(beyond, 0.0, survival), np.where(beyond, 0.0, copied)
         if not self.own_lengths:
             return self._decide_width(survival, copied, verify, float(draft[-1]))

@@ -82,27 +82,19 @@ class CostTable:
         table = _read(table, np.ceil(index) if self._padded else index)
         return table * np.maximum(1.0, requests / self.loads[-1])
 
-    def verify(
-        self, num_requests: int, num_tokens: int | None = None, depth: int | None = None
-    ) -> np.ndarray:
+    def verify(self, num_requests: int, num_tokens: int | None = None) -> np.ndarray:
         """Return the seconds of verifying 0 .. n K drafted tokens.
 
-        num_tokens: committed tokens of all requests; None: as many as at start-up. depth: K, tokens of a
-        request. None: as many as were measured. Rows beyond these cost what whole blocks of as many rows do,
-        of more requests.
+        Args:
+            num_requests: n.
+            num_tokens: committed tokens of all requests. None: as many as at start-up.
         """
         further = 0 if num_tokens is None else num_tokens - num_requests * self._context
         by_width = self._at(num_requests, self._verify)
         # With shorter contexts than at start-up, the part that is not attention stays.
         by_width = np.maximum(by_width + self._entries[-1] * further, by_width / 2)
-        drafted = np.arange(num_requests * (depth or self.widths[-1] - 1) + 1)
+        drafted = np.arange(num_requests * (self.widths[-1] - 1) + 1)
         seconds = np.interp(drafted, num_requests * (self.widths - 1), by_width)
-        beyond = drafted[num_requests * (self.widths[-1] - 1) + 1 :]
-        if len(beyond):
-            whole = self._at(
-                np.r_[num_requests, (num_requests + beyond) / self.widths[-1]], self._verify[:, -1]
-            )
-            seconds[-len(beyond) :] += whole[1:] - whole[0]
         return seconds[self._padded_rows(num_requests, drafted).clip(max=drafted[-1])]
 
     def _padded_rows(self, num_requests: int, drafted: np.ndarray) -> np.ndarray:
@@ -148,8 +140,6 @@ class CostTable:
 
         seconds: of the cycle and the pause before it.
         """
-        if work.verified > work.requests * (self.widths[-1] - 1):
-            return  # copies longer than a block
         self._recent.append((self._weights(work), np.log(seconds)))
         if len(self._recent) <= _NEIGHBOURS:
             return

@@ -67,15 +67,10 @@ def planned(
 
 
 class FixedWidth:
-    """Verifies the whole block in every cycle.
-
-    Attributes:
-        most_slots: the most that a request verifies, the anchor included.
-    """
+    """Verifies the whole block in every cycle."""
 
     def __init__(self, width: int):
         self._plan = PlannedCycle(width)
-        self.most_slots = width
 
     def begin_prefill(self, prompts: Prompts) -> None:
         """Do nothing: a fixed width learns nothing."""
@@ -89,7 +84,6 @@ class FixedWidth:
         draws_drafts: bool,
         matches: np.ndarray | None = None,
         caps: np.ndarray | None = None,
-        room: np.ndarray | None = None,
     ) -> PlannedCycle:
         """Plan whole blocks."""
         return self._plan if caps is None else self._plan._replace(caps=caps)

@@ -17,12 +17,10 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.attention.gated_delta_rows import verifies_packed_rows
 from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend, full_attention
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
-from sglang_dflash.srt.speculative.targets.states import NoStates
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
 from sglang_dflash.srt.speculative.width.backends import (
     AnyRows,
@@ -86,13 +84,12 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     else:
         backends = RowBackends(runner, block_size, has_copies)
     skips_draft = worker.drafter.writes_context_apart
-    copy_depth = copied_tokens(worker, own_lengths) if has_copies else None
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
     costs = _measure(worker, backends, widths, budget)
     backends.follow(np.array([block_size - 1]))
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     return AdaptiveWidth(
-        LengthChooser(costs, num_rows, own_lengths, settings.probe_share, skips_draft, copy_depth),
+        LengthChooser(costs, num_rows, own_lengths, settings.probe_share, skips_draft),
         backends,
         CycleClock(runner.device),
         num_rows,
@@ -102,30 +99,6 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
         get_observability().decode_log_interval,
         metrics,
     )
-
-
-def copied_tokens(worker: Any, has_own_lengths: bool) -> int | None:
-    """Return the most copied tokens that a request verifies; log a requested limit.
-
-    None: as many as drafted ones.
-    """
-    requested, block_size = DFlashOptions.COPY_AHEAD_MAX_TOKENS.get(), worker.block_size
-    if requested is None or requested <= block_size:
-        return None
-    reason = None
-    if not has_own_lengths:
-        reason = "all requests of a cycle verify equally many tokens"
-    elif worker.device != "cpu":
-        reason = "the CUDA graphs hold no more than a block of each request"
-    elif not worker.drafter.writes_context_apart:
-        reason = "the draft's forward takes in the tokens of one block"
-    elif not isinstance(worker.target_states, NoStates):
-        reason = "the target's recurrent states are kept for one block"
-    if reason is not None:
-        logger.warning("DFLASH copy-ahead: a copy is no longer than a block: %s.", reason)
-        return None
-    logger.info("DFLASH copy-ahead: a copying request verifies up to %d tokens.", requested)
-    return requested - 1
 
 
 def serves_own_lengths(runner: Any) -> bool:

@@ -115,9 +115,9 @@ class CopySurvival:
         """Probability that a copied token is accepted. [modes, longest + 1]"""
         return self._averages.get()
 
-    def of(self, modes: np.ndarray, matches: np.ndarray, depth: int | None = None) -> np.ndarray:
+    def of(self, modes: np.ndarray, matches: np.ndarray) -> np.ndarray:
         """Return s_ik of k = 1 .. depth, 0 without a match. modes, matches: [n] -> [n, depth]"""
-        lengths = np.minimum(matches[:, None] + self._steps[:depth], RULE.longest)
+        lengths = np.minimum(matches[:, None] + self._steps, RULE.longest)
         return self._averages.get()[modes[:, None], lengths].cumprod(axis=1) * (matches > 0)[:, None]
 
     def learn(self, modes: np.ndarray, matches: np.ndarray, seen: np.ndarray, right: np.ndarray) -> None:
