@@ -47,16 +47,19 @@ from serving import (
     HYBRID_PEAGLE_DRAFT,
     HYBRID_TARGET,
     PEAGLE_DRAFT,
+    ROOT,
     SPECULATORS_DRAFT,
     TARGET,
     Server,
     ServerDied,
     dflash_arguments,
+    importing,
     serve,
 )
 from soak_requests import PATIENCE, Known, Wrong, known_requests, send_random
 from vision_target import write_vision_target
 
+PATCHES = ROOT / "test" / "srt" / "support" / "server_patches"
 # The scheduler counts its KV slots after every step, and a leak or a double free ends the server.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -67,6 +70,9 @@ ENVIRONMENT = {
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8",
     # In bfloat16, states of decoded tokens would be rounded, and those of prefilled tokens not.
     "SGLANG_MAMBA_CONV_DTYPE": "float32",
+    # Hybrids follow a schedule of lengths (`write_schedules`).
+    "SERVER_PATCH": "scheduled_lengths",
+    **importing(PATCHES),
 }
 # SGLang's watchdog mistakes a stopped server for a hanging one; hanging ones exceed the clients' patience.
 NO_WATCHDOG = ("--watchdog-timeout", "86400")

@@ -1,7 +1,6 @@
 """Make a server report the time of its decode steps, and an adaptive one verify given widths in turn.
 
-Python imports this at start-up if its folder is on PYTHONPATH; benchmark/adaptive.py uses it. A `schedule` of
-the adaptive config file cannot replace it: the policy chooses in some turns, and learns from these only.
+Python imports this at start-up if its folder is on PYTHONPATH; benchmark/adaptive.py uses it.
 
 WIDTH_TURNS: numbers of slots to verify, separated by commas, each for TURN_CYCLES cycles; 0 is the server's
 own choice. All have their turn, in an order drawn anew (from TURN_SEED): requests that begin together would
@@ -78,11 +77,11 @@ def verify_in_turns(module) -> None:
         n, depth = len(requests.rows), turns.number - 1
         copies = module.np.zeros(n, dtype=bool)
         if matches is not None and depth:
-            copied = self.chooser.copies.of(requests.modes, matches, depth).sum(axis=1)
+            copied = self.chooser.copies.of(requests.modes, matches)[:, :depth].sum(axis=1)
             drafted = self.chooser.drafts.of(requests.rows, requests.modes)[:, :depth].sum(axis=1)
             copies = copied > drafted
         # No seconds are expected, so none are learned from.
-        return module.Choice(module.np.full(n, depth), copies, True, 0.0, 0.0)
+        return module.Choice(module.np.full(n, depth), copies, 0.0, 0.0)
 
     def timed_choose(self, *arguments):
         since = time.perf_counter()

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.server_patches.scheduled_lengths import scheduled
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
 from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
-from sglang_dflash.srt.speculative.width import backends as width_backends
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
 from sglang_dflash.srt.speculative.width.backends import AnyRows
 from sglang_dflash.srt.speculative.width.chooser import LengthChooser
@@ -44,17 +44,6 @@ WIDTHS = (1, 2, 4, 8)
 def test_default_widths(block_size, on_cpu, on_gpu):
     assert AdaptiveSettings().widths(block_size, "cpu") == on_cpu
     assert AdaptiveSettings().widths(block_size, "cuda") == on_gpu
-
-
-@pytest.mark.parametrize(("free", "has_room"), [(3.9, False), (4.1, True)])
-def test_whole_blocks_without_memory_for_more_graphs(free, has_room, monkeypatch, caplog):
-    """Two widths beside the whole block, whose graphs take 1.5 GB, and a spare gigabyte."""
-    monkeypatch.setattr(width_backends, "get_available_gpu_memory", lambda device, gpu_id: free)
-    runner = SimpleNamespace(device="cuda", gpu_id=0, graph_memory_usage={"target_verify": 1.5})
-    assert width_backends.has_room_for_widths(runner, 2, SimpleNamespace(world_size=1)) == has_room
-    assert ("DFLASH verifies whole blocks: 3.90 GB" in caplog.text) != has_room
-    runner.device = "cpu"
-    assert width_backends.has_room_for_widths(runner, 2, SimpleNamespace(world_size=1))
 
 
 def test_whole_blocks_while_kv_slots_have_no_memory(monkeypatch, caplog):
@@ -88,14 +77,13 @@ def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
     monkeypatch.delenv(DFlashOptions.ADAPTIVE.variable, raising=False)
     assert AdaptiveSettings.from_environment() is None
     path = tmp_path / "widths.json"
-    path.write_text(json.dumps({"candidate_steps": [0, 2, 5], "probe_share": 0.01, "schedule": [2, 0]}))
+    path.write_text(json.dumps({"candidate_steps": [0, 2, 5], "probe_share": 0.01}))
     monkeypatch.setenv(DFlashOptions.ADAPTIVE.variable, "")
     settings = AdaptiveSettings.read(str(path))
     settings.to_environment()
     assert AdaptiveSettings.from_environment() == settings
     assert settings.probe_share == 0.01
-    assert AdaptiveSettings(candidate_steps=(0, 2, 5)).widths(8, "cpu") == (1, 3, 6)
-    assert settings.widths(8, "cpu") == (1, 3)
+    assert settings.widths(8, "cpu") == (1, 3, 6)
     AdaptiveSettings().to_environment()
     assert AdaptiveSettings.from_environment() == AdaptiveSettings()
 
@@ -108,16 +96,19 @@ def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
         ('{"candidate_step": [0]}', ("candidate_step: Unexpected", "with any of")),
         ('{"candidate_steps": [3, 1]}', ("ascend", "[3, 1]")),
         ('{"candidate_steps": [1, 1]}', ("ascend", "[1, 1]")),
-        ('{"candidate_steps": []}', ("not be empty",)),
+        ('{"candidate_steps": []}', ("two steps",)),
+        ('{"candidate_steps": [3]}', ("two steps", "--speculative-num-draft-tokens")),
         ('{"candidate_steps": [-1, 1]}', ("candidate_steps.0", "greater than or equal to 0", "-1")),
         ('{"candidate_steps": [0, true]}', ("candidate_steps.1", "valid integer", "True")),
         ('{"candidate_steps": 3}', ("candidate_steps", "valid array")),
-        ('{"schedule": [1, -2]}', ("schedule.1", "greater than or equal to 0", "-2")),
         ('{"probe_share": -1}', ("probe_share", "-1")),
         ('{"probe_share": "much"}', ("probe_share", "much")),
         ('{"probe_share": true}', ("probe_share", "True")),
         ('{"probe_share": NaN}', ("probe_share",)),
-        ('{"probe_share": -1, "schedule": 3}', ("probe_share", "-1", "schedule", "valid array")),
+        (
+            '{"probe_share": -1, "candidate_steps": 3}',
+            ("probe_share", "-1", "candidate_steps", "valid array"),
+        ),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(text, words, tmp_path):
@@ -146,15 +137,16 @@ class Clock(CycleClock):
         return [CycleTiming(work, 2 * self.costs.expected(work) if work else 1.0, 0.0) for work in works]
 
 
-class Backends:
-    own_lengths = False
+class Scheduled(AdaptiveWidth):
+    """Verifies the lengths of a schedule, if there is one."""
 
-    def __init__(self):
-        self.applied = []
+    schedule: Sequence[int] = ()
 
-    def follow(self, lengths, needs_rectangle=False):
-        self.applied.append(int(lengths[0]) + 1)
-        return self.applied[-1], None
+    def _choose(self, batch, num_tokens, matches, caps):
+        choice = super()._choose(batch, num_tokens, matches, caps)
+        if not self.schedule:
+            return choice
+        return scheduled(choice, batch.rows, self._num_cycles, self.schedule, matches, caps)
 
 
 def request(row: int, grammar=None, **params) -> SimpleNamespace:
@@ -183,14 +175,16 @@ def prompts_of(*reqs: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(new_reqs=reqs, table_rows=rows_of(reqs).numpy())
 
 
-def adaptive(schedule=(), backends=None, group=None, row=0.06, **more) -> AdaptiveWidth:
-    """Make one that serves own lengths, or one width for all with `backends`. row: seconds of a slot."""
+def adaptive(schedule=(), group=None, row=0.06, **more) -> AdaptiveWidth:
+    """Make one. row: seconds of a slot."""
     costs = 1.0 + row * (np.array(WIDTHS) - 1)
     table = CostTable(np.array([1, 64]), np.array(WIDTHS), np.stack([costs, costs]), np.array([0.1, 0.1]))
     group = group or SimpleNamespace(world_size=1, rank_in_group=0)
-    chooser, clock = LengthChooser(table, 32, backends is None), Clock("cpu")
+    clock = Clock("cpu")
     clock.costs = copy.deepcopy(table)
-    return AdaptiveWidth(chooser, backends or AnyRows(), clock, 32, group, schedule, **more)
+    width = Scheduled(LengthChooser(table, 32), AnyRows(), clock, 32, group, **more)
+    width.schedule = schedule
+    return width
 
 
 def run(width: AdaptiveWidth, batch, cycles: int, kept, **options) -> list[PlannedCycle]:
@@ -198,24 +192,21 @@ def run(width: AdaptiveWidth, batch, cycles: int, kept, **options) -> list[Plann
     plans: list[PlannedCycle] = []
     for _ in range(cycles):
         plans.append(width.choose(batch, False, **options))
-        width.on_launched(plans[-1], plans[-1].width > 1)
+        width.on_launched(plans[-1])
         if len(plans) > 1:
             width.on_accept_lens(plans[-2], kept(plans[-2]))
     return plans
 
 
-@pytest.mark.parametrize("backends", [None, Backends()], ids=["own lengths", "one width"])
-def test_a_useless_draft_ends_as_plain_decoding(backends):
-    width, batch = adaptive(backends=backends), batch_of(*(request(row) for row in range(4)))
+def test_a_useless_draft_ends_as_plain_decoding():
+    width, batch = adaptive(), batch_of(*(request(row) for row in range(4)))
     width.begin_prefill(prompts_of(*batch.reqs))
     plans = run(width, batch, 120, lambda plan: [0] * 4)
     chosen = [plan.width for plan in plans]
     assert chosen[0] > 1 and chosen[-40:].count(1) > 30
-    assert backends is None or backends.applied == chosen
     report = width.report()
     assert report["width"] == chosen[-1] and sum(report["cycles_per_width"].values()) == 120
     assert sum(report["blocks_per_length"].values()) == 4 * 120
-    assert report["own_lengths"] is (backends is None)
     assert report["measured_over_expected_time"] > 1
     json.dumps(report)
 
@@ -230,15 +221,13 @@ def test_each_request_gets_its_own_length():
     assert all(plan.width == plan.lengths.max() + 1 and not plan.copies.any() for plan in plans)
 
 
-@pytest.mark.parametrize("backends", [None, Backends()], ids=["own lengths", "one width"])
-def test_no_more_is_verified_than_the_caps_let_through(backends):
-    width, batch = adaptive(backends=backends), batch_of(request(0), request(1))
+def test_no_more_is_verified_than_the_caps_let_through():
+    width, batch = adaptive(), batch_of(request(0), request(1))
     caps = np.array([0, 2], dtype=np.int32)
     width.begin_prefill(prompts_of(*batch.reqs))
     plans = run(width, batch, 40, lambda plan: plan.verified_drafts(2).tolist(), caps=caps)
     assert all((plan.verified_drafts(2) <= caps).all() for plan in plans)
-    if backends is None:
-        assert all((plan.lengths <= caps).all() for plan in plans)
+    assert all((plan.lengths <= caps).all() for plan in plans)
     assert sum(plan.width >= 3 for plan in plans) > 30
     assert (width.chooser.drafts.averages[0] > 0.7).all(), "kept up to a cap, which is no rejection"
 
@@ -257,9 +246,6 @@ def test_a_schedule_gives_neighbours_different_lengths():
     assert [sorted(column) for column in lengths.T] == [[0, 1, 3, 5, 7]] * 3
     alone, somewhere = adaptive((7, 3, 0)), batch_of(request(4))
     assert [alone.choose(somewhere, False).lengths.tolist() for _ in range(4)] == [[7], [3], [0], [7]]
-    same = adaptive((7, 3), Backends())
-    assert [same.choose(batch, False).width for _ in range(4)] == [8, 4, 8, 4]
-    assert same.choose(batch, False).lengths is None
 
 
 def test_accept_lengths_of_a_rows_previous_request_are_dropped():
@@ -318,25 +304,6 @@ def test_copies_teach_their_own_estimate():
     assert width.report()["copy_accept_probs"]["greedy"][9 - 3] > 0.9
 
 
-def test_results_tell_which_copies_go_on():
-    """As on a GPU, where the host learns of matches with the accept lengths."""
-    width = adaptive((3,), Backends(), has_copies=True)
-    batch = batch_of(*(request(row) for row in range(4)))
-    width.begin_prefill(prompts_of(*batch.reqs))
-    plan = width.choose(batch, False)
-    assert plan.matches.tolist() == [1] * 4, "there may be one"
-    width.on_accept_lens(plan, [3, 3, 0, 2], proposals([6, -6, 0, 6]))
-    assert width.choose(batch, False).matches.tolist() == [9, 1, 1, 1], "after a verified copy"
-    plain = plan._replace(width=1)
-    width.on_accept_lens(plain, [0] * 4, proposals([5, -5, 0, 16], was_drafted=False))
-    assert width.choose(batch, False).matches.tolist() == [6, 1, 1, 16], "after a plain cycle"
-    averages = width.chooser.copies.averages[0]
-    # One of eight was passed over.
-    assert averages[1] == pytest.approx((4 + 2 * 0.1) / (7 + 2), rel=0.02)
-    width.begin_prefill(prompts_of(request(0)))
-    assert width.choose(batch, False).matches.tolist() == [1, 1, 1, 16]
-
-
 def test_late_knowledge_teaches_what_may_be_a_match():
     """With own lengths on a GPU: a request that copies was not drafted for, and may have had no match."""
     width, batch = adaptive(has_copies=True), batch_of(*(request(row) for row in range(3)))
@@ -370,22 +337,20 @@ def test_modes():
         assert [MODES[mode] for mode in modes] == ["greedy", sampled, *["constrained"] * 4]
 
 
-@pytest.mark.parametrize("backends", [None, Backends()], ids=["own lengths", "one width"])
-def test_ranks_take_what_rank_0_chose(backends, monkeypatch):
+def test_ranks_take_what_rank_0_chose(monkeypatch):
     """A rank other than 0 does not choose, and has no expectations to log."""
     broadcasts = []
 
     def broadcast(values, src, group):
         broadcasts.append((src, group))
-        values.copy_(torch.tensor([[3, 3], [0, 1], [0, 0]]))
+        values.copy_(torch.tensor([[3, 3], [0, 1]]))
 
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
-    width = adaptive(backends=backends, group=group, log_every=1)
+    width = adaptive(group=group, log_every=1)
     plan = width.choose(batch_of(request(0), request(1)), False)
-    assert broadcasts == [(6, "host")] and (plan.width, plan.drafts) == (4, False)
-    if backends is None:
-        assert plan.lengths.tolist() == [3, 3] and plan.copies.tolist() == [False, True]
+    assert broadcasts == [(6, "host")] and plan.width == 4
+    assert plan.lengths.tolist() == [3, 3] and plan.copies.tolist() == [False, True]
     width.on_launched(plan)
     assert width.report()["measured_over_expected_time"] is None
 

@@ -284,7 +284,7 @@ class Simulation:
         for row in rows:
             self.texts[row].append(said)
 
-    def propose(self, *rows: int, width: int = 4, sampling_info=None, drafts: bool = True) -> DraftBlock:
+    def propose(self, *rows: int, width: int = 4, sampling_info=None) -> DraftBlock:
         lengths = torch.tensor([len(self.texts[row]) - 1 for row in rows])
         tokens = torch.full((len(rows), width), 999)
         tokens[:, 0] = torch.tensor([self.texts[row][-1] for row in rows])
@@ -297,8 +297,7 @@ class Simulation:
                 req_pool_indices=self.cycle.req_pool_indices, seq_lens=lengths, seq_lens_cpu=lengths
             )
         )
-        propose = self.drafter.propose if drafts else self.drafter.propose_copies
-        return propose(self.cycle, sampling_info)
+        return self.drafter.propose(self.cycle, sampling_info)
 
     def commit(self, out_tokens: list[list[int]], kept: list[int], tells: bool = True) -> None:
         out = torch.tensor(out_tokens)
@@ -404,39 +403,6 @@ def test_a_draft_that_writes_its_context_runs_every_time():
     played.prefill({2: (LONG, 0)}, said=9)
     played.propose(2)
     assert played.inner.forwards == 1
-
-
-def test_without_the_draft_every_match_is_copied():
-    """A request whose short copies give way to a good draft, next to one without a match."""
-    played = Simulation()
-    short = [1, 2, 3, 60, 61, *range(20, 40), 1]
-    played.prefill({2: (short, 0), 4: (list(range(20, 40)), 0)}, said=2)
-    for _ in range(12):
-        played.propose(2)
-        played.commit([[900, 901, 902, 700]], [3])
-    played.texts[2] += [1, 2, 3]
-    played.drafter.history[2, len(played.texts[2]) - 3 : len(played.texts[2])] = torch.tensor([1, 2, 3])
-    assert played.propose(2, 4).tokens[0].tolist() == [3, 900, 901, 902]
-    assert played.matches.tolist() == [3, 0]
-    forwards = played.inner.forwards
-    block = played.propose(2, 4, drafts=False)
-    assert block.tokens.tolist() == [[3, 60, 61, 20], [2, 2, 2, 2]] and block.probs is None
-    drawn = played.propose(2, 4, drafts=False, sampling_info=object())
-    assert drawn.probs.ids[:, :, 0].tolist() == [[60, 61, 20], [2, 2, 2]]
-    assert (drawn.probs.probs[:, :, 0] == 1).all()
-    assert played.inner.forwards == forwards
-
-
-@pytest.mark.parametrize(("emitted", "length"), [(10, 9), (700, -9)])
-def test_a_plain_cycle_shows_whether_its_copy_was_right(emitted, length):
-    played = Simulation()
-    played.prefill({2: (LONG, 0), 4: (list(range(20, 40)), 0)}, said=9)
-    assert played.propose(2, 4, width=1).tokens.tolist() == [[9], [9]]
-    assert played.matches.tolist() == [9, 0]
-    played.commit([[emitted], [600]], [0, 0])
-    assert played.drafter.proposals.lengths.tolist() == [length, 0]
-    assert played.inner.forwards == 0 and not played.drafter.proposals.was_drafted
-    assert played.drafter.stats.report()["blocks"] == {}, "nothing was verified"
 
 
 def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():

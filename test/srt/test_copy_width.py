@@ -51,13 +51,11 @@ def test_copies_are_used_however_weak_the_draft_is(kind, count, skips_draft):
         assert adaptive.draft.forwards < 40, "it runs at first, and in probes"
 
 
-@pytest.mark.parametrize(("lag", "own_lengths"), [(0, True), (2, True), (2, False)])
+@pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("kind", ["new", "common"])
-def test_text_without_repetition_is_decoded_plainly(kind, count, lag, own_lengths):
-    with_copies, without = (
-        served(kind, count, copies=copies, lag=lag, own_lengths=own_lengths) for copies in (True, False)
-    )
+def test_text_without_repetition_is_decoded_plainly(kind, count, lag):
+    with_copies, without = (served(kind, count, copies=copies, lag=lag) for copies in (True, False))
     assert without.share_of_width(1) > 0.95
     # If matches are known late, some cycles verify in case there is one, at no loss.
     assert with_copies.share_of_width(1) > (0.7 if lag else 0.9)
@@ -65,11 +63,10 @@ def test_text_without_repetition_is_decoded_plainly(kind, count, lag, own_length
     assert with_copies.speed >= 0.99 * without.speed
 
 
-@pytest.mark.parametrize("own_lengths", [True, False])
 @pytest.mark.parametrize("count", [1, 4])
-def test_late_knowledge_is_enough(count, own_lengths):
+def test_late_knowledge_is_enough(count):
     """Where rows are cheap, blocks stay wide from the end of one copy to the next."""
-    late = served("edit", count, lag=2, own_lengths=own_lengths)
+    late = served("edit", count, lag=2)
     whole = served("edit", count, lag=2, adaptive=False)
     assert late.tokens_per_cycle > 0.9 * whole.tokens_per_cycle
     assert late.speed > 1.05 * whole.speed

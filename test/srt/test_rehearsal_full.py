@@ -297,7 +297,7 @@ def assert_own_lengths(played) -> None:
     assert {step["replays"]["target"] for step in steps} == {1}
     assert max(step["bs"] for step in steps) > 1
     [state] = played.server.get("/server_info")["internal_states"]
-    assert state["speculative_width"]["own_lengths"]
+    assert state["speculative_width"]["candidates"]
     assert len(state["speculative_width"]["blocks_per_length"]) > 1
 
 
@@ -323,7 +323,7 @@ def test_own_lengths(backend, draft, servers, reference, tmp_path):
         captures = Counter(note["role"] for note in played.notes("capture"))
         assert captures == {"draft": 3, "target": 3 + len(row_sizes(4, 8))}
         [state] = played.server.get("/server_info")["internal_states"]
-        assert state["speculative_width"]["own_lengths"]
+        assert state["speculative_width"]["candidates"]
         assert state["speculative_width"]["blocks_per_length"].keys() == {"0", "1", "3", "5", "6"}
 
 
@@ -354,7 +354,7 @@ def test_own_lengths_with_copies(backend, reference, tmp_path):
         assert {step["replays"]["target"] for step in steps} == {1}
         assert {step["replays"]["draft"] for step in steps} == {0, 1}
         [state] = played.server.get("/server_info")["internal_states"]
-        assert state["speculative_width"]["own_lengths"]
+        assert state["speculative_width"]["candidates"]
         accepted = state["speculative_copy_ahead"]["accepted_tokens"]
         assert accepted["copy"] > 10 and accepted["draft"] > 10, accepted
 

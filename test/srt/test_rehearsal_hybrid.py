@@ -88,7 +88,7 @@ def test_own_lengths(backend, draft, target, servers, tmp_path):
         captures = Counter(note["role"] for note in played.notes("capture"))
         assert captures == {"draft": 3, "target": 3 + len(row_sizes(4, 8))}
         [state] = played.server.get("/server_info")["internal_states"]
-        assert state["speculative_width"]["own_lengths"]
+        assert state["speculative_width"]["candidates"]
 
 
 def test_own_lengths_that_change(target, servers, tmp_path):

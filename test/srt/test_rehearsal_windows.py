@@ -71,5 +71,5 @@ def test_sliding_layers(backend, changes, model, draft, servers, tmp_path):
         [state] = played.server.get("/server_info")["internal_states"]
         assert state["speculative_copy_ahead"]["accepted_tokens"]["copy"] > 10
         if changes:
-            assert state["speculative_width"]["own_lengths"]
+            assert state["speculative_width"]["candidates"]
             assert played.waits() == []

@@ -261,13 +261,6 @@ def test_mixed_batches_gain():
         assert Simulation(COSTS["dear draft"], mix.split()).run(64).of_best_uniform > 1.15
 
 
-@pytest.mark.parametrize("mix", ["strong", "usual", "weak", "random", "strong random"])
-def test_equal_lengths_for_all_follow_the_same_rule(mix):
-    server = Simulation(COSTS["rows cost"], mix.split(), own_lengths=False).run(16)
-    assert server.of_best_uniform >= 0.96
-    assert all(len(set(lengths.tolist())) == 1 for lengths in server.chosen)
-
-
 @pytest.mark.parametrize("error", [-0.1, 0.1])
 def test_a_start_up_that_measured_badly_costs_little(error):
     """What it measured of wide blocks is a tenth off."""

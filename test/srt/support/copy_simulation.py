@@ -131,15 +131,6 @@ class _Cycle:
         return _Cycle(len(chosen), self.verify_len, *fields)
 
 
-class OneWidth:
-    """Backends that verify as many tokens of each request."""
-
-    own_lengths = False
-
-    def follow(self, lengths, needs_rectangle=False):
-        return int(lengths[0]) + 1, None
-
-
 @dataclass
 class CopySimulation:
     """A server of one batch: each text is a request, and the batch shrinks as they end.
@@ -151,7 +142,6 @@ class CopySimulation:
         adaptive: or whole blocks.
         lag: cycles until the host learns of a result; as on a GPU it then does not read matches from the
             device either.
-        own_lengths: whether requests have lengths of their own.
         skips_draft: False for a draft whose forward writes its context.
     """
 
@@ -160,7 +150,6 @@ class CopySimulation:
     copies: bool = True
     adaptive: bool = True
     lag: int = 0
-    own_lengths: bool = True
     noise: float = 0.05
     skips_draft: bool = True
     chosen: list[int] = field(default_factory=list)
@@ -179,11 +168,10 @@ class CopySimulation:
     def _adaptive_width(self) -> AdaptiveWidth:
         verify = np.array([[self.cost(int(n), int(w), 0) for w in WIDTHS] for n in LOADS])
         draft = np.array([self.cost(int(n), 1, 1) - self.cost(int(n), 1, 0) for n in LOADS])
-        costs, is_own = CostTable(LOADS, WIDTHS, verify, draft), self.own_lengths
-        chooser = LengthChooser(costs, ROWS, is_own, skips_draft=self.skips_draft)
-        backends = AnyRows() if is_own else OneWidth()
+        costs = CostTable(LOADS, WIDTHS, verify, draft)
+        chooser = LengthChooser(costs, ROWS, skips_draft=self.skips_draft)
         group = SimpleNamespace(world_size=1, rank_in_group=0)
-        return AdaptiveWidth(chooser, backends, self.clock, ROWS, group, has_copies=self.copies)
+        return AdaptiveWidth(chooser, AnyRows(), self.clock, ROWS, group, has_copies=self.copies)
 
     def run(self, texts: Sequence[Text]) -> "CopySimulation":
         """Serve the texts as one batch to their end; totals are of this run."""
@@ -253,7 +241,7 @@ class CopySimulation:
         drafter.commit(cycle, None, SimpleNamespace(tokens=torch.tensor(target), accept_len=accept_len))
         proposals = self.drafter.proposals if self.copies else None
         self.clock.last(self.cost(len(rows), 1 + float(lengths.double().mean()), drafted / len(rows)))
-        self.width.on_launched(plan, drafted > 0)
+        self.width.on_launched(plan)
         accepted = accepted._replace(accept_len=accept_len)
         accept_lens = accepted.accept_len.tolist()
         self.chosen.append(plan.width)
@@ -272,8 +260,7 @@ class CopySimulation:
         before = self.draft.forwards
         if plan.lengths is None:
             drafter = self.drafter if self.copies else self.draft
-            propose = drafter.propose if plan.drafts else self.drafter.propose_copies
-            block = propose(cycle).narrowed(plan.width)
+            block = drafter.propose(cycle).narrowed(plan.width)
             return block, cycle.bs * (self.draft.forwards - before)
         chosen = self.draft.to_draft(None, plan.lengths, (plan.lengths > 0) & ~plan.copies)
         on_host = np.flatnonzero(chosen)

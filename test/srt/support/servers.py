@@ -20,14 +20,14 @@ from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 
 def patched(*names: str) -> dict[str, str]:
-    """Return the environment of a server with patches of server_patches/, `known_costs` among them."""
+    """Return the environment of a server with patches of server_patches/ and those of every test server."""
     folder = Path(__file__).parent / "server_patches"
-    return {"SERVER_PATCH": " ".join(("known_costs", *names)), **importing(folder)}
+    return {"SERVER_PATCH": " ".join(("known_costs", "scheduled_lengths", *names)), **importing(folder)}
 
 
 # Verify lengths are chosen by costs that are given: measuring takes longer than all else at start-up.
 KNOWN_COSTS = patched()
-MEASURED_COSTS = {"SERVER_PATCH": ""}  # undoes it
+MEASURED_COSTS = {"SERVER_PATCH": "scheduled_lengths"}
 
 # One PyTorch thread, as two servers share the machine. The scheduler counts its KV slots after every step,
 # and a leak or a double free ends the server.

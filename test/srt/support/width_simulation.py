@@ -71,7 +71,6 @@ class Simulation:
     Attributes:
         cost: of a cycle.
         kinds: of requests, of KINDS, in turn.
-        own_lengths: whether requests have lengths of their own.
         lag: cycles until the host knows accept lengths.
         noise: standard deviation of the logarithm of a cycle's time.
         error: relative error of what start-up measured of wide blocks.
@@ -85,7 +84,6 @@ class Simulation:
 
     cost: Cost
     kinds: Sequence[str]
-    own_lengths: bool = True
     lag: int = 2
     noise: float = 0.1
     error: float = 0.0
@@ -111,7 +109,7 @@ class Simulation:
         self.costs = CostTable(
             LOADS, WIDTHS, verify * wrong, draft, reads=read, half=half, tries=KNOWN * self.is_steady
         )
-        self.chooser = LengthChooser(self.costs, 64, self.own_lengths)
+        self.chooser = LengthChooser(self.costs, 64)
         self.tokens = self.seconds = 0.0
 
     def run(self, n: int, cycles: int = 400, warm: int = 100, caps=None) -> "Simulation":

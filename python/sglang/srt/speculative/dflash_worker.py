@@ -289,7 +289,7 @@ class DFlashWorker(BaseSpecWorker):
         cycle = self._in_flight.launch(CycleInFlight(len(batch.reqs), plan, proposals))
         if self._plans_within_bounds or verify_len == 1:
             result.next_draft_input.known_lens = [cycle] * cycle.num_requests
-        self._width.on_launched(plan, proposals is None or proposals.was_drafted)
+        self._width.on_launched(plan)
         return result
 
     def run_cycle(
@@ -354,11 +354,7 @@ class DFlashWorker(BaseSpecWorker):
         num_slots = self.block_size if plan.width > 1 else 1
         runner = self._target_worker.model_runner
         cycle = Cycle.begin(batch, runner, self.drafter.mask_token_id, num_slots)
-        if plan.drafts:
-            block = self.drafter.propose(cycle, sampling_info)
-        else:
-            assert self._copies is not None, "only copies are verified without a draft"
-            block = self._copies.propose_copies(cycle, sampling_info)
+        block = self.drafter.propose(cycle, sampling_info)
         self.acceptor.share_drawn_tokens(block)
         return cycle.narrowed(plan.width), block.narrowed(plan.width)
 

@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+import scheduled_lengths
+
 
 def known_costs(module) -> None:
     """Give adaptive width the costs of its cycles instead of measuring them.
@@ -202,6 +204,10 @@ def no_memory_reserve(module) -> None:
 # name -> module -> what to do to it
 PATCHES = {
     "known_costs": {"sglang_dflash.srt.speculative.width.start_up": known_costs},
+    "scheduled_lengths": {
+        "sglang_dflash.srt.speculative.width.settings": scheduled_lengths.read_schedule,
+        "sglang_dflash.srt.speculative.width.adaptive": scheduled_lengths.follow_schedule,
+    },
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
     "eager_copies": {"sglang_dflash.srt.speculative.drafters.copy_ahead": eager_copies},

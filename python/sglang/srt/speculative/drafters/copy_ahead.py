@@ -40,8 +40,8 @@ class CopyAhead:
     per row and position. A row is rewritten when a request takes it.
 
     The draft's forward is skipped if all running requests copy. On a CPU that is read from the device.
-    Elsewhere it is predicted from what the host knows (`CopyStats.all_copy`). Adaptive width also skips it if
-    it verifies for the sake of copies alone. P-EAGLE's forward also writes context, and runs every time.
+    Elsewhere it is predicted from what the host knows (`CopyStats.all_copy`). P-EAGLE's forward also
+    writes context, and runs every time.
 
     Matches are looked up in plain cycles too. Compared with the tokens that the target then emits, they show
     what copies are worth while nothing is verified.
@@ -150,18 +150,12 @@ class CopyAhead:
 
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
         """See `Drafter`. Copies what `look_up` found, if the request's record prefers copies."""
-        self._choose_copies(cycle, beside_draft=cycle.verify_len > 1)
-        if self._copied is None or cycle.verify_len == 1:
+        self._choose_copies(cycle)
+        if self._copied is None:
             return self.inner.propose(cycle, sampling_info)
         self._was_drafted = not self._needs_no_draft()
         if self._was_drafted:
             return overlay_copies(self.inner.propose(cycle, sampling_info), self._copied)
-        return self._without_draft(cycle, sampling_info)
-
-    def propose_copies(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
-        """Propose every match, without the draft. Arguments as of `propose`."""
-        self._choose_copies(cycle, beside_draft=False)
-        self._was_drafted = False
         return self._without_draft(cycle, sampling_info)
 
     def overlay(self, cycle: Cycle, block: DraftBlock, copies: np.ndarray, was_drafted: bool) -> DraftBlock:
@@ -188,16 +182,14 @@ class CopyAhead:
         self._lengths = torch.where(is_copy, lengths, -lengths)
         return overlay_copies(block, torch.where(is_copy[:, None], self._copied, -1)[:, :width])
 
-    def _choose_copies(self, cycle: Cycle, beside_draft: bool) -> None:
+    def _choose_copies(self, cycle: Cycle) -> None:
         self._copied = self._lengths = None
-        self._was_drafted = cycle.verify_len > 1
+        self._was_drafted = True
         if self._keys is None:
             return
-        records = self._records if beside_draft else self._no_records
-        # A plain cycle shows whether the first token of a copy is right.
-        width = max(cycle.verify_len, 2)
+        requests, width = cycle.req_pool_indices, cycle.verify_len
         self._copied, self._lengths = choose_copies(
-            self.history, records, cycle.req_pool_indices, cycle.committed, self._keys, width, RULE
+            self.history, self._records, requests, cycle.committed, self._keys, width, RULE
         )
         self._keys = None
 
@@ -229,11 +221,8 @@ class CopyAhead:
                 self._was_drafted and not is_own,
                 RULE,
             )
-        if lengths is not None and self._copied is not None:
-            if is_own:
-                right = _num_right(self._copied, accepted)
-            elif cycle.verify_len == 1:
-                lengths = torch.where(self._copied[:, 1] == accepted.tokens[:, 0], lengths, -lengths)
+        if is_own and lengths is not None and self._copied is not None:
+            right = _num_right(self._copied, accepted)
         self.proposals = self.stats.proposals(lengths, self._was_drafted, right)
         self.inner.commit(cycle, aux_hidden, accepted)
 

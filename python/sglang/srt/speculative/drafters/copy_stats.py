@@ -26,7 +26,7 @@ class Proposals:
 
     Attributes:
         lengths: [bs] int32 on the host, lengths of the requests' matches. 0: none. Negative: passed over for
-            the draft or, in a plain cycle, followed by another token than the copy's. None: no lookup.
+            the draft. None: no lookup.
         transferred: end of the transfer of `lengths` and `right` to the host.
         was_drafted: whether the draft ran.
         admissions: prefills and arrivals before the cycle.

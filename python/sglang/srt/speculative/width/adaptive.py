@@ -32,13 +32,11 @@ class AdaptiveWidth:
     Attributes:
 
     Args:
-        chooser: the policy. If there is a `schedule`, it still learns and decides, but is not obeyed.
+        chooser: the policy.
         backends: the target's.
         clock: times the cycles.
         num_rows: of the request table.
         tp_group: rank 0 chooses for all of it.
-        schedule: numbers of drafted tokens, verified in turn instead of what is chosen. With own lengths,
-            each row of the request table starts at another place. For tests and measurements.
         has_copies: whether there are copies.
         log_every: cycles from one log line to the next.
         metrics: counts widths, if given.
@@ -51,14 +49,12 @@ class AdaptiveWidth:
         clock: CycleClock,
         num_rows: int,
         tp_group: Any,
-        schedule: Sequence[int] = (),
         has_copies: bool = False,
         log_every: int = 40,
         metrics: Any = None,
     ):
         self.chooser, self._backends, self._clock, self._tp_group = chooser, backends, clock, tp_group
-        self._schedule, self._log_every = np.array(schedule), log_every
-        self._has_copies, self._metrics = has_copies, metrics
+        self._has_copies, self._log_every, self._metrics = has_copies, log_every, metrics
         # Lengths of matches to expect, if the host cannot read them: of copies that go on.
         self._expected_matches = np.full(num_rows, UNKNOWN_MATCH)
         self._row_generation = np.zeros(num_rows, dtype=np.int64)
@@ -106,10 +102,10 @@ class AdaptiveWidth:
             matches = self._expected_matches[requests.rows]
         needs_equal = _needs_equal_lengths(batch.sampling_info)
         choice = self._agree(requests, num_tokens, matches, caps)
-        plan = planned(self._backends, choice.lengths, choice.copies, choice.drafts, needs_equal)
+        plan = planned(self._backends, choice.lengths, choice.copies, needs_equal)
         lengths = np.full(len(requests.rows), plan.width - 1) if plan.lengths is None else plan.lengths
         choice = choice._replace(lengths=lengths)
-        work = None if len(self._schedule) else self.chooser.work(choice, num_tokens)
+        work = self.chooser.work(choice, num_tokens)
         plan = plan._replace(caps=caps, matches=matches, batch=requests, work=work)
         self._count(plan.width, choice)
         self._clock.start()
@@ -154,42 +150,20 @@ class AdaptiveWidth:
         if self._tp_group.world_size == 1:
             assert choice is not None
             return choice
-        shared = np.zeros((3, n), dtype=np.int64)
+        shared = np.zeros((2, n), dtype=np.int64)
         if choice is not None:
-            shared[:] = choice.lengths, choice.copies, choice.drafts
+            shared[:] = choice.lengths, choice.copies
         sent = torch.from_numpy(shared)
         torch.distributed.broadcast(sent, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
-        choice = choice or Choice(shared[0], shared[1] > 0, True, 0.0, 0.0)
-        return choice._replace(lengths=shared[0], copies=shared[1] > 0, drafts=bool(shared[2, 0]))
+        choice = choice or Choice(shared[0], shared[1] > 0, 0.0, 0.0)
+        return choice._replace(lengths=shared[0], copies=shared[1] > 0)
 
     def _choose(self, batch: Requests, num_tokens: int, *limits: np.ndarray | None) -> Choice:
-        choice = self.chooser.choose(batch.key, batch.rows, batch.modes, num_tokens, *limits)
-        return self._scheduled(choice, batch, *limits) if len(self._schedule) else choice
+        return self.chooser.choose(batch.key, batch.rows, batch.modes, num_tokens, *limits)
 
-    def _scheduled(
-        self,
-        choice: Choice,
-        batch: Requests,
-        matches: np.ndarray | None,
-        caps: np.ndarray | None,
-    ) -> Choice:
-        """Replace the choice by the schedule's."""
-        place = np.full(len(batch.rows), self._num_cycles)
-        copies = np.zeros(len(batch.rows), dtype=bool)
-        if self._backends.own_lengths:
-            if len(batch.rows) > 1:  # a request alone follows the schedule as it is
-                place = place + 5 * batch.rows
-            if matches is not None:
-                copies = (matches > 0) & (place % 3 > 0)
-        lengths = self._schedule[place % len(self._schedule)]
-        if caps is not None and self._backends.own_lengths:
-            lengths = np.minimum(lengths, caps)
-        return choice._replace(lengths=lengths, copies=copies, drafts=True)
-
-    def on_launched(self, cycle: PlannedCycle, was_drafted: bool = True) -> None:
-        """Stop timing. was_drafted: whether the draft ran, if it was to."""
-        is_as_planned = cycle.lengths is not None or was_drafted == (cycle.drafts and cycle.width > 1)
-        self._clock.stop(cycle.work if is_as_planned else None)
+    def on_launched(self, cycle: PlannedCycle) -> None:
+        """Stop timing."""
+        self._clock.stop(cycle.work)
 
     def _learn_timings(self) -> None:
         for work, seconds, gap in self._clock.finished():
@@ -214,12 +188,10 @@ class AdaptiveWidth:
             same = self._row_generation[rows] == batch.generations
             rows, modes, accepted, verified = rows[same], modes[same], accepted[same], verified[same]
         if proposals is not None and proposals.lengths is not None:
-            lengths = proposals.lengths.numpy()[same]
-            right = None if proposals.right is None else proposals.right.numpy()[same]
-            assert cycle.matches is not None
-            self._learn_copies(rows, modes, cycle.matches[same], lengths, right, verified, accepted)
-            was_drafted = proposals.was_drafted if cycle.copies is None else ~cycle.copies[same]
-            verified = np.where((lengths <= 0) & was_drafted, verified, 0)
+            assert proposals.right is not None and cycle.matches is not None and cycle.copies is not None
+            lengths, right = proposals.lengths.numpy()[same], proposals.right.numpy()[same]
+            self._learn_copies(rows, modes, cycle.matches[same], lengths, right, accepted)
+            verified = np.where((lengths <= 0) & ~cycle.copies[same], verified, 0)
         self.chooser.drafts.learn(rows, modes, verified, accepted)
 
     def _learn_copies(
@@ -228,23 +200,21 @@ class AdaptiveWidth:
         modes: np.ndarray,
         expected: np.ndarray,
         lengths: np.ndarray,
-        right: np.ndarray | None,
-        verified: np.ndarray,
+        right: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        """Learn from matches.
+        """Learn from matches, used or not.
 
-        expected: lengths that the choice knew of. lengths, right: of `Proposals`.
+        Args:
+            rows: of the request table. [n]
+            modes: of `MODES`. [n]
+            expected: lengths of matches that the choice knew of. [n]
+            lengths: as in `Proposals`. [n]
+            right: as in `Proposals`. [n]
+            accepted: drafted or copied tokens that were accepted. [n]
         """
-        if right is not None:  # compared with the output, used or not
-            seen = np.minimum(np.minimum(right, accepted) + 1, self.chooser.depth)
-            goes_on = right > accepted
-        else:
-            # Lengths that the choice expected. A copy that was passed over shows nothing, but a plain cycle
-            # shows whether its first token is right.
-            right = np.where(lengths > 0, np.where(verified > 0, accepted, 1), 0)
-            seen = np.minimum(right + 1, np.maximum(verified, 1)) * ((lengths >= 0) | (verified == 0))
-            goes_on = (lengths > 0) & (right >= np.maximum(verified, 1))
+        seen = np.minimum(np.minimum(right, accepted) + 1, self.chooser.depth)
+        goes_on = right > accepted
         longer = np.minimum(np.abs(lengths) + right, RULE.longest)
         self._expected_matches[rows] = np.where(goes_on, longer, UNKNOWN_MATCH)
         some = (expected > 0) & (seen > 0)
@@ -260,7 +230,6 @@ class AdaptiveWidth:
             copies = {"copy_accept_probs": dict(zip(MODES, averages.tolist(), strict=True))}
         return copies | {
             "width": self._width,
-            "own_lengths": self._backends.own_lengths,
             "expected": self._expected_per_width(),
             "candidates": self.chooser.costs.widths.tolist(),
             "cycles_per_width": {str(width): n for width, n in sorted(self._cycles_per_width.items())},

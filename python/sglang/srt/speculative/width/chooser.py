@@ -6,7 +6,7 @@ import numpy as np
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.speculative.width.costs import KNOWN, CostTable, Work
-from sglang_dflash.srt.speculative.width.policy import choose_lengths, choose_width
+from sglang_dflash.srt.speculative.width.policy import choose_lengths
 from sglang_dflash.srt.speculative.width.survival import CopySurvival, DraftSurvival
 
 # A decision holds for so many cycles of an unchanged batch, if no copies come and go.
@@ -17,8 +17,7 @@ class Choice(NamedTuple):
     """A decision for n requests, and what it expects."""
 
     lengths: np.ndarray  # drafted tokens to verify. [n]
-    copies: np.ndarray  # with own lengths: which requests verify a copy instead. [n] bool
-    drafts: bool  # without: whether the draft runs, if anything is verified
+    copies: np.ndarray  # which requests verify a copy instead. [n] bool
     tokens: float  # committed by the cycle, of all requests
     seconds: float
 
@@ -29,7 +28,6 @@ class LengthChooser:
     Args:
         costs: of a cycle. Its widths are the candidates, and the largest is the most a request verifies.
         num_rows: of the request table.
-        own_lengths: whether requests of a cycle may verify different numbers of tokens.
         probe_share: share of the time that probes may cost.
         skips_draft: whether a copy may be verified without running the draft.
 
@@ -43,11 +41,10 @@ class LengthChooser:
         self,
         costs: CostTable,
         num_rows: int,
-        own_lengths: bool = True,
         probe_share: float = 0.005,
         skips_draft: bool = True,
     ):
-        self.costs, self.own_lengths, self.depth = costs, own_lengths, int(costs.widths[-1]) - 1
+        self.costs, self.depth = costs, int(costs.widths[-1]) - 1
         self.drafts, self.copies = DraftSurvival(num_rows, self.depth), CopySurvival(self.depth)
         self._num_rows, self._probe_share, self._skips_draft = num_rows, probe_share, skips_draft
         self._held: tuple[Any, Choice] | None = None  # the latest choice, and what it was for
@@ -108,8 +105,6 @@ class LengthChooser:
         if caps is not None:
             beyond = np.arange(self.depth) >= caps[:, None]
             survival, copied = np.where(beyond, 0.0, survival), np.where(beyond, 0.0, copied)
-        if not self.own_lengths:
-            return self._decide_width(survival, copied, verify, float(draft[-1]))
         if matches is not None:
             # What the draft of a request costs, in tokens of a cycle at this price.
             price = draft[-1] / verify[0] if self._skips_draft else 0.0
@@ -119,31 +114,15 @@ class LengthChooser:
         is_free = copies & self._skips_draft
         uneven = self.costs.uneven(n)
         lengths, tokens, seconds = choose_lengths(survival, is_free, verify, draft, uneven)
-        return Choice(lengths, copies & (lengths > 0), True, tokens, seconds)
-
-    def _decide_width(
-        self, survival: np.ndarray, copied: np.ndarray, verify: np.ndarray, draft: float
-    ) -> Choice:
-        """Choose one width for all. Who copies is decided on the device."""
-        widths, n = self.costs.widths, len(survival)
-        is_better = copied.sum(axis=1) > survival.sum(axis=1)
-        both = np.where(is_better[:, None], copied, survival)
-        width, tokens, seconds = choose_width(both, widths, verify, draft)
-        drafts = True
-        if self._skips_draft and copied.any():
-            alone = choose_width(copied, widths, verify, 0.0)
-            if alone[1] / alone[2] > tokens / seconds:
-                (width, tokens, seconds), drafts = alone, False
-        return Choice(np.full(n, width - 1), is_better, drafts, tokens, seconds)
+        return Choice(lengths, copies & (lengths > 0), tokens, seconds)
 
     def work(self, choice: Choice, num_tokens: int | None = None) -> Work:
         """Return what a cycle of this choice does. num_tokens: committed tokens of all requests."""
         lengths, is_drafted = choice.lengths, choice.lengths > 0
-        if self.own_lengths and self._skips_draft:
+        if self._skips_draft:
             is_drafted = is_drafted & ~choice.copies
-        drafted_for = int(is_drafted.sum()) if choice.drafts else 0
         is_uneven = bool((lengths != lengths[0]).any())
-        return Work(len(lengths), int(lengths.sum()), drafted_for, is_uneven, num_tokens)
+        return Work(len(lengths), int(lengths.sum()), int(is_drafted.sum()), is_uneven, num_tokens)
 
     def _probe(
         self, choice: Choice, rows: np.ndarray, num_tokens: int | None, caps: np.ndarray | None
@@ -151,20 +130,16 @@ class LengthChooser:
         """Return the choice or, to learn what it costs and brings, something else.
 
         While their costs are not known, that is the narrowest cycle or the widest one. Later the narrowest
-        takes turns with a whole block of one more request, without own lengths of all, as far as
-        `probe_share` of the time pays.
+        takes turns with a whole block of one more request, as far as `probe_share` of the time pays.
         """
         n = len(rows)
         most = np.full(n, self.depth) if caps is None else np.minimum(caps, self.depth)
         is_short = (choice.lengths < most) & ~choice.copies
-        if not self.own_lengths:
-            most[:], is_short[:] = self.depth, is_short.any()
         narrowest = np.minimum(most, self.costs.widths[0] - 1)
-        wider = widest = np.where(is_short, most, choice.lengths)
-        if self.own_lengths:
-            distance = np.where(is_short, (rows - self._turn) % self._num_rows, self._num_rows)
-            wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
-        kinds = [choice._replace(lengths=lengths, drafts=True) for lengths in (narrowest, widest)]
+        widest = np.where(is_short, most, choice.lengths)
+        distance = np.where(is_short, (rows - self._turn) % self._num_rows, self._num_rows)
+        wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
+        kinds = [choice._replace(lengths=lengths) for lengths in (narrowest, widest)]
         tries = [self.costs.tries(self.work(kind)) for kind in kinds]
         is_new, is_turn = min(tries) < KNOWN, bool(self.num_probes % 2) or not is_short.any()
         if is_new:

@@ -8,11 +8,11 @@ import numpy as np
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
-from sglang_dflash.srt.speculative.width.backends import AnyRows, WidthBackends
+from sglang_dflash.srt.speculative.width.backends import AnyRows
 from sglang_dflash.srt.speculative.width.costs import Work
 from sglang_dflash.srt.speculative.width.row_graphs import RowBackends
 
-Backends = AnyRows | RowBackends | WidthBackends
+Backends = AnyRows | RowBackends
 
 
 class Requests(NamedTuple):
@@ -31,7 +31,6 @@ class PlannedCycle(NamedTuple):
     width: int  # most slots that a request verifies, the anchor included
     lengths: np.ndarray | None = None  # drafted tokens that each request verifies. None: width - 1. [n]
     copies: np.ndarray | None = None  # with `lengths`: which requests verify a copy instead. [n] bool
-    drafts: bool = True  # without `lengths`: False if copies are verified without running the draft
     rows: VerifyRows | None = None  # with `lengths`: of the verify forward
     caps: np.ndarray | None = None  # most drafted tokens to accept per request. None: no limits. [n]
     matches: np.ndarray | None = None  # lengths that the choice knew of, 0 without a match. [n]
@@ -52,7 +51,6 @@ def planned(
     backends: Backends,
     lengths: np.ndarray,
     copies: np.ndarray,
-    drafts: bool = True,
     needs_rectangle: bool = False,
 ) -> PlannedCycle:
     """Have the backends verify `lengths`, and plan the cycle that does.
@@ -61,9 +59,9 @@ def planned(
     """
     width, rows = backends.follow(lengths, needs_rectangle)
     if rows is None:
-        return PlannedCycle(width, drafts=drafts)
+        return PlannedCycle(width)
     lengths = np.full_like(lengths, width - 1) if rows.lengths is None else rows.lengths
-    return PlannedCycle(width, lengths, copies & (lengths > 0), drafts, rows)
+    return PlannedCycle(width, lengths, copies & (lengths > 0), rows)
 
 
 class FixedWidth:
@@ -88,7 +86,7 @@ class FixedWidth:
         """Plan whole blocks."""
         return self._plan if caps is None else self._plan._replace(caps=caps)
 
-    def on_launched(self, cycle: PlannedCycle, was_drafted: bool = True) -> None:
+    def on_launched(self, cycle: PlannedCycle) -> None:
         """Do nothing."""
 
     def on_accept_lens(

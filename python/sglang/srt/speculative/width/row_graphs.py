@@ -138,8 +138,6 @@ class RowBackends:
     has_copies: whether a request may copy instead of being drafted for. Whole blocks then have rows as well.
     """
 
-    own_lengths = True
-
     def __init__(self, runner: Any, block_size: int, has_copies: bool = False):
         self._runner, self._block_size, self._has_copies = runner, block_size, has_copies
         self._whole = runner.attn_backend, runner.decode_cuda_graph_runner

@@ -22,23 +22,21 @@ class EagleSettingsError(ValueError):
 class AdaptiveSettings:
     """The config file.
 
-    candidate_steps: drafted tokens that a cycle may verify, ascending; 0 is plain decoding. If requests have
-    lengths of their own, these are what start-up measures, and the last is the most that a request verifies.
-    None: on a CPU 0, 1, 3, 7, .. up to all of them; on a GPU, where narrow blocks of few requests cost as
-        much
-    as wide ones, 0, about half and all. schedule: drafted tokens to verify, cycle by cycle in turn, instead
-    of choosing; for tests and measurements. probe_share: share of the time that probes may cost.
+    Attributes:
+        candidate_steps: drafted tokens per request that start-up measures, ascending. 0 is plain decoding.
+            The last is the most that a request verifies. None: on a CPU 0, 1, 3, 7, .. up to all of them.
+            On a GPU 0, about half and all: few rows cost as much as more there.
+        probe_share: share of the time that probes may cost.
     """
 
     candidate_steps: _Steps | None = None
-    schedule: _Steps = ()
     probe_share: NonNegativeFloat = 0.005
 
     @field_validator("candidate_steps")
     @classmethod
     def _check_order(cls, steps: _Steps | None) -> _Steps | None:
-        if steps is not None and (not steps or any(a >= b for a, b in pairwise(steps))):
-            raise ValueError("steps must ascend and not be empty")
+        if steps is not None and (len(steps) < 2 or any(a >= b for a, b in pairwise(steps))):
+            raise ValueError("two steps or more must ascend (--speculative-num-draft-tokens fixes one)")
         return steps
 
     @classmethod
@@ -82,9 +80,7 @@ class AdaptiveSettings:
         Raises ValueError for candidates that the block does not hold.
         """
         drafted = block_size - 1
-        if self.schedule:
-            steps = sorted(set(self.schedule))
-        elif self.candidate_steps is not None:
+        if self.candidate_steps is not None:
             steps = list(self.candidate_steps)
         elif device != "cpu":
             steps = sorted({0, max(block_size // 2 - 1, 0), drafted})

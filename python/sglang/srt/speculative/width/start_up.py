@@ -22,12 +22,7 @@ from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpec
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
-from sglang_dflash.srt.speculative.width.backends import (
-    AnyRows,
-    WidthBackends,
-    captured_sizes,
-    has_room_for_widths,
-)
+from sglang_dflash.srt.speculative.width.backends import AnyRows, captured_sizes
 from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock
 from sglang_dflash.srt.speculative.width.costs import KNOWN, CostTable
@@ -66,20 +61,11 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
             "memory yet when cycles of other lengths would be measured."
         )
         return FixedWidth(block_size)
-    schedule = settings.schedule
-    own_lengths = serves_own_lengths(runner)
+    if not serves_own_lengths(runner):
+        return FixedWidth(block_size)
     is_recurrent = mambaish_config(runner.model_config) is not None
-    if is_recurrent and not own_lengths:
-        logger.info("DFLASH verifies whole blocks: the target's recurrent states are of one width.")
-        return FixedWidth(block_size)
-    if not has_room_for_widths(runner, len(widths) - 1, tp_group):
-        return FixedWidth(block_size)
-    if own_lengths and len(widths) == 1:
-        schedule = (widths[0] - 1,)
     backends: Backends
-    if not own_lengths:
-        backends = WidthBackends(runner, widths, block_size)
-    elif runner.decode_cuda_graph_runner is None:
+    if runner.decode_cuda_graph_runner is None:
         backends = AnyRows(has_layouts=is_recurrent)
     else:
         backends = RowBackends(runner, block_size, has_copies)
@@ -89,12 +75,11 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     backends.follow(np.array([block_size - 1]))
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     return AdaptiveWidth(
-        LengthChooser(costs, num_rows, own_lengths, settings.probe_share, skips_draft),
+        LengthChooser(costs, num_rows, settings.probe_share, skips_draft),
         backends,
         CycleClock(runner.device),
         num_rows,
         tp_group,
-        schedule,
         has_copies,
         get_observability().decode_log_interval,
         metrics,
@@ -115,7 +100,7 @@ def serves_own_lengths(runner: Any) -> bool:
     if reason is None and get_lora().enable_lora:
         reason = "SGLang applies adapters to blocks of one width"
     if reason is not None:
-        logger.info("DFLASH: all requests of a cycle verify equally many tokens: %s.", reason)
+        logger.info("DFLASH verifies whole blocks: %s.", reason)
     return reason is None
 
 
@@ -124,7 +109,7 @@ def _measure(worker: Any, backends: Backends, widths: tuple[int, ...], budget: f
     loads = _loads(timer.runner)
     context = timer.feasible_context(_CONTEXT)
     cycles, widest = [_TimedCycle(width) for width in widths], widths[-1]
-    if backends.own_lengths and widest > 1:
+    if widest > 1:
         cycles.append(_TimedCycle(widest, is_half=True))
     seconds, drafts, is_steady = timer.time_loads(cycles, loads, context, budget)
     measured = len(seconds)
