@@ -204,7 +204,7 @@ class _CycleTimer:
     def time_loads(
         self, cycles: list[_TimedCycle], loads: list[int], context: int, budget: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return seconds of each cycle and of its draft [loads, cycles], and which loads are steady.
+        """Return each cycle's seconds, its draft's [loads, cycles], and which loads are steady.
 
         Seconds are the least of some samples. Loads take turns, so that a second in which the machine does
         something else spoils one sample of each and not all samples of one. A load is steady if most samples
