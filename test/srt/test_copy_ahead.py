@@ -379,14 +379,6 @@ def test_what_was_kept_is_text_and_the_rest_is_not():
     assert played.propose(2).tokens.tolist() == [[9, 10, 11, 12]]
 
 
-def test_a_cycle_of_one_token_is_text_too():
-    played = Simulation()
-    played.prefill({2: (LONG[:-1], 0)}, said=8)
-    assert played.propose(2, width=1).tokens.tolist() == [[8]]
-    played.commit([[9]], [0])
-    assert played.propose(2).tokens.tolist() == [[9, 10, 11, 12]]
-
-
 # -- without the draft
 
 
