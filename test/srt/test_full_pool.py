@@ -1,4 +1,4 @@
-"""Prompts in chunks beside decode rows: a full KV pool, and what a cut at a page's end leaves of a step."""
+"""Prompts in chunks beside decode rows in a full KV pool."""
 
 import random
 
@@ -29,22 +29,3 @@ def test_the_next_chunk_of_a_prompt_waits_for_room():
     [answers] = run(arguments, [jobs], environment={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"})
     assert [len(answer.output_ids) for answer in answers] == [job.max_new_tokens for job in jobs]
     assert sum(answer.retractions for answer in answers) > 0
-
-
-def test_one_step_cuts_one_prompt():
-    """Without our change SGLang answers the first of two prompts without the rest of it.
-
-    A step has 128 tokens less the decode rows, so a cut at a page's end leaves some. Every second request
-    may end early; SGLang admits the others in another function, which does not cut at pages.
-    """
-    generator = random.Random(1)
-    prompts = [
-        tuple(generator.randrange(8, 2000) for _ in range(generator.choice((40, 63, 90, 129, 200, 333))))
-        for _ in range(24)
-    ]
-    jobs = [Job(ids, 12, step=n // 3, ignore_eos=n % 2 == 0) for n, ids in enumerate(prompts)]
-    flags = ["--model-path", TARGET, "--dtype", "float32", "--max-total-tokens", "16384"]
-    cut = ["--chunked-prefill-size", "128", "--enable-mixed-chunk", "--page-size", "16"]
-    [wanted] = run(flags, [jobs])
-    [found] = run([*flags, *cut, "--disable-radix-cache", *dflash_arguments()], [jobs])
-    assert [answer.output_ids for answer in found] == [answer.output_ids for answer in wanted]

@@ -399,6 +399,12 @@ def test_flags_that_plain_sglang_overrides_get_a_warning(field, value, words, ca
         (
             {"enable_mixed_chunk": True, "disable_radix_cache": True, "page_size": 16},
             "enable_mixed_chunk",
+            False,
+            "--disable-radix-cache",
+        ),
+        (
+            {"enable_mixed_chunk": True, "disable_radix_cache": True, "page_size": 1},
+            "enable_mixed_chunk",
             True,
             None,
         ),

@@ -262,17 +262,17 @@ def test_what_only_ours_has_is_refused_there(option, words, as_another_sglang, m
 
 def test_what_another_plugin_replaced_is_found_in_the_launcher(monkeypatch, caplog):
     """The files are those of a supported release, but a plugin has replaced a function."""
-    from sglang.srt.speculative import dflash_utils
+    from sglang.srt.managers import scheduler
 
     compatibility.why_off.cache_clear()
-    monkeypatch.setattr(dflash_utils, "resolve_dflash_verify_mask_policy", lambda backend, mode: None)
+    monkeypatch.setattr(scheduler, "validate_dflash_request", lambda request: None)
     record = SimpleNamespace(speculative_algorithm="DFLASH")
     try:
         assert compatibility.leave_to_sglang(record)
     finally:
         compatibility.why_off.cache_clear()
     [line] = [entry.getMessage() for entry in caplog.records]
-    assert "resolve_dflash_verify_mask_policy takes (backend, mode), expected (attn_backend)" in line
+    assert "validate_dflash_request takes (request), expected (req, enable_overlap)" in line
 
 
 def test_a_target_that_is_not_loaded_is_not_imported_on_an_unchanged_release(monkeypatch):

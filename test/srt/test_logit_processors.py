@@ -176,7 +176,8 @@ def groups(prompts) -> list[list[Job]]:
 
 
 def serve(arguments, groups, oracle: Oracle | None = None) -> list[list[Answer]]:
-    return run([*SERVER, *arguments], groups, oracle, environment=ENVIRONMENT, prepare=apply_masks_on_cpu)
+    environment = ENVIRONMENT | patched("masks_of_draws")
+    return run([*SERVER, *arguments], groups, oracle, environment=environment, prepare=apply_masks_on_cpu)
 
 
 @pytest.fixture(scope="module")

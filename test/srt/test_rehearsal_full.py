@@ -130,18 +130,6 @@ def test_a_server_that_is_handed_over(reference, tmp_path):
         assert "sglang-dflash DFlashWorker" not in played.server.log()
 
 
-@pytest.mark.parametrize("draft", ["dflash", "peagle"])
-def test_without_bounds(draft, expected, reference):
-    """Serve on an SGLang that lacks a target of BOUNDS: each cycle waits, nothing else changes."""
-    requests = greedy_requests()
-    expected.answers(DRAFTS[draft], requests)
-    with rehearse(Scene("flashinfer", lacks_bounds=True), DRAFTS[draft], NO_CACHE) as played:
-        assert_as_expected(played, DRAFTS[draft], requests, expected, reference)
-        assert played.waits() != []
-        [state] = played.server.get("/server_info")["internal_states"]
-        assert "plans" not in (state.get("speculative_plans") or {}), "plans were made within bounds"
-
-
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_triton(draft, expected, reference):
     """Run SGLang's attention kernels in Triton's interpreter, on short requests."""
@@ -236,28 +224,6 @@ def kinds_of_requests() -> list[dict]:
     kinds = ({}, grammar, {"frequency_penalty": 0.6, "repetition_penalty": 1.2}, {"min_new_tokens": 8})
     requests = [greedy_requests(n + 1, 24, **kind)[n] for n, kind in enumerate(kinds)]
     return [*requests, greedy_requests(5, 24)[4] | {"return_logprob": True, "top_logprobs_num": 2}]
-
-
-def test_widths_that_change(servers, reference, tmp_path):
-    """Swap backend and graphs per width from cycle to cycle.
-
-    Requests are sent one at a time, because the schedule of widths continues from one to the next.
-    """
-    requests, widths = greedy_requests(), verifying(tmp_path, *CHANGING)
-    on_cpu = servers.get(*ARGUMENTS, *dflash_arguments(PEAGLE_DRAFT), NO_CACHE, *widths)
-    wanted = on_cpu.generate_many(requests, 1)
-    # FlashInfer without our plans is a backend that takes one width.
-    with rehearse(Scene("flashinfer", lacks_bounds=True), PEAGLE_DRAFT, NO_CACHE, *widths) as played:
-        answers = played.server.generate_many(requests, 1)
-        assert_same(requests, answers, reference.answers(requests))
-        assert played.problems() == []
-        assert acceptance(answers) == acceptance(wanted)
-        assert {step["replays"]["target"] for step in played.notes("step")} == {1}
-        assert {step["replays"]["draft"] for step in played.notes("step")} == {0, 1}
-        captures = [note["role"] for note in played.notes("capture")]
-        assert captures.count("target") == 4 * captures.count("draft"), (
-            "each batch size for 8, 4, 2 and 1 verified slots"
-        )
 
 
 OWN_LENGTHS = [

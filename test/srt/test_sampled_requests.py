@@ -17,7 +17,7 @@ from serving import DFLASH2_DRAFT, SPECULATORS_DRAFT, TARGET, Server, dflash_arg
 from support.parity import assert_same
 from support.sampling_checks import EDGE, FALSE_ALARM, VOCAB, Draw, Filter, joint_filter, places, score
 from support.scheduled import Job, run
-from support.servers import FLOAT32, UNCOUNTED
+from support.servers import FLOAT32, UNCOUNTED, patched
 from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server
@@ -73,7 +73,7 @@ DRAFTING = {
 
 @pytest.fixture(scope="module", params=DRAFTING)
 def server(request, servers) -> Server:
-    return servers.get(*FLOAT32, *DRAFTING[request.param], environment=UNCOUNTED)
+    return servers.get(*FLOAT32, *DRAFTING[request.param], environment=UNCOUNTED | patched("masks_of_draws"))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from sglang_diff import compare, source_tree
 from sglang_diff.source_tree import NotSGLang, SourceTree, fingerprint
 
 UTILS = "sglang/srt/speculative/dflash_utils.py"
-POLICY = "sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy"
+CHECK = "sglang.srt.managers.scheduler.validate_dflash_request"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,16 +89,18 @@ def test_a_copy_and_a_wheel_of_it_are_the_same(copy, tmp_path, capsys):
     assert first == second
 
 
-HEAD = "def resolve_dflash_verify_mask_policy("
+HEAD = "def validate_dflash_request("
+CONDITION = "if enable_overlap and req.return_hidden_states:"
 PLANTED = {
-    "a body": (
-        (UTILS, "for _ in range(4):\n        if isinstance", "for _ in range(5):\n        if isinstance"),
-    )
-    + ("changed", 0),
-    "a target renamed": ((UTILS, HEAD, "def make_policy("), "gone", 1),
+    "a body": ((UTILS, CONDITION, "if req.return_hidden_states:"), "changed", 0),
+    "a target renamed": ((UTILS, HEAD, "def check_request("), "gone", 1),
     "an argument added": ((UTILS, HEAD, f"{HEAD}rank, "), "rank", 1),
 }
-ANNOTATION = (UTILS, f"{HEAD}attn_backend: Any) -> tuple[str, bool]:", f"{HEAD}attn_backend) -> tuple:")
+ANNOTATION = (
+    UTILS,
+    f"{HEAD}req: Req, enable_overlap: bool) -> Optional[str]:",
+    f"{HEAD}req, enable_overlap):",
+)
 
 
 @pytest.mark.parametrize("planted", PLANTED)
@@ -109,17 +111,17 @@ def test_a_planted_change_is_named(planted, copy, capsys):
     assert run("--against", folder) == status
     output = capsys.readouterr().out
     [line] = told(output)
-    assert POLICY in line and word in line
-    assert (f"Required and gone: {POLICY}" in output) == (status == 1)
+    assert CHECK in line and word in line
+    assert (f"Required and gone: {CHECK}" in output) == (status == 1)
     if planted == "a body":
-        assert f"{UTILS}:" in line and f"--diff {POLICY}" in output
+        assert f"{UTILS}:" in line and f"--diff {CHECK}" in output
 
 
 def test_an_optional_target_is_no_reason_to_fail(copy, capsys):
-    file = "sglang/srt/model_executor/graph_shared_output.py"
-    assert run("--against", copy((file, "def create_for_model_runner(", "def create_for("))) == 0
+    file = "sglang/srt/mem_cache/prefill_budget.py"
+    assert run("--against", copy((file, "def available_chunk_tokens(", "def chunk_tokens("))) == 0
     [line] = told(capsys.readouterr().out)
-    assert "gone" in line and "small output buffers of draft graphs" in line
+    assert "gone" in line and "mixed chunks in a full KV pool" in line
 
 
 def test_an_imported_name_that_is_gone_is_named(copy, capsys):
@@ -145,11 +147,7 @@ def test_a_step_that_nobody_may_wrap_is_gone(copy, capsys):
 def test_comments_docstrings_and_annotations_are_no_change(copy, capsys):
     folder = copy(
         ANNOTATION,
-        (
-            UTILS,
-            "for _ in range(4):\n        if isinstance",
-            "for _ in range(\n        4):  # why\n        if isinstance",
-        ),
+        (UTILS, CONDITION, "if (enable_overlap  # why\n        and req.return_hidden_states):"),
     )
     assert run("--against", folder) == 0
     assert not told(capsys.readouterr().out)
@@ -162,9 +160,9 @@ def test_the_difference_is_shown(copy, capsys, monkeypatch):
     monkeypatch.setattr(
         command, "_open", lambda against, folder: stock if against == "0.5.23" else opened(against, folder)
     )
-    assert run("--against", edited, "--since", "0.5.23", "--diff", POLICY) == 0
+    assert run("--against", edited, "--since", "0.5.23", "--diff", CHECK) == 0
     output = capsys.readouterr().out
-    assert "-    for _ in range(4):\n+    for _ in range(5):\n" in output
+    assert f"-    {CONDITION}\n+    if req.return_hidden_states:\n" in output
 
 
 def test_a_version_is_recorded(copy, tmp_path):

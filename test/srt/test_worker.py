@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from support.decisions import Decision, accepted_blocks, decide
 from support.engine import start
 from support.sampling_parameters import VOCABULARY, sampling_info
@@ -21,12 +21,10 @@ from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
 from sglang_dflash.srt.speculative.cycle.verify import VerifyTail
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.dflash_info import DraftBlock, packed_ranges
+from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput, DraftBlock, packed_ranges
 from sglang_dflash.srt.speculative.dflash_utils import (
     check_kv_budget,
-    graph_output_for_runner,
     has_room_for_draft_graphs,
-    resolve_dflash_verify_mask_policy,
 )
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 from sglang_dflash.srt.speculative.width.plan import PlannedCycle
@@ -215,20 +213,6 @@ def test_nothing_is_captured_if_nothing_is_drafted(block_size, monkeypatch):
     draft_worker.init_cuda_graphs.assert_called_once_with(capture_decode_cuda_graph=block_size > 1)
 
 
-def test_a_drafts_graphs_hold_no_logits(monkeypatch):
-    """SGLang's float32 buffer [requests * block rows, vocab] would take 0.4 GB.
-
-    This is P-EAGLE at bs 48, B 8 and V = 152k.
-    """
-    monkeypatch.setattr(GraphSharedOutput, "create_for_model_runner", lambda runner: "SGLang's")
-    create = graph_output_for_runner()
-    assert create(SimpleNamespace(is_draft_worker=False)) == "SGLang's"
-    buffer = create(SimpleNamespace(is_draft_worker=True, device="cpu")).get_logits_buffer(
-        151_936, rows=48 * 14
-    )
-    assert buffer.untyped_storage().nbytes() == 0 and buffer[:14].shape == (0, 151_936)
-
-
 @pytest.mark.parametrize(
     ("pool", "word"),
     [
@@ -275,7 +259,8 @@ def test_the_drafts_kv_has_the_targets_slots_and_what_was_budgeted(slots, budget
 
 def test_blocks_carry_no_mask():
     """SGLang would fill one of bs * B * context entries in every cycle, which no backend reads."""
-    assert resolve_dflash_verify_mask_policy(Sync(None)) == ("Sync", False)
+    verify = DFlashVerifyInput(8, CaptureHiddenMode.FULL, custom_mask=torch.ones(3, dtype=torch.bool))
+    assert verify.custom_mask is None
 
 
 def test_packed_ranges():

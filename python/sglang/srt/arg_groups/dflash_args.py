@@ -214,6 +214,14 @@ def resolve_dflash_args(server_args: Any) -> None:
         draft_backend = choose_draft_attention(args, prefill_backend, draft, target_config)
     draft.check_arguments(block_size, args.speculative_draft_window_size)
     adjusted = _adjust_to_recurrent_target(args, target_config, block_size) if is_recurrent else {}
+    if args.enable_mixed_chunk and args.disable_radix_cache and (args.page_size or 1) > 1:
+        # docs/dev/upstream/prefill-chunks.md
+        logger.warning(
+            "DFLASH turns --enable-mixed-chunk off: with --page-size %d and --disable-radix-cache SGLang "
+            "loses the rest of a prompt, even without a draft.",
+            args.page_size,
+        )
+        adjusted["enable_mixed_chunk"] = False
     _tell_of_inherited_quantization(args)
     settle_draft_quantization(args)
     declare_resolution(

@@ -1,4 +1,4 @@
-"""Prompts in chunks: room for the next chunk, one unfinished prompt."""
+"""Prompts in chunks: room for the next chunk."""
 
 import functools
 import inspect
@@ -26,23 +26,3 @@ def letting_chunks_wait() -> Callable[..., Any]:
         return min(wanted, room) if room > 0 else None
 
     return available_chunk_tokens
-
-
-def cutting_one_prompt() -> Callable[..., Any]:
-    """Build `PrefillAdder.add_one_req_ignore_eos`, which cuts no second prompt in a step.
-
-    SGLang continues one unfinished prompt. Of two, it answers the first without the rest of its text. A cut
-    at a page's end may leave less than a page of the step's tokens. Without a prefix cache SGLang then cuts
-    the next prompt to these, if that request ignores the end of text.
-    """
-    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
-
-    original = inspect.unwrap(PrefillAdder.add_one_req_ignore_eos)
-
-    @functools.wraps(original)
-    def add_one_req_ignore_eos(self: Any, req: Any) -> Any:
-        if self.new_chunked_req is not None:
-            return AddReqResult.OTHER
-        return original(self, req)
-
-    return add_one_req_ignore_eos

@@ -3,6 +3,7 @@
 Changes that SGLang has no registry for are in `ledger.py`.
 """
 
+import functools
 import logging
 import os
 from typing import Any
@@ -53,9 +54,17 @@ def open_in_front_end() -> None:
 
 
 def open_in_scheduler() -> None:
-    """Register our draft models. SGLang has models of the first two names, which ours replace."""
+    """Register our draft models and FlashInfer backend.
+
+    SGLang has models of the first two names, and a backend, which ours replace.
+    """
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.models.registry import ModelRegistry
 
+    from sglang_dflash.srt.layers.attention import flashinfer_plans
+
+    create = functools.partial(flashinfer_plans.create_backend, create=ATTENTION_BACKENDS["flashinfer"])
+    register_attention_backend("flashinfer")(create)
     ModelRegistry.register("sglang_dflash.srt.models", overwrite=True, strict=True)
 
 

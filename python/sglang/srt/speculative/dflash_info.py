@@ -350,6 +350,7 @@ class DFlashVerifyInput(SpecInput):
 
     def __post_init__(self):
         super().__init__(spec_input_type=SpecInputType.DFLASH_VERIFY)
+        self.custom_mask = None  # SGLang offers one where a backend could read it
         self.num_tokens_per_req = self.draft_token_num
         self.num_tokens_for_logprob_per_req = self.draft_token_num
 

@@ -1,11 +1,8 @@
 """Start-up checks of target, KV budget and graph memory."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
@@ -31,38 +28,6 @@ def check_target_model(target_model: Any, num_aux_layers: int) -> None:
         raise ValueError(
             f"DFLASH borrows the target's embedding and LM head, and {name} does not expose them."
         )
-
-
-def resolve_dflash_verify_mask_policy(attn_backend: Any) -> tuple[str, bool]:
-    """Name the attention backend, and tell whether blocks carry a mask there.
-
-    SGLang calls this before it captures a graph. Blocks never carry one:
-    every supported backend runs a chain by its causal flag.
-    """
-    return type(attn_backend).__name__, False
-
-
-class NoLogits:
-    """Empty logits buffer for SGLang's graph runner, if a model keeps its logits."""
-
-    def __init__(self, device: Any):
-        self._device = device
-
-    def get_logits_buffer(self, vocab_size: int, *, rows: int) -> torch.Tensor:
-        return torch.empty((0, vocab_size), device=self._device)
-
-
-def graph_output_for_runner() -> Callable[[Any], Any]:
-    """Wrap SGLang's `GraphSharedOutput.create_for_model_runner`: drafts get no logits buffer.
-
-    A draft's head and argmax are in its model.
-    """
-    original = GraphSharedOutput.create_for_model_runner
-
-    def create_for_model_runner(model_runner: Any) -> Any:
-        return NoLogits(model_runner.device) if model_runner.is_draft_worker else original(model_runner)
-
-    return create_for_model_runner
 
 
 def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:

@@ -5,7 +5,6 @@ The arguments still say `torch_native`, which lets a server run on a CPU. The le
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -44,7 +43,6 @@ class Scene:
             third of a second per step. Its twin runs otherwise.
         is_built_in: SGLang's own worker instead of ours.
         is_handed_over: The same, because our decision leaves the server to it.
-        lacks_bounds: On an SGLang where one target of the ledger's feature BOUNDS is gone.
         has_prefill_graphs: With SGLang's default for CUDA, breakable graphs of the target's prefill.
     """
 
@@ -54,7 +52,6 @@ class Scene:
     interprets_context_kv: bool = False
     is_built_in: bool = False
     is_handed_over: bool = False
-    lacks_bounds: bool = False
     has_prefill_graphs: bool = True
 
     @classmethod
@@ -114,8 +111,6 @@ def set_the_stage(ledger) -> None:
 
         register_attention_backend("torch_native")(build())
 
-    if scene.lacks_bounds:
-        ledger.AT_WORKER = tuple(_without_plans(change) for change in ledger.AT_WORKER)
     if scene.is_built_in:
         built_in.take_the_stage(attention, scene.buckets)
     elif scene.is_handed_over:
@@ -131,12 +126,6 @@ def pretend_support(speculative_hook) -> None:
     """Let SGLang's own DFLASH accept the CPU, if a server is to be handed over to it."""
     if Scene.from_environment().is_handed_over:
         speculative_hook.current_platform = built_in.PlatformWithDFlash(speculative_hook.current_platform)
-
-
-def _without_plans(change):
-    """Look for FlashInfer's plans where they are not, as on a later SGLang."""
-    is_gone = change.name == "init_forward_metadata_out_graph"
-    return dataclasses.replace(change, target=f"{change.target}_as_it_was") if is_gone else change
 
 
 def _prepare_our_worker(scene: Scene) -> None:
@@ -214,7 +203,9 @@ def _flashinfer():
     module.BatchDecodeWithPagedKVCacheWrapper = flashinfer_kernels.Decode
     module.fast_decode_plan = None
     module.merge_state = module._safe_merge_state = merge
-    return module.FlashInferAttnBackend
+    from sglang_dflash.srt.layers.attention import flashinfer_plans
+
+    return flashinfer_plans.backend_class()
 
 
 def _trtllm_mha():

@@ -196,6 +196,11 @@ def another_version(module) -> None:
     module.installed_version = lambda: "0.5.99"
 
 
+def masks_of_draws(module) -> None:
+    """Return sampling masks of sampled requests: SGLang wants a CUDA kernel for them, and no `min_p`."""
+    module.validate_spec_sampling_mask_request = lambda req, spec_algorithm: None
+
+
 def no_memory_reserve(module) -> None:
     """Let a host pool take the last 10 GiB of memory, which SGLang leaves free."""
     module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
@@ -215,6 +220,7 @@ PATCHES = {
     "dropped_accept": {"sglang_dflash.srt.speculative.acceptance.acceptor": dropped_accept},
     "swapped_request": {"sglang_dflash.srt.speculative.acceptance.acceptor": swapped_request},
     "misdeclared_draft": {"sglang_dflash.srt.speculative.drafters.sampling": misdeclared_draft},
+    "masks_of_draws": {"sglang.srt.managers.scheduler": masks_of_draws},
     "overcommit": {"sglang.srt.managers.schedule_policy": overcommit},
     "no_memory_reserve": {"sglang.srt.mem_cache.pool_host.base": no_memory_reserve},
     "another_sglang": {

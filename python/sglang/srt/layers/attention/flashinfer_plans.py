@@ -9,10 +9,9 @@ beyond the captured sizes, and layouts of two wrappers (sliding windows).
 """
 
 import functools
-import inspect
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 _PADDING_LENGTH = 1
 # Positions in FlashInfer's plan information.
 _PADDED_BATCH_SIZE, _CTA_TILE_Q, _CHUNK_OFFSET = 0, 3, 9
-# Attribute of our `init_forward_metadata_out_graph`. An SGLang that the change does not fit keeps its own.
-_MARK = "plans_within_bounds"
 # Cycles after which a check of chunk counts is waited for.
 _MOST_UNREAD_CHECKS = 8
 
@@ -45,11 +42,9 @@ def accepts_bounds(backend: Any) -> bool:
 
 
 def _plans_blocks(backend: Any) -> bool:
-    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
-
+    is_ours: bool = type(backend) is backend_class()
     return (
-        type(backend) is FlashInferAttnBackend
-        and hasattr(FlashInferAttnBackend.init_forward_metadata_out_graph, _MARK)
+        is_ours
         and backend.dispatch_reason is None
         and backend.prefill_backend == "fa2"
         and not backend.use_sliding_window_kv_pool
@@ -67,38 +62,39 @@ def count_cycle_without_graph(num_requests: int) -> None:
     counts.add("cycles_without_graph", f"no CUDA graph was captured for a batch of {num_requests} requests")
 
 
-def planning_within_bounds():
-    """Wrap `init_forward_metadata_out_graph` to plan blocks within bounds of their lengths.
+@functools.cache
+def backend_class() -> type:
+    """Return SGLang's FlashInfer backend, extended to plan blocks within bounds of their lengths.
 
     `spec_info.spread` has, per request, by how much the host's length may exceed the device's.
     """
     from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
-    original = inspect.unwrap(FlashInferAttnBackend.init_forward_metadata_out_graph)
+    class PlansBlocks(FlashInferAttnBackend):
+        def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            """Plan a forward, before its CUDA graph is captured or replayed."""
+            spec_info = forward_batch.spec_info
+            is_block = forward_batch.forward_mode.is_target_verify() and hasattr(spec_info, "spread")
+            if not is_block or not _plans_blocks(self):
+                return super().init_forward_metadata_out_graph(forward_batch, in_capture)
+            layout = spec_info.ragged_verify_layout
+            size = forward_batch.batch_size if layout is None else layout.graph_num_tokens
+            if in_capture:
+                # FlashInfer's own plan selects the kernel. The graph is captured with ours.
+                spec_info.ragged_verify_layout, spec_info.hidden_layout = None, layout
+                super().init_forward_metadata_out_graph(forward_batch, in_capture=True)
+                spec_info.ragged_verify_layout = layout
+                _add_plan(self, forward_batch, size)
+            return self.dflash_plans[size].prepare(forward_batch)
 
-    @functools.wraps(original)
-    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
-        spec_info = forward_batch.spec_info
-        is_block = (
-            forward_batch.forward_mode.is_target_verify()
-            and hasattr(spec_info, "spread")
-            and spec_info.custom_mask is None
-            and _plans_blocks(self)
-        )
-        if not is_block:
-            return original(self, forward_batch, in_capture)
-        layout = spec_info.ragged_verify_layout
-        size = forward_batch.batch_size if layout is None else layout.graph_num_tokens
-        if in_capture:
-            # FlashInfer's own plan selects the kernel. The graph is captured with ours.
-            spec_info.ragged_verify_layout, spec_info.hidden_layout = None, layout
-            original(self, forward_batch, in_capture=True)
-            spec_info.ragged_verify_layout = layout
-            _add_plan(self, forward_batch, size)
-        self.dflash_plans[size].prepare(forward_batch)
+    return PlansBlocks
 
-    setattr(init_forward_metadata_out_graph, _MARK, True)
-    return init_forward_metadata_out_graph
+
+def create_backend(runner: Any, create: Callable[[Any], Any]) -> Any:
+    """Make a runner's FlashInfer backend. create: SGLang's function, which makes the one for MLA."""
+    if runner.use_mla_backend:
+        return create(runner)
+    return backend_class()(runner, init_new_workspace=runner.init_new_workspace)
 
 
 class Staging:

@@ -1,6 +1,6 @@
 """Changes in scheduler processes that run DFLASH, or SGLang's own instead."""
 
-from sglang_dflash.srt.plugins.change import BOUNDS, RECURRENT_WIDTH, Change, made_by, our_object
+from sglang_dflash.srt.plugins.change import RECURRENT_WIDTH, Change, made_by, our_object
 
 AT_WORKER = (
     Change(
@@ -39,14 +39,6 @@ AT_WORKER = (
         build=made_by("srt.mem_cache.prefill_budget.letting_chunks_wait"),
     ),
     Change(
-        target="sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req_ignore_eos",
-        remove_when="SGLang cuts no second prompt in a step",
-        feature="mixed chunks with pages and without a prefix cache",
-        signature="(self, req)",
-        why="SGLang loses the rest of a prompt if it cuts another one in the same step",
-        build=made_by("srt.mem_cache.prefill_budget.cutting_one_prompt"),
-    ),
-    Change(
         target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
         remove_when="SGLang ends a run of tokens at its first stop, and counts its reasoning up to there",
         upstream="https://github.com/sgl-project/sglang/issues/39826",
@@ -82,14 +74,6 @@ AT_WORKER = (
         build=made_by("srt.speculative.request_fields.refusing_requests"),
     ),
     Change(
-        target="sglang.srt.managers.scheduler.validate_spec_sampling_mask_request",
-        remove_when="SGLang asks the worker which masks it returns",
-        feature="sampling masks of sampled requests",
-        signature="(req, spec_algorithm)",
-        why="SGLang's DFLASH needs a CUDA kernel and no min_p for sampling masks, ours does not",
-        build=our_object("srt.speculative.acceptance.sampling_masks.validate_sampling_mask_request"),
-    ),
-    Change(
         target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
         remove_when="processors get the tokens of the step before",
         signature="(self, batch, last_batch)",
@@ -106,36 +90,12 @@ AT_WORKER = (
         build=our_object("srt.speculative.dflash_info.DFlashVerifyInput"),
     ),
     Change(
-        target="sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy",
-        remove_when="SGLang asks the worker",
-        signature="(attn_backend)",
-        why="no block is run with a mask, so no CUDA graph is captured with one",
-        build=our_object("srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy"),
-    ),
-    Change(
-        target="sglang.srt.model_executor.graph_shared_output.GraphSharedOutput.create_for_model_runner",
-        remove_when="a draft's graphs have an output of their own",
-        feature="small output buffers of draft graphs",
-        signature="(model_runner)",
-        why="a draft's graphs put no logits into the shared buffer, which P-EAGLE's blocks would enlarge",
-        build=made_by("srt.speculative.dflash_utils.graph_output_for_runner"),
-    ),
-    Change(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
         remove_when="workers can report to /server_info",
         feature="DFLASH's reports in /server_info",
         signature="(self, state)",
         why="report the verify width in force, and its reason, in /server_info",
         build=made_by("srt.observability.server_info.adding_worker_reports"),
-    ),
-    Change(
-        target="sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_forward_metadata_out_graph",
-        remove_when="SGLang plans with bounds of lengths",
-        upstream="https://github.com/sgl-project/sglang/pull/32417",
-        feature=BOUNDS,
-        signature="(self, forward_batch, in_capture)",
-        why="FlashInfer plans on the host with exact lengths; bounds do, if the chunks are chosen by them",
-        build=made_by("srt.layers.attention.flashinfer_plans.planning_within_bounds"),
     ),
 )
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, SamplingMaskOutput
 from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
 
@@ -68,10 +67,3 @@ class SamplingMasks:
 
     def _blocks(self, per_slot: torch.Tensor) -> torch.Tensor:
         return per_slot.view(-1, self._block_size, *per_slot.shape[1:])
-
-
-def validate_sampling_mask_request(req: Any, spec_algorithm: Any) -> str | None:
-    """Return the message of an HTTP 400 for a request's mask, or None."""
-    if envs.SGLANG_SIMULATE_ACC_LEN.get() > 0:
-        return "return_sampling_mask does not go with simulated acceptance (SGLANG_SIMULATE_ACC_LEN)."
-    return None
