@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,15 +77,15 @@ def sizes(server: Server, folder: Path) -> Sizes:
     if server.is_built_in:
         with (
             mock.patch.dict(os.environ, SGLANG_PLUGINS="none"),
-            multiprocessing.get_context("spawn").Pool(1) as pool,
+            ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
         ):
-            return pool.apply(_sizes, (server, folder))
+            return pool.submit(_sizes, server, folder).result()
     import sglang.srt.mem_cache.kv_cache_configurator  # noqa: F401 (every fork needs it)
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(_sizes, (server, folder))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(_sizes, server, folder).result()
 
 
 def _sizes(server: Server, folder: Path) -> Sizes:
@@ -96,6 +97,7 @@ def _sizes(server: Server, folder: Path) -> Sizes:
 
     os.environ["TRITON_INTERPRET"] = "1"  # else ReplaySSM is turned off on a machine without a GPU
     arguments = ["--model-path", str(folder / "target"), "--skip-tokenizer-init", "--dtype", "bfloat16"]
+    arguments += ["--load-format", "dummy"]  # there are configs alone
     arguments += ["--tp-size", str(server.tp_size), "--mem-fraction-static", "0.9", *server.flags]
     if server.speculates:
         arguments += ["--speculative-algorithm", "DFLASH"]
