@@ -62,15 +62,18 @@ def figures(measured: "Measurement") -> str:
         f"{'if read with':<28}accept length   likelihood of the target's tokens "
         f"({measured.observations} positions)",
     ]
-    for outcome in measured.outcomes:
-        label = outcome.reading.label
-        lines.append(f"{label:<28}{outcome.acceptance.length:>13.2f}   {likelihood(outcome)}")
+    lines += [f"{label:<28}{length:>13}   {words}" for label, length, words in readings(measured)]
     for reading in measured.left_out:
         lines.append(f"{reading.label:<28}            -   names a state that the target does not return")
     return "\n".join(lines)
 
 
-def likelihood(outcome: "Outcome") -> str:
+def readings(measured: "Measurement") -> list[tuple[str, str, str]]:
+    """Return rows of text: what the checkpoint was read with, accept length, likelihood."""
+    return [(o.reading.label, f"{o.acceptance.length:.2f}", _likelihood(o)) for o in measured.outcomes]
+
+
+def _likelihood(outcome: "Outcome") -> str:
     """Compare a reading with the checkpoint as configured, in words."""
     if outcome.is_configured:
         return "(the reference)"
