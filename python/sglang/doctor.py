@@ -1,15 +1,17 @@
 """Find out why acceptance is low, without a server.
 
-    python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT [--measure] [--prompts FILE] [--html
-    FILE] [--unquantized DRAFT]
+    python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT [--measure] [--prompts FILE] [--json]
+    [--html FILE] [--unquantized DRAFT]
 
 Configs and tensor headers are examined first. `--measure` then loads both models in plain PyTorch and decodes
 some prompts. Exit status: 0 nothing found (notes do not count), 1 a fault is named, 2 nothing to examine.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
@@ -35,6 +37,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--measure", action="store_true", help="load both models, decode some prompts, report the acceptance")
     help_prompts = 'JSON lines with "text" or "messages"; implies --measure'
     add("--prompts", type=Path, metavar="FILE", help=help_prompts)
+    add("--json", action="store_true", help="print the report as JSON, and the text to stderr")
     add("--html", type=Path, metavar="FILE", help="write the findings as a page; implies --measure")
     help_copies = "also report what --speculative-copy-ahead would have copied; implies --measure"
     add("--copy-ahead", action="store_true", help=help_copies)
@@ -64,27 +67,28 @@ def _examine(args: argparse.Namespace) -> int:
     prompts = PROMPTS if args.prompts is None else read_prompts(args.prompts)
     from sglang_dflash.srt.doctor import report, static_checks
 
+    say = partial(print, file=sys.stderr if args.json else sys.stdout)
     pair = static_checks.Pair(target, draft)
     found = static_checks.findings(pair)
-    print(report.heading(pair), end="\n\n")
+    say(report.heading(pair), end="\n\n")
     for finding in found:
-        print(finding)
+        say(finding)
     measured = cost = None
     if args.measure and any(finding.is_fatal for finding in found):
-        print("Not measured: the draft cannot be loaded as it is.")
+        say("Not measured: the draft cannot be loaded as it is.")
     elif args.measure:
         before_pair = None if before is None else static_checks.Pair(target, before)
         measured, cost, more = _measure(args, pair, before_pair, prompts)
         found += more
-        print(report.figures(measured), end="\n\n")
+        say(report.figures(measured), end="\n\n")
         if cost is not None:
             from sglang_dflash.srt.doctor import quantization
 
-            print(quantization.text(cost), end="\n\n")
+            say(quantization.text(cost), end="\n\n")
         for finding in more:
-            print(finding)
+            say(finding)
     faults = sum(finding.level == FAULT for finding in found)
-    print(f"{faults} fault{'s' * (faults > 1)} found." if faults else "No fault found.")
+    say(f"{faults} fault{'s' * (faults > 1)} found." if faults else "No fault found.")
     if args.html is not None:
         from sglang_dflash.srt.doctor.page import page
 
@@ -92,7 +96,9 @@ def _examine(args: argparse.Namespace) -> int:
             args.html.write_text(page(pair, found, measured, cost), encoding="utf-8")
         except OSError as error:
             raise BadInput(f"{args.html}: {error.strerror or error}") from error
-        print(f"Written to {args.html}.")
+        say(f"Written to {args.html}.")
+    if args.json:
+        print(json.dumps(report.as_json(pair, found, measured, cost), indent=1))
     return int(faults > 0)
 
 

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from sglang_dflash.srt.doctor.page import page
 from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 from sglang_dflash.srt.doctor.prompts import PROMPTS
 from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere, other_readings
+from sglang_dflash.srt.doctor.report import as_json
 
 BUNDLED = (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT, DFLASH2_DRAFT)
 
@@ -521,6 +522,8 @@ def test_what_each_layer_lost(observed, tmp_path):
     said = quantization.text(cost)
     assert len(said.splitlines()) == 7 and "layers.1 quantized      W4" in said
     html = page(pair, [], measure.measure(pair, few(observed)), cost)
+    layer = as_json(pair, [], None, cost)["quantization"]["layers"][2]
+    assert layer["name"] == "layers.1" and layer["evidence"]["gain"] == worst.evidence.gain
     cells = [cell.text for cell in ElementTree.fromstring(html).iter("th")]
     assert "layers.1 quantized" in cells and "all quantized" in cells
 
@@ -592,6 +595,32 @@ def test_the_page_of_a_draft_that_cannot_be_loaded(tmp_path, capsys):
     assert examine(draft, "--html", str(html)) == 1
     assert "Not measured" in capsys.readouterr().out
     assert "norm.weight: missing" in "".join(ElementTree.fromstring(html.read_text()).itertext())
+
+
+def test_the_report_as_json(tmp_path, capsys):
+    """The text goes to stderr, and only the report to stdout."""
+    assert examine(make_draft(tmp_path / "draft", num_target_layers=36), "--json") == 1
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    (fault,) = (finding for finding in report["findings"] if finding["level"] == "fault")
+    assert report["num_faults"] == 1 and fault["problem"].startswith("num_target_layers is 36, but")
+    assert f"fault: {fault['problem']}" in said.err and "1 fault found." in said.err
+    assert report["target"] == str(TARGET) and report["served_by"].startswith("sglang-dflash")
+    assert report["measured"] is None and report["quantization"] is None
+    assert examine(DRAFT, "--json") == 0 and json.loads(capsys.readouterr().out)["num_faults"] == 0
+
+
+def test_measured_figures_as_json(bundled):
+    pair, found = bundled
+    report = json.loads(json.dumps(as_json(pair, [], found)))["measured"]
+    readings = {reading["read_with"]: reading for reading in report["readings"]}
+    assert list(readings)[0] == "as configured" and "layer ids one lower" in readings
+    assert readings["as configured"]["length"] == found.configured.length
+    assert readings["as configured"]["by_position"] == list(found.configured.by_position)
+    assert readings["layer ids one lower"]["gain"] == found.outcomes[1].evidence.gain
+    assert report["num_prompts"] == len(found.texts) and report["with_copies"] is None
+    card = found.expected  # not every draft has figures
+    assert report["card"] == (card and json.loads(json.dumps(asdict(card))))
 
 
 def test_the_program(tmp_path, capsys):

@@ -99,6 +99,11 @@ class Measurement:
         return self.outcomes[0].acceptance
 
     @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens in all answers."""
+        return sum(len(text.tokens) - text.prompt_length for text in self.texts)
+
+    @property
     def with_copies(self) -> Acceptance | None:
         """Acceptance with copies, if requested."""
         return None if self.copies is None else Acceptance.over(self.texts, self.copies)

@@ -1,13 +1,17 @@
-"""The doctor's findings as text."""
+"""The doctor's findings as text and as JSON."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
+from sglang_dflash.srt.doctor.findings import FAULT, Finding
 from sglang_dflash.srt.doctor.implementation import implementation
 from sglang_dflash.srt.doctor.static_checks import Pair
 
 if TYPE_CHECKING:  # measure.py needs torch and transformers' models, the static checks do not
     from sglang_dflash.srt.doctor.measure import Measurement, Outcome
+    from sglang_dflash.srt.doctor.quantization import QuantizationCost
 
 
 def heading(pair: Pair) -> str:
@@ -39,11 +43,11 @@ def describe_draft(pair: Pair) -> str:
 def figures(measured: "Measurement") -> str:
     """Format what was measured, as two small tables."""
     configured, expected, copied = measured.configured, measured.expected, measured.with_copies
-    tokens = sum(len(text.tokens) - text.prompt_length for text in measured.texts)
     card = f" (its card says {expected.accept_length:.2f}, on the card's prompts)" if expected else ""
     lines = [
-        f"Measured on {len(measured.texts)} prompts, {tokens} tokens, greedy, on {measured.device}; "
-        f"accept length {configured.length:.2f} tokens a block, bonus token included{card}."
+        f"Measured on {len(measured.texts)} prompts, {measured.num_tokens} tokens, greedy, "
+        f"on {measured.device}; accept length {configured.length:.2f} tokens a block, "
+        f"bonus token included{card}."
     ]
     if copied:
         lines.append(
@@ -91,3 +95,37 @@ def _likelihood(outcome: "Outcome") -> str:
 
 def _row(shares: tuple[float, ...]) -> str:
     return "".join(f"{share:>7.2f}" for share in shares)
+
+
+def as_json(
+    pair: Pair,
+    found: Sequence[Finding],
+    measured: "Measurement | None" = None,
+    cost: "QuantizationCost | None" = None,
+) -> dict[str, Any]:
+    """Return the whole report as JSON's types; what was not measured is None."""
+    report: dict[str, Any] = {
+        "target": pair.target.name,
+        "draft": pair.draft.name,
+        "draft_config": describe_draft(pair),
+        "served_by": implementation(pair.draft),
+        "num_faults": sum(finding.level == FAULT for finding in found),
+        "findings": [asdict(finding) for finding in found],
+        "measured": None,
+        "quantization": None if cost is None else asdict(cost),
+    }
+    if measured is not None:
+        report["measured"] = {
+            "device": measured.device,
+            "num_prompts": len(measured.texts),
+            "num_tokens": measured.num_tokens,
+            "num_observations": measured.observations,
+            "card": measured.expected and asdict(measured.expected),
+            "with_copies": measured.with_copies and asdict(measured.with_copies),
+            "readings": [
+                {"read_with": outcome.reading.label, **asdict(outcome.acceptance), **asdict(outcome.evidence)}
+                for outcome in measured.outcomes
+            ],
+            "left_out": [reading.label for reading in measured.left_out],
+        }
+    return report
