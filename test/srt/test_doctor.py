@@ -249,9 +249,9 @@ def folder_with(path: Path, **files: str | bytes) -> Path:
 CONFIG = (DRAFT / "config.json").read_text()
 BAD_INPUT = {
     "no such path": (lambda p: p / "nowhere", "no such directory"),
-    "no config": (lambda p: folder_with(p / "d"), "no config.json there"),
-    "no JSON": (lambda p: folder_with(p / "d", config__json="{"), "config.json: not JSON"),
-    "no object": (lambda p: folder_with(p / "d", config__json="[]"), "an object is needed"),
+    "no config": (lambda p: folder_with(p / "d"), "config.json cannot be read: No such file"),
+    "no JSON": (lambda p: folder_with(p / "d", config__json="{"), "config.json is not JSON"),
+    "no object": (lambda p: folder_with(p / "d", config__json="[]"), "config.json must hold an object, this is a list"),
     "no tensors": (lambda p: folder_with(p / "d", config__json=CONFIG), "no safetensors file"),
     "no header": (
         lambda p: folder_with(p / "d", config__json=CONFIG, model__safetensors=b"hello"),

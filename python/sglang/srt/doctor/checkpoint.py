@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_dflash.srt.configs.config_file import read_object
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
 
 # Files that describe a checkpoint, without its tensors.
@@ -161,13 +162,6 @@ def _download(name: str, with_tensors: bool) -> Path:
 
 def _read_json(path: Path, checkpoint: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BadInput(f"{checkpoint}: no {path.name} there") from error
-    except OSError as error:
-        raise BadInput(f"{path}: {error.strerror or error}") from error
+        return read_object(str(path))
     except ValueError as error:
-        raise BadInput(f"{path}: not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise BadInput(f"{path}: an object is needed, this is a {type(value).__name__}")
-    return value
+        raise BadInput(f"{checkpoint}: {error}") from error
