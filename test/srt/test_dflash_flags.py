@@ -173,3 +173,8 @@ def test_sglang_knows_them():
     ServerArgs.add_cli_args(parser)
     given = ["--model-path", "x", "--speculative-draft-sample-method", "probabilistic"]
     assert parser.parse_args(given).speculative_use_rejection_sampling is True
+    for named in ("packed", "unquant", "fp8"):
+        given = ["--model-path", "x", "--speculative-draft-model-quantization", named]
+        assert parser.parse_args(given).speculative_draft_model_quantization == named
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--model-path", "x", "--quantization", "packed"])

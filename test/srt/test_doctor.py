@@ -251,7 +251,10 @@ BAD_INPUT = {
     "no such path": (lambda p: p / "nowhere", "no such directory"),
     "no config": (lambda p: folder_with(p / "d"), "config.json cannot be read: No such file"),
     "no JSON": (lambda p: folder_with(p / "d", config__json="{"), "config.json is not JSON"),
-    "no object": (lambda p: folder_with(p / "d", config__json="[]"), "config.json must hold an object, this is a list"),
+    "no object": (
+        lambda p: folder_with(p / "d", config__json="[]"),
+        "config.json must hold an object, this is a list",
+    ),
     "no tensors": (lambda p: folder_with(p / "d", config__json=CONFIG), "no safetensors file"),
     "no header": (
         lambda p: folder_with(p / "d", config__json=CONFIG, model__safetensors=b"hello"),

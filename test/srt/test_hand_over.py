@@ -19,10 +19,12 @@ import sglang  # loads our platform plugin before any of SGLang's modules
 from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, ROOT, SPECULATORS_DRAFT, TARGET
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import resolved_view, resolving_view
+from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import get_spec
 from support.drafts import REMOVE, make_draft
+from support.packed_drafts import write_packed
 
 import sglang_dflash
 from sglang_dflash.srt.arg_groups import not_served
@@ -470,6 +472,35 @@ def test_quantization_of_the_target_is_not_the_drafts(caplog):
     args = resolving_view(resolve(record_of(**inherited)))
     assert args.speculative_draft_model_quantization is None and args.quantization == "fp8"
     assert "--quantization fp8 is the target's" in caplog.text
+
+
+PACKED = {
+    "speculative_draft_model_quantization": "packed",
+    "_speculative_draft_quantization_explicitly_set": True,
+}
+
+
+def test_packed_layers_are_asked_for_by_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(PARSERS, "hf", DraftConfigParser)
+    draft = write_packed(tmp_path / "draft", DRAFT, "W4A16")
+    resolve(record_of(draft))
+    assert not DFlashOptions.DRAFT_PACKED.get()
+    args = resolving_view(resolve(record_of(draft, **PACKED)))
+    assert DFlashOptions.DRAFT_PACKED.get() and args.speculative_draft_model_quantization is None
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({}, "(?s)not served for a draft that is not quantized.*it lacks .*packed, which was requested"),
+        ({"attn_cp_size": 2}, "(?s)--attn-cp-size.*it lacks .*packed, which was requested"),
+        ({"speculative_algorithm": "EAGLE3"}, "packed is for DFLASH alone"),
+        ({"speculative_algorithm": None}, "packed is for DFLASH alone"),
+    ],
+)
+def test_nobody_else_gets_packed(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        resolve(record_of(**PACKED, **arguments))
 
 
 def test_targets_whose_embedding_is_split_are_known_in_the_launcher():

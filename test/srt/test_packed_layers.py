@@ -142,7 +142,7 @@ def test_a_wrong_kernel_is_refused_by_the_layers_name(name, fault, module, tmp_p
     with pytest.raises(ValueError, match=rf"- {module} \(.*\) differs by") as caught:
         run_row_checks(model.row_checks)
     text = str(caught.value)
-    assert "--speculative-draft-model-quantization unquant" in text
+    assert "Without --speculative-draft-model-quantization packed, all layers are dequantized" in text
     named = [line for line in text.splitlines() if " differs by " in line]
     assert all(packed_weights.model_layer(line.split()[1])[0] == model_layer for line in named)
 
@@ -160,7 +160,7 @@ def test_a_kernel_that_raises_is_refused_by_the_layers_name(tmp_path, monkeypatc
     with pytest.raises(ValueError, match=r"- fc \(.*Marlin\) fails with RuntimeError: Unsupported") as caught:
         run_row_checks(model.row_checks)
     assert "- layers.0.mlp.down_proj" in str(caught.value)
-    assert "--speculative-draft-model-quantization unquant" in str(caught.value)
+    assert "Without --speculative-draft-model-quantization packed" in str(caught.value)
 
 
 def test_different_global_scales_are_dequantized(tmp_path, monkeypatch, caplog):
@@ -197,10 +197,10 @@ def test_modelopts_blocks_under_another_name(tmp_path, monkeypatch):
     assert torch.equal(model.fc.weight, unpacked["fc.weight"])
 
 
-def test_unquant_dequantizes(tmp_path, monkeypatch):
+def test_a_draft_is_dequantized_unless_kernels_were_asked_for(tmp_path, monkeypatch):
     tensors, quantization, _ = packed("W4A16")
     use_stand_ins(monkeypatch, ADA)
-    monkeypatch.setenv(DFlashOptions.DRAFT_DEQUANTIZED.variable, "1")
+    monkeypatch.delenv(DFlashOptions.DRAFT_PACKED.variable)
     model = build_draft(tmp_path / "draft", tensors, quantization)
     assert model.packed_layers is None and model.fc.weight.dtype == torch.bfloat16
 

@@ -312,16 +312,17 @@ def test_groups_win_in_order():
     assert names == ["W8", "FP8", None]
 
 
-def flag(named: str | None, is_given: bool = True, path=None) -> SimpleNamespace:
+def flag(named: str | None, is_given: bool = True, device: str = "cuda") -> SimpleNamespace:
     return SimpleNamespace(
+        device=device,
         speculative_draft_model_quantization=named,
         _speculative_draft_quantization_explicitly_set=is_given,
-        speculative_draft_model_path=path,
-        speculative_draft_model_revision=None,
     )
 
 
-@pytest.mark.parametrize("named, is_refused", [(None, False), ("compressed-tensors", False), ("fp8", True)])
+@pytest.mark.parametrize(
+    "named, is_refused", [(None, False), ("packed", False), ("compressed-tensors", False), ("fp8", True)]
+)
 def test_the_flag(named, is_refused, checked):
     """Unset and "unquant", which SGLang turns into None, fit every draft. The target's is not the draft's."""
     found = quantization_of(SimpleNamespace(draft_quantization=checked.quantization))
@@ -332,27 +333,31 @@ def test_the_flag(named, is_refused, checked):
             check_draft_quantization(flag(named), found)
     else:
         check_draft_quantization(flag(named), found)
-    for name in ("awq", "compressed-tensors", "fp8"):
+    for name in ("awq", "compressed-tensors", "fp8", "packed"):
         with pytest.raises(ValueError, match="not served for a draft that is not quantized"):
             check_draft_quantization(flag(name), None)
 
 
-def test_what_the_flag_does(tmp_path, monkeypatch):
-    """Processes that load the draft read an option."""
+def test_what_the_flag_does(tmp_path, monkeypatch, caplog):
+    """Processes that load the draft read an option: packed layers are run only if they were asked for."""
     packed, quantization, _ = pack_plain_fp8(SMALL, in_blocks=True)
     plain_fp8 = write(tmp_path / "fp8", DRAFT, packed, quantization)
     check_draft_quantization(flag("fp8"), quantization_of(read_hf_config(plain_fp8)))
-    option = DFlashOptions.DRAFT_DEQUANTIZED
+    option = DFlashOptions.DRAFT_PACKED
 
     def settled(*args):
-        monkeypatch.delenv(option.variable, raising=False)
+        monkeypatch.setenv(option.variable, "1")
         settle_draft_quantization(flag(*args))
         return option.get()
 
-    assert not settled(None, False, str(DRAFT))
-    assert not settled("awq", False, str(DRAFT))  # the target's
-    assert settled(None, True, str(plain_fp8))  # unquant
-    assert not settled("fp8", True, str(plain_fp8))  # the file's own
+    assert not settled(None, False)
+    assert not settled("awq", False)  # the target's
+    assert not settled(None)  # unquant
+    assert not settled("fp8")  # the file's own
+    assert settled("packed")
+    assert not caplog.records
+    assert not settled("packed", True, "cpu")
+    assert "a CPU has no kernels for packed layers" in caplog.text
     monkeypatch.delenv(option.variable, raising=False)
 
 

@@ -67,8 +67,8 @@ class DFlashOptions:
     # The target's depth, from the main process to the schedulers, for drafts that do not name the layers
     # they read.
     TARGET_LAYERS: Option[int | None] = Option("SGLANG_DFLASH_TARGET_LAYERS", None, int, "an integer")
-    # --speculative-draft-model-quantization unquant: dequantize every layer of a quantized draft at load.
-    DRAFT_DEQUANTIZED = _switch("SGLANG_DFLASH_DRAFT_DEQUANTIZED")
+    # --speculative-draft-model-quantization packed: run a draft's layers as stored, if a kernel can.
+    DRAFT_PACKED = _switch("SGLANG_DFLASH_DRAFT_PACKED")
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
     # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.

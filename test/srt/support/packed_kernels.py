@@ -12,6 +12,7 @@ from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from sglang.srt.layers.quantization.compressed_tensors import schemes
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.fp8_head import quantize_rows
 from sglang_dflash.srt.models import packed_weights
 
@@ -110,8 +111,9 @@ STAND_INS = {
 
 
 def use_stand_ins(monkeypatch, capability: tuple[int, int] | None, faults: dict | None = None) -> None:
-    """Have drafts choose methods as on a GPU of this capability, and multiply with the stand-ins."""
+    """Have drafts ask for kernels as on a GPU of this capability, and multiply with the stand-ins."""
     for name, stand_in in STAND_INS.items():
         monkeypatch.setattr(schemes, name, stand_in)
     monkeypatch.setattr(_StandIn, "faults", faults or {})
     monkeypatch.setattr(packed_weights, "device_capability", lambda: capability)
+    monkeypatch.setenv(DFlashOptions.DRAFT_PACKED.variable, "1")

@@ -222,7 +222,6 @@ def resolve_dflash_args(server_args: Any) -> None:
             args.page_size,
         )
         adjusted["enable_mixed_chunk"] = False
-    _tell_of_inherited_quantization(args)
     settle_draft_quantization(args)
     declare_resolution(
         server_args,
@@ -233,7 +232,7 @@ def resolve_dflash_args(server_args: Any) -> None:
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=block_size,
         speculative_draft_attention_backend=draft_backend,
-        speculative_draft_model_quantization=None,  # our loader reads the file's own scheme
+        speculative_draft_model_quantization=None,  # our model reads the file's own scheme
         max_running_requests=args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS,
         **adjusted,
     )
@@ -314,16 +313,11 @@ def _warn_of_ignored_flags(args: Any) -> None:
         logger.warning("DFLASH ignores %s.", text)
 
 
-def _tell_of_inherited_quantization(args: Any) -> None:
-    """Log that the target's quantization is not the draft's, as it would be in SGLang."""
-    inherited = args.speculative_draft_model_quantization
-    if inherited is not None and not args._speculative_draft_quantization_explicitly_set:
-        logger.info("DFLASH: --quantization %s is the target's; the draft stays as it is saved.", inherited)
-
-
 def check_copy_ahead(block_size: int) -> None:
     """Raise ValueError if copies are requested and cannot work."""
-    if DFlashOptions.COPY_AHEAD.get() and block_size == 1:
+    if not DFlashOptions.COPY_AHEAD.get():
+        return
+    if block_size == 1:
         raise ValueError(
             "--speculative-copy-ahead has no place to copy to: a block of 1 is the anchor alone."
         )

@@ -6,6 +6,7 @@ If SGLang has a field for a flag, it is written there; otherwise the flag writes
 import argparse
 from typing import Any
 
+from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
 from sglang_dflash.srt.environ import DFlashOptions
 
 SAMPLE_METHODS = ("greedy", "probabilistic")
@@ -53,6 +54,9 @@ class _TurnOffAdaptive(_TurnOn):
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add our flags to SGLang's parser."""
+    for action in parser._actions:
+        if action.dest == "speculative_draft_model_quantization":
+            action.choices = [*(action.choices or ()), PACKED]  # SGLang's list is the target's flag's too
     group = parser.add_argument_group("sglang-dflash")
 
     def add(flag: str, help: str, **options: Any) -> None:

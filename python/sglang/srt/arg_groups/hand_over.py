@@ -9,6 +9,7 @@ import copy
 import logging
 from typing import Any
 
+from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
 from sglang_dflash.srt.arg_groups.not_served import (
     chose_attention,
     dp_attention_findings,
@@ -105,6 +106,8 @@ def _reasons_to_refuse(server_args: Any, found: list[NotServed]) -> list[str]:
     if DFlashOptions.STRICT.get():
         return reasons
     args = resolving_view(server_args)
+    if args.speculative_draft_model_quantization == PACKED:
+        reasons.append(f"it lacks --speculative-draft-model-quantization {PACKED}, which was requested")
     config = read_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
     if config is not None and is_speculators_config(config):
         reasons.append("it lacks a reader of speculators checkpoints, which was requested")

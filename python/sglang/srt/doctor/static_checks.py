@@ -200,8 +200,8 @@ def _check_quantisation(pair: Pair) -> Iterator[Finding]:
         listed = ", ".join(f"{count} layers {name}" for name, count in sorted(counts.items()))
         yield note(
             f"the draft is quantised ({listed})",
-            "A GPU with kernels for it runs it packed, otherwise it is dequantised at load; --measure shows "
-            "its acceptance, --unquantized DRAFT what each layer lost",
+            "It is dequantised at load; --measure shows its acceptance, --unquantized DRAFT what each layer "
+            "lost",
         )
     configs = (vars(pair.text_config), pair.target.config)
     if not any(config.get("quantization_config") for config in configs):

@@ -77,7 +77,7 @@ class BlockDraftModel(nn.Module):
             return None
         return (
             "the draft's quantized layers are stored as kernels take them, which a weight update cannot "
-            "replace. Start with --speculative-draft-model-quantization unquant to update a quantized draft"
+            "replace. Start without --speculative-draft-model-quantization packed to update a quantized draft"
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Packed modules of a quantized draft: loaded as they are, or dequantized.
+"""Packed modules of a quantized draft: dequantized, or loaded as they are if the user asks for it.
 
 A wrong load of a quantized layer is not seen in the accept length: scales shifted by a group cost 6 % of it.
 So each layer's output is compared with that of the file's own weights, for a few random rows.
@@ -161,7 +161,7 @@ def run_row_checks(checks: Iterable[RowCheck]) -> None:
     listed = "\n  - ".join(problem for _, problem in found)
     advice = ""
     if any(check.kernel for check, _ in found):
-        advice = "\nStart with --speculative-draft-model-quantization unquant, which dequantizes all layers."
+        advice = "\nWithout --speculative-draft-model-quantization packed, all layers are dequantized."
     raise ValueError(
         "DFLASH draft: quantized layers differ from the weights of their file; they were loaded or "
         f"multiplied wrongly:\n  - {listed}{advice}"
@@ -176,9 +176,9 @@ def device_capability() -> tuple[int, int] | None:
 
 
 def packed_layers_of(hf_config: Any) -> PackedLayers | None:
-    """Return what gives a draft's layers their methods; None if all are dense."""
+    """Return what gives a draft's layers their methods; None if all are dense or dequantized."""
     quantization, capability = quantization_of(hf_config), device_capability()
-    if quantization is None or capability is None or DFlashOptions.DRAFT_DEQUANTIZED.get():
+    if quantization is None or capability is None or not DFlashOptions.DRAFT_PACKED.get():
         return None
     return PackedLayers(quantization, capability)
 

@@ -62,13 +62,18 @@ def resolve_speculative_decoding(server_args: Any, previous: Any) -> None:
     """Wrap the step that resolves speculative decoding: DFLASH's arguments follow our rules."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
+    from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
     from sglang_dflash.srt.environ import DFlashOptions
 
     DFlashOptions.FALLBACK.clear()
-    if (resolving_view(server_args).speculative_algorithm or "").upper() != "DFLASH":
-        return previous(server_args)
+    args = resolving_view(server_args)
+    is_dflash = (args.speculative_algorithm or "").upper() == "DFLASH"
     with refusing():
-        _resolve_dflash(server_args, previous)
+        if not is_dflash and args.speculative_draft_model_quantization == PACKED:
+            raise ValueError(f"--speculative-draft-model-quantization {PACKED} is for DFLASH alone.")
+        if is_dflash:
+            return _resolve_dflash(server_args, previous)
+    previous(server_args)
 
 
 def _resolve_dflash(server_args: Any, previous: Any) -> None:
