@@ -120,6 +120,12 @@ def test_adaptive_width_is_the_default_unless_ruled_out(parser, said, is_wanted,
         assert (AdaptiveSettings.from_environment() is None) is is_never
 
 
+def test_a_plain_cycle_verifies_whole_blocks_on_a_cpu_too(parser, monkeypatch):
+    monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
+    assert resolve_adaptive(ON_A_CPU, block_size=8, is_recurrent=False) is None
+    assert AdaptiveSettings.from_environment() is None
+
+
 @pytest.mark.parametrize(
     "arguments, block_size, is_recurrent, reason",
     [

@@ -7,6 +7,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.cycle import replay
 
 
@@ -75,6 +76,15 @@ def test_captures_are_returned(moe, monkeypatch, name):
 
 def test_a_model_that_prepares_its_forwards(moe):
     assert not replays_directly(target(model=SimpleNamespace(prepare_for_forward=None)))
+
+
+def test_a_plain_cycle_is_replayed_by_sglang(moe, monkeypatch):
+    monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
+    assert not replays_directly(target())
+    runner = target().model_runner
+    runner.forward = MagicMock()
+    batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY)
+    assert replay.run_draft(runner, batch) is runner.forward.return_value.logits_output
 
 
 def test_a_profiler_sees_spans(moe):

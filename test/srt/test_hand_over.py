@@ -503,6 +503,57 @@ def test_nobody_else_gets_packed(arguments, words):
         resolve(record_of(**PACKED, **arguments))
 
 
+def test_nothing_experimental_is_on_by_default_on_a_gpu():
+    args = resolving_view(resolve(record_of(HYBRID_DRAFT, model_path=str(HYBRID_TARGET))))
+    assert AdaptiveSettings.from_environment() is None and not args.enable_linear_replayssm_spec
+    assert not DFlashOptions.COPY_AHEAD.get() and not DFlashOptions.DRAFT_PACKED.get()
+    assert DFlashOptions.DRAFT_HEAD_DTYPE.get() == "auto"
+
+
+def test_a_plain_cycle_leaves_out_what_is_extra(tmp_path, monkeypatch, caplog):
+    """One option for all of it, which one line lists."""
+    requested = {
+        DFlashOptions.COPY_AHEAD: "1",
+        DFlashOptions.COPY_AHEAD_MAX_TOKENS: "8",
+        DFlashOptions.DRAFT_HEAD_DTYPE: "fp8",
+    }
+    for option, value in requested.items():
+        monkeypatch.setenv(option.variable, value)
+    monkeypatch.setitem(PARSERS, "hf", DraftConfigParser)
+    draft = write_packed(tmp_path / "draft", HYBRID_DRAFT, "FP8_DYNAMIC")
+    given = dict(PACKED, model_path=str(HYBRID_TARGET), enable_linear_replayssm_spec=True)
+
+    def served(**more) -> tuple[bool, ...]:
+        args = resolving_view(resolve(record_of(draft, **given, **more)))
+        return (
+            AdaptiveSettings.from_environment() is not None,
+            DFlashOptions.COPY_AHEAD.get(),
+            DFlashOptions.COPY_AHEAD_MAX_TOKENS.get() is not None,
+            DFlashOptions.DRAFT_PACKED.get(),
+            DFlashOptions.DRAFT_HEAD_DTYPE.get() == "fp8",
+            args.enable_linear_replayssm_spec,
+        )
+
+    assert served() == (False, True, True, True, True, True)
+    assert "PLAIN_CYCLE" not in caplog.text
+    monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
+    caplog.clear()
+    assert not any(served(speculative_adaptive=True))
+    [said] = [message for message in caplog.messages if "SGLANG_DFLASH_PLAIN_CYCLE=1" in message]
+    for part in ("adaptive", "bounds", "replays", "copies", "packed layers", "FP8 head", "ReplaySSM"):
+        assert part in said
+    monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "")
+    given["enable_linear_replayssm_spec"] = False
+    assert served(speculative_adaptive=True)[0]
+
+
+def test_a_plain_cycle_names_only_what_was_asked_for(monkeypatch, caplog):
+    monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
+    resolve(record_of())
+    [said] = [message for message in caplog.messages if "SGLANG_DFLASH_PLAIN_CYCLE=1" in message]
+    assert not [part for part in ("copies", "packed", "FP8", "ReplaySSM") if part in said]
+
+
 def test_targets_whose_embedding_is_split_are_known_in_the_launcher():
     """By SGLang's sources: models with capture whose embedding does not follow the ranks of DP."""
     models = Path(inspect.getfile(ServerArgs)).parent / "models"

@@ -197,10 +197,11 @@ def test_modelopts_blocks_under_another_name(tmp_path, monkeypatch):
     assert torch.equal(model.fc.weight, unpacked["fc.weight"])
 
 
-def test_a_draft_is_dequantized_unless_kernels_were_asked_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, value", [("DRAFT_PACKED", ""), ("PLAIN_CYCLE", "1")])
+def test_a_draft_is_dequantized_unless_kernels_were_asked_for(name, value, tmp_path, monkeypatch):
     tensors, quantization, _ = packed("W4A16")
     use_stand_ins(monkeypatch, ADA)
-    monkeypatch.delenv(DFlashOptions.DRAFT_PACKED.variable)
+    monkeypatch.setenv(getattr(DFlashOptions, name).variable, value)
     model = build_draft(tmp_path / "draft", tensors, quantization)
     assert model.packed_layers is None and model.fc.weight.dtype == torch.bfloat16
 

@@ -15,17 +15,25 @@ T = TypeVar("T")
 class Option(Generic[T]):
     """One option.
 
-    default: the value if the variable is empty or not set. parse: reads the variable's text, and raises
-    ValueError or KeyError if it is not what `wanted` says.
+    Attributes:
+        variable: its environment variable.
+        default: the value if the variable is empty or not set.
+        parse: reads the variable's text, and raises ValueError or KeyError if it is not what `wanted` says.
+        is_extra: whether `PLAIN_CYCLE` gives it its default.
     """
 
     variable: str
     default: T
     parse: Callable[[str], T]
     wanted: str = "text"
+    is_extra: bool = False
 
     def get(self) -> T:
-        """Return the value. Raises ValueError naming the variable if it cannot be used."""
+        """Return the value in force. Raises ValueError naming the variable if it cannot be used."""
+        return self.default if self.is_extra and DFlashOptions.PLAIN_CYCLE.get() else self.requested()
+
+    def requested(self) -> T:
+        """Return the value of the variable. Raises ValueError naming it if it cannot be used."""
         text = os.environ.get(self.variable)
         if not text:
             return self.default
@@ -41,15 +49,17 @@ class Option(Generic[T]):
         os.environ.pop(self.variable, None)
 
 
-def _switch(name: str) -> Option[bool]:
-    return Option(name, False, {"0": False, "1": True}.__getitem__, "1 or 0")
+def _switch(name: str, is_extra: bool = False) -> Option[bool]:
+    return Option(name, False, {"0": False, "1": True}.__getitem__, "1 or 0", is_extra)
 
 
 class DFlashOptions:
     """Every option. The settings classes that use an option check its range."""
 
+    # Whole blocks, SGLang's own plans and replays, and no option that is extra.
+    PLAIN_CYCLE = _switch("SGLANG_DFLASH_PLAIN_CYCLE")
     # --speculative-copy-ahead: propose what followed a request's last tokens earlier in its own text.
-    COPY_AHEAD = _switch("SGLANG_DFLASH_COPY_AHEAD")
+    COPY_AHEAD = _switch("SGLANG_DFLASH_COPY_AHEAD", is_extra=True)
     # --speculative-dflash-strict: refuse what only SGLang's built-in DFLASH serves, rather than hand it over.
     STRICT = _switch("SGLANG_DFLASH_STRICT")
     # --speculative-draft-sample-method, as it was given: SGLang's own field has no name for who asked.
@@ -62,17 +72,21 @@ class DFlashOptions:
     )
     # --speculative-draft-head-dtype: "fp8" drafts with an FP8 copy of the LM head.
     DRAFT_HEAD_DTYPE = Option(
-        "SGLANG_DFLASH_DRAFT_HEAD_DTYPE", "auto", {"auto": "auto", "fp8": "fp8"}.__getitem__, "auto or fp8"
+        "SGLANG_DFLASH_DRAFT_HEAD_DTYPE",
+        "auto",
+        {"auto": "auto", "fp8": "fp8"}.__getitem__,
+        "auto or fp8",
+        is_extra=True,
     )
     # The target's depth, from the main process to the schedulers, for drafts that do not name the layers
     # they read.
     TARGET_LAYERS: Option[int | None] = Option("SGLANG_DFLASH_TARGET_LAYERS", None, int, "an integer")
     # --speculative-draft-model-quantization packed: run a draft's layers as stored, if a kernel can.
-    DRAFT_PACKED = _switch("SGLANG_DFLASH_DRAFT_PACKED")
+    DRAFT_PACKED = _switch("SGLANG_DFLASH_DRAFT_PACKED", is_extra=True)
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
     # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.
-    ADAPTIVE: Option[str | None] = Option("SGLANG_DFLASH_ADAPTIVE", None, str)
+    ADAPTIVE: Option[str | None] = Option("SGLANG_DFLASH_ADAPTIVE", None, str, is_extra=True)
     # Compare FlashInfer's chunk counts with the device's lengths; a difference ends the server.
     CHECK_PLANS = _switch("SGLANG_DFLASH_CHECK_PLANS")
     # SGLang's built-in DFLASH serves: from the main process to its children, which report it.

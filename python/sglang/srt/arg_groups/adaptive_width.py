@@ -39,6 +39,8 @@ def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> Adaptive
     By default, adaptive width is on for a CPU unless it is impossible. If it was requested and is impossible,
     a warning says so. Raises ValueError if the block cannot hold a requested width.
     """
+    if DFlashOptions.PLAIN_CYCLE.get():
+        return None
     settings = AdaptiveSettings.from_environment()
     impossible = _first(
         (is_recurrent and args.enable_linear_replayssm_spec, "not supported with ReplaySSM"),

@@ -23,6 +23,7 @@ from sglang_dflash.srt.arg_groups.draft_quantization import (
 )
 from sglang_dflash.srt.arg_groups.hand_over import find_not_served, hand_over_if_not_served
 from sglang_dflash.srt.arg_groups.not_served import CPU_ATTENTION_BACKEND, draft_attention_findings
+from sglang_dflash.srt.arg_groups.plain_cycle import resolve_plain_cycle
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_quantization import quantization_of
@@ -223,6 +224,7 @@ def resolve_dflash_args(server_args: Any) -> None:
         )
         adjusted["enable_mixed_chunk"] = False
     settle_draft_quantization(args)
+    adjusted |= resolve_plain_cycle(args)
     declare_resolution(
         server_args,
         SOURCE,

@@ -45,6 +45,7 @@ def _plans_blocks(backend: Any) -> bool:
     is_ours: bool = type(backend) is backend_class()
     return (
         is_ours
+        and not DFlashOptions.PLAIN_CYCLE.get()
         and backend.dispatch_reason is None
         and backend.prefill_backend == "fa2"
         and not backend.use_sliding_window_kv_pool

@@ -15,10 +15,12 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
+from sglang_dflash.srt.environ import DFlashOptions
+
 
 def run_draft(runner: Any, forward_batch: ForwardBatch) -> Any:
     """Run a forward of the draft's model runner, and return the model's output."""
-    if torch.autograd._profiler_enabled() or not _has_graph(runner, forward_batch):
+    if torch.autograd._profiler_enabled() or not _can_replay(runner, forward_batch):
         return runner.forward(forward_batch).logits_output
     return runner.decode_cuda_graph_runner.execute(forward_batch)
 
@@ -26,7 +28,7 @@ def run_draft(runner: Any, forward_batch: ForwardBatch) -> Any:
 def run_target(worker: TpModelWorker, forward_batch: ForwardBatch) -> GenerationBatchResult:
     """Run a verify forward of the target."""
     runner = worker.model_runner
-    if _is_watched(runner) or not _has_graph(runner, forward_batch):
+    if _is_watched(runner) or not _can_replay(runner, forward_batch):
         return worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
     output = runner.decode_cuda_graph_runner.execute(forward_batch)
     return GenerationBatchResult(logits_output=output, can_run_cuda_graph=True)
@@ -41,7 +43,9 @@ def hold_request_rows(target_runner: Any) -> None:
     target_runner.shared_read_done_event = None
 
 
-def _has_graph(runner: Any, forward_batch: ForwardBatch) -> bool:
+def _can_replay(runner: Any, forward_batch: ForwardBatch) -> bool:
+    if DFlashOptions.PLAIN_CYCLE.get():
+        return False  # SGLang replays it
     graphs, mode = runner.decode_cuda_graph_runner, forward_batch.forward_mode
     runs_graphs = graphs and (mode.is_cpu_graph() if runner.device == "cpu" else mode.is_cuda_graph())
     return bool(runs_graphs and graphs.can_run_graph(forward_batch))
