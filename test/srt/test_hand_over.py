@@ -514,7 +514,6 @@ def test_a_plain_cycle_leaves_out_what_is_extra(tmp_path, monkeypatch, caplog):
     """One option for all of it, which one line lists."""
     requested = {
         DFlashOptions.COPY_AHEAD: "1",
-        DFlashOptions.COPY_AHEAD_MAX_TOKENS: "8",
         DFlashOptions.DRAFT_HEAD_DTYPE: "fp8",
     }
     for option, value in requested.items():
@@ -528,13 +527,12 @@ def test_a_plain_cycle_leaves_out_what_is_extra(tmp_path, monkeypatch, caplog):
         return (
             AdaptiveSettings.from_environment() is not None,
             DFlashOptions.COPY_AHEAD.get(),
-            DFlashOptions.COPY_AHEAD_MAX_TOKENS.get() is not None,
             DFlashOptions.DRAFT_PACKED.get(),
             DFlashOptions.DRAFT_HEAD_DTYPE.get() == "fp8",
             args.enable_linear_replayssm_spec,
         )
 
-    assert served() == (False, True, True, True, True, True)
+    assert served() == (False, True, True, True, True)
     assert "PLAIN_CYCLE" not in caplog.text
     monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
     caplog.clear()

@@ -6,12 +6,12 @@ A user with a problem sets it first. If the problem stays, none of these parts i
 import logging
 from typing import Any
 
-from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.environ import DFlashOptions, Option
 
 logger = logging.getLogger(__name__)
 
 _ALWAYS = ("adaptive verify lengths", "plans with bounds of lengths", "direct replays of graphs")
-_REQUESTED = {
+_REQUESTED: dict[str, Option] = {
     "copies": DFlashOptions.COPY_AHEAD,
     "packed layers of the draft": DFlashOptions.DRAFT_PACKED,
     "the FP8 head": DFlashOptions.DRAFT_HEAD_DTYPE,
