@@ -160,6 +160,17 @@ def test_peagle_on_flashinfer_without_sliding_layers(expected, reference, tmp_pa
         assert played.waits() == []
 
 
+def test_a_plain_cycle(expected, reference):
+    """SGLang's own plans and replays, which wait for exact lengths. The FP8 head is switched off."""
+    requests = greedy_requests()
+    plain = {"SGLANG_DFLASH_PLAIN_CYCLE": "1", "SGLANG_DFLASH_DRAFT_HEAD_DTYPE": "fp8"}
+    with rehearse(Scene("flashinfer"), DRAFT, NO_CACHE, environment=plain) as played:
+        assert_as_expected(played, DRAFT, requests, expected, reference)
+        assert played.waits() != []
+        [state] = played.server.get("/server_info")["internal_states"]
+        assert "speculative_plans" not in state, "none is ours"
+
+
 def test_checked_plans(reference):
     """Let the server compare its plans with the device's lengths itself, and end on a difference."""
     requests, checking = requests_across_chunks(), {"SGLANG_DFLASH_CHECK_PLANS": "1"}

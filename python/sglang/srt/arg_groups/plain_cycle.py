@@ -11,7 +11,7 @@ from sglang_dflash.srt.environ import DFlashOptions, Option
 logger = logging.getLogger(__name__)
 
 _ALWAYS = ("adaptive verify lengths", "plans with bounds of lengths", "direct replays of graphs")
-_REQUESTED: dict[str, Option] = {
+_REQUESTED: dict[str, Option[Any]] = {
     "copies": DFlashOptions.COPY_AHEAD,
     "packed layers of the draft": DFlashOptions.DRAFT_PACKED,
     "the FP8 head": DFlashOptions.DRAFT_HEAD_DTYPE,

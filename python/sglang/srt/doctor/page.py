@@ -22,7 +22,7 @@ _NO_XML = re.compile("[^\n\t -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def page(
     pair: Pair, found: Sequence[Finding], measured: Measurement | None, cost: QuantizationCost | None = None
 ) -> str:
-    """Return the page; `measured` is None if the draft cannot be loaded, `cost` if it was not asked for."""
+    """Return the page; `measured` and `cost` are None if they were not measured."""
     folder = FileSystemLoader(Path(__file__).parent)
     made = Environment(loader=folder, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     made.globals |= dict(describe_draft=describe_draft, answers=_answers, readings=readings)
@@ -32,7 +32,7 @@ def page(
 
 
 def _answers(measured: Measurement) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """Yield each answer: the prompt's text, and (CSS class, text, remark) of every token after it."""
+    """Yield each answer: the prompt, and (CSS class, text, remark) of each token after it."""
     found = measured.copies or map(blocks, measured.texts, measured.drafts)
     for text, own_blocks in zip(measured.texts, found, strict=True):
         tokens, start = text.tokens.tolist(), text.prompt_length

@@ -1,4 +1,4 @@
-"""Packed modules of a quantized draft: dequantized, or loaded as they are if the user asks for it.
+"""Packed modules of a quantized draft: dequantized at load, or kept as kernels take them.
 
 A wrong load of a quantized layer is not seen in the accept length: scales shifted by a group cost 6 % of it.
 So each layer's output is compared with that of the file's own weights, for a few random rows.
