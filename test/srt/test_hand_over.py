@@ -591,7 +591,7 @@ VERDICTS = {
     ("arg_groups/checkpoint_detection.py", "_refuse_contradictions"): [BY_NAME + "a speculators --model-path"]
     * 2,
     ("arg_groups/dflash_args.py", "_check_draft_is_there"): [BY_BOTH + "no draft", BROKEN + "no folder"],
-    ("arg_groups/dflash_args.py", "check_copy_ahead"): [BY_NAME + "--speculative-copy-ahead"] * 4,
+    ("arg_groups/dflash_args.py", "check_copy_ahead"): [BY_NAME + "--speculative-copy-ahead"] * 2,
     ("arg_groups/dflash_args.py", "choose_block_size"): [BY_BOTH + "two block sizes", BY_BOTH + "no block"],
     ("arg_groups/draft_attention.py", "choose_draft_attention"): [
         BROKEN + "on a GPU found before, by draft_attention_findings"
