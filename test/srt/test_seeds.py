@@ -4,7 +4,7 @@ import itertools
 import urllib.error
 
 import pytest
-from serving import Server, dflash_arguments, heldout_prompts
+from serving import WHOLE_BLOCKS, Server, dflash_arguments, heldout_prompts
 from support.parity import first_difference
 from support.servers import (
     COPIES,
@@ -53,7 +53,8 @@ def test_seeds_matter(expected):
 
 def seeded(servers, method: str) -> Server:
     flags = "--speculative-draft-sample-method", method, "--enable-metrics"
-    return servers.get(*FLOAT32, *DETERMINISTIC, *flags, *dflash_arguments(), environment=ENVIRONMENT)
+    arguments = *FLOAT32, WHOLE_BLOCKS, *DETERMINISTIC, *flags, *dflash_arguments()
+    return servers.get(*arguments, environment=ENVIRONMENT)
 
 
 @pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.long), 12])
