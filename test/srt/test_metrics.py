@@ -10,7 +10,7 @@ import pytest
 from plot_acceptance import Counts, read_counts
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import DRAFT, ROOT, Server, dflash_arguments, heldout_prompts
+from serving import DRAFT, ROOT, WHOLE_BLOCKS, Server, dflash_arguments, heldout_prompts
 from support.servers import FLOAT32
 
 from sglang_dflash.srt.observability.dflash_metrics import FALLBACKS, DFlashMetrics
@@ -156,16 +156,14 @@ def difference(after: Counts, before: Counts) -> Counts:
 
 @pytest.fixture(scope="module")
 def overlap_server(servers) -> Server:
-    return servers.get(*FLOAT32, *dflash_arguments(), "--enable-metrics")
+    return servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments(), "--enable-metrics")
 
 
 @pytest.fixture(scope="module")
 def server(servers) -> Server:
     """Server that verifies no block for an ended request: it has no overlap."""
-    labels = ["--extra-metric-labels", '{"zone": "a"}']
-    return servers.get(
-        *FLOAT32, *dflash_arguments(), "--enable-metrics", "--disable-overlap-schedule", *labels
-    )
+    flags = ["--enable-metrics", "--disable-overlap-schedule", "--extra-metric-labels", '{"zone": "a"}']
+    return servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments(), *flags)
 
 
 @pytest.mark.server
