@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.cpu_room import recurrent_targets
 from torch.nn.functional import softplus
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
@@ -202,7 +203,7 @@ def test_norms_gates_and_splits():
     norm = reference.Qwen3_5RMSNormGated(16, eps=1e-6)
     torch.nn.init.normal_(norm.weight)
     close(fused_layers.layernorm_fn(x, norm.weight, None, z=z, is_rms_norm=True), norm(x, z))
-    close(fused_layers.rms_norm_gated(x, z, norm.weight, None, "silu"), norm(x, z))
+    close(recurrent_targets.rms_norm_gated(x, z, norm.weight, None, "silu"), norm(x, z))
     gemma = reference.Qwen3_5RMSNorm(8, eps=1e-6)
     torch.nn.init.normal_(gemma.weight)
     q_gate, k = torch.randn(5, 3 * 16), torch.randn(5, 2 * 8)
@@ -266,7 +267,7 @@ def test_a_target_without_one_kind_of_state():
     slots, steps = torch.tensor([5, 2, 7]), torch.tensor([0, 3, -1])
     recurrent_states.scatter_mamba_states_after_mtp_verify(Caches, slots, steps, None, None)
     assert Caches.conv[0].sum(dim=(0, 2)).nonzero().flatten().tolist() == [2, 5]
-    recurrent_states.fused_conv_window_scatter_with_mask(Caches.conv[1], None, slots, steps)
+    recurrent_targets.fused_conv_window_scatter_with_mask(Caches.conv[1], None, slots, steps)
 
 
 def test_states_are_tracked_where_the_mask_says():

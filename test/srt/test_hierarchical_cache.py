@@ -79,7 +79,8 @@ def test_the_drafts_kv_comes_back(draft, servers, requests, reference, tmp_path)
     After a hit on the device the cache gives a request the first one's row, if it has the last token there.
     After a hit on the host it keeps the new row, as the first one is not on the device.
     """
-    environment = patched("no_memory_reserve") | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
+    patches = patched("no_memory_reserve", "kv_transfer")
+    environment = patches | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
     server = servers.get(*FLOAT32, *dflash_arguments(draft), *CACHE, environment=environment)
     first, warm = zip(*([server.generate(**request) for _ in range(2)] for request in requests), strict=True)
     again = [server.generate(**request) for request in requests]

@@ -27,7 +27,7 @@ from support.reference_dflash import ReferenceDFlash
 from support.reference_dflash2 import ReferenceDFlash2
 from support.reference_peagle import ReferencePEagle
 from support.scheduled import Answer, Job, Oracle, run
-from support.servers import WIDTHS_CHANGE
+from support.servers import WIDTHS_CHANGE, patched
 
 pytestmark = pytest.mark.server
 
@@ -337,7 +337,7 @@ def test_replay_commits_the_same_states(target, known):
     replayed = run(
         [*arguments, "--enable-linear-replayssm-spec"],
         groups,
-        environment={**ENVIRONMENT, "TRITON_INTERPRET": "1"},
+        environment={**ENVIRONMENT, **patched("more_recurrent_targets"), "TRITON_INTERPRET": "1"},
         is_cold=True,
         timeout=1800,
     )

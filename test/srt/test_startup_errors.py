@@ -15,6 +15,9 @@ import torch
 from serving import DRAFT, PEAGLE_DRAFT, TARGET, ServerDied, dflash_arguments, serve
 from support.drafts import REMOVE, make_draft, read_config
 from support.servers import ENVIRONMENT, Ended, run_to_end, warm_start
+from transformers import Lfm2Config
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 pytestmark = pytest.mark.server
 
@@ -200,6 +203,27 @@ def test_a_bad_start_ends_with_a_message(name, commands):
     missing = [word for word in words if word not in refused.message]
     assert not missing, f"{missing} not in the message:\n{refused.message[-3000:]}"
     assert "Traceback" not in refused.ended.output
+
+
+@pytest.mark.skipif(not runtime.needs_stand_in(), reason="CUDA serves them")
+@pytest.mark.parametrize("draft", [(), dflash_arguments()], ids=["no draft", "dflash"])
+@pytest.mark.parametrize(
+    ("target", "flags", "word"),
+    [
+        (TARGET, ("--disaggregation-mode", "decode"), "--disaggregation-mode"),
+        (TARGET, ("--enable-hierarchical-cache",), "--enable-hierarchical-cache"),
+        (Lfm2Config(architectures=["Lfm2ForCausalLM"], num_hidden_layers=4), (), "Lfm2ForCausalLM"),
+    ],
+    ids=["disaggregation", "hierarchical cache", "LFM2"],
+)
+def test_what_needs_a_gpu_is_refused_on_a_cpu(target, flags, word, draft, tmp_path):
+    if target != TARGET:
+        target.save_pretrained(tmp_path)
+        target = tmp_path
+    ended = launch(["--model-path", str(target), *draft, *flags])
+    assert ended.code not in (0, -9), f"the server started, or hung:\n{ended.output[-3000:]}"
+    assert "Error: Not served on a CPU: " in ended.output and word in ended.output.split("Error: ")[-1]
+    assert "Traceback" not in ended.output
 
 
 @pytest.mark.parametrize("name", ["draft: two faults", "relative draft path missing"])

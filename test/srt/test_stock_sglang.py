@@ -41,7 +41,6 @@ def torch_native(algorithm):
         use_mla_backend=False,
         model=torch.nn.Linear(1, 1),
         spec_algorithm=SpeculativeAlgorithm.from_string(algorithm),
-        server_args=SimpleNamespace(disaggregation_mode="null", enable_hierarchical_cache=False),
     )
     return type(ATTENTION_BACKENDS["torch_native"](runner)).__module__
 

@@ -6,16 +6,14 @@ import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from support.families import FAMILIES
 
+from sglang_dflash.srt.hardware_backend.cpu.limits import check_runs_on_cpu
 from sglang_dflash.srt.speculative.targets import kinds as target_kinds
 from sglang_dflash.srt.speculative.targets.kinds import (
     VERIFIED_TARGETS,
     configure_capture,
     target_kind,
 )
-from sglang_dflash.srt.speculative.targets.states import (
-    check_states_are_committed,
-    check_states_run_on_cpu,
-)
+from sglang_dflash.srt.speculative.targets.states import check_states_are_committed
 
 
 class Model:
@@ -151,16 +149,25 @@ def test_a_backend_that_cannot_commit_states_is_refused():
         check_states_are_committed(model_config([f"{__name__}.BackendWithoutCommit"]))
 
 
-def test_recurrent_layers_without_cpu_operators_are_refused():
+def test_what_a_cpu_has_no_kernels_for_is_refused():
     """SGLang's own config classes decide; the message has the model's name."""
-    from sglang.srt.configs.qwen3_next import Qwen3NextConfig
-    from transformers import Lfm2Config, Lfm2MoeConfig, NemotronHConfig
+    from sglang.srt import configs
+    from transformers import Qwen3Config
 
-    def model_config(config, name):
+    def check(config, name="AnyForCausalLM", **arguments):
         config.architectures = [name]
-        return SimpleNamespace(hf_config=config)
+        off = {"disaggregation_mode": "null", "enable_hierarchical_cache": False}
+        model_config = SimpleNamespace(
+            hf_config=config, linear_attn_registry_result=None, is_draft_model=False
+        )
+        check_runs_on_cpu(SimpleNamespace(**off | arguments), model_config)
 
-    for config in (Qwen3NextConfig(), Lfm2Config(), Lfm2MoeConfig()):
-        check_states_run_on_cpu(model_config(config, "Any"))
-    with pytest.raises(ValueError, match="NemotronHForCausalLM on a CPU"):
-        check_states_run_on_cpu(model_config(NemotronHConfig(), "NemotronHForCausalLM"))
+    qwen3_5 = configs.Qwen3_5Config(), configs.Qwen3_5MoeConfig()
+    for config in (Qwen3Config(), *qwen3_5, *(config.text_config for config in qwen3_5)):
+        check(config)
+    for name in ("Lfm2Config", "Lfm2MoeConfig", "NemotronHConfig", "Qwen3NextConfig"):
+        with pytest.raises(ValueError, match="on a CPU: SomeForCausalLM, because of its recurrent layers"):
+            check(getattr(configs, name)(), "SomeForCausalLM")
+    for arguments in ({"disaggregation_mode": "decode"}, {"enable_hierarchical_cache": True}):
+        with pytest.raises(ValueError, match="on a CPU: .*--" + next(iter(arguments)).split("_")[0]):
+            check(Qwen3Config(), **arguments)

@@ -31,13 +31,11 @@ from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, differences
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
-from sglang_dflash.srt.hardware_backend.cpu.transfer import prepare_transfer
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
 from sglang_dflash.srt.speculative.targets.kinds import target_kind
-from sglang_dflash.srt.speculative.targets.states import check_states_are_committed, check_states_run_on_cpu
+from sglang_dflash.srt.speculative.targets.states import check_states_are_committed
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +83,6 @@ def default_cpu_args(server_args: Any, previous: Any) -> None:
     if args.device == "cpu":
         _default_on_cpu(server_args, args)
         prepare_ranks(args)
-        prepare_transfer(args)
     previous(server_args)
 
 
@@ -100,10 +97,6 @@ def _default_on_cpu(server_args: Any, args: Any) -> None:
             defaults["max_total_tokens"] = CPU_MAX_TOTAL_TOKENS
         if args.max_mamba_cache_size is None:
             defaults["max_mamba_cache_size"] = CPU_MAX_RECURRENT_STATES
-        if args.disaggregation_mode == "decode" and args.hicache_ratio is None and args.hicache_size == 0:
-            # The pool for retracted requests is as small as the one they run in. SGLang would leave it
-            # nothing unless 10 GiB of the host's memory stay free besides.
-            defaults["hicache_host_memory_fraction"] = None
     if defaults:
         declare_resolution(server_args, SOURCE, **defaults)
     if args.dtype in ("float", "float32"):
@@ -118,7 +111,7 @@ _CPU_BACKEND_ON_THE_LISTS = "intel_amx"
 
 
 def pass_backend_lists_on_cpu(server_args: Any, previous: Any) -> None:
-    """Wrap SGLang's `handle_model_specific_adjustments`.
+    """Let the targets of SGLang's lists pass with the CPU's attention.
 
     Installed only if the CPU stand-in serves: there `torch_native` is our attention, with sinks and windows.
     """
@@ -206,8 +199,6 @@ def resolve_dflash_args(server_args: Any) -> None:
     is_recurrent = mambaish_config(target_model) is not None
     if is_recurrent:
         check_states_are_committed(target_model)
-        if runtime.is_active():
-            check_states_run_on_cpu(target_model)
     resolve_adaptive(args, block_size, is_recurrent)
     prefill_backend, _ = attention_backends_of(resolved_view(server_args))
     draft_backend = CPU_ATTENTION_BACKEND

@@ -102,6 +102,5 @@ CpuChange = functools.partial(Change, cpu_only=True)
 
 # Features that need several changes: if one of them does not fit, none is made.
 RECURRENT = "targets with recurrent states on a CPU"
-CPU_PD = "disaggregation on a CPU"
 SPEED = "faster operators on a CPU"
 RECURRENT_WIDTH = "adaptive width for targets with recurrent states"

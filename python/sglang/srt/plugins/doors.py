@@ -32,7 +32,7 @@ def open_at_load() -> None:
     wrappers = [hooks.detect_speculators_model, hooks.resolve_speculative_decoding]
     steps = list(STEPS)
     if runtime.is_active():
-        wrappers += [dflash_args.default_cpu_args, dflash_args.pass_backend_lists_on_cpu]
+        wrappers += [dflash_args.default_cpu_args, hooks.adjust_to_cpu]
         steps += CPU_STEPS
         register_attention_backend("torch_native")(hooks.cpu_attention)
     for step, wrapper in zip(steps, wrappers, strict=True):

@@ -102,6 +102,20 @@ def _resolve_dflash(server_args: Any, previous: Any) -> None:
     doors.open_in_front_end()
 
 
+def adjust_to_cpu(server_args: Any, previous: Any) -> None:
+    """Wrap `handle_model_specific_adjustments` on a CPU: refuse what does not run there."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+
+    from sglang_dflash.srt.arg_groups import dflash_args
+    from sglang_dflash.srt.hardware_backend.cpu.limits import check_runs_on_cpu
+
+    args = resolving_view(server_args)
+    if args.device == "cpu":
+        with refusing():
+            check_runs_on_cpu(args, model_config_of(server_args))
+    dflash_args.pass_backend_lists_on_cpu(server_args, previous)
+
+
 def add_cli_args():
     """Build the change of `ServerArgs.add_cli_args`."""
     from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
@@ -127,23 +141,12 @@ def cpu_attention(runner: Any) -> Any:
     from sglang_dflash.srt.layers.attention import torch_native_spec
     from sglang_dflash.srt.plugins import install, ledger
 
-    if runner.server_args.disaggregation_mode != "null":
-        install.install(ledger.AT_CPU_DISAGGREGATION)
-    elif runner.server_args.enable_hierarchical_cache:
-        install.install(ledger.AT_CPU_HOST_CACHE)
     if not torch_native_spec.is_needed(runner):
         return torch_native_spec.TorchNativeAttnBackend(runner)
     install.install(ledger.AT_CPU_ATTENTION)
     # The method that SGLang takes for want of one, Triton's, reads latents as keys.
     AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
     return torch_native_spec.TorchNativeSpecAttnBackend(runner)
-
-
-def cpu_device_module():
-    import torch
-
-    named = torch.get_device_module
-    return lambda device=None: torch.cpu if device is None else named(device)
 
 
 def cpu_pin_memory():

@@ -8,22 +8,18 @@ The changes themselves are in `changes/`.
 | `AT_FRONT_END` | when the arguments turn out to request DFLASH | the process that receives requests |
 | `AT_WORKER` | before the worker is built | scheduler processes that run DFLASH; others keep stock code |
 | `AT_HAND_OVER` | when SGLang loads its plugins | processes of servers of SGLang's own DFLASH |
-| `AT_CPU_DISAGGREGATION` | when the attention backend is built | the same, on a CPU, with DFLASH or without |
-| `AT_CPU_HOST_CACHE` | with it, or for a hierarchical cache | copies of KV to the host and back |
 | `AT_CPU_ATTENTION` | when our CPU attention is built | with DFLASH, or if SGLang's cannot run a target |
 
 Tests walk the tables; `install.py` checks and applies them. `tools/sglang_diff` compares them with any
 SGLang, installed or not. The procedure for a new SGLang is in docs/updating-sglang.md.
 """
 
-from sglang_dflash.srt.plugins.changes.cpu import AT_CPU_ATTENTION, AT_CPU_DISAGGREGATION, AT_CPU_HOST_CACHE
+from sglang_dflash.srt.plugins.changes.cpu import AT_CPU_ATTENTION
 from sglang_dflash.srt.plugins.changes.every_process import AT_FRONT_END, AT_LOAD
 from sglang_dflash.srt.plugins.changes.worker import AT_HAND_OVER, AT_WORKER
 
 __all__ = (
     "AT_CPU_ATTENTION",
-    "AT_CPU_DISAGGREGATION",
-    "AT_CPU_HOST_CACHE",
     "AT_FRONT_END",
     "AT_HAND_OVER",
     "AT_LOAD",
@@ -35,6 +31,5 @@ TABLES = {
     "AT_LOAD": AT_LOAD,
     "AT_FRONT_END": AT_FRONT_END,
     "AT_WORKER": AT_WORKER,
-    "AT_CPU_DISAGGREGATION": AT_CPU_DISAGGREGATION,
     "AT_CPU_ATTENTION": AT_CPU_ATTENTION,
 }

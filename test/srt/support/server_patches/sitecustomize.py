@@ -208,6 +208,20 @@ def no_memory_reserve(module) -> None:
     module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 
+def kv_transfer(module) -> None:
+    """Serve disaggregation and the hierarchical cache on a CPU."""
+    from support import cpu_room
+
+    cpu_room.serve_transfer(module)
+
+
+def more_recurrent_targets(module) -> None:
+    """Serve Qwen3-Next and LFM2 on a CPU, and interpreted ReplaySSM."""
+    from support import cpu_room
+
+    cpu_room.serve_recurrent_targets(module)
+
+
 # name -> module -> what to do to it
 PATCHES = {
     "known_costs": {"sglang_dflash.srt.speculative.width.start_up": known_costs},
@@ -237,6 +251,8 @@ PATCHES = {
         "sglang_dflash.srt.plugins.ledger": set_the_stage,
         "sglang.srt.arg_groups.speculative_hook": pretend_support,
     },
+    "kv_transfer": {"sglang_dflash.srt.plugins.ledger": kv_transfer},
+    "more_recurrent_targets": {"sglang_dflash.srt.plugins.ledger": more_recurrent_targets},
     "deterministic_on_cpu": {
         "sglang.srt.arg_groups.choices": allow_deterministic_on_cpu,
         "sglang.srt.model_executor.model_runner": no_batch_invariant_kernels,
@@ -251,8 +267,8 @@ def make(patch, module) -> None:
 
 if "SERVER_PATCH" in os.environ:
     asked = os.environ["SERVER_PATCH"].split()
+    sys.path.append(str(Path(__file__).parents[2]))
     if "rehearsal" in asked:
-        sys.path.append(str(Path(__file__).parents[2]))
         from support.rehearsal import cuda_branches
 
         cuda_branches.install()

@@ -60,15 +60,6 @@ def layernorm_fn(
     return y.to(x.dtype)
 
 
-def rms_norm_gated(
-    x, g, weight, bias, activation="swish", residual=None, prenorm=False, residual_in_fp32=False, eps=1e-6
-):
-    """Compute norm(x) * activation(g). x, g: [.., features]."""
-    if residual is not None or prenorm:
-        raise NotImplementedError("rms_norm_gated on a CPU: a residual")
-    return layernorm_fn(x, weight, bias, z=g, eps=eps, is_rms_norm=True, activation=activation)
-
-
 def launch_fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output, output, do_add):
     """Write a shared expert's output times its gate to `output`, or add it if `do_add`.
 

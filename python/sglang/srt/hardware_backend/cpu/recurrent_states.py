@@ -22,20 +22,6 @@ def track_mamba_states_all_layers(
         pool[:, target[tracked]] = pool[:, source[tracked]]
 
 
-def track_mamba_states_if_needed(
-    conv_states,
-    ssm_states,
-    cache_indices,
-    mamba_track_mask,
-    mamba_track_indices,
-    batch_size,
-    check_freed_slots=False,
-):
-    """Do as `track_mamba_states_all_layers` for one layer's pools, [slots, ...]."""
-    pools = conv_states[None], ssm_states[None]
-    track_mamba_states_all_layers(*pools, cache_indices, mamba_track_mask, mamba_track_indices, batch_size)
-
-
 def scatter_mamba_states_after_mtp_verify(
     mamba_caches,
     state_indices_tensor,
@@ -56,26 +42,9 @@ def scatter_mamba_states_after_mtp_verify(
     for pool, steps in pairs:
         if not pool.numel():  # a target without this kind of state: its steps may be shaped otherwise
             continue
-        _copy_step(pool, steps, rows, state_indices_tensor[:bs].long(), last_correct_step_indices.long())
+        copy_step(pool, steps, rows, state_indices_tensor[:bs].long(), last_correct_step_indices.long())
         if mamba_track_indices is not None:
-            _copy_step(pool, steps, rows, mamba_track_indices.long(), mamba_steps_to_track.long())
-
-
-def fused_conv_window_scatter_with_mask(dst, src, dst_indices_raw, step_indices_raw, src_indices_raw=None):
-    """Copy one step of each request's convolution windows.
-
-    Args:
-        dst: [layers, slots, channels, kernel - 1].
-        src: [layers, rows, tokens, channels, kernel - 1], what the verify forward wrote.
-        dst_indices_raw: [bs] slots.
-        step_indices_raw: [bs] tokens of the block.
-        src_indices_raw: [bs] rows; None: request i has row i.
-    """
-    if not dst.numel():  # a target without convolutions
-        return
-    steps = step_indices_raw.long()
-    rows = torch.arange(len(steps)) if src_indices_raw is None else src_indices_raw.long()
-    _copy_step(dst, src, rows, dst_indices_raw.long(), steps)
+            copy_step(pool, steps, rows, mamba_track_indices.long(), mamba_steps_to_track.long())
 
 
 def set_mamba_track_indices_from_reqs(batch, track_positions=None):
@@ -96,6 +65,15 @@ def set_mamba_track_indices_from_reqs(batch, track_positions=None):
     batch.mamba_track_indices = slots.masked_fill(is_freed, -1)
 
 
-def _copy_step(pool, steps, rows, slots, step):
+def copy_step(pool, steps, rows, slots, step):
+    """Copy the state that a request's row holds after its step to the request's slot.
+
+    Args:
+        pool: [layers, slots, ...].
+        steps: [layers, rows, tokens, ...].
+        rows: [bs], a row of each request.
+        slots: [bs] likewise.
+        step: [bs] likewise.
+    """
     taken = (step >= 0) & (slots >= 0)
     pool[:, slots[taken]] = steps[:, rows[taken], step[taken]]

@@ -1,14 +1,7 @@
 """Changes on a CPU, which has no kernels of SGLang's own."""
 
 from sglang_dflash.srt.plugins import hooks
-from sglang_dflash.srt.plugins.change import (
-    CPU_PD,
-    RECURRENT,
-    SPEED,
-    CpuChange,
-    made_by,
-    our_object,
-)
+from sglang_dflash.srt.plugins.change import RECURRENT, SPEED, CpuChange, made_by, our_object
 
 # Targets with recurrent states and several ranks, with a draft or without. Part of AT_LOAD.
 AT_CPU_LOAD = (
@@ -39,48 +32,10 @@ AT_CPU_LOAD = (
                 "batch_size, check_freed_slots)",
             ),
             (
-                "track_mamba_states_if_needed",
-                "none",
-                "(conv_states, ssm_states, cache_indices, mamba_track_mask, mamba_track_indices, batch_size, "
-                "check_freed_slots)",
-            ),
-            (
                 "scatter_mamba_states_after_mtp_verify",
                 "https://github.com/sgl-project/sglang/pull/37851",
                 "(mamba_caches, state_indices_tensor, last_correct_step_indices, mamba_track_indices, "
                 "mamba_steps_to_track, src_indices_raw)",
-            ),
-        )
-    ),
-    CpuChange(
-        target="sglang.kernels.ops.mamba.mamba_state_scatter_triton.fused_conv_window_scatter_with_mask",
-        remove_when="SGLang has this function in PyTorch",
-        feature=RECURRENT,
-        signature="(dst, src, dst_indices_raw, step_indices_raw, src_indices_raw)",
-        why="the same copies for convolutions alone, with ReplaySSM",
-        build=our_object("srt.hardware_backend.cpu.recurrent_states.fused_conv_window_scatter_with_mask"),
-    ),
-    *(
-        CpuChange(
-            target=f"sglang.kernels.ops.mamba.causal_conv1d_triton.{name}",
-            remove_when="SGLang has these functions in PyTorch",
-            feature=RECURRENT,
-            signature=signature,
-            why="the convolutions of LFM2 are Triton kernels on any device",
-            build=our_object(f"srt.hardware_backend.cpu.short_convolution.{name}"),
-        )
-        for name, signature in (
-            (
-                "causal_conv1d_fn",
-                "(x, weight, bias, conv_states, query_start_loc, seq_lens_cpu, cache_indices, "
-                "has_initial_state, activation, pad_slot_id, validate_data, block_table, kwargs)",
-            ),
-            (
-                "causal_conv1d_update",
-                "(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices, "
-                "num_accept_tokens, intermediate_conv_window, intermediate_state_indices, "
-                "retrieve_next_token, retrieve_next_sibling, retrieve_parent_token, pad_slot_id, metadata, "
-                "validate_data)",
             ),
         )
     ),
@@ -91,22 +46,6 @@ AT_CPU_LOAD = (
         signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
         why="the output norm of GatedDeltaNet is a Triton kernel except on CPUs with AMX",
         build=our_object("srt.hardware_backend.cpu.fused_layers.layernorm_fn"),
-    ),
-    CpuChange(
-        target="sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated",
-        remove_when="SGLang has this function in PyTorch",
-        feature=RECURRENT,
-        signature="(x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps)",
-        why="the output norm of Qwen3-Next's GatedDeltaNet is a Triton kernel except on CPUs with AMX",
-        build=our_object("srt.hardware_backend.cpu.fused_layers.rms_norm_gated"),
-    ),
-    CpuChange(
-        target="torch.get_device_module",
-        remove_when="Qwen3-Next's layers are built where SGLang serves",
-        feature=RECURRENT,
-        signature="(device)",
-        why="a CUDA build of PyTorch names CUDA without a GPU too, and Qwen3-Next's norms are built there",
-        build=hooks.cpu_device_module,
     ),
     CpuChange(
         target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
@@ -140,68 +79,6 @@ AT_CPU_LOAD = (
         why="if PyTorch brings NCCL, two ranks on a CPU get a communicator that needs a device",
         build=our_object("srt.hardware_backend.cpu.ranks.find_nccl_library"),
     ),
-)
-
-AT_CPU_HOST_CACHE = (
-    CpuChange(
-        target="sglang.srt.mem_cache.pool_host.common._cuda_host_register",
-        remove_when="SGLang asks whether there is a GPU",
-        feature=CPU_PD,
-        signature="(buffer, registration_granularity_bytes)",
-        why="SGLang page-locks host buffers through the CUDA driver, which is missing on a CPU",
-        build=our_object("srt.hardware_backend.cpu.transfer.host_register"),
-    ),
-    *(
-        CpuChange(
-            target=f"sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.{name}",
-            remove_when="SGLang copies in PyTorch on a CPU",
-            feature=CPU_PD,
-            signature=signature,
-            why="SGLang copies KV to host memory and back with CUDA kernels, and page-locks memory",
-            build=our_object(f"srt.hardware_backend.cpu.transfer.{ours}"),
-        )
-        for name, ours, signature in (
-            (
-                "backup_from_device_all_layer",
-                "back_up_all_layers",
-                "(self, device_pool, host_indices, device_indices, io_backend)",
-            ),
-            (
-                "load_to_device_per_layer",
-                "restore_layer",
-                "(self, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft)",
-            ),
-            ("get_dummy_flat_data_page", "empty_flat_page", "(self)"),
-        )
-    ),
-)
-
-AT_CPU_DISAGGREGATION = (
-    CpuChange(
-        target="sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
-        remove_when="nixl is told where a pool is",
-        feature=CPU_PD,
-        signature="(kinds, expected_len)",
-        why="SGLang declares all KV pools as GPU memory, which nixl refuses on a machine without a GPU",
-        build=our_object("srt.hardware_backend.cpu.transfer.normalize_kv_mem_kinds"),
-    ),
-    CpuChange(
-        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager.register_buffer_to_engine",
-        remove_when="nixl is told where a state is",
-        feature=CPU_PD,
-        signature="(self)",
-        why="SGLang declares the states of recurrent targets as GPU memory, in six calls of nixl",
-        build=made_by("srt.hardware_backend.cpu.transfer.registering_host_memory"),
-    ),
-    CpuChange(
-        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_xfer",
-        remove_when="SGLang sends the target's layers alone",
-        feature=CPU_PD,
-        signature="(self, peer_info)",
-        why="a prefill server without a draft refuses to send to the host memory of a decode server with one",
-        build=made_by("srt.hardware_backend.cpu.transfer.preparing_targets_layers"),
-    ),
-    *AT_CPU_HOST_CACHE,
 )
 
 # Equal results in less time. Each entry can be removed alone, with its function in

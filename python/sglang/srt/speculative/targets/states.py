@@ -8,7 +8,7 @@ import pkgutil
 from typing import Any, Protocol
 
 import torch
-from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify, prepare_mamba_track_for_verify
 
@@ -79,23 +79,6 @@ def check_states_are_committed(model_config: Any) -> None:
     raise ValueError(
         f"DFLASH cannot serve {model_config.hf_config.architectures[0]}: its attention backend {name} "
         "does not commit recurrent states after verify."
-    )
-
-
-def check_states_run_on_cpu(model_config: Any) -> None:
-    """Raise ValueError if our CPU runtime lacks the operators of a target's recurrent layers.
-
-    It has those of GatedDeltaNet and of LFM2's convolutions. Others end in a Triton kernel at the first
-    prefill.
-
-    model_config: SGLang's ModelConfig of a target with recurrent states.
-    """
-    is_short_convolution = model_config.hf_config.model_type in ("lfm2", "lfm2_moe")
-    if is_short_convolution or hybrid_gdn_config(model_config) is not None:
-        return
-    raise ValueError(
-        f"DFLASH cannot serve {model_config.hf_config.architectures[0]} on a CPU: SGLang runs its recurrent "
-        "layers with kernels for GPUs, with a draft or without."
     )
 
 

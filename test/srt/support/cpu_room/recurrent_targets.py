@@ -1,14 +1,18 @@
-"""Causal convolutions with a state per request, as LFM2's layers call them.
+"""The layers of LFM2 and Qwen3-Next, and ReplaySSM's copies, in PyTorch.
 
-Names and parameters are those of SGLang's Triton kernels. The computation is that of GatedDeltaNet's
-convolution.
+Names and parameters are those of SGLang's Triton kernels.
 """
 
 import torch
 
+from sglang_dflash.srt.hardware_backend.cpu.fused_layers import layernorm_fn
 from sglang_dflash.srt.hardware_backend.cpu.gated_delta_rule import (
     causal_conv1d_fn_cpu,
     causal_conv1d_update_cpu,
+)
+from sglang_dflash.srt.hardware_backend.cpu.recurrent_states import (
+    copy_step,
+    track_mamba_states_all_layers,
 )
 
 
@@ -86,3 +90,48 @@ def causal_conv1d_update(
         retrieve_next_sibling,
         retrieve_parent_token,
     )
+
+
+def track_mamba_states_if_needed(
+    conv_states,
+    ssm_states,
+    cache_indices,
+    mamba_track_mask,
+    mamba_track_indices,
+    batch_size,
+    check_freed_slots=False,
+):
+    """Do as `track_mamba_states_all_layers` for one layer's pools, [slots, ...]."""
+    pools = conv_states[None], ssm_states[None]
+    track_mamba_states_all_layers(*pools, cache_indices, mamba_track_mask, mamba_track_indices, batch_size)
+
+
+def fused_conv_window_scatter_with_mask(dst, src, dst_indices_raw, step_indices_raw, src_indices_raw=None):
+    """Copy one step of each request's convolution windows.
+
+    Args:
+        dst: [layers, slots, channels, kernel - 1].
+        src: [layers, rows, tokens, channels, kernel - 1], what the verify forward wrote.
+        dst_indices_raw: [bs] slots.
+        step_indices_raw: [bs] tokens of the block.
+        src_indices_raw: [bs] rows; None: request i has row i.
+    """
+    if not dst.numel():  # a target without convolutions
+        return
+    steps = step_indices_raw.long()
+    rows = torch.arange(len(steps)) if src_indices_raw is None else src_indices_raw.long()
+    copy_step(dst, src, rows, dst_indices_raw.long(), steps)
+
+
+def rms_norm_gated(
+    x, g, weight, bias, activation="swish", residual=None, prenorm=False, residual_in_fp32=False, eps=1e-6
+):
+    """Compute norm(x) * activation(g). x, g: [.., features]."""
+    if residual is not None or prenorm:
+        raise NotImplementedError("rms_norm_gated on a CPU: a residual")
+    return layernorm_fn(x, weight, bias, z=g, eps=eps, is_rms_norm=True, activation=activation)
+
+
+def get_device_module(original, device=None):
+    """Name the CPU's module: a CUDA build of PyTorch names CUDA's, and Qwen3-Next's norms are built there."""
+    return torch.cpu if device is None else original(device)

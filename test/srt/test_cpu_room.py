@@ -4,13 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from sglang_dflash.srt.hardware_backend.cpu.transfer import (
-    HostMemoryAgent,
-    back_up_all_layers,
-    prepare_transfer,
-    restore_layer,
-)
+from support.cpu_room.transfer import HostMemoryAgent, back_up_all_layers, restore_layer
 
 LAYERS, SLOTS, HEADS, DIM = 3, 20, 2, 4
 
@@ -52,18 +46,6 @@ def test_kv_comes_back_to_other_slots(layout):
     assert torch.equal(
         torch.stack(pool.device_k_buffers)[:, kept], before[:, [others.index(i) for i in kept]]
     )
-
-
-def test_a_layout_that_is_not_known_is_refused_at_the_start():
-    args = SimpleNamespace(disaggregation_mode="decode", hicache_mem_layout="page_head")
-    with pytest.raises(ValueError, match="--hicache-mem-layout page_head"):
-        prepare_transfer(args)
-    prepare_transfer(
-        SimpleNamespace(
-            disaggregation_mode="null", enable_hierarchical_cache=False, hicache_mem_layout="page_head"
-        )
-    )
-    prepare_transfer(SimpleNamespace(disaggregation_mode="decode", hicache_mem_layout="page_first"))
 
 
 def test_states_are_sent_as_host_memory():

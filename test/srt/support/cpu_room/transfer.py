@@ -1,31 +1,9 @@
-"""Disaggregation and the hierarchical cache on the CPU: all memory is the host's."""
+"""Disaggregation and the hierarchical cache on a CPU: all memory is the host's."""
 
-import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
-
-EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
-# Layouts in which one layer's rows are a view of the host's pool.
-HOST_LAYOUTS = ("page_first", "layer_first")
-
-
-def prepare_transfer(args: Any) -> None:
-    """Disable the early send of cached prefixes, as it waits for a CUDA event.
-
-    Set in the environment that the scheduler inherits; the user's value stays. Raises ValueError for a layout
-    of the host's KV pool that the copies below do not support.
-    """
-    if args.disaggregation_mode == "prefill":
-        os.environ.setdefault(EARLY_SEND, "0")
-    copies = args.disaggregation_mode == "decode" or args.enable_hierarchical_cache
-    if copies and args.hicache_mem_layout not in HOST_LAYOUTS:
-        raise ValueError(
-            f"--hicache-mem-layout {args.hicache_mem_layout}: on a CPU the host's copies of KV have one of "
-            f"{', '.join(HOST_LAYOUTS)}."
-        )
 
 
 def empty_flat_page(self: Any) -> torch.Tensor:
@@ -68,44 +46,25 @@ class HostMemoryAgent:
         return self._agent.prep_xfer_dlist(agent_name, regions, "DRAM")
 
 
-def registering_host_memory() -> Callable[[Any], None]:
-    """Build `NixlKVManager.register_buffer_to_engine`.
-
-    It is the first that names a kind of memory.
-    """
-    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
-
-    original = NixlKVManager.register_buffer_to_engine
-
-    @functools.wraps(original)
-    def register_buffer_to_engine(self):
-        self.agent = HostMemoryAgent(self.agent)
-        original(self)
-
-    return register_buffer_to_engine
+def register_host_memory(original: Callable[[Any], None], self: Any) -> None:
+    """Wrap the first method of `NixlKVManager` that names a kind of memory."""
+    self.agent = HostMemoryAgent(self.agent)
+    original(self)
 
 
-def preparing_targets_layers() -> Callable[[Any, Any], None]:
-    """Build `NixlKVManager._prepare_payload_xfer` for a prefill server without a draft.
+def prepare_targets_layers(original: Callable[[Any, Any], None], self: Any, peer_info: Any) -> None:
+    """Wrap `NixlKVManager._prepare_payload_xfer` for a prefill server without a draft.
 
     If only the decode server has a draft, SGLang sends the target's layers alone, but refuses host memory,
     for a reason that concerns GPUs. So the peer is changed to look like a server without a draft.
     """
-    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
-
-    original = NixlKVManager._prepare_payload_xfer
-
-    @functools.wraps(original)
-    def _prepare_payload_xfer(self, peer_info):
-        ours, theirs = len(self.kv_args.kv_item_lens), len(peer_info.dst_kv_item_lens)
-        if 0 < ours < theirs:
-            kept = self._build_transfer_dst_indices(peer_info=peer_info, n_src=ours, n_dst=theirs)
-            for name in ("dst_kv_ptrs", "dst_kv_mem_kinds", "dst_kv_item_lens", "dst_kv_layer_ids"):
-                entries = getattr(peer_info, name)
-                setattr(peer_info, name, [entries[i] for i in kept] if entries else entries)
-        original(self, peer_info)
-
-    return _prepare_payload_xfer
+    ours, theirs = len(self.kv_args.kv_item_lens), len(peer_info.dst_kv_item_lens)
+    if 0 < ours < theirs:
+        kept = self._build_transfer_dst_indices(peer_info=peer_info, n_src=ours, n_dst=theirs)
+        for name in ("dst_kv_ptrs", "dst_kv_mem_kinds", "dst_kv_item_lens", "dst_kv_layer_ids"):
+            entries = getattr(peer_info, name)
+            setattr(peer_info, name, [entries[i] for i in kept] if entries else entries)
+    original(self, peer_info)
 
 
 def host_register(buffer: torch.Tensor, registration_granularity_bytes: int | None = None) -> None:
