@@ -65,7 +65,7 @@ def count_cycle_without_graph(num_requests: int) -> None:
 
 @functools.cache
 def backend_class() -> type:
-    """Return SGLang's FlashInfer backend, extended to plan blocks within bounds of their lengths.
+    """Return SGLang's FlashInfer backend, which here plans within bounds of lengths.
 
     `spec_info.spread` has, per request, by how much the host's length may exceed the device's.
     """
@@ -92,7 +92,12 @@ def backend_class() -> type:
 
 
 def create_backend(runner: Any, create: Callable[[Any], Any]) -> Any:
-    """Make a runner's FlashInfer backend. create: SGLang's function, which makes the one for MLA."""
+    """Make a runner's FlashInfer backend.
+
+    Args:
+        runner: the target's or the draft's model runner.
+        create: SGLang's function, which makes the backend of MLA models.
+    """
     if runner.use_mla_backend:
         return create(runner)
     return backend_class()(runner, init_new_workspace=runner.init_new_workspace)
