@@ -18,9 +18,9 @@ class Change:
     why: str
     build: Callable[[], Any]  # returns the hook or the new value, when the change is applied: imports wait
     kind: str = "replace"
-    # SGLang's state in which the change is no longer needed, and what was proposed there: a link, or "none".
+    # SGLang's state in which the change is no longer needed. What is proposed there: a link, or our text.
     remove_when: str
-    upstream: str = "none"
+    upstream: str
     # The first release of SGLang that does not need it. None: every supported release does.
     until: str | None = None
     # What is off if the target is missing or has changed. None: DFLASH cannot be served without the change.

@@ -24,6 +24,7 @@ def _change(target: str, ours: Callable[..., Any], kind: str = "replace") -> Cpu
         build=lambda: ours,
         why="SGLang's needs a GPU",
         remove_when="SGLang runs it on a CPU",
+        upstream="docs/dev/upstream/cpu-operators.md",
     )
 
 

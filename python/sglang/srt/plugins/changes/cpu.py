@@ -27,7 +27,7 @@ AT_CPU_LOAD = (
         for name, upstream, signature in (
             (
                 "track_mamba_states_all_layers",
-                "none",
+                "docs/dev/upstream/cpu-operators.md",
                 "(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, "
                 "batch_size, check_freed_slots)",
             ),
@@ -42,6 +42,7 @@ AT_CPU_LOAD = (
     CpuChange(
         target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
         remove_when="SGLang has this function in PyTorch",
+        upstream="docs/dev/upstream/cpu-operators.md",
         feature=RECURRENT,
         signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
         why="the output norm of GatedDeltaNet is a Triton kernel except on CPUs with AMX",
@@ -50,6 +51,7 @@ AT_CPU_LOAD = (
     CpuChange(
         target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
         remove_when="SGLang has this function in PyTorch",
+        upstream="docs/dev/upstream/cpu-operators.md",
         feature="targets with shared experts on a CPU",
         signature="(hidden_states, gate_weight, shared_output, output, do_add)",
         why="the gate of a shared expert (Qwen3.5 MoE) is a Triton kernel on any device",
@@ -58,6 +60,7 @@ AT_CPU_LOAD = (
     CpuChange(
         target="torch.Tensor.pin_memory",
         remove_when="SGLang asks whether there is an accelerator",
+        upstream="docs/dev/upstream/cpu-operators.md",
         feature=RECURRENT,
         why="SGLang pins a tensor in every decode step with states; PyTorch refuses without an accelerator",
         build=hooks.cpu_pin_memory,
@@ -66,6 +69,7 @@ AT_CPU_LOAD = (
         target="sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
         until="0.5.23",
         remove_when="SGLang 0.5.22 is not supported any more",
+        upstream="docs/dev/upstream/cpu-operators.md",
         feature=RECURRENT,
         signature="(batch, track_positions)",
         why="SGLang 0.5.22 pins a tensor in every decode step with states, whatever the device",
@@ -74,6 +78,7 @@ AT_CPU_LOAD = (
     CpuChange(
         target="sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
         remove_when="SGLang looks for NCCL on GPUs only",
+        upstream="docs/dev/upstream/cpu-operators.md",
         feature="several ranks on a CPU",
         signature="()",
         why="if PyTorch brings NCCL, two ranks on a CPU get a communicator that needs a device",
@@ -87,6 +92,7 @@ CPU_SPEEDUPS = (
     CpuChange(
         target="sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
         remove_when="PyTorch takes oneDNN by itself",
+        upstream="docs/dev/upstream/cpu-operators.md",
         feature=SPEED,
         signature="(self, layer, x, bias)",
         why="PyTorch takes MKL for float32, twice as slow as oneDNN, and loops over bfloat16 rows without "
@@ -96,6 +102,7 @@ CPU_SPEEDUPS = (
     CpuChange(
         target="sglang.srt.layers.layernorm.RMSNorm.forward_native",
         remove_when="SGLang calls PyTorch's norm",
+        upstream="docs/dev/upstream/cpu-operators.md",
         feature=SPEED,
         signature="(self, x, residual, post_residual_addition, quant_linear)",
         why="SGLang's norm takes six operators, PyTorch has one that computes the same",
@@ -104,6 +111,7 @@ CPU_SPEEDUPS = (
     CpuChange(
         target="sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
         remove_when="SGLang rotates both at once",
+        upstream="docs/dev/upstream/cpu-operators.md",
         feature=SPEED,
         signature="(self, positions, query, key, offsets, fused_set_kv_buffer_arg)",
         why="SGLang rotates queries and keys one after the other, in twice the operators",

@@ -8,6 +8,7 @@ AT_LOAD = (
     Change(
         target="sglang.srt.server_args.ServerArgs.add_cli_args",
         remove_when="SGLang lets plugins declare flags",
+        upstream="docs/dev/upstream/plugin-doors.md",
         feature="the flags of sglang-dflash on the command line (their environment variables work)",
         kind="around",
         signature="(parser)",

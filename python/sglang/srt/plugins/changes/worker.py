@@ -15,6 +15,7 @@ AT_WORKER = (
     Change(
         target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",
         remove_when="every target has DFLASH's interface",
+        upstream="docs/dev/upstream/plugin-doors.md",
         feature="targets that capture hidden states through EAGLE-3's interface only",
         signature="(model, eagle_use_aux_hidden_state, eagle_aux_hidden_state_layer_ids, "
         "dflash_use_aux_hidden_state, dflash_target_layer_ids, is_dspark)",
@@ -33,6 +34,7 @@ AT_WORKER = (
     Change(
         target="sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",
         remove_when="SGLang lets a chunk wait if the KV pool is full",
+        upstream="docs/dev/upstream/prefill-chunks.md",
         feature="mixed chunks in a full KV pool",
         signature="(self, chunk_limit)",
         why="SGLang ends the scheduler if a prompt's next chunk finds too few KV slots",
@@ -49,8 +51,8 @@ AT_WORKER = (
     ),
     Change(
         target="sglang.srt.managers.scheduler.SchedulerWeightUpdaterManager",
-        # docs/dev/upstream/weight-updates.md
         remove_when="SGLang passes the selector to each runner's updater, and answers errors of an update",
+        upstream="docs/dev/upstream/weight-updates.md",
         feature="weight updates of the draft from tensors",
         kind="class",
         signature="(tp_worker, draft_worker, memory_saver_adapter, flush_cache, is_fully_idle, scheduler, "
@@ -61,6 +63,7 @@ AT_WORKER = (
     Change(
         target="sglang.srt.managers.scheduler.validate_dflash_request",
         remove_when="SGLang's check is as strict",
+        upstream="docs/dev/upstream/plugin-doors.md",
         signature="(req, enable_overlap)",
         why="answer a request that DFLASH cannot serve exactly with HTTP 400",
         build=our_object("srt.speculative.request_fields.validate_dflash_request"),
@@ -76,6 +79,7 @@ AT_WORKER = (
     Change(
         target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
         remove_when="processors get the tokens of the step before",
+        upstream="docs/dev/upstream/plugin-doors.md",
         signature="(self, batch, last_batch)",
         why="a custom logit processor reads its request's tokens, which the host must know by then",
         build=made_by("srt.speculative.acceptance.processors.without_overlap"),
@@ -83,6 +87,7 @@ AT_WORKER = (
     Change(
         target="sglang.srt.speculative.dflash_info.DFlashVerifyInput",
         remove_when="graphs are captured with the worker's own input",
+        upstream="docs/dev/upstream/plugin-doors.md",
         kind="class",
         signature="(draft_token, positions, draft_token_num, custom_mask, capture_hidden_mode, "
         "ragged_verify_layout)",
@@ -92,6 +97,7 @@ AT_WORKER = (
     Change(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
         remove_when="workers can report to /server_info",
+        upstream="docs/dev/upstream/plugin-doors.md",
         feature="DFLASH's reports in /server_info",
         signature="(self, state)",
         why="report the verify width in force, and its reason, in /server_info",
@@ -103,6 +109,7 @@ AT_HAND_OVER = (
     Change(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
         remove_when="SGLang reports the plugin that serves",
+        upstream="docs/dev/upstream/plugin-doors.md",
         feature="DFLASH's reports in /server_info",
         signature="(self, state)",
         why="report in /server_info that SGLang's own DFLASH serves, and because of what",
