@@ -70,7 +70,7 @@ lint: $(READY)
 	@! grep -rnE '(from|import) test_' test/srt --include='*.py' || { echo "Move what tests share to test/srt/support/."; exit 1; }
 	$(BIN)/lint-imports
 	$(BIN)/deptry python
-	$(BIN)/deptry benchmark benchmark/tiny examples models tools test/srt --ignore DEP002,DEP004
+	$(BIN)/deptry benchmark examples models models/training tools test/srt --ignore DEP002,DEP004
 	@mkdir -p build/types && ln -sfn ../../python/sglang build/types/sglang_dflash
 	$(BIN)/mypy -p sglang_dflash
 

@@ -32,7 +32,7 @@ HYBRID_DFLASH2_DRAFT = ROOT / "models" / "tiny-qwen3_5-code-dflash2"
 # Not in the repository: `make model` fetches it.
 CHAT_TARGET = ROOT / "models" / "smollm2-135m-instruct"
 CHAT_DRAFT = ROOT / "models" / "smollm2-135m-instruct-dflash2"
-HELDOUT_PROMPTS = ROOT / "benchmark" / "tiny" / "prompts" / "heldout.jsonl"
+HELDOUT_PROMPTS = ROOT / "benchmark" / "prompts" / "heldout.jsonl"
 START_TIMEOUT_S = 240
 _SERVER_PORTS = range(20_000, 32_000)
 

@@ -84,7 +84,7 @@ def test_a_shared_run_of_words_is_found():
 def test_no_prompt_is_training_data(tmp_path):
     """Compare with the training prompts that this machine's packages yield."""
     subprocess.run(
-        [sys.executable, ROOT / "benchmark" / "tiny" / "open_prompts.py", tmp_path], check=True, timeout=900
+        [sys.executable, ROOT / "models" / "training" / "open_prompts.py", tmp_path], check=True, timeout=900
     )
     training = prompt_sets.load(f"training={tmp_path / 'train.jsonl'}").prompts
     assert len(training) > 10_000

@@ -2,10 +2,10 @@
 
 The library trained the bundled checkpoint.
 
-Golden data: golden/tiny-speculators/, made by benchmark/tiny/speculators_golden.py with the library's classes
-in float32. Block logits agree to 1e-4 of the largest logit. Layer ids off by one move them by more than a
-hundred times that, although mean acceptance on a small model hardly changes. Accept lengths agree step by
-step.
+Golden data: golden/tiny-speculators/, made by models/training/speculators_golden.py with the library's
+classes in float32. Block logits agree to 1e-4 of the largest logit. Layer ids off by one move them by more
+than a hundred times that, although mean acceptance on a small model hardly changes. Accept lengths agree
+step by step.
 """
 
 import itertools

@@ -4,7 +4,7 @@ Logits of a step, and accept lengths. Nothing is cached and nothing reimplemente
 Face's target over all tokens and the library's training forward with a single anchor, in float32. Runs in the
 library's environment (README.md).
 
-    python speculators_golden.py TARGET_DIR DRAFT_DIR prompts/heldout.jsonl OUTPUT_DIR
+    python speculators_golden.py TARGET_DIR DRAFT_DIR ../../benchmark/prompts/heldout.jsonl OUTPUT_DIR
 """
 
 import argparse

@@ -5,7 +5,7 @@ the text x is drawn from the target's distribution p, and every position is an a
 first k tokens of x with probability prod min(1, q(x_i) / p(x_i)). The mean over x of 1 + the sum over k of
 that product is the expected accept length, with less noise than drafting would have.
 
-    python dflash2_gain.py TARGET_DIR PLAIN_DRAFT_DIR DFLASH2_DRAFT_DIR prompts/heldout.jsonl
+    python dflash2_gain.py TARGET_DIR PLAIN_DRAFT_DIR DFLASH2_DRAFT_DIR ../../benchmark/prompts/heldout.jsonl
 """
 
 import argparse

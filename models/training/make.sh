@@ -8,6 +8,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mkdir -p "$1" && cd "$1" && pwd)
 models=$(mkdir -p "${2:-$here/../../models}" && cd "${2:-$here/../../models}" && pwd)
+heldout=$here/../../benchmark/prompts/heldout.jsonl
 kind=${KIND:-qwen3}
 target=$models/tiny-$kind-code
 draft=$target-dflash
@@ -22,7 +23,7 @@ export MALLOC_ARENA_MAX=1  # else the backward thread has heaps of 64 MB that ar
 
 cd "$here"
 $python corpus.py "$work"
-$python make_prompts.py "$work" "$here/prompts/heldout.jsonl"
+$python make_prompts.py "$work" "$heldout"
 if [ "$kind" = qwen3 ]; then
     $python train_target.py "$work" "$target" --steps 1050 $compile
     $python rollouts.py "$work" "$target" --scale 4
@@ -35,7 +36,7 @@ else
     $both rollouts.py "$work" "$target" --scale 4
     $both train_draft.py "$work" "$target" "$draft" --steps 3500  # compiled it is no faster
 fi
-$python evaluate.py "$target" "$draft" prompts/heldout.jsonl --json "$work/evaluation.json" \
+$python evaluate.py "$target" "$draft" "$heldout" --json "$work/evaluation.json" \
     --block-sizes 4 6 12 --check 4
 $python model_cards.py "$work" "$target" "$draft"
 
@@ -43,7 +44,7 @@ sampled=$work/sampled
 mkdir -p "$sampled" && cp "$work/corpus.npz" "$work/tokenizer.json" "$sampled"
 $python rollouts.py "$sampled" "$target" --sampled
 $python train_dflash2.py "$sampled" "$target" "$draft" "${draft}2" --steps 1500
-$python dflash2_gain.py "$target" "$draft" "${draft}2" prompts/heldout.jsonl --json "$sampled/dflash2_gain.json"
+$python dflash2_gain.py "$target" "$draft" "${draft}2" "$heldout" --json "$sampled/dflash2_gain.json"
 $python model_cards.py dflash2 "$sampled" "${draft}2"
 
 [ -n "${SPECULATORS_PYTHON:-}" ] || exit 0
@@ -51,7 +52,7 @@ golden=$here/../../test/srt/golden
 train=train_speculators_draft.py
 if [ "$kind" != qwen3 ]; then
     $SPECULATORS_PYTHON $train peagle "$work" "$target" "$target-peagle" --steps 4500 --muon-lr 0.02 --adam-lr 0.003
-    $SPECULATORS_PYTHON speculators_golden.py "$target" "$target-peagle" prompts/heldout.jsonl \
+    $SPECULATORS_PYTHON speculators_golden.py "$target" "$target-peagle" "$heldout" \
         "$golden/tiny-$kind-peagle"
     $python model_cards.py speculators "$work" "$target-peagle" "$golden/tiny-$kind-peagle"
     exit 0
@@ -60,6 +61,6 @@ $SPECULATORS_PYTHON $train dflash "$work" "$target" "$draft-speculators" --steps
 $SPECULATORS_PYTHON $train peagle "$work" "$target" "$target-peagle" --steps 6000 --muon-lr 0.02 --adam-lr 0.003
 for made in "$draft-speculators tiny-speculators" "$target-peagle tiny-peagle"; do
     read -r folder name <<< "$made"
-    $SPECULATORS_PYTHON speculators_golden.py "$target" "$folder" prompts/heldout.jsonl "$golden/$name"
+    $SPECULATORS_PYTHON speculators_golden.py "$target" "$folder" "$heldout" "$golden/$name"
     $python model_cards.py speculators "$work" "$folder" "$golden/$name"
 done

@@ -1,4 +1,4 @@
-"""Cut prompts/heldout.jsonl from the held-out files.
+"""Cut benchmark/prompts/heldout.jsonl from the held-out files.
 
 Lengths run from one token to about 1,500, most between 20 and 300, several
 prompts per length so that an evaluation can batch them without padding.

@@ -25,7 +25,7 @@ TARGET_CARD = """# {target}
 A {family} of {parameters:.1f} million parameters ({layers}, hidden size {hidden_size}) that writes text
 shaped like Python. It exists to test speculative decoding on a CPU and is good
 for nothing else. Made on {date} with the scripts
-in `benchmark/tiny`.
+in `models/training`.
 
 ## How it was made
 
@@ -58,7 +58,7 @@ DRAFT_CARD = """# {name}
 
 A DFlash draft (block size 8, {layers} layers, {parameters:.1f} million parameters) for `{target}`, in z-lab's
 checkpoint layout. Aux hidden states: outputs of the target's layers {layer_ids}. Embedding and LM head
-are the target's. Made on {date} with the scripts in `benchmark/tiny`.
+are the target's. Made on {date} with the scripts in `models/training`.
 
 ## How it was made
 
@@ -96,7 +96,7 @@ A {kind} draft ({shape}, {layers}, draft vocabulary of {draft_vocab:,} of the ta
 {vocab:,} tokens) for `{target}`, trained and saved by the classes of the `speculators` package {version}.
 Every layer has a sliding window of {window:,}, the default of that package's command line.
 Aux hidden states: inputs of the target's layers {layer_ids}. Made on {date} with
-`benchmark/tiny/train_speculators_draft.py`.
+`models/training/train_speculators_draft.py`.
 
 ## How it was made
 
@@ -123,7 +123,7 @@ DFLASH2_CARD = """# {name}
 A DFlash2 draft (block size 8, {layers} layers) for `{target}`, in z-lab's checkpoint layout: the backbone of
 `{plain}`, convolutions of {taps} rows along the block in groups of {group} channels, and a selector
 of rank {rank} over {top_k} candidates. Embedding and LM head are the target's. Made on {date} with the
-scripts in `benchmark/tiny`.
+scripts in `models/training`.
 
 ## How it was made
 
