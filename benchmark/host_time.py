@@ -1,7 +1,7 @@
 """Time the host's part of a decode cycle, without a GPU.
 
-    python benchmark/gpu/host_time.py           # 5 servers; 10 minutes on two free cores
-    python benchmark/gpu/host_time.py --backend fa3 --server ours built-in --requests 1
+    python benchmark/host_time.py           # 5 servers; 10 minutes on two free cores
+    python benchmark/host_time.py --backend fa3 --server ours built-in --requests 1
 
 Servers run in the rehearsal of the CUDA path (docs/rehearsal.md): SGLang's attention metadata, plans, graph
 runners and scheduler, with stand-ins for kernels. The time of the stand-ins is taken out, so what is left is
@@ -25,10 +25,8 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, benchmark/ is not on the path
-
-from gpu.servers import SIMULATION  # noqa: E402
-from serving import DRAFT, ROOT, TARGET, Server, dflash_arguments, serve  # noqa: E402
+from gpu.servers import SIMULATION
+from serving import DRAFT, ROOT, TARGET, Server, dflash_arguments, serve
 
 BACKENDS = ("flashinfer", "fa3")
 OURS, BUILT_IN, PLAIN = "ours", "built-in", "no speculation"
@@ -59,7 +57,7 @@ def main() -> None:
             print(f"{backend}, {row['server']}, {row['requests']} requests: {row['ms']:.2f} ms", flush=True)
     heading = {
         "date": str(date.today()),
-        "command": " ".join(["python", "benchmark/gpu/host_time.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmark/host_time.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
         "load": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
         "versions": {name: version(name) for name in ("sglang", "sglang-dflash", "torch")},
@@ -133,7 +131,7 @@ def summary(rounds: Sequence[Sequence[float]], built_in: Sequence[Sequence[float
 def environment(backend: str, kind: str, folder: Path) -> dict[str, str]:
     """Return the environment of a rehearsed server with the probe."""
     scene = {"backend": backend, "buckets": [1, 16], "is_built_in": kind == BUILT_IN}
-    paths = ROOT / "benchmark" / "gpu" / "host_probe", ROOT / "test" / "srt"
+    paths = ROOT / "benchmark" / "host_probe", ROOT / "test" / "srt"
     settings = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
