@@ -1,24 +1,26 @@
-"""Time limit: a command killed from outside would leave its server behind, on the GPU."""
+"""Time limits: a command killed from outside would leave its server behind, on the GPU."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 
 
 class OutOfTime(BaseException):
-    """Raised in the main thread at the limit. Not an Exception, so error handlers let it pass."""
+    """Raised in the main thread at a limit. Not an Exception, so error handlers let it pass."""
 
 
 class TimeLimit:
-    """Context manager that raises OutOfTime after `seconds`, or never for None."""
+    """The seconds that a call may take; None: any number."""
 
     def __init__(self, seconds: float | None):
-        self._end = None if seconds is None else time.monotonic() + seconds
+        self._end = float("inf") if seconds is None else time.monotonic() + seconds
         self._guarded: tuple[subprocess.Popen, int] | None = None
 
     def left(self) -> float:
-        return float("inf") if self._end is None else self._end - time.monotonic()
+        return self._end - time.monotonic()
 
     def guard(self, process: subprocess.Popen, with_signal: int = signal.SIGKILL) -> None:
         """End this process first at the limit, and no other one.
@@ -27,16 +29,20 @@ class TimeLimit:
         """
         self._guarded = process, with_signal
 
-    def __enter__(self) -> "TimeLimit":
-        if self._end is not None:
-            signal.signal(signal.SIGALRM, self._ring)
-            signal.setitimer(signal.ITIMER_REAL, max(0.01, self.left()))
-        return self
+    @contextlib.contextmanager
+    def at_most(self, seconds: float) -> Iterator[None]:
+        """Raise OutOfTime in the block after `seconds`, at the call's own limit, or when told to end."""
+        for number in (signal.SIGALRM, signal.SIGTERM):
+            signal.signal(number, self._ring)
+        signal.setitimer(signal.ITIMER_REAL, max(0.01, min(seconds, self.left())))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def __exit__(self, *_) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-    def _ring(self, *_) -> None:
+    def _ring(self, number: int, _frame) -> None:
+        if number == signal.SIGTERM:
+            self._end = 0.0  # nothing else is started
         if self._guarded is not None:
             process, with_signal = self._guarded
             if process.poll() is None:

@@ -1,4 +1,4 @@
-"""Steps on one server: loads, profiles, texts, and the phases of its start."""
+"""Steps on one server: the first requests, loads, profiles."""
 
 import contextlib
 import gzip
@@ -13,118 +13,81 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench import Load
 from gpu import trace
 from gpu.limit import TimeLimit
-from gpu.servers import ACCEPT_LENGTH, NO_SPECULATION, PHASES, ServerSpec
-from serving import Server, serve, start_cold, text_prompts
+from gpu.servers import ACCEPT_LENGTH, BUILT_IN_DFLASH, NO_SPECULATION, ServerSpec
+from gpu.state import Figures
+from serving import Server, serve, start_cold
 
 START_TIMEOUT_S = 480  # kernels are compiled on their first use
 # A simulated accept length holds on average, and a request's last block is cut at its end.
 ACCEPT_LENGTH_SLACK = 0.2
+REPEATS = 2  # of a pair of short and long answers
 PROFILED_STEPS = 30
 PROFILED_TOKENS = 4096
 LOG_END = 6000  # characters of a server's log that an error carries
-# Log lines of this plugin's worker when it is built.
-DRAFTERS = ("DFlashDrafter", "DFlash2Drafter", "PEagleDrafter")
-WORKER_LINES = tuple(f"DFlashWorker with {drafter}: block size" for drafter in DRAFTERS)
-# Log lines of a start, in their order: (phase that ends there, its line). The last one of a kind counts: a
-# server with a draft has two of each.
-START_LINES = (
-    ("imports", "Load weight begin"),
-    ("weights", "Load weight end"),
-    ("pools", "Cache is allocated"),
-    ("graphs", "CUDA graph end"),
-)
+OUR_WORKER = "sglang-dflash DFlashWorker with "  # in the log, when this plugin's worker is built
+# A short request of each kind compiles what it needs before anything is timed.
+GREEDY = {"temperature": 0, "max_new_tokens": 16}
+KINDS = {
+    "greedy": {"sampling_params": GREEDY},
+    "sampled": {"sampling_params": GREEDY | {"temperature": 0.7, "top_p": 0.9}},
+    "penalised": {"sampling_params": GREEDY | {"frequency_penalty": 0.6, "presence_penalty": 0.3}},
+    "biased": {"sampling_params": GREEDY | {"logit_bias": {"13": 1.5}}},
+    "with log probabilities": {"sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2},
+}
+# These need a tokenizer.
+TEXT_KINDS = {
+    "with a grammar": {"sampling_params": GREEDY | {"regex": "[a-z ]{8,48}"}},
+    "with a least length": {"sampling_params": GREEDY | {"min_new_tokens": 8}},
+}
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a GPU run, or of its rehearsal on a CPU.
 
-    new_tokens: of the short and the long answers, whose difference is measured. texts: prompts of a check,
-    None for all.
+    new_tokens: of the short and the long answers, whose difference is measured.
     """
 
     is_rehearsal: bool = False
     new_tokens: tuple[int, int] = (64, 448)
-    most_requests: int = 96
-    context_divisor: int = 1
-    texts: int | None = None
-    text_tokens: int = 128
+    most_requests: int = 48
+    context: int = 1024  # tokens of a prompt
 
     def requests(self, wanted: int) -> int:
         return min(wanted, self.most_requests)
 
-    def context(self, wanted: int) -> int:
-        return wanted // self.context_divisor
-
 
 GPU_SIZES = Sizes()
-REHEARSAL_SIZES = Sizes(
-    is_rehearsal=True, new_tokens=(8, 96), most_requests=3, context_divisor=64, texts=6, text_tokens=48
-)
-
-
-class StartClock:
-    """Times at which a starting server's log shows that a phase has ended."""
-
-    def __init__(self):
-        self._begun, self._seen, self._is_over = time.monotonic(), {}, threading.Event()
-
-    def start(self, command: Sequence[str], env: dict[str, str], log) -> object:
-        """Start a server as `serving.start_cold` does, and watch its log."""
-        self._begun = time.monotonic()
-        threading.Thread(target=self._watch, args=(Path(log.name),), daemon=True).start()
-        return start_cold(command, env, log)
-
-    def _watch(self, log: Path) -> None:
-        counts: dict[str, int] = {}
-        while not self._is_over.wait(0.1):
-            with contextlib.suppress(FileNotFoundError):
-                self.read(log.read_text(errors="replace"), time.monotonic() - self._begun, counts)
-
-    def read(self, text: str, seconds: float, counts: dict[str, int]) -> None:
-        """Note `seconds` for each phase whose line the log shows once more than `counts` says."""
-        for phase, line in START_LINES:
-            found = text.count(line)
-            if found > counts.get(phase, 0) and not (phase == "imports" and counts.get(phase)):
-                self._seen[phase] = seconds
-            counts[phase] = found
-
-    def ready(self) -> None:
-        self._seen["ready"] = time.monotonic() - self._begun
-        self._is_over.set()
-
-    def phases(self) -> dict[str, float]:
-        """Return the seconds from one phase's end to the next one's, in order, and their sum."""
-        ends = sorted(self._seen.items(), key=lambda item: item[1])
-        begins = [0.0, *(end for _, end in ends)]
-        found = {phase: round(end - begin, 2) for (phase, end), begin in zip(ends, begins)}
-        return {**found, "total": round(begins[-1], 2)}
+REHEARSAL_SIZES = Sizes(is_rehearsal=True, new_tokens=(8, 96), most_requests=3, context=16)
 
 
 @dataclass(frozen=True)
-class Running:
-    """A server under measurement. traces: folder of profiles."""
+class Session:
+    """What a step works with. server, spec: None if its part has no server. says: what its log should say."""
 
-    server: Server
-    spec: ServerSpec
     sizes: Sizes
-    traces: Path
-    phases: dict[str, float]
+    limit: TimeLimit
+    figures: Figures
+    server: Server | None = None
+    spec: ServerSpec | None = None
+    start_seconds: float = 0.0
+    says: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
-def running(spec: ServerSpec, limit: TimeLimit, clock: StartClock | None = None) -> Iterator[Server]:
-    """Run the server; raise RuntimeError for a wrong variant or an error."""
-    clock = clock or StartClock()
-    environment = spec.full_environment()
-    with serve(*spec.arguments, env=environment, timeout=START_TIMEOUT_S, start=clock.start) as server:
-        limit.guard(server.process)
-        clock.ready()
+def running(spec: ServerSpec, limit: TimeLimit) -> Iterator[Server]:
+    """Run the server; raise RuntimeError for an error or a wrong variant."""
+
+    def start(command: Sequence[str], env: dict[str, str], log) -> object:
+        process = start_cold(command, env, log)
+        limit.guard(process)
+        return process
+
+    with serve(*spec.arguments, env=spec.environment, timeout=START_TIMEOUT_S, start=start) as server:
         log = server.log()
-        if any(line in log for line in WORKER_LINES) != spec.is_ours:
+        if (OUR_WORKER in log) != spec.is_ours:
             raise RuntimeError(f"not a server of {spec.variant}; its log ends:\n{log[-2000:]}")
         try:
             yield server
@@ -135,9 +98,39 @@ def running(spec: ServerSpec, limit: TimeLimit, clock: StartClock | None = None)
             ) from error
 
 
-def start_up(running: Running) -> dict:
-    """Return {"phases": seconds by phase}."""
-    return {"phases": running.phases}
+def first_requests(session: Session) -> dict:
+    """Send a short request of each kind, alone and then all at once, and look for `says` in the log.
+
+    Returns {"seconds" of the start, "problems"}.
+    """
+    kinds = KINDS if "--skip-tokenizer-init" in session.spec.arguments else KINDS | TEXT_KINDS
+    if session.spec.variant == BUILT_IN_DFLASH:
+        kinds = {"greedy": KINDS["greedy"]}  # nothing else is measured of it
+    prompt = {"input_ids": list(range(100, 116))}  # of every vocabulary here
+    requests = {name: prompt | kind for name, kind in kinds.items()}
+    problems = [line for name, request in requests.items() for line in _ask(session.server, name, request)]
+    if not problems:
+        together = session.server.generate_many(list(requests.values()), len(requests))
+        problems = [line for name, answer in zip(requests, together) for line in broken(name, answer)]
+    if not session.sizes.is_rehearsal:
+        log = session.server.log()
+        problems += [f"the server's log does not say {line!r}" for line in session.says if line not in log]
+    return {"seconds": session.start_seconds, "problems": problems}
+
+
+def _ask(server: Server, name: str, request: dict) -> list[str]:
+    try:
+        return broken(name, server.generate(**request))
+    except urllib.error.HTTPError as error:
+        return [f"a request {name}: HTTP {error.code}, {error.read().decode(errors='replace')[:300]}"]
+
+
+def broken(name: str, answer: dict) -> list[str]:
+    """Say in one line, if so, that an answer ended in another way than at its length or a stop."""
+    end = answer["meta_info"]["finish_reason"]
+    if end["type"] in ("length", "stop") and end.get("matched") != "NaN happened":
+        return []
+    return [f"a request {name} ended with {end}"]
 
 
 @dataclass(frozen=True)
@@ -147,7 +140,6 @@ class Round:
     cycles: of the request with the most. blocks: of all requests together.
     """
 
-    new_tokens: int
     seconds: float
     cycles: int
     blocks: int
@@ -159,7 +151,7 @@ class Round:
         # The first token of an answer comes from its prompt's own forward.
         cycles = [info.get("spec_verify_ct") or info["completion_tokens"] - 1 for info in infos]
         tokens = [info["completion_tokens"] for info in infos]
-        return cls(max(tokens), seconds, max(cycles), sum(cycles), sum(tokens))
+        return cls(seconds, max(cycles), sum(cycles), sum(tokens))
 
 
 def slope(pairs: Sequence[tuple[Round, Round]]) -> dict:
@@ -185,68 +177,65 @@ def slope(pairs: Sequence[tuple[Round, Round]]) -> dict:
     }
 
 
-def measure_load(running: Running, requests: int, context: int, repeats: int) -> dict:
+def measure_load(session: Session, requests: int) -> dict:
     """Measure prefill, then the slope of greedy requests whose prompts are in the prefix cache.
 
-    Returns `slope`'s entries, the rounds, prefill_ms per prompt, the tokens of a prompt found in the cache,
-    and from ours the host's milliseconds per cycle by phase and the report of adaptive widths.
+    Returns `slope`'s entries, the rounds, prefill_ms per prompt, and the report of adaptive widths. Raises
+    RuntimeError if not all requests run at once.
     """
-    count, tokens = running.sizes.requests(requests), running.sizes.context(context)
-    server = running.server
+    server, count = session.server, session.sizes.requests(requests)
     server.flush_cache()
-    prompts = random_requests(count, tokens, 1)
+    prompts = random_requests(count, session.sizes.context, 1)
     start = time.perf_counter()
     server.generate_many(prompts, count)
     prefill = time.perf_counter() - start
-    short, long = (with_length(prompts, length) for length in running.sizes.new_tokens)
-    server.generate_many(short, count)  # warm up
-    before = _host_phases(running)
-    pairs, cached = [], []
-    for _ in range(repeats):
+    short, long = (with_length(prompts, length) for length in session.sizes.new_tokens)
+    with most_running(server) as peak:  # looked at while warming up, not while timing
+        server.generate_many(long, count)
+    if max(peak) < count:
+        raise RuntimeError(f"{max(peak)} of {count} requests ran at once")
+    pairs = []
+    for _ in range(REPEATS):
         timed = []
         for batch in (short, long):
             start = time.perf_counter()
             answers = server.generate_many(batch, count)
             timed.append(Round.from_answers(answers, time.perf_counter() - start))
-            cached += [answer["meta_info"].get("cached_tokens", 0) for answer in answers]
         pairs.append((timed[0], timed[1]))
     found = slope(pairs)
     result = {
         "requests": count,
-        "context": tokens,
         "prefill_ms": 1e3 * prefill / count,
-        "cached_tokens": statistics.mean(cached),
         "rounds": [{"short": asdict(short), "long": asdict(long)} for short, long in pairs],
         **found,
         "problems": [],
     }
-    simulates = "SGLANG_SIMULATE_ACC_LEN" in running.spec.environment
+    simulates = "SGLANG_SIMULATE_ACC_LEN" in session.spec.environment
     kept = found["tokens_per_block"]
-    if simulates and not running.sizes.is_rehearsal and abs(kept - ACCEPT_LENGTH) > ACCEPT_LENGTH_SLACK:
+    if simulates and not session.sizes.is_rehearsal and abs(kept - ACCEPT_LENGTH) > ACCEPT_LENGTH_SLACK:
         result["problems"].append(f"{kept:.2f} tokens a block, but the server simulates {ACCEPT_LENGTH}")
-    if phases := _phases_between(before, _host_phases(running)):
-        result["phase_ms"] = phases
-    if widths := said_of_widths(server):
+    if widths := server.get("/server_info")["internal_states"][0].get("speculative_width"):
         result["widths"] = widths
     return result
 
 
-def _host_phases(running: Running) -> dict:
-    clocked = "PHASE_TIMES" in running.spec.environment and PHASES.exists()
-    return json.loads(PHASES.read_text()) if clocked else {"cycles": 0, "seconds": {}}
+@contextlib.contextmanager
+def most_running(server: Server) -> Iterator[list[int]]:
+    """Watch how many requests the server runs at once while the block lasts."""
+    seen, is_over = [0], threading.Event()
 
+    def watch() -> None:
+        with contextlib.suppress(OSError):  # of a server that ends; the requests fail, too
+            while not is_over.wait(0.02):
+                seen.append(server.get("/v1/loads")["loads"][0]["num_running_reqs"])
 
-def _phases_between(before: dict, after: dict) -> dict[str, float]:
-    """Return milliseconds per cycle by phase; nothing if no cycle was counted between."""
-    cycles = after["cycles"] - before["cycles"]
-    if cycles <= 0:
-        return {}
-    spent = {name: total - before["seconds"].get(name, 0.0) for name, total in after["seconds"].items()}
-    return {name: 1e3 * seconds / cycles for name, seconds in spent.items()}
-
-
-def said_of_widths(server: Server) -> dict:
-    return server.get("/server_info")["internal_states"][0].get("speculative_width", {})
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def random_requests(count: int, context: int, new_tokens: int, seed: int = 0) -> list[dict]:
@@ -265,30 +254,17 @@ def with_length(requests: Sequence[dict], new_tokens: int) -> list[dict]:
     ]
 
 
-def measure_texts(running: Running, concurrency: int) -> dict:
-    """Answer the held-out texts: {"load": a `bench.Load`, "widths" if they adapt}."""
-    texts = [prompt["text"] for prompt in text_prompts()][: running.sizes.texts]
-    sampling = {"temperature": 0, "max_new_tokens": running.sizes.text_tokens}
-    requests = [{"text": text, "sampling_params": sampling} for text in texts]
-    running.server.generate_many(requests[:concurrency], concurrency)  # warm up
-    running.server.flush_cache()
-    start = time.perf_counter()
-    answers = running.server.generate_many(requests, concurrency)
-    load = Load.from_answers(running.spec.variant, concurrency, answers, time.perf_counter() - start)
-    return {"load": asdict(load), "widths": said_of_widths(running.server), "problems": []}
-
-
-def profile(running: Running, requests: int, context: int) -> dict:
+def profile(session: Session, requests: int) -> dict:
     """Record a torch profiler trace of PROFILED_STEPS scheduler steps, all requests decoding.
 
     Returns a `trace.summarize`, or from a rehearsal the number of forwards by name. The trace file is kept.
     """
-    count = running.sizes.requests(requests)
-    server, folder = running.server, running.traces.absolute()
+    count = session.sizes.requests(requests)
+    server, folder = session.server, session.figures.folder.absolute() / "traces"
     folder.mkdir(parents=True, exist_ok=True)
     known = set(folder.glob("*.trace.json.gz"))
-    tokens = 40 * running.sizes.new_tokens[1] if running.sizes.is_rehearsal else PROFILED_TOKENS
-    prompts = random_requests(count, running.sizes.context(context), tokens, seed=2)
+    tokens = 40 * session.sizes.new_tokens[1] if session.sizes.is_rehearsal else PROFILED_TOKENS
+    prompts = random_requests(count, session.sizes.context, tokens, seed=2)
     load = threading.Thread(target=_until_aborted, args=(server, prompts), daemon=True)
     load.start()
     while load.is_alive() and not _all_decoding(server, count):
@@ -300,11 +276,11 @@ def profile(running: Running, requests: int, context: int) -> dict:
     server.post("/abort_request", {"abort_all": True})
     load.join()
     recorded = json.loads(gzip.decompress(file.read_bytes()))
-    kept = folder / f"{running.spec.variant}-{requests}.trace.json.gz"
+    kept = folder / f"{session.spec.variant}-{requests}.trace.json.gz"
     os.replace(file, kept)
-    if running.sizes.is_rehearsal:
-        return {"requests": count, "forwards": trace.forwards(recorded)}
-    step = "DECODE" if running.spec.variant == NO_SPECULATION else "VERIFY"
+    if session.sizes.is_rehearsal:
+        return {"requests": count}
+    step = "DECODE" if session.spec.variant == NO_SPECULATION else "VERIFY"
     return {"requests": count, **trace.summarize(recorded, f"step[{step} bs={count}]")}
 
 

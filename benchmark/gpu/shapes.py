@@ -82,10 +82,8 @@ class Pair:
         target = common | asdict(self.target) | self.target_config
         if isinstance(self.target, HybridModel):
             target["layer_types"] = self.target.layer_types
-        for name, config in (
-            ("target", target),
-            ("draft", common | asdict(self.draft) | draft | self.draft_config),
-        ):
+        drafts = common | asdict(self.draft) | draft | self.draft_config
+        for name, config in (("target", target), ("draft", drafts)):
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / "config.json").write_text(json.dumps(config, indent=1))
 
@@ -102,19 +100,10 @@ def shrunk(pair: Pair) -> Pair:
         target = replace(target, **heads, linear_key_head_dim=32, linear_value_head_dim=32)
     draft = replace(pair.draft, **small, num_hidden_layers=1, head_dim=32)
     changed = {"layer_types": ["sliding_attention"]} if "layer_types" in pair.draft_config else {}
-    few = ("--max-running-requests", "4", "--max-total-tokens", "8192")
-    return replace(
-        pair,
-        target=target,
-        draft=draft,
-        target_layer_ids=(1, 2),
-        limits=few,
-        draft_config=pair.draft_config | changed,
-    )
+    few = ("--max-running-requests", "4", "--max-total-tokens", "8192", "--mem-fraction-static", "0.8")
+    config = pair.draft_config | changed
+    return replace(pair, target=target, draft=draft, target_layer_ids=(1, 2), limits=few, draft_config=config)
 
-
-# 96 requests of 1536 tokens, or 4 of 25,000.
-DENSE_LIMITS = ("--max-running-requests", "96", "--max-total-tokens", "230000")
 
 # Qwen/Qwen3-8B and z-lab/Qwen3-8B-DFlash-b16.
 QWEN3_8B = Pair(
@@ -130,32 +119,8 @@ QWEN3_8B = Pair(
         "max_position_embeddings": 40960,
     },
     rope_theta=1e6,
-    limits=DENSE_LIMITS,
-)
-
-# meta-llama/Llama-3.1-8B with a draft of the same kind: its depth and block, the target's widths.
-LLAMA_3_1_8B = Pair(
-    name="llama-3.1-8b",
-    target=Model(32, 4096, 14336, 32, 8, 128, 128256),
-    draft=Model(5, 4096, 14336, 32, 8, 128, 128256),
-    block_size=16,
-    target_layer_ids=(1, 8, 15, 22, 29),
-    mask_token_id=128002,
-    target_config={
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-    rope_theta=5e5,
-    limits=DENSE_LIMITS,
+    # 48 requests of 1536 tokens and the slots that they reserve ahead.
+    limits=tuple("--max-running-requests 48 --max-total-tokens 115000 --mem-fraction-static 0.8".split()),
 )
 
 # Qwen/Qwen3.8-27B, text only, and z-lab/Qwen3.8-27B-DFlash2. Weights are 53.8 and 3.8 GB in bfloat16. A
@@ -186,8 +151,8 @@ QWEN3_8_27B = Pair(
     },
     rope_theta=1e7,
     limits=(
-        *("--max-running-requests", "4", "--max-total-tokens", "40960"),
-        *("--mamba-ssm-dtype", "bfloat16"),
+        *("--max-running-requests", "4", "--max-total-tokens", "40960", "--mamba-ssm-dtype", "bfloat16"),
+        *("--mem-fraction-static", "0.9"),
     ),
     draft_config={
         "architectures": ["DFlash2DraftModel"],
@@ -199,5 +164,4 @@ QWEN3_8_27B = Pair(
     dflash_config={"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
 )
 
-DENSE_PAIRS = (QWEN3_8B, LLAMA_3_1_8B)
-PAIRS = (*DENSE_PAIRS, QWEN3_8_27B)
+PAIRS = (QWEN3_8B, QWEN3_8_27B)

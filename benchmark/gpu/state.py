@@ -1,4 +1,4 @@
-"""Results file: one record per part, written after each."""
+"""The figures of a run: a file each in a folder, which the next call goes on with."""
 
 import hashlib
 import json
@@ -6,90 +6,62 @@ import os
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-from gpu import page
-from gpu.plans import Part
 from serving import ROOT
 
-AnyPart = TypeVar("AnyPart", bound=Part)
 PACKAGES = ("sglang", "sglang-dflash", "torch", "triton", "flashinfer-python")
 
 
 class OtherRun(RuntimeError):
-    """The results on file were taken on another machine, with other versions or other options."""
+    """The figures in a folder were taken on another machine or with other versions."""
 
 
-class Results:
-    """Results in `path`.json, from which the page `path`.md is written.
+class Figures:
+    """Records {"date", "seconds", "source", "command", "result" or "error"} by name, in `folder`.
 
-    setting: {"machine", "versions", "options"}, JSON-ready, equal for all results in one file; None to read
-    only. Raises OtherRun if the file has another setting.
+    setting: {"machine", "versions"}, equal for all figures. Raises OtherRun if the folder has another one.
     """
 
-    def __init__(self, path: Path, setting: dict | None):
-        self._path, self._lock = path, threading.RLock()
+    def __init__(self, folder: Path, setting: dict):
+        self.folder, self.setting = folder, setting
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "setting.json"
+        if file.exists() and (known := json.loads(file.read_text())) != setting:
+            raise OtherRun(f"{folder} has figures of {known}, not of {setting}: give another --state")
+        write(file, json.dumps(setting, indent=1))
         self._source = source_fingerprint()
-        setting = setting or {}
-        self.data = {**setting, "invocations": [], "planned": [], "parts": {}}
-        file = path.with_suffix(".json")
-        if file.exists():
-            self.data = json.loads(file.read_text())
-            then = {key: self.data[key] for key in setting}
-            other = [f"{key} {then[key]}, now {now}" for key, now in setting.items() if then[key] != now]
-            if other:
-                raise OtherRun(f"{file.name} is of another run (use --name or --restart): {'; '.join(other)}")
+        found = sorted((folder / "figures").rglob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        texts = {path: path.read_text() for path in found}
+        self.records = {json.loads(text)["name"]: json.loads(text) for text in texts.values()}
 
-    def pending(self, parts: Sequence[AnyPart], retry_failed: bool) -> list[AnyPart]:
-        """List parts without a result, or with a result from other code of ours."""
-        records = self.data["parts"]
-        return [
-            part
-            for part in parts
-            if part.name not in records
-            or (part.runs_our_code and records[part.name]["source"] != self._source)
-            or (retry_failed and problems_of(records[part.name]))
-        ]
+    def result(self, name: str) -> dict:
+        return self.records[name]["result"]
 
-    def store(self, part: Part, outcome: dict, seconds: float) -> None:
-        """Record a part; threads may call it at once.
-
-        outcome: {"result": its return value} or {"error": why it has none}.
-        """
-        record = {"date": str(date.today()), "seconds": round(seconds, 1), **outcome}
-        record["source"] = self._source if part.runs_our_code else None
-        if "error" in record:
-            record["error"] = without_folders(record["error"])
-        elif "problems" in record["result"]:
-            record["result"]["problems"] = [without_folders(line) for line in record["result"]["problems"]]
-        record["commands"] = [spec.command() for spec in part.servers]
-        record["estimated_seconds"] = round(part.seconds, 1)
-        with self._lock:
-            self.data["parts"][part.name] = record
-            self.write([part.name])
-
-    def write(self, names: Sequence[str] = (), invocation: str | None = None) -> None:
-        """Write both files. names: of all parts, so that the page lists the missing ones."""
-        with self._lock:
-            if invocation is not None:
-                self.data["invocations"].append(invocation)
-            self.data["planned"] = list(dict.fromkeys([*self.data["planned"], *names]))
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            texts = {".json": json.dumps(self.data, indent=1) + "\n", ".md": page.markdown(self.data)}
-            for suffix, text in texts.items():
-                partial = self._path.with_suffix(suffix + ".part")
-                partial.write_text(text)
-                os.replace(partial, self._path.with_suffix(suffix))
+    def keep(self, name: str, outcome: dict, seconds: float, command: str | None) -> list[str]:
+        """Write a figure at once. outcome: {"result"} or {"error"}. Returns its problems."""
+        if "error" in outcome:
+            outcome = {"error": without_folders(outcome["error"])}
+        record = {"name": name, "date": str(date.today()), "seconds": round(seconds, 1)}
+        record |= {"source": self._source, "command": command, **outcome}
+        self.records[name] = record
+        write(self.folder / "figures" / f"{name}.json", json.dumps(record, indent=1) + "\n")
+        return problems_of(record)
 
 
 def problems_of(record: dict) -> list[str]:
     return [record["error"]] if "error" in record else record["result"].get("problems", [])
+
+
+def write(file: Path, text: str) -> None:
+    """Replace a file as a whole: a call may be stopped at any time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".part")
+    partial.write_text(text)
+    os.replace(partial, file)
 
 
 def without_folders(text: str) -> str:
@@ -115,10 +87,6 @@ def machine() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "without metadata"  # as in an environment put together by hand
-    return found
+    known = {package.name: package.version for package in distributions()}
+    # An environment put together by hand may lack metadata.
+    return {name: known.get(name, "without metadata") for name in PACKAGES}
