@@ -10,8 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))  # a fork runs this file by its path
-import scheduled_lengths  # noqa: E402
 
 
 def known_costs(module) -> None:
@@ -28,6 +26,20 @@ def known_costs(module) -> None:
 
     module._measure = costs
     module.CostTable.observe = lambda table, work, seconds: None  # nor does a cycle correct them
+
+
+def read_schedule(module) -> None:
+    """Let the settings of adaptive width have a `schedule`."""
+    from support.server_patches import scheduled_lengths
+
+    scheduled_lengths.read_schedule(module)
+
+
+def follow_schedule(module) -> None:
+    """Verify the lengths of the schedule, if there is one."""
+    from support.server_patches import scheduled_lengths
+
+    scheduled_lengths.follow_schedule(module)
 
 
 def strict_sync(module) -> None:
@@ -226,8 +238,8 @@ def more_recurrent_targets(module) -> None:
 PATCHES = {
     "known_costs": {"sglang_dflash.srt.speculative.width.start_up": known_costs},
     "scheduled_lengths": {
-        "sglang_dflash.srt.speculative.width.settings": scheduled_lengths.read_schedule,
-        "sglang_dflash.srt.speculative.width.adaptive": scheduled_lengths.follow_schedule,
+        "sglang_dflash.srt.speculative.width.settings": read_schedule,
+        "sglang_dflash.srt.speculative.width.adaptive": follow_schedule,
     },
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
