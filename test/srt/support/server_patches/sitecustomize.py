@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 
-
 def known_costs(module) -> None:
     """Give adaptive width the costs of its cycles instead of measuring them.
 
