@@ -51,7 +51,8 @@ PATIENCE = {
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "4",
 }
 # On a CPU. A prefill server would wait for a CUDA event before it sends cached prefixes early.
-TRANSFER = {**patched("kv_transfer"), "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
+PATCHES = ("kv_transfer", "no_memory_reserve")
+TRANSFER = {**patched(*PATCHES), "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
 
 
 @dataclass
@@ -94,8 +95,7 @@ def pair_of(
     common = ["--model-path", target, *FLOAT32, *arguments, "--disaggregation-transfer-backend", "nixl"]
     common += ["--disaggregation-bootstrap-port", port]
     environment = ENVIRONMENT | TRANSFER | (environment or {})
-    # The pool for retracted requests is as small as the one they run in. By default SGLang leaves it nothing
-    # unless 10 GiB of the host's memory stay free besides.
+    # The pool for retracted requests is as small as the one they run in.
     decode = ("--disaggregation-mode", "decode", "--hicache-ratio", "1", *decode)
     with (
         serve(*common, "--disaggregation-mode", "prefill", env=environment, start=warm_start()) as prefill,
@@ -298,7 +298,7 @@ def test_behind_sglangs_router(servers, prompts):
     """Greedy, and sampled with seeds that both servers use."""
     flags, environment = (
         (WHOLE_BLOCKS, *dflash_arguments(), "--enable-deterministic-inference"),
-        patched("deterministic_on_cpu", "kv_transfer"),
+        patched("deterministic_on_cpu", *PATCHES),
     )
     requests = [greedy(ids) for ids in prompts[:8]]
     requests += [

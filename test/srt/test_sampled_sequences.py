@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving import TARGET, dflash_arguments
+from serving import TARGET, WHOLE_BLOCKS, dflash_arguments
 from support.families import write_dflash2_draft, write_draft, write_peagle_draft, write_target
 from support.sequence_probs import (
     FALSE_ALARM,
@@ -45,12 +45,12 @@ SERVER = (
 
 # name -> draft, and the server's other flags
 DRAFTING = {
-    "one-hot": ("dflash", ()),
-    "probabilistic": ("dflash", PROBABILISTIC),
+    "one-hot": ("dflash", (WHOLE_BLOCKS,)),
+    "probabilistic": ("dflash", (*PROBABILISTIC, WHOLE_BLOCKS)),
     "probabilistic, widths change": ("dflash", (*PROBABILISTIC, *WIDTHS_CHANGE)),
-    "probabilistic, copy ahead": ("dflash", (*PROBABILISTIC, "--speculative-copy-ahead")),
-    "probabilistic, DFlash2": ("dflash2", PROBABILISTIC),
-    "probabilistic, P-EAGLE": ("peagle", PROBABILISTIC),
+    "probabilistic, copy ahead": ("dflash", (*PROBABILISTIC, WHOLE_BLOCKS, "--speculative-copy-ahead")),
+    "probabilistic, DFlash2": ("dflash2", (*PROBABILISTIC, WHOLE_BLOCKS)),
+    "probabilistic, P-EAGLE": ("peagle", (*PROBABILISTIC, WHOLE_BLOCKS)),
 }
 assert SAMPLES * len(PROMPTS) * LENGTH > 50_000
 
