@@ -39,7 +39,7 @@ START, END, NEW_LINE = 1, 2, 7  # tokens of chats, which the code model does not
 BUDGETS = (3, 9, 17, 30)  # counted from the thinking token, which begins the prompt's last three tokens
 ENVIRONMENT = {
     **UNCOUNTED,
-    **patched("deterministic_on_cpu"),
+    **patched("deterministic_on_cpu", "masks_of_draws"),
     "SGLANG_MAX_THINK_TOKENS": "1000",
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1",
 }
@@ -176,8 +176,7 @@ def groups(prompts) -> list[list[Job]]:
 
 
 def serve(arguments, groups, oracle: Oracle | None = None) -> list[list[Answer]]:
-    environment = ENVIRONMENT | patched("masks_of_draws")
-    return run([*SERVER, *arguments], groups, oracle, environment=environment, prepare=apply_masks_on_cpu)
+    return run([*SERVER, *arguments], groups, oracle, environment=ENVIRONMENT, prepare=apply_masks_on_cpu)
 
 
 @pytest.fixture(scope="module")
