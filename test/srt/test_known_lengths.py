@@ -8,7 +8,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.engine import start
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.layers.attention.flashinfer_plans import counts, planning_within_bounds, plans_blocks
+from sglang_dflash.srt.layers.attention.flashinfer_plans import backend_class, counts, plans_blocks
 from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
 from sglang_dflash.srt.speculative.cycle.known_lengths import (
     KnownLengthsMap,
@@ -131,17 +131,13 @@ def test_other_backends_wait_for_exact_lengths(caplog):
 
 def test_a_plain_cycle_waits_for_exact_lengths(monkeypatch):
     """FlashInfer's plans are then its own."""
-    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
-
-    backend = object.__new__(FlashInferAttnBackend)
+    backend = object.__new__(backend_class())
     vars(backend).update(
         dispatch_reason=None,
         prefill_backend="fa2",
         use_sliding_window_kv_pool=False,
         is_nvfp4_kvcache=False,
     )
-    plan = planning_within_bounds()
-    monkeypatch.setattr(FlashInferAttnBackend, "init_forward_metadata_out_graph", plan)
     assert plans_within_bounds([backend], "cuda") and plans_blocks(backend)
     monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
     assert not plans_within_bounds([backend], "cuda") and not plans_blocks(backend)

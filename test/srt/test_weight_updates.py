@@ -16,7 +16,7 @@ import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 import torch
 from safetensors.torch import save_file
-from serving import DRAFT, TARGET, dflash_arguments
+from serving import DRAFT, TARGET, WHOLE_BLOCKS, dflash_arguments
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from support.draft_cases import BASE, random_weights
@@ -410,7 +410,7 @@ def test_a_trial_writes_nothing_in_threads_either():
 
 @pytest.fixture
 def server(servers):
-    return servers.get(*FLOAT32, *dflash_arguments())
+    return servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments())
 
 
 def post(server, path: str, **body) -> bool:
