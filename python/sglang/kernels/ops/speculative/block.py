@@ -25,15 +25,20 @@ def prepare_block(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Build blocks of B slots: the anchor, then mask tokens (arXiv 2602.06036, section 3).
 
-    bonus_tokens: [bs] int64, the anchors.
-    seq_lens: [bs] int64, committed lengths n. A block covers positions n .. n + B - 1.
-    req_pool_indices: [bs] int64, the requests' rows of the request table.
-    req_to_token: [rows, max_len] int32, the KV slot of each position. Positions past the table get SGLang's
-        padding slot: copies may make blocks longer than what some requests verify.
+    One launch on CUDA, without host synchronisation. Moves bs * (24 + 28 B) bytes: per request three int64
+    read; per slot one int32 read and three int64 written.
 
-    Returns tokens [bs, B], positions [bs, B] and their KV slots [bs * B], all int64. One launch on CUDA,
-    without host synchronisation. Moves bs * (24 + 28 B) bytes: per request three int64 read; per slot one
-    int32 read and three int64 written.
+    Args:
+        bonus_tokens: [bs] int64, the anchors.
+        seq_lens: [bs] int64, committed lengths n. A block covers positions n .. n + B - 1.
+        req_pool_indices: [bs] int64, the requests' rows of the request table.
+        req_to_token: [rows, max_len] int32, the KV slot of each position. Positions past the table get
+            SGLang's padding slot: copies may make blocks longer than what some requests verify.
+        mask_token_id: token of the slots after the anchor.
+        block_size: B.
+
+    Returns:
+        Tokens [bs, B], positions [bs, B] and their KV slots [bs * B], all int64.
     """
     run = prepare_block_triton if seq_lens.is_cuda else prepare_block_torch
     return run(bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, block_size)
@@ -104,12 +109,16 @@ def pack_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute where keys and queries of packed blocks begin and end, for FlashInfer.
 
-    seq_lens: [bs] int, committed lengths. A request's keys are these tokens and its block's.
-    out: tensors to write the result to.
-    counts: [bs] int32, slots of each request's block. None: `block_size` slots each.
+    One launch on CUDA, without host synchronisation.
 
-    Returns lengths with the block [bs], as seq_lens; key offsets [bs + 1] int32; query offsets [bs + 1]
-    int32. One launch on CUDA, without host synchronisation.
+    Args:
+        seq_lens: [bs] int, committed lengths. A request's keys are these tokens and its block's.
+        block_size: slots of each block without `counts`.
+        out: tensors to write the result to. None: new ones.
+        counts: [bs] int32, slots of each request's block. None: `block_size` slots each.
+
+    Returns:
+        Lengths with the block [bs], as seq_lens; key offsets [bs + 1] int32; query offsets [bs + 1] int32.
     """
     if out is None:
         keys, queries = (seq_lens.new_empty((seq_lens.numel() + 1,), dtype=torch.int32) for _ in range(2))

@@ -10,10 +10,13 @@ import triton.language as tl
 
 
 def block_conv(x: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor, width: int) -> torch.Tensor:
-    """Convolve x [n, hidden], whose rows are blocks of `width`.
+    """Convolve rows within their blocks.
 
-    base: [taps, hidden]. deltas: [n, taps, groups], last stride 1. A group is hidden / groups adjacent
-        channels.
+    Args:
+        x: [n, hidden], blocks of `width` rows.
+        base: [taps, hidden].
+        deltas: [n, taps, groups], last stride 1. A group is hidden / groups adjacent channels.
+        width: rows of a block.
     """
     return (block_conv_triton if x.is_cuda else block_conv_torch)(x, base, deltas, width)
 

@@ -26,11 +26,15 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 class KVPoolPointers:
     """Addresses of a KV pool for one kernel.
 
-    Build it once, after the pool: it copies addresses to the device.
-    k_buffers, v_buffers: per layer [slots, kv_heads, head_dim] of `dtype`; held to keep the addresses valid.
-    k_addresses, v_addresses: [layers] int64 on the pool's device, the start of each buffer.
-    slot_stride: elements from one slot to the next.
-    slot_alignment: bytes, at most 16, that divide every slot's address; no thread may write more at once.
+    Build the object once, after the pool: the constructor copies addresses to the device.
+
+    Attributes:
+        k_buffers: per layer [slots, kv_heads, head_dim] of `dtype`; held to keep the addresses valid.
+        v_buffers: as `k_buffers`.
+        k_addresses: [layers] int64 on the pool's device, the start of each buffer.
+        v_addresses: as `k_addresses`.
+        slot_stride: elements from one slot to the next.
+        slot_alignment: bytes, at most 16, that divide every slot's address. No thread may write more at once.
     """
 
     k_buffers: tuple[torch.Tensor, ...]
@@ -50,9 +54,14 @@ class KVPoolPointers:
     ) -> "KVPoolPointers":
         """Collect a pool's per-layer buffers.
 
-        dtype: of their bytes; SGLang keeps an fp8 pool as uint8.
-        Raises ValueError unless all buffers are alike, of a dtype the kernel writes, and hold one contiguous
-        [kv_heads, head_dim] row per slot (SGLang's "nhd" layout).
+        Args:
+            k_buffers: of each layer.
+            v_buffers: of each layer.
+            dtype: of the buffers' bytes; SGLang keeps an fp8 pool as uint8. None: the tensors' dtype.
+
+        Raises:
+            ValueError: buffers differ, have a dtype that the kernel does not write, or do not hold one
+                contiguous [kv_heads, head_dim] row per slot (SGLang's "nhd" layout).
         """
         if not k_buffers or len(k_buffers) != len(v_buffers):
             counts = f"{len(k_buffers)} and {len(v_buffers)}"
@@ -96,19 +105,24 @@ def write_context_kv(
 ) -> None:
     """Norm and rotate keys of n context rows; write keys and values to all layers' pools.
 
-    kv: [n, layers, 2, kv_heads, head_dim] float, the stacked projection; K at index 0 of dim 2, V at 1.
-    k_norm_weight: [layers, head_dim] float; eps: of the norm.
-    cos_sin_cache: [max_position, head_dim] float, cosines then sines; neox rotation over all of head_dim.
-    positions, cache_loc: [n] int64. Each slot at most once among the rows written.
-    accept_len: [bs] int32 with n = bs * block_size: of block i only rows 0 .. accept_len[i], the anchor and
-        the kept tokens, are written; nothing for -1. If None, every row is written, as in prefill.
+    Computes `rms_norm` and `rotate`, then SGLang's `set_kv_buffer`. The norm is float32. The normed key,
+    cosine, sine and both products are each rounded to kv's dtype. fp8 saturates. e4m3 on CUDA needs sm_89.
 
-    Computes `rms_norm` and `rotate`, then SGLang's `set_kv_buffer`: the norm is float32; normed key, cosine,
-    sine and both products are each rounded to kv's dtype. fp8 saturates. e4m3 on CUDA needs sm_89.
+    One launch on CUDA, without host synchronisation. Moves rows * layers * 2 * kv_heads * head_dim * (kv
+    itemsize + pool itemsize) bytes for the rows written. Other reads come once from memory and then from
+    cache: per row a cosine row and 16 bytes of position and slot, per layer a norm weight.
 
-    One launch on CUDA, without host synchronisation. Moves, for the rows written,
-    rows * layers * 2 * kv_heads * head_dim * (kv itemsize + pool itemsize) bytes. Beside it, once from memory
-    and then from cache: per row a cosine row and 16 bytes of position and slot, per layer a norm weight.
+    Args:
+        kv: [n, layers, 2, kv_heads, head_dim] float, the stacked projection; K at index 0 of dim 2, V at 1.
+        k_norm_weight: [layers, head_dim] float.
+        eps: of the norm.
+        cos_sin_cache: [max_position, head_dim] float, cosines then sines; neox rotation over all of head_dim.
+        positions: [n] int64.
+        cache_loc: [n] int64. Each slot at most once among the rows written.
+        pool: the pools to write to.
+        accept_len: [bs] int32 with n = bs * block_size. Of block i only rows 0 .. accept_len[i] are written,
+            the anchor and the kept tokens; nothing for -1. None: every row is written, as in prefill.
+        block_size: rows of a block.
     """
     run = write_context_kv_triton if kv.is_cuda else write_context_kv_torch
     run(kv, k_norm_weight, eps, cos_sin_cache, positions, cache_loc, pool, accept_len, block_size)

@@ -22,16 +22,23 @@ PARTS = 64  # tiles reduced in one step
 class CopyRule:
     """Rule that prefers a copy to a draft.
 
-    A copy is preferred if the accepted share of copies, times the trust in a match of this length, is at
-    least the accepted share of drafts. Any values are lossless; these were chosen on the bundled pair, among
-    the rules in benchmark/results/copy-rules.md.
+    A copy is preferred if its score is at least the accepted share of drafts. The score is the accepted share
+    of copies times the trust in a match of this length. Any values are lossless; these were chosen on the
+    bundled pair, among the rules in benchmark/results/copy-rules.md.
 
-    longest: tokens of a match that are searched for. shortest: least tokens of a match.
-    medium, long: lengths from which a match is trusted more. trust_short, trust_medium: compared with 1 for a
-        long match.
-    copies_follow, drafts_follow: update rate of the records, per cycle. retry: rate at which a record
-        recovers per cycle in which a match was passed over, so that copies are tried again.
-    copies_start, drafts_start: records of a new request.
+    Attributes:
+        longest: tokens of a match that are searched for.
+        shortest: least tokens of a match.
+        medium: length from which a match is trusted as `trust_medium`.
+        long: length from which a match is trusted as 1.
+        trust_short: trust in a match below `medium`.
+        trust_medium: trust in a match below `long`.
+        copies_follow: update rate of the record of copies, per cycle.
+        drafts_follow: update rate of the record of drafts, per cycle.
+        retry: rate at which a record recovers per cycle that passes a match over, so that copies are tried
+            again.
+        copies_start: record of copies of a new request.
+        drafts_start: record of drafts of a new request.
     """
 
     longest: int = 16
@@ -55,13 +62,19 @@ def find_match(
 ) -> torch.Tensor:
     """Find the longest (then latest) earlier occurrence of each request's last tokens.
 
-    history: [rows, columns] int32. requests: [bs] int64, its rows. seq_lens: [bs] int64, n: the last token is
-        at position n. bound: at least the largest n + 1, on the host.
+    Occurrences may overlap the text's end. One launch on CUDA, without host synchronisation. Reads 4 bytes
+    per token of text.
 
-    Returns keys [bs, parts] int64. The maximum of a row is (length of the match << 32) + the position of its
-    last token, which is below n; 0 if no match has `shortest` tokens. Occurrences may overlap the text's end.
+    Args:
+        history: [rows, columns] int32.
+        requests: [bs] int64, rows of `history`.
+        seq_lens: [bs] int64, n: the last token is at position n.
+        bound: at least the largest n + 1, on the host.
+        rule: lengths of a match.
 
-    One launch on CUDA, without host synchronisation. Reads 4 bytes per token of text.
+    Returns:
+        Keys [bs, parts] int64. The maximum of a row is (length of the match << 32) + the position of its last
+        token, which is below n; 0 if no match has `shortest` tokens.
     """
     run = find_match_triton if history.is_cuda else find_match_torch
     return run(history, requests, seq_lens, min(bound, history.shape[1]), rule)
@@ -78,13 +91,22 @@ def choose_copies(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy the continuation of each match, if the request's record prefers copies.
 
-    keys: from `find_match`. Returns copied [bs, B] int64, token ids, or -1 if nothing is copied, as in column
-    0, the anchor's. Also returns match lengths [bs] int32: negative if a match was passed over, 0 without a
-    match.
-
     A continuation that reaches the end of the text goes on with its own beginning: after "a b c a b c" comes
     "a b c a b c". The choice depends on text and records only, so it is lossless for sampled requests too.
     One launch on CUDA, without host synchronisation.
+
+    Args:
+        history: as of `find_match`.
+        records: [rows, 2] float32, accepted shares of copies and drafts.
+        requests: as of `find_match`.
+        seq_lens: as of `find_match`.
+        keys: from `find_match`.
+        block_size: B.
+        rule: how copies are preferred.
+
+    Returns:
+        Copied tokens [bs, B] int64, -1 where nothing is copied and in column 0, the anchor's; and match
+        lengths [bs] int32, negative if a match was passed over, 0 without a match.
     """
     run = choose_copies_triton if history.is_cuda else choose_copies_torch
     return run(history, records, requests, seq_lens, keys, block_size, rule)
@@ -103,11 +125,19 @@ def append_tokens(
 ) -> None:
     """Write a verified block's output from position n + 1 on, and update the records.
 
-    out_tokens: [bs, B] int64, of which accept_len [bs] int32 + 1 count. Tokens beyond are written too,
-        without a meaning; the history has columns for them.
-    lengths: from `choose_copies`. was_drafted: True if tokens that were not copied came from the draft.
-
     One launch on CUDA, without host synchronisation.
+
+    Args:
+        history: as of `find_match`.
+        records: as of `choose_copies`.
+        requests: as of `find_match`.
+        seq_lens: as of `find_match`.
+        out_tokens: [bs, B] int64. Tokens beyond the first accept_len + 1 are written too, without a meaning;
+            the history has columns for them.
+        accept_len: [bs] int32.
+        lengths: from `choose_copies`.
+        was_drafted: True if tokens that were not copied came from the draft.
+        rule: update rates of the records.
     """
     run = append_tokens_triton if history.is_cuda else append_tokens_torch
     run(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule)

@@ -14,8 +14,10 @@ from sglang_dflash.kernels.ops.speculative.block import PADDING_SLOT
 class Pending:
     """Verified rows that the draft has not run yet, by row of the request table, B columns.
 
-    tokens: [rows, B] int64. fused: [rows, B, hidden], the target's fused state before each token.
-    count: [rows] int64, number of valid columns.
+    Attributes:
+        tokens: [rows, B] int64.
+        fused: [rows, B, hidden], the target's fused state before each token.
+        count: [rows] int64, number of valid columns.
     """
 
     tokens: torch.Tensor
@@ -27,9 +29,11 @@ class Pending:
 class RowTables:
     """Request tables of target and draft, and the layout of a block.
 
-    source: [rows, max_len] int32, the target's table. table: the draft's, row i beside token i + 1.
-    last_start: if None, a block begins at row max(0, n - B), which a host that knows n knows as well.
-        Otherwise it begins with its first pending row, but not after `last_start`.
+    Attributes:
+        source: [rows, max_len] int32, the target's table.
+        table: [rows, max_len] int32, the draft's table, row i beside token i + 1.
+        last_start: a block begins with its first pending row, but not after this row. None: it begins at row
+            max(0, n - B), which a host that knows n knows as well.
     """
 
     source: torch.Tensor
@@ -41,8 +45,11 @@ class RowTables:
 class Rows(NamedTuple):
     """Rows of bs blocks of D = 2 (B - 1) rows.
 
-    tokens, positions: [bs, D] int64. cache_loc: [bs * D] int64, the KV slot of each row.
-    start: [bs] int64, the first row.
+    Attributes:
+        tokens: [bs, D] int64.
+        positions: [bs, D] int64.
+        cache_loc: [bs * D] int64, the KV slot of each row.
+        start: [bs] int64, the first row.
     """
 
     tokens: torch.Tensor
@@ -62,12 +69,16 @@ def prepare_rows(
 ) -> Rows:
     """Build blocks of committed rows, pending rows, mask rows and idle rows.
 
-    requests: [bs] int64, rows of the tables. seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are
-        verified. The draft's table is written for the rows of the block.
-    fused_mask: [hidden], the fused state of mask rows. fused [bs * D, hidden] and first_drafting [bs] int64
-        are written in place, as a CUDA graph reads them at these addresses.
-
     One launch on CUDA, without host synchronisation. Moves bs * D * (4 hidden + 32) bytes in bfloat16.
+
+    Args:
+        requests: [bs] int64, rows of the tables.
+        seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are verified.
+        pending: rows that the draft has not run.
+        tables: of requests. The draft's is written for the rows of the block.
+        fused_mask: [hidden], the fused state of mask rows.
+        fused: [bs * D, hidden], written in place, as a CUDA graph reads this address.
+        first_drafting: [bs] int64, written in place as well.
     """
     run = prepare_rows_triton if seq_lens.is_cuda else prepare_rows_torch
     return run(requests, seq_lens, pending, tables, fused_mask, fused, first_drafting)
@@ -196,12 +207,15 @@ def commit_rows(
     """Make verified tokens pending.
 
     Blocks of w > 1 slots, whose pending rows have been run, fill columns 0 .. w - 1, of which accept_len + 1
-    are valid. Single slots append one column.
+    are valid. Single slots append one column. One launch on CUDA, without host synchronisation. Moves bs * w
+    * (4 hidden + 16) bytes in bfloat16.
 
-    requests: [bs] int64, rows of `pending`. accept_len: [bs] int32. out_tokens: [bs, w] int64, the token
-        after each slot. fused: [bs * w, hidden], the target's fused state of each slot.
-
-    One launch on CUDA, without host synchronisation. Moves bs * w * (4 hidden + 16) bytes in bfloat16.
+    Args:
+        requests: [bs] int64, rows of `pending`.
+        accept_len: [bs] int32.
+        out_tokens: [bs, w] int64, the token after each slot.
+        fused: [bs * w, hidden], the target's fused state of each slot.
+        pending: rows to write to.
     """
     run = commit_rows_triton if requests.is_cuda else commit_rows_torch
     run(requests, accept_len, out_tokens, fused, pending)
@@ -279,11 +293,15 @@ def append_rows(
 ) -> None:
     """Append verified tokens to any number of pending rows.
 
-    requests: [bs] int64, rows of `pending`. accept_len: [bs] int32, one less than the rows to append.
-        out_tokens: [bs, w] int64, the token after each slot. fused: [T, hidden], the target's fused state of
-        each row of the verify forward. slots: [bs, w] int64, row of each slot. None: slots in their order.
-
     One launch on CUDA, without host synchronisation.
+
+    Args:
+        requests: [bs] int64, rows of `pending`.
+        accept_len: [bs] int32, one less than the rows to append.
+        out_tokens: [bs, w] int64, the token after each slot.
+        fused: [T, hidden], the target's fused state of each row of the verify forward.
+        slots: [bs, w] int64, row of each slot. None: slots in their order.
+        pending: rows to write to.
     """
     run = append_rows_triton if requests.is_cuda else append_rows_torch
     run(requests, accept_len, out_tokens, fused, slots, pending)

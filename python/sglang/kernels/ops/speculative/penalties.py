@@ -24,16 +24,23 @@ def penalize_block_triton(
 ) -> None:
     """Penalise logits in place, each row for the tokens its request emitted up to it.
 
-    logits: [T, vocab] float, rows of the verified slots. block: [bs, B] int64; the first column is counted
-        already.
-    counts: [rows, vocab] int32, emitted tokens. requests: [bs] int64, rows of `counts`.
-    seq_lens: [bs] int64, tokens before the block. frequency, presence, repetition: [bs] float32.
-    min_new_tokens, prompt_lens: [bs] int64. stop_logits: [bs, vocab] float32, added while a request is too
-        short to end; None if none is.
-    starts: [bs] int64, row of each request's anchor. limits: [bs] int32, verified drafted tokens. Both None:
-        T is bs * B, and every request verifies its block.
-
     No host synchronisation. Moves bs * vocab * (2 B * itemsize + 4) bytes, and 4 more with stop_logits.
+
+    Args:
+        logits: [T, vocab] float, rows of the verified slots.
+        block: [bs, B] int64; the first column is counted already.
+        counts: [rows, vocab] int32, emitted tokens.
+        requests: [bs] int64, rows of `counts`.
+        seq_lens: [bs] int64, tokens before the block.
+        frequency: [bs] float32.
+        presence: [bs] float32.
+        repetition: [bs] float32.
+        min_new_tokens: [bs] int64.
+        prompt_lens: [bs] int64.
+        stop_logits: [bs, vocab] float32, added while a request is too short to end. None: no request is.
+        starts: [bs] int64, row of each request's anchor. None, with `limits`: T is bs * B, and every request
+            verifies its block.
+        limits: [bs] int32, verified drafted tokens. None, with `starts`.
     """
     per_request = block, requests, seq_lens, frequency, presence, repetition, min_new_tokens, prompt_lens
     assert all(tensor.is_contiguous() for tensor in (*per_request, counts)) and logits.stride(1) == 1
@@ -121,8 +128,13 @@ def count_tokens_triton(
 ) -> None:
     """Add the first accept_len + 1 tokens of each row to its request's counts.
 
-    counts: [rows, vocab] int32. requests: [bs] int64. tokens: [bs, B] int64. accept_len: [bs] int32. No host
-    synchronisation.
+    No host synchronisation.
+
+    Args:
+        counts: [rows, vocab] int32.
+        requests: [bs] int64.
+        tokens: [bs, B] int64.
+        accept_len: [bs] int32.
     """
     assert all(tensor.is_contiguous() for tensor in (counts, requests, tokens, accept_len))
     bs, width = tokens.shape

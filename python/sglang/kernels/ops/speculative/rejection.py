@@ -17,11 +17,11 @@ def walk_blocks_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return accept_len [bs] int32 and weight [bs] float64, as `draw_final_tokens` takes them.
 
-    Arguments as for `accept_by_rejection`, contiguous; draft_ids and draft_probs are the fields of
-    `DraftProbs`. starts: [bs] int64, row of `target_probs` of each request's anchor. limits: [bs] int32,
-    verified drafted tokens. Both None: every request verifies its block. One program per request, no host
-    synchronisation. Reads 12 bytes per drafted slot and candidate; block verification reads them twice, and
-    the target's probability of each candidate once.
+    One program per request, no host synchronisation. Reads 12 bytes per drafted slot and candidate. Block
+    verification reads these twice, and the target's probability of each candidate once. Arguments are
+    contiguous, and as for `accept_by_rejection` except for `starts` and `limits`: `starts` [bs] int64 is the
+    row of `target_probs` of each request's anchor, `limits` [bs] int32 the verified drafted tokens. If both
+    are None, every request verifies its block. `draft_ids` and `draft_probs` are the fields of `DraftProbs`.
     """
     is_ragged = starts is not None and limits is not None
     ragged = (block, block) if starts is None or limits is None else (starts, limits)  # or not read

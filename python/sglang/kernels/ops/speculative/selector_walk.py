@@ -11,7 +11,10 @@ import triton.language as tl
 class Candidates:
     """Candidates of bs blocks of S slots.
 
-    ids: [bs, S, K] int64, distinct in a slot. unary: [bs, S, K] float32, their base logits. gate: [bs, S, r].
+    Attributes:
+        ids: [bs, S, K] int64, distinct in a slot.
+        unary: [bs, S, K] float32, their base logits.
+        gate: [bs, S, r].
     """
 
     ids: torch.Tensor
@@ -23,10 +26,15 @@ class Candidates:
 class Draw:
     """Parameters of a sampled walk.
 
-    temperature, top_p, min_p: [bs] float. top_k: [bs] int; 1 takes the best, as for SGLang's greedy requests.
-    uniforms: [bs, S] in [0, 1). slots: number of slots that are sampled; later ones take the best.
-
     The filters are joint and look at the distribution over the K candidates at the request's temperature.
+
+    Attributes:
+        temperature: [bs] float.
+        top_p: [bs] float.
+        min_p: [bs] float.
+        top_k: [bs] int; 1 takes the best, as for SGLang's greedy requests.
+        uniforms: [bs, S] in [0, 1).
+        slots: number of slots that are sampled; later ones take the best.
     """
 
     temperature: torch.Tensor

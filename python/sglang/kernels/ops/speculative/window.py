@@ -16,13 +16,20 @@ def prepare_window(
 ) -> torch.Tensor:
     """Copy the KV slots of each request's window to the front of its row of `table`.
 
-    seq_lens: [bs] int64, committed lengths n. requests: [bs] int64, rows of both tables.
-    source, table: [rows, max_len] int32. Row i of `table` gets source[i, start : start + columns]. start is
-        the last multiple of `page` up to max(0, n - size). Past the end of `source` its last entry is
-        repeated, which nothing reads.
+    One launch on CUDA, without host synchronisation. Moves bs * (24 + 8 columns) bytes.
 
-    Returns n - start, [bs] int64: the number of committed columns. One launch on CUDA, without host
-    synchronisation. Moves bs * (24 + 8 columns) bytes.
+    Args:
+        seq_lens: [bs] int64, committed lengths n.
+        requests: [bs] int64, rows of both tables.
+        source: [rows, max_len] int32. Past its end its last entry is repeated, which nothing reads.
+        table: [rows, max_len] int32. Row i gets source[i, start : start + columns]. start is the last
+            multiple of `page` up to max(0, n - size).
+        size: tokens of the window.
+        page: tokens of a page.
+        columns: entries to copy.
+
+    Returns:
+        n - start, [bs] int64: the number of committed columns.
     """
     run = prepare_window_triton if seq_lens.is_cuda else prepare_window_torch
     return run(seq_lens, requests, source, table, size, page, columns)
