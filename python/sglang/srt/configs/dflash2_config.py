@@ -53,11 +53,13 @@ Count = Annotated[int, Field(ge=0), BeforeValidator(lambda value: value or 0)]
 class DFlash2DraftConfig(DFlashDraftConfig):
     """One DFlash2 draft.
 
-    conv_kernel_size: rows of its block that a row's convolution sees, its own included; 0 if there is none.
-    conv_group_size: channels that share what is added to their kernel; 0 if there are no convolutions.
-    selector_rank: width of the codebooks that score a token after another.
-    selector_top_k: candidates of a slot.
-    selector_vocab_size: tokens that may be candidates, the first of the vocabulary; None if all.
+    Attributes:
+        conv_kernel_size: rows of a block that a row's convolution sees, the row included; 0 without
+            convolutions.
+        conv_group_size: channels that share what is added to their kernel; 0 without convolutions.
+        selector_rank: width of the codebooks that score a token after another.
+        selector_top_k: candidates of a slot.
+        selector_vocab_size: tokens that may be candidates, the first of the vocabulary. None: all.
     """
 
     kind: ClassVar[str] = "DFlash2"

@@ -106,30 +106,34 @@ Multiplier = Annotated[float, Field(gt=0), BeforeValidator(lambda value: 1.0 if 
 class DFlashDraftConfig(StrictModel):
     """One draft, in this project's terms.
 
-    block_size: the anchor (the bonus token) and the mask tokens after it. As in SGLang 16 if not given.
-    draft_vocab_size: rows of the draft's head; fewer than `vocab_size` if the checkpoint maps them to the
-        target's.
-    mask_token: the mask token by name, looked up in the target's tokenizer if mask_token_id is None. As in
-        SGLang `<|MASK|>` if neither is given.
-    num_target_layers: None if the checkpoint does not say.
-    target_layer_ids: 0-based, naming layer OUTPUTS: entry i is Hugging Face's `hidden_states[i + 1]`. In the
-        order in which `fc` reads them.
-    sliding_window: tokens a sliding layer sees, the query itself included.
-    causal: whether all layers are causal inside the block, None if the checkpoint does not say: full layers
-        then see their whole block.
-    sliding_is_causal: whether a sliding layer is causal inside the block.
-    window_from_anchor: whether every row counts the window from the anchor, rather than from itself.
-    sample_from_anchor: whether the anchor's row drafts a token too: row k then drafts position k + 1,
-        otherwise row k drafts position k and row 0 nothing.
-    speculative_tokens: drafted tokens a step.
-    aux_streams: width of a layer's output in hidden states: 1, unless the target's residual has several
-        streams (`hc_mult`).
-    output_multiplier, final_logit_softcapping: the draft's logits l become
-        softcap * tanh(multiplier * l / softcap). The argmax is the same without, a sample is not.
-    input_embedding_scale: the block's embeddings are rows of the table times this. None: as the target's
-        module returns them, which multiplies them itself in Gemma's case.
-    has_own_lm_head, has_embed_tokens: whether the checkpoint must bring these tensors. It may anyhow.
-    max_position_embeddings: positions that the draft was made for; beyond them it drafts all the same.
+    Attributes:
+        block_size: slots of a block: the anchor (the bonus token) and the mask tokens after it. As in SGLang
+            16 if not given.
+        draft_vocab_size: rows of the draft's head; fewer than `vocab_size` if the checkpoint maps them to the
+            target's.
+        mask_token: the mask token by name, looked up in the target's tokenizer if mask_token_id is None. As
+            in SGLang `<|MASK|>` if neither is given.
+        num_target_layers: the target's depth. None: the checkpoint does not say.
+        target_layer_ids: 0-based, naming layer OUTPUTS: entry i is Hugging Face's `hidden_states[i + 1]`. In
+            the order in which `fc` reads them.
+        sliding_window: tokens a sliding layer sees, the query itself included.
+        causal: whether all layers are causal inside the block. None: the checkpoint does not say, and full
+            layers see their whole block.
+        sliding_is_causal: whether a sliding layer is causal inside the block.
+        window_from_anchor: whether every row counts the window from the anchor, rather than from itself.
+        sample_from_anchor: whether the anchor's row drafts a token too. Row k then drafts position k + 1.
+            Otherwise row k drafts position k, and row 0 nothing.
+        speculative_tokens: drafted tokens a step.
+        aux_streams: width of a layer's output in hidden states: 1, unless the target's residual has several
+            streams (`hc_mult`).
+        output_multiplier: the draft's logits l become softcap * tanh(multiplier * l / softcap). The argmax is
+            the same without, a sample is not.
+        final_logit_softcapping: the softcap of `output_multiplier`.
+        input_embedding_scale: factor on the block's rows of the embedding table. None: as the target's module
+            returns them, which for Gemma multiplies them itself.
+        has_own_lm_head: whether the checkpoint must bring this tensor. It may in any case.
+        has_embed_tokens: as `has_own_lm_head`.
+        max_position_embeddings: positions that the draft was made for; beyond them it drafts all the same.
     """
 
     kind: ClassVar[str] = "DFlash"
@@ -279,7 +283,7 @@ class DFlashDraftConfig(StrictModel):
         return self.block_size - self.num_idle_rows
 
     def check_arguments(self, block_size: int, window: int | None) -> None:
-        """Raise ValueError for arguments the draft cannot run with. window: in tokens."""
+        """Raise ValueError for a block size or window (in tokens) that the draft cannot run with."""
 
     def required_tensors(self, hf_config: Any) -> Shapes:
         """Return the tensors a checkpoint must hold and their shapes, the vocabulary's aside.

@@ -48,8 +48,11 @@ class Part:
 class Scheme:
     """Storage of a module's weight [rows, columns].
 
-    bits: of an integer. group: columns that share a scale, if strategy is "group". block: rows and columns
-    that do, if it is "block". has_order: the group of each column is in `weight_g_idx`.
+    Attributes:
+        bits: of an integer.
+        group: columns that share a scale, if strategy is "group".
+        block: rows and columns that share a scale, if strategy is "block".
+        has_order: whether `weight_g_idx` holds the group of each column.
     """
 
     layout: Layout
@@ -149,9 +152,12 @@ class Group:
 class DraftQuantization:
     """The schemes of a checkpoint.
 
-    method: as the file has it. names: values of --speculative-draft-model-quantization that name it.
-    ignore: modules that are not quantized. uses_wildcards: names may hold `*`, as in ModelOpt's.
-    ignores_prefixes: `ignore` holds parts of names, from a dot to a dot, as in plain FP8 exports.
+    Attributes:
+        method: as the file has it.
+        names: values of --speculative-draft-model-quantization that name the method.
+        ignore: modules that are not quantized.
+        uses_wildcards: whether names may hold `*`, as in ModelOpt's.
+        ignores_prefixes: whether `ignore` holds parts of names, from a dot to a dot, as in plain FP8 exports.
     """
 
     method: str
@@ -183,9 +189,10 @@ class DraftQuantization:
 
 
 def find_quantization(config: Mapping[str, Any], checkpoint: str, revision: str | None = None) -> Any:
-    """Return a checkpoint's raw quantization object; None if it has none.
+    """Return the raw quantization object of a checkpoint with this config.json, or None.
 
-    config: its config.json. Raises DraftConfigError if ModelOpt's file cannot be read.
+    Raises:
+        DraftConfigError: ModelOpt's file cannot be read.
     """
     for key in ("quantization_config", "compression_config"):
         if config.get(key):

@@ -47,7 +47,10 @@ BUILTIN_ARCHITECTURES = ("DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel")
 def variant_problems(config: Any, nested: Mapping[str, Any], served: Collection[str]) -> list[str]:
     """List the fields of a draft's config that describe something we do not run.
 
-    config: its top level. nested: its `dflash_config`, of which `served` are the fields that are read.
+    Args:
+        config: the top level.
+        nested: the config's `dflash_config`.
+        served: the fields of `nested` that are read.
     """
     findings, unread = _variant_findings(config, nested, served)
     if unread:
@@ -59,8 +62,8 @@ def variant_problems(config: Any, nested: Mapping[str, Any], served: Collection[
 def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[NotServed]:
     """List what we do not run of the draft that this config.json describes.
 
-    served: fields of `dflash_config` that this draft's class reads. Faults that make a config invalid are
-    left to the class.
+    `served` holds the fields of `dflash_config` that this draft's class reads. Faults that make a config
+    invalid are left to the class.
     """
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None

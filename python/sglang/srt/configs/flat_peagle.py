@@ -51,8 +51,11 @@ def names_its_layers(config: Mapping[str, Any]) -> bool:
 def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: int | None) -> dict[str, Any]:
     """Convert the config to the flat one that `PEagleDraftConfig` reads.
 
-    target_layers: the target's depth, over which layers are spread if the config names none: before layers
-    2, n // 2 and n - 3, as SGLang has it for EAGLE-3. Raises DraftConfigError naming all faults.
+    Layers that the config does not name are spread over `target_layers`, the target's depth n: before layers
+    2, n // 2 and n - 3, as SGLang has it for EAGLE-3.
+
+    Raises:
+        DraftConfigError: the config has faults. The message names all of them.
     """
     problems: list[str] = []
     nested = config.get("eagle_config")

@@ -148,7 +148,7 @@ class LayerFields(StrictModel):
 
 
 def layer_problems(config: Mapping[str, Any], where: str = "") -> list[str]:
-    """List the faults of a config's fields. where: a prefix for their names."""
+    """List the faults of a config's fields, each name after the prefix `where`."""
     try:
         LayerFields.model_validate(config)
     except ValidationError as error:
@@ -169,7 +169,7 @@ def assumed_values(config: Mapping[str, Any]) -> list[str]:
 
 
 def layer_shapes(config: Any, input_size: int, has_qk_norm: bool = True) -> Shapes:
-    """Return the shapes of a layer's tensors. input_size: width of the attention's input."""
+    """Return the shapes of a layer's tensors, whose attention reads `input_size` channels."""
     hidden, inner = config.hidden_size, config.intermediate_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim

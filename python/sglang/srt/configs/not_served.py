@@ -7,9 +7,10 @@ from dataclasses import dataclass
 class NotServed:
     """One reason why our implementation cannot run a server.
 
-    what: the field, flag or device, and what is not supported.
-    builtin_serves: whether SGLang's built-in DFLASH runs such a server.
-    lost: what the built-in is known to do worse here, if anything.
+    Attributes:
+        what: the field, flag or device, and what is not supported.
+        builtin_serves: whether SGLang's built-in DFLASH runs such a server.
+        lost: what the built-in is known to do worse here, if anything.
     """
 
     what: str

@@ -29,7 +29,7 @@ INTEGERS = ("I64", "I32")  # of the map of a vocabulary
 class Header:
     """A tensor's element type by safetensors' name, its shape, and the file that holds it.
 
-    values: of `weight_shape`, if they were read.
+    `values` are the entries of `weight_shape`, if they were read.
     """
 
     dtype: str
@@ -46,8 +46,11 @@ class Header:
 class Unpacked:
     """A checkpoint's tensors as a dense one would have them.
 
-    shapes: by name. schemes: of each packed module. problems: one line each; other fields are then partial.
-    unknown: names of tensors that the draft does not have.
+    Attributes:
+        shapes: by name.
+        schemes: of each packed module.
+        problems: one line each. If there are any, the other fields are partial.
+        unknown: names of tensors that the draft does not have.
     """
 
     shapes: Shapes = field(default_factory=dict)
@@ -64,8 +67,11 @@ def unpack_headers(
 ) -> Unpacked:
     """Check all element types, and the shapes of packed modules.
 
-    headers: of the file, by name without `model.`. expected: shapes of a dense checkpoint, by name.
-    may_be_dense: any module may come as a plain weight.
+    Args:
+        quantization: of the checkpoint. None: the checkpoint does not say.
+        headers: of the file, by name without `model.`.
+        expected: shapes of a dense checkpoint, by name.
+        may_be_dense: whether any module may come as a plain weight.
     """
     found = Unpacked()
     modules: dict[str, dict[str, Header]] = {}

@@ -20,10 +20,7 @@ PEAGLE_ARCHITECTURE = "PEagleDraftModel"
 
 
 def default_layer_inputs(depth: int) -> list[int]:
-    """Return the layers whose inputs a draft reads that names none.
-
-    depth: of the target.
-    """
+    """Return the layers whose inputs a draft reads that names none, for a target's depth."""
     return [2, depth // 2, depth - 3]
 
 
@@ -39,12 +36,13 @@ def _check_ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
 class PEagleDraftConfig(DFlashDraftConfig):
     """One P-EAGLE draft (arXiv 2602.01469).
 
-    block_size: the verified block, anchor included: K + 1.
-    norm_before_residual: whether layer 0's residual is the fused hidden state after its norm, rather than
-        before.
-    norm_before_fc: one norm over all captured states at once, before they are fused.
-    fc_norm: a norm for each captured state, before they are fused.
-    qk_norm: whether queries and keys are normed per head, as Qwen3's are and Llama's are not.
+    Attributes:
+        block_size: slots of the verified block, anchor included: K + 1.
+        norm_before_residual: whether layer 0's residual is the fused hidden state after its norm, rather than
+            before.
+        norm_before_fc: one norm over all captured states at once, before they are fused.
+        fc_norm: a norm for each captured state, before they are fused.
+        qk_norm: whether queries and keys are normed per head, as Qwen3's are and Llama's are not.
     """
 
     kind: ClassVar[str] = "P-EAGLE"

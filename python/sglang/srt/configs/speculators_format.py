@@ -156,7 +156,7 @@ class _Draft(_Object):
         return value
 
     def flatten(self, layers: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a flat Qwen3 config with a `dflash_config`. layers: as the file has them."""
+        """Return a flat Qwen3 config with a `dflash_config`, from the layers as the file has them."""
         raise NotImplementedError
 
     def _flatten(self, layers: Mapping[str, Any], block_size: int, **entries: Any) -> dict[str, Any]:
@@ -288,8 +288,10 @@ def speculators_ids_to_layer_outputs(speculators_layer_ids: Sequence[int]) -> li
 def normalize(config: Mapping[str, Any], checkpoint: str, target_layers: int | None = None) -> dict[str, Any]:
     """Convert a speculators config.json to a flat Qwen3 config with a `dflash_config`.
 
-    target_layers: the target's depth, for a P-EAGLE draft that does not name the layers it reads. Raises
-    DraftConfigError naming every missing, ill-typed or contradictory field.
+    `target_layers` is the target's depth, for a P-EAGLE draft that does not name the layers it reads.
+
+    Raises:
+        DraftConfigError: fields are missing, ill-typed or contradictory. The message names every one.
     """
     return _read(config, checkpoint, target_layers).flatten(config["transformer_layer_config"])
 

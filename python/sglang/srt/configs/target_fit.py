@@ -29,7 +29,7 @@ def check_draft_fits_target(
 ) -> None:
     """Raise DraftConfigError unless the draft can read this target's states.
 
-    architectures: the target's.
+    `architectures` are the target's.
     """
     problems = []
     size, tokens = target_text_config.hidden_size, target_text_config.vocab_size
@@ -52,7 +52,7 @@ def check_draft_fits_target(
 def differences(draft: DFlashDraftConfig, target_text_config: Any, context_len: int) -> list[str]:
     """Say in what the draft was made for another target, which it serves all the same.
 
-    context_len: tokens that a request may have.
+    `context_len` is the number of tokens that a request may have.
     """
     found = [depth_problem(draft, target_text_config), vocabulary_difference(draft, target_text_config)]
     length = draft.max_position_embeddings
