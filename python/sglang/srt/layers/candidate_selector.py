@@ -24,10 +24,15 @@ def walk(
 ) -> tuple[torch.Tensor, DraftProbs | None]:
     """Return tokens [bs, S] int64 and, if they are sampled, their distributions.
 
-    anchors: [bs] int64, the token before each block. Codebooks: [vocab, r], rows by token id.
-
     NaN counts as the lowest score, infinity as the highest finite one. Such a draft costs acceptance and
     nothing else, as verification uses the probabilities that it was sampled from.
+
+    Args:
+        candidates: of every slot.
+        anchors: [bs] int64, the token before each block.
+        predecessor_codebook: [vocab, r], rows by token id.
+        successor_codebook: [vocab, r], rows by token id.
+        draw: parameters of a sampled walk. None: the best token of every slot.
     """
     run = walk_triton if candidates.ids.is_cuda else walk_torch
     tokens, probs = run(candidates, anchors, predecessor_codebook, successor_codebook, draw)

@@ -13,8 +13,10 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 def dequantize(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, columns: int) -> torch.Tensor:
     """Return the weight [rows, columns] in float32, on the device of its tensors.
 
-    parts: the tensors of the module by the last part of their names, checked against `scheme.parts`.
-    Raises ValueError for values that no writer means.
+    `parts` holds the tensors of the module by the last part of their names, checked against `scheme.parts`.
+
+    Raises:
+        ValueError: values that no writer means.
     """
     shape, scale = (rows, columns), _scale(parts, scheme)
     _check_finite(scheme.scale, scale)

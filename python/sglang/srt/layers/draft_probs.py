@@ -9,9 +9,11 @@ import torch
 class DraftProbs:
     """Distributions that the drafted tokens were actually sampled from.
 
-    ids: [bs, B - 1, C] int64, candidates in target token ids. Candidates with a probability above zero are
-        distinct in a slot; the others are padding, any id of the vocabulary.
-    probs: [bs, B - 1, C] float32, sums to 1 over the candidates. A token outside the list has probability 0.
+    Attributes:
+        ids: [bs, B - 1, C] int64, candidates in target token ids. Candidates with a probability above zero
+            are distinct in a slot; the others are padding, any id of the vocabulary.
+        probs: [bs, B - 1, C] float32, sums to 1 over the candidates. A token outside the list has probability
+            0.
     """
 
     ids: torch.Tensor
@@ -30,9 +32,8 @@ class DraftProbs:
 def draw_by_inverse_cdf(mass: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Sample a column per row in proportion to mass [n, m] -> [n] int64.
 
-    uniforms: [n] in [0, 1).
     A column without mass is never chosen, whatever the rounding of the sums. A row of NaN or zeros gives
-    column 0.
+    column 0. `uniforms` are [n] numbers in [0, 1).
     """
     cumulative = mass.cumsum(dim=1, dtype=torch.float64)
     # A float32 draw may have been rounded up to 1.

@@ -81,7 +81,7 @@ class Fp8Copy:
 class Fp8Head(Fp8Copy):
     """Logits of a head from an FP8 copy of its weight, one scale per row and one per token.
 
-    head: an LM head or an embedding with weight [vocab, hidden].
+    The head is an LM head or an embedding with weight [vocab, hidden].
     """
 
     def __init__(self, head: nn.Module):

@@ -38,9 +38,12 @@ FUSED: dict[str, dict[str, str | int]] = {
 class Kernel:
     """One of SGLang's methods for layers of a scheme.
 
-    limit: of the start-up check. sglang_scheme: makes SGLang's object for one layer. layout: of the
-    parameters' tensors. shape_problem: says why the kernel does not take a layer's share of a rank, for its
-    input size, that of a rank, and output sizes of a rank.
+    Attributes:
+        limit: of the start-up check.
+        sglang_scheme: makes SGLang's object for one layer.
+        layout: of the parameters' tensors.
+        shape_problem: says why the kernel does not take a rank's share of a layer. Arguments are the layer's
+            input size, the rank's input size, and the rank's output sizes.
     """
 
     name: str
@@ -53,7 +56,10 @@ class Kernel:
 def choose_kernel(scheme: Scheme, capability: tuple[int, int] | None, dtype: torch.dtype) -> Kernel | str:
     """Return the kernel for layers of a scheme, or why there is none.
 
-    capability: compute capability of the GPU; None on another device. dtype: of activations.
+    Args:
+        scheme: of the layers.
+        capability: compute capability of the GPU. None: another device.
+        dtype: of activations.
     """
     if capability is None:
         return "this device has no kernels for quantized layers"
@@ -161,7 +167,7 @@ def _multiple_of(
 class PackedLayer:
     """A linear layer with quantized modules in the file.
 
-    kernel: that it runs on; None if it is dequantized, for this reason.
+    `kernel` is the kernel that it runs on. None: it is dequantized, for the given `reason`.
     """
 
     name: str
@@ -265,8 +271,14 @@ class _ChoosingMethod(LinearMethodBase):
 def parameter_parts(parts: Mapping[str, torch.Tensor], scheme: Scheme, layout: str, rows: int) -> Parts:
     """Return a module's tensors as the parameters of a kernel's layout take them.
 
-    parts: of the file, by the last part of their names. rows: of the weight. Raises ValueError with the
-    reason if they cannot be.
+    Args:
+        parts: tensors of the file, by the last part of their names.
+        scheme: of the module.
+        layout: of the kernel.
+        rows: of the weight.
+
+    Raises:
+        ValueError: the tensors do not fit the layout. The message says why.
     """
     if layout == "packed":
         names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")

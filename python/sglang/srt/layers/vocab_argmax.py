@@ -38,10 +38,8 @@ def largest_logits(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `count` largest logits of each row of hidden [n, hidden], and their ids.
 
-    Both [n, count], largest first; ids int64. Equal on all ranks, never a padding row's. Ranks exchange 8
-    bytes per row and logit.
-
-    num_tokens: only ids below it are looked at; None for all.
+    Both are [n, count], largest first; ids are int64. All ranks get equal results, without padding rows.
+    Ranks exchange 8 bytes per row and logit. Only ids below `num_tokens` are looked at, or all if it is None.
     """
     logits = _local_logits(hidden, lm_head)
     shard = getattr(lm_head, "shard_indices", None)

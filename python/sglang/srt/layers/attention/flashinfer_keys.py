@@ -59,7 +59,9 @@ class BlockKeys:
     def write(self, forward_batch: Any, num_keys: int) -> None:
         """Write the keys of a forward, unless the cycle's earlier forward has.
 
-        forward_batch: padded to bs requests. num_keys: at least the keys of all of them.
+        Args:
+            forward_batch: padded to bs requests.
+            num_keys: at least the keys of all requests.
         """
         plan = forward_batch.kv_loc_plan
         if plan is not None and plan is self._written:

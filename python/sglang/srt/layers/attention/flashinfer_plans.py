@@ -138,7 +138,7 @@ class PlanCounts:
         self._counts: Counter[str] = Counter()
 
     def add(self, kind: str, reason: str = "") -> None:
-        """Count an event. reason: why the host waits for the device, for the log."""
+        """Count an event, and log its reason: why the host waits for the device."""
         if reason and not self._counts[kind]:
             logger.warning("DFLASH: the host waits for the device before it plans: %s.", reason)
         self._counts[kind] += 1
@@ -197,7 +197,7 @@ class BlockPlan:
     def prepare(self, forward_batch: Any) -> None:
         """Write offsets and key indices where the graph reads them, and plan.
 
-        forward_batch: padded to the graph's batch size.
+        `forward_batch` is padded to the graph's batch size.
         """
         spec_info = forward_batch.spec_info
         layout = spec_info.ragged_verify_layout
@@ -259,10 +259,7 @@ class BlockPlan:
         return int(information[_PADDED_BATCH_SIZE])
 
     def _plan(self, lengths: Sequence[int], fixed_chunk: int | None) -> tuple[list[int], int]:
-        """Have FlashInfer plan, and return its layout and the chunk that it has chosen.
-
-        lengths: keys of each request.
-        """
+        """Plan with FlashInfer for each request's keys. Return the layout and the chosen chunk."""
         staging = self._staging.next()
         self._lengths_host[:] = lengths
         np.cumsum(self._lengths_host, out=self._offsets_host[1:])
@@ -288,7 +285,8 @@ class BlockPlan:
     ) -> Sequence[int]:
         """Call FlashInfer's plan.
 
-        on_host: offsets of queries and keys, and lengths. width: queries of every request; 0: they differ.
+        `on_host` holds offsets of queries, offsets of keys, and lengths. `width` is the number of queries of
+        every request, or 0 if the numbers differ.
         """
         wrapper = self.wrapper
         return wrapper._cached_module.plan(
@@ -321,8 +319,13 @@ class ChunkCheck:
     def start(self, kv_indptr: torch.Tensor, lengths: Sequence[int], chunk: int) -> None:
         """Copy the device's lengths to the host, and compare those that have arrived.
 
-        kv_indptr: [bs + 1] int32. lengths: upper bounds of the keys of each request. chunk: as planned.
-        Raises RuntimeError if an earlier plan was wrong.
+        Args:
+            kv_indptr: [bs + 1] int32.
+            lengths: upper bounds of the keys of each request.
+            chunk: as planned.
+
+        Raises:
+            RuntimeError: an earlier plan was wrong.
         """
         self._compare()
         device = kv_indptr.device
@@ -347,7 +350,7 @@ class ChunkCheck:
 
 
 def _add_plan(backend: Any, forward_batch: Any, size: int) -> None:
-    """Make the plan of the graph that is being captured. size: of the graph."""
+    """Make the plan of the graph of this size, which is being captured."""
     spec_info, updater = forward_batch.spec_info, backend.indices_updater_prefill
     [wrapper] = backend.prefill_cuda_graph_metadata[forward_batch.batch_size]
     if not hasattr(backend, "dflash_plans"):

@@ -14,8 +14,9 @@ import torch
 class RowMap(NamedTuple):
     """Map between packed rows and blocks.
 
-    rows: [S, W] int64, row of each slot. Slots past a request's rows have its last row.
-    slots: [T] int64, slot of each row among the flattened blocks.
+    Attributes:
+        rows: [S, W] int64, row of each slot. Slots past a request's rows have its last row.
+        slots: [T] int64, slot of each row among the flattened blocks.
     """
 
     rows: torch.Tensor
@@ -25,7 +26,7 @@ class RowMap(NamedTuple):
     def of(cls, starts: torch.Tensor, num_rows: int, width: int) -> "RowMap":
         """Build the map without a host read, so that a CUDA graph can record it.
 
-        starts: [S + 1] int32, first row of each request. The last is `num_rows`.
+        `starts` is [S + 1] int32, the first row of each request. Its last entry is `num_rows`.
         """
         first, lengths = starts[:-1].long(), starts.diff().long()
         column = torch.arange(width, device=starts.device)

@@ -31,7 +31,10 @@ SEGMENT_COST = 256
 class _Visibility:
     """Keys of its request that a query of a layer attends to.
 
-    window: tokens before the query, or, if `from_anchor`, before the segment's first query; -1 for all.
+    Attributes:
+        causal: whether no key after the query is seen.
+        window: tokens before the query that are seen; -1 for all.
+        from_anchor: whether the window counts from the segment's first query instead.
     """
 
     causal: bool
@@ -49,11 +52,13 @@ class _Visibility:
 class _Segment:
     """The last `width` tokens of each of bs requests, as queries.
 
-    rows: the queries among the forward's tokens, request by request: a slice, or int64 indices.
-    counts: [bs] int64, queries of each request. A request with fewer than `width` repeats its last one. None:
-        all have `width`.
-    slots: [bs * longest] int64, pool slots by position, 0 past a request's end (SGLang's padding slot).
-    lengths: [bs] int64, committed tokens and queries. window_slots: `slots` in the pool of window layers.
+    Attributes:
+        rows: the queries among the forward's tokens, request by request: a slice, or int64 indices.
+        slots: [bs * longest] int64, pool slots by position, 0 past a request's end (SGLang's padding slot).
+        lengths: [bs] int64, committed tokens and queries.
+        window_slots: `slots` in the pool of window layers.
+        counts: [bs] int64, queries of each request. A request with fewer than `width` repeats its last one.
+            None: all have `width`.
     """
 
     rows: slice | torch.Tensor
@@ -171,8 +176,8 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
     ) -> list[_Segment]:
         """Make segments of requests with about as many queries.
 
-        Numbers of queries with the same next power of two share a segment. counts: [bs] int64, queries of
-        each request, packed request after request.
+        Numbers of queries with the same next power of two share a segment. `counts` is [bs] int64, the
+        queries of each request, packed request after request.
         """
         starts = counts.cumsum(0) - counts
         exponents = (counts - 1).double().add(1).log2().ceil().long()
@@ -199,7 +204,8 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
     ) -> list[_Segment]:
         """Make segments of requests that are padded to the longest of their segment.
 
-        rows: [bs, width] int64, the queries. None: all tokens of the forward. counts: of `_Segment`.
+        `rows` is [bs, width] int64, the queries, or None for all tokens of the forward. `counts` are those of
+        `_Segment`.
         """
         by_length, order = lengths.sort()
         cuts = cuts_by_length(by_length.tolist(), SEGMENT_COST * 8 // max(width, 2))
@@ -233,9 +239,9 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         """Attend, and write k and v into the pool if `save_kv_cache`.
 
-        q: [tokens, q_heads * head_dim]. k, v: [tokens, kv_heads, head_dim or v_head_dim], or None if the
-        layer reads another layer's. sinks: [q_heads], a logit per head that takes part in the softmax and has
-        no value. Returns [tokens, q_heads * v_head_dim].
+        `q` and the result are [tokens, q_heads * head_dim] and [tokens, q_heads * v_head_dim]. `k` and `v`
+        are [tokens, kv_heads, head_dim or v_head_dim], or None if the layer reads another layer's. `sinks` is
+        [q_heads], a logit per head that takes part in the softmax and has no value.
         """
         if layer.is_cross_attention or forward_batch.encoder_lens is not None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
