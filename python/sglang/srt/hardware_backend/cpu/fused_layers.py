@@ -41,7 +41,8 @@ def layernorm_fn(
 ):
     """Compute norm(x) * activation(z), or norm(x * activation(z)) unless `norm_before_gate`.
 
-    x, z: [.., features]. group_size: features normalised together, all by default.
+    `x` and `z` are [.., features]. `group_size` features are normalised together, or all features if it is
+    None.
     """
     y = x.float()
     gate = None
@@ -63,7 +64,7 @@ def layernorm_fn(
 def launch_fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output, output, do_add):
     """Write a shared expert's output times its gate to `output`, or add it if `do_add`.
 
-    hidden_states, shared_output, output: [tokens, hidden]. gate_weight: [hidden].
+    `gate_weight` is [hidden], the other tensors are [tokens, hidden].
     """
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid()
     gated = shared_output.float() * gate[:, None]

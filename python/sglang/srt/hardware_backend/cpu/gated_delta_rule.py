@@ -34,9 +34,8 @@ def causal_conv1d_fn_cpu(
 ):
     """Convolve packed prompts [channels, tokens], depthwise and causal; advance `conv_states`.
 
-    conv_states: [slots, channels, width - 1], the inputs before a request's first token if
-        `has_initial_state`.
-    query_start_loc: [bs + 1], the start of each request's tokens.
+    `conv_states` is [slots, channels, width - 1], the inputs before a request's first token if
+    `has_initial_state`. `query_start_loc` is [bs + 1], the start of each request's tokens.
     """
     inputs, slots = mixed_qkv_transposed, cache_indices.long()
     channels, total = inputs.shape
@@ -73,8 +72,8 @@ def causal_conv1d_update_cpu(
 ):
     """Convolve the next token [bs, channels] or block [bs, channels, tokens] of each request.
 
-    intermediate_conv_window: [rows, tokens, channels, width - 1]. If given, the states after each token go
-        there, in rows `intermediate_state_indices`, and `conv_states` stays as it is.
+    If `intermediate_conv_window` [rows, tokens, channels, width - 1] is given, the states after each token go
+    there. They go to rows `intermediate_state_indices`, and `conv_states` stays as it is.
     """
     _refuse_trees(retrieve_parent_token)
     slots = conv_state_indices.long()
@@ -132,11 +131,10 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 ):
     """Run the recurrence over the next tokens of each request.
 
-    q, k: [1, tokens, key heads, key dim]. v and the result: [1, tokens, value heads, value dim].
-    cu_seqlens: [bs + 1], the start of each request's tokens.
-    disable_state_update: leave the pool as it is.
-    intermediate_states_buffer: [rows, tokens, value heads, value dim, key dim]. If given, the states after
-        each token go there, in rows `intermediate_state_indices`.
+    `q` and `k` are [1, tokens, key heads, key dim]; `v` and the result are [1, tokens, value heads, value
+    dim]. `cu_seqlens` is [bs + 1], the start of each request's tokens. `disable_state_update` leaves the pool
+    as it is. If `intermediate_states_buffer` [rows, tokens, value heads, value dim, key dim] is given, the
+    states after each token go there, in rows `intermediate_state_indices`.
     """
     if is_kda:
         raise NotImplementedError("sgl_kernel.fused_sigmoid_gating_delta_rule_update_cpu: KDA's vector decay")
@@ -178,12 +176,12 @@ def chunk_gated_delta_rule_cpu(
 ):
     """Run packed prompts, `CHUNK` tokens at a time; advance the pool `initial_state`.
 
-    q, k: [1, tokens, key heads, key dim]. v: [1, tokens, value heads, value dim]. g (log decay), beta: [1,
-        tokens,
-    value heads]. cu_seqlens: [bs + 1].
+    `q` and `k` are [1, tokens, key heads, key dim]; `v` is [1, tokens, value heads, value dim]; `g` (log
+    decay) and `beta` are [1, tokens, value heads]; `cu_seqlens` is [bs + 1].
 
-    Returns the outputs, shaped like v; None, as the pool holds the last states; and the states at the
-    beginning of every chunk, [1, chunks, value heads, value dim, key dim], request after request.
+    Returns:
+        The outputs, shaped like v; None, as the pool holds the last states; and the states at the beginning
+        of every chunk, [1, chunks, value heads, value dim, key dim], request after request.
     """
     if head_first:
         raise NotImplementedError("sgl_kernel.chunk_gated_delta_rule_cpu: head_first")
