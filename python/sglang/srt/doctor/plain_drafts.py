@@ -239,7 +239,8 @@ class PlainDFlash2(PlainDFlash):
     def _scores(self, gate, previous, ids, unary) -> torch.Tensor:
         """Return the scores [..., K] of candidates after the tokens `previous` [...].
 
-        gate: [..., rank], the projected hidden states. ids, unary: [..., K], the candidates and their logits.
+        `gate` [..., rank] are the projected hidden states; `ids` and `unary` [..., K] the candidates and
+        their logits.
         """
         assert self.codebooks is not None
         before, after = (self.weights[f"candidate_selector.{name}_codebook"] for name in self.codebooks)

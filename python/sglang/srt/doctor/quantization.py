@@ -28,8 +28,8 @@ _ANOTHER, _LARGE = 0.3, {"4": 0.22, "8": 0.06}
 class LayerCost:
     """Cost of quantizing one layer of the draft, all others as they were.
 
-    weight_errors: relative error by module. evidence: against the unquantized draft; gain is negative if
-    something is lost.
+    `weight_errors` are relative errors by module. `evidence` is against the unquantized draft, and its gain
+    is negative if something is lost.
     """
 
     name: str
@@ -52,7 +52,8 @@ class QuantizationCost:
 def measure_cost(pair: Pair, unquantized: Pair, observed: Observed) -> QuantizationCost:
     """Draft at every position of the target's texts, with one layer quantized at a time.
 
-    pair, unquantized: the same draft, quantized and before. Raises BadInput if they are not.
+    Raises:
+        BadInput: `pair` is not quantized, or `unquantized` is not the same draft before.
     """
     schemes = pair.packed_modules().schemes
     if not schemes:

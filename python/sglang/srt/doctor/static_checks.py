@@ -70,9 +70,9 @@ _CONFIG_ADVICE = (
 
 
 def read_flat(draft: Checkpoint, target_layers: int | None = None) -> dict[str, Any]:
-    """Return the draft's flat Qwen3 config. Raises BadInput or DraftConfigError.
+    """Return the draft's flat Qwen3 config. Raise BadInput or DraftConfigError without one.
 
-    target_layers: the target's depth, for a draft that does not name the layers it reads.
+    `target_layers` is the target's depth, for a draft that does not name the layers it reads.
     """
     config = draft.config
     kind, architectures = speculators_type(config), config.get("architectures")
