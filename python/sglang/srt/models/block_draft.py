@@ -28,10 +28,11 @@ from sglang_dflash.srt.models.packed_weights import RowCheck
 class DraftOutput(LogitsProcessorOutput):
     """Output of a forward over num_blocks blocks of D rows. A CUDA graph pads all fields.
 
-    hidden_states: [num_blocks * D, hidden], after the final norm.
-    draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary.
-    blocks: [num_blocks, B] int64, anchors and draft tokens, if a block's first row is its anchor. Valid until
-        the next forward.
+    Attributes:
+        hidden_states: [num_blocks * D, hidden], after the final norm.
+        draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary.
+        blocks: [num_blocks, B] int64, anchors and draft tokens, if a block's first row is its anchor. Valid
+            until the next forward.
     """
 
     draft_tokens: torch.Tensor | None = None
@@ -105,9 +106,15 @@ class BlockDraftModel(nn.Module):
     ) -> None:
         """Set the mask token and its embedding, which a checkpoint may store separately.
 
-        Call it before `borrow_from_target`. tokenizer: the target's, used if the checkpoint only names the
-        token. target_tokens: size of the target's vocabulary; None if it is the draft's. Raises ValueError if
-        token and embedding contradict.
+        Call this method before `borrow_from_target`.
+
+        Args:
+            tokenizer: the target's, used if the checkpoint only names the token.
+            embedding: of the mask token, if the checkpoint stores it separately.
+            target_tokens: size of the target's vocabulary. None: the draft's.
+
+        Raises:
+            ValueError: token and embedding contradict.
         """
         if self.mask_token_id is None:
             self.mask_token_id = find_mask_token(self.draft, tokenizer, target_tokens=target_tokens)

@@ -40,7 +40,7 @@ _TARGET_ROPE_FIELDS = ("rope_dim", "partial_rotary_factor", "mrope_section", "mr
 class DFlashAttention(nn.Module):
     """Attention of one draft layer over committed context (in the KV pool) and the block.
 
-    input_size: width of the input of queries, keys and values; the hidden size unless given.
+    `input_size` is the width of the input of queries, keys and values; the hidden size unless given.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class DFlashAttention(nn.Module):
 
 
 class DFlashDecoderLayer(nn.Module):
-    """A draft layer. `attention`: options of DFlashAttention."""
+    """A draft layer, with further options of DFlashAttention."""
 
     def __init__(
         self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str, **attention
@@ -229,7 +229,8 @@ class DFlashDraftModel(BlockDraftModel):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
         """Run blocks of D = `forward_batch.spec_info.draft_token_num` rows through the draft.
 
-        input_ids, positions: [num_blocks * D] int64. The CUDA graph captures head and argmax as well.
+        `input_ids` and `positions` are [num_blocks * D] int64. The CUDA graph captures head and argmax as
+        well.
         """
         hidden_states = self.run_layers(input_ids, positions, forward_batch)
         blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
@@ -263,13 +264,18 @@ class DFlashDraftModel(BlockDraftModel):
     ) -> None:
         """Write every layer's K and V of captured target states into the pool, as context.
 
-        aux_hidden: [n, num_aux * hidden], outputs of the target layers in ascending order, concatenated.
-        positions, cache_loc: [n] int64.
-        kv_pool: SGLang's pool of the draft. Raises ValueError for a layout that cannot be written to.
-        accept_len: [bs] int32 if the rows are blocks of n / bs: rows beyond it in a block are skipped.
-
         All layers read the same context, so one GEMM over their stacked K/V weights serves them all. Norm,
         rotation and the writes of all layers are one kernel.
+
+        Args:
+            aux_hidden: [n, num_aux * hidden], outputs of the target layers in ascending order, concatenated.
+            positions: [n] int64.
+            cache_loc: [n] int64.
+            kv_pool: SGLang's pool of the draft.
+            accept_len: [bs] int32 if the rows are blocks of n / bs: rows beyond it in a block are skipped.
+
+        Raises:
+            ValueError: the pool's layout cannot be written to.
         """
         if self._kv_weight is None:
             self.stack_kv_weights()

@@ -12,7 +12,7 @@ MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 @dataclass(frozen=True, slots=True)
 class MaskEmbedding:
-    """Embedding of a mask token. vector: [hidden], on the CPU, in the saved dtype."""
+    """Embedding [hidden] of a mask token, on the CPU, in the saved dtype."""
 
     token_id: int
     vector: torch.Tensor
@@ -23,8 +23,11 @@ def find_mask_token(
 ) -> int:
     """Return the id of `draft.mask_token` in the target's tokenizer.
 
-    A token that it lacks gets the id after its last, as z-lab's code adds it. target_tokens: size of the
-    target's vocabulary; None if it is the draft's. Raises DraftConfigError if the embedding has no such row.
+    A token that the tokenizer lacks gets the id after its last, as z-lab's code adds it. The target's
+    vocabulary has `target_tokens` tokens, or the draft's number if it is None.
+
+    Raises:
+        DraftConfigError: the embedding has no such row, or there is no tokenizer.
     """
     rows = target_tokens or draft.vocab_size
     name = f"dflash_config.mask_token {draft.mask_token!r}"

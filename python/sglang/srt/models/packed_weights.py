@@ -60,8 +60,12 @@ class PackedModule:
 class RowCheck:
     """Expected output [NUM_ROWS, *] float32 of this rank's share of a module.
 
-    module: of the model. columns: of the module's output. inputs: [NUM_ROWS, *] float32. kernel: the name of
-    that, empty if the module is dequantized. limit: of the difference.
+    Attributes:
+        module: of the model.
+        columns: of the module's output.
+        inputs: [NUM_ROWS, *] float32.
+        kernel: the name of the module's kernel, empty if the module is dequantized.
+        limit: of the difference.
     """
 
     name: str
@@ -112,8 +116,11 @@ def row_check(
 ) -> RowCheck | None:
     """Prepare the check of a module; None for one that is no linear layer of the model.
 
-    weight: [rows, columns] float32 of the whole module, padded if the model's is. layer: that it is part of,
-    if that has a kernel.
+    Args:
+        model: the draft.
+        packed: the module in the file.
+        weight: [rows, columns] float32 of the whole module, padded if the model's is.
+        layer: the layer that holds the module, if it has a kernel.
     """
     name, shard = model_layer(packed.name)
     module = _find_layer(model, name)
@@ -188,9 +195,9 @@ def load_packed_modules(
     packed: Sequence[PackedModule],
     load_dense: Callable[[PackedModule, torch.Tensor], torch.Tensor],
 ) -> list[RowCheck]:
-    """Load packed modules, one layer of the model at a time. Returns their checks.
+    """Load packed modules, one layer of the model at a time. Return their checks.
 
-    load_dense: loads a module's weight [rows, columns] float32, and returns it as it was loaded.
+    `load_dense` loads a module's weight [rows, columns] float32, and returns it as it was loaded.
     """
     by_layer: dict[str, list[PackedModule]] = {}
     for module in packed:

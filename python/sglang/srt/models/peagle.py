@@ -27,10 +27,11 @@ from sglang_dflash.srt.models.packed_weights import packed_layers_of
 class PEagleRows:
     """Inputs of a forward's rows beside their tokens.
 
-    fused: [n, hidden], the fused hidden state of each row.
-    first_drafting: [bs] int64, the first row of each block that drafts. None in a prefill, which drafts
-        nothing.
-    num_drafting: rows of each block that draft, from `first_drafting` on.
+    Attributes:
+        fused: [n, hidden], the fused hidden state of each row.
+        first_drafting: [bs] int64, the first row of each block that drafts. None: a prefill, which drafts
+            nothing.
+        num_drafting: rows of each block that draft, from `first_drafting` on.
     """
 
     fused: torch.Tensor
@@ -126,10 +127,11 @@ class PEagleDraftModel(BlockDraftModel):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
         """Run rows through the draft, writing their KV; head and argmax for the rows that draft.
 
-        input_ids, positions: [n] int64. `forward_batch.spec_info.draft_rows` holds the PEagleRows. When
-        SGLang captures a CUDA graph, its own spec_info has none, and the allocated blocks are read.
+        `input_ids` and `positions` are [n] int64. `forward_batch.spec_info.draft_rows` holds the PEagleRows.
+        When SGLang captures a CUDA graph, its own spec_info has none, and the allocated blocks are read.
 
-        Returns the hidden states of the drafting rows, [bs * num_drafting, hidden], after the final norm.
+        Returns:
+            The hidden states of the drafting rows, [bs * num_drafting, hidden], after the final norm.
         """
         rows = getattr(forward_batch.spec_info, "draft_rows", None)
         if rows is None:
