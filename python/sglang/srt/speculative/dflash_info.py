@@ -337,7 +337,7 @@ class DFlashVerifyInput(SpecInput):
     def for_target(
         cls, rows: VerifyRows, tokens: torch.Tensor, positions: torch.Tensor, spread: list[int] | None = None
     ) -> "DFlashVerifyInput":
-        """Describe a verify forward. tokens, positions: [T] int64."""
+        """Describe a verify forward over rows with these tokens and positions, both [T] int64."""
         return cls(
             rows.width,
             CaptureHiddenMode.FULL,

@@ -21,8 +21,8 @@ RANKS_AGREE_WITHIN = timedelta(minutes=5)
 class Implementation:
     """The implementation that serves, as `/server_info` reports it.
 
-    because: why the built-in serves; empty if ours does.
-    lost: features of ours that the built-in lacks.
+    `because` says why the built-in serves, and is empty if ours does. `lost` names features of ours that the
+    built-in lacks.
     """
 
     name: str = "sglang-dflash"

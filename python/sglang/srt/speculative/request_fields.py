@@ -140,7 +140,7 @@ def _integers(value: Any) -> Iterator[int]:
 class Refused(SamplingParams):
     """Sampling parameters of a refused request, which SGLang still runs through one forward.
 
-    problem: the message of its HTTP 400.
+    `problem` is the message of the request's HTTP 400.
     """
 
     problem: str = ""

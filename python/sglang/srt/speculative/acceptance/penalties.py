@@ -20,8 +20,9 @@ from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts
 class _Terms:
     """Penalties of bs requests, in columns [bs, 1]: float32, and int64 for the lengths.
 
-    stop_logits: [bs, vocab] float32, -inf at the tokens that end a request. None: no request has a minimum
-    length."""
+    `stop_logits` is [bs, vocab] float32, -inf at the tokens that end a request. It is None if no request has
+    a minimum length.
+    """
 
     frequency: torch.Tensor
     presence: torch.Tensor

@@ -22,7 +22,7 @@ class CycleObserver:
     next forward may overwrite them."""
 
     def on_prefilled(self, batch: Any, prompts: "Prompts", aux_hidden: "torch.Tensor") -> None:
-        """Note a prefill. aux_hidden: [n, num_aux * hidden], the target's captured states."""
+        """Note a prefill, with the target's captured states [n, num_aux * hidden]."""
 
     def on_begun(self, batch: Any) -> None:
         """Note that a decode step begins."""

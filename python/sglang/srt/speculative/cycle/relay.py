@@ -15,9 +15,8 @@ from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks, RelayTa
 class StepRelay:
     """Tables that are offered to SGLang before it makes its own.
 
-    SGLang takes them under overlap scheduling. Release 0.5.22 cannot.
-
-    num_rows: rows of the request table.
+    SGLang takes the tables under overlap scheduling. Release 0.5.22 cannot. The tables have as many rows as
+    the request table.
     """
 
     def __init__(self, num_rows: int, device: Any):

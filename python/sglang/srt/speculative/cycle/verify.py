@@ -66,12 +66,10 @@ class VerifyTail:
 def multimodal_positions(
     runner: Any, batch: Any, rows: VerifyRows, positions: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the M-RoPE positions of packed rows, [3, T] int64.
+    """Return the M-RoPE positions [3, T] int64 of packed rows with positions [T] int64.
 
     None: SGLang computes them, or the target has none. SGLang computes them for blocks of one width. All rows
     follow the prompt, so the three are one: the row's position, and what the request's pictures add to it.
-
-    positions: [T] int64.
     """
     if rows.lengths is None or not runner.model_config.model_is_mrope:
         return None

@@ -59,9 +59,9 @@ class VerifyRows:
         self.index = on_device(np.pad(index, (0, self._padding)), torch.int64, device)
 
     def columns(self, block_size: int) -> torch.Tensor:
-        """Return the slot of each row among flattened blocks. [T] int64
+        """Return the slot of each row among flattened blocks of this size, [T] int64.
 
-        block_size: slots of a block. -1: the row is nobody's.
+        Rows that no request has get -1.
         """
         if self._columns is None or self._columns[0] != block_size:
             assert self.lengths is not None and self.limits is not None

@@ -84,7 +84,7 @@ class CopyAhead:
         )
 
     def allocate(self, rows: int, context_len: int, vocab_size: int, device: torch.device) -> None:
-        """Allocate texts for the rows of the request table. vocab_size: of the blocks' tokens."""
+        """Allocate texts for the rows of the request table, in a vocabulary of this size."""
         self._vocab_size = vocab_size
         # A block's tokens are written behind its anchor, however many are accepted.
         self.history = torch.full(

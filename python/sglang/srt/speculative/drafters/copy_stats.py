@@ -42,7 +42,7 @@ class Proposals:
 
 
 class CopyStats:
-    """Counts blocks, proposed and accepted tokens by source. metrics: counted into."""
+    """Counts blocks, proposed and accepted tokens by source, here and in the metrics."""
 
     def __init__(self, metrics: DFlashMetrics):
         self._metrics = metrics

@@ -12,7 +12,7 @@ import torch
 class ContextRows:
     """Inputs of a draft's context.
 
-    aux_hidden: [n, num_aux * hidden]; positions, cache_loc: [n] int64.
+    `aux_hidden` is [n, num_aux * hidden]; `positions` and `cache_loc` are [n] int64.
     """
 
     aux_hidden: torch.Tensor

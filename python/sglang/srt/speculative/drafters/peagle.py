@@ -85,7 +85,9 @@ def mirror_exchanged_slots(pool: Any, table: torch.Tensor) -> None:
     After a prefill the prefix cache exchanges a request's slots for its own, if it has the same tokens, and
     frees the request's. Slots of decode steps are written otherwise, and `prepare_rows` copies them.
 
-    pool: the target's ReqToTokenPool. table: [rows, max_len], row i beside token i + 1.
+    Args:
+        pool: the target's ReqToTokenPool.
+        table: [rows, max_len], row i beside token i + 1.
     """
     write = pool.write
 
@@ -320,7 +322,7 @@ class PEagleDrafter:
     def _run_prompts(self, prompts: Prompts, fused: torch.Tensor, cache_loc: torch.Tensor) -> None:
         """Run one forward over the rows of a prefill: one per token except a text's first.
 
-        fused: [n, hidden].
+        `fused` is [n, hidden].
         """
         prefix, extend = torch.tensor(prompts.prefix_lens), torch.tensor(prompts.extend_lens)
         is_first = (prefix == 0).long()

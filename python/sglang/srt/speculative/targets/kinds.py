@@ -22,9 +22,10 @@ _EAGLE3_CAPTURE = "set_eagle3_layers_to_capture"
 class TargetKind:
     """One implementation of a target in SGLang.
 
-    capture: the model's method that takes the layers to capture, as 0-based ids of layer outputs.
-    is_verified: whether the captured states have been compared with a reference.
-    offset: added to the ids, for a model that captures the input of the layer it is given.
+    Attributes:
+        capture: the model's method that takes the layers to capture, as 0-based ids of layer outputs.
+        is_verified: whether the captured states have been compared with a reference.
+        offset: added to the ids, for a model that captures the input of the layer it is given.
     """
 
     architecture: str

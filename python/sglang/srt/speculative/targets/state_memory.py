@@ -21,8 +21,12 @@ REPLAY_FLAG = "--enable-linear-replayssm-spec"
 class StateMemory:
     """Memory of a server with recurrent states, as SGLang divided it.
 
-    Sizes are bytes of one rank. slots: states that are allocated. slots_per_request: states of each running
-    request. requested: the limit of running requests before the states'.
+    Sizes are bytes of one rank.
+
+    Attributes:
+        slots: states that are allocated.
+        slots_per_request: states of each running request.
+        requested: the limit of running requests before the states' limit.
     """
 
     state_bytes: int

@@ -68,9 +68,8 @@ class RecurrentStates:
 def check_states_are_committed(model_config: Any) -> None:
     """Raise ValueError if the target's attention backend cannot commit recurrent states.
 
-    SGLang's own backends can. A model that another plugin registers may bring its own.
-
-    model_config: SGLang's ModelConfig of a target with recurrent states.
+    SGLang's own backends can. A model that another plugin registers may bring its own backend. `model_config`
+    is SGLang's ModelConfig of a target with recurrent states.
     """
     registered = model_config.linear_attn_registry_result
     name = None if registered is None else registered[0].hybrid_backend_class_name

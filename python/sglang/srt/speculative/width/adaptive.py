@@ -142,7 +142,7 @@ class AdaptiveWidth:
     def _agree(self, batch: Requests, num_tokens: int, *limits: np.ndarray | None) -> Choice:
         """Return rank 0's choice. Others may differ, and ranks that disagree hang.
 
-        limits: matches and caps, as of `choose`.
+        `limits` are matches and caps, as of `choose`.
         """
         choice, n = None, len(batch.rows)
         if self._tp_group.rank_in_group == 0:
@@ -178,7 +178,7 @@ class AdaptiveWidth:
     ) -> None:
         """Learn from the accepted drafted tokens of each request.
 
-        proposals: sources of the blocks, on the host, if copies are on.
+        `proposals` are the sources of the blocks, on the host, if copies are on.
         """
         batch, accepted = cycle.batch, np.asarray(accept_lens)
         assert batch is not None

@@ -16,7 +16,7 @@ def captured_sizes(runner: Any) -> list[int]:
 class AnyRows:
     """A backend without graphs, which takes any rows of each request.
 
-    has_layouts: whether the target's layers read SGLang's layout of the rows.
+    `has_layouts` says whether the target's layers read SGLang's layout of the rows.
     """
 
     def __init__(self, has_layouts: bool = False):
@@ -25,7 +25,7 @@ class AnyRows:
     def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> tuple[int, VerifyRows]:
         """Return the width and rows of a cycle that verifies `lengths` drafted tokens, [n].
 
-        needs_rectangle: whether all verify as many as the one that verifies most.
+        With `needs_rectangle`, all requests verify as many as the one that verifies most.
         """
         width = int(lengths.max()) + 1
         if needs_rectangle:

@@ -117,7 +117,7 @@ class LengthChooser:
         return Choice(lengths, copies & (lengths > 0), tokens, seconds)
 
     def work(self, choice: Choice, num_tokens: int | None = None) -> Work:
-        """Return what a cycle of this choice does. num_tokens: committed tokens of all requests."""
+        """Return what a cycle of this choice does, with these committed tokens of all requests."""
         lengths, is_drafted = choice.lengths, choice.lengths > 0
         if self._skips_draft:
             is_drafted = is_drafted & ~choice.copies

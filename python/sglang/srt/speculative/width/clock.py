@@ -40,7 +40,7 @@ class CycleClock:
         self._start = self._now()
 
     def stop(self, work: Any = None) -> None:
-        """End a cycle. work: what it did."""
+        """End a cycle, which did this work."""
         end = self._now()
         self._pending.append((work, self._previous, self._start, end))
         self._previous = end

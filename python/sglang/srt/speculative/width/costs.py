@@ -138,7 +138,7 @@ class CostTable:
     def observe(self, work: Work, seconds: float) -> None:
         """Correct the entries of the latest cycle whose neighbours are known.
 
-        seconds: of the cycle and the pause before it.
+        `seconds` are those of the cycle and the pause before it.
         """
         self._recent.append((self._weights(work), np.log(seconds)))
         if len(self._recent) <= _NEIGHBOURS:

@@ -55,7 +55,7 @@ def planned(
 ) -> PlannedCycle:
     """Have the backends verify `lengths`, and plan the cycle that does.
 
-    needs_rectangle: whether all requests must verify equally many tokens.
+    With `needs_rectangle`, all requests must verify equally many tokens.
     """
     width, rows = backends.follow(lengths, needs_rectangle)
     if rows is None:

@@ -35,10 +35,10 @@ def row_sizes(max_requests: int, block_size: int) -> list[int]:
 
 
 def spread_rows(counts: Sequence[int], num_rows: int, num_slots: int, block_size: int) -> list[int]:
-    """Give all rows of a graph to its requests, at most a block to each.
+    """Give all rows of a graph to its `num_slots` requests, at most a block to each.
 
-    counts: rows of the first requests. Rows beyond them go to the others, which pad the batch, then to those
-    with the most. num_slots: S.
+    `counts` are the rows of the first requests. Rows beyond them go to the other requests, which pad the
+    batch, then to those with the most.
     """
     n, spread = len(counts), [*counts, *[0] * (num_slots - len(counts))]
     left = num_rows - sum(counts)
@@ -51,10 +51,7 @@ def spread_rows(counts: Sequence[int], num_rows: int, num_slots: int, block_size
 
 
 class PreparedLayout(RaggedVerifyLayout, frozen=True):  # type: ignore[call-arg]
-    """A layout of all S requests of a graph, made on the host.
-
-    counts: rows of each request, on the host.
-    """
+    """A layout of all S requests of a graph, made on the host, where it keeps the `counts`."""
 
     counts: tuple[int, ...] = ()
 
@@ -135,7 +132,8 @@ def reason_for_one_width(runner: Any, attention: Any) -> str | None:
 class RowBackends:
     """A backend and graphs for whole blocks, and a pair for all other rows.
 
-    has_copies: whether a request may copy instead of being drafted for. Whole blocks then have rows as well.
+    `has_copies` says whether a request may copy instead of being drafted for. Whole blocks then have rows as
+    well.
     """
 
     def __init__(self, runner: Any, block_size: int, has_copies: bool = False):

@@ -75,9 +75,10 @@ class AdaptiveSettings:
         raise ValueError(f"{'; '.join(found)}. A JSON object is expected, with any of {known}.")
 
     def widths(self, block_size: int, device: str) -> tuple[int, ...]:
-        """Return the slots to verify, the anchor included, ascending. device: the server's.
+        """Return the slots to verify on the server's device, the anchor included, ascending.
 
-        Raises ValueError for candidates that the block does not hold.
+        Raises:
+            ValueError: a candidate does not fit into the block.
         """
         drafted = block_size - 1
         if self.candidate_steps is not None:

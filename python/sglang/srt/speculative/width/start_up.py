@@ -48,8 +48,8 @@ _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}
 def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> AdaptiveWidth | FixedWidth:
     """Choose verify lengths by the server's options: measured and adaptive, or whole blocks.
 
-    worker: the `DFlashWorker`, whose runners have their pools, backends and graphs. has_copies: whether it
-    proposes copies.
+    `worker` is the `DFlashWorker`, whose runners have their pools, backends and graphs. `has_copies` says
+    whether it proposes copies.
     """
     settings, block_size = AdaptiveSettings.from_environment(), worker.block_size
     if settings is None or (widths := settings.widths(block_size, worker.device)) == (block_size,):

@@ -56,7 +56,8 @@ class _Averages:
 class DraftSurvival:
     """s_ik of drafted tokens: each request's own labels, shrunk to the average of its mode.
 
-    num_rows: of the request table. depth: K, drafted tokens of a block.
+    The labels have `num_rows` rows, as the request table, and `depth` columns: K, the drafted tokens of a
+    block.
     """
 
     def __init__(self, num_rows: int, depth: int):
@@ -74,7 +75,7 @@ class DraftSurvival:
         self._seen[rows] = self._kept[rows] = 0.0
 
     def of(self, rows: np.ndarray, modes: np.ndarray) -> np.ndarray:
-        """Return s_ik of the next cycle. rows, modes: [n] -> [n, K]"""
+        """Return s_ik [n, K] of the next cycle, for requests in these rows [n] with modes [n]."""
         averages = self._averages.get()[modes]
         own = (self._kept[rows] + _OWN_WEIGHT * averages) / (self._seen[rows] + _OWN_WEIGHT)
         return own.cumprod(axis=1)
@@ -101,9 +102,8 @@ class CopySurvival:
     """s_ik of copied tokens, by mode and length of the match.
 
     Each accepted token makes the match longer by one. So one probability per length says how long copies
-    last. Matches of `RULE.longest` tokens or more are alike.
-
-    depth: most copied tokens of a request.
+    last. Matches of `RULE.longest` tokens or more share a probability. `depth` is the most copied tokens of a
+    request.
     """
 
     def __init__(self, depth: int):
@@ -116,7 +116,7 @@ class CopySurvival:
         return self._averages.get()
 
     def of(self, modes: np.ndarray, matches: np.ndarray) -> np.ndarray:
-        """Return s_ik of k = 1 .. depth, 0 without a match. modes, matches: [n] -> [n, depth]"""
+        """Return s_ik [n, depth] of k = 1 .. depth, 0 without a match, for modes and matches [n]."""
         lengths = np.minimum(matches[:, None] + self._steps, RULE.longest)
         return self._averages.get()[modes[:, None], lengths].cumprod(axis=1) * (matches > 0)[:, None]
 
