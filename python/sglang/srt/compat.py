@@ -21,7 +21,9 @@ except ImportError:  # 0.5.22: norm and rotation are separate kernels there
 class DraftLayout:
     """The ranks of a draft, for SGLang 0.5.22, which has no such type.
 
-    tp_group: the ranks that share requests; None: all ranks of the target. attn_tp_size: their number.
+    Attributes:
+        tp_group: the ranks that share requests. None: all ranks of the target.
+        attn_tp_size: number of ranks that share requests.
     """
 
     tp_group: Any
