@@ -185,7 +185,8 @@ class PackedLayer:
 class PackedLayers:
     """Quantization config of SGLang's linear layers: it gives each its method.
 
-    layers: by name in the model, those with quantized modules.
+    Attributes:
+        layers: layers with quantized modules, by name in the model.
     """
 
     def __init__(self, quantization: DraftQuantization, capability: tuple[int, int] | None):

@@ -160,15 +160,17 @@ class BlockPlan:
 
     Args:
         wrapper: FlashInfer's paged prefill wrapper, which has been planned once.
-        width: queries of each request. None: each forward has a layout of its own.
+        width: queries of each request. None: every forward has another layout.
         num_rows: queries of all requests.
         heads: of queries, of keys, and their dimension.
         keys: offsets and key indices, which the wrapper reads.
         staging: buffers of the backend.
 
     Attributes:
-        wrapper, keys: as given.
-        least, most: [bs], bounds of the keys of each request in the next plan.
+        wrapper: as given.
+        keys: as given.
+        least: [bs], least keys of each request in the next plan.
+        most: [bs], most keys of each request in the next plan.
     """
 
     def __init__(

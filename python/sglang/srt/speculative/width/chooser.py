@@ -32,7 +32,8 @@ class LengthChooser:
         skips_draft: whether a copy may be verified without running the draft.
 
     Attributes:
-        drafts, copies: what is known of their acceptance.
+        drafts: what is known of the acceptance of drafted tokens.
+        copies: what is known of the acceptance of copied tokens.
         depth: K, most drafted tokens to verify of a request.
         num_probes: blocks or cycles that were verified to learn.
     """
