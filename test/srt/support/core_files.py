@@ -7,6 +7,7 @@ CORE = (
     "test_cpu_room.py",
     "test_cpu_runtime.py",
     "test_cycle_counts.py",
+    "test_docstrings.py",
     "test_draft_attention.py",
     "test_fetch_smollm2.py",
     "test_flashinfer_plans.py",
