@@ -136,7 +136,7 @@ def pass_backend_lists_on_cpu(server_args: Any, previous: Any) -> None:
 def prepare(server_args: Any) -> bool:
     """Check the draft's path and decide who serves, before SGLang reads the draft's config.
 
-    Returns True if ours serves. Raises ValueError for faults that nobody could serve.
+    Returns True if ours serves. Raises ValueError for faults that no implementation could serve.
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
@@ -160,7 +160,7 @@ def _check_draft_is_there(path: str | None) -> None:
 
 
 def _find_not_served(server_args: Any, args: Any) -> list[NotServed]:
-    """List what ours does not serve. Raises ValueError for what nobody could."""
+    """List what ours does not serve. Raises ValueError for what no implementation serves."""
     target = read_config(args.model_path, args.revision)
     if target is not None:
         target_kind(target.get("architectures"))

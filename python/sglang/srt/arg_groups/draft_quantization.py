@@ -1,7 +1,7 @@
 """The flag `--speculative-draft-model-quantization`, beside the draft's file.
 
-A draft has the scheme of its own file, and is dequantized at load unless the flag is `packed`. The target's
-`--quantization`, which SGLang gives to a draft without a flag of its own, says nothing about it.
+A draft has its file's scheme, and is dequantized at load unless the flag is `packed`. The target's
+`--quantization`, which SGLang gives to a draft without such a flag, says nothing about it.
 """
 
 import logging

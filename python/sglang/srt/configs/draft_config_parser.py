@@ -24,7 +24,7 @@ from sglang_dflash.srt.environ import DFlashOptions
 class DraftConfigParser(HfModelConfigParser):
     """A parser that converts speculators checkpoints, and leaves everything else to SGLang.
 
-    Those that we serve become a Qwen3 config. Raises DraftConfigError for a draft that cannot be read. It
+    Drafts that we serve become a Qwen3 config. Raises DraftConfigError for a draft that cannot be read. It
     judges no draft that SGLang's own implementation may serve: every process reads configs, the launcher
     alone decides.
     """
@@ -66,7 +66,7 @@ class DraftConfigParser(HfModelConfigParser):
 def _read_checked(checkpoint: str, model_type: Any, read: Callable[[], PretrainedConfig]) -> PretrainedConfig:
     """Call `read`, code of transformers' and SGLang's.
 
-    Both have fields of their own beyond those that are checked here, and raise any kind of error for a wrong
+    Both have fields beyond the ones that are checked here, and raise any kind of error for a wrong
     one.
     """
     try:

@@ -101,7 +101,7 @@ def _missing_findings(config: Mapping[str, Any], nested: Mapping[str, Any]) -> l
 def _variant_findings(
     config: Any, nested: Mapping[str, Any], served: Collection[str]
 ) -> tuple[list[NotServed], list[str]]:
-    """Return what we do not run, and the names of fields that nobody reads."""
+    """Return what we do not run, and the names of fields that are not read."""
     findings, unread = [], []
     nested = {name: value for name, value in nested.items() if name not in served}
     for where, fields in (("dflash_config.", nested), ("", vars(config))):

@@ -120,7 +120,7 @@ DType = Annotated[str, AfterValidator(_check_dtype)]
 class LayerFields(StrictModel):
     """Fields of a draft's layers.
 
-    Those without a default must be there: transformers would take another model's value.
+    Fields without a default must be there: transformers would take another model's value.
     """
 
     hidden_size: Size

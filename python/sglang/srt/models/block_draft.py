@@ -87,7 +87,7 @@ class BlockDraftModel(nn.Module):
         return self._borrowed[0] is not None
 
     def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
-        """Use the target's embedding and head if the checkpoint brought none of its own.
+        """Use the target's embedding and head if the checkpoint brought none.
 
         Without LoRA adapters: those are per request, and a draft runs unadapted.
         """

@@ -149,7 +149,7 @@ class DFlashAttention(nn.Module):
     def context_kv_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return K and V rows of `qkv_proj`: weight [2 * kv_size, hidden], bias or None.
 
-        Those of a packed layer are handed out once, as they were dequantized at load.
+        A packed layer's rows are handed out once, as they were dequantized at load.
         """
         bias = self.qkv_proj.bias
         bias = None if bias is None else bias[self.q_size :]

@@ -17,7 +17,7 @@ class BlockKeys:
 
     Args:
         wrapper: FlashInfer's paged prefill wrapper, whose buffers become these.
-        width: queries of each request. None: each forward has a layout of its own.
+        width: queries of each request. None: every forward has another layout.
         translator: SGLang's `KVIndexTranslator` of the wrapper's backend.
     """
 

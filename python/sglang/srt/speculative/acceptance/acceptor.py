@@ -55,7 +55,7 @@ class Acceptor:
         sampler: SGLang's sampler of the target.
         vocab_size: of the target. A request with broken logits reports this id, on which SGLang ends the
             request with "NaN happened".
-        tp_sync: SGLang's synchronisation of the ranks that must choose alike.
+        tp_sync: SGLang's synchronisation of the ranks that must choose the same tokens.
         rule: for drawn drafts. None: drafts are never drawn.
         simulated: replaces all decisions, for benchmarks. None: off.
         metrics: counts batches that cannot be drawn.

@@ -28,7 +28,7 @@ class StepRelay:
     def tables(self, rows: torch.Tensor) -> RelayTables | None:
         """Return the tables to write, for requests in these rows [bs] int64. None: SGLang copies.
 
-        Tables that SGLang has not taken, or not yet, are written as well: nobody reads them.
+        Tables that SGLang has not taken, or not yet, are written as well, and not read.
         """
         if self._buffers is None:
             return None

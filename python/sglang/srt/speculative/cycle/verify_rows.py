@@ -15,7 +15,7 @@ class VerifyRows:
     A request verifies its anchor and L_i drafted tokens. Its L_i + 1 rows follow each other, and W is the
     largest L_i + 1. Values per slot stay rectangles. A slot past a request's rows repeats its last row's
     value, and `limits` keeps acceptance from reading it. If all verify W slots, rows are the flattened
-    blocks, and no map is needed. A CUDA graph may have further rows, which nobody reads: they repeat the
+    blocks, and no map is needed. A CUDA graph may have further rows, which are not read: they repeat the
     first one, and their KV goes to SGLang's padding slot.
 
     Attributes:

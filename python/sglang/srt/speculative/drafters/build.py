@@ -36,7 +36,7 @@ _DRAFTERS = (  # a model comes before its base class
 def load_draft(
     server_args: Any, gpu_id: int, nccl_port: int, target_worker: TpModelWorker, ranks: DraftRanks
 ) -> TpModelWorker:
-    """Load the draft model into a worker of its own.
+    """Load the draft model into a separate worker.
 
     Raises ValueError if the target cannot lend what the draft needs, the mask token cannot be found, or a
     quantized layer was loaded wrongly.

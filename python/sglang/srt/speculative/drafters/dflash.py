@@ -28,7 +28,7 @@ _DEFERRED_CYCLES = 8
 
 
 class DFlashDrafter:
-    """Drives the draft model through a SGLang model runner of its own.
+    """Drives the draft model through a separate SGLang model runner.
 
     The target's slots index the draft's KV pool too. Prefix-cache hits, retraction and aborts need no
     bookkeeping: whoever wrote a slot's target KV wrote its draft KV as well."""
@@ -58,7 +58,7 @@ class DFlashDrafter:
         self._model.stack_kv_weights()
 
     def attach_pools(self, target_runner: Any) -> None:
-        """See `Drafter`. A window reads through a table of its own, rewritten before each block."""
+        """See `Drafter`. A window reads through a second table, rewritten before each block."""
         self._model.use_pool(self._runner.token_to_kv_pool)
         self._model.allocate_blocks(target_runner.req_to_token_pool.req_to_token.shape[0], self._block_size)
         if self.has_own_table:

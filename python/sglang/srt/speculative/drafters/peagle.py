@@ -11,7 +11,7 @@ block is D = 2 (B - 1) rows for every request, whatever was accepted:
 
     [pending rows] [B - 2 mask rows] [idle rows]
 
-Idle rows draft nothing, nobody reads them, and their keys go to SGLang's padding slot 0. Only the device
+Idle rows draft nothing, are not read, and their keys go to SGLang's padding slot 0. Only the device
 knows where such a block begins. An attention backend that plans on the host (FlashInfer) gets another block,
 which ends at a row that the length alone decides:
 
@@ -29,7 +29,7 @@ for its own, whose row has the state. With a hierarchical cache that token may b
 then takes the request's slot into the cache, so drafts may differ a little from a hit on the device.
 
 A cycle that verifies the anchor alone does not draft, and adds one pending row. At B pending rows all are
-run, in a block whose drafts are ignored. If requests have verify lengths of their own, each has its own
+run, in a block whose drafts are ignored. If each request has a verify length, each also has its own
 number of pending rows. The host knows a bound: all that a request has verified since its last draft forward.
 A request whose next rows might not fit is drafted for, whatever it verifies."""
 
@@ -105,7 +105,7 @@ def mirror_exchanged_slots(pool: Any, table: torch.Tensor) -> None:
 
 
 class PEagleDrafter:
-    """Drives the draft model through a SGLang model runner of its own."""
+    """Drives the draft model through a separate SGLang model runner."""
 
     has_own_table = True
     writes_context_apart = False

@@ -49,7 +49,8 @@ class Names:
     """Tells a draft's tensors from its target's by their names, for the selector "all".
 
     A trainer sends a target's tensors as Hugging Face names them: `model.layers.0...`, `lm_head.weight`. A
-    draft's names have no prefix. SGLang's targets take many names without a prefix too; these are nobody's.
+    draft's names have no prefix. SGLang's targets take many names without a prefix too. A name of
+    both models is refused.
     """
 
     def __init__(self, draft: Any, target: Any):
@@ -81,7 +82,7 @@ def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
 
 
 class RoutedUpdater:
-    """SGLang's WeightUpdater of one runner, for tensors of its own model.
+    """SGLang's WeightUpdater of one runner, for tensors of the runner's model.
 
     Args:
         runner: SGLang's of the target or the draft.

@@ -31,7 +31,7 @@ class CostTable:
 
     Other processes may have slowed the machine at start-up. So each served cycle corrects the entries which
     its time is made of. It is compared with the cycles around it: a machine that gets slower changes all
-    costs alike, and no choice. Seconds are those of start-up's pace.
+    costs by one factor, and no choice. Seconds are those of start-up's pace.
 
     Args:
         loads: numbers of requests that were measured, ascending. [L]

@@ -1,6 +1,6 @@
 """CUDA graphs of the target per number of rows.
 
-Requests of a batch then verify numbers of tokens of their own. SGLang's graph runner can replay such forwards
+Requests of a batch then verify different numbers of tokens. SGLang's graph runner can replay such forwards
 ("ragged verify", for its DSPARK). A graph has T rows and up to S requests, which share the rows as a layout
 says. A batch takes the graph with the least sufficient T. Rows that are left go to requests that pad the
 batch or, if there are not enough of them, to longer verify lengths.
@@ -112,7 +112,7 @@ def _row_graph_runner() -> type:
 
 
 def reason_for_one_width(runner: Any, attention: Any) -> str | None:
-    """Say why a CUDA target cannot verify numbers of tokens of their own. None: it can."""
+    """Say why a CUDA target cannot verify different numbers of tokens. None: it can."""
     graphs, name = runner.decode_cuda_graph_runner, type(attention).__name__
     # FA3 and FA4, TensorRT-LLM's kernels but for its older ones ("xqa"), FlashInfer, and Triton.
     takes_layouts = name == "FlashAttentionBackend" or (
