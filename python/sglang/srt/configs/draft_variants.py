@@ -47,10 +47,8 @@ BUILTIN_ARCHITECTURES = ("DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel")
 def variant_problems(config: Any, nested: Mapping[str, Any], served: Collection[str]) -> list[str]:
     """List the fields of a draft's config that describe something we do not run.
 
-    Args:
-        config: the top level.
-        nested: the config's `dflash_config`.
-        served: the fields of `nested` that are read.
+    `config` is the top level, `nested` its `dflash_config`, and `served` names the fields of `nested` that
+    are read.
     """
     findings, unread = _variant_findings(config, nested, served)
     if unread:

@@ -67,11 +67,8 @@ def unpack_headers(
 ) -> Unpacked:
     """Check all element types, and the shapes of packed modules.
 
-    Args:
-        quantization: of the checkpoint. None: the checkpoint does not say.
-        headers: of the file, by name without `model.`.
-        expected: shapes of a dense checkpoint, by name.
-        may_be_dense: whether any module may come as a plain weight.
+    `headers` are the file's, by name without `model.`. `expected` are the shapes of a dense checkpoint, by
+    name. With `may_be_dense`, any module may come as a plain weight.
     """
     found = Unpacked()
     modules: dict[str, dict[str, Header]] = {}

@@ -56,10 +56,7 @@ class Kernel:
 def choose_kernel(scheme: Scheme, capability: tuple[int, int] | None, dtype: torch.dtype) -> Kernel | str:
     """Return the kernel for layers of a scheme, or why there is none.
 
-    Args:
-        scheme: of the layers.
-        capability: compute capability of the GPU. None: another device.
-        dtype: of activations.
+    `capability` is the GPU's compute capability, or None on another device. `dtype` is that of activations.
     """
     if capability is None:
         return "this device has no kernels for quantized layers"
@@ -272,11 +269,8 @@ class _ChoosingMethod(LinearMethodBase):
 def parameter_parts(parts: Mapping[str, torch.Tensor], scheme: Scheme, layout: str, rows: int) -> Parts:
     """Return a module's tensors as the parameters of a kernel's layout take them.
 
-    Args:
-        parts: tensors of the file, by the last part of their names.
-        scheme: of the module.
-        layout: of the kernel.
-        rows: of the weight.
+    `parts` are the file's tensors, by the last part of their names. `rows` is the number of rows of the
+    weight.
 
     Raises:
         ValueError: the tensors do not fit the layout. The message says why.

@@ -116,11 +116,8 @@ def row_check(
 ) -> RowCheck | None:
     """Prepare the check of a module; None for one that is no linear layer of the model.
 
-    Args:
-        model: the draft.
-        packed: the module in the file.
-        weight: [rows, columns] float32 of the whole module, padded if the model's is.
-        layer: the layer that holds the module, if it has a kernel.
+    `weight` is [rows, columns] float32 of the whole module, padded if the model's is. `layer` holds the
+    module, if it has a kernel.
     """
     name, shard = model_layer(packed.name)
     module = _find_layer(model, name)

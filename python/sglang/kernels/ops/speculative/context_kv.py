@@ -54,10 +54,7 @@ class KVPoolPointers:
     ) -> "KVPoolPointers":
         """Collect a pool's per-layer buffers.
 
-        Args:
-            k_buffers: of each layer.
-            v_buffers: of each layer.
-            dtype: of the buffers' bytes; SGLang keeps an fp8 pool as uint8. None: the tensors' dtype.
+        `dtype` is that of the buffers' bytes; SGLang keeps an fp8 pool as uint8. None: the tensors' dtype.
 
         Raises:
             ValueError: buffers differ, have a dtype that the kernel does not write, or do not hold one

@@ -95,14 +95,8 @@ def choose_copies(
     "a b c a b c". The choice depends on text and records only, so it is lossless for sampled requests too.
     One launch on CUDA, without host synchronisation.
 
-    Args:
-        history: as of `find_match`.
-        records: [rows, 2] float32, accepted shares of copies and drafts.
-        requests: as of `find_match`.
-        seq_lens: as of `find_match`.
-        keys: from `find_match`.
-        block_size: B.
-        rule: how copies are preferred.
+    The first arguments and `keys` are those of `find_match`, and its result. `records` is [rows, 2] float32,
+    the accepted shares of copies and drafts.
 
     Returns:
         Copied tokens [bs, B] int64, -1 where nothing is copied and in column 0, the anchor's; and match
@@ -125,19 +119,10 @@ def append_tokens(
 ) -> None:
     """Write a verified block's output from position n + 1 on, and update the records.
 
-    One launch on CUDA, without host synchronisation.
-
-    Args:
-        history: as of `find_match`.
-        records: as of `choose_copies`.
-        requests: as of `find_match`.
-        seq_lens: as of `find_match`.
-        out_tokens: [bs, B] int64. Tokens beyond the first accept_len + 1 are written too, without a meaning;
-            the history has columns for them.
-        accept_len: [bs] int32.
-        lengths: from `choose_copies`.
-        was_drafted: True if tokens that were not copied came from the draft.
-        rule: update rates of the records.
+    `out_tokens` is [bs, B] int64, of which accept_len [bs] int32 + 1 tokens count. Tokens beyond are written
+    too, without a meaning; the history has columns for them. `lengths` come from `choose_copies`.
+    `was_drafted` is True if tokens that were not copied came from the draft. One launch on CUDA, without host
+    synchronisation.
     """
     run = append_tokens_triton if history.is_cuda else append_tokens_torch
     run(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule)
