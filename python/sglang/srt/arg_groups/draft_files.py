@@ -61,8 +61,8 @@ def check_draft_tensors(
 ) -> None:
     """Raise DraftConfigError naming each tensor of a local checkpoint that does not fit.
 
-    The loader checks a hub id, whose files need not be here yet. The target's vocabulary has `target_tokens`
-    tokens, or the draft's number if it is None.
+    The loader checks a hub id, whose files need not be here yet. `target_tokens` is the size of the target's
+    vocabulary, or None if it is the draft's.
     """
     folder = os.path.expanduser(checkpoint)
     if not os.path.isdir(folder):

@@ -162,7 +162,7 @@ class DFlashAttention(nn.Module):
 
 
 class DFlashDecoderLayer(nn.Module):
-    """A draft layer, with further options of DFlashAttention."""
+    """A draft layer. Further options are those of DFlashAttention."""
 
     def __init__(
         self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str, **attention

@@ -23,8 +23,8 @@ def find_mask_token(
 ) -> int:
     """Return the id of `draft.mask_token` in the target's tokenizer.
 
-    A token that the tokenizer lacks gets the id after its last, as z-lab's code adds it. The target's
-    vocabulary has `target_tokens` tokens, or the draft's number if it is None.
+    A token that the tokenizer lacks gets the id after its last, as z-lab's code adds it. `target_tokens` is
+    the size of the target's vocabulary, or None if it is the draft's.
 
     Raises:
         DraftConfigError: the embedding has no such row, or there is no tokenizer.

@@ -177,7 +177,7 @@ class DFlashWorker(BaseSpecWorker):
         return result
 
     def _with_draft_rows(self):
-        """Make the draft's backends and graphs for the rows of its block."""
+        """Make the draft's backends and graphs for the rows of the draft's block."""
         return get_spec().override(speculative_num_draft_tokens=max(1, self.drafter.num_draft_rows))
 
     # -- read by SGLang

@@ -119,10 +119,11 @@ def append_tokens(
 ) -> None:
     """Write a verified block's output from position n + 1 on, and update the records.
 
-    `out_tokens` is [bs, B] int64, of which accept_len [bs] int32 + 1 tokens count. Tokens beyond are written
-    too, without a meaning; the history has columns for them. `lengths` come from `choose_copies`.
-    `was_drafted` is True if tokens that were not copied came from the draft. One launch on CUDA, without host
-    synchronisation.
+    `out_tokens` is [bs, B] int64, of which the first `accept_len` ([bs] int32) + 1 tokens count. Tokens
+    beyond are written too, without a meaning; the history has columns for them. `lengths` come from
+    `choose_copies`. `was_drafted` is True if tokens that were not copied came from the draft.
+
+    One launch on CUDA, without host synchronisation.
     """
     run = append_tokens_triton if history.is_cuda else append_tokens_torch
     run(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule)

@@ -75,7 +75,7 @@ def prepare_rows(
         requests: [bs] int64, rows of the tables.
         seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are verified.
         pending: rows that the draft has not run.
-        tables: of requests. The draft's is written for the rows of the block.
+        tables: of target and draft. The draft's is written for the rows of the block.
         fused_mask: [hidden], the fused state of mask rows.
         fused: [bs * D, hidden], written in place, as a CUDA graph reads this address.
         first_drafting: [bs] int64, written in place as well.
@@ -207,8 +207,9 @@ def commit_rows(
     """Make verified tokens pending.
 
     Blocks of w > 1 slots, whose pending rows have been run, fill columns 0 .. w - 1, of which accept_len + 1
-    are valid. Single slots append one column. One launch on CUDA, without host synchronisation. Moves bs * w
-    * (4 hidden + 16) bytes in bfloat16.
+    are valid. Single slots append one column.
+
+    One launch on CUDA, without host synchronisation. Moves bs * w * (4 hidden + 16) bytes in bfloat16.
 
     Args:
         requests: [bs] int64, rows of `pending`.

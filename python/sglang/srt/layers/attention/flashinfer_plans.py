@@ -169,8 +169,8 @@ class BlockPlan:
     Attributes:
         wrapper: as given.
         keys: as given.
-        least: [bs], least keys of each request in the next plan.
-        most: [bs], most keys of each request in the next plan.
+        least: [bs], lower bounds of the keys of each request in the next plan.
+        most: [bs], upper bounds of the keys of each request in the next plan.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Drafter(Protocol):
     def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """Choose the requests whose blocks the draft's forward runs in a cycle. [bs] bool
 
-        Called once a cycle, and only if each request has a verify length.
+        Called once a cycle, and only if requests have different verify lengths.
 
         Args:
             rows: [bs] int64, of the request table.

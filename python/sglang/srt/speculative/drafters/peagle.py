@@ -29,7 +29,7 @@ for its own, whose row has the state. With a hierarchical cache that token may b
 then takes the request's slot into the cache, so drafts may differ a little from a hit on the device.
 
 A cycle that verifies the anchor alone does not draft, and adds one pending row. At B pending rows all are
-run, in a block whose drafts are ignored. If each request has a verify length, each also has its own
+run, in a block whose drafts are ignored. If requests have different verify lengths, each has its own
 number of pending rows. The host knows a bound: all that a request has verified since its last draft forward.
 A request whose next rows might not fit is drafted for, whatever it verifies."""
 
