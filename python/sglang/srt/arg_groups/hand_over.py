@@ -1,7 +1,7 @@
 """The decision who serves: ours, SGLang's built-in DFLASH, or neither.
 
 Taken once, in the launcher, before anything of ours is declared. If ours does not serve a server and the
-built-in does, the built-in runs it unchanged, so that installing the plugin never ends a server that worked.
+built-in does, the built-in runs it unchanged. Installing the plugin never ends a server that worked.
 What was requested of ours by name is refused instead, as is everything with `--speculative-dflash-strict`.
 """
 

@@ -1,7 +1,7 @@
 """The layers of a draft: their fields in config.json, and their tensors.
 
-transformers, SGLang and the layers read these fields as well, each with its own assumptions, and a value that
-does not meet them fails somewhere deep. The ranges here are those that all of them accept.
+transformers, SGLang and the layers read these fields as well, each with its own assumptions. A value that
+does not meet them fails somewhere deep. The ranges here are accepted by all of them.
 """
 
 import math

@@ -117,8 +117,8 @@ class PlainDraft:
     ) -> torch.Tensor:
         """Run one layer over rows.
 
-        hidden [R, H] is the residual stream, attention_input [R, *] the input of the q, k and v projections,
-        and context [C, *] more input for keys and values, in front of the rows' own, or None.
+        hidden [R, H] is the residual stream. attention_input [R, *] is the input of the q, k and v
+        projections. context [C, *] is more input for keys and values, in front of the rows' own, or None.
         """
         name = f"layers.{layer}"
 

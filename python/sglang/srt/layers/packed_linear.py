@@ -1,9 +1,9 @@
 """Linear layers that multiply as their file stores them, by SGLang's methods.
 
-SGLang's own choice of a method goes by names of modules, quantizes activations of some files, and leaves
-shapes that its kernels do not take to fail. Here each layer's method comes from the scheme that
-`configs/draft_quantization.py` found for it, weights alone are quantized except in FP8, and a layer without a
-kernel is dequantized with a reason. `models/packed_weights.py` compares each layer with its file at start-up.
+SGLang's own choice of a method goes by names of modules, and quantizes activations of some files. Shapes that
+its kernels do not take fail. Here each layer's method comes from the scheme that
+`configs/draft_quantization.py` found. Weights alone are quantized except in FP8. A layer without a kernel is
+dequantized with a reason. `models/packed_weights.py` compares each layer with its file at start-up.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -4,7 +4,7 @@ Each target is looked up and its signature compared before any is touched. If a 
 cannot be made, none of its table is made. If another cannot be made, the feature that it belongs to is off.
 
 SGLang's own HookRegistry is not used. For every hook it walks all attributes of all loaded modules, in each
-process of a server, which takes ten times as long as the rest of our installation.
+process of a server. That takes ten times as long as the rest of our installation.
 """
 
 import functools

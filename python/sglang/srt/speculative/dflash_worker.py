@@ -7,8 +7,8 @@ request. The bonus token and the length cross a cycle in `DFlashDraftInput`, whi
 
 At the start of a decode step with n committed tokens, target and draft have KV for positions 0..n-1 in the
 same slots. The bonus token at position n has none. The block covers n..n+B-1. If a drafted tokens are
-accepted, n + a + 1 tokens are committed, and the draft's KV for n..n+a comes from the aux hidden states of
-this step's verify."""
+accepted, n + a + 1 tokens are committed. The draft's KV for n..n+a comes from the aux hidden states of this
+step's verify."""
 
 import logging
 from typing import Any

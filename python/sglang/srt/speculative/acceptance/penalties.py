@@ -94,9 +94,9 @@ def _indices(tokens: Sequence[Iterable[int]], device: torch.device) -> tuple[tor
 class Penalties:
     """Counts of the tokens that each running request has emitted.
 
-    [pool_size, vocab] int32 on the device, a row per slot of SGLang's request pool, allocated when the first
-    request has a penalty (30 MB for 48 requests and 152k tokens). Batches are the scheduler's forward-only
-    copies."""
+    The counts are [pool_size, vocab] int32 on the device, a row per slot of SGLang's request pool. They are
+    allocated when the first request has a penalty (30 MB for 48 requests and 152k tokens). Batches are the
+    scheduler's forward-only copies."""
 
     def __init__(self, pool_size: int, vocab_size: int, device: torch.device):
         self._shape = pool_size, vocab_size

@@ -60,7 +60,7 @@ def accept_by_block_verification(
     """Accept by block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2).
 
     The first i drafted tokens together have the weight w_i = min(1, w_(i-1) * p(x_i) / q(x_i)). They are
-    accepted with probability r / (r + 1 - w_i), where r is the sum of max(0, w_i * p - q) for the token after
+    accepted with probability r / (r + 1 - w_i). r is the sum of max(0, w_i * p - q) for the token after
     them. A whole block is accepted with probability w_i. The longest accepted prefix counts, and the final
     token comes from max(0, w_i * p - q), normalised. So a later token the draft gives too rarely can make up
     for one it gives too often: the expected length is never below `accept_by_rejection`'s. For one-hot drafts

@@ -1,7 +1,7 @@
 """Outcomes of proposals by their source, for metrics and to skip unneeded drafts.
 
-Nothing here waits for the device. The lengths a cycle proposed are copied to the host as it begins, and read
-when SGLang reports its accept lengths, which is later on the same stream."""
+Nothing here waits for the device. The lengths a cycle proposed are copied to the host as it begins. They are
+read when SGLang reports its accept lengths, later on the same stream."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Rules for the drafted tokens that the next verify takes, as pure functions of numbers.
 
 A block is an anchor and K drafted tokens behind it. A cycle verifies the anchor and the first L_i drafted
-tokens of each request, accepts them up to the first rejection and adds one token of the target. L_i = 0 is a
-plain decode step of that request.
+tokens of each request. It accepts them up to the first rejection and adds one token of the target. L_i = 0 is
+a plain decode step of that request.
 
 n: decoding requests. s_ik: probability that drafted tokens 1 .. k of request i are all accepted. [n, K]
 
