@@ -12,6 +12,8 @@ The changes themselves are in `changes/`.
 
 Tests walk the tables; `install.py` checks and applies them. `tools/sglang_diff` compares them with any
 SGLang, installed or not. The procedure for a new SGLang is in docs/updating-sglang.md.
+
+SGLang's `HookRegistry` does not make them: it logs a change that fails, and the server runs without it.
 """
 
 from sglang_dflash.srt.plugins.changes.cpu import AT_CPU_ATTENTION
