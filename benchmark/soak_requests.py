@@ -272,6 +272,9 @@ def _loose(server, known: Known, generator, request, **sampling) -> dict:
     """Send a request without a known answer; check the number and range of its tokens."""
     length = generator.choice((1, 5, 24, 40))
     sampling |= {"max_new_tokens": length, "ignore_eos": True}
+    known_sampling = known.request["sampling_params"]
+    if "custom_params" in known_sampling:  # of its logit processor
+        sampling["custom_params"] = known_sampling["custom_params"]
     request |= known.request | {"sampling_params": sampling}
     answer = _post(server, request)
     got, reason = answer["output_ids"], answer["meta_info"]["finish_reason"]
