@@ -112,7 +112,7 @@ def test_drafts_and_copies_share_a_batch(seed, n, draws):
         some = torch.zeros(n)
         info = _Sampling(some, some, some, some)
     block = draft_for_some(
-        drafter, cycle, on_host, chosen, width, info, SimpleNamespace(kv_index_translator=translator), BLOCK
+        drafter, cycle, on_host, chosen, width, info, SimpleNamespace(kv_index_translator=translator)
     )
     assert block.tokens.shape == (n, width) and drafter.seen == anchors[chosen].tolist()
     if block.probs is not None:

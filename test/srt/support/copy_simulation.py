@@ -265,7 +265,7 @@ class CopySimulation:
         chosen = self.draft.to_draft(None, plan.lengths, (plan.lengths > 0) & ~plan.copies)
         on_host = np.flatnonzero(chosen)
         cycle.drafted = torch.from_numpy(on_host)
-        block = draft_for_some(self.draft, cycle, on_host, cycle.drafted, plan.width, None, None, BLOCK)
+        block = draft_for_some(self.draft, cycle, on_host, cycle.drafted, plan.width, None, None)
         if self.copies:
             block = self.drafter.overlay(cycle, block, plan.copies, bool(chosen.any()))
         return block, int(chosen.sum())

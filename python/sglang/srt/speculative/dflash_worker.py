@@ -350,13 +350,12 @@ class DFlashWorker(BaseSpecWorker):
         )
 
     def _draft(self, batch, plan: PlannedCycle, sampling_info: Any) -> tuple[Cycle, DraftBlock]:
-        """Draft the first slots of each block; with `sampling_info`, draw them."""
-        num_slots = self.block_size if plan.width > 1 else 1
+        """Draft whole blocks of all requests; with `sampling_info`, draw them."""
         runner = self._target_worker.model_runner
-        cycle = Cycle.begin(batch, runner, self.drafter.mask_token_id, num_slots)
+        cycle = Cycle.begin(batch, runner, self.drafter.mask_token_id, self.block_size)
         block = self.drafter.propose(cycle, sampling_info)
         self.acceptor.share_drawn_tokens(block)
-        return cycle.narrowed(plan.width), block.narrowed(plan.width)
+        return cycle, block
 
     def _draft_for_some(self, batch, plan: PlannedCycle, sampling_info: Any) -> tuple[Cycle, DraftBlock]:
         """Draft for requests that verify the draft's tokens, and copy for others."""
@@ -371,9 +370,7 @@ class DFlashWorker(BaseSpecWorker):
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
         on_host = np.flatnonzero(chosen)
         drafted = on_device(on_host, torch.int64, self.device)
-        block = draft_for_some(
-            drafter, cycle, on_host, drafted, plan.width, sampling_info, runner, self.block_size
-        )
+        block = draft_for_some(drafter, cycle, on_host, drafted, plan.width, sampling_info, runner)
         if self._copies is not None:
             block = self._copies.overlay(cycle, block, plan.copies, bool(len(on_host)))
         self.acceptor.share_drawn_tokens(block)

@@ -22,7 +22,6 @@ def draft_for_some(
     width: int,
     sampling_info: Any,
     target_runner: Any,
-    block_size: int,
 ) -> DraftBlock:
     """Fill the first `width` slots of some blocks; the others repeat their anchor.
 
@@ -33,12 +32,11 @@ def draft_for_some(
         cycle: all requests of the batch, whole blocks.
         on_host: [m] int64, requests to draft for.
         chosen: the same on the device.
-        width: slots of the result.
+        width: slots of the result, a block at most.
         sampling_info: SGLang's, for all requests. If given, tokens are drawn.
         target_runner: plans the slots of the chosen requests.
-        block_size: slots that the draft fills.
     """
-    if len(on_host) == cycle.bs and width <= block_size:
+    if len(on_host) == cycle.bs:
         return drafter.propose(cycle, sampling_info if width > 1 else None).narrowed(width)
     tokens = cycle.tokens[:, :1].repeat(1, width)
     if not len(on_host):
@@ -48,16 +46,15 @@ def draft_for_some(
         sampling_info = dataclasses.replace(sampling_info, **some)
     else:
         sampling_info = None
-    cycle = cycle.narrowed(block_size).of_requests(on_host, chosen, target_runner)
-    filled = min(width, block_size)
-    block = drafter.propose(cycle, sampling_info).narrowed(filled)
+    cycle = cycle.of_requests(on_host, chosen, target_runner)
+    block = drafter.propose(cycle, sampling_info).narrowed(width)
     probs = block.probs
-    tokens[chosen, :filled] = block.tokens
+    tokens[chosen] = block.tokens
     if probs is not None:
         # What nobody drew has probability 1.
         ids = tokens[:, 1:, None].repeat(1, 1, probs.ids.shape[2])
         certain = torch.zeros_like(ids, dtype=probs.probs.dtype)
         certain[..., 0] = 1.0
-        ids[chosen, : filled - 1], certain[chosen, : filled - 1] = probs.ids, probs.probs
+        ids[chosen], certain[chosen] = probs.ids, probs.probs
         probs = DraftProbs(ids, certain)
     return DraftBlock(tokens, probs)
