@@ -8,7 +8,6 @@ are written to. HOST_TIME_PLAIN=1: no speculation.
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -137,7 +136,7 @@ def taking_out(name: str):
     return change
 
 
-def set_a_plain_stage(stage, ledger) -> None:
+def set_a_plain_stage(stage, _) -> None:
     """Set the stage of a server without speculation: SGLang's backend and graphs for the target."""
     scene = stage.Scene.from_environment()
 
@@ -155,10 +154,9 @@ def set_a_plain_stage(stage, ledger) -> None:
         stage._capture_graphs(scene.buckets)
         return backend
 
-    def changed(change):
-        return dataclasses.replace(change, build=build) if change.key == "torch_native" else change
+    from sglang_dflash.srt.plugins import entry_points
 
-    ledger.AT_LOAD = tuple(map(changed, ledger.AT_LOAD))
+    entry_points.cpu_attention = lambda runner: build()(runner)
 
 
 if "HOST_TIME" in os.environ:

@@ -34,7 +34,7 @@ from sglang_dflash.srt.arg_groups.not_served import SPLIT_EMBEDDINGS
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.observability.server_info import adding_implementation
-from sglang_dflash.srt.plugins import algorithm, hooks, install, ledger
+from sglang_dflash.srt.plugins import algorithm, entry_points, patch, patches
 from sglang_dflash.srt.speculative.implementation import Implementation, check_ranks_run_ours
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
@@ -73,9 +73,9 @@ def record_of(draft=DRAFT, **arguments) -> ServerArgs:
 
 def resolve(record: ServerArgs) -> ServerArgs:
     """Resolve a record as the launcher does with the plugin."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(install, "install", lambda table: None)  # AT_FRONT_END, for this process
-        hooks.resolve_speculative_decoding(record, speculative_hook.handle_speculative_decoding)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(patch, "install", lambda table: None)  # AT_FRONT_END, for this process
+        entry_points.resolve_speculative_decoding(record, speculative_hook.handle_speculative_decoding)
     return record
 
 
@@ -314,7 +314,7 @@ def test_children_learn_the_decision():
 
 
 def targets_of(table) -> dict:
-    return {change.target: install.resolve(change.target)[1] for change in table}
+    return {change.target: patch.resolve(change.target)[1] for change in table}
 
 
 @pytest.mark.parametrize(
@@ -324,14 +324,14 @@ def test_a_scheduler_of_a_handed_over_server_runs_plain_sglang(arguments, monkey
     """Only the report in /server_info is ours."""
     record = resolve(record_of(**arguments))
     installed = []
-    monkeypatch.setattr(install, "install", lambda table: installed.append(table) or [])
-    before = targets_of(ledger.AT_WORKER)
+    monkeypatch.setattr(patch, "install", lambda table: installed.append(table) or [])
+    before = targets_of(patches.AT_WORKER)
     served = SpeculativeAlgorithm.from_string(resolved_view(record).speculative_algorithm)
     assert served.create_worker(record).__module__ == "sglang.srt.speculative.dflash_worker_v2"
-    install.install_at_load()  # as its children do, with the launcher's environment
-    assert installed == [ledger.AT_LOAD, ledger.AT_HAND_OVER]
-    assert targets_of(ledger.AT_WORKER) == before
-    [report] = ledger.AT_HAND_OVER
+    entry_points.patch_at_load()  # as its children do, with the launcher's environment
+    assert installed == [patches.AT_LOAD, patches.AT_FALLBACK]
+    assert targets_of(patches.AT_WORKER) == before
+    [report] = patches.AT_FALLBACK
     assert report.name == "_add_speculative"
 
 

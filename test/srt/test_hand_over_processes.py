@@ -8,12 +8,12 @@ from support.parity import assert_same
 from support.servers import PLAIN_FLOAT32, patched, plain_target, run_to_end
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
-from sglang_dflash.srt.plugins import install, ledger
+from sglang_dflash.srt.plugins import patch, patches
 
 # A launcher and two schedulers of one server, on a pretended GPU. Prints what differs from the state before
 # the plugin was loaded, which is that of SGLANG_PLUGINS=none: every function, class, method and entry of a
 # dictionary in all loaded modules of SGLang, compared by identity.
-CHANGES = """
+PATCHED = """
 import json
 import logging
 import pickle
@@ -22,12 +22,12 @@ import sys
 import sglang
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.plugins import doors, install, ledger
+from sglang_dflash.srt.plugins import entry_points, patch, patches
 
-for table in (*ledger.TABLES.values(), ledger.AT_HAND_OVER):
-    for change in table:
-        if not change.cpu_only:
-            install.resolve(change.target)
+for table in (*patches.TABLES.values(), patches.AT_FALLBACK):
+    for entry in table:
+        if not entry.cpu_only:
+            patch.resolve(entry.target)
 import sglang.srt.speculative.dflash_worker_v2
 
 
@@ -74,8 +74,8 @@ arguments = dict(
 )
 before = contents()
 hooks_before = dict(resolution_hooks._HOOKS)
-install.install_at_load()
-doors.open_at_load()
+entry_points.patch_at_load()
+entry_points.register_at_load()
 loaded = differing(before)
 
 
@@ -84,7 +84,7 @@ def serve(**more):
     resolution_hooks.run_hook(speculative_hook.handle_speculative_decoding, record)
     workers = set()
     if DFlashOptions.FALLBACK.get():
-        install.install(ledger.AT_HAND_OVER)  # as children do when they load the plugin
+        patch.install(patches.AT_FALLBACK)  # as children do when they load the plugin
     for _ in range(2):
         scheduler = pickle.loads(pickle.dumps(record))
         served = SpeculativeAlgorithm.from_string(resolved_view(scheduler).speculative_algorithm)
@@ -99,22 +99,22 @@ print("ANSWER", json.dumps(answer))
 
 
 def test_a_handed_over_server_has_sglangs_own_functions():
-    program = CHANGES.replace("=TARGET", f"={str(TARGET)!r}").replace("=DRAFT", f"={str(DRAFT)!r}")
+    program = PATCHED.replace("=TARGET", f"={str(TARGET)!r}").replace("=DRAFT", f"={str(DRAFT)!r}")
     done = run_to_end("-c", program)
     [answer] = [line for line in done.output.splitlines() if line.startswith("ANSWER ")] or [done.output]
     found = json.loads(answer.removeprefix("ANSWER "))
-    wanted = {change.target for change in ledger.AT_LOAD if not change.cpu_only}
+    wanted = {entry.target for entry in patches.AT_LOAD if not entry.cpu_only}
     wanted.add("sglang.srt.configs.model_config_parser_registry._MODEL_CONFIG_PARSER_REGISTRY[hf]")
     changed = {name for name in found["loaded"] if "resolution_hooks" not in name}
     assert changed == wanted
-    [report] = ledger.AT_HAND_OVER
+    [report] = patches.AT_FALLBACK
     worker, *changed = found["handed over"]
     assert worker == "sglang.srt.speculative.dflash_worker_v2"
     assert changed == [report.target]
     worker, *changed = found["ours"]  # control: the same program finds what ours changes
     assert worker == "sglang_dflash.srt.speculative.dflash_worker"
-    ours = install.relevant((*ledger.AT_FRONT_END, *ledger.AT_WORKER))
-    assert {change.target for change in ours} <= set(changed)
+    ours = patch.relevant((*patches.AT_FRONT_END, *patches.AT_WORKER))
+    assert {entry.target for entry in ours} <= set(changed)
     assert "sglang.srt.models.registry.ModelRegistry.models[DFlashDraftModel]" in changed
 
 

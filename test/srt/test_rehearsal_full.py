@@ -115,11 +115,11 @@ def test_the_built_in_worker(backend, expected, reference):
         assert_launches(played, f"built-in/{backend}-dflash")
 
 
-def test_a_server_that_is_handed_over(reference, tmp_path):
+def test_a_server_that_is_fallback(reference, tmp_path):
     """Serve a draft that only the built-in reads, from our decision in the launcher on."""
     draft = make_draft(tmp_path / "draft", base=DRAFT, use_gemma_norm=True)
     requests = greedy_requests()
-    with rehearse(Scene("fa3", is_handed_over=True), draft, NO_CACHE) as played:
+    with rehearse(Scene("fa3", is_fallback=True), draft, NO_CACHE) as played:
         answers = played.server.generate_many(requests, CONCURRENCY)
         assert_same(requests, answers, reference.answers(requests))
         assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in answers)

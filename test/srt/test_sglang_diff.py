@@ -1,4 +1,4 @@
-"""`python tools/sglang_diff`: our changes compared with an SGLang that is not imported."""
+"""`python tools/sglang_diff`: our patches compared with an SGLang that is not imported."""
 
 import ast
 import functools
@@ -168,7 +168,7 @@ def test_the_difference_is_shown(copy, capsys, monkeypatch):
 def test_a_version_is_recorded(copy, tmp_path):
     file = tmp_path / "fingerprints.json"
     installed = SourceTree.installed().version
-    later = f"{installed}.post1"  # which needs the same changes
+    later = f"{installed}.post1"  # which needs the same patches
     assert run("--against", copy(version=later), "--record", file) == 0
     [(version, recorded)] = json.loads(file.read_text()).items()
     assert version == later and recorded == compare.records()[installed]
@@ -177,7 +177,7 @@ def test_a_version_is_recorded(copy, tmp_path):
 @pytest.mark.parametrize(
     ("version", "is_listed"), [("0.5.22", True), ("0.5.22.post1", True), ("0.5.23", False), ("0.5.99", False)]
 )
-def test_a_change_for_older_releases_is_not_looked_for_in_later_ones(version, is_listed, copy, capsys):
+def test_a_patch_for_older_releases_is_not_looked_for_in_later_ones(version, is_listed, copy, capsys):
     """0.5.22 alone pins memory where it chooses snapshots of recurrent states."""
     name = "set_mamba_track_indices_from_reqs"
     run(

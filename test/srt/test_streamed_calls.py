@@ -165,13 +165,13 @@ def test_a_detector_reads_pieces_once():
 
 WORKER = """
 import os
-from sglang_dflash.srt.plugins import doors, http_workers
+from sglang_dflash.srt.plugins import algorithm, http_workers
 from sglang_dflash.srt.plugins.algorithm import ServedName
 from sglang.srt.entrypoints import http_server
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-assert os.environ[doors.HTTP_WORKERS] == f"{http_workers.__name__}:app"
+assert os.environ[algorithm.HTTP_WORKERS] == f"{http_workers.__name__}:app"
 assert http_workers.app is http_server.app
 assert SpeculativeAlgorithm.from_string(ServedName("DFLASH")).is_dflash()
 assert all(hasattr(one, "reads_pieces") for one in FunctionCallParser.ToolCallParserEnum.values())

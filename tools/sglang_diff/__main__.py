@@ -1,4 +1,4 @@
-"""Compare our changes to SGLang with any version of it, without importing that version.
+"""Compare our patches of SGLang with any version of it, without importing that version.
 
     python tools/sglang_diff [--against WHEEL | FOLDER | VERSION | latest] [--since VERSION]
                              [--diff TARGET] [--record FILE]
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python tools/sglang_diff", description="Do our changes to SGLang fit a version of it?"
+        "python tools/sglang_diff", description="Do our patches of SGLang fit a version of it?"
     )
     add = parser.add_argument
     add("--against", metavar="SGLANG", help="a wheel, a folder, a version or `latest` (default: installed)")
@@ -71,8 +71,8 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
 
 def report(rows: Sequence[Row], version: str, baseline: str, against: str | None) -> str:
     """Return the report in Markdown: what is gone, what has changed, and how to look at it."""
-    targets = Counter(row.state for row in rows if row.change is not None)
-    names = Counter(row.state for row in rows if row.change is None)
+    targets = Counter(row.state for row in rows if row.patch is not None)
+    names = Counter(row.state for row in rows if row.patch is None)
     lines = [
         f"SGLang {version}, compared with {baseline}: "
         f"{_counted(targets, 'targets')}; {_counted(names, 'imported names')}.",
@@ -99,15 +99,15 @@ def _counted(states: Counter[str], what: str) -> str:
 
 
 def _line(row: Row) -> str:
-    lost = "" if row.change is None else row.change.feature or "DFLASH"
+    lost = "" if row.patch is None else row.patch.feature or "DFLASH"
     state = f"{row.state}: {row.detail}" if row.detail else row.state
     return f"| `{row.label}` | {state} | {lost} | {row.where} |"
 
 
 def _path(row: Row) -> str:
-    if row.change is None:
+    if row.patch is None:
         return row.label.replace(":", ".")
-    return row.change.target
+    return row.patch.target
 
 
 def _diff(target: str, old: SourceTree, new: SourceTree) -> str:

@@ -1,6 +1,6 @@
-"""Compares the ledger with an SGLang that need not be installed.
+"""Compares our patches with an SGLang that need not be installed.
 
-For each change: whether its target is there, takes the expected parameters, and still has the body that our
+For each patch: whether its target is there, takes the expected parameters, and still has the body that our
 replacement was written against. For each name that our files import from SGLang: whether it is there, and
 takes the same parameters as before.
 """
@@ -13,45 +13,49 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import sglang_dflash
-from sglang_dflash.srt.plugins.change import Change, release_numbers
-from sglang_dflash.srt.plugins.doors import CPU_STEPS, STEPS
-from sglang_dflash.srt.plugins.ledger import TABLES
+from sglang_dflash.srt.plugins.entry_points import CPU_STEPS, STEPS
+from sglang_dflash.srt.plugins.patch import Patch, release_numbers
+from sglang_dflash.srt.plugins.patches import TABLES
 from sglang_diff.source_tree import PACKAGE, Found, SourceTree, fingerprint, parameters
 
 RECORDED = Path(__file__).with_name("fingerprints.json")
 OURS = Path(sglang_dflash.__file__).parent
 
 SAME, CHANGED, OTHER_PARAMETERS, GONE, UNKNOWN = "same", "changed", "parameters", "gone", "no record"
-# States in which a change cannot be made, and an import may fail.
+# States in which a patch cannot be made, and an import may fail.
 BROKEN = (OTHER_PARAMETERS, GONE)
 
 
 class Row(NamedTuple):
     """The state of one target, imported name or step.
 
-    label: the target, `module:name`, or a step's name. detail: for the reader, may be empty. where: the file
-    and line in SGLang. change: None for an imported name and a step.
+    Attributes:
+        label: The target, `module:name`, or a step's name.
+        state: One of the states above.
+        detail: For the reader, may be empty.
+        where: File and line in SGLang.
+        patch: None for an imported name and a step.
     """
 
     label: str
     state: str
     detail: str
     where: str
-    change: Change | None
+    patch: Patch | None
 
     @property
     def is_required(self) -> bool:
         """Tell whether DFLASH cannot be served without."""
-        return self.change is None or self.change.feature is None
+        return self.patch is None or self.patch.feature is None
 
     @property
     def is_broken(self) -> bool:
-        """Tell whether the change cannot be made, or the import may fail."""
+        """Tell whether the patch cannot be made, or the import may fail."""
         return self.state in BROKEN
 
     @property
     def is_fatal(self) -> bool:
-        return self.is_required and (self.state == GONE or self.state in BROKEN and self.change is not None)
+        return self.is_required and (self.state == GONE or self.state in BROKEN and self.patch is not None)
 
 
 class ImportedName(NamedTuple):
@@ -98,23 +102,23 @@ def is_as_recorded(tree: SourceTree) -> bool:
 
 
 def compare(tree: SourceTree, baseline: str) -> list[Row]:
-    """Compare the ledger and our imports with a tree.
+    """Compare our patches and our imports with a tree.
 
     baseline: the supported version whose bodies and parameters are expected.
     """
     recorded = records()[baseline]
-    rows = [_compare_change(tree, change, recorded["bodies"]) for change in changes_for(tree)]
+    rows = [_compare_patch(tree, patch, recorded["bodies"]) for patch in patches_for(tree)]
     rows += [_compare_import(tree, name, recorded["imports"]) for name in imported_names()]
     return rows + [_compare_step(tree, step) for step in (*STEPS, *CPU_STEPS)]
 
 
 def record(tree: SourceTree) -> dict[str, dict[str, str]]:
-    """Return what `fingerprints.json` is to hold of a version. It must fit the ledger."""
+    """Return what `fingerprints.json` is to hold of a version. It must fit the patches."""
     bodies: dict[str, str] = {}
     imports: dict[str, str] = {}
-    for change in changes_for(tree):
-        if (body := body_of(tree, change)) and body.node is not None:
-            bodies[change.target] = fingerprint(body.node)
+    for patch in patches_for(tree):
+        if (body := body_of(tree, patch)) and body.node is not None:
+            bodies[patch.target] = fingerprint(body.node)
     for name in imported_names():
         found = tree.find(f"{name.module}.{name.name}" if name.name else name.module)
         if found is not None and (names := _passed(tree, found)) is not None:
@@ -123,15 +127,15 @@ def record(tree: SourceTree) -> dict[str, dict[str, str]]:
     return {"files": _by_key(files), "bodies": _by_key(bodies), "imports": _by_key(imports)}
 
 
-def changes_for(tree: SourceTree) -> list[Change]:
-    """List the changes that this SGLang needs to itself; one target is PyTorch's."""
-    table = [change for changes in TABLES.values() for change in changes if change.is_needed_on(tree.version)]
-    return [change for change in table if change.target.startswith(f"{PACKAGE}.")]
+def patches_for(tree: SourceTree) -> list[Patch]:
+    """List the patches that this SGLang needs to itself; one target is PyTorch's."""
+    table = [patch for patches in TABLES.values() for patch in patches if patch.is_needed_on(tree.version)]
+    return [patch for patch in table if patch.target.startswith(f"{PACKAGE}.")]
 
 
-def body_of(tree: SourceTree, change: Change) -> Found | None:
-    """Find the function or class that a change replaces or wraps. None: there is none."""
-    found = tree.find(change.target)
+def body_of(tree: SourceTree, patch: Patch) -> Found | None:
+    """Find the function or class that a patch replaces or wraps. None: there is none."""
+    found = tree.find(patch.target)
     is_body = found is not None and isinstance(found.node, ast.FunctionDef | ast.ClassDef)
     return found if is_body else None
 
@@ -168,22 +172,22 @@ def _imports(body: Sequence[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from _imports(list(ast.iter_child_nodes(node)))
 
 
-def _compare_change(tree: SourceTree, change: Change, bodies: dict[str, str]) -> Row:
-    target = tree.find(change.target)
+def _compare_patch(tree: SourceTree, patch: Patch, bodies: dict[str, str]) -> Row:
+    target = tree.find(patch.target)
     if target is None:
-        return Row(change.target, GONE, f"SGLang has no {change.target} to change", "", change)
+        return Row(patch.target, GONE, f"SGLang has no {patch.target} to change", "", patch)
     found_parameters = parameters(tree, target)
-    if change.signature is not None and not change.accepts(found_parameters or []):
-        detail = f"takes ({', '.join(found_parameters or [])}), expected {change.signature}"
-        return Row(change.target, OTHER_PARAMETERS, detail, _place(tree, target), change)
-    body = body_of(tree, change)
+    if patch.signature is not None and not patch.accepts(found_parameters or []):
+        detail = f"takes ({', '.join(found_parameters or [])}), expected {patch.signature}"
+        return Row(patch.target, OTHER_PARAMETERS, detail, _place(tree, target), patch)
+    body = body_of(tree, patch)
     if body is None or body.node is None:
-        return Row(change.target, CHANGED, "it is no function any more", _place(tree, target), change)
-    known = bodies.get(change.target)
+        return Row(patch.target, CHANGED, "it is no function any more", _place(tree, target), patch)
+    known = bodies.get(patch.target)
     if known is None:
-        return Row(change.target, UNKNOWN, "", _place(tree, body), change)
+        return Row(patch.target, UNKNOWN, "", _place(tree, body), patch)
     state = SAME if known == fingerprint(body.node) else CHANGED
-    return Row(change.target, state, "", _place(tree, body), change)
+    return Row(patch.target, state, "", _place(tree, body), patch)
 
 
 def _compare_import(tree: SourceTree, name: ImportedName, known: dict[str, str]) -> Row:

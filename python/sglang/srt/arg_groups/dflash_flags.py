@@ -4,6 +4,7 @@ If SGLang has a field for a flag, it is written there; otherwise the flag writes
 """
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
@@ -50,6 +51,16 @@ class _TurnOffAdaptive(_TurnOn):
     def __call__(self, parser, namespace, values, option_string=None):
         super().__call__(parser, namespace, values, option_string)
         namespace.speculative_adaptive = False
+
+
+def adding_flags() -> Callable[..., None]:
+    """Build a wrapper of `ServerArgs.add_cli_args` that adds our flags."""
+
+    def add_cli_args(original, parser):
+        original(parser)
+        add_flags(parser)
+
+    return add_cli_args
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,15 +1,24 @@
-"""Our algorithm in the registry of SGLang, which serves `--speculative-algorithm DFLASH`."""
+"""Our algorithm, parsers, models and attention in SGLang's own registries.
 
+`patches.py` lists what SGLang has no registry for.
+"""
+
+import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from sglang_dflash.srt.plugins import patch, patches
+
 # DFLASH is a reserved name, so ours has another in the registry.
 NAME = "SGLANG_DFLASH"
 # Methods of an algorithm by which SGLang asks what kind it is.
 _QUESTIONS = ("is_", "supports_", "has_", "carries_", "need_", "get_num_")
+# SGLang's variable for the application that its HTTP workers import. 0.5.22 has none.
+HTTP_WORKERS = "SGLANG_HTTP_SERVER_APP_PATH"
 
 
 class ServedName(str):
@@ -38,10 +47,8 @@ class DFlashAlgorithm(CustomSpecAlgo):
         return hash(SpeculativeAlgorithm.DFLASH)
 
     def create_worker(self, server_args: Any) -> type:
-        """Change what a scheduler of ours needs, and return the worker's class."""
-        from sglang_dflash.srt.plugins import doors
-
-        return doors.prepare_scheduler(server_args)
+        """Patch what a scheduler of ours needs, and return the worker's class."""
+        return prepare_scheduler()
 
     def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
         """Return a relay that knows bounds of lengths without the device."""
@@ -74,3 +81,42 @@ def register() -> None:
         SpeculativeAlgorithm.register(name, supports_overlap=True, spec_class=DFlashAlgorithm)(
             lambda args: None
         )
+
+
+def register_in_front_end() -> None:
+    """Register parsers that take a chunk of many tokens, and the application of HTTP workers."""
+    from sglang_dflash.srt.parser import piecewise
+
+    piecewise.register()
+    os.environ.setdefault(HTTP_WORKERS, "sglang_dflash.srt.plugins.http_workers:app")
+
+
+def register_in_scheduler() -> None:
+    """Register our draft models and FlashInfer backend.
+
+    SGLang has models of the first two names, and a backend, which ours replace.
+    """
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    from sglang.srt.models.registry import ModelRegistry
+
+    from sglang_dflash.srt.layers.attention import flashinfer_plans
+
+    create = functools.partial(flashinfer_plans.create_backend, create=ATTENTION_BACKENDS["flashinfer"])
+    register_attention_backend("flashinfer")(create)
+    ModelRegistry.register("sglang_dflash.srt.models", overwrite=True, strict=True)
+
+
+def prepare_scheduler() -> type:
+    """Patch what a scheduler that runs our DFLASH needs, and return the worker's class."""
+    from sglang_dflash.srt.speculative.implementation import check_ranks_run_ours
+
+    check_ranks_run_ours()
+    try:
+        patch.install(patches.AT_WORKER)
+    except patch.Mismatch as mismatch:
+        # The arguments are resolved by our rules, so SGLang's own worker cannot take over here.
+        raise SystemExit(f"sglang-dflash: {mismatch} {patch.HELP}") from mismatch
+    register_in_scheduler()
+    from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+
+    return DFlashWorker

@@ -1,9 +1,9 @@
 """Decides whether our DFLASH can run on the installed SGLang.
 
 The decision is made once, in the process that resolves the arguments, and only if DFLASH is requested. It
-compares signatures. On a supported release it looks at targets that are loaded, where another plugin may
-have replaced one, which takes milliseconds. On any other SGLang it also imports our worker and looks up each
-target of a scheduler. `tools/sglang_diff` compares bodies too, of any release.
+compares signatures. On a supported release only targets that are loaded are looked at, as another plugin may
+have replaced one of them. That takes milliseconds. On any other SGLang our worker is imported too, and each
+target of a scheduler is looked up. `tools/sglang_diff` compares the bodies of targets as well.
 """
 
 import functools
@@ -12,33 +12,32 @@ import logging
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.hand_over import leave_to_unsupported_sglang
-from sglang_dflash.srt.plugins import install, ledger
-from sglang_dflash.srt.plugins.install import Mismatch, find_mismatch, installed_version, is_main_process
+from sglang_dflash.srt.plugins import patch, patches
+from sglang_dflash.srt.plugins.patch import HELP, Mismatch, find_mismatch, installed_version, is_main_process
 from sglang_dflash.srt.speculative.implementation import Implementation
 
 logger = logging.getLogger(__name__)
 
 SUPPORTED = ("0.5.22", "0.5.23")  # oldest first
-HELP = "docs/updating-sglang.md says what to do."
-# What a scheduler that runs our DFLASH changes.
-_IN_SCHEDULERS = ledger.AT_WORKER
 
 
 @functools.cache
 def why_off() -> str | None:
     """Return why our DFLASH cannot run on this SGLang. None: it can.
 
-    Logs one warning if it can, and this is not a supported release.
+    If it can on a release that is not a supported one, a warning says so once.
     """
     version = installed_version()
     if version in SUPPORTED:
-        return find_mismatch(_IN_SCHEDULERS, is_loaded_only=True)
+        return find_mismatch(patches.AT_WORKER, is_loaded_only=True)
     try:
-        off = install.missing_features(install.relevant(ledger.AT_LOAD + _IN_SCHEDULERS))
+        off = patch.missing_features(patch.relevant(patches.AT_LOAD + patches.AT_WORKER))
     except Mismatch as mismatch:
         return str(mismatch)
-    if reason := _why_worker_fails():
-        return reason
+    try:
+        importlib.import_module("sglang_dflash.srt.speculative.dflash_worker")
+    except Exception as error:  # returned, and logged as the reason
+        return f"{type(error).__name__}: {error}"
     logger.warning(
         "sglang-dflash was tested with SGLang %s, this is %s. %s %s",
         ", ".join(SUPPORTED),
@@ -50,9 +49,10 @@ def why_off() -> str | None:
 
 
 def leave_to_sglang(server_args: Any) -> bool:
-    """Tell whether ours does not fit this SGLang, whose own DFLASH then serves; log why, once.
+    """Tell whether our DFLASH does not fit this SGLang. The built-in serves then, and the log says why.
 
-    Raises ValueError if something was requested that only ours has.
+    Raises:
+        ValueError: Something was requested that the built-in lacks.
     """
     reason = why_off()
     if reason is None:
@@ -64,8 +64,8 @@ def leave_to_sglang(server_args: Any) -> bool:
 
 
 def switch_off(error: Exception) -> None:
-    """Say why nothing of ours is installed; if DFLASH is requested, say so again then."""
-    if not is_main_process():  # the main process has said it
+    """Log why the plugin is not installed, and log it again if DFLASH is requested."""
+    if not is_main_process():  # the main process has logged it
         logger.debug("sglang-dflash is off", exc_info=error)
         return
     reason = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
@@ -76,10 +76,10 @@ def switch_off(error: Exception) -> None:
         reason.rstrip("."),
         HELP,
     )
-    _tell_if_dflash_is_requested()
+    _log_if_dflash_is_requested()
 
 
-def _tell_if_dflash_is_requested() -> None:
+def _log_if_dflash_is_requested() -> None:
     try:
         from sglang.srt.arg_groups.model_override_base import resolving_view
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -93,15 +93,6 @@ def _tell_if_dflash_is_requested() -> None:
             previous(server_args)
     except (ImportError, ValueError) as error:
         logger.debug("SGLang %s has no such step: %s", installed_version(), error)
-
-
-def _why_worker_fails() -> str | None:
-    """Import what a scheduler runs, and return why that fails. None: it does not."""
-    try:
-        importlib.import_module("sglang_dflash.srt.speculative.dflash_worker")
-    except Exception as error:  # returned, and logged as the reason
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def _our_version() -> str:

@@ -1,19 +1,30 @@
-"""The two functions that SGLang calls.
+"""The functions that SGLang calls: at load, in its argument pipeline, and for a CPU's attention.
 
-Both entry points are named `dflash`, so SGLANG_PLUGINS switches both.
+Both entry points are named `dflash`, so SGLANG_PLUGINS switches both. SGLang imports this file inside
+`import sglang`, so each function imports what it needs when it is called.
 """
 
+import contextlib
+import functools
 import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 logger = logging.getLogger(__name__)
+
+# Steps of SGLang's argument pipeline that are wrapped, and more of them on a CPU.
+STEPS = ("handle_deprecated_dp_attention", "handle_speculative_decoding")
+CPU_STEPS = ("handle_cpu_backends", "handle_model_specific_adjustments")
 
 
 def prepare_platform() -> None:
     """Activate the CPU runtime if needed: runs inside `import sglang`, before any kernel.
 
-    Called as group `sglang.srt.platforms`. None leaves the choice of platform to SGLang.
+    SGLang calls it as group `sglang.srt.platforms`. The result None leaves the choice of platform to SGLang.
     """
     if runtime.needs_stand_in():
         runtime.activate()
@@ -22,15 +33,180 @@ def prepare_platform() -> None:
 def install() -> None:
     """Install the plugin: runs in the main process and again in every child.
 
-    Called as group `sglang.srt.plugins`. If DFLASH cannot be served with this SGLang, SGLang serves as if the
-    plugin were not installed, and one line says so. A server that never asked for DFLASH goes on.
+    SGLang calls it as group `sglang.srt.plugins`. If DFLASH cannot be served with this SGLang, SGLang serves
+    as if the plugin were not installed, and one line says so. A server that never requested DFLASH goes on.
     """
     try:
-        from sglang_dflash.srt.plugins import doors, install
-
-        install.install_at_load()
-        doors.open_at_load()
+        patch_at_load()
+        register_at_load()
     except Exception as error:
         from sglang_dflash.srt.plugins.compatibility import switch_off
 
         switch_off(error)
+
+
+def patch_at_load() -> None:
+    """Apply AT_LOAD, also in modules of SGLang that imported a replaced name before this call.
+
+    Raises:
+        Mismatch: DFLASH cannot be served. Then nothing has been patched, except what a CPU needs.
+    """
+    from sglang_dflash.srt.plugins import patch, patches
+
+    try:
+        replaced = patch.install(patches.AT_LOAD)
+    except patch.Mismatch:
+        patch.rebind_importers(patch.install([each for each in patches.AT_LOAD if each.cpu_only]))
+        raise
+    patch.rebind_importers(replaced)
+    if DFlashOptions.FALLBACK.get():
+        patch.install(patches.AT_FALLBACK)
+
+
+def register_at_load() -> None:
+    """Register what every process needs: algorithm, parser, argument steps, CPU attention."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.configs.model_config_parser_registry import register_model_config_parser
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from sglang_dflash.srt.arg_groups import dflash_args
+    from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+    from sglang_dflash.srt.plugins import algorithm
+
+    algorithm.register()
+    wrappers = dict(zip(STEPS, (detect_speculators_model, resolve_speculative_decoding), strict=True))
+    if runtime.is_active():
+        wrappers |= zip(CPU_STEPS, (dflash_args.default_cpu_args, adjust_to_cpu), strict=True)
+        register_attention_backend("torch_native")(cpu_attention)
+    for step, wrapper in wrappers.items():
+        register_resolution_hook(step)(wrapper)
+    registry_logger = logging.getLogger(register_model_config_parser.__module__)
+    registry_logger.disabled = True  # it would warn in every process that its own parser is replaced
+    try:
+        register_model_config_parser("hf")(DraftConfigParser)
+    finally:
+        registry_logger.disabled = False
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Let a command that is refused end with the message alone.
+
+    A caller in Python, as with `sglang.Engine`, gets the exception. Its traceback is logged at level debug.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        logger.debug("A start is refused.", exc_info=True)
+        sys.excepthook = functools.partial(_print_refusal, error, sys.excepthook)
+        raise
+
+
+def _print_refusal(refusal: Exception, otherwise: Any, kind: Any, error: Any, trace: Any) -> None:
+    """Print an uncaught exception, without its traceback if it is this refusal."""
+    if error is refusal:
+        print(f"Error: {error}", file=sys.stderr)
+    else:
+        otherwise(kind, error, trace)
+
+
+def detect_speculators_model(server_args: Any, previous: Any) -> None:
+    """Wrap the first step: find a speculators checkpoint; PEAGLE becomes DFLASH."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    from sglang_dflash.srt.arg_groups import checkpoint_detection
+    from sglang_dflash.srt.plugins import compatibility, patch
+
+    given = resolving_view(server_args).speculative_algorithm
+
+    def check_plugin(server_args):
+        is_ours_alone = resolving_view(server_args).speculative_algorithm != given
+        if is_ours_alone and (reason := compatibility.why_off()):
+            raise ValueError(
+                "SGLang's built-in DFLASH reads no speculators checkpoint and no P-EAGLE draft, and "
+                f"sglang-dflash does not fit this SGLang ({reason}). {patch.HELP}"
+            )
+
+    with refusing():
+        checkpoint_detection.detect_speculators_model(server_args, check_plugin)
+    previous(server_args)
+
+
+def resolve_speculative_decoding(server_args: Any, previous: Any) -> None:
+    """Wrap the step that resolves speculative decoding: DFLASH's arguments follow our rules."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
+
+    DFlashOptions.FALLBACK.clear()
+    args = resolving_view(server_args)
+    is_dflash = (args.speculative_algorithm or "").upper() == "DFLASH"
+    with refusing():
+        if not is_dflash and args.speculative_draft_model_quantization == PACKED:
+            raise ValueError(f"--speculative-draft-model-quantization {PACKED} is for DFLASH alone.")
+        if is_dflash:
+            return _resolve_dflash(server_args, previous)
+    previous(server_args)
+
+
+def _resolve_dflash(server_args: Any, previous: Any) -> None:
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    from sglang_dflash.srt.arg_groups import dflash_args
+    from sglang_dflash.srt.plugins import algorithm, compatibility, patch, patches
+
+    if compatibility.leave_to_sglang(server_args) or not dflash_args.prepare(server_args):
+        return previous(server_args)
+    args = resolving_view(server_args)
+    # SGLang's checks of these flags are for the algorithms that it knows; ours come after.
+    unseen = {
+        "speculative_draft_window_size": None,
+        "speculative_draft_sink_size": None,
+        "speculative_use_block_verification": False,
+    }
+    given = {name: getattr(args, name) for name in unseen}
+    declare_resolution(server_args, dflash_args.SOURCE, speculative_algorithm=algorithm.NAME, **unseen)
+    previous(server_args)
+    served = algorithm.ServedName("DFLASH")
+    declare_resolution(server_args, dflash_args.SOURCE, speculative_algorithm=served, **given)
+    dflash_args.resolve_dflash_args(server_args)
+    patch.install(patches.AT_FRONT_END)
+    algorithm.register_in_front_end()
+
+
+def adjust_to_cpu(server_args: Any, previous: Any) -> None:
+    """Wrap `handle_model_specific_adjustments` on a CPU: refuse what does not run there."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+
+    from sglang_dflash.srt.arg_groups import dflash_args
+    from sglang_dflash.srt.hardware_backend.cpu.limits import check_runs_on_cpu
+
+    args = resolving_view(server_args)
+    if args.device == "cpu":
+        with refusing():
+            check_runs_on_cpu(args, model_config_of(server_args))
+    dflash_args.pass_backend_lists_on_cpu(server_args, previous)
+
+
+def cpu_attention(runner: Any) -> Any:
+    """Create the attention backend that a CPU calls torch_native.
+
+    SGLang's lacks TARGET_VERIFY, non-causal blocks, sinks, soft caps, MLA and padded batches. It reads
+    windowed layers at the wrong slots. Ours is built if one of them is needed, under the same name, because
+    SGLang's CPU engine depends on the name.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
+
+    from sglang_dflash.srt.layers.attention import torch_native_spec
+    from sglang_dflash.srt.plugins import patch, patches
+
+    if not torch_native_spec.is_needed(runner):
+        return torch_native_spec.TorchNativeAttnBackend(runner)
+    patch.install(patches.AT_CPU_ATTENTION)
+    # The method that SGLang takes for want of one, Triton's, reads latents as keys.
+    AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
+    return torch_native_spec.TorchNativeSpecAttnBackend(runner)

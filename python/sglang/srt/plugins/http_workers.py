@@ -2,11 +2,11 @@
 
 from sglang.srt.plugins import load_plugins
 
-from sglang_dflash.srt.plugins import doors, install, ledger
+from sglang_dflash.srt.plugins import algorithm, patch, patches
 
 load_plugins()
-install.install(ledger.AT_FRONT_END)
-doors.open_in_front_end()
+patch.install(patches.AT_FRONT_END)
+algorithm.register_in_front_end()
 
 from sglang.srt.entrypoints.http_server import app  # noqa: E402
 

@@ -11,13 +11,14 @@ from typing import Any
 from support.cpu_room import recurrent_targets, transfer
 
 from sglang_dflash.srt.hardware_backend.cpu import limits
-from sglang_dflash.srt.plugins.change import CpuChange
+from sglang_dflash.srt.plugins.patch import Patch
+from sglang_dflash.srt.plugins.patches import CpuPatch
 
 
-def _change(target: str, ours: Callable[..., Any], kind: str = "replace") -> CpuChange:
-    """Change a target whose parameters are ours; the hook of an "around" takes the original before them."""
+def _patch(target: str, ours: Callable[..., Any], kind: str = "replace") -> Patch:
+    """Patch a target whose parameters are ours; the hook of an "around" takes the original before them."""
     parameters = list(inspect.signature(ours).parameters)[kind == "around" :]
-    return CpuChange(
+    return CpuPatch(
         target=target,
         kind=kind,
         signature=f"({', '.join(parameters)})",
@@ -33,17 +34,17 @@ _NIXL = "sglang.srt.disaggregation.nixl.conn"
 _MAMBA = "sglang.kernels.ops.mamba"
 
 TRANSFER = (
-    _change("sglang.srt.mem_cache.pool_host.common._cuda_host_register", transfer.host_register),
-    _change(f"{_HOST_POOL}.backup_from_device_all_layer", transfer.back_up_all_layers),
-    _change(f"{_HOST_POOL}.load_to_device_per_layer", transfer.restore_layer),
-    _change(f"{_HOST_POOL}.get_dummy_flat_data_page", transfer.empty_flat_page),
-    _change(f"{_NIXL}._normalize_kv_mem_kinds", transfer.normalize_kv_mem_kinds),
-    _change(f"{_NIXL}.NixlKVManager.register_buffer_to_engine", transfer.register_host_memory, "around"),
-    _change(f"{_NIXL}.NixlKVManager._prepare_payload_xfer", transfer.prepare_targets_layers, "around"),
+    _patch("sglang.srt.mem_cache.pool_host.common._cuda_host_register", transfer.host_register),
+    _patch(f"{_HOST_POOL}.backup_from_device_all_layer", transfer.back_up_all_layers),
+    _patch(f"{_HOST_POOL}.load_to_device_per_layer", transfer.restore_layer),
+    _patch(f"{_HOST_POOL}.get_dummy_flat_data_page", transfer.empty_flat_page),
+    _patch(f"{_NIXL}._normalize_kv_mem_kinds", transfer.normalize_kv_mem_kinds),
+    _patch(f"{_NIXL}.NixlKVManager.register_buffer_to_engine", transfer.register_host_memory, "around"),
+    _patch(f"{_NIXL}.NixlKVManager._prepare_payload_xfer", transfer.prepare_targets_layers, "around"),
 )
 RECURRENT_TARGETS = (
     *(
-        _change(f"{_MAMBA}.{module}.{ours.__name__}", ours)
+        _patch(f"{_MAMBA}.{module}.{ours.__name__}", ours)
         for module, ours in (
             ("causal_conv1d_triton", recurrent_targets.causal_conv1d_fn),
             ("causal_conv1d_triton", recurrent_targets.causal_conv1d_update),
@@ -51,20 +52,20 @@ RECURRENT_TARGETS = (
             ("mamba_state_scatter_triton", recurrent_targets.fused_conv_window_scatter_with_mask),
         )
     ),
-    _change(
+    _patch(
         "sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated", recurrent_targets.rms_norm_gated
     ),
-    _change("torch.get_device_module", recurrent_targets.get_device_module, "around"),
+    _patch("torch.get_device_module", recurrent_targets.get_device_module, "around"),
 )
 
 
-def serve_transfer(ledger: Any) -> None:
+def serve_transfer(patches: Any) -> None:
     """Let a server send its KV to another one or to the host."""
-    ledger.AT_LOAD = (*ledger.AT_LOAD, *TRANSFER)
+    patches.AT_LOAD = (*patches.AT_LOAD, *TRANSFER)
     limits.FEATURES = ()
 
 
-def serve_recurrent_targets(ledger: Any) -> None:
+def serve_recurrent_targets(patches: Any) -> None:
     """Let a server run Qwen3-Next, LFM2 and LFM2-MoE, and ReplaySSM with interpreted kernels."""
-    ledger.AT_LOAD = (*ledger.AT_LOAD, *RECURRENT_TARGETS)
+    patches.AT_LOAD = (*patches.AT_LOAD, *RECURRENT_TARGETS)
     limits.RECURRENT_TARGETS = (*limits.RECURRENT_TARGETS, "qwen3_next", "lfm2", "lfm2_moe")

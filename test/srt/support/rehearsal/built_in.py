@@ -13,37 +13,37 @@ from typing import Any
 import torch
 from support.rehearsal import launches
 
-from sglang_dflash.srt.plugins.change import Change
+from sglang_dflash.srt.plugins.patch import Patch
 
 
-def take_the_stage(attention: Callable[[], None], buckets: tuple[int, ...]) -> None:
+def take_the_stage(algorithm: ModuleType, attention: Callable[[], None], buckets: tuple[int, ...]) -> None:
     """Change nothing but the attention, and run SGLang's worker."""
-    from sglang_dflash.srt.plugins import doors
 
-    def prepare_scheduler(server_args):
+    def prepare_scheduler():
         from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
         attention()
         return _on_stage(DFlashWorkerV2, buckets)
 
-    doors.prepare_scheduler = prepare_scheduler
+    algorithm.prepare_scheduler = prepare_scheduler
 
 
-def follow_the_hand_over(ledger: ModuleType, attention: Callable[[], None], buckets: tuple[int, ...]) -> None:
-    """Leave the decision to our hooks; the worker is SGLang's."""
+def follow_the_fallback(attention: Callable[[], None], buckets: tuple[int, ...]) -> None:
+    """Leave the decision to our argument steps; the worker is SGLang's."""
+    from sglang_dflash.srt.plugins import patches
 
     def create(original, self, server_args):
         attention()
         return _on_stage(original(self, server_args), buckets)
 
-    stage = Change(
+    stage = Patch(
         target="sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
         why="rehearse SGLang's worker",
         build=lambda: create,
         kind="around",
         remove_when="never: a test's",
     )
-    ledger.AT_HAND_OVER = (*ledger.AT_HAND_OVER, stage)
+    patches.AT_FALLBACK = (*patches.AT_FALLBACK, stage)
 
 
 class PlatformWithDFlash:

@@ -1,7 +1,7 @@
 """SGLang's CUDA attention and graphs on CPU tensors, in a rehearsed server's scheduler.
 
-The arguments still say `torch_native`, which lets a server run on a CPU. The ledger's own entry
-(`plugins/ledger.py`) puts the rehearsal's backend under that name.
+The arguments still say `torch_native`, which lets a server run on a CPU. Our scheduler's
+registrations (`plugins/algorithm.py`) put the rehearsal's backend under that name.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Scene:
         interprets_context_kv: Interpret also the kernel with a program per token and layer, which takes a
             third of a second per step. Its twin runs otherwise.
         is_built_in: SGLang's own worker instead of ours.
-        is_handed_over: The same, because our decision leaves the server to it.
+        is_fallback: The same, because our decision leaves the server to it.
         has_prefill_graphs: With SGLang's default for CUDA, breakable graphs of the target's prefill.
     """
 
@@ -51,7 +51,7 @@ class Scene:
     fault: str | None = None
     interprets_context_kv: bool = False
     is_built_in: bool = False
-    is_handed_over: bool = False
+    is_fallback: bool = False
     has_prefill_graphs: bool = True
 
     @classmethod
@@ -78,7 +78,7 @@ class TorchOnCPU:
         return make
 
 
-def set_the_stage(ledger) -> None:
+def set_the_stage(algorithm) -> None:
     """Replace the CPU's attention and everything else when the worker is built."""
     scene = Scene.from_environment()
 
@@ -94,7 +94,7 @@ def set_the_stage(ledger) -> None:
         _capture_graphs(scene.buckets)
         if scene.has_prefill_graphs:
             prefill_graphs.install()
-        if not (scene.is_built_in or scene.is_handed_over):
+        if not (scene.is_built_in or scene.is_fallback):
             _prepare_our_worker(scene)
 
         def create(runner):
@@ -112,19 +112,17 @@ def set_the_stage(ledger) -> None:
         register_attention_backend("torch_native")(build())
 
     if scene.is_built_in:
-        built_in.take_the_stage(attention, scene.buckets)
-    elif scene.is_handed_over:
-        built_in.follow_the_hand_over(ledger, attention, scene.buckets)
+        built_in.take_the_stage(algorithm, attention, scene.buckets)
+    elif scene.is_fallback:
+        built_in.follow_the_fallback(attention, scene.buckets)
     else:
-        from sglang_dflash.srt.plugins import doors
-
-        open_doors = doors.open_in_scheduler
-        doors.open_in_scheduler = lambda: (open_doors(), attention())
+        register = algorithm.register_in_scheduler
+        algorithm.register_in_scheduler = lambda: (register(), attention())
 
 
 def pretend_support(speculative_hook) -> None:
     """Let SGLang's own DFLASH accept the CPU, if a server is to be handed over to it."""
-    if Scene.from_environment().is_handed_over:
+    if Scene.from_environment().is_fallback:
         speculative_hook.current_platform = built_in.PlatformWithDFlash(speculative_hook.current_platform)
 
 

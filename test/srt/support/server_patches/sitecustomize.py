@@ -174,7 +174,7 @@ def set_the_stage(module) -> None:
 
 
 def pretend_support(module) -> None:
-    """Let SGLang's own DFLASH accept the CPU in a rehearsal of the hand-over."""
+    """Let SGLang's own DFLASH accept the CPU in a rehearsal of the fallback."""
     from support.rehearsal import stage
 
     stage.pretend_support(module)
@@ -199,8 +199,8 @@ def another_sglang(module) -> None:
     from dataclasses import replace
 
     module.AT_LOAD = tuple(
-        replace(change, signature="(parser, more)", feature=None) if change.name == "add_cli_args" else change
-        for change in module.AT_LOAD
+        replace(patch, signature="(parser, more)", feature=None) if patch.name == "add_cli_args" else patch
+        for patch in module.AT_LOAD
     )
 
 
@@ -251,7 +251,7 @@ PATCHES = {
     "overcommit": {"sglang.srt.managers.schedule_policy": overcommit},
     "no_memory_reserve": {"sglang.srt.mem_cache.pool_host.base": no_memory_reserve},
     "another_sglang": {
-        "sglang_dflash.srt.plugins.ledger": another_sglang,
+        "sglang_dflash.srt.plugins.patches": another_sglang,
         "sglang_dflash.srt.plugins.compatibility": another_version,
     },
     "lora_on_cpu": {
@@ -259,11 +259,11 @@ PATCHES = {
         "sglang.srt.lora.layers": lora_on_cpu,
     },
     "rehearsal": {
-        "sglang_dflash.srt.plugins.ledger": set_the_stage,
+        "sglang_dflash.srt.plugins.algorithm": set_the_stage,
         "sglang.srt.arg_groups.speculative_hook": pretend_support,
     },
-    "kv_transfer": {"sglang_dflash.srt.plugins.ledger": kv_transfer},
-    "more_recurrent_targets": {"sglang_dflash.srt.plugins.ledger": more_recurrent_targets},
+    "kv_transfer": {"sglang_dflash.srt.plugins.patches": kv_transfer},
+    "more_recurrent_targets": {"sglang_dflash.srt.plugins.patches": more_recurrent_targets},
     "deterministic_on_cpu": {
         "sglang.srt.arg_groups.choices": allow_deterministic_on_cpu,
         "sglang.srt.model_executor.model_runner": no_batch_invariant_kernels,

@@ -6,6 +6,16 @@ Pools are [layers, slots, ...]. A request with a negative slot or step is left o
 import torch
 
 
+def supports_snapshots():
+    """Tell SGLang that snapshots of states for the prefix cache are kept here."""
+    return True
+
+
+def pin_nothing(tensor, device=None):
+    """Return a tensor as it is, in place of `torch.Tensor.pin_memory`."""
+    return tensor
+
+
 def track_mamba_states_all_layers(
     conv_states_pool,
     ssm_states_pool,

@@ -1,4 +1,4 @@
-"""The ledger of our changes to SGLang.
+"""Our patches of SGLang.
 
 Each entry must fit the installed SGLang. A mismatch must leave the server to SGLang, whole.
 """
@@ -20,51 +20,51 @@ from support.servers import run_to_end
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
-from sglang_dflash.srt.plugins import algorithm, compatibility, entry_points, hooks, install, ledger
-from sglang_dflash.srt.plugins.change import Change
+from sglang_dflash.srt.plugins import algorithm, compatibility, entry_points, patch, patches
+from sglang_dflash.srt.plugins.patch import Patch
 from sglang_dflash.srt.speculative.implementation import Implementation
 
-CHANGES = tuple(change for table in ledger.TABLES.values() for change in table)
+PATCHES = tuple(entry for table in patches.TABLES.values() for entry in table)
 
 
-def name_of(change: Change) -> str:
-    return change.name
+def name_of(entry: Patch) -> str:
+    return entry.name
 
 
-@pytest.mark.parametrize("change", [*CHANGES, *ledger.AT_HAND_OVER], ids=name_of)
-def test_an_entry(change):
+@pytest.mark.parametrize("entry", [*PATCHES, *patches.AT_FALLBACK], ids=name_of)
+def test_an_entry(entry):
     """Check the entry's target, its reason and the signature of its hook."""
-    install.check(change)
-    _, target = install.resolve(change.target)
-    assert len(change.why.split()) >= 4
-    assert len(change.remove_when.split()) >= 4
-    link = change.upstream.startswith("https://github.com/sgl-project/sglang/")
-    assert link or (ROOT / change.upstream).is_file()
-    value = change.build()
-    if change.signature is None:  # a method of PyTorch, whose signature Python cannot inspect
+    patch.check(entry)
+    _, target = patch.resolve(entry.target)
+    assert len(entry.why.split()) >= 4
+    assert len(entry.remove_when.split()) >= 4
+    link = entry.upstream.startswith("https://github.com/sgl-project/sglang/")
+    assert link or (ROOT / entry.upstream).is_file()
+    value = entry.build()
+    if entry.signature is None:  # a method of PyTorch, whose signature Python cannot inspect
         assert callable(target) and callable(value)
         return
     parameters = list(inspect.signature(value).parameters)
-    if change.kind == "class":
-        assert inspect.isclass(value) and set(change.parameters) <= set(parameters)
+    if entry.kind == "class":
+        assert inspect.isclass(value) and set(entry.parameters) <= set(parameters)
         return
-    extra = {"around": ["original"], "replace": []}[change.kind]
+    extra = {"around": ["original"], "replace": []}[entry.kind]
     # A hook that passes on whatever its target takes has the parameters of this SGLang.
-    assert parameters[: len(extra)] == extra and change.accepts(parameters[len(extra) :])
+    assert parameters[: len(extra)] == extra and entry.accepts(parameters[len(extra) :])
 
 
 def test_kinds_and_times():
-    """At load the plugin changes what a CPU lacks, and the flags; the rest waits for a DFLASH worker."""
-    others = [change for change in ledger.AT_LOAD if not change.cpu_only]
-    assert [change.kind for change in others] == ["around"]
-    assert {change.kind for change in ledger.AT_WORKER} <= {"replace", "class"}
+    """At load the plugin patches what a CPU lacks, and the flags; the rest waits for a DFLASH worker."""
+    others = [entry for entry in patches.AT_LOAD if not entry.cpu_only]
+    assert [entry.kind for entry in others] == ["around"]
+    assert {entry.kind for entry in patches.AT_WORKER} <= {"replace", "class"}
 
 
 def test_how_many_and_where():
-    """SGLang's registries take the rest. No change touches what they hold."""
-    current = [change for change in CHANGES if change.until is None]
+    """SGLang's registries take the rest. No patch touches what they hold."""
+    current = [entry for entry in PATCHES if entry.until is None]
     assert len(current) <= 23
-    assert len([change for change in current if not change.cpu_only]) <= 13
+    assert len([entry for entry in current if not entry.cpu_only]) <= 13
     forbidden = (
         "SpeculativeAlgorithm",
         "FutureMap",
@@ -73,7 +73,7 @@ def test_how_many_and_where():
         "ATTENTION_BACKENDS",
         "ModelRegistry",
     )
-    assert not [change.target for change in current if any(word in change.target for word in forbidden)]
+    assert not [entry.target for entry in current if any(word in entry.target for word in forbidden)]
 
 
 def test_our_algorithm_is_found_by_the_served_name_and_answers_as_the_built_in():
@@ -96,12 +96,12 @@ def test_our_algorithm_is_found_by_the_served_name_and_answers_as_the_built_in()
 
 
 def test_no_target_is_listed_twice():
-    targets = [change.target for change in CHANGES]
+    targets = [entry.target for entry in PATCHES]
     assert len(targets) == len(set(targets))
 
 
-# A target of a required change.
-EXAMPLE = next(change for change in ledger.AT_WORKER if change.name == "is_disable_overlap_for_batch")
+# A target of a required patch.
+EXAMPLE = next(entry for entry in patches.AT_WORKER if entry.name == "is_disable_overlap_for_batch")
 
 
 @pytest.mark.parametrize(
@@ -114,15 +114,15 @@ EXAMPLE = next(change for change in ledger.AT_WORKER if change.name == "is_disab
     ],
 )
 def test_a_missing_target_is_named(target):
-    with pytest.raises(install.Mismatch, match="no .* to change") as caught:
-        install.check(dataclasses.replace(EXAMPLE, target=target))
+    with pytest.raises(patch.Mismatch, match="no .* to change") as caught:
+        patch.check(dataclasses.replace(EXAMPLE, target=target))
     assert target in str(caught.value) and EXAMPLE.why in str(caught.value)
 
 
 @pytest.mark.parametrize("signature", ["(self)", "(self, server_args, more)", "(self, args)", "()"])
 def test_another_signature_is_named(signature):
-    with pytest.raises(install.Mismatch) as caught:
-        install.check(dataclasses.replace(EXAMPLE, signature=signature))
+    with pytest.raises(patch.Mismatch) as caught:
+        patch.check(dataclasses.replace(EXAMPLE, signature=signature))
     assert signature in str(caught.value) and EXAMPLE.signature in str(caught.value)
 
 
@@ -130,65 +130,65 @@ def test_an_import_error_inside_sglang_is_not_taken_for_a_missing_target(tmp_pat
     """A module that exists but cannot be imported must name the missing import."""
     (tmp_path / "broken_host.py").write_text("import module_that_is_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(install.Mismatch, match="module_that_is_not_installed"):
-        install.check(dataclasses.replace(EXAMPLE, target="broken_host.function"))
+    with pytest.raises(patch.Mismatch, match="module_that_is_not_installed"):
+        patch.check(dataclasses.replace(EXAMPLE, target="broken_host.function"))
 
 
 def test_nothing_is_applied_when_one_check_fails(monkeypatch):
     """All targets are checked before the first replacement is built."""
     built = []
-    changes = [
-        dataclasses.replace(change, build=lambda: built.append(1))
-        for change in ledger.AT_LOAD
-        if not change.cpu_only
+    entries = [
+        dataclasses.replace(entry, build=lambda: built.append(1))
+        for entry in patches.AT_LOAD
+        if not entry.cpu_only
     ]
     broken = dataclasses.replace(EXAMPLE, signature="(nothing)")
-    monkeypatch.setattr(ledger, "AT_LOAD", (*changes, broken))
-    with pytest.raises(install.Mismatch):
-        install.install_at_load()
+    monkeypatch.setattr(patches, "AT_LOAD", (*entries, broken))
+    with pytest.raises(patch.Mismatch):
+        entry_points.patch_at_load()
     assert not built
 
 
 @pytest.fixture
 def holder(monkeypatch) -> SimpleNamespace:
-    """Object whose attributes `change_of` replaces."""
+    """Object whose attributes `patch_of` replaces."""
     holder = SimpleNamespace(one="stock", two="stock")
-    resolve = install.resolve
+    resolve = patch.resolve
 
     def found(path: str):
         where, _, name = path.rpartition(".")
         return (holder, getattr(holder, name)) if where == "holder" else resolve(path)
 
-    monkeypatch.setattr(install, "resolve", found)
+    monkeypatch.setattr(patch, "resolve", found)
     return holder
 
 
-def change_of(name: str, cpu_only: bool = False) -> Change:
+def patch_of(name: str, cpu_only: bool = False) -> Patch:
     return dataclasses.replace(
         EXAMPLE, target=f"holder.{name}", signature=None, cpu_only=cpu_only, build=lambda: "ours"
     )
 
 
-def test_worker_changes_are_checked_before_the_first_is_applied(holder):
+def test_worker_patches_are_checked_before_the_first_is_applied(holder):
     broken = dataclasses.replace(EXAMPLE, signature="(nothing)")
-    with pytest.raises(install.Mismatch):
-        install.install((change_of("one"), broken))
+    with pytest.raises(patch.Mismatch):
+        patch.install((patch_of("one"), broken))
     assert holder.one == "stock"
-    install.install((change_of("one"),))
+    patch.install((patch_of("one"),))
     assert holder.one == "ours"
 
 
 @pytest.mark.parametrize("active", [True, False])
-def test_cpu_changes_are_made_on_the_cpu_only(active, holder, monkeypatch):
+def test_cpu_patches_are_made_on_the_cpu_only(active, holder, monkeypatch):
     monkeypatch.setattr(runtime, "is_active", lambda: active)
-    install.install((change_of("two", cpu_only=True), change_of("one")))
+    patch.install((patch_of("two", cpu_only=True), patch_of("one")))
     assert (holder.one, holder.two) == ("ours", "ours" if active else "stock")
 
 
 @pytest.mark.parametrize("version, value", [("0.5.22", "ours"), ("0.5.23", "stock"), ("0.6.0", "stock")])
-def test_a_change_for_older_releases_is_made_there_only(version, value, holder, monkeypatch):
-    monkeypatch.setattr(install, "installed_version", lambda: version)
-    install.install((dataclasses.replace(change_of("one"), until="0.5.23"),))
+def test_a_patch_for_older_releases_is_made_there_only(version, value, holder, monkeypatch):
+    monkeypatch.setattr(patch, "installed_version", lambda: version)
+    patch.install((dataclasses.replace(patch_of("one"), until="0.5.23"),))
     assert holder.one == value
 
 
@@ -196,17 +196,17 @@ def test_a_failed_build_changes_nothing(holder):
     def fail():
         raise ImportError("a module of ours")
 
-    broken = dataclasses.replace(change_of("two"), build=fail)
+    broken = dataclasses.replace(patch_of("two"), build=fail)
     with pytest.raises(ImportError):
-        install.install((change_of("one"), broken))
+        patch.install((patch_of("one"), broken))
     assert holder.one == "stock"
 
 
 def test_a_feature_without_its_target_is_off_and_named(holder, caplog):
-    """None of the feature's changes is made; those of others are."""
-    fits = dataclasses.replace(change_of("two"), feature="some feature")
+    """None of the feature's patches is made; those of others are."""
+    fits = dataclasses.replace(patch_of("two"), feature="some feature")
     lacks = dataclasses.replace(EXAMPLE, feature="some feature", signature="(nothing)")
-    install.install((fits, lacks, change_of("one")))
+    patch.install((fits, lacks, patch_of("one")))
     assert (holder.one, holder.two) == ("ours", "stock")
     [line] = [record.getMessage() for record in caplog.records]
     assert "without some feature" in line and EXAMPLE.target in line and "(nothing)" in line
@@ -216,12 +216,12 @@ def test_a_feature_without_its_target_is_off_and_named(holder, caplog):
 def as_another_sglang(monkeypatch):
     """Return a function that makes the installed SGLang another version, which lacks these targets."""
 
-    def pretend(version: str, *lacking: Change) -> None:
-        def check(change: Change) -> None:
-            if change in lacking:
-                raise install.Mismatch(f"SGLang has no {change.target} to change")
+    def pretend(version: str, *lacking: Patch) -> None:
+        def check(entry: Patch) -> None:
+            if entry in lacking:
+                raise patch.Mismatch(f"SGLang has no {entry.target} to change")
 
-        monkeypatch.setattr(install, "check", check)
+        monkeypatch.setattr(patch, "check", check)
         monkeypatch.setattr(compatibility, "installed_version", lambda: version)
         compatibility.why_off.cache_clear()
 
@@ -229,7 +229,7 @@ def as_another_sglang(monkeypatch):
     compatibility.why_off.cache_clear()
 
 
-OPTIONAL = next(change for change in ledger.AT_WORKER if change.feature)
+OPTIONAL = next(entry for entry in patches.AT_WORKER if entry.feature)
 
 
 def test_a_later_sglang_is_served_with_one_warning(as_another_sglang, caplog):
@@ -245,7 +245,7 @@ def test_without_a_required_target_the_built_in_serves(as_another_sglang, caplog
     """SGLang's own step resolves the arguments, and its own algorithm is found by the name."""
     as_another_sglang("0.5.99", EXAMPLE)
     record, resolved = SimpleNamespace(speculative_algorithm="DFLASH"), []
-    hooks.resolve_speculative_decoding(record, resolved.append)
+    entry_points.resolve_speculative_decoding(record, resolved.append)
     assert resolved == [record] and type(record.speculative_algorithm) is str
     assert DFlashOptions.FALLBACK.get()
     [line] = [entry.getMessage() for entry in caplog.records]
@@ -278,10 +278,10 @@ def test_what_another_plugin_replaced_is_found_in_the_launcher(monkeypatch, capl
 
 
 def test_a_target_that_is_not_loaded_is_not_imported_on_an_unchanged_release(monkeypatch):
-    change = next(change for change in ledger.AT_WORKER if change.name == "DFlashVerifyInput")
-    elsewhere = dataclasses.replace(change, target="sglang.srt.no_such_module.DFlashVerifyInput")
-    assert install.find_mismatch([elsewhere], is_loaded_only=True) is None
-    assert "no_such_module" in install.find_mismatch([elsewhere])
+    entry = next(entry for entry in patches.AT_WORKER if entry.name == "DFlashVerifyInput")
+    elsewhere = dataclasses.replace(entry, target="sglang.srt.no_such_module.DFlashVerifyInput")
+    assert patch.find_mismatch([elsewhere], is_loaded_only=True) is None
+    assert "no_such_module" in patch.find_mismatch([elsewhere])
 
 
 def test_a_worker_that_cannot_be_imported_is_found_in_the_launcher(as_another_sglang, monkeypatch, caplog):
@@ -313,15 +313,15 @@ import sys
 import sglang.srt.managers.scheduler
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.plugins import install, ledger
+from sglang_dflash.srt.plugins import patch, patches
 from sglang.srt.plugins import load_plugins
-changes = [change for change in ledger.AT_LOAD if change.kind == "replace"]
-assert all(change.cpu_only for change in changes)
-changes = install.relevant(changes)
-targets = {change.target: install.resolve(change.target)[1] for change in changes}
+entries = [entry for entry in patches.AT_LOAD if entry.kind == "replace"]
+assert all(entry.cpu_only for entry in entries)
+entries = patch.relevant(entries)
+targets = {entry.target: patch.resolve(entry.target)[1] for entry in entries}
 load_plugins()
 for target, old in targets.items():
-    assert install.resolve(target)[1] is not old, target
+    assert patch.resolve(target)[1] is not old, target
     for path, module in sys.modules.items():
         for name, value in list(vars(module).items()) if path.startswith("sglang.") else ():
             assert value is not old, f"{path}.{name} is still SGLang's"
@@ -346,12 +346,12 @@ import sglang
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang_dflash.srt.plugins import ledger
+from sglang_dflash.srt.plugins import patches
 from dataclasses import replace
 # As if SGLang had other parameters there, and ours needed it.
 wrong = dict(signature="(parser, more)", feature=None)
-ledger.AT_LOAD = tuple(
-    replace(change, **wrong) if change.name == "add_cli_args" else change for change in ledger.AT_LOAD
+patches.AT_LOAD = tuple(
+    replace(entry, **wrong) if entry.name == "add_cli_args" else entry for entry in patches.AT_LOAD
 )
 load_plugins()
 parser = argparse.ArgumentParser()
@@ -361,7 +361,7 @@ print("flags of ours:", "--speculative-copy-ahead" in parser.format_help())
 
 
 def test_a_mismatch_leaves_the_server_to_sglang():
-    """SGLang goes on without any of our changes, and one line says why."""
+    """SGLang goes on without any of our patches, and one line says why."""
     done = run_to_end("-c", ANOTHER_SIGNATURE, is_cold=True)
     assert done.code == 0 and "flags of ours: False" in done.output, done.output
     [line] = [line for line in done.output.splitlines() if "is off" in line]
@@ -372,8 +372,8 @@ def test_any_other_failure_leaves_the_server_to_sglang(monkeypatch, caplog):
     def fail():
         raise ValueError("half a hook")
 
-    monkeypatch.setattr(install, "install_at_load", fail)
-    monkeypatch.setattr(compatibility, "_tell_if_dflash_is_requested", lambda: None)
+    monkeypatch.setattr(entry_points, "patch_at_load", fail)
+    monkeypatch.setattr(compatibility, "_log_if_dflash_is_requested", lambda: None)
     entry_points.install()
     [line] = [entry.getMessage() for entry in caplog.records]
     assert "is off" in line and "ValueError: half a hook" in line
@@ -384,7 +384,7 @@ def test_a_server_that_asked_for_dflash_hears_more(monkeypatch, caplog):
 
     monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
     monkeypatch.setattr(model_override_base, "resolving_view", lambda record: record)
-    compatibility.switch_off(install.Mismatch("something is gone"))
+    compatibility.switch_off(patch.Mismatch("something is gone"))
 
     def handle_speculative_decoding(record):
         record.is_resolved = True

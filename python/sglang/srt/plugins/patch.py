@@ -1,0 +1,252 @@
+"""A patch of SGLang: its type, the check of its target, and its application.
+
+Each target is looked up and its signature compared before any is touched. If a patch that DFLASH needs
+cannot be made, none of its table is made. If another patch cannot be made, its feature is off.
+
+SGLang's own HookRegistry is not used. For every hook it walks all attributes of all loaded modules, in each
+process of a server. That takes ten times as long as the rest of our installation.
+"""
+
+import functools
+import importlib.metadata
+import inspect
+import logging
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+
+logger = logging.getLogger(__name__)
+
+HELP = "docs/updating-sglang.md says what to do."
+
+
+class Mismatch(Exception):
+    """The installed SGLang lacks what a patch needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """One patch of SGLang.
+
+    Attributes:
+        target: Dotted path of a callable.
+        why: Reason for the patch.
+        build: Returns the hook or the new value, when the patch is applied. Imports wait until then.
+        kind: "around" wraps a method, "replace" rebinds a name, "class" rebinds a class.
+        remove_when: State of SGLang in which the patch is not needed any more.
+        upstream: Proposal for that state, a link or a text in our docs.
+        until: First release of SGLang that does not need the patch. None: every supported release needs it.
+        feature: Feature that is off if the target is missing or has changed. None: DFLASH cannot be served
+            without the patch.
+        signature: The target's parameters. For a class only those that SGLang passes. None: unknown.
+        also: Other parameters that the target has in a supported SGLang. The hook takes them too.
+        cpu_only: Whether only the CPU runtime needs the patch.
+    """
+
+    target: str
+    why: str
+    build: Callable[[], Any]
+    kind: str = "replace"
+    remove_when: str
+    upstream: str
+    until: str | None = None
+    feature: str | None = None
+    signature: str | None = None
+    also: str | None = None
+    cpu_only: bool = False
+
+    @property
+    def name(self) -> str:
+        """The last part of the target."""
+        return self.target.rpartition(".")[2]
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names in the signature."""
+        return _names(self.signature)
+
+    def is_needed_on(self, version: str) -> bool:
+        """Tell whether this release of SGLang needs the patch."""
+        return self.until is None or release_numbers(version) < release_numbers(self.until)
+
+    def accepts(self, parameters: list[str]) -> bool:
+        """Tell whether a target with these parameters is the one that the patch was written for."""
+        if self.signature is None:
+            return True
+        if self.kind == "class":
+            return set(self.parameters) <= set(parameters)
+        return parameters in [_names(one) for one in (self.signature, self.also) if one is not None]
+
+
+def _names(signature: str | None) -> list[str]:
+    return [name for name in (signature or "").strip("()").split(", ") if name]
+
+
+def load_ours(path: str) -> Callable[[], Any]:
+    """Return a builder of the object at this path in our package."""
+    return lambda: resolve(f"sglang_dflash.{path}")[1]
+
+
+def call_ours(path: str) -> Callable[[], Any]:
+    """Return a builder that calls our function at this path."""
+    return lambda: load_ours(path)()()
+
+
+def release_numbers(version: str) -> tuple[int, ...]:
+    """Return the release numbers of a version, for sorting.
+
+    A version without any is the newest.
+    """
+    numbers = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers) or (2**31,)
+
+
+def installed_version() -> str:
+    """Return the version of the installed SGLang, from its metadata."""
+    return importlib.metadata.version("sglang")
+
+
+def is_main_process() -> bool:
+    """Tell whether no other process started this one. What a user reads once is logged there."""
+    return multiprocessing.parent_process() is None
+
+
+def resolve(path: str) -> tuple[Any, Any]:
+    """Return the holder of the object at a dotted path, and the object."""
+    parts = path.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:split])
+        try:
+            owner = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module_name.startswith(error.name):
+                raise
+            continue
+        for name in parts[split:-1]:
+            owner = getattr(owner, name)
+        return owner, getattr(owner, parts[-1])
+    raise ImportError(f"no module along {path}")
+
+
+def relevant(patches: Sequence[Patch]) -> list[Patch]:
+    """List the patches that this machine and this release of SGLang need."""
+    version = installed_version()
+    is_on_cpu = runtime.is_active()
+    return [each for each in patches if (is_on_cpu or not each.cpu_only) and each.is_needed_on(version)]
+
+
+def install(table: Sequence[Patch]) -> list[tuple[Any, Any]]:
+    """Check all patches of a table, then apply them in this process.
+
+    Returns:
+        The old and the new value of every replaced name.
+
+    Raises:
+        Mismatch: A required patch cannot be made. Then no patch of the table is made.
+    """
+    needed = relevant(table)
+    missing = missing_features(needed)
+    level = logging.WARNING if is_main_process() else logging.DEBUG
+    for feature, reason in missing.items():
+        logger.log(level, "sglang-dflash: without %s on this SGLang: %s", feature, reason)
+    # Building imports our modules. It comes first, so that a failure leaves SGLang as it is.
+    built = [(patch, patch.build()) for patch in needed if patch.feature not in missing]
+    replaced = []
+    for patch, value in built:
+        owner, target = resolve(patch.target)
+        if patch.kind == "around":
+            _wrap(owner, patch.name, target, value)
+            continue
+        setattr(owner, patch.name, value)
+        if patch.kind == "replace":
+            replaced.append((target, value))
+    return replaced
+
+
+def _wrap(owner: Any, name: str, original: Callable[..., Any], hook: Callable[..., Any]) -> None:
+    @functools.wraps(original)
+    def wrapped(*args, **kwargs):
+        return hook(original, *args, **kwargs)
+
+    is_static = isinstance(vars(owner)[name], staticmethod)
+    setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
+
+
+def rebind_importers(replaced: list[tuple[Any, Any]]) -> None:
+    """Rebind each old value to its new one in all loaded modules of SGLang."""
+    if not replaced:  # only a CPU has replaced names at load, and the walk over all modules costs time
+        return
+    new = {id(old): value for old, value in replaced}
+    for path, module in list(sys.modules.items()):
+        if path.startswith("sglang.") and isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                if id(value) in new:
+                    setattr(module, name, new[id(value)])
+
+
+def check(patch: Patch) -> None:
+    """Raise Mismatch unless the target exists with the expected parameters."""
+    try:
+        _, target = resolve(patch.target)
+    except (ImportError, AttributeError) as error:
+        raise Mismatch(f"SGLang has no {patch.target} to change ({error}). Reason: {patch.why}") from error
+    if patch.signature is None:
+        return
+    parameters = list(inspect.signature(inspect.unwrap(target)).parameters)
+    if not patch.accepts(parameters):
+        found = f"({', '.join(parameters)})"
+        raise Mismatch(f"{patch.target} takes {found}, expected {patch.signature}. Reason: {patch.why}")
+
+
+def missing_features(patches: Sequence[Patch]) -> dict[str, str]:
+    """Return the features that lack a target, with the reasons.
+
+    Raises:
+        Mismatch: A required patch lacks its target.
+    """
+    missing: dict[str, str] = {}
+    for patch in patches:
+        try:
+            check(patch)
+        except Mismatch as mismatch:
+            if patch.feature is None:
+                raise
+            missing.setdefault(patch.feature, str(mismatch))
+    return missing
+
+
+def find_mismatch(patches: Sequence[Patch], is_loaded_only: bool = False) -> str | None:
+    """Return why a required patch of a process to come cannot be made. None: each can.
+
+    Files do not show what another plugin has replaced at run time. That plugin has done so in this process
+    too, because SGLang loads plugins in all processes.
+
+    Args:
+        patches: Tables of the process to come.
+        is_loaded_only: Check only targets whose modules are loaded. No other target can have been replaced.
+    """
+    for patch in relevant(patches):
+        if patch.feature is None and not (is_loaded_only and not _is_loaded(patch.target)):
+            try:
+                check(patch)
+            except Mismatch as mismatch:
+                return str(mismatch)
+    return None
+
+
+def _is_loaded(path: str) -> bool:
+    """Tell whether the module of a dotted path is loaded, and has the next name of the path."""
+    parts = path.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        if (module := sys.modules.get(".".join(parts[:split]))) is not None:
+            return hasattr(module, parts[split])
+    return False

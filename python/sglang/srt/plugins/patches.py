@@ -1,0 +1,300 @@
+"""Every patch of SGLang, in tables by the time when it is made.
+
+| table | applied | in |
+|---|---|---|
+| `AT_LOAD` | when SGLang loads its plugins | every process |
+| `AT_FRONT_END` | when the arguments turn out to request DFLASH | the process that receives requests |
+| `AT_WORKER` | before the worker is built | scheduler processes that run DFLASH; others keep stock code |
+| `AT_FALLBACK` | when SGLang loads its plugins | processes of servers of SGLang's own DFLASH |
+| `AT_CPU_ATTENTION` | when our CPU attention is built | with DFLASH, or if SGLang's cannot run a target |
+
+Tests walk the tables; `patch.py` checks and applies them. `tools/sglang_diff` compares them with any SGLang,
+installed or not. The procedure for a new SGLang is in docs/updating-sglang.md.
+
+SGLang's `HookRegistry` does not make the patches: it logs a hook that fails, and the server runs without it.
+"""
+
+import functools
+
+from sglang_dflash.srt.plugins.patch import Patch, call_ours, load_ours
+
+CpuPatch = functools.partial(Patch, cpu_only=True)
+
+# Features that need several patches. If one of them does not fit, none is made.
+RECURRENT = "targets with recurrent states on a CPU"
+SPEED = "faster operators on a CPU"
+RECURRENT_WIDTH = "adaptive width for targets with recurrent states"
+
+# Targets with recurrent states and several ranks, with a draft or without. Part of AT_LOAD.
+AT_CPU_LOAD = (
+    CpuPatch(
+        target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
+        remove_when="SGLang keeps snapshots on a CPU",
+        upstream="https://github.com/sgl-project/sglang/pull/37705",
+        feature=RECURRENT,
+        signature="()",
+        why="the CPU runtime keeps snapshots of recurrent states for the prefix cache, SGLang only on GPUs",
+        build=load_ours("srt.hardware_backend.cpu.recurrent_states.supports_snapshots"),
+    ),
+    *(
+        CpuPatch(
+            target=f"sglang.kernels.ops.mamba.mamba_state_scatter_triton.{name}",
+            remove_when="SGLang has these functions in PyTorch",
+            upstream=upstream,
+            feature=RECURRENT,
+            signature=signature,
+            why="SGLang copies recurrent states between slots in Triton, which a CPU cannot run",
+            build=load_ours(f"srt.hardware_backend.cpu.recurrent_states.{name}"),
+        )
+        for name, upstream, signature in (
+            (
+                "track_mamba_states_all_layers",
+                "docs/dev/upstream/cpu-operators.md",
+                "(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, "
+                "batch_size, check_freed_slots)",
+            ),
+            (
+                "scatter_mamba_states_after_mtp_verify",
+                "https://github.com/sgl-project/sglang/pull/37851",
+                "(mamba_caches, state_indices_tensor, last_correct_step_indices, mamba_track_indices, "
+                "mamba_steps_to_track, src_indices_raw)",
+            ),
+        )
+    ),
+    CpuPatch(
+        target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
+        remove_when="SGLang has this function in PyTorch",
+        upstream="docs/dev/upstream/cpu-operators.md",
+        feature=RECURRENT,
+        signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
+        why="the output norm of GatedDeltaNet is a Triton kernel except on CPUs with AMX",
+        build=load_ours("srt.hardware_backend.cpu.fused_layers.layernorm_fn"),
+    ),
+    CpuPatch(
+        target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
+        remove_when="SGLang has this function in PyTorch",
+        upstream="docs/dev/upstream/cpu-operators.md",
+        feature="targets with shared experts on a CPU",
+        signature="(hidden_states, gate_weight, shared_output, output, do_add)",
+        why="the gate of a shared expert (Qwen3.5 MoE) is a Triton kernel on any device",
+        build=load_ours("srt.hardware_backend.cpu.fused_layers.launch_fused_gate_sigmoid_mul"),
+    ),
+    CpuPatch(
+        target="torch.Tensor.pin_memory",
+        remove_when="SGLang asks whether there is an accelerator",
+        upstream="docs/dev/upstream/cpu-operators.md",
+        feature=RECURRENT,
+        why="SGLang pins a tensor in every decode step with states; PyTorch refuses without an accelerator",
+        build=load_ours("srt.hardware_backend.cpu.recurrent_states.pin_nothing"),
+    ),
+    CpuPatch(
+        target="sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
+        until="0.5.23",
+        remove_when="SGLang 0.5.22 is not supported any more",
+        upstream="docs/dev/upstream/cpu-operators.md",
+        feature=RECURRENT,
+        signature="(batch, track_positions)",
+        why="SGLang 0.5.22 pins a tensor in every decode step with states, whatever the device",
+        build=load_ours("srt.hardware_backend.cpu.recurrent_states.set_mamba_track_indices_from_reqs"),
+    ),
+    CpuPatch(
+        target="sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
+        remove_when="SGLang looks for NCCL on GPUs only",
+        upstream="docs/dev/upstream/cpu-operators.md",
+        feature="several ranks on a CPU",
+        signature="()",
+        why="if PyTorch brings NCCL, two ranks on a CPU get a communicator that needs a device",
+        build=load_ours("srt.hardware_backend.cpu.ranks.find_nccl_library"),
+    ),
+)
+
+# Equal results in less time. Each entry can be removed alone, with its function in
+# `hardware_backend/cpu/speedups/` and that function's test.
+AT_CPU_ATTENTION = (
+    CpuPatch(
+        target="sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
+        remove_when="PyTorch takes oneDNN by itself",
+        upstream="docs/dev/upstream/cpu-operators.md",
+        feature=SPEED,
+        signature="(self, layer, x, bias)",
+        why="PyTorch takes MKL for float32, twice as slow as oneDNN, and loops over bfloat16 rows without "
+        "AVX-512",
+        build=call_ours("srt.hardware_backend.cpu.speedups.linear.linear_for_this_cpu"),
+    ),
+    CpuPatch(
+        target="sglang.srt.layers.layernorm.RMSNorm.forward_native",
+        remove_when="SGLang calls PyTorch's norm",
+        upstream="docs/dev/upstream/cpu-operators.md",
+        feature=SPEED,
+        signature="(self, x, residual, post_residual_addition, quant_linear)",
+        why="SGLang's norm takes six operators, PyTorch has one that computes the same",
+        build=call_ours("srt.hardware_backend.cpu.speedups.fused_norm_rope.fused_rms_norm"),
+    ),
+    CpuPatch(
+        target="sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
+        remove_when="SGLang rotates both at once",
+        upstream="docs/dev/upstream/cpu-operators.md",
+        feature=SPEED,
+        signature="(self, positions, query, key, offsets, fused_set_kv_buffer_arg)",
+        why="SGLang rotates queries and keys one after the other, in twice the operators",
+        build=call_ours("srt.hardware_backend.cpu.speedups.fused_norm_rope.fused_rotation"),
+    ),
+)
+
+AT_LOAD = (
+    Patch(
+        target="sglang.srt.server_args.ServerArgs.add_cli_args",
+        remove_when="SGLang lets plugins declare flags",
+        upstream="docs/dev/upstream/plugin-doors.md",
+        feature="the flags of sglang-dflash on the command line (their environment variables work)",
+        kind="around",
+        signature="(parser)",
+        why="offer DFLASH's own flags on SGLang's command line",
+        build=call_ours("srt.arg_groups.dflash_flags.adding_flags"),
+    ),
+    *AT_CPU_LOAD,
+)
+
+AT_FRONT_END = (
+    Patch(
+        target="sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+        remove_when="SGLang checks their types and ranges",
+        upstream="https://github.com/sgl-project/sglang/pull/28960",
+        feature="checks of sampling parameters",
+        signature="(self)",
+        why="SGLang does not check types and ranges of sampling parameters; some end the scheduler",
+        build=call_ours("srt.speculative.request_fields.checking_requests"),
+    ),
+    Patch(
+        target="sglang.srt.function_call.json_array_parser.JsonArrayParser.parse_streaming_increment",
+        until="0.5.23",
+        remove_when="SGLang 0.5.22 is not supported any more",
+        upstream="https://github.com/sgl-project/sglang/issues/31915",
+        feature="streamed calls that a request requires",
+        signature="(self, new_text, tools)",
+        why="SGLang 0.5.22 loses arguments if one chunk holds several steps of a required call",
+        build=call_ours("srt.parser.piecewise.json_arrays_in_pieces"),
+    ),
+)
+
+AT_WORKER = (
+    Patch(
+        target="sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config",
+        remove_when="SGLang's loader leaves a draft's packed tensors to its model",
+        upstream="https://github.com/sgl-project/sglang/issues/39087",
+        feature="quantized drafts",
+        signature="(self)",
+        why="we dequantize packed drafts ourselves; SGLang has no kernel for some, and none on a CPU",
+        build=call_ours("srt.models.packed_weights.hiding_draft_quantization"),
+    ),
+    Patch(
+        target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",
+        remove_when="every target has DFLASH's interface",
+        upstream="docs/dev/upstream/plugin-doors.md",
+        feature="targets that capture hidden states through EAGLE-3's interface only",
+        signature="(model, eagle_use_aux_hidden_state, eagle_aux_hidden_state_layer_ids, "
+        "dflash_use_aux_hidden_state, dflash_target_layer_ids, is_dspark)",
+        why="some targets accept the layers to capture only through EAGLE-3's interface",
+        build=load_ours("srt.speculative.targets.kinds.configure_capture"),
+    ),
+    Patch(
+        target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
+        remove_when="SGLang's GatedDeltaNet verifies different numbers of tokens",
+        upstream="https://github.com/sgl-project/sglang/issues/38897",
+        feature=RECURRENT_WIDTH,
+        signature="(self, layer, forward_batch, mixed_qkv, a, b, kwargs)",
+        why="SGLang's verifies as many tokens for each request",
+        build=call_ours("srt.layers.attention.gated_delta_rows.verifying_packed_rows"),
+    ),
+    Patch(
+        target="sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",
+        remove_when="SGLang lets a chunk wait if the KV pool is full",
+        upstream="docs/dev/upstream/prefill-chunks.md",
+        feature="mixed chunks in a full KV pool",
+        signature="(self, chunk_limit)",
+        why="SGLang ends the scheduler if a prompt's next chunk finds too few KV slots",
+        build=call_ours("srt.mem_cache.prefill_budget.letting_chunks_wait"),
+    ),
+    Patch(
+        target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        remove_when="SGLang ends a run of tokens at its first stop, and counts its reasoning up to there",
+        upstream="https://github.com/sgl-project/sglang/issues/39826",
+        feature="stop strings and reasoning tokens as without a draft",
+        signature="(self, new_accepted_len)",
+        why="of several stops in one block SGLang may take a later one, and it counts reasoning beyond it",
+        build=call_ours("srt.speculative.acceptance.stops.finishing_at_the_first_stop"),
+    ),
+    Patch(
+        target="sglang.srt.managers.scheduler.SchedulerWeightUpdaterManager",
+        remove_when="SGLang passes the selector to each runner's updater, and answers errors of an update",
+        upstream="docs/dev/upstream/weight-updates.md",
+        feature="weight updates of the draft from tensors",
+        kind="class",
+        signature="(tp_worker, draft_worker, memory_saver_adapter, flush_cache, is_fully_idle, scheduler, "
+        "metrics_collector)",
+        why="an updater gets tensors without the selector they were sent with; an error ends the scheduler",
+        build=load_ours("srt.speculative.targets.weight_update_requests.WeightUpdateRequests"),
+    ),
+    Patch(
+        target="sglang.srt.managers.scheduler.validate_dflash_request",
+        remove_when="SGLang's check is as strict",
+        upstream="docs/dev/upstream/plugin-doors.md",
+        signature="(req, enable_overlap)",
+        why="answer a request that DFLASH cannot serve exactly with HTTP 400",
+        build=load_ours("srt.speculative.request_fields.validate_dflash_request"),
+    ),
+    Patch(
+        target="sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
+        remove_when="SGLang's scheduler checks requests, and runs no refused one",
+        upstream="https://github.com/sgl-project/sglang/pull/28960",
+        signature="(self, recv_req, mm_input_error)",
+        why="some values end the scheduler, also in requests that SGLang refuses, and front ends differ",
+        build=call_ours("srt.speculative.request_fields.refusing_requests"),
+    ),
+    Patch(
+        target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+        remove_when="processors get the tokens of the step before",
+        upstream="docs/dev/upstream/plugin-doors.md",
+        signature="(self, batch, last_batch)",
+        why="a custom logit processor reads its request's tokens, which the host must know by then",
+        build=call_ours("srt.speculative.acceptance.processors.without_overlap"),
+    ),
+    Patch(
+        target="sglang.srt.speculative.dflash_info.DFlashVerifyInput",
+        remove_when="graphs are captured with the worker's own input",
+        upstream="docs/dev/upstream/plugin-doors.md",
+        kind="class",
+        signature="(draft_token, positions, draft_token_num, custom_mask, capture_hidden_mode, "
+        "ragged_verify_layout)",
+        why="SGLang builds one to capture CUDA graphs with; replays need the class that we run",
+        build=load_ours("srt.speculative.dflash_info.DFlashVerifyInput"),
+    ),
+    Patch(
+        target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
+        remove_when="workers can report to /server_info",
+        upstream="docs/dev/upstream/plugin-doors.md",
+        feature="DFLASH's reports in /server_info",
+        signature="(self, state)",
+        why="report the verify width in force, and its reason, in /server_info",
+        build=call_ours("srt.observability.server_info.adding_worker_reports"),
+    ),
+)
+
+AT_FALLBACK = (
+    Patch(
+        target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
+        remove_when="SGLang reports the plugin that serves",
+        upstream="docs/dev/upstream/plugin-doors.md",
+        feature="DFLASH's reports in /server_info",
+        signature="(self, state)",
+        why="report in /server_info that SGLang's own DFLASH serves, and because of what",
+        build=call_ours("srt.observability.server_info.adding_implementation"),
+    ),
+)
+
+TABLES = {
+    "AT_LOAD": AT_LOAD,
+    "AT_FRONT_END": AT_FRONT_END,
+    "AT_WORKER": AT_WORKER,
+    "AT_CPU_ATTENTION": AT_CPU_ATTENTION,
+}
