@@ -32,8 +32,8 @@ from support.engine import build
 from support.packed_drafts import pack
 from transformers import Qwen3Config
 
-from sglang_dflash.srt.arg_groups.dflash_args import load_and_check_configs
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
+from sglang_dflash.srt.arg_groups.resolve import load_and_check_configs
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.draft_quantization import read_quantization
 from sglang_dflash.srt.configs.draft_tensors import value_problems

@@ -28,7 +28,7 @@ from support.parity import assert_same
 from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
 from support.servers import FLOAT32, Reference
 
-from sglang_dflash.srt.arg_groups.not_served import dp_attention_findings
+from sglang_dflash.srt.arg_groups.support import dp_attention_findings
 from sglang_dflash.srt.speculative.drafters import build
 from sglang_dflash.srt.speculative.scale_out import dp_attention
 from sglang_dflash.srt.speculative.scale_out.dp_attention import (

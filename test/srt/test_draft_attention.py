@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
+from sglang_dflash.srt.arg_groups.support import choose_draft_attention
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 
 FULL = {"has_sliding_layers": False, "shifts_request_table": False}

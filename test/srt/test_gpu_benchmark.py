@@ -28,8 +28,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from support.engine import read_config
 
-from sglang_dflash.srt.arg_groups.dflash_args import load_and_check_configs
-from sglang_dflash.srt.arg_groups.draft_attention import suited_backends
+from sglang_dflash.srt.arg_groups.resolve import load_and_check_configs
+from sglang_dflash.srt.arg_groups.support import suited_backends
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative import dflash_worker

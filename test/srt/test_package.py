@@ -101,10 +101,10 @@ def imported_modules(source: str) -> set[str]:
 def test_nothing_of_the_built_in_dflash_is_imported():
     """No file of the package imports SGLang's DFlash or DSpark modules.
 
-    But for one function: before a server is handed over, it asks the built-in's parser if it takes the draft.
+    One function is exempt: before a server falls back to the built-in, it asks the built-in's parser.
     """
     parser = "sglang.srt.speculative.dflash_utils"
-    asked = {SOURCE / "srt" / "arg_groups" / "hand_over.py": {parser, f"{parser}.parse_dflash_draft_config"}}
+    asked = {SOURCE / "srt" / "arg_groups" / "fallback.py": {parser, f"{parser}.parse_dflash_draft_config"}}
     built_in = ("sglang.srt.speculative.dflash", "sglang.srt.speculative.dspark", "sglang.srt.models.dflash")
     assert any(
         name.startswith(built_in)

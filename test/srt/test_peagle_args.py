@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from support.checkpoint_fields import GOOD_PEAGLE, changed
 
-from sglang_dflash.srt.arg_groups.dflash_args import choose_block_size
+from sglang_dflash.srt.arg_groups.resolve import choose_block_size
 from sglang_dflash.srt.configs.draft_config import DraftConfigError
 from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.configs.speculators_format import normalize

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.srt.arg_groups.not_served import chose_attention, target_attention_findings
+from sglang_dflash.srt.arg_groups.support import chose_attention, target_attention_findings
 
 
 @pytest.mark.parametrize("is_chosen", [True, False])

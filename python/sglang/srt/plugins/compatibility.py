@@ -11,7 +11,7 @@ import importlib
 import logging
 from typing import Any
 
-from sglang_dflash.srt.arg_groups.hand_over import leave_to_unsupported_sglang
+from sglang_dflash.srt.arg_groups.fallback import fall_back_on_unsupported_sglang
 from sglang_dflash.srt.plugins import patch, patches
 from sglang_dflash.srt.plugins.patch import HELP, Mismatch, find_mismatch, installed_version, is_main_process
 from sglang_dflash.srt.speculative.implementation import Implementation
@@ -59,7 +59,7 @@ def leave_to_sglang(server_args: Any) -> bool:
         return False
     if not Implementation.of(server_args).is_builtin:
         what = f"SGLang {installed_version()}, which sglang-dflash {_our_version()} does not fit"
-        leave_to_unsupported_sglang(server_args, f"{what} ({reason}; {HELP.rstrip('.')})")
+        fall_back_on_unsupported_sglang(server_args, f"{what} ({reason}; {HELP.rstrip('.')})")
     return True
 
 

@@ -69,14 +69,14 @@ def register_at_load() -> None:
     from sglang.srt.configs.model_config_parser_registry import register_model_config_parser
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    from sglang_dflash.srt.arg_groups import dflash_args
+    from sglang_dflash.srt.arg_groups import resolve
     from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
     from sglang_dflash.srt.plugins import algorithm
 
     algorithm.register()
     wrappers = dict(zip(STEPS, (detect_speculators_model, resolve_speculative_decoding), strict=True))
     if runtime.is_active():
-        wrappers |= zip(CPU_STEPS, (dflash_args.default_cpu_args, adjust_to_cpu), strict=True)
+        wrappers |= zip(CPU_STEPS, (resolve.default_cpu_args, adjust_to_cpu), strict=True)
         register_attention_backend("torch_native")(cpu_attention)
     for step, wrapper in wrappers.items():
         register_resolution_hook(step)(wrapper)
@@ -153,10 +153,10 @@ def _resolve_dflash(server_args: Any, previous: Any) -> None:
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 
-    from sglang_dflash.srt.arg_groups import dflash_args
+    from sglang_dflash.srt.arg_groups import resolve
     from sglang_dflash.srt.plugins import algorithm, compatibility, patch, patches
 
-    if compatibility.leave_to_sglang(server_args) or not dflash_args.prepare(server_args):
+    if compatibility.leave_to_sglang(server_args) or not resolve.prepare(server_args):
         return previous(server_args)
     args = resolving_view(server_args)
     # SGLang's checks of these flags are for the algorithms that it knows; ours come after.
@@ -166,11 +166,11 @@ def _resolve_dflash(server_args: Any, previous: Any) -> None:
         "speculative_use_block_verification": False,
     }
     given = {name: getattr(args, name) for name in unseen}
-    declare_resolution(server_args, dflash_args.SOURCE, speculative_algorithm=algorithm.NAME, **unseen)
+    declare_resolution(server_args, resolve.SOURCE, speculative_algorithm=algorithm.NAME, **unseen)
     previous(server_args)
     served = algorithm.ServedName("DFLASH")
-    declare_resolution(server_args, dflash_args.SOURCE, speculative_algorithm=served, **given)
-    dflash_args.resolve_dflash_args(server_args)
+    declare_resolution(server_args, resolve.SOURCE, speculative_algorithm=served, **given)
+    resolve.resolve_arguments(server_args)
     patch.install(patches.AT_FRONT_END)
     algorithm.register_in_front_end()
 
@@ -179,14 +179,14 @@ def adjust_to_cpu(server_args: Any, previous: Any) -> None:
     """Wrap `handle_model_specific_adjustments` on a CPU: refuse what does not run there."""
     from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 
-    from sglang_dflash.srt.arg_groups import dflash_args
+    from sglang_dflash.srt.arg_groups import resolve
     from sglang_dflash.srt.hardware_backend.cpu.limits import check_runs_on_cpu
 
     args = resolving_view(server_args)
     if args.device == "cpu":
         with refusing():
             check_runs_on_cpu(args, model_config_of(server_args))
-    dflash_args.pass_backend_lists_on_cpu(server_args, previous)
+    resolve.pass_backend_lists_on_cpu(server_args, previous)
 
 
 def cpu_attention(runner: Any) -> Any:

@@ -150,7 +150,7 @@ AT_LOAD = (
         kind="around",
         signature="(parser)",
         why="offer DFLASH's own flags on SGLang's command line",
-        build=call_ours("srt.arg_groups.dflash_flags.adding_flags"),
+        build=call_ours("srt.arg_groups.options.adding_flags"),
     ),
     *AT_CPU_LOAD,
 )

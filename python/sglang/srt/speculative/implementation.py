@@ -1,6 +1,6 @@
 """The implementation of DFLASH that serves: ours, or SGLang's built-in one.
 
-The launcher decides once (`arg_groups/hand_over.py`). The decision travels to every process on the record of
+The launcher decides once (`arg_groups/fallback.py`). The decision travels to every process on the record of
 server arguments.
 """
 

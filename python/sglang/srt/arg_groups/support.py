@@ -1,11 +1,16 @@
-"""Rules that find what ours does not serve of a server's arguments. They change nothing."""
+"""Rules that find what our DFLASH does not serve, and the choice of the draft's attention backend."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_dflash.srt.arg_groups.draft_attention import suited_backends
 from sglang_dflash.srt.arg_groups.draft_quantization import flag_problem
-from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKENDS
+from sglang_dflash.srt.configs.attention_backends import (
+    COUNT_WINDOW_FROM_ANCHOR,
+    COUNT_WINDOW_FROM_QUERY,
+    DRAFT_ATTENTION_BACKENDS,
+    PAGED_BACKENDS,
+)
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.layer_fields import is_int
@@ -15,6 +20,8 @@ from sglang_dflash.srt.configs.served_checkpoints import (
     checkpoint_quantization,
     is_dflash_draft,
 )
+
+logger = logging.getLogger(__name__)
 
 # Backends that verify a chain by their causal flag, without a mask.
 TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
@@ -37,7 +44,7 @@ SPLIT_EMBEDDINGS = (
     "Phi3ForCausalLM",
 )
 
-# (ServerArgs field, values that ours serves, the finding for others)
+# Field of ServerArgs, the values that our DFLASH serves, and the finding for other values.
 _FLAGS = (
     ("pp_size", (1,), NotServed("pipeline parallelism (--pp-size)")),
     ("enable_watermark", (False,), NotServed("watermarking (--enable-watermark)")),
@@ -63,14 +70,14 @@ _FLAGS = (
         NotServed("two-batch overlap (--enable-two-batch-overlap)", True),
     ),
     ("enable_pdmux", (False,), NotServed("PD multiplexing (--enable-pdmux)", True)),
-    # Both replace the forwards that verify blocks.
+    # These two replace the forwards that verify blocks.
     ("enable_nvidia_megakernel", (False,), NotServed("megakernels (--enable-nvidia-megakernel)", True)),
     ("enable_amd_monokernel", (False,), NotServed("monokernels (--enable-amd-monokernel)", True)),
 )
 
 
 def flag_findings(args: Any) -> list[NotServed]:
-    """List flags and devices that ours does not serve."""
+    """List the flags and devices that our DFLASH does not serve."""
     from sglang.srt.environ import envs
 
     # SGLang 0.5.22 lacks some of them.
@@ -129,6 +136,12 @@ def dp_attention_findings(args: Any) -> list[NotServed]:
     return found
 
 
+def chose_attention(server_args: Any) -> bool:
+    """Return True if the user chose the target's attention backend, rather than SGLang."""
+    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    return any(getattr(server_args, field) is not None for field in fields)
+
+
 def target_attention_findings(device: str, verify_backend: str, is_chosen: bool) -> list[NotServed]:
     """Check the backend on which the target verifies blocks."""
     if device == "cpu" or verify_backend in TARGET_ATTENTION_BACKENDS:
@@ -144,7 +157,7 @@ def target_attention_findings(device: str, verify_backend: str, is_chosen: bool)
 
 
 def draft_findings(args: Any) -> list[NotServed]:
-    """List what ours does not run of the draft checkpoint under these arguments."""
+    """List what our DFLASH does not run of the draft checkpoint under these arguments."""
     checkpoint, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
     config = read_config(checkpoint, revision)
     if config is None:
@@ -155,7 +168,7 @@ def draft_findings(args: Any) -> list[NotServed]:
     try:
         quantization = checkpoint_quantization(config, checkpoint, revision)
     except ValueError:
-        return found  # this is among them
+        return found  # the error is among them
     if problem := flag_problem(args, quantization):
         # The built-in follows a flag that contradicts the file, and then drafts noise.
         found.append(NotServed(problem, quantization is None and is_dflash_draft(config)))
@@ -163,7 +176,7 @@ def draft_findings(args: Any) -> list[NotServed]:
 
 
 def _split_problem(args: Any, layers: Mapping[str, Any]) -> str | None:
-    """Say why these layers' heads cannot be split over the ranks that share requests."""
+    """Return why these layers' heads cannot be split over the ranks that share requests."""
     ranks = args.tp_size // args.attn_dp_size
     heads, kv_heads = (layers.get(f"num_{name}_heads") for name in ("attention", "key_value"))
     if not (is_int(heads) and is_int(kv_heads) and heads > 0 and kv_heads > 0):
@@ -182,7 +195,54 @@ def draft_attention_findings(args: Any, draft: DFlashDraftConfig, target_text_co
     return [NotServed(f"the draft can run on no attention backend: {reasons}", draft.kind != "P-EAGLE")]
 
 
-def chose_attention(server_args: Any) -> bool:
-    """Return True if the user chose the target's attention backend, rather than SGLang."""
-    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    return any(getattr(server_args, field) is not None for field in fields)
+def choose_draft_attention(
+    args: Any, target_backend: str, draft: DFlashDraftConfig, target_text_config: Any
+) -> str:
+    """Choose the draft's attention backend, which must run the draft as it was trained.
+
+    The requested backend is preferred, then the target's prefill backend, then the order of
+    DRAFT_ATTENTION_BACKENDS. If the requested backend does not suit, a warning names the one that runs.
+
+    Raises:
+        ValueError: No backend suits the draft.
+    """
+    suited, unsuited = suited_backends(args, draft, target_text_config)
+    requested = args.speculative_draft_attention_backend
+    backend = requested or target_backend
+    if backend in suited:
+        return backend
+    if not suited:
+        raise ValueError(
+            f"DFLASH's draft can run on no attention backend: {'; '.join(sorted(set(unsuited.values())))}."
+        )
+    logger.log(
+        logging.WARNING if requested else logging.INFO,
+        "DFLASH: the draft runs on attention backend %s, not on %s %s: %s.",
+        suited[0],
+        "the requested" if requested else "the target's",
+        backend,
+        unsuited.get(backend, "it does not run draft blocks"),
+    )
+    return suited[0]
+
+
+def suited_backends(
+    args: Any, draft: DFlashDraftConfig, target_text_config: Any
+) -> tuple[list[str], dict[str, str]]:
+    """Return the backends that run this draft as it was trained, and why others do not."""
+    unsuited: dict[str, str] = {}
+    context = args.context_length or getattr(target_text_config, "max_position_embeddings", None)
+    if draft.has_sliding_layers and (context is None or context > draft.sliding_window):
+        if draft.window_from_anchor:
+            reason = "it counts sliding windows from the query, this draft from the anchor"
+            unsuited |= dict.fromkeys(COUNT_WINDOW_FROM_QUERY, reason)
+        else:
+            reason = "it counts sliding windows from the start of a block, this draft from the query"
+            unsuited |= dict.fromkeys(COUNT_WINDOW_FROM_ANCHOR, reason)
+    if draft.shifts_request_table and (args.page_size or 1) > 1:
+        reason = (
+            f"it reads whole pages (--page-size {args.page_size}), and {draft.kind}'s table is the target's "
+            "shifted by one slot"
+        )
+        unsuited |= dict.fromkeys(PAGED_BACKENDS, reason)
+    return [backend for backend in DRAFT_ATTENTION_BACKENDS if backend not in unsuited], unsuited

@@ -27,10 +27,10 @@ from support.drafts import REMOVE, make_draft
 from support.packed_drafts import write_packed
 
 import sglang_dflash
-from sglang_dflash.srt.arg_groups import not_served
-from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
-from sglang_dflash.srt.arg_groups.hand_over import builtin_refusal
-from sglang_dflash.srt.arg_groups.not_served import SPLIT_EMBEDDINGS
+from sglang_dflash.srt.arg_groups import support
+from sglang_dflash.srt.arg_groups.fallback import builtin_refusal
+from sglang_dflash.srt.arg_groups.options import add_flags
+from sglang_dflash.srt.arg_groups.support import SPLIT_EMBEDDINGS
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.observability.server_info import adding_implementation
@@ -213,9 +213,9 @@ def test_http_workers_without_a_door_are_handed_over(monkeypatch):
     from sglang.srt.environ import Envs
 
     record = record_of(DRAFT, tokenizer_worker_num=2)
-    assert IS_0_5_22 or not not_served.flag_findings(record)
+    assert IS_0_5_22 or not support.flag_findings(record)
     monkeypatch.delattr(Envs, "SGLANG_HTTP_SERVER_APP_PATH", raising=False)
-    assert [finding.builtin_serves for finding in not_served.flag_findings(record)] == [True]
+    assert [finding.builtin_serves for finding in support.flag_findings(record)] == [True]
 
 
 def test_the_flag_of_strict():
@@ -455,7 +455,7 @@ ASSUMED = {
 def test_checkpoints_that_plain_sglang_takes_are_served(name, tmp_path, caplog, monkeypatch):
     changes, words = ASSUMED[name]
     if name == "no mask token":  # the bundled target's embedding has no row to spare for it
-        monkeypatch.setattr("sglang_dflash.srt.arg_groups.dflash_args.find_mask_token", lambda *_: 3)
+        monkeypatch.setattr("sglang_dflash.srt.arg_groups.resolve.find_mask_token", lambda *_: 3)
     record = resolve(record_of(make_draft(tmp_path / "draft", base=DRAFT, **changes)))
     assert not Implementation.of(record).is_builtin
     assert words in caplog.text
@@ -586,15 +586,15 @@ HANDED = "handed over: "  # a name in HANDED_OVER: this refusal is left for a CP
 
 # (file, function) -> a verdict for each `raise`, in order
 VERDICTS = {
-    ("arg_groups/adaptive_width.py", "read_adaptive_flags"): [BY_NAME + "--no-speculative-adaptive"],
+    ("arg_groups/options.py", "read_adaptive_flags"): [BY_NAME + "--no-speculative-adaptive"],
     ("arg_groups/checkpoint_detection.py", "_resolve_peagle"): [BY_NAME + "PEAGLE"] * 3,
     ("arg_groups/checkpoint_detection.py", "locate_verifier"): [BY_NAME + "a speculators --model-path"],
     ("arg_groups/checkpoint_detection.py", "_refuse_contradictions"): [BY_NAME + "a speculators --model-path"]
     * 2,
-    ("arg_groups/dflash_args.py", "_check_draft_is_there"): [BY_BOTH + "no draft", BROKEN + "no folder"],
-    ("arg_groups/dflash_args.py", "check_copy_ahead"): [BY_NAME + "--speculative-copy-ahead"] * 2,
-    ("arg_groups/dflash_args.py", "choose_block_size"): [BY_BOTH + "two block sizes", BY_BOTH + "no block"],
-    ("arg_groups/draft_attention.py", "choose_draft_attention"): [
+    ("arg_groups/resolve.py", "_check_draft_is_there"): [BY_BOTH + "no draft", BROKEN + "no folder"],
+    ("arg_groups/resolve.py", "check_copy_ahead"): [BY_NAME + "--speculative-copy-ahead"] * 2,
+    ("arg_groups/resolve.py", "choose_block_size"): [BY_BOTH + "two block sizes", BY_BOTH + "no block"],
+    ("arg_groups/support.py", "choose_draft_attention"): [
         BROKEN + "on a GPU found before, by draft_attention_findings"
     ],
     ("arg_groups/draft_files.py", "check_draft_config"): [BROKEN + "no JSON"],
@@ -608,8 +608,8 @@ VERDICTS = {
     ("configs/weight_files.py", "_indexed"): [BROKEN + "a wrong index"] * 2,
     ("configs/weight_files.py", "_safetensors"): [BROKEN + "no tensors"],
     ("configs/weight_files.py", "_pickled"): [BROKEN + "no tensors"] * 2,
-    ("arg_groups/hand_over.py", "hand_over_if_not_served"): [BY_BOTH + "pipeline parallelism"],
-    ("arg_groups/hand_over.py", "leave_to_unsupported_sglang"): [BY_NAME + "options on another SGLang"],
+    ("arg_groups/fallback.py", "fall_back_if_unsupported"): [BY_BOTH + "pipeline parallelism"],
+    ("arg_groups/fallback.py", "fall_back_on_unsupported_sglang"): [BY_NAME + "options on another SGLang"],
     ("configs/config_file.py", "read_object"): [BROKEN + "no JSON object"] * 3,
     ("configs/dflash2_config.py", "_check_selected_vocabulary"): [BROKEN + "no such selector"] * 2,
     ("configs/dflash2_config.py", "_check_groups"): [BY_BOTH + "half of a convolution", BROKEN + "groups"],
@@ -637,7 +637,7 @@ VERDICTS = {
     ("configs/peagle_config.py", "_check_ascending"): [BY_NAME + "P-EAGLE"] * 2,
     ("configs/draft_config_parser.py", "_read_checked"): [BROKEN + "transformers cannot read it"],
     ("arg_groups/draft_quantization.py", "check_draft_quantization"): [HANDED + "a draft to quantize"],
-    # The launcher reads the quantization first (`not_served.py`), and hands over other libraries' files.
+    # The launcher reads the quantization first (`support.py`), and hands over other libraries' files.
     ("configs/draft_quantization.py", "_block"): [BROKEN + "a malformed quantization"],
     ("configs/draft_quantization.py", "_compressed_scheme"): [BROKEN + "a malformed quantization"] * 5,
     ("configs/draft_quantization.py", "_read_fp8"): [BROKEN + "a malformed quantization"],

@@ -1,8 +1,8 @@
-"""The decision who serves: ours, SGLang's built-in DFLASH, or neither.
+"""The decision who serves: our DFLASH, the fallback to SGLang's built-in DFLASH, or neither.
 
-Taken once, in the launcher, before anything of ours is declared. If ours does not serve a server and the
-built-in does, the built-in runs it unchanged. Installing the plugin never ends a server that worked.
-What was requested of ours by name is refused instead, as is everything with `--speculative-dflash-strict`.
+The launcher decides once, before it declares anything. If our DFLASH does not serve a server and the built-in
+does, the built-in runs the server unchanged. So installing the plugin never ends a server that worked. There
+is no fallback if a feature was requested that only our DFLASH has, or with `--speculative-dflash-strict`.
 """
 
 import copy
@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
-from sglang_dflash.srt.arg_groups.not_served import (
+from sglang_dflash.srt.arg_groups.support import (
     chose_attention,
     dp_attention_findings,
     draft_findings,
@@ -25,7 +25,8 @@ from sglang_dflash.srt.speculative.implementation import Implementation
 
 logger = logging.getLogger(__name__)
 
-LOST = (
+# Features that the built-in lacks.
+BUILTIN_LACKS = (
     "adaptive width",
     "copies",
     "sampled drafts",
@@ -35,8 +36,8 @@ LOST = (
 )
 
 
-def find_not_served(server_args: Any) -> list[NotServed]:
-    """List everything in these arguments that ours does not serve."""
+def find_unsupported(server_args: Any) -> list[NotServed]:
+    """List everything in these arguments that our DFLASH does not serve."""
     from sglang.srt.arg_groups.model_override_base import (
         attention_backends_of,
         resolved_view,
@@ -54,11 +55,11 @@ def find_not_served(server_args: Any) -> list[NotServed]:
     ]
 
 
-def hand_over_if_not_served(server_args: Any, found: list[NotServed]) -> bool:
-    """Decide for the built-in if ours does not serve what was found, and return True.
+def fall_back_if_unsupported(server_args: Any, found: list[NotServed]) -> bool:
+    """Decide for the built-in if anything was found. Return whether it was.
 
-    Returns False if nothing was found. Raises ValueError naming everything if the built-in does not serve it
-    either, or may not.
+    Raises:
+        ValueError: The built-in does not serve what was found either, or a request forbids the fallback.
     """
     if not found:
         return False
@@ -73,18 +74,19 @@ def hand_over_if_not_served(server_args: Any, found: list[NotServed]) -> bool:
     return True
 
 
-def leave_to_unsupported_sglang(server_args: Any, what: str) -> None:
-    """Decide for the built-in on a SGLang that ours does not fit.
+def fall_back_on_unsupported_sglang(server_args: Any, what: str) -> None:
+    """Decide for the built-in of an SGLang that the plugin does not fit.
 
-    Raises ValueError if something was requested that only ours has.
+    Raises:
+        ValueError: Something was requested that the built-in lacks.
     """
-    if reasons := _reasons_of_options():
+    if reasons := _forbidding_options():
         raise ValueError(f"{what}. SGLang's built-in DFLASH does not serve instead: {'; '.join(reasons)}.")
     _decide_for_builtin(server_args, [NotServed(what, True)], logging.ERROR)
 
 
 def _decide_for_builtin(server_args: Any, found: list[NotServed], level: int = logging.WARNING) -> None:
-    lost = (*LOST, *(finding.lost for finding in found if finding.lost))
+    lost = (*BUILTIN_LACKS, *(finding.lost for finding in found if finding.lost))
     decision = Implementation.builtin(tuple(finding.what for finding in found), lost)
     decision.decide(server_args)
     DFlashOptions.FALLBACK.set(1)
@@ -102,7 +104,7 @@ def _decide_for_builtin(server_args: Any, found: list[NotServed], level: int = l
 def _reasons_to_refuse(server_args: Any, found: list[NotServed]) -> list[str]:
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
-    reasons = _reasons_of_options()
+    reasons = _forbidding_options()
     if DFlashOptions.STRICT.get():
         return reasons
     args = resolving_view(server_args)
@@ -118,8 +120,8 @@ def _reasons_to_refuse(server_args: Any, found: list[NotServed]) -> list[str]:
     return reasons
 
 
-def _reasons_of_options() -> list[str]:
-    """List the options that only ours has, or only that of strict servers."""
+def _forbidding_options() -> list[str]:
+    """Name the requested options that the built-in lacks. On a strict server, name that option alone."""
     if DFlashOptions.STRICT.get():
         return ["--speculative-dflash-strict forbids it"]
     named = []

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.srt.arg_groups.adaptive_width import resolve_adaptive
-from sglang_dflash.srt.arg_groups.dflash_args import check_copy_ahead
-from sglang_dflash.srt.arg_groups.dflash_flags import add_flags
+from sglang_dflash.srt.arg_groups.options import add_flags, resolve_adaptive
+from sglang_dflash.srt.arg_groups.resolve import check_copy_ahead
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings

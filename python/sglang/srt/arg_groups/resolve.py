@@ -11,19 +11,22 @@ import os
 from typing import Any
 
 from sglang_dflash.srt.arg_groups import draft_files
-from sglang_dflash.srt.arg_groups.adaptive_width import (
-    read_adaptive_flags,
-    resolve_adaptive,
-    simulates_acceptance,
-)
-from sglang_dflash.srt.arg_groups.draft_attention import choose_draft_attention
 from sglang_dflash.srt.arg_groups.draft_quantization import (
     check_draft_quantization,
     settle_draft_quantization,
 )
-from sglang_dflash.srt.arg_groups.hand_over import find_not_served, hand_over_if_not_served
-from sglang_dflash.srt.arg_groups.not_served import CPU_ATTENTION_BACKEND, draft_attention_findings
-from sglang_dflash.srt.arg_groups.plain_cycle import resolve_plain_cycle
+from sglang_dflash.srt.arg_groups.fallback import fall_back_if_unsupported, find_unsupported
+from sglang_dflash.srt.arg_groups.options import (
+    read_adaptive_flags,
+    resolve_adaptive,
+    resolve_plain_cycle,
+    simulates_acceptance,
+)
+from sglang_dflash.srt.arg_groups.support import (
+    CPU_ATTENTION_BACKEND,
+    choose_draft_attention,
+    draft_attention_findings,
+)
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_quantization import quantization_of
@@ -136,13 +139,17 @@ def pass_backend_lists_on_cpu(server_args: Any, previous: Any) -> None:
 def prepare(server_args: Any) -> bool:
     """Check the draft's path and decide who serves, before SGLang reads the draft's config.
 
-    Returns True if ours serves. Raises ValueError for faults that no implementation could serve.
+    Returns:
+        Whether our DFLASH serves.
+
+    Raises:
+        ValueError: A fault that no implementation could serve.
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     args = resolving_view(server_args)
     _check_draft_is_there(args.speculative_draft_model_path)
-    if hand_over_if_not_served(server_args, _find_not_served(server_args, args)):
+    if fall_back_if_unsupported(server_args, _find_unsupported(server_args, args)):
         return False
     read_adaptive_flags(server_args, SOURCE)
     return True
@@ -159,12 +166,12 @@ def _check_draft_is_there(path: str | None) -> None:
         raise ValueError(f"--speculative-draft-model-path {path!r}: no config.json there.")
 
 
-def _find_not_served(server_args: Any, args: Any) -> list[NotServed]:
-    """List what ours does not serve. Raises ValueError for what no implementation serves."""
+def _find_unsupported(server_args: Any, args: Any) -> list[NotServed]:
+    """List what our DFLASH does not serve. Raises ValueError for what no implementation serves."""
     target = read_config(args.model_path, args.revision)
     if target is not None:
         target_kind(target.get("architectures"))
-    found = find_not_served(server_args)
+    found = find_unsupported(server_args)
     if found:
         return found
     draft_files.check_draft_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
@@ -174,7 +181,7 @@ def _find_not_served(server_args: Any, args: Any) -> list[NotServed]:
     return draft_attention_findings(args, draft, target_config)
 
 
-def resolve_dflash_args(server_args: Any) -> None:
+def resolve_arguments(server_args: Any) -> None:
     """Validate and complete DFLASH's arguments. Raises ValueError naming all faults."""
     from sglang.srt.arg_groups.model_override_base import (
         attention_backends_of,

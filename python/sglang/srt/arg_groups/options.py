@@ -1,0 +1,240 @@
+"""The plugin's flags, adaptive width, and the plain cycle.
+
+The flags stand on SGLang's command line and in its `--config` files. A flag writes SGLang's field if there is
+one, else an option of `DFlashOptions`.
+"""
+
+import argparse
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
+from sglang_dflash.srt.environ import DFlashOptions, Option
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings, EagleSettingsError
+
+logger = logging.getLogger(__name__)
+
+# What a plain cycle switches off always, and the options that it switches off.
+_OFF_IN_PLAIN_CYCLE = ("adaptive verify lengths", "plans with bounds of lengths", "direct replays of graphs")
+_EXTRA: dict[str, Option[Any]] = {
+    "copies": DFlashOptions.COPY_AHEAD,
+    "packed layers of the draft": DFlashOptions.DRAFT_PACKED,
+    "the FP8 head": DFlashOptions.DRAFT_HEAD_DTYPE,
+}
+
+
+class _SetSampleMethod(argparse.Action):
+    """Probabilistic drafting is SGLang's --speculative-use-rejection-sampling."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        namespace.speculative_use_rejection_sampling = values == "probabilistic"
+        DFlashOptions.DRAFT_SAMPLE_METHOD.set(values)
+
+
+class _SetOption(argparse.Action):
+    """Set the option that the argument's `dest` names."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        getattr(DFlashOptions, self.dest).set(values)
+
+
+class _TurnOn(
+    argparse._StoreTrueAction
+):  # the class by which SGLang's config files know a flag without value
+    """Set an option to 1.
+
+    `dest` stays the flag's own name, by which SGLang 0.5.22 finds the flag of a config file.
+    """
+
+    def __init__(self, *args, option: str, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._option = option
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        getattr(DFlashOptions, self._option).set(1)
+
+
+class _TurnOffAdaptive(_TurnOn):
+    """The opposite of SGLang's --speculative-adaptive; the last of the two flags counts."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        super().__call__(parser, namespace, values, option_string)
+        namespace.speculative_adaptive = False
+
+
+def adding_flags() -> Callable[..., None]:
+    """Build a wrapper of `ServerArgs.add_cli_args` that adds our flags."""
+
+    def add_cli_args(original, parser):
+        original(parser)
+        add_flags(parser)
+
+    return add_cli_args
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add our flags to SGLang's parser."""
+    for action in parser._actions:
+        if action.dest == "speculative_draft_model_quantization":
+            action.choices = [*(action.choices or ()), PACKED]  # SGLang's list is the target's flag's too
+    group = parser.add_argument_group("sglang-dflash")
+
+    def add(flag: str, help: str, **options: Any) -> None:
+        group.add_argument(flag, default=argparse.SUPPRESS, help=help, **options)
+
+    add(
+        "--speculative-draft-sample-method",
+        "How drafted tokens of sampled requests are chosen: the draft's argmax (default), or a draw from its "
+        "distribution, verified with its true probabilities. At temperature 0 it is always the argmax.",
+        action=_SetSampleMethod,
+        choices=("greedy", "probabilistic"),
+    )
+    add(
+        "--speculative-draft-temperature-scale",
+        "Probabilistic drafting: the draft's temperature, as a multiple of the request's. Always lossless.",
+        action=_SetOption,
+        dest="DRAFT_TEMPERATURE_SCALE",
+        type=float,
+    )
+    add(
+        "--speculative-draft-sampled-slots",
+        "Probabilistic drafting: draw only this many tokens of a block, and take the argmax after them.",
+        action=_SetOption,
+        dest="DRAFT_SAMPLED_SLOTS",
+        type=int,
+    )
+    add(
+        "--speculative-draft-head-dtype",
+        "LM head used for drafting: as it is (default), or an FP8 copy of half the size (sm_89 and later). "
+        "Lossless: verification uses the head as it is.",
+        action=_SetOption,
+        dest="DRAFT_HEAD_DTYPE",
+        choices=("auto", "fp8"),
+    )
+    add(
+        "--speculative-copy-ahead",
+        "If a request's last tokens occur earlier in its prompt or output, propose what followed them there "
+        "instead of the draft's block. Cycles in which all requests copy skip the draft. Lossless.",
+        action=_TurnOn,
+        option="COPY_AHEAD",
+    )
+    add(
+        "--speculative-dflash-strict",
+        "If this plugin does not serve a draft, flag or device that SGLang's built-in DFLASH serves, end the "
+        "start. By default the built-in serves, and a warning says why.",
+        action=_TurnOn,
+        option="STRICT",
+    )
+    add(
+        "--no-speculative-adaptive",
+        "Always verify whole blocks. By default each cycle on a CPU verifies as many drafted tokens as pay "
+        "off; on a GPU that needs --speculative-adaptive.",
+        action=_TurnOffAdaptive,
+        option="NO_ADAPTIVE",
+    )
+
+
+def read_adaptive_flags(server_args: Any, source: str) -> None:
+    """Keep the requested settings of adaptive width as an option. Raises ValueError for an unusable file."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    args = resolving_view(server_args)
+    DFlashOptions.ADAPTIVE.clear()
+    config = args.speculative_adaptive_config
+    if config is not None and not args.speculative_adaptive and DFlashOptions.NO_ADAPTIVE.get():
+        raise ValueError("--speculative-adaptive-config has no effect with --no-speculative-adaptive.")
+    if config is None and not args.speculative_adaptive:
+        return
+    try:
+        settings = AdaptiveSettings.read(config)
+    except EagleSettingsError as error:
+        logger.warning("DFLASH does not follow --speculative-adaptive-config %r: %s", config, error)
+        settings = AdaptiveSettings()
+    settings.to_environment()
+    # SGLang's own switch means EAGLE's widths, policy and config file, from which it would size its buffers.
+    # Ours are never wider than a block.
+    declare_resolution(server_args, source, speculative_adaptive=False)
+
+
+def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveSettings | None:
+    """Return the settings that the server will run with, or None to verify whole blocks.
+
+    By default, adaptive width is on for a CPU unless it is impossible. If it was requested and is impossible,
+    a warning says so. Raises ValueError if the block cannot hold a requested width.
+    """
+    if DFlashOptions.PLAIN_CYCLE.get():
+        return None
+    settings = AdaptiveSettings.from_environment()
+    impossible = _first(
+        (is_recurrent and args.enable_linear_replayssm_spec, "not supported with ReplaySSM"),
+        (
+            args.attn_dp_size > 1,
+            "not supported with DP attention, where each rank would choose its own width",
+        ),
+        (
+            bool(args.enable_lora or args.lora_paths) and args.device != "cpu",
+            "not supported with LoRA on a GPU, where SGLang sizes the adapters' graphs for one width",
+        ),
+        (
+            simulates_acceptance(),
+            "not supported with SGLANG_SIMULATE_ACC_LEN: it would learn from made-up accept lengths",
+        ),
+    )
+    if settings is not None and impossible:
+        logger.warning("DFLASH verifies whole blocks: --speculative-adaptive is %s.", impossible)
+        DFlashOptions.ADAPTIVE.clear()
+        return None
+    if settings is None and not DFlashOptions.NO_ADAPTIVE.get():
+        reason = impossible or _first(
+            (
+                args.device != "cpu",
+                "off by default on a GPU until it has been measured on one (--speculative-adaptive)",
+            ),
+            (block_size == 1, "pointless with a block of 1"),
+            (args.disaggregation_mode == "prefill", "pointless on a server that only prefills"),
+        )
+        if reason:
+            logger.info("DFLASH verifies whole blocks: adaptive width is %s.", reason)
+            return None
+        settings = AdaptiveSettings()
+        settings.to_environment()
+    if settings is not None:
+        logger.info(
+            "DFLASH: each cycle verifies as many slots of a block as pay off, one of %s "
+            "(--no-speculative-adaptive: always all).",
+            list(settings.widths(block_size, args.device)),
+        )
+    return settings
+
+
+def _first(*reasons: tuple[bool, str]) -> str | None:
+    return next((reason for applies, reason in reasons if applies), None)
+
+
+def simulates_acceptance() -> bool:
+    return float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or -1) > 0
+
+
+def resolve_plain_cycle(args: Any) -> dict[str, Any]:
+    """Log what the plain cycle switches off, and return the fields of SGLang that it changes.
+
+    Our own options have their defaults with it (`Option.is_extra`). Call it when they are final.
+    """
+    if not DFlashOptions.PLAIN_CYCLE.get():
+        return {}
+    off = [
+        *_OFF_IN_PLAIN_CYCLE,
+        *(part for part, option in _EXTRA.items() if option.requested() != option.default),
+    ]
+    replays_states = args.enable_linear_replayssm_spec
+    if replays_states:
+        off.append("ReplaySSM (--enable-linear-replayssm-spec)")
+    logger.warning(
+        "DFLASH verifies whole blocks with SGLang's own plans and replays (%s=1). Off: %s.",
+        DFlashOptions.PLAIN_CYCLE.variable,
+        ", ".join(off),
+    )
+    return {"enable_linear_replayssm_spec": False} if replays_states else {}
