@@ -15,8 +15,8 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from support.engine import Pools
 
-from sglang_dflash.srt.layers.attention import torch_native_spec
-from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend, cuts_by_length
+from sglang_dflash.srt.hardware_backend.cpu import attention
+from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend, cuts_by_length
 
 TOLERANCE = 1e-5
 HEAD_DIM = 16
@@ -26,7 +26,7 @@ HEAD_DIM = 16
 def segment_cost(request):
     """Run this file twice: unequal requests cut into segments everywhere, and nowhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_native_spec, "SEGMENT_COST", request.param)
+        patch.setattr(attention, "SEGMENT_COST", request.param)
         yield
 
 

@@ -7,7 +7,7 @@ import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 import torch
 
-from sglang_dflash.srt.hardware_backend.cpu.speedups.fused_norm_rope import fused_rms_norm, fused_rotation
+from sglang_dflash.srt.hardware_backend.cpu.speedups import fused_rms_norm, fused_rotation
 
 
 def norm(dtype, **changes):

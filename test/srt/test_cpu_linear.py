@@ -6,7 +6,7 @@ import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 import torch
 
-from sglang_dflash.srt.hardware_backend.cpu.speedups import linear
+from sglang_dflash.srt.hardware_backend.cpu import speedups
 
 
 @pytest.fixture
@@ -14,9 +14,9 @@ def as_if(monkeypatch):
     """Return `apply` as it is on a CPU of this kind."""
 
     def of(has_avx512: bool, multiplies_bfloat16: bool):
-        monkeypatch.setattr(linear, "has_avx512", lambda: has_avx512)
-        monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: multiplies_bfloat16)
-        return linear.linear_for_this_cpu()
+        monkeypatch.setattr(speedups, "has_avx512", lambda: has_avx512)
+        monkeypatch.setattr(speedups, "multiplies_bfloat16", lambda: multiplies_bfloat16)
+        return speedups.linear_for_this_cpu()
 
     return of
 
@@ -92,6 +92,6 @@ def test_installing_twice_wraps_once(monkeypatch):
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     original = UnquantizedLinearMethod.apply
-    monkeypatch.setattr(UnquantizedLinearMethod, "apply", linear.linear_for_this_cpu())
-    again = linear.linear_for_this_cpu()
+    monkeypatch.setattr(UnquantizedLinearMethod, "apply", speedups.linear_for_this_cpu())
+    again = speedups.linear_for_this_cpu()
     assert again.__wrapped__ is original or again.__wrapped__ is getattr(original, "__wrapped__", None)

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from support.draft_cases import Case, FakePlan, lm_head
 
-from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
+from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend
 from sglang_dflash.srt.speculative.dflash_info import Cycle
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.window import WindowView

@@ -11,8 +11,8 @@ from support.cpu_room import recurrent_targets
 from torch.nn.functional import softplus
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
-from sglang_dflash.srt.hardware_backend.cpu import fused_layers, recurrent_states
 from sglang_dflash.srt.hardware_backend.cpu import gated_delta_rule as ours
+from sglang_dflash.srt.hardware_backend.cpu import operators
 from sglang_dflash.srt.hardware_backend.cpu.operators import MissingOperator, Operators, install
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CHANNELS, WIDTH = 2, 4, 16, 8, 12, 4
@@ -202,12 +202,12 @@ def test_norms_gates_and_splits():
     x, z = torch.randn(6, 16), torch.randn(6, 16)
     norm = reference.Qwen3_5RMSNormGated(16, eps=1e-6)
     torch.nn.init.normal_(norm.weight)
-    close(fused_layers.layernorm_fn(x, norm.weight, None, z=z, is_rms_norm=True), norm(x, z))
+    close(operators.layernorm_fn(x, norm.weight, None, z=z, is_rms_norm=True), norm(x, z))
     close(recurrent_targets.rms_norm_gated(x, z, norm.weight, None, "silu"), norm(x, z))
     gemma = reference.Qwen3_5RMSNorm(8, eps=1e-6)
     torch.nn.init.normal_(gemma.weight)
     q_gate, k = torch.randn(5, 3 * 16), torch.randn(5, 2 * 8)
-    q, keys, gate = fused_layers.fused_qk_gemma_rmsnorm_with_gate_cpu(
+    q, keys, gate = operators.fused_qk_gemma_rmsnorm_with_gate_cpu(
         q_gate, k, gemma.weight, gemma.weight, 1e-6, 8, 3
     )
     want_q, want_gate = q_gate.view(5, 3, 16).chunk(2, dim=-1)
@@ -215,9 +215,9 @@ def test_norms_gates_and_splits():
     close(keys.view(5, 2, 8), gemma(k.view(5, 2, 8)))
     assert torch.equal(gate.view(5, 3, 8), want_gate)
     gated = x.clone()
-    fused_layers.fused_sigmoid_mul_cpu(gated, z)
+    operators.fused_sigmoid_mul_cpu(gated, z)
     close(gated, x * z.sigmoid())
-    qkv, zs, b, a = fused_layers.fused_qkvzba_split_reshape_cat_contiguous_cpu(
+    qkv, zs, b, a = operators.fused_qkvzba_split_reshape_cat_contiguous_cpu(
         torch.arange(2 * 28).view(2, 28), torch.arange(2 * 8).view(2, 8), 2, 4, 3, 2
     )
     assert qkv[0].tolist() == list(range(20)) and zs[0].flatten().tolist() == list(range(20, 28))
@@ -237,7 +237,7 @@ def test_what_is_committed_is_what_was_accepted():
         intermediate_ssm = torch.randn(layers, rows, steps, 2, 2)
         intermediate_conv_window = [torch.randn(layers, rows, steps, 3), torch.randn(layers, rows, steps, 5)]
 
-    recurrent_states.scatter_mamba_states_after_mtp_verify(
+    operators.scatter_mamba_states_after_mtp_verify(
         Caches,
         torch.tensor([5, 2, 7], dtype=torch.int32),
         torch.tensor([0, 3, 2]),
@@ -265,7 +265,7 @@ def test_a_target_without_one_kind_of_state():
         intermediate_conv_window = [torch.ones(2, 3, 4, 3), None]
 
     slots, steps = torch.tensor([5, 2, 7]), torch.tensor([0, 3, -1])
-    recurrent_states.scatter_mamba_states_after_mtp_verify(Caches, slots, steps, None, None)
+    operators.scatter_mamba_states_after_mtp_verify(Caches, slots, steps, None, None)
     assert Caches.conv[0].sum(dim=(0, 2)).nonzero().flatten().tolist() == [2, 5]
     recurrent_targets.fused_conv_window_scatter_with_mask(Caches.conv[1], None, slots, steps)
 
@@ -274,7 +274,7 @@ def test_states_are_tracked_where_the_mask_says():
     conv, ssm = torch.randn(2, 6, 3), torch.randn(2, 6, 4)
     before = conv.clone(), ssm.clone()
     mask = torch.tensor([True, False, True])
-    recurrent_states.track_mamba_states_all_layers(
+    operators.track_mamba_states_all_layers(
         conv, ssm, torch.tensor([1, 2, 3]), mask, torch.tensor([4, 5, -1]), 3
     )
     for pool, old in zip((conv, ssm), before):
@@ -287,7 +287,7 @@ def test_states_are_tracked_where_the_mask_says():
 @pytest.mark.parametrize("positions", [None, [1, 1, 0]])
 def test_the_slots_of_snapshots(whose, positions):
     """A request's next buffer is taken, or the one that was planned; a freed request has none."""
-    choose = recurrent_states
+    choose = operators
     if whose == "SGLang":
         import sglang  # loads our platform plugin before any of SGLang's modules
 

@@ -17,7 +17,7 @@ from support.parity import assert_same
 from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
 from support.servers import FLOAT32
 
-from sglang_dflash.srt.hardware_backend.cpu import ranks
+from sglang_dflash.srt.hardware_backend.cpu import arguments
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def serve_both(server: Server, requests: list[dict], penalized: list[dict]) -> t
 
 
 def wider_draft(folder: Path) -> Path:
-    """Widen the MLPs of the bundled draft by 32 zero rows; SGLang pads for two ranks."""
+    """Widen the MLPs of the bundled draft by 32 zero rows; SGLang pads for two arguments."""
     inner = read_config(DRAFT)["intermediate_size"]
 
     def widen(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -103,7 +103,7 @@ def test_two_replicas(servers, reference, prompts):
     ],
 )
 def test_cpus_are_shared_out(cpus, count, expected):
-    assert ranks.groups_of_cpus(cpus, count) == expected
+    assert arguments.groups_of_cpus(cpus, count) == expected
 
 
 def args_of(**changes) -> SimpleNamespace:
@@ -117,23 +117,23 @@ def environment(monkeypatch):
     """Replacement for `os.environ`, into which pytest writes."""
     found: dict[str, str] = {}
     monkeypatch.setattr(
-        ranks, "os", SimpleNamespace(environ=found, sched_getaffinity=lambda pid: {0, 1, 2, 3, 4, 5})
+        arguments, "os", SimpleNamespace(environ=found, sched_getaffinity=lambda pid: {0, 1, 2, 3, 4, 5})
     )
     return found
 
 
 def test_one_rank_is_left_as_it_was(environment):
-    ranks.prepare_ranks(args_of())
+    arguments.prepare_ranks(args_of())
     assert environment == {}
 
 
 def test_ranks_get_their_share(environment):
-    ranks.prepare_ranks(args_of(tp_size=2, dp_size=2, base_gpu_id=1, gpu_id_step=2))
-    assert environment[ranks.NUM_THREADS] == "1"
-    assert len(environment[ranks.THREADS_BIND].split("|")) == 1 + 2 * 4  # the last device is number 7
+    arguments.prepare_ranks(args_of(tp_size=2, dp_size=2, base_gpu_id=1, gpu_id_step=2))
+    assert environment[arguments.NUM_THREADS] == "1"
+    assert len(environment[arguments.THREADS_BIND].split("|")) == 1 + 2 * 4  # the last device is number 7
 
 
 def test_user_settings_are_not_changed(environment):
-    environment |= {ranks.THREADS_BIND: "4|5", ranks.NUM_THREADS: "3"}
-    ranks.prepare_ranks(args_of(tp_size=2))
-    assert environment == {ranks.THREADS_BIND: "4|5", ranks.NUM_THREADS: "3"}
+    environment |= {arguments.THREADS_BIND: "4|5", arguments.NUM_THREADS: "3"}
+    arguments.prepare_ranks(args_of(tp_size=2))
+    assert environment == {arguments.THREADS_BIND: "4|5", arguments.NUM_THREADS: "3"}

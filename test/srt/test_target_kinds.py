@@ -6,7 +6,7 @@ import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from support.families import FAMILIES
 
-from sglang_dflash.srt.hardware_backend.cpu.limits import check_runs_on_cpu
+from sglang_dflash.srt.hardware_backend.cpu.arguments import check_runs_on_cpu
 from sglang_dflash.srt.speculative.targets import kinds as target_kinds
 from sglang_dflash.srt.speculative.targets.kinds import (
     VERIFIED_TARGETS,

@@ -23,7 +23,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils.hf_transformers_utils import get_config
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
-from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
+from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 
 

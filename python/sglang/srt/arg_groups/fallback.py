@@ -1,4 +1,4 @@
-"""The decision who serves: our DFLASH, the fallback to SGLang's built-in DFLASH, or neither.
+"""The decision who serves: our DFLASH, SGLang's built-in DFLASH as the fallback, or none.
 
 The launcher decides once, before it declares anything. If our DFLASH does not serve a server and the built-in
 does, the built-in runs the server unchanged. So installing the plugin never ends a server that worked. There
@@ -121,7 +121,7 @@ def _reasons_to_refuse(server_args: Any, found: list[NotServed]) -> list[str]:
 
 
 def _forbidding_options() -> list[str]:
-    """Name the requested options that the built-in lacks. On a strict server, name that option alone."""
+    """Name the requested options that forbid the fallback. A strict server names one."""
     if DFlashOptions.STRICT.get():
         return ["--speculative-dflash-strict forbids it"]
     named = []

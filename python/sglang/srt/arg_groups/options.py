@@ -137,7 +137,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_adaptive_flags(server_args: Any, source: str) -> None:
-    """Keep the requested settings of adaptive width as an option. Raises ValueError for an unusable file."""
+    """Keep the requested settings of adaptive width as an option.
+
+    Raises:
+        ValueError: The config file cannot be used.
+    """
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 

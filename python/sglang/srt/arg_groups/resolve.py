@@ -22,11 +22,7 @@ from sglang_dflash.srt.arg_groups.options import (
     resolve_plain_cycle,
     simulates_acceptance,
 )
-from sglang_dflash.srt.arg_groups.support import (
-    CPU_ATTENTION_BACKEND,
-    choose_draft_attention,
-    draft_attention_findings,
-)
+from sglang_dflash.srt.arg_groups.support import choose_draft_attention, draft_attention_findings
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_quantization import quantization_of
@@ -34,7 +30,7 @@ from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, differences
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
+from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
 from sglang_dflash.srt.speculative.targets.kinds import target_kind
@@ -43,12 +39,6 @@ from sglang_dflash.srt.speculative.targets.states import check_states_are_commit
 logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dflash"
-# SGLang sizes the KV pool by free memory, which on a laptop is nearly all of it, and zeroes every byte at
-# start-up.
-CPU_MAX_TOTAL_TOKENS = 65536
-# The same for recurrent states, of which a running request holds up to five.
-CPU_MAX_RECURRENT_STATES = 256
-
 # Verify logits are [requests * block_size, vocab] in float32: an unbounded batch would not fit. SGLang caps
 # its other speculative algorithms at the same number.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
@@ -76,64 +66,6 @@ _IGNORED_FLAGS = (
         "--speculative-accept-threshold-acc: acceptance is always exact",
     ),
 )
-
-
-def default_cpu_args(server_args: Any, previous: Any) -> None:
-    """Wrap SGLang's `handle_cpu_backends`; installed only if the CPU stand-in serves."""
-    from sglang.srt.arg_groups.model_override_base import resolving_view
-
-    args = resolving_view(server_args)
-    if args.device == "cpu":
-        _default_on_cpu(server_args, args)
-        prepare_ranks(args)
-    previous(server_args)
-
-
-def _default_on_cpu(server_args: Any, args: Any) -> None:
-    from sglang.srt.arg_groups.overrides import declare_resolution
-
-    defaults: dict[str, Any] = {}
-    if args.attention_backend is None:
-        defaults["attention_backend"] = CPU_ATTENTION_BACKEND
-    if args.mem_fraction_static is None:
-        if args.max_total_tokens is None:
-            defaults["max_total_tokens"] = CPU_MAX_TOTAL_TOKENS
-        if args.max_mamba_cache_size is None:
-            defaults["max_mamba_cache_size"] = CPU_MAX_RECURRENT_STATES
-    if defaults:
-        declare_resolution(server_args, SOURCE, **defaults)
-    if args.dtype in ("float", "float32"):
-        # For any model dtype, SGLang keeps a convolution's last inputs in bf16, and then fails to write them.
-        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
-
-
-# SGLang has a list of attention backends for these. Its own torch_native, without sinks and windows, is not
-# on it.
-_LISTED_BACKENDS_ONLY = ("GptOssForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
-_CPU_BACKEND_ON_THE_LISTS = "intel_amx"
-
-
-def pass_backend_lists_on_cpu(server_args: Any, previous: Any) -> None:
-    """Let the targets of SGLang's lists pass with the CPU's attention.
-
-    Installed only if the CPU stand-in serves: there `torch_native` is our attention, with sinks and windows.
-    """
-    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
-    from sglang.srt.arg_groups.overrides import declare_resolution
-
-    args = resolving_view(server_args)
-    if args.device != "cpu" or args.attention_backend != CPU_ATTENTION_BACKEND:
-        return previous(server_args)
-    architecture = model_config_of(server_args).hf_config.architectures[0]
-    if architecture not in _LISTED_BACKENDS_ONLY:
-        return previous(server_args)
-    if architecture == "GptOssForCausalLM" and args.moe_runner_backend == "auto":
-        # The default is Triton's kernels, whose weight layout the CPU path cannot read; "triton" has a
-        # PyTorch twin.
-        declare_resolution(server_args, SOURCE, moe_runner_backend="triton")
-    declare_resolution(server_args, SOURCE, attention_backend=_CPU_BACKEND_ON_THE_LISTS)
-    previous(server_args)
-    declare_resolution(server_args, SOURCE, attention_backend=CPU_ATTENTION_BACKEND)
 
 
 def prepare(server_args: Any) -> bool:
@@ -167,7 +99,11 @@ def _check_draft_is_there(path: str | None) -> None:
 
 
 def _find_unsupported(server_args: Any, args: Any) -> list[NotServed]:
-    """List what our DFLASH does not serve. Raises ValueError for what no implementation serves."""
+    """List what our DFLASH does not serve.
+
+    Raises:
+        ValueError: No implementation serves it.
+    """
     target = read_config(args.model_path, args.revision)
     if target is not None:
         target_kind(target.get("architectures"))

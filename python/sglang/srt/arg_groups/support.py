@@ -1,4 +1,4 @@
-"""Rules that find what our DFLASH does not serve, and the choice of the draft's attention backend."""
+"""Rules of what our DFLASH does not serve, and the choice of a draft's attention backend."""
 
 import logging
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ from sglang_dflash.srt.configs.served_checkpoints import (
     checkpoint_quantization,
     is_dflash_draft,
 )
+from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)
 
 # Backends that verify a chain by their causal flag, without a mask.
 TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")
-CPU_ATTENTION_BACKEND = "torch_native"
 
 # Targets whose embedding SGLang splits over all ranks, also with DP attention.
 SPLIT_EMBEDDINGS = (

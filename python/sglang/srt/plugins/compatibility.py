@@ -49,7 +49,9 @@ def why_off() -> str | None:
 
 
 def leave_to_sglang(server_args: Any) -> bool:
-    """Tell whether our DFLASH does not fit this SGLang. The built-in serves then, and the log says why.
+    """Decide for the built-in if our DFLASH does not fit this SGLang.
+
+    The log says why. Returns whether the built-in serves.
 
     Raises:
         ValueError: Something was requested that the built-in lacks.

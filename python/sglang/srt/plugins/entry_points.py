@@ -1,4 +1,4 @@
-"""The functions that SGLang calls: at load, in its argument pipeline, and for a CPU's attention.
+"""The functions that SGLang calls: entry points, argument steps, and a CPU's attention.
 
 Both entry points are named `dflash`, so SGLANG_PLUGINS switches both. SGLang imports this file inside
 `import sglang`, so each function imports what it needs when it is called.
@@ -69,14 +69,14 @@ def register_at_load() -> None:
     from sglang.srt.configs.model_config_parser_registry import register_model_config_parser
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    from sglang_dflash.srt.arg_groups import resolve
     from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+    from sglang_dflash.srt.hardware_backend.cpu.arguments import set_defaults
     from sglang_dflash.srt.plugins import algorithm
 
     algorithm.register()
     wrappers = dict(zip(STEPS, (detect_speculators_model, resolve_speculative_decoding), strict=True))
     if runtime.is_active():
-        wrappers |= zip(CPU_STEPS, (resolve.default_cpu_args, adjust_to_cpu), strict=True)
+        wrappers |= zip(CPU_STEPS, (set_defaults, adjust_to_cpu), strict=True)
         register_attention_backend("torch_native")(cpu_attention)
     for step, wrapper in wrappers.items():
         register_resolution_hook(step)(wrapper)
@@ -179,14 +179,13 @@ def adjust_to_cpu(server_args: Any, previous: Any) -> None:
     """Wrap `handle_model_specific_adjustments` on a CPU: refuse what does not run there."""
     from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 
-    from sglang_dflash.srt.arg_groups import resolve
-    from sglang_dflash.srt.hardware_backend.cpu.limits import check_runs_on_cpu
+    from sglang_dflash.srt.hardware_backend.cpu.arguments import check_runs_on_cpu, pass_backend_lists
 
     args = resolving_view(server_args)
     if args.device == "cpu":
         with refusing():
             check_runs_on_cpu(args, model_config_of(server_args))
-    resolve.pass_backend_lists_on_cpu(server_args, previous)
+    pass_backend_lists(server_args, previous)
 
 
 def cpu_attention(runner: Any) -> Any:
@@ -201,12 +200,12 @@ def cpu_attention(runner: Any) -> Any:
         AttnForwardMethod,
     )
 
-    from sglang_dflash.srt.layers.attention import torch_native_spec
+    from sglang_dflash.srt.hardware_backend.cpu import attention
     from sglang_dflash.srt.plugins import patch, patches
 
-    if not torch_native_spec.is_needed(runner):
-        return torch_native_spec.TorchNativeAttnBackend(runner)
+    if not attention.is_needed(runner):
+        return attention.TorchNativeAttnBackend(runner)
     patch.install(patches.AT_CPU_ATTENTION)
     # The method that SGLang takes for want of one, Triton's, reads latents as keys.
-    AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
-    return torch_native_spec.TorchNativeSpecAttnBackend(runner)
+    AttentionBackendRegistry.register("torch_native", lambda layer, forward_batch: AttnForwardMethod.MLA)
+    return attention.TorchNativeSpecAttnBackend(runner)

@@ -34,7 +34,7 @@ AT_CPU_LOAD = (
         feature=RECURRENT,
         signature="()",
         why="the CPU runtime keeps snapshots of recurrent states for the prefix cache, SGLang only on GPUs",
-        build=load_ours("srt.hardware_backend.cpu.recurrent_states.supports_snapshots"),
+        build=load_ours("srt.hardware_backend.cpu.operators.supports_snapshots"),
     ),
     *(
         CpuPatch(
@@ -44,7 +44,7 @@ AT_CPU_LOAD = (
             feature=RECURRENT,
             signature=signature,
             why="SGLang copies recurrent states between slots in Triton, which a CPU cannot run",
-            build=load_ours(f"srt.hardware_backend.cpu.recurrent_states.{name}"),
+            build=load_ours(f"srt.hardware_backend.cpu.operators.{name}"),
         )
         for name, upstream, signature in (
             (
@@ -68,7 +68,7 @@ AT_CPU_LOAD = (
         feature=RECURRENT,
         signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
         why="the output norm of GatedDeltaNet is a Triton kernel except on CPUs with AMX",
-        build=load_ours("srt.hardware_backend.cpu.fused_layers.layernorm_fn"),
+        build=load_ours("srt.hardware_backend.cpu.operators.layernorm_fn"),
     ),
     CpuPatch(
         target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
@@ -77,7 +77,7 @@ AT_CPU_LOAD = (
         feature="targets with shared experts on a CPU",
         signature="(hidden_states, gate_weight, shared_output, output, do_add)",
         why="the gate of a shared expert (Qwen3.5 MoE) is a Triton kernel on any device",
-        build=load_ours("srt.hardware_backend.cpu.fused_layers.launch_fused_gate_sigmoid_mul"),
+        build=load_ours("srt.hardware_backend.cpu.operators.launch_fused_gate_sigmoid_mul"),
     ),
     CpuPatch(
         target="torch.Tensor.pin_memory",
@@ -85,7 +85,7 @@ AT_CPU_LOAD = (
         upstream="docs/dev/upstream/cpu-operators.md",
         feature=RECURRENT,
         why="SGLang pins a tensor in every decode step with states; PyTorch refuses without an accelerator",
-        build=load_ours("srt.hardware_backend.cpu.recurrent_states.pin_nothing"),
+        build=load_ours("srt.hardware_backend.cpu.operators.pin_nothing"),
     ),
     CpuPatch(
         target="sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
@@ -95,7 +95,7 @@ AT_CPU_LOAD = (
         feature=RECURRENT,
         signature="(batch, track_positions)",
         why="SGLang 0.5.22 pins a tensor in every decode step with states, whatever the device",
-        build=load_ours("srt.hardware_backend.cpu.recurrent_states.set_mamba_track_indices_from_reqs"),
+        build=load_ours("srt.hardware_backend.cpu.operators.set_mamba_track_indices_from_reqs"),
     ),
     CpuPatch(
         target="sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
@@ -104,12 +104,12 @@ AT_CPU_LOAD = (
         feature="several ranks on a CPU",
         signature="()",
         why="if PyTorch brings NCCL, two ranks on a CPU get a communicator that needs a device",
-        build=load_ours("srt.hardware_backend.cpu.ranks.find_nccl_library"),
+        build=load_ours("srt.hardware_backend.cpu.arguments.find_nccl_library"),
     ),
 )
 
 # Equal results in less time. Each entry can be removed alone, with its function in
-# `hardware_backend/cpu/speedups/` and that function's test.
+# `hardware_backend/cpu/speedups.py` and that function's test.
 AT_CPU_ATTENTION = (
     CpuPatch(
         target="sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
@@ -119,7 +119,7 @@ AT_CPU_ATTENTION = (
         signature="(self, layer, x, bias)",
         why="PyTorch takes MKL for float32, twice as slow as oneDNN, and loops over bfloat16 rows without "
         "AVX-512",
-        build=call_ours("srt.hardware_backend.cpu.speedups.linear.linear_for_this_cpu"),
+        build=call_ours("srt.hardware_backend.cpu.speedups.linear_for_this_cpu"),
     ),
     CpuPatch(
         target="sglang.srt.layers.layernorm.RMSNorm.forward_native",
@@ -128,7 +128,7 @@ AT_CPU_ATTENTION = (
         feature=SPEED,
         signature="(self, x, residual, post_residual_addition, quant_linear)",
         why="SGLang's norm takes six operators, PyTorch has one that computes the same",
-        build=call_ours("srt.hardware_backend.cpu.speedups.fused_norm_rope.fused_rms_norm"),
+        build=call_ours("srt.hardware_backend.cpu.speedups.fused_rms_norm"),
     ),
     CpuPatch(
         target="sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
@@ -137,7 +137,7 @@ AT_CPU_ATTENTION = (
         feature=SPEED,
         signature="(self, positions, query, key, offsets, fused_set_kv_buffer_arg)",
         why="SGLang rotates queries and keys one after the other, in twice the operators",
-        build=call_ours("srt.hardware_backend.cpu.speedups.fused_norm_rope.fused_rotation"),
+        build=call_ours("srt.hardware_backend.cpu.speedups.fused_rotation"),
     ),
 )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from support.cpu_room import recurrent_targets, transfer
 
-from sglang_dflash.srt.hardware_backend.cpu import limits
+from sglang_dflash.srt.hardware_backend.cpu import arguments
 from sglang_dflash.srt.plugins.patch import Patch
 from sglang_dflash.srt.plugins.patches import CpuPatch
 
@@ -62,10 +62,10 @@ RECURRENT_TARGETS = (
 def serve_transfer(patches: Any) -> None:
     """Let a server send its KV to another one or to the host."""
     patches.AT_LOAD = (*patches.AT_LOAD, *TRANSFER)
-    limits.FEATURES = ()
+    arguments.FEATURES = ()
 
 
 def serve_recurrent_targets(patches: Any) -> None:
     """Let a server run Qwen3-Next, LFM2 and LFM2-MoE, and ReplaySSM with interpreted kernels."""
     patches.AT_LOAD = (*patches.AT_LOAD, *RECURRENT_TARGETS)
-    limits.RECURRENT_TARGETS = (*limits.RECURRENT_TARGETS, "qwen3_next", "lfm2", "lfm2_moe")
+    arguments.RECURRENT_TARGETS = (*arguments.RECURRENT_TARGETS, "qwen3_next", "lfm2", "lfm2_moe")

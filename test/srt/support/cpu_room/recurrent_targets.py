@@ -5,13 +5,13 @@ Names and parameters are those of SGLang's Triton kernels.
 
 import torch
 
-from sglang_dflash.srt.hardware_backend.cpu.fused_layers import layernorm_fn
 from sglang_dflash.srt.hardware_backend.cpu.gated_delta_rule import (
     causal_conv1d_fn_cpu,
     causal_conv1d_update_cpu,
 )
-from sglang_dflash.srt.hardware_backend.cpu.recurrent_states import (
+from sglang_dflash.srt.hardware_backend.cpu.operators import (
     copy_step,
+    layernorm_fn,
     track_mamba_states_all_layers,
 )
 

@@ -1,16 +1,186 @@
-"""Operators of `torch.ops.sgl_kernel` in the CPU stand-in, and the error for all others."""
+"""Operators of SGLang's CPU path in PyTorch, with SGLang's names and arguments.
+
+They are those of the CPU stand-in's `torch.ops.sgl_kernel`, fused layers of Qwen3.5 and related targets, and
+copies between recurrent states, which SGLang does in Triton. State pools are [layers, slots, ...]. A request
+with a negative slot or step is left out.
+"""
 
 import torch
 
-from sglang_dflash.srt.hardware_backend.cpu import fused_layers, gated_delta_rule
+from sglang_dflash.srt.hardware_backend.cpu import gated_delta_rule
+
+# -- fused layers
+
+
+def fused_sigmoid_mul_cpu(x, gate):
+    """Multiply x by sigmoid(gate) in place, both [tokens, features]."""
+    x.mul_(gate.reshape(x.shape).float().sigmoid())
+
+
+def fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim):
+    """Normalise heads by 1 + weight: [tokens, heads * dim] -> [tokens * heads, dim]."""
+    q, k = q.reshape(-1, head_dim), k.reshape(-1, head_dim)
+    return _gemma_rmsnorm(q, q_weight, eps), _gemma_rmsnorm(k, k_weight, eps)
+
+
+def fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, eps, head_dim, num_heads):
+    """Split q_gate [tokens, heads * 2 * head_dim], normalise q and k; return q, k, gate."""
+    q, gate = q_gate.reshape(-1, num_heads, 2 * head_dim).split(head_dim, dim=-1)
+    q, k = fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim)
+    return q, k, gate.contiguous().view(-1, head_dim)
+
+
+def fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, num_heads_qk, num_heads_v, head_qk, head_v):
+    """Split q | k | v | z and b | a, [tokens, ...]; z becomes [tokens, heads, value dim]."""
+    qkv, z = qkvz.split([2 * num_heads_qk * head_qk + num_heads_v * head_v, num_heads_v * head_v], dim=-1)
+    b, a = ba.split([num_heads_v, num_heads_v], dim=-1)
+    return qkv.contiguous(), z.reshape(-1, num_heads_v, head_v), b.contiguous(), a.contiguous()
+
+
+def layernorm_fn(
+    x,
+    weight,
+    bias,
+    z=None,
+    eps=1e-6,
+    group_size=None,
+    norm_before_gate=True,
+    is_rms_norm=False,
+    activation="swish",
+):
+    """Compute norm(x) * activation(z), or norm(x * activation(z)) unless `norm_before_gate`.
+
+    `x` and `z` are [.., features]. `group_size` features are normalised together, or all features if it is
+    None.
+    """
+    y = x.float()
+    gate = None
+    if z is not None:
+        gate = z.float().sigmoid() if activation == "sigmoid" else torch.nn.functional.silu(z.float())
+    if gate is not None and not norm_before_gate:
+        y = y * gate
+    groups = y.unflatten(-1, (-1, group_size or y.shape[-1]))
+    if not is_rms_norm:
+        groups = groups - groups.mean(-1, keepdim=True)
+    y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2) * weight.float()
+    if bias is not None:
+        y = y + bias.float()
+    if gate is not None and norm_before_gate:
+        y = y * gate
+    return y.to(x.dtype)
+
+
+def launch_fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output, output, do_add):
+    """Write a shared expert's output times its gate to `output`, or add it if `do_add`.
+
+    `gate_weight` is [hidden], the other tensors are [tokens, hidden].
+    """
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()
+    gated = shared_output.float() * gate[:, None]
+    output.copy_(output.float() + gated if do_add else gated)
+
+
+def _gemma_rmsnorm(x, weight, eps):
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y * (1 + weight.float())).to(x.dtype)
+
+
+# -- recurrent states
+
+
+def supports_snapshots():
+    """Tell SGLang that snapshots of states for the prefix cache are kept here."""
+    return True
+
+
+def pin_nothing(tensor, device=None):
+    """Return a tensor as it is, in place of `torch.Tensor.pin_memory`."""
+    return tensor
+
+
+def track_mamba_states_all_layers(
+    conv_states_pool,
+    ssm_states_pool,
+    cache_indices,
+    mamba_track_mask,
+    mamba_track_indices,
+    batch_size,
+    check_freed_slots=False,
+):
+    """Copy states of requests in `mamba_track_mask` [bs] for the prefix cache."""
+    source, target = cache_indices[:batch_size].long(), mamba_track_indices[:batch_size].long()
+    tracked = mamba_track_mask[:batch_size] & (source >= 0) & (target >= 0)
+    for pool in (conv_states_pool, ssm_states_pool):
+        pool[:, target[tracked]] = pool[:, source[tracked]]
+
+
+def scatter_mamba_states_after_mtp_verify(
+    mamba_caches,
+    state_indices_tensor,
+    last_correct_step_indices,
+    mamba_track_indices,
+    mamba_steps_to_track,
+    src_indices_raw=None,
+):
+    """Make the states after each request's last accepted token its states.
+
+    States after a token on the prefix cache's grid are copied for the cache as well. The verify forward wrote
+    all of them to [layers, rows, tokens, ...], request i to row i.
+    """
+    pairs = [(mamba_caches.temporal, mamba_caches.intermediate_ssm)]
+    pairs += zip(mamba_caches.conv, mamba_caches.intermediate_conv_window, strict=True)
+    bs = last_correct_step_indices.numel()
+    rows = torch.arange(bs) if src_indices_raw is None else src_indices_raw.long()
+    for pool, steps in pairs:
+        if not pool.numel():  # a target without this kind of state: its steps may be shaped otherwise
+            continue
+        copy_step(pool, steps, rows, state_indices_tensor[:bs].long(), last_correct_step_indices.long())
+        if mamba_track_indices is not None:
+            copy_step(pool, steps, rows, mamba_track_indices.long(), mamba_steps_to_track.long())
+
+
+def set_mamba_track_indices_from_reqs(batch, track_positions=None):
+    """Choose the slots that receive the snapshots of a batch's states, in unpinned memory.
+
+    A request whose state has been freed gets -1. Only SGLang 0.5.22 needs this twin.
+
+    Args:
+        batch: `mamba_track_buffer_indices` (list) and `mamba_track_indices` [bs] are set.
+        track_positions: per request, which of its buffers is next; None: the requests know.
+    """
+    known = [req.kv.mamba_next_track_idx for req in batch.reqs]
+    positions = [one or 0 for one in known] if track_positions is None else list(track_positions)
+    buffers = batch.req_to_token_pool.req_index_to_mamba_ping_pong_track_buffer_mapping
+    slots = buffers[batch.req_pool_indices, torch.tensor(positions, dtype=torch.int64)].long()
+    is_freed = torch.tensor([one is None for one in known], dtype=torch.bool)
+    batch.mamba_track_buffer_indices = positions
+    batch.mamba_track_indices = slots.masked_fill(is_freed, -1)
+
+
+def copy_step(pool, steps, rows, slots, step):
+    """Copy the state that a request's row holds after its step to the request's slot.
+
+    Args:
+        pool: [layers, slots, ...].
+        steps: [layers, rows, tokens, ...].
+        rows: [bs], a row of each request.
+        slots: [bs] likewise.
+        step: [bs] likewise.
+    """
+    taken = (step >= 0) & (slots >= 0)
+    pool[:, slots[taken]] = steps[:, rows[taken], step[taken]]
+
+
+# -- torch.ops.sgl_kernel
 
 NAMESPACE = "sgl_kernel"
 # SGLang probes for operators and chooses its path by the answer, so no others are defined.
 OPERATORS = (
-    fused_layers.fused_qk_gemma_rmsnorm_cpu,
-    fused_layers.fused_qk_gemma_rmsnorm_with_gate_cpu,
-    fused_layers.fused_qkvzba_split_reshape_cat_contiguous_cpu,
-    fused_layers.fused_sigmoid_mul_cpu,
+    fused_qk_gemma_rmsnorm_cpu,
+    fused_qk_gemma_rmsnorm_with_gate_cpu,
+    fused_qkvzba_split_reshape_cat_contiguous_cpu,
+    fused_sigmoid_mul_cpu,
     gated_delta_rule.fused_gdn_gating_cpu,
     gated_delta_rule.fused_sigmoid_gating_delta_rule_update_cpu,
 )

@@ -17,8 +17,8 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend, full_attention
 from sglang_dflash.srt.layers.attention.gated_delta_rows import verifies_packed_rows
-from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend, full_attention
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
