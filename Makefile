@@ -62,13 +62,15 @@ test-fast: $(READY)
 test-core: $(READY)
 	$(PYTEST) --core $(ARGS)
 
-# Formatter, linter, docstrings, imports, dependencies, types. mypy wants the package under its installed name.
+# Formatter, linter, docstrings, imports and their circles, dependencies, types. mypy wants the package under its installed name.
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python .ci/check_docstrings.py python
 	@! grep -rnE '(from|import) test_' test/srt --include='*.py' || { echo "Move what tests share to test/srt/support/."; exit 1; }
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/check_circles.py python/sglang
+	$(BIN)/python .ci/check_circles.py python/sglang --rooms srt/speculative
 	$(BIN)/deptry python
 	$(BIN)/deptry benchmark examples models models/training tools test/srt --ignore DEP002,DEP004
 	@mkdir -p build/types && ln -sfn ../../python/sglang build/types/sglang_dflash

@@ -33,9 +33,12 @@ from sglang_dflash.srt.arg_groups.options import add_flags
 from sglang_dflash.srt.arg_groups.support import SPLIT_EMBEDDINGS
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions, Option
-from sglang_dflash.srt.observability.server_info import adding_implementation
+from sglang_dflash.srt.observability.server_info import (
+    Implementation,
+    adding_implementation,
+    check_ranks_run_ours,
+)
 from sglang_dflash.srt.plugins import algorithm, entry_points, patch, patches
-from sglang_dflash.srt.speculative.implementation import Implementation, check_ranks_run_ours
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 ATTRIBUTE = "_dflash_implementation"

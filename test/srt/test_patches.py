@@ -20,9 +20,9 @@ from support.servers import run_to_end
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
+from sglang_dflash.srt.observability.server_info import Implementation
 from sglang_dflash.srt.plugins import algorithm, compatibility, entry_points, patch, patches
 from sglang_dflash.srt.plugins.patch import Patch
-from sglang_dflash.srt.speculative.implementation import Implementation
 
 PATCHES = tuple(entry for table in patches.TABLES.values() for entry in table)
 

@@ -21,7 +21,7 @@ from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.speculative.implementation import Implementation
+from sglang_dflash.srt.observability.server_info import Implementation
 
 logger = logging.getLogger(__name__)
 

@@ -108,7 +108,7 @@ def register_in_scheduler() -> None:
 
 def prepare_scheduler() -> type:
     """Patch what a scheduler that runs our DFLASH needs, and return the worker's class."""
-    from sglang_dflash.srt.speculative.implementation import check_ranks_run_ours
+    from sglang_dflash.srt.observability.server_info import check_ranks_run_ours
 
     check_ranks_run_ours()
     try:

@@ -12,9 +12,9 @@ import logging
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.fallback import fall_back_on_unsupported_sglang
+from sglang_dflash.srt.observability.server_info import Implementation
 from sglang_dflash.srt.plugins import patch, patches
 from sglang_dflash.srt.plugins.patch import HELP, Mismatch, find_mismatch, installed_version, is_main_process
-from sglang_dflash.srt.speculative.implementation import Implementation
 
 logger = logging.getLogger(__name__)
 
