@@ -75,7 +75,7 @@ def report(rows: Sequence[Row], version: str, baseline: str, against: str | None
     names = Counter(row.state for row in rows if row.patch is None)
     lines = [
         f"SGLang {version}, compared with {baseline}: "
-        f"{_counted(targets, 'targets')}; {_counted(names, 'imported names')}.",
+        f"{_counted(targets, 'targets')}; {_counted(names, 'imported names')}."
     ]
     told = [row for row in rows if row.state != SAME]
     if told:

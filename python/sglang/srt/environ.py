@@ -10,6 +10,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+# Our name where SGLang records who has decided an argument.
+SOURCE = "sglang_dflash"
+
 
 @dataclass(frozen=True, slots=True)
 class Option(Generic[T]):

@@ -12,16 +12,11 @@ from typing import Any
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle, names_its_layers
-from sglang_dflash.srt.configs.speculators_format import (
-    served_types,
-    speculators_type,
-    verifier_of,
-)
-from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.configs.speculators_format import served_types, speculators_type, verifier_of
+from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 
 logger = logging.getLogger(__name__)
 
-SOURCE = "sglang_dflash"
 # Values of --speculative-algorithm that run a draft of this kind.
 _ALGORITHMS = {"dflash": ("DFLASH",), "dflash2": ("DFLASH",), "peagle": ("DFLASH", "PEAGLE", "EAGLE3")}
 _DISPLAY_NAMES = {"dflash": "DFLASH", "dflash2": "DFlash2", "peagle": "P-EAGLE"}

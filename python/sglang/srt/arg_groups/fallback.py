@@ -38,11 +38,7 @@ BUILTIN_LACKS = (
 
 def find_unsupported(server_args: Any) -> list[NotServed]:
     """List everything in these arguments that our DFLASH does not serve."""
-    from sglang.srt.arg_groups.model_override_base import (
-        attention_backends_of,
-        resolved_view,
-        resolving_view,
-    )
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view, resolving_view
 
     args = resolving_view(server_args)
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
-from sglang_dflash.srt.environ import DFlashOptions, Option
+from sglang_dflash.srt.environ import SOURCE, DFlashOptions, Option
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings, EagleSettingsError
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_adaptive_flags(server_args: Any, source: str) -> None:
+def read_adaptive_flags(server_args: Any) -> None:
     """Keep the requested settings of adaptive width as an option.
 
     Raises:
@@ -160,7 +160,7 @@ def read_adaptive_flags(server_args: Any, source: str) -> None:
     settings.to_environment()
     # SGLang's own switch means EAGLE's widths, policy and config file, from which it would size its buffers.
     # Ours are never wider than a block.
-    declare_resolution(server_args, source, speculative_adaptive=False)
+    declare_resolution(server_args, SOURCE, speculative_adaptive=False)
 
 
 def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveSettings | None:

@@ -22,14 +22,14 @@ from sglang_dflash.srt.arg_groups.options import (
     resolve_plain_cycle,
     simulates_acceptance,
 )
-from sglang_dflash.srt.arg_groups.support import choose_draft_attention, draft_attention_findings
+from sglang_dflash.srt.arg_groups.support import choose_draft_attention, draft_attention_findings, flag_of
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_quantization import quantization_of
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, differences
-from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
@@ -38,33 +38,19 @@ from sglang_dflash.srt.speculative.targets.states import check_states_are_commit
 
 logger = logging.getLogger(__name__)
 
-SOURCE = "sglang_dflash"
 # Verify logits are [requests * block_size, vocab] in float32: an unbounded batch would not fit. SGLang caps
 # its other speculative algorithms at the same number.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
-# Grammars roll back over a rejected copy, and SGLang lets them roll back 200 tokens.
-MOST_COPIED_SLOTS = 128
 
-# Flags of other drafts, which SGLang's own DFLASH takes and does not follow.
+# Flags of other drafts, which SGLang's own DFLASH takes and does not follow: the field, the values that are
+# followed, and why others are not.
 _IGNORED_FLAGS = (
-    ("speculative_num_steps", (None, 1), "--speculative-num-steps: a DFlash draft has one step"),
-    ("speculative_eagle_topk", (None, 1), "--speculative-eagle-topk: a DFlash block is a chain, not a tree"),
-    ("speculative_draft_sink_size", (None, 0), "--speculative-draft-sink-size: a draft keeps no sinks"),
-    (
-        "speculative_token_map",
-        (None,),
-        "--speculative-token-map: a DFlash draft shares the target's vocabulary",
-    ),
-    (
-        "speculative_accept_threshold_single",
-        (1.0,),
-        "--speculative-accept-threshold-single: acceptance is always exact",
-    ),
-    (
-        "speculative_accept_threshold_acc",
-        (1.0,),
-        "--speculative-accept-threshold-acc: acceptance is always exact",
-    ),
+    ("speculative_num_steps", (None, 1), "a DFlash draft has one step"),
+    ("speculative_eagle_topk", (None, 1), "a DFlash block is a chain, not a tree"),
+    ("speculative_draft_sink_size", (None, 0), "a draft keeps no sinks"),
+    ("speculative_token_map", (None,), "a DFlash draft shares the target's vocabulary"),
+    ("speculative_accept_threshold_single", (1.0,), "acceptance is always exact"),
+    ("speculative_accept_threshold_acc", (1.0,), "acceptance is always exact"),
 )
 
 
@@ -83,7 +69,7 @@ def prepare(server_args: Any) -> bool:
     _check_draft_is_there(args.speculative_draft_model_path)
     if fall_back_if_unsupported(server_args, _find_unsupported(server_args, args)):
         return False
-    read_adaptive_flags(server_args, SOURCE)
+    read_adaptive_flags(server_args)
     return True
 
 
@@ -239,7 +225,11 @@ def _target_dtype(given: str, target_text_config: Any) -> str:
 
 
 def _warn_of_ignored_flags(args: Any) -> None:
-    ignored = [text for field, followed, text in _IGNORED_FLAGS if getattr(args, field) not in followed]
+    ignored = [
+        f"{flag_of(field)}: {reason}"
+        for field, followed, reason in _IGNORED_FLAGS
+        if getattr(args, field) not in followed
+    ]
     if args.speculative_use_block_verification and not args.speculative_use_rejection_sampling:
         ignored.append(
             "--speculative-use-block-verification without --speculative-draft-sample-method probabilistic: "

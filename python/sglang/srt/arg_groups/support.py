@@ -44,36 +44,32 @@ SPLIT_EMBEDDINGS = (
     "Phi3ForCausalLM",
 )
 
-# Field of ServerArgs, the values that our DFLASH serves, and the finding for other values.
+# Field of ServerArgs, the value that our DFLASH serves, what other values stand for, whether the built-in
+# serves them, and what it is known to do worse.
 _FLAGS = (
-    ("pp_size", (1,), NotServed("pipeline parallelism (--pp-size)")),
-    ("enable_watermark", (False,), NotServed("watermarking (--enable-watermark)")),
-    ("attn_cp_size", (1,), NotServed("context parallelism (--attn-cp-size)", True)),
-    ("dcp_size", (1,), NotServed("decode context parallelism (--dcp-size)", True)),
-    (
-        "enable_unified_memory",
-        (False,),
-        NotServed("the unified memory pool (--enable-unified-memory)", True),
-    ),
+    ("pp_size", 1, "pipeline parallelism", False, ""),
+    ("enable_watermark", False, "watermarking", False, ""),
+    ("attn_cp_size", 1, "context parallelism", True, ""),
+    ("dcp_size", 1, "decode context parallelism", True, ""),
+    ("enable_unified_memory", False, "the unified memory pool", True, ""),
     (
         "enable_hisparse",
-        (False,),
-        NotServed(
-            "hierarchical sparse attention (--enable-hisparse)",
-            True,
-            "the built-in does not keep its sparse state through a verify",
-        ),
+        False,
+        "hierarchical sparse attention",
+        True,
+        "the built-in does not keep its sparse state through a verify",
     ),
-    (
-        "enable_two_batch_overlap",
-        (False,),
-        NotServed("two-batch overlap (--enable-two-batch-overlap)", True),
-    ),
-    ("enable_pdmux", (False,), NotServed("PD multiplexing (--enable-pdmux)", True)),
+    ("enable_two_batch_overlap", False, "two-batch overlap", True, ""),
+    ("enable_pdmux", False, "PD multiplexing", True, ""),
     # These two replace the forwards that verify blocks.
-    ("enable_nvidia_megakernel", (False,), NotServed("megakernels (--enable-nvidia-megakernel)", True)),
-    ("enable_amd_monokernel", (False,), NotServed("monokernels (--enable-amd-monokernel)", True)),
+    ("enable_nvidia_megakernel", False, "megakernels", True, ""),
+    ("enable_amd_monokernel", False, "monokernels", True, ""),
 )
+
+
+def flag_of(field: str) -> str:
+    """Return the flag of a field of ServerArgs."""
+    return f"--{field.replace('_', '-')}"
 
 
 def flag_findings(args: Any) -> list[NotServed]:
@@ -81,7 +77,11 @@ def flag_findings(args: Any) -> list[NotServed]:
     from sglang.srt.environ import envs
 
     # SGLang 0.5.22 lacks some of them.
-    found = [finding for field, served, finding in _FLAGS if getattr(args, field, served[0]) not in served]
+    found = [
+        NotServed(f"{what} ({flag_of(field)})", builtin_serves, lost)
+        for field, served, what, builtin_serves, lost in _FLAGS
+        if getattr(args, field, served) != served
+    ]
     if getattr(args, "tokenizer_worker_num", 1) > 1 and not hasattr(envs, "SGLANG_HTTP_SERVER_APP_PATH"):
         found.append(NotServed("several HTTP workers (--tokenizer-worker-num) on this SGLang", True))
     window, backend = args.speculative_draft_window_size, args.attention_backend

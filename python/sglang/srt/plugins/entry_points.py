@@ -5,13 +5,12 @@ Both entry points are named `dflash`, so SGLANG_PLUGINS switches both. SGLang im
 """
 
 import contextlib
-import functools
 import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 logger = logging.getLogger(__name__)
@@ -98,16 +97,16 @@ def refusing() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         logger.debug("A start is refused.", exc_info=True)
-        sys.excepthook = functools.partial(_print_refusal, error, sys.excepthook)
+        refusal, otherwise = error, sys.excepthook
+
+        def report(kind: Any, error: Any, trace: Any) -> None:
+            if error is refusal:
+                print(f"Error: {error}", file=sys.stderr)
+            else:
+                otherwise(kind, error, trace)
+
+        sys.excepthook = report
         raise
-
-
-def _print_refusal(refusal: Exception, otherwise: Any, kind: Any, error: Any, trace: Any) -> None:
-    """Print an uncaught exception, without its traceback if it is this refusal."""
-    if error is refusal:
-        print(f"Error: {error}", file=sys.stderr)
-    else:
-        otherwise(kind, error, trace)
 
 
 def detect_speculators_model(server_args: Any, previous: Any) -> None:
@@ -166,10 +165,10 @@ def _resolve_dflash(server_args: Any, previous: Any) -> None:
         "speculative_use_block_verification": False,
     }
     given = {name: getattr(args, name) for name in unseen}
-    declare_resolution(server_args, resolve.SOURCE, speculative_algorithm=algorithm.NAME, **unseen)
+    declare_resolution(server_args, SOURCE, speculative_algorithm=algorithm.NAME, **unseen)
     previous(server_args)
     served = algorithm.ServedName("DFLASH")
-    declare_resolution(server_args, resolve.SOURCE, speculative_algorithm=served, **given)
+    declare_resolution(server_args, SOURCE, speculative_algorithm=served, **given)
     resolve.resolve_arguments(server_args)
     patch.install(patches.AT_FRONT_END)
     algorithm.register_in_front_end()

@@ -18,7 +18,7 @@ import functools
 
 from sglang_dflash.srt.plugins.patch import Patch, call_ours, load_ours
 
-CpuPatch = functools.partial(Patch, cpu_only=True)
+CpuPatch = functools.partial(Patch, cpu_only=True, upstream="docs/dev/upstream/cpu-operators.md")
 
 # Features that need several patches. If one of them does not fit, none is made.
 RECURRENT = "targets with recurrent states on a CPU"
@@ -64,7 +64,6 @@ AT_CPU_LOAD = (
     CpuPatch(
         target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
         remove_when="SGLang has this function in PyTorch",
-        upstream="docs/dev/upstream/cpu-operators.md",
         feature=RECURRENT,
         signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
         why="the output norm of GatedDeltaNet is a Triton kernel except on CPUs with AMX",
@@ -73,7 +72,6 @@ AT_CPU_LOAD = (
     CpuPatch(
         target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
         remove_when="SGLang has this function in PyTorch",
-        upstream="docs/dev/upstream/cpu-operators.md",
         feature="targets with shared experts on a CPU",
         signature="(hidden_states, gate_weight, shared_output, output, do_add)",
         why="the gate of a shared expert (Qwen3.5 MoE) is a Triton kernel on any device",
@@ -82,7 +80,6 @@ AT_CPU_LOAD = (
     CpuPatch(
         target="torch.Tensor.pin_memory",
         remove_when="SGLang asks whether there is an accelerator",
-        upstream="docs/dev/upstream/cpu-operators.md",
         feature=RECURRENT,
         why="SGLang pins a tensor in every decode step with states; PyTorch refuses without an accelerator",
         build=load_ours("srt.hardware_backend.cpu.operators.pin_nothing"),
@@ -91,7 +88,6 @@ AT_CPU_LOAD = (
         target="sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
         until="0.5.23",
         remove_when="SGLang 0.5.22 is not supported any more",
-        upstream="docs/dev/upstream/cpu-operators.md",
         feature=RECURRENT,
         signature="(batch, track_positions)",
         why="SGLang 0.5.22 pins a tensor in every decode step with states, whatever the device",
@@ -100,7 +96,6 @@ AT_CPU_LOAD = (
     CpuPatch(
         target="sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
         remove_when="SGLang looks for NCCL on GPUs only",
-        upstream="docs/dev/upstream/cpu-operators.md",
         feature="several ranks on a CPU",
         signature="()",
         why="if PyTorch brings NCCL, two ranks on a CPU get a communicator that needs a device",
@@ -114,7 +109,6 @@ AT_CPU_ATTENTION = (
     CpuPatch(
         target="sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
         remove_when="PyTorch takes oneDNN by itself",
-        upstream="docs/dev/upstream/cpu-operators.md",
         feature=SPEED,
         signature="(self, layer, x, bias)",
         why="PyTorch takes MKL for float32, twice as slow as oneDNN, and loops over bfloat16 rows without "
@@ -124,7 +118,6 @@ AT_CPU_ATTENTION = (
     CpuPatch(
         target="sglang.srt.layers.layernorm.RMSNorm.forward_native",
         remove_when="SGLang calls PyTorch's norm",
-        upstream="docs/dev/upstream/cpu-operators.md",
         feature=SPEED,
         signature="(self, x, residual, post_residual_addition, quant_linear)",
         why="SGLang's norm takes six operators, PyTorch has one that computes the same",
@@ -133,7 +126,6 @@ AT_CPU_ATTENTION = (
     CpuPatch(
         target="sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
         remove_when="SGLang rotates both at once",
-        upstream="docs/dev/upstream/cpu-operators.md",
         feature=SPEED,
         signature="(self, positions, query, key, offsets, fused_set_kv_buffer_arg)",
         why="SGLang rotates queries and keys one after the other, in twice the operators",
