@@ -1,6 +1,6 @@
-"""Options of our own, each kept in an environment variable.
+"""The plugin's options, each in an environment variable.
 
-Every child process inherits them. Command-line flags write them; users of `sglang.Engine` set the variables.
+Every child process inherits the variables. Command-line flags write them. Users of `sglang.Engine` set them.
 """
 
 import os
@@ -19,10 +19,11 @@ class Option(Generic[T]):
     """One option.
 
     Attributes:
-        variable: its environment variable.
-        default: the value if the variable is empty or not set.
-        parse: reads the variable's text, and raises ValueError or KeyError if it is not what `wanted` says.
-        is_extra: whether `PLAIN_CYCLE` gives it its default.
+        variable: Name of the environment variable.
+        default: Value if the variable is empty or not set.
+        parse: Reads the variable's text. It raises ValueError or KeyError if the text is not as `wanted`.
+        wanted: What the text must be, for the error message.
+        is_extra: Whether the option has its default in a plain cycle (`PLAIN_CYCLE`).
     """
 
     variable: str

@@ -25,8 +25,11 @@ _DISPLAY_NAMES = {"dflash": "DFLASH", "dflash2": "DFlash2", "peagle": "P-EAGLE"}
 def detect_speculators_model(server_args: Any, previous: Any) -> None:
     """Wrap SGLang's first resolution step, `handle_deprecated_dp_attention`.
 
-    Everything after it sees the target as the model. Flags of the user win; contradictions raise ValueError.
-    A model that is no draft of ours is left to SGLang, whatever it is.
+    All later steps see the target as the model. A model that is no draft in a format of the plugin is left to
+    SGLang.
+
+    Raises:
+        ValueError: A flag of the user contradicts the checkpoint.
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
@@ -40,7 +43,7 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
         verifier_name = verifier_of(config, checkpoint)  # reports nearly all its faults
         _refuse_contradictions(args, checkpoint, kind)
         verifier = locate_verifier(verifier_name, checkpoint)
-        _tell_target_layers(verifier, None, checkpoint, args.revision)
+        _record_target_depth(verifier, None, checkpoint, args.revision)
         logger.info(
             "%s is a speculators checkpoint: serving its target %s, with the checkpoint as its %s draft.",
             checkpoint,
@@ -58,16 +61,17 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
         )
     elif (algorithm := (args.speculative_algorithm or "").upper()) in _ALGORITHMS["peagle"]:
         draft = args.speculative_draft_model_path, args.speculative_draft_model_revision
-        _tell_target_layers(args.model_path, args.revision, *draft)
+        _record_target_depth(args.model_path, args.revision, *draft)
         if algorithm != "DFLASH":
             _resolve_peagle(server_args, args)
     previous(server_args)
 
 
 def _resolve_peagle(server_args: Any, args: Any) -> None:
-    """Declare DFLASH for PEAGLE and for EAGLE3 with a P-EAGLE draft, but no other EAGLE3.
+    """Declare DFLASH for PEAGLE, and for EAGLE3 with a P-EAGLE draft.
 
-    Raises ValueError for PEAGLE without a P-EAGLE draft.
+    Raises:
+        ValueError: PEAGLE was requested without a P-EAGLE draft.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -96,10 +100,10 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
     declare_resolution(server_args, SOURCE, speculative_algorithm="DFLASH")
 
 
-def _tell_target_layers(
+def _record_target_depth(
     model: str, revision: str | None, draft: str | None, draft_revision: str | None
 ) -> None:
-    """Tell all processes the target's depth, if the draft reads layers that it does not name."""
+    """Pass the target's depth to all processes, if the draft does not name its layers."""
     config = read_config(draft, draft_revision)
     if draft is None or config is None or names_its_layers(config):
         return
@@ -120,9 +124,10 @@ def _tell_target_layers(
 
 
 def locate_verifier(name_or_path: str, checkpoint: str) -> str:
-    """Locate a target: a path as it stands, one next to the checkpoint, or a hub id.
+    """Locate a target, by its path, by a path next to the checkpoint, or by its hub id.
 
-    Raises ValueError for a name that can only be a path and does not exist.
+    Raises:
+        ValueError: The name can only be a path, and that path does not exist.
     """
     folders = ("", checkpoint, os.path.dirname(checkpoint.rstrip("/")))
     for candidate in (os.path.join(folder, os.path.expanduser(name_or_path)) for folder in folders):

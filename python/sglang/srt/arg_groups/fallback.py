@@ -138,7 +138,7 @@ def _forbidding_options() -> list[str]:
 def builtin_refusal(server_args: Any) -> str | None:
     """Return the built-in's own refusal of these arguments, or None.
 
-    Its validation runs on a copy of the record, and its parser on the draft's config.
+    The built-in's validation runs on a copy of the record, and its parser on the draft's config.
     """
     from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config

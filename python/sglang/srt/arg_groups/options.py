@@ -26,7 +26,7 @@ _EXTRA: dict[str, Option[Any]] = {
 
 
 class _SetSampleMethod(argparse.Action):
-    """Probabilistic drafting is SGLang's --speculative-use-rejection-sampling."""
+    """Request probabilistic drafting by SGLang's --speculative-use-rejection-sampling."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         namespace.speculative_use_rejection_sampling = values == "probabilistic"
@@ -57,7 +57,7 @@ class _TurnOn(
 
 
 class _TurnOffAdaptive(_TurnOn):
-    """The opposite of SGLang's --speculative-adaptive; the last of the two flags counts."""
+    """Turn off SGLang's --speculative-adaptive. The last of the two flags counts."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         super().__call__(parser, namespace, values, option_string)
@@ -159,7 +159,7 @@ def read_adaptive_flags(server_args: Any) -> None:
         settings = AdaptiveSettings()
     settings.to_environment()
     # SGLang's own switch means EAGLE's widths, policy and config file, from which it would size its buffers.
-    # Ours are never wider than a block.
+    # Our widths never exceed a block.
     declare_resolution(server_args, SOURCE, speculative_adaptive=False)
 
 
@@ -167,7 +167,10 @@ def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> Adaptive
     """Return the settings that the server will run with, or None to verify whole blocks.
 
     By default, adaptive width is on for a CPU unless it is impossible. If it was requested and is impossible,
-    a warning says so. Raises ValueError if the block cannot hold a requested width.
+    a warning says so.
+
+    Raises:
+        ValueError: The block cannot hold a requested width.
     """
     if DFlashOptions.PLAIN_CYCLE.get():
         return None
@@ -225,7 +228,7 @@ def simulates_acceptance() -> bool:
 def resolve_plain_cycle(args: Any) -> dict[str, Any]:
     """Log what the plain cycle switches off, and return the fields of SGLang that it changes.
 
-    Our own options have their defaults with it (`Option.is_extra`). Call it when they are final.
+    The extra options have their defaults with it (`Option.is_extra`). Call it when they are final.
     """
     if not DFlashOptions.PLAIN_CYCLE.get():
         return {}

@@ -1,7 +1,7 @@
 """DFLASH's server arguments: refused, defaulted, or read from the draft checkpoint.
 
-This runs once, in the main process, inside SGLang's resolution pipeline; children receive the result. The
-record is sealed there: values are read through `resolving_view` and decided through `declare_resolution`.
+The main process resolves them once, inside SGLang's resolution pipeline, and its children receive the result.
+The record is sealed there. Values are read through `resolving_view` and set through `declare_resolution`.
 """
 
 import json
@@ -172,7 +172,9 @@ def resolve_arguments(server_args: Any) -> None:
 def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
     """Return the target's text config and the draft's config, which fits it.
 
-    Raises DraftConfigError, or ValueError for a target that cannot be served with a draft.
+    Raises:
+        DraftConfigError: The draft's config or files are not valid, or do not fit the target.
+        ValueError: The target cannot be served with a draft.
     """
     from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
 
@@ -214,8 +216,8 @@ def _check_mask_token(args: Any, draft: DFlashDraftConfig, target_tokens: int) -
 def _target_dtype(given: str, target_text_config: Any) -> str:
     """Return the target's dtype for `--dtype`, which may be auto.
 
-    The draft reads the target's hidden states and must have its dtype, but SGLang would look into the draft's
-    own config.
+    The draft reads the target's hidden states and must have the target's dtype. SGLang would look into the
+    draft's config.
     """
     from sglang.srt.configs.model_config import _get_and_verify_dtype
 
@@ -309,7 +311,7 @@ def _adjust_to_recurrent_target(args: Any, target_config: Any, block_size: int) 
 
 
 def _mixed_batches_spoil_states(page_size: int) -> str:
-    """Say where mixed batches file wrong states in the prefix cache, if anywhere."""
+    """Return where mixed batches put wrong states into the prefix cache, or an empty text."""
     from sglang_dflash.srt.compat import mixed_batches_cache_states
 
     if page_size > 1:

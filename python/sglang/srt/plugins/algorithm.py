@@ -13,7 +13,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_dflash.srt.plugins import patch, patches
 
-# DFLASH is a reserved name, so ours has another in the registry.
+# SGLang reserves the name DFLASH, so our algorithm has another name in the registry.
 NAME = "SGLANG_DFLASH"
 # Methods of an algorithm by which SGLang asks what kind it is.
 _QUESTIONS = ("is_", "supports_", "has_", "carries_", "need_", "get_num_")
@@ -22,10 +22,10 @@ HTTP_WORKERS = "SGLANG_HTTP_SERVER_APP_PATH"
 
 
 class ServedName(str):
-    """The name DFLASH, by which SGLang finds ours instead of its built-in.
+    """The name DFLASH, by which SGLang finds our algorithm instead of its built-in.
 
-    SGLang looks an algorithm up by `name.upper()`. In some twenty other places, and in `/server_info`, it
-    reads the name itself, which therefore stays DFLASH.
+    SGLang looks an algorithm up by `name.upper()`. About twenty other places, and `/server_info`, read the
+    name itself. So it stays DFLASH.
     """
 
     def upper(self) -> str:
@@ -36,8 +36,8 @@ class ServedName(str):
 class DFlashAlgorithm(CustomSpecAlgo):
     """The plugin's algorithm.
 
-    It answers SGLang's questions about its kind as the built-in DFLASH does, and equals it where SGLang
-    compares members (the forward-pass metrics).
+    It answers SGLang's questions about its kind as the built-in DFLASH does. It equals the built-in, because
+    SGLang's forward-pass metrics compare members.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -47,7 +47,7 @@ class DFlashAlgorithm(CustomSpecAlgo):
         return hash(SpeculativeAlgorithm.DFLASH)
 
     def create_worker(self, server_args: Any) -> type:
-        """Patch what a scheduler of ours needs, and return the worker's class."""
+        """Patch what a scheduler with our algorithm needs, and return the worker's class."""
         return prepare_scheduler()
 
     def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def register_in_front_end() -> None:
 def register_in_scheduler() -> None:
     """Register our draft models and FlashInfer backend.
 
-    SGLang has models of the first two names, and a backend, which ours replace.
+    They replace two models and a backend that SGLang has under the same names.
     """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.models.registry import ModelRegistry

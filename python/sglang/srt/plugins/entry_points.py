@@ -110,7 +110,7 @@ def refusing() -> Iterator[None]:
 
 
 def detect_speculators_model(server_args: Any, previous: Any) -> None:
-    """Wrap the first step: find a speculators checkpoint; PEAGLE becomes DFLASH."""
+    """Wrap the first step: find a speculators checkpoint, and turn PEAGLE into DFLASH."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     from sglang_dflash.srt.arg_groups import checkpoint_detection
@@ -132,7 +132,7 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
 
 
 def resolve_speculative_decoding(server_args: Any, previous: Any) -> None:
-    """Wrap the step that resolves speculative decoding: DFLASH's arguments follow our rules."""
+    """Wrap the step that resolves speculative decoding, and apply our rules to DFLASH."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
@@ -158,7 +158,7 @@ def _resolve_dflash(server_args: Any, previous: Any) -> None:
     if compatibility.leave_to_sglang(server_args) or not resolve.prepare(server_args):
         return previous(server_args)
     args = resolving_view(server_args)
-    # SGLang's checks of these flags are for the algorithms that it knows; ours come after.
+    # SGLang's checks of these flags are for the algorithms that it knows. Our checks follow in `resolve`.
     unseen = {
         "speculative_draft_window_size": None,
         "speculative_draft_sink_size": None,
@@ -190,9 +190,9 @@ def adjust_to_cpu(server_args: Any, previous: Any) -> None:
 def cpu_attention(runner: Any) -> Any:
     """Create the attention backend that a CPU calls torch_native.
 
-    SGLang's lacks TARGET_VERIFY, non-causal blocks, sinks, soft caps, MLA and padded batches. It reads
-    windowed layers at the wrong slots. Ours is built if one of them is needed, under the same name, because
-    SGLang's CPU engine depends on the name.
+    SGLang's backend lacks TARGET_VERIFY, non-causal blocks, sinks, soft caps, MLA and padded batches. It also
+    reads windowed layers at the wrong slots. If a server needs one of these, our backend is built under the
+    same name, because SGLang's CPU engine depends on the name.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
@@ -205,6 +205,6 @@ def cpu_attention(runner: Any) -> Any:
     if not attention.is_needed(runner):
         return attention.TorchNativeAttnBackend(runner)
     patch.install(patches.AT_CPU_ATTENTION)
-    # The method that SGLang takes for want of one, Triton's, reads latents as keys.
+    # Without a method for this name SGLang takes Triton's, which reads latents as keys.
     AttentionBackendRegistry.register("torch_native", lambda layer, forward_batch: AttnForwardMethod.MLA)
     return attention.TorchNativeSpecAttnBackend(runner)

@@ -1,8 +1,8 @@
 """Operators of SGLang's CPU path in PyTorch, with SGLang's names and arguments.
 
-They are those of the CPU stand-in's `torch.ops.sgl_kernel`, fused layers of Qwen3.5 and related targets, and
-copies between recurrent states, which SGLang does in Triton. State pools are [layers, slots, ...]. A request
-with a negative slot or step is left out.
+Fused layers are those of Qwen3.5 and related targets. Copies between recurrent states replace Triton kernels.
+State pools are [layers, slots, ...]. A request with a negative slot or step is left out. The last part puts
+operators under `torch.ops.sgl_kernel` for the CPU stand-in.
 """
 
 import torch
@@ -164,9 +164,9 @@ def copy_step(pool, steps, rows, slots, step):
     Args:
         pool: [layers, slots, ...].
         steps: [layers, rows, tokens, ...].
-        rows: [bs], a row of each request.
-        slots: [bs] likewise.
-        step: [bs] likewise.
+        rows: [bs], the row of each request.
+        slots: [bs], the slot of each request.
+        step: [bs], the step of each request.
     """
     taken = (step >= 0) & (slots >= 0)
     pool[:, slots[taken]] = steps[:, rows[taken], step[taken]]
