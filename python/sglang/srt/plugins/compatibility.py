@@ -11,6 +11,7 @@ import importlib
 import logging
 from typing import Any
 
+from sglang_dflash import __version__
 from sglang_dflash.srt.arg_groups.fallback import fall_back_on_unsupported_sglang
 from sglang_dflash.srt.observability.server_info import Implementation
 from sglang_dflash.srt.plugins import patch, patches
@@ -60,7 +61,7 @@ def leave_to_sglang(server_args: Any) -> bool:
     if reason is None:
         return False
     if not Implementation.of(server_args).is_builtin:
-        what = f"SGLang {installed_version()}, which sglang-dflash {_our_version()} does not fit"
+        what = f"SGLang {installed_version()}, which sglang-dflash {__version__} does not fit"
         fall_back_on_unsupported_sglang(server_args, f"{what} ({reason}; {HELP.rstrip('.')})")
     return True
 
@@ -73,7 +74,7 @@ def switch_off(error: Exception) -> None:
     reason = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
     logger.error(
         "sglang-dflash %s is off, because it does not fit SGLang %s. SGLang serves without it. %s. %s",
-        _our_version(),
+        __version__,
         installed_version(),
         reason.rstrip("."),
         HELP,
@@ -95,9 +96,3 @@ def _log_if_dflash_is_requested() -> None:
             previous(server_args)
     except (ImportError, ValueError) as error:
         logger.debug("SGLang %s has no such step: %s", installed_version(), error)
-
-
-def _our_version() -> str:
-    from sglang_dflash import __version__
-
-    return __version__
