@@ -115,7 +115,7 @@ def test_the_built_in_worker(backend, expected, reference):
         assert_launches(played, f"built-in/{backend}-dflash")
 
 
-def test_a_server_that_is_fallback(reference, tmp_path):
+def test_a_server_that_falls_back(reference, tmp_path):
     """Serve a draft that only the built-in reads, from our decision in the launcher on."""
     draft = make_draft(tmp_path / "draft", base=DRAFT, use_gemma_norm=True)
     requests = greedy_requests()
