@@ -11,7 +11,7 @@ from support.rehearsal.play import ARGUMENTS, Rehearsal
 
 import sglang_dflash
 from sglang_dflash.srt.plugins.compatibility import SUPPORTED
-from sglang_dflash.srt.plugins.install import installed_version
+from sglang_dflash.srt.plugins.patch import installed_version
 
 # Drafts may depend on what the prefix cache held when a request came; without a cache they do not.
 NO_CACHE = "--disable-radix-cache"
