@@ -69,8 +69,8 @@ lint: $(READY)
 	$(BIN)/python .ci/check_docstrings.py python
 	@! grep -rnE '(from|import) test_' test/srt --include='*.py' || { echo "Move what tests share to test/srt/support/."; exit 1; }
 	$(BIN)/lint-imports
-	$(BIN)/python .ci/check_circles.py python/sglang
-	$(BIN)/python .ci/check_circles.py python/sglang --rooms srt/speculative
+	$(BIN)/python .ci/check_circles.py python/sglang --late
+	$(BIN)/python .ci/check_circles.py python/sglang --late --rooms srt/speculative
 	$(BIN)/deptry python
 	$(BIN)/deptry benchmark examples models models/training tools test/srt --ignore DEP002,DEP004
 	@mkdir -p build/types && ln -sfn ../../python/sglang build/types/sglang_dflash

@@ -1,9 +1,9 @@
 """Check that no modules of the package import each other in a circle.
 
-Usage: `python .ci/check_circles.py python/sglang [--rooms srt/speculative]`. Imports at module level count,
-except those under `if TYPE_CHECKING`. With `--rooms`, the modules of each folder or file directly below the
-named folder count as one, and only imports between them are looked at. Prints each circle. Exit status 1 if
-there is one, unless `KNOWN` has all of it.
+Usage: `python .ci/check_circles.py python/sglang [--late] [--rooms srt/speculative]`. Imports at module level
+count, except those under `if TYPE_CHECKING`. With `--late`, imports inside functions count too. With
+`--rooms`, the modules of each folder or file directly below the named folder count as one, and only imports
+between them are looked at. Prints each circle. Exit status 1 if there is one, unless `KNOWN` has all of it.
 """
 
 import argparse
@@ -22,20 +22,20 @@ KNOWN = {
 Graph = dict[str, set[str]]
 
 
-def imported_names(body: Sequence[ast.AST]) -> Iterator[str]:
-    """Yield the dotted names that statements import when their module is loaded."""
+def imported_names(body: Sequence[ast.AST], late: bool) -> Iterator[str]:
+    """Yield the dotted names that statements import, those inside functions only if `late`."""
     for node in body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from imported_names(node.orelse)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
-            yield from imported_names(list(ast.iter_child_nodes(node)))
+            yield from imported_names(node.orelse, late)
+        elif late or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imported_names(list(ast.iter_child_nodes(node)), late)
 
 
-def read_graph(root: Path) -> Graph:
+def read_graph(root: Path, late: bool) -> Graph:
     """Return the modules below a folder, each with those that it imports."""
     paths = {
         ".".join((PACKAGE, *path.relative_to(root).with_suffix("").parts)): path
@@ -45,7 +45,7 @@ def read_graph(root: Path) -> Graph:
     graph: Graph = {}
     for module, path in paths.items():
         graph[module] = set()
-        for name in imported_names(ast.parse(path.read_text(encoding="utf-8")).body):
+        for name in imported_names(ast.parse(path.read_text(encoding="utf-8")).body, late):
             while name and name not in paths:
                 name = name.rpartition(".")[0]
             graph[module] |= {name} - {"", module}
@@ -97,9 +97,10 @@ def main() -> int:
     """Print the circles and return the exit status."""
     parser = argparse.ArgumentParser(description="Find circles of imports.")
     parser.add_argument("root", type=Path, help="the folder of the package")
+    parser.add_argument("--late", action="store_true", help="count imports inside functions too")
     parser.add_argument("--rooms", metavar="FOLDER", help="look at the folders and files directly below it")
     args = parser.parse_args()
-    graph = read_graph(args.root)
+    graph = read_graph(args.root, args.late)
     if args.rooms is not None:
         graph = join_rooms(graph, args.rooms)
     circles = find_circles(graph)

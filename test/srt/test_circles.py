@@ -40,7 +40,7 @@ def test_a_circle_is_named(source, tmp_path):
     "source",
     [
         "import sglang",
-        "def late():\n    import sglang_dflash.one",
+        "def function():\n    import sglang_dflash.one",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import sglang_dflash.one",
     ],
 )
@@ -48,6 +48,7 @@ def test_what_is_no_circle(source, tmp_path):
     write(tmp_path, one="from sglang_dflash import two", two=source)
     done = check(tmp_path)
     assert done.returncode == 0 and "2 modules, 0 circles." in done.stdout
+    assert check(tmp_path, "--late").returncode == int("def " in source)
 
 
 def test_rooms_import_each_other_in_a_circle_although_no_modules_do(tmp_path):
@@ -60,6 +61,6 @@ def test_rooms_import_each_other_in_a_circle_although_no_modules_do(tmp_path):
     assert "imports: sglang_dflash.srt.house.left, sglang_dflash.srt.house.right\n" in done.stdout
 
 
-@pytest.mark.parametrize("options", [(), ("--rooms", "srt/speculative")])
+@pytest.mark.parametrize("options", [("--late",), ("--late", "--rooms", "srt/speculative")])
 def test_the_package(options):
     assert check(ROOT / "python" / "sglang", *options).returncode == 0
