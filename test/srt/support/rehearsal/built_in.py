@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from support.rehearsal import launches
 
-from sglang_dflash.srt.plugins.patch import Patch
+from sglang_dflash.srt.plugins import patch
 
 
 def take_the_stage(algorithm: ModuleType, attention: Callable[[], None], buckets: tuple[int, ...]) -> None:
@@ -29,21 +29,21 @@ def take_the_stage(algorithm: ModuleType, attention: Callable[[], None], buckets
 
 
 def follow_the_fallback(attention: Callable[[], None], buckets: tuple[int, ...]) -> None:
-    """Leave the decision to our argument steps; the worker is SGLang's."""
-    from sglang_dflash.srt.plugins import patches
+    """Leave the decision to our argument steps. If it is the fallback, the worker is SGLang's."""
 
     def create(original, self, server_args):
         attention()
         return _on_stage(original(self, server_args), buckets)
 
-    stage = Patch(
+    stage = patch.Patch(
         target="sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
         why="rehearse SGLang's worker",
         build=lambda: create,
         kind="around",
         remove_when="never: a test's",
+        upstream="none",
     )
-    patches.AT_FALLBACK = (*patches.AT_FALLBACK, stage)
+    patch.install((stage,))
 
 
 class PlatformWithDFlash:
