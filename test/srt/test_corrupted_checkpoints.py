@@ -365,9 +365,9 @@ def test_a_malformed_quantization_is_not_handed_over(changes):
     for group in groups.values():
         group["weights"].update(changes)
     [finding] = checkpoint_findings(config, "draft")
-    assert not finding.builtin_serves and finding.what.startswith("quantization_config: config_groups")
+    assert not finding.builtin_supports and finding.what.startswith("quantization_config: config_groups")
     [other] = checkpoint_findings({**config, "quantization_config": {"quant_method": "awq"}}, "draft")
-    assert other.builtin_serves
+    assert other.builtin_supports
 
 
 def test_missing_values_are_told():

@@ -190,7 +190,7 @@ def test_without_dp_attention_nothing_is_asked():
 
 
 @pytest.mark.parametrize(
-    "changes, words, builtin_serves",
+    "changes, words, builtin_supports",
     [
         ({"enable_dp_lm_head": False}, "needs --enable-dp-lm-head", False),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk", True),
@@ -198,15 +198,15 @@ def test_without_dp_attention_nothing_is_asked():
         ({"tp_size": 4}, "--tp-size beyond --dp-size on a CPU", False),
     ],
 )
-def test_not_served_with_dp_attention(changes, words, builtin_serves):
+def test_not_served_with_dp_attention(changes, words, builtin_supports):
     [finding] = dp_attention_findings(arguments_of(**changes))
-    assert words in finding.what and finding.builtin_serves is builtin_serves
+    assert words in finding.what and finding.builtin_supports is builtin_supports
 
 
 def test_a_target_with_a_split_embedding(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     [finding] = dp_attention_findings(arguments_of(model_path=str(tmp_path)))
-    assert "LlamaForCausalLM" in finding.what and finding.builtin_serves
+    assert "LlamaForCausalLM" in finding.what and finding.builtin_supports
 
 
 def test_all_that_is_not_served_is_named(monkeypatch):

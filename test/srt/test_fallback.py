@@ -218,7 +218,7 @@ def test_http_workers_without_a_door_are_handed_over(monkeypatch):
     record = record_of(DRAFT, tokenizer_worker_num=2)
     assert IS_0_5_22 or not support.flag_findings(record)
     monkeypatch.delattr(Envs, "SGLANG_HTTP_SERVER_APP_PATH", raising=False)
-    assert [finding.builtin_serves for finding in support.flag_findings(record)] == [True]
+    assert [finding.builtin_supports for finding in support.flag_findings(record)] == [True]
 
 
 def test_the_flag_of_strict():

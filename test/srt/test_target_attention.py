@@ -11,7 +11,7 @@ from sglang_dflash.srt.arg_groups.support import chose_attention, target_attenti
 def test_a_target_that_cannot_verify(is_chosen):
     """The finding states if SGLang chose the backend."""
     [finding] = target_attention_findings("cuda", "flashmla", is_chosen)
-    assert "'flashmla'" in finding.what and "--attention-backend" in finding.what and finding.builtin_serves
+    assert "'flashmla'" in finding.what and "--attention-backend" in finding.what and finding.builtin_supports
     assert ("SGLang's choice" in finding.what) == (not is_chosen)
     assert not target_attention_findings("cuda", "triton", is_chosen)
 

@@ -18,7 +18,7 @@ from sglang_dflash.srt.arg_groups.support import (
     target_attention_findings,
 )
 from sglang_dflash.srt.configs.config_file import read_config
-from sglang_dflash.srt.configs.not_served import NotServed
+from sglang_dflash.srt.configs.not_served import Unsupported
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.server_info import Implementation
@@ -36,7 +36,7 @@ BUILTIN_LACKS = (
 )
 
 
-def find_unsupported(server_args: Any) -> list[NotServed]:
+def find_unsupported(server_args: Any) -> list[Unsupported]:
     """List everything in these arguments that our DFLASH does not serve."""
     from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view, resolving_view
 
@@ -51,7 +51,7 @@ def find_unsupported(server_args: Any) -> list[NotServed]:
     ]
 
 
-def fall_back_if_unsupported(server_args: Any, found: list[NotServed]) -> bool:
+def fall_back_if_unsupported(server_args: Any, found: list[Unsupported]) -> bool:
     """Decide for the built-in if anything was found. Return whether it was.
 
     Raises:
@@ -78,11 +78,11 @@ def fall_back_on_unsupported_sglang(server_args: Any, what: str) -> None:
     """
     if reasons := _forbidding_options():
         raise ValueError(f"{what}. SGLang's built-in DFLASH does not serve instead: {'; '.join(reasons)}.")
-    _decide_for_builtin(server_args, [NotServed(what, True)], logging.ERROR)
+    _decide_for_builtin(server_args, [Unsupported(what, True)], logging.ERROR)
 
 
-def _decide_for_builtin(server_args: Any, found: list[NotServed], level: int = logging.WARNING) -> None:
-    lost = (*BUILTIN_LACKS, *(finding.lost for finding in found if finding.lost))
+def _decide_for_builtin(server_args: Any, found: list[Unsupported], level: int = logging.WARNING) -> None:
+    lost = (*BUILTIN_LACKS, *(finding.drawback for finding in found if finding.drawback))
     decision = Implementation.builtin(tuple(finding.what for finding in found), lost)
     decision.decide(server_args)
     DFlashOptions.FALLBACK.set(1)
@@ -97,7 +97,7 @@ def _decide_for_builtin(server_args: Any, found: list[NotServed], level: int = l
     )
 
 
-def _reasons_to_refuse(server_args: Any, found: list[NotServed]) -> list[str]:
+def _reasons_to_refuse(server_args: Any, found: list[Unsupported]) -> list[str]:
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     reasons = _forbidding_options()
@@ -109,7 +109,7 @@ def _reasons_to_refuse(server_args: Any, found: list[NotServed]) -> list[str]:
     config = read_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
     if config is not None and is_speculators_config(config):
         reasons.append("it lacks a reader of speculators checkpoints, which was requested")
-    if any(not finding.builtin_serves for finding in found):
+    if any(not finding.builtin_supports for finding in found):
         reasons.append("it does not support all of this either")
     if refusal := builtin_refusal(server_args):
         reasons.append(f"its own refusal is: {refusal}")

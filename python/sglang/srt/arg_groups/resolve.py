@@ -26,7 +26,7 @@ from sglang_dflash.srt.arg_groups.support import choose_draft_attention, draft_a
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_quantization import quantization_of
-from sglang_dflash.srt.configs.not_served import NotServed
+from sglang_dflash.srt.configs.not_served import Unsupported
 from sglang_dflash.srt.configs.peagle_config import read_draft_config
 from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, differences
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
@@ -84,7 +84,7 @@ def _check_draft_is_there(path: str | None) -> None:
         raise ValueError(f"--speculative-draft-model-path {path!r}: no config.json there.")
 
 
-def _find_unsupported(server_args: Any, args: Any) -> list[NotServed]:
+def _find_unsupported(server_args: Any, args: Any) -> list[Unsupported]:
     """List what our DFLASH does not serve.
 
     Raises:

@@ -14,7 +14,7 @@ from sglang_dflash.srt.configs.attention_backends import (
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.layer_fields import is_int
-from sglang_dflash.srt.configs.not_served import NotServed
+from sglang_dflash.srt.configs.not_served import Unsupported
 from sglang_dflash.srt.configs.served_checkpoints import (
     checkpoint_findings,
     checkpoint_quantization,
@@ -72,30 +72,30 @@ def flag_of(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def flag_findings(args: Any) -> list[NotServed]:
+def flag_findings(args: Any) -> list[Unsupported]:
     """List the flags and devices that our DFLASH does not serve."""
     from sglang.srt.environ import envs
 
     # SGLang 0.5.22 lacks some of them.
     found = [
-        NotServed(f"{what} ({flag_of(field)})", builtin_serves, lost)
-        for field, served, what, builtin_serves, lost in _FLAGS
+        Unsupported(f"{what} ({flag_of(field)})", builtin_supports, drawback)
+        for field, served, what, builtin_supports, drawback in _FLAGS
         if getattr(args, field, served) != served
     ]
     if getattr(args, "tokenizer_worker_num", 1) > 1 and not hasattr(envs, "SGLANG_HTTP_SERVER_APP_PATH"):
-        found.append(NotServed("several HTTP workers (--tokenizer-worker-num) on this SGLang", True))
+        found.append(Unsupported("several HTTP workers (--tokenizer-worker-num) on this SGLang", True))
     window, backend = args.speculative_draft_window_size, args.attention_backend
     if window is not None and window < 1:
         text = f"--speculative-draft-window-size {window}: leave it out for a draft without a window"
-        found.append(NotServed(text))
+        found.append(Unsupported(text))
     if args.device != "cpu" and not args.device.startswith("cuda"):
-        found.append(NotServed(f"device {args.device!r} (only cuda and cpu)", True))
+        found.append(Unsupported(f"device {args.device!r} (only cuda and cpu)", True))
     if args.device == "cpu" and backend != CPU_ATTENTION_BACKEND:
-        found.append(NotServed(f"--attention-backend {backend} on a CPU (only {CPU_ATTENTION_BACKEND})"))
+        found.append(Unsupported(f"--attention-backend {backend} on a CPU (only {CPU_ATTENTION_BACKEND})"))
     return found
 
 
-def dp_attention_findings(args: Any) -> list[NotServed]:
+def dp_attention_findings(args: Any) -> list[Unsupported]:
     """List what does not work with DP attention."""
     from sglang.srt.environ import envs
 
@@ -104,7 +104,7 @@ def dp_attention_findings(args: Any) -> list[NotServed]:
     with_dp = "with DP attention (--enable-dp-attention)"
     if not args.enable_dp_lm_head:
         return [
-            NotServed(
+            Unsupported(
                 "DP attention (--enable-dp-attention), which needs --enable-dp-lm-head here, "
                 "as the draft borrows a head that is otherwise split over ranks with other requests"
             )
@@ -126,13 +126,13 @@ def dp_attention_findings(args: Any) -> list[NotServed]:
         ),
     )
     found = [
-        NotServed(f"{what} {with_dp}{why}", builtin_serves)
-        for applies, what, why, builtin_serves in rules
+        Unsupported(f"{what} {with_dp}{why}", builtin_supports)
+        for applies, what, why, builtin_supports in rules
         if applies
     ]
     architectures = (read_config(args.model_path, args.revision) or {}).get("architectures") or ()
     if (name := next(iter(architectures), None)) in SPLIT_EMBEDDINGS:
-        found.append(NotServed(f"{name} {with_dp}: its embedding is split over all ranks", True))
+        found.append(Unsupported(f"{name} {with_dp}: its embedding is split over all ranks", True))
     return found
 
 
@@ -142,13 +142,13 @@ def chose_attention(server_args: Any) -> bool:
     return any(getattr(server_args, field) is not None for field in fields)
 
 
-def target_attention_findings(device: str, verify_backend: str, is_chosen: bool) -> list[NotServed]:
+def target_attention_findings(device: str, verify_backend: str, is_chosen: bool) -> list[Unsupported]:
     """Check the backend on which the target verifies blocks."""
     if device == "cpu" or verify_backend in TARGET_ATTENTION_BACKENDS:
         return []
     by = "" if is_chosen else ", SGLang's choice for this model and GPU"
     return [
-        NotServed(
+        Unsupported(
             f"verification on the target's attention backend {verify_backend!r}{by} "
             f"(--attention-backend {'|'.join(TARGET_ATTENTION_BACKENDS)})",
             True,
@@ -156,7 +156,7 @@ def target_attention_findings(device: str, verify_backend: str, is_chosen: bool)
     ]
 
 
-def draft_findings(args: Any) -> list[NotServed]:
+def draft_findings(args: Any) -> list[Unsupported]:
     """List what our DFLASH does not run of the draft checkpoint under these arguments."""
     checkpoint, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
     config = read_config(checkpoint, revision)
@@ -164,14 +164,14 @@ def draft_findings(args: Any) -> list[NotServed]:
         return []
     found = checkpoint_findings(config, checkpoint, revision)
     if problem := _split_problem(args, config.get("transformer_layer_config") or config):
-        found.append(NotServed(problem))
+        found.append(Unsupported(problem))
     try:
         quantization = checkpoint_quantization(config, checkpoint, revision)
     except ValueError:
         return found  # the error is among them
     if problem := flag_problem(args, quantization):
         # The built-in follows a flag that contradicts the file, and then drafts noise.
-        found.append(NotServed(problem, quantization is None and is_dflash_draft(config)))
+        found.append(Unsupported(problem, quantization is None and is_dflash_draft(config)))
     return found
 
 
@@ -186,13 +186,15 @@ def _split_problem(args: Any, layers: Mapping[str, Any]) -> str | None:
     return f"a draft of {heads} attention and {kv_heads} KV heads, which cannot be split over --tp {ranks}"
 
 
-def draft_attention_findings(args: Any, draft: DFlashDraftConfig, target_text_config: Any) -> list[NotServed]:
+def draft_attention_findings(
+    args: Any, draft: DFlashDraftConfig, target_text_config: Any
+) -> list[Unsupported]:
     """Check that some attention backend of a GPU runs this draft as it was trained."""
     suited, unsuited = suited_backends(args, draft, target_text_config)
     if args.device == "cpu" or suited:
         return []
     reasons = "; ".join(sorted(set(unsuited.values())))
-    return [NotServed(f"the draft can run on no attention backend: {reasons}", draft.kind != "P-EAGLE")]
+    return [Unsupported(f"the draft can run on no attention backend: {reasons}", draft.kind != "P-EAGLE")]
 
 
 def choose_draft_attention(

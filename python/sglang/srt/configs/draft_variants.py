@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 from sglang_dflash.srt.configs.layer_fields import RopeKind
-from sglang_dflash.srt.configs.not_served import NotServed
+from sglang_dflash.srt.configs.not_served import Unsupported
 from sglang_dflash.srt.configs.validation import shown
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def variant_problems(config: Any, nested: Mapping[str, Any], served: Collection[
     return [finding.what for finding in findings]
 
 
-def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[NotServed]:
+def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[Unsupported]:
     """List what we do not run of the draft that this config.json describes.
 
     `served` holds the fields of `dflash_config` that this draft's class reads. Faults that make a config
@@ -66,25 +66,25 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[N
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if name in BUILTIN_ARCHITECTURES:
-        return [NotServed(f"architectures is {shown(architectures)}: this draft is not supported", True)]
+        return [Unsupported(f"architectures is {shown(architectures)}: this draft is not supported", True)]
     nested = config.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}
     findings, _ = _variant_findings(SimpleNamespace(**config), nested, served)
     if config.get("hidden_act") == "swigluoai":
-        findings.append(NotServed("hidden_act is 'swigluoai', which is not supported", True))
+        findings.append(Unsupported("hidden_act is 'swigluoai', which is not supported", True))
     for field in ("rope_parameters", "rope_scaling"):
         rope = config.get(field)
         if not isinstance(rope, Mapping):
             continue
         kind = rope.get("rope_type") or rope.get("type")
         if isinstance(kind, str) and kind not in get_args(RopeKind):
-            findings.append(NotServed(f"{field} is of kind {shown(kind)}, which is not supported", True))
+            findings.append(Unsupported(f"{field} is of kind {shown(kind)}, which is not supported", True))
         if any(isinstance(value, Mapping) for value in rope.values()):
-            findings.append(NotServed(f"{field} by layer type: one embedding serves all layers", True))
+            findings.append(Unsupported(f"{field} by layer type: one embedding serves all layers", True))
     return findings + _missing_findings(config, nested)
 
 
-def _missing_findings(config: Mapping[str, Any], nested: Mapping[str, Any]) -> list[NotServed]:
+def _missing_findings(config: Mapping[str, Any], nested: Mapping[str, Any]) -> list[Unsupported]:
     """Find missing fields for which only the built-in has defaults."""
 
     def has(name: str) -> bool:
@@ -93,12 +93,12 @@ def _missing_findings(config: Mapping[str, Any], nested: Mapping[str, Any]) -> l
     if has("target_layer_ids") or has("num_target_layers"):
         return []
     what = "target_layer_ids is missing, and so is num_target_layers, over which to spread layers"
-    return [NotServed(what, True, "the built-in spreads layers over the target it finds")]
+    return [Unsupported(what, True, "the built-in spreads layers over the target it finds")]
 
 
 def _variant_findings(
     config: Any, nested: Mapping[str, Any], served: Collection[str]
-) -> tuple[list[NotServed], list[str]]:
+) -> tuple[list[Unsupported], list[str]]:
     """Return what we do not run, and the names of fields that are not read."""
     findings, unread = [], []
     nested = {name: value for name, value in nested.items() if name not in served}
@@ -107,10 +107,10 @@ def _variant_findings(
             start = next((start for start in _REFUSED if _is_named(name, start)), None)
             if start is not None and value:
                 what = f"{where}{name} is {shown(value)}: {_REFUSED[start]} is not supported"
-                findings.append(NotServed(what, start not in _BUILTIN_LACKS))
+                findings.append(Unsupported(what, start not in _BUILTIN_LACKS))
             elif start is None and where:
                 unread.append(name)
-    findings += [NotServed(problem, True) for problem in _rope_problems(config)]
+    findings += [Unsupported(problem, True) for problem in _rope_problems(config)]
     return findings, unread
 
 

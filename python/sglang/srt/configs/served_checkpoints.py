@@ -10,14 +10,14 @@ from sglang_dflash.srt.configs.draft_quantization import (
     read_quantization,
 )
 from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES, draft_findings
-from sglang_dflash.srt.configs.not_served import NotServed
+from sglang_dflash.srt.configs.not_served import Unsupported
 from sglang_dflash.srt.configs.peagle_config import config_class, is_draft
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 
 
 def checkpoint_findings(
     config: Mapping[str, Any], checkpoint: str, revision: str | None = None
-) -> list[NotServed]:
+) -> list[Unsupported]:
     """List what ours does not serve of a checkpoint. Flags and devices may add reasons.
 
     Faults that make a config invalid are left to the class that reads it, but for those of a quantization:
@@ -31,7 +31,7 @@ def checkpoint_findings(
     except ValueError as error:
         is_other = isinstance(error, OtherMethodError)
         where = "" if is_other else "quantization_config: "
-        found.append(NotServed(where + str(error).rstrip("."), builtin_reads and is_other))
+        found.append(Unsupported(where + str(error).rstrip("."), builtin_reads and is_other))
     return found
 
 

@@ -10,7 +10,7 @@ def implementation(draft: Checkpoint) -> str:
     if not found:
         return "sglang-dflash, if no flag or device says otherwise"
     reasons = "; ".join(finding.what for finding in found)
-    if not all(finding.builtin_serves for finding in found):
+    if not all(finding.builtin_supports for finding in found):
         return f"nobody: {reasons}"
-    lost = "".join(f"; {finding.lost}" for finding in found if finding.lost)
+    lost = "".join(f"; {finding.drawback}" for finding in found if finding.drawback)
     return f"SGLang's built-in DFLASH, on a GPU alone, because {reasons}{lost}"
