@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput, SamplingMaskOutput
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-from support.decisions import decide
+from support.decisions import accepted_blocks, decide
 from support.sampling_parameters import VOCABULARY, sampling_info
 
 from sglang_dflash.kernels.ops.speculative.accept import RelayTables
@@ -17,6 +17,7 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_block_verification,
     accept_by_rejection,
 )
+from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
 from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
 from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
 from sglang_dflash.srt.speculative.dflash_info import DraftBlock
@@ -220,3 +221,73 @@ def test_simulated_blocks_end_no_request(is_drawn):
     assert accepted.accept_len.tolist() == [2, 2]
     assert torch.equal(accepted.reported, accepted.tokens)
     assert torch.equal(decide(accepted.accept_len, accepted.tokens).bonus, accepted.bonus)
+
+
+def masks_of(rows: list[int], captured: list[int] | None = None) -> SamplingMasks:
+    """Make the masks of these requests. captured: those among them that return log probabilities too."""
+    info = SimpleNamespace(
+        sampling_mask_batch_indices=torch.tensor(rows),
+        sampling_mask_top_ks=[2] * len(rows),
+        sampling_support_logprobs_capture_indices=None if captured is None else torch.tensor(captured),
+    )
+    masks = SamplingMasks.requested(info, WIDTH)
+    assert masks is not None
+    return masks
+
+
+def test_who_returns_masks():
+    assert SamplingMasks.requested(SimpleNamespace(sampling_mask_batch_indices=None), WIDTH) is None
+    assert SamplingMasks.requested(SimpleNamespace(), WIDTH) is None
+
+
+def test_the_sampler_captures_every_slot_of_a_masked_request():
+    fields = masks_of([0, 2]).sampler_fields()
+    assert fields["sampling_mask_batch_indices"].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert fields["sampling_support_logprobs_capture_indices"] is None
+    fields = masks_of([1, 3], [1]).sampler_fields()
+    assert fields["sampling_mask_batch_indices"].tolist() == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert fields["sampling_support_logprobs_capture_indices"].tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_masks_of_the_sampler_are_cut_to_what_each_request_emits(is_captured):
+    """The sampler's rows become blocks, and each request gets its own commit length."""
+    masks = masks_of([0, 2], [1] if is_captured else None)
+    slots = 2 * WIDTH
+    drawn = SamplingMaskOutput(
+        token_ids=torch.arange(2 * slots, dtype=torch.int32).view(slots, 2),
+        lengths=torch.arange(slots),
+        selected_logprobs=-torch.arange(slots).float(),
+        support_logprobs=torch.arange(2.0 * WIDTH).view(WIDTH, 2) if is_captured else None,
+        statuses=10 * torch.arange(slots),
+    )
+    masks.drawn.sampling_mask_output = drawn
+    accepted = accepted_blocks(
+        torch.tensor([1, 3, 0], dtype=torch.int32), torch.zeros(3, WIDTH, dtype=torch.int64)
+    )
+    found = masks.output(accepted)
+    assert found.num_accept_tokens.tolist() == [2, 1]
+    assert found.token_ids.tolist() == drawn.token_ids.view(2, WIDTH, 2).tolist()
+    assert found.lengths.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert found.selected_logprobs.tolist() == [[0, -1, -2, -3], [-4, -5, -6, -7]]
+    assert found.statuses.tolist() == [[0, 10, 20, 30], [40, 50, 60, 70]]
+    if is_captured:
+        assert found.support_logprobs.tolist() == [[[0, 1], [2, 3], [4, 5], [6, 7]]]
+    else:
+        assert found.support_logprobs is None
+
+
+def test_masks_of_drawn_drafts_hold_the_tokens_of_each_slot():
+    """Slot k's mask is that of the distribution after position k, of which the emitted token is a member."""
+    masks, generator = masks_of([0, 2], [1]), torch.Generator().manual_seed(4)
+    tokens = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:WIDTH] for _ in range(3)])
+    others = (tokens + 1) % VOCABULARY
+    shares = torch.linspace(0.55, 0.95, 3 * WIDTH).view(3, WIDTH, 1)
+    probs = torch.zeros(3, WIDTH, VOCABULARY)
+    masks.probs = probs.scatter(2, tokens[..., None], shares).scatter(2, others[..., None], 1 - shares)
+    found = masks.output(accepted_blocks(torch.tensor([1, 3, 0], dtype=torch.int32), tokens))
+    assert found.num_accept_tokens.tolist() == [2, 1]
+    assert found.lengths.tolist() == [[2] * WIDTH] * 2
+    assert found.token_ids.tolist() == torch.stack((tokens, others), dim=2)[[0, 2]].tolist()
+    torch.testing.assert_close(found.selected_logprobs, shares[[0, 2], :, 0].log())
+    torch.testing.assert_close(found.support_logprobs, torch.cat((shares, 1 - shares), dim=2)[[2]].log())

@@ -552,6 +552,18 @@ def test_saturation_equals_its_twin(dtype):
     assert got.abs().max() == torch.finfo(dtype).max
 
 
+@against_twin
+def test_keys_near_zero_equals_its_twin():
+    """The norm's eps bounds what it scales them by."""
+    context = Context(0, 3, 2, 1, 64, torch.float32, torch.float32, torch.float32, DEVICE)
+    context.kv *= 1e-5
+    got = context.written_by(context_kv.write_context_kv_triton)
+    want = context.written_by(context_kv.write_context_kv_torch)
+    assert_same_pool(got, want, torch.float32)
+    keys = got[:, 0, context.cache_loc]
+    assert 0 < keys.abs().max() < 1, "eps is far above the squares"
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, *FP8])
 def test_the_twin_stores_what_the_model_and_sglang_do(kv_dtype, pool_dtype):

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import get_schedule, get_serving, get_spec
 from support.context_watch import watch_context
+from support.drafts import make_draft
 from support.engine import start
 from support.scheduled import Answer, Job, Oracle, run
 from tokenizers import Tokenizer
@@ -62,7 +63,7 @@ def reserve(block: int, page: int, committed: int, pool_size: int = 4096) -> tup
     return table.req_to_token, reserved
 
 
-@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
 @pytest.mark.parametrize("block", [8, 16, 32])
 def test_a_reservation_ends_with_the_row(block, page):
     """A running request has at most CONTEXT - 4 tokens with KV; one more block may be in flight."""
@@ -198,6 +199,25 @@ def test_answers_run_up_to_the_context(algorithm, draft, block, flags, at_the_co
     )
     assert [answer.output_ids for answer in found] == [answer.output_ids for answer in wanted]
     assert {answer.finish_reason for answer in found} == {"FINISH_LENGTH"}
+
+
+@pytest.mark.server
+def test_requests_run_past_the_positions_of_the_draft(tmp_path):
+    """Answers cross the end of a draft for 256 positions, and prompts lie behind it.
+
+    Output and drafts are those of the same draft with as many positions as its target.
+    """
+    short = make_draft(tmp_path / "short", max_position_embeddings=256)
+    jobs = [Job(text(length), 48, step=step) for step, length in enumerate((215, 250, 256, 300, 1500))]
+    [wanted] = run(["--model-path", TARGET, *FLAGS, "--max-total-tokens", "4000"], [jobs])
+    long, found = (
+        run([*server("DFLASH", draft, 16, WHOLE), *FLAGS, "--max-total-tokens", "4000"], [jobs])[0]
+        for draft in (DRAFT, short)
+    )
+    for answers in (long, found):
+        assert [answer.output_ids for answer in answers] == [answer.output_ids for answer in wanted]
+    assert [answer.accepted for answer in found] == [answer.accepted for answer in long]
+    assert all(sum(answer.accepted) for answer in found), "nothing is drafted"
 
 
 @pytest.mark.server

@@ -6,6 +6,7 @@ that in the reference. Near ties are rare, and counted. To test another draft or
 CONFIGURATIONS.
 """
 
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from serving import (
     dflash_arguments,
 )
 from support.drafts import always_wrong, random_draft
-from support.parity import assert_same, near_tie, undecided_from
+from support.families import VOCAB, write_draft, write_peagle_draft, write_target
+from support.parity import FLOAT32_TIE, assert_same, near_tie, undecided_from
+from support.scheduled import Job, Oracle, run
 from support.servers import FLOAT32, WIDTHS_CHANGE, patched
 from support.streaming import stream
 from support.target_answers import requests_from_prompts, target_answers
@@ -326,6 +329,43 @@ def test_float32_aborts_leave_the_others_alone(requests, answers_alone, referenc
         compared = min(length, 64)
         assert last["output_ids"][:compared] == want["output_ids"][:compared], f"{request} before its abort"
     assert_pool_is_whole(server)
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "write"),
+    [
+        ("llama", 8, write_draft),
+        ("llama3", 16, write_draft),
+        pytest.param("llama", 16, write_draft, marks=pytest.mark.long),
+        pytest.param("llama3", 8, write_peagle_draft, marks=pytest.mark.long),
+    ],
+    ids=["llama-8", "llama3-16", "llama-16", "llama3-peagle-8"],
+)
+def test_float32_output_of_a_llama_is_the_targets(name, block, write, tmp_path):
+    """Serve a random Llama, of which the bundled pairs have none, with the widths that a user gets.
+
+    Every third request has the random draft's own tokens. An oracle drafts for the others.
+    """
+    target, draft = write_target(name, tmp_path / "target").path, write(tmp_path / "draft")
+    generator = random.Random(block)
+    jobs = [
+        Job(tuple(generator.randrange(8, VOCAB) for _ in range(length)), 48, step=step, logprobs=True)
+        for step, length in enumerate((3, 16, 17, 31, 40, 64, 90, 120, 150))
+    ]
+    jobs += [Job((*jobs[-1].input_ids[:100], 9, 10), 48, step=40, logprobs=True)]  # a cached prefix
+    plain = ["--model-path", target, *FLOAT32, "--skip-tokenizer-init"]
+    [wanted] = run(plain, [jobs])
+    oracle = Oracle([[*a.output_ids, *[5] * block] if i % 3 else None for i, a in enumerate(wanted)])
+    [found] = run([*plain, *dflash_arguments(draft), "--speculative-num-draft-tokens", block], [jobs], oracle)
+    compared = 0
+    for job, answer, want in zip(jobs, found, wanted, strict=True):
+        end = next((i for i, gap in enumerate(want.gaps) if gap < FLOAT32_TIE), len(want.output_ids))
+        assert len(answer.output_ids) == 48 and answer.output_ids[:end] == want.output_ids[:end], job
+        compared += end
+    assert compared > 0.8 * 48 * len(jobs), "the target hardly decides between tokens"
+    assert found[-1].cached_tokens == 100
+    kept = [count for i, answer in enumerate(found) if i % 3 for count in answer.accepted]
+    assert sum(kept) > len(kept), "the oracle's drafts were not accepted"
 
 
 def assert_pool_is_whole(server: Server) -> None:

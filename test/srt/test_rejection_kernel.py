@@ -72,6 +72,8 @@ def test_the_walk_over_long_lists_equals_its_twin(candidates, block_verification
     draft = DraftProbs(ids.to(DEVICE), probs.to(DEVICE))
     arguments = block.to(DEVICE), target_probs.to(DEVICE), draft, *[u.to(DEVICE) for u in uniforms]
     assert_same_verdict(arguments, block_verification)
+    # The last verified slot has no later one, although its block goes on.
+    assert_same_verdict(arguments, block_verification, np.arange(bs) % width)
 
 
 def test_an_empty_batch():

@@ -205,6 +205,28 @@ def test_broken_scores_equals_its_twin():
     assert_same_walk(case, drawing(2, 3))
 
 
+@against_twin
+@pytest.mark.parametrize("drawn_slots", [None, 0, 3, 4])
+def test_ties_and_own_filters_equals_its_twin(drawn_slots):
+    """Equal scores fall to the first candidate, and each request has its own filters.
+
+    Probabilities are quarters, and lie on the edges of top_p, of min_p and of the draws.
+    """
+    found, *rest = random_walk(5, bs=8, slots=4, candidates=4, rank=3)
+    found.gate.zero_()
+    found.unary[:] = torch.tensor([[1.0] * 4, [0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 1.0, 1.0], [1.0] * 4])
+    draw = None
+    if drawn_slots is not None:
+        draw = drawing(8, 4, drawn_slots=drawn_slots)
+        draw.temperature[:] = torch.tensor([1.0, 1.0, 1.0, 0.3, 2.0, 1.0, 1.0, 1.0])
+        draw.top_k[:] = torch.tensor([NO_LIMIT, 1, 2, 3, NO_LIMIT, NO_LIMIT, NO_LIMIT, 3])
+        draw.top_p[:] = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 0.25])
+        draw.min_p[:] = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0])
+        draw.uniforms[:, 0] = torch.tensor([0.25, 0.5, 0.5, 1.0, 0.0, 0.75, 0.5, 0.5])
+        draw.uniforms[:, 3] = torch.tensor([0.5, 0.0, 0.75, 0.9, 0.75, 0.9, 1.0, 0.9])
+    assert_same_walk((found, *rest), draw)
+
+
 def test_an_empty_batch():
     """An empty batch launches no kernel, so this needs no GPU."""
     found, anchors, *codebooks = random_walk(0, 1, 3, 4, 5)
