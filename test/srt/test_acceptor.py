@@ -12,14 +12,13 @@ from support.sampling_parameters import VOCABULARY, sampling_info
 
 from sglang_dflash.kernels.ops.speculative.accept import RelayTables
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, rejection_rule
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, SimulatedAcceptance, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_block_verification,
     accept_by_rejection,
 )
-from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.dflash_info import DraftBlock
+from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
 
 WIDTH = 4
 SAMPLED, GREEDY = {"temperature": 1.0}, {"top_k": 1}

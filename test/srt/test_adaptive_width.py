@@ -12,17 +12,14 @@ import torch
 from support.server_patches.scheduled_lengths import scheduled
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
-from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
-from sglang_dflash.srt.speculative.width.backends import AnyRows
-from sglang_dflash.srt.speculative.width.chooser import LengthChooser
+from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclesInFlight, PlannedCycle, Proposals
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
-from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.plan import FixedWidth, PlannedCycle
+from sglang_dflash.srt.speculative.width.controller import AdaptiveWidth, FixedWidth
+from sglang_dflash.srt.speculative.width.estimates import MODES, CostTable
+from sglang_dflash.srt.speculative.width.measure import _seconds_overlapped, make_width
+from sglang_dflash.srt.speculative.width.policy import LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
-from sglang_dflash.srt.speculative.width.start_up import _seconds_overlapped, make_width
-from sglang_dflash.srt.speculative.width.survival import MODES
 
 WIDTHS = (1, 2, 4, 8)
 

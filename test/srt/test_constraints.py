@@ -8,8 +8,8 @@ import torch
 from support.sampling_parameters import VOCABULARY
 
 from sglang_dflash.srt.speculative.acceptance import constraints
-from sglang_dflash.srt.speculative.acceptance.penalties import count_tokens_torch, penalize_block_torch
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.acceptance.constraints import count_tokens_torch, penalize_block_torch
+from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
 
 BLOCK = torch.tensor([[1, 2, 2, 3], [4, 4, 4, 4]])
 LENGTHS = [None, np.array([1, 3])]

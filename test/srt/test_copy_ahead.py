@@ -14,9 +14,9 @@ from sglang_dflash.kernels.ops.speculative import copy_ahead
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.dflash_info import DraftBlock, Prompts, packed_ranges
-from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead
-from sglang_dflash.srt.speculative.drafters.copy_stats import WHOLE_CYCLES, CopyStats
+from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts, packed_ranges
+from sglang_dflash.srt.speculative.drafters.copies import WHOLE_CYCLES, CopyAhead, CopyStats
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from support.draft_cases import Case, FakePlan, lm_head
 
 from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
-from sglang_dflash.srt.speculative.dflash_info import Cycle
+from sglang_dflash.srt.speculative.cycle.block import Cycle
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.window import WindowView
 

@@ -14,7 +14,7 @@ from support.draft_cases import Case, FakePlan, lm_head
 from support.sampling_parameters import sampling_parameters
 
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
-from sglang_dflash.srt.speculative.dflash_info import Cycle
+from sglang_dflash.srt.speculative.cycle.block import Cycle
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 
 

@@ -106,7 +106,7 @@ class Graph:
         """
         layout = None
         if counts is not None:
-            from sglang_dflash.srt.speculative.width.row_graphs import PreparedLayout  # imports SGLang
+            from sglang_dflash.srt.speculative.cycle.ragged_graphs import PreparedLayout  # imports SGLang
 
             layout = PreparedLayout.of(counts, sum(counts), "cpu")
         queries = counts or [WIDTH] * self.bs

@@ -24,7 +24,8 @@ from support.sampling_parameters import sampling_parameters
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
-from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts
+from sglang_dflash.srt.speculative.cycle.block import Cycle
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
 
 CAPACITY = 64

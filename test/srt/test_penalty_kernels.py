@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
-from sglang_dflash.srt.speculative.acceptance.penalties import count_tokens_torch, penalize_block_torch
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.acceptance.constraints import count_tokens_torch, penalize_block_torch
+from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
 
 ROWS, VOCABULARY = 7, 1030  # two tiles, the second nearly empty
 

@@ -15,7 +15,7 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
     walk_by_block_verification,
     walk_by_rejection,
 )
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
 
 
 def assert_same_verdict(arguments, block_verification: bool, lengths: np.ndarray | None = None) -> None:

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.plan import planned
-from sglang_dflash.srt.speculative.width.row_graphs import (
-    PreparedLayout,
+from sglang_dflash.srt.speculative.cycle.layout import PreparedLayout, VerifyRows
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
     RowBackends,
     reason_for_one_width,
     row_sizes,
     spread_rows,
 )
+from sglang_dflash.srt.speculative.width.controller import planned
+from sglang_dflash.srt.speculative.width.estimates import CostTable
 
 BLOCK = 8
 CASES = [(1, 1), (1, 8), (4, 8), (5, 16), (48, 8), (96, 16), (7, 3)]

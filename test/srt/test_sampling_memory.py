@@ -8,13 +8,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sglang_dflash.srt.speculative import warm_up
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_block_verification,
     accept_by_rejection,
 )
 from sglang_dflash.srt.speculative.acceptance.target_sampling import target_probs
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.drafters import prewarm
+from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 
 BS, WIDTH, VOCABULARY, HIDDEN = 48, 16, 151_936, 4096
@@ -90,7 +90,7 @@ def test_start_up_allocates_as_much_as_a_step(draft):
     config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCABULARY, dtype=torch.bfloat16)
     runner = SimpleNamespace(max_running_requests=BS, device=torch.device("meta"), model_config=config)
     with Peak() as at_start_up:
-        prewarm.prewarm_probabilistic_step(
+        warm_up.prewarm_probabilistic_step(
             lambda hidden, anchors, info: draw_drafts(draft, hidden, info, DraftSampling()), runner, WIDTH
         )
     logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")

@@ -9,10 +9,10 @@ from sglang.srt.speculative import spec_utils
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.sampling_parameters import VOCABULARY, sampling_info
 
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
-from sglang_dflash.srt.speculative.cycle.relay import StepRelay
-from sglang_dflash.srt.speculative.cycle.verify_rows import whole_blocks
-from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, DraftBlock
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, StepRelay
+from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 
 ROWS = 9
 

@@ -16,7 +16,7 @@ from support.engine import start
 from support.sampling_parameters import TOP_K_ALL, VOCABULARY, sampling_info
 
 from sglang_dflash.srt.speculative.acceptance import target_sampling
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
 
 
 def draw_target_tokens(logits, info, positions, width, sampler):

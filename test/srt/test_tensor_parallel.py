@@ -20,8 +20,8 @@ from support.tensor_parallel_ranks import DFLASH2_NAMES, NAMES, WORLD, draft_blo
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.rejection import accept_by_rejection
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.dflash_info import DraftBlock
+from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.srt.layers.attention.triton_rows import take_layouts, takes_rows
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import PreparedLayout, VerifyRows
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import row_sizes, spread_rows
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang_dflash.srt.speculative.width.row_graphs import PreparedLayout, row_sizes, spread_rows
 
 BLOCK, SLOTS = 8, 6
 

@@ -19,7 +19,7 @@ from support.decisions import (
 )
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
 
 FALSE_ALARM = 1e-6
 REQUESTS, LENGTH, VOCABULARY, BLOCK = 60_000, 4, 2, 4

@@ -15,19 +15,21 @@ from support.sampling_parameters import VOCABULARY, sampling_info
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
-from sglang_dflash.srt.speculative.acceptance import caps as caps_module
+from sglang_dflash.srt.speculative import request_fields as caps_module
 from sglang_dflash.srt.speculative.acceptance import constraints
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
-from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
-from sglang_dflash.srt.speculative.cycle.verify import VerifyTail
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput, DraftBlock, packed_ranges
+from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
+from sglang_dflash.srt.speculative.cycle.plan import PlannedCycle
+from sglang_dflash.srt.speculative.cycle.prompts import packed_ranges
+from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import (
     check_kv_budget,
     has_room_for_draft_graphs,
 )
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
-from sglang_dflash.srt.speculative.width.plan import PlannedCycle
+from sglang_dflash.srt.speculative.drafters.context import VerifyTail
+from sglang_dflash.srt.speculative.request_fields import requested_caps
 
 
 def worker(**fields) -> DFlashWorker:

@@ -13,16 +13,16 @@ import torch
 from support.decisions import accept_matching_prefix
 
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.dflash_info import DraftBlock, Prompts, packed_ranges
-from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead
-from sglang_dflash.srt.speculative.drafters.copy_stats import CopyStats
-from sglang_dflash.srt.speculative.drafters.some import draft_for_some
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
-from sglang_dflash.srt.speculative.width.backends import AnyRows
-from sglang_dflash.srt.speculative.width.chooser import LengthChooser
+from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.plan import PlannedCycle
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts, packed_ranges
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
+from sglang_dflash.srt.speculative.drafters.copies import CopyAhead, CopyStats
+from sglang_dflash.srt.speculative.drafters.sampling import draft_for_some
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
-from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.plan import FixedWidth, PlannedCycle
+from sglang_dflash.srt.speculative.width.controller import AdaptiveWidth, FixedWidth
+from sglang_dflash.srt.speculative.width.estimates import CostTable
+from sglang_dflash.srt.speculative.width.policy import LengthChooser
 
 BLOCK, VOCABULARY, ROWS = 8, 1000, 32
 WIDTHS = np.array([1, 2, 4, BLOCK])

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
-from sglang_dflash.srt.speculative.drafters import copy_stats
-from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.drafters import copies
+from sglang_dflash.srt.speculative.width.estimates import CostTable
 
 
 class Watch(CycleObserver):
@@ -24,7 +24,7 @@ class Watch(CycleObserver):
         self.worker = scheduler.draft_worker
         self.worker.observers.append(self)
         self.worker.drafter.knows_matches_on_host = False
-        copy_stats.WHOLE_CYCLES = 2  # sooner, and so more often wrongly
+        copies.WHOLE_CYCLES = 2  # sooner, and so more often wrongly
 
     def on_begun(self, batch):
         """Write the outcomes of the cycles known so far."""

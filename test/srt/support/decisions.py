@@ -8,7 +8,7 @@ import torch
 from sglang_dflash.kernels.ops.speculative import accept
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks, complete_blocks_torch
 from sglang_dflash.srt.speculative.acceptance import rejection
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
 
 
 class Decision(NamedTuple):

@@ -31,34 +31,33 @@ from sglang_dflash.srt.layers.attention.flashinfer_plans import (
     plans_blocks,
 )
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, rejection_rule
-from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
-from sglang_dflash.srt.speculative.acceptance.constraints import constrain
-from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
+from sglang_dflash.srt.speculative.acceptance.acceptor import (
+    Acceptor,
+    SimulatedAcceptance,
+    StepRelay,
+    rejection_rule,
+)
+from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
-from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
-from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
-from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
-from sglang_dflash.srt.speculative.cycle.known_lengths import plans_within_bounds
+from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
+from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.lengths import plans_within_bounds
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
-from sglang_dflash.srt.speculative.cycle.relay import StepRelay
-from sglang_dflash.srt.speculative.cycle.replay import hold_request_rows
-from sglang_dflash.srt.speculative.cycle.rows import RequestRows
-from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts, on_device
-from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget
+from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclesInFlight, PlannedCycle
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts, on_device
+from sglang_dflash.srt.speculative.cycle.verify import verify
+from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
+from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget, hold_request_rows
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
-from sglang_dflash.srt.speculative.drafters.prewarm import prewarm_probabilistic_step
-from sglang_dflash.srt.speculative.drafters.some import draft_for_some
-from sglang_dflash.srt.speculative.request_fields import end_requests_with_pool_of
-from sglang_dflash.srt.speculative.scale_out.disaggregation import arrivals
-from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, run_idle
-from sglang_dflash.srt.speculative.targets.state_memory import tell_if_states_cap_batch
-from sglang_dflash.srt.speculative.targets.states import make_target_states
-from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_updates
-from sglang_dflash.srt.speculative.warm_up import runs_cycles_alone, warm_up
-from sglang_dflash.srt.speculative.width.plan import FixedWidth, PlannedCycle
-from sglang_dflash.srt.speculative.width.start_up import make_width
+from sglang_dflash.srt.speculative.drafters.context import VerifyTail
+from sglang_dflash.srt.speculative.drafters.sampling import draft_for_some
+from sglang_dflash.srt.speculative.parallel import DraftRanks, arrivals, run_idle
+from sglang_dflash.srt.speculative.request_fields import end_requests_with_pool_of, requested_caps
+from sglang_dflash.srt.speculative.targets.recurrent import make_target_states, tell_if_states_cap_batch
+from sglang_dflash.srt.speculative.warm_up import prewarm_probabilistic_step, runs_cycles_alone, warm_up
+from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
+from sglang_dflash.srt.speculative.width.controller import FixedWidth
+from sglang_dflash.srt.speculative.width.measure import make_width
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +159,8 @@ class DFlashWorker(BaseSpecWorker):
         self._width = make_width(self, get_parallel().tp_group, self.metrics, self._copies is not None)
         if self._copies is not None:
             self._copies.allocate_texts(target_runner)
-        self._rows = RequestRows(self._width, self.drafter, self.penalties)
+        # Each holds a table by request row, and is told about every request that takes one, in this order.
+        self._row_tables = (self._width, self.drafter, self.penalties)
         self.observers = observers_from_environment()  # cycles that are measured above are nobody's
 
     def prewarm_sampling(self):
@@ -239,7 +239,8 @@ class DFlashWorker(BaseSpecWorker):
         The draft's KV is written before this returns: the scheduler may then give the slots to the prefix
         cache."""
         prompts = Prompts.from_batch(batch)
-        self._rows.begin_prefill(prompts)
+        for table in self._row_tables:
+            table.begin_prefill(prompts)
         is_penalized = Penalties.are_requested(batch.sampling_info)
         if is_penalized:
             self.penalties.penalize_prefill(batch)
@@ -272,7 +273,8 @@ class DFlashWorker(BaseSpecWorker):
         """Run one cycle for each request of the batch, at the verify length that pays."""
         self._notify("on_begun", batch)
         for requests in arrivals.take():
-            self._rows.admit_prefilled(requests)
+            for table in self._row_tables:
+                table.admit_prefilled(requests)
         caps = requested_caps(batch.reqs, self.block_size)
         is_capped = caps is not None and bool(caps.min() < self.block_size - 1)
         draws = self.acceptor.draws_drafts(batch.sampling_info, is_capped)

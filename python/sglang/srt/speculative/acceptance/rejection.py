@@ -14,7 +14,7 @@ import torch
 
 from sglang_dflash.kernels.ops.speculative.rejection import walk_blocks_triton
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
 
 
 def accept_by_rejection(

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     import torch
 
     from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
-    from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock, Prompts
+    from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+    from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 
 
 class CycleObserver:

@@ -1,4 +1,4 @@
-"""Start of `--speculative-adaptive`: backends, graphs and measured costs per width."""
+"""Start of `--speculative-adaptive`: backends, graphs and measured costs per verify length."""
 
 import functools
 import logging
@@ -20,17 +20,21 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_dflash.srt.layers.attention.gated_delta_rows import verifies_packed_rows
 from sglang_dflash.srt.layers.attention.torch_native_spec import TorchNativeSpecAttnBackend, full_attention
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
+    AnyRows,
+    RowBackends,
+    captured_sizes,
+    reason_for_one_width,
+)
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
-from sglang_dflash.srt.speculative.width.backends import AnyRows, captured_sizes
-from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock
-from sglang_dflash.srt.speculative.width.costs import KNOWN, CostTable
-from sglang_dflash.srt.speculative.width.plan import Backends, FixedWidth, planned
-from sglang_dflash.srt.speculative.width.row_graphs import RowBackends, reason_for_one_width
+from sglang_dflash.srt.speculative.width.controller import AdaptiveWidth, Backends, FixedWidth, planned
+from sglang_dflash.srt.speculative.width.estimates import KNOWN, CostTable
+from sglang_dflash.srt.speculative.width.policy import LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
+
 
 _CONTEXT = 128  # committed tokens of a request in the measurement
 _REPEATS = 5

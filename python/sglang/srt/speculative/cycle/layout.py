@@ -1,10 +1,12 @@
 """Rows of a verify forward: the first slots of each request's block, packed."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.srt.speculative.cycle.prompts import on_device
 
@@ -113,3 +115,27 @@ class VerifyRows:
 def whole_blocks(bs: int, width: int) -> VerifyRows:
     """Return the rows of blocks that are verified whole. A cycle asks several times."""
     return VerifyRows(bs, width)
+
+
+class PreparedLayout(RaggedVerifyLayout, frozen=True):  # type: ignore[call-arg]
+    """A layout of all S requests of a graph, made on the host, where it keeps the `counts`."""
+
+    counts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, counts: Sequence[int], num_rows: int, device: Any) -> "PreparedLayout":
+        """Copy `counts`, rows of each request, to the device without waiting."""
+        ends = np.cumsum(counts)
+        numbers = on_device([*counts, 0, *ends.tolist()], torch.int32, device)
+        lengths, bounds = numbers[: len(counts)], numbers[len(counts) :]
+        return cls(
+            verify_lens=lengths,
+            graph_num_tokens=num_rows,
+            extend_start_loc=bounds[:-1],
+            qo_indptr_device=bounds,
+            counts=tuple(counts),
+        )
+
+    def padded_to_bucket(self, *, padded_bs: int, cap: int | None = None) -> "PreparedLayout":
+        """Return itself: it has the requests that pad a batch."""
+        return self

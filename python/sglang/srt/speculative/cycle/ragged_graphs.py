@@ -12,13 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks
 from sglang_dflash.srt.layers.attention.triton_rows import take_layouts, takes_rows
-from sglang_dflash.srt.speculative.cycle.prompts import on_device
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows, whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import PreparedLayout, VerifyRows, whole_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -48,30 +45,6 @@ def spread_rows(counts: Sequence[int], num_rows: int, num_slots: int, block_size
         left -= more
     assert left == 0, f"{left} of {num_rows} rows have no request"
     return spread
-
-
-class PreparedLayout(RaggedVerifyLayout, frozen=True):  # type: ignore[call-arg]
-    """A layout of all S requests of a graph, made on the host, where it keeps the `counts`."""
-
-    counts: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, counts: Sequence[int], num_rows: int, device: Any) -> "PreparedLayout":
-        """Copy `counts`, rows of each request, to the device without waiting."""
-        ends = np.cumsum(counts)
-        numbers = on_device([*counts, 0, *ends.tolist()], torch.int32, device)
-        lengths, bounds = numbers[: len(counts)], numbers[len(counts) :]
-        return cls(
-            verify_lens=lengths,
-            graph_num_tokens=num_rows,
-            extend_start_loc=bounds[:-1],
-            qo_indptr_device=bounds,
-            counts=tuple(counts),
-        )
-
-    def padded_to_bucket(self, *, padded_bs: int, cap: int | None = None) -> "PreparedLayout":
-        """Return itself: it has the requests that pad a batch."""
-        return self
 
 
 @functools.cache
@@ -181,3 +154,32 @@ class RowBackends:
             lengths = np.array(counts[: len(lengths)]) - 1
         layout = PreparedLayout.of(counts, num_rows, graphs.device)
         return VerifyRows(len(lengths), int(lengths.max()) + 1, lengths, graphs.device, layout)
+
+
+def captured_sizes(runner: Any) -> list[int]:
+    """Return the batch sizes of the runner's CUDA graphs, ascending, if any."""
+    return sorted(getattr(runner.decode_cuda_graph_runner, "capture_bs", None) or [])
+
+
+class AnyRows:
+    """A backend without graphs, which takes any rows of each request.
+
+    `has_layouts` says whether the target's layers read SGLang's layout of the rows.
+    """
+
+    def __init__(self, has_layouts: bool = False):
+        self._has_layouts = has_layouts
+
+    def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> tuple[int, VerifyRows]:
+        """Return the width and rows of a cycle that verifies `lengths` drafted tokens, [n].
+
+        With `needs_rectangle`, all requests verify as many as the one that verifies most.
+        """
+        width = int(lengths.max()) + 1
+        if needs_rectangle:
+            lengths = np.full_like(lengths, width - 1)
+        layout = None
+        if self._has_layouts and not (lengths == width - 1).all():
+            counts = (lengths + 1).tolist()
+            layout = PreparedLayout.of(counts, sum(counts), "cpu")
+        return width, VerifyRows(len(lengths), width, lengths, layout=layout)

@@ -13,15 +13,69 @@ import numpy as np
 import torch
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
-from sglang_dflash.srt.speculative.cycle.prompts import table_rows
-from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts
-from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
-from sglang_dflash.srt.speculative.width.chooser import Choice, LengthChooser
+from sglang_dflash.srt.speculative.cycle.plan import PlannedCycle, Proposals, Requests
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, table_rows
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows, RowBackends
 from sglang_dflash.srt.speculative.width.clock import CycleClock
-from sglang_dflash.srt.speculative.width.plan import Backends, PlannedCycle, Requests, planned
-from sglang_dflash.srt.speculative.width.survival import MODES, UNKNOWN_MATCH
+from sglang_dflash.srt.speculative.width.estimates import MODES, UNKNOWN_MATCH
+from sglang_dflash.srt.speculative.width.policy import Choice, LengthChooser
 
 logger = logging.getLogger(__name__)
+
+Backends = AnyRows | RowBackends
+
+
+def planned(
+    backends: Backends,
+    lengths: np.ndarray,
+    copies: np.ndarray,
+    needs_rectangle: bool = False,
+) -> PlannedCycle:
+    """Have the backends verify `lengths`, and plan the cycle that does.
+
+    With `needs_rectangle`, all requests must verify equally many tokens.
+    """
+    width, rows = backends.follow(lengths, needs_rectangle)
+    if rows is None:
+        return PlannedCycle(width)
+    lengths = np.full_like(lengths, width - 1) if rows.lengths is None else rows.lengths
+    return PlannedCycle(width, lengths, copies & (lengths > 0), rows)
+
+
+class FixedWidth:
+    """Verifies the whole block in every cycle."""
+
+    def __init__(self, width: int):
+        self._plan = PlannedCycle(width)
+
+    def begin_prefill(self, prompts: Prompts) -> None:
+        """Do nothing: a fixed width learns nothing."""
+
+    def admit_prefilled(self, requests: PrefilledRequests) -> None:
+        """Do nothing."""
+
+    def choose(
+        self,
+        batch: Any,
+        draws_drafts: bool,
+        matches: np.ndarray | None = None,
+        caps: np.ndarray | None = None,
+    ) -> PlannedCycle:
+        """Plan whole blocks."""
+        return self._plan if caps is None else self._plan._replace(caps=caps)
+
+    def on_launched(self, cycle: PlannedCycle) -> None:
+        """Do nothing."""
+
+    def on_accept_lens(
+        self, cycle: PlannedCycle, accept_lens: Sequence[int], proposals: Proposals | None = None
+    ) -> None:
+        """Do nothing."""
+
+    def report(self) -> dict:
+        """Return nothing for /server_info."""
+        return {}
+
 
 _GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
 
