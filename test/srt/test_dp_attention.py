@@ -286,7 +286,7 @@ def test_a_drafter_on_fewer_ranks_runs_as_if_they_were_all(tp_group, monkeypatch
         entered.append(layout)
         yield
 
-    monkeypatch.setattr(parallel, "run_as_draft", context)
+    monkeypatch.setattr(build, "run_as_draft", context)
     monkeypatch.setattr(build, "drafter_class", lambda model: lambda *_: inner)
     monkeypatch.delenv("SGLANG_DFLASH_COPY_AHEAD", raising=False)
     own = ranks(tp_group)

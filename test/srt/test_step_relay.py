@@ -42,7 +42,7 @@ def accept(acceptor: Acceptor, rows: torch.Tensor):
     logits[torch.arange(6), torch.tensor([1, 2, 3, 1, 2, 3])] = 1.0
     cycle = SimpleNamespace(
         committed=torch.tensor([10, 20]),
-        rows=whole_blocks(2, 3),
+        layout=whole_blocks(2, 3),
         positions=torch.zeros(2, 3, dtype=torch.int64),
     )
     batch = SimpleNamespace(

@@ -24,7 +24,7 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from sglang_dflash.kernels.ops.speculative.block import pack_blocks
 
 if TYPE_CHECKING:
-    from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
+    from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
     from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight
 
 
@@ -163,27 +163,27 @@ class DFlashVerifyInput(SpecInput):
     ragged_verify_layout: Any = None  # of SGLang's CUDA graphs
     hidden_layout: Any = None  # the same, while SGLang's FlashInfer backend would refuse it
     # The rows, if requests verify different numbers; then W is `draft_token_num`. None: every request has W.
-    ragged: "VerifyRows | None" = None
+    ragged: "VerifyLayout | None" = None
     # [bs], by how much `ForwardBatch.seq_lens_cpu` may exceed a length. None: it is exact. Read by our plans.
     spread: list[int] | None = None
 
     @classmethod
     def for_target(
         cls,
-        rows: "VerifyRows",
+        layout: "VerifyLayout",
         tokens: torch.Tensor,
         positions: torch.Tensor,
         spread: list[int] | None = None,
     ) -> "DFlashVerifyInput":
-        """Describe a verify forward over rows with these tokens and positions, both [T] int64."""
+        """Describe a verify forward of this layout, with these tokens and positions, both [T] int64."""
         return cls(
-            rows.width,
+            layout.verify_len,
             CaptureHiddenMode.FULL,
             draft_token=tokens,
             positions=positions,
             spread=spread,
-            ragged_verify_layout=rows.layout,
-            ragged=None if rows.lengths is None else rows,
+            ragged_verify_layout=layout.for_graph,
+            ragged=None if layout.is_rectangle else layout,
         )
 
     def __post_init__(self):

@@ -15,8 +15,8 @@ from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties
 from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows, target_probs
-from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
-from sglang_dflash.srt.speculative.cycle.plan import PlannedCycle
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
 from sglang_dflash.srt.speculative.parallel import DraftRanks
 from sglang_dflash.srt.speculative.width.measure import make_batch
 
@@ -37,7 +37,8 @@ def warm_up(worker: Any) -> None:
     Args:
         worker: the `DFlashWorker`, before it serves.
     """
-    plan, penalties, observers = PlannedCycle(worker.block_size), worker.penalties, worker.observers
+    plan = CyclePlan(whole_blocks(1, worker.block_size))
+    penalties, observers = worker.penalties, worker.observers
     worker.observers = []
     # Its table of counts has a row per request and a column per token, which most servers never need.
     worker.penalties = Penalties(1, worker.target_worker.model_runner.model_config.vocab_size, worker.device)
@@ -48,7 +49,7 @@ def warm_up(worker: Any) -> None:
             batch.reqs[0].sampling_params.min_new_tokens = min_new_tokens
         caps = None if cap is None else np.array([cap])
         draws = worker.acceptor.draws_drafts(batch.sampling_info)
-        worker.run_cycle(batch, plan._replace(caps=caps), draws)
+        worker.run_cycle(batch, plan._replace(caps=caps, draws=draws))
     worker.penalties, worker.observers = penalties, observers
 
 
@@ -89,10 +90,10 @@ def prewarm_probabilistic_step(
     at_once = min(bs, -(-slices_of_rows(bs * block_size, vocab_size)[0].stop // block_size))
     some = {name: value[:at_once] if torch.is_tensor(value) else value for name, value in vars(info).items()}
     logits = torch.zeros(at_once * block_size, vocab_size, device=device)
-    target_probs(logits, SimpleNamespace(**some), VerifyRows(at_once, block_size))
+    target_probs(logits, SimpleNamespace(**some), VerifyLayout(at_once, block_size))
     # Every row of the target is the same memory. The rows that are drawn from take their own.
     target = torch.zeros(1, vocab_size, device=device).expand(bs * block_size, -1)
     zeros = torch.zeros(bs, device=device)
     block = torch.cat((anchors[:, None], drafted), dim=1)
-    weight, rows = torch.ones_like(zeros, dtype=torch.float64), VerifyRows(bs, block_size)
+    weight, rows = torch.ones_like(zeros, dtype=torch.float64), VerifyLayout(bs, block_size)
     draw_final_tokens(block, zeros.int(), target, weight, draft, zeros, rows)

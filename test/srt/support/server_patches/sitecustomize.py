@@ -83,7 +83,7 @@ def broken_logits(module) -> None:
 
     class BreakLogits(CycleObserver):
         def on_drafted(self, batch, cycle, block):
-            self.rows = cycle.rows
+            self.rows = cycle.layout
 
         def on_verified(self, batch, block, logits):
             wanted = [(req.sampling_params.custom_params or {}).get("logit", 0) for req in batch.reqs]

@@ -31,7 +31,7 @@ from sglang_dflash.srt.speculative.acceptance.target_sampling import (
     target_probs,
 )
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class SimulatedAcceptance:
 
 # `accept_by_rejection` or `accept_by_block_verification`.
 RejectionRule = Callable[
-    [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, torch.Tensor, VerifyRows],
+    [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, torch.Tensor, VerifyLayout],
     tuple[torch.Tensor, torch.Tensor],
 ]
 
@@ -227,11 +227,11 @@ class Acceptor:
         if block.probs is not None:
             assert caps is None, "drawn blocks have no caps"
             accept_len, tokens, max_logits = self._reject(
-                sampling_info, block.tokens, block.probs, logits, cycle.rows, masks
+                sampling_info, block.tokens, block.probs, logits, cycle.layout, masks
             )
         else:
             tokens, max_logits = self._target_tokens(sampling_info, cycle, logits, masks)
-            caps = cycle.rows.limits if caps is None else caps
+            caps = cycle.layout.max_accept if caps is None else caps
             if self._simulated is None:
                 if caps is None:
                     return accept_greedy(block.tokens, tokens, max_logits, *rest)
@@ -246,7 +246,7 @@ class Acceptor:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run `draw_target_tokens`, with rank 0's tokens."""
         tokens, max_logits = draw_target_tokens(
-            logits, sampling_info, cycle.rows.pack(cycle.positions), cycle.rows, self._sampler, masks
+            logits, sampling_info, cycle.layout.pack(cycle.positions), cycle.layout, self._sampler, masks
         )
         greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         return self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens), max_logits
@@ -257,7 +257,7 @@ class Acceptor:
         tokens: torch.Tensor,
         draft: DraftProbs,
         logits: torch.Tensor,
-        rows: VerifyRows,
+        rows: VerifyLayout,
         masks: SamplingMasks | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the rejection rule. Returns accept lengths, output tokens and the largest logits."""

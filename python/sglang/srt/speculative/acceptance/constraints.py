@@ -15,7 +15,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
 from sglang_dflash.srt.speculative.acceptance.processors import apply_processors
-from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device
 
 
@@ -148,7 +148,7 @@ class Penalties:
         self._count(batch, next_tokens[:, None], torch.zeros_like(next_tokens, dtype=torch.int32))
 
     def penalize_block(
-        self, batch: Any, block: torch.Tensor, logits: torch.Tensor, rows: VerifyRows | None = None
+        self, batch: Any, block: torch.Tensor, logits: torch.Tensor, rows: VerifyLayout | None = None
     ) -> None:
         """Penalize the logits of a block, in place.
 
@@ -164,7 +164,7 @@ class Penalties:
         terms = _Terms.from_requests(batch.reqs, self._shape[1], self._device)
         run = penalize_block_triton if logits.is_cuda else penalize_block_torch
         columns = (getattr(terms, field.name) for field in fields(terms))
-        ragged = () if rows is None else (rows.starts, rows.limits)
+        ragged = () if rows is None else (rows.starts, rows.max_accept)
         run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *columns, *ragged)
 
     def count_block(self, batch: Any, accepted: AcceptedBlocks) -> None:
@@ -223,7 +223,7 @@ def constrain(
     penalties: Penalties,
     chains: GrammarTree | None,
     grammar_barrier: Any,
-    rows: VerifyRows | None = None,
+    rows: VerifyLayout | None = None,
 ) -> None:
     """Apply all that shapes a request's logits to the verify logits, in place.
 
@@ -238,12 +238,12 @@ def constrain(
         grammar_barrier: SGLang's, waits until the grammars are up to date.
         rows: verified slots. None: all of them. With custom logit processors, all requests verify as many.
     """
-    rows = rows or VerifyRows(*block.shape)
+    rows = rows or VerifyLayout(*block.shape)
     info = batch.sampling_info
     if Penalties.are_requested(info):
         penalties.penalize_block(batch, block, logits, rows)
     if info.logit_bias is not None:
-        if rows.slots is None:
+        if rows.is_rectangle:
             logits.view(*block.shape, -1).add_(info.logit_bias[:, None])
         else:
             logits.add_(rows.repeat(info.logit_bias))
@@ -257,7 +257,7 @@ def constrain(
             barrier=grammar_barrier,
         )
         if mask is not None:
-            if rows.index is not None:
+            if not rows.is_rectangle:
                 mask = mask._replace(vocab_mask=mask.vocab_mask[rows.index])
             mask.apply(logits)
     if info.has_custom_logit_processor:

@@ -10,7 +10,7 @@ from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCap
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
-from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
 class SamplingMasks:
@@ -104,7 +104,7 @@ def draw_target_tokens(
     logits: torch.Tensor,
     sampling_info,
     positions: torch.Tensor,
-    rows: VerifyRows,
+    rows: VerifyLayout,
     sampler,
     masks: SamplingMasks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,7 +150,9 @@ def draw_target_tokens(
     return rows.unpack(drawn.long()), rows.unpack(max_logits)
 
 
-def target_probs(logits: torch.Tensor, sampling_info, rows: VerifyRows) -> tuple[torch.Tensor, torch.Tensor]:
+def target_probs(
+    logits: torch.Tensor, sampling_info, rows: VerifyLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the distributions that the sampler would draw from after each block position.
 
     One joint filter, as the sampler's: top-k and top-p both look at the unfiltered softmax, min-p at its

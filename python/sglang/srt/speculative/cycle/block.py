@@ -10,7 +10,7 @@ from sglang.srt.runtime_context import get_spec
 
 from sglang_dflash.kernels.ops.speculative.block import prepare_block
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.cycle.layout import VerifyRows, whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 
 
@@ -32,7 +32,7 @@ class Cycle:
         can_run_cuda_graph: SGLang's permission for this batch.
         write_cols: columns of the planned slots that the block covers, or an index of these slots. None: all
             of them.
-        ragged: verified slots, if requests verify different numbers. None: all slots.
+        layout: rows of the verify forward.
         drafted: [m] int64, requests whose blocks the draft's forward has run. None: all, if there is more
             than an anchor.
     """
@@ -46,9 +46,9 @@ class Cycle:
     cache_loc: torch.Tensor
     kv_loc_plan: KVLocPlan
     can_run_cuda_graph: bool
+    layout: VerifyLayout
     spread: list[int] | None = None
     write_cols: slice | torch.Tensor | None = None
-    ragged: VerifyRows | None = None
     drafted: torch.Tensor | None = None
 
     @classmethod
@@ -90,6 +90,7 @@ class Cycle:
             cache_loc=cache_loc,
             kv_loc_plan=plan,
             can_run_cuda_graph=batch.can_run_decode_cuda_graph,
+            layout=whole_blocks(batch.seq_lens.numel(), num_slots),
             spread=draft_input.spread,
         )
 
@@ -97,11 +98,6 @@ class Cycle:
     def verify_len(self) -> int:
         """Slots of each block, the anchor included."""
         return self.tokens.shape[1]
-
-    @property
-    def rows(self) -> VerifyRows:
-        """Rows of the verify forward."""
-        return self.ragged or whole_blocks(self.bs, self.verify_len)
 
     def of_requests(self, on_host: np.ndarray, chosen: torch.Tensor, target_runner: Any) -> "Cycle":
         """Keep some requests for a forward: [m] int64, on host and device."""
@@ -125,34 +121,30 @@ class Cycle:
             positions=self.positions[chosen],
             cache_loc=slots,
             kv_loc_plan=plan,
+            layout=whole_blocks(len(on_host), self.verify_len),
             spread=None if self.spread is None else [self.spread[i] for i in on_host],
         )
 
-    def packed(self, rows: VerifyRows, drafted: torch.Tensor) -> "Cycle":
-        """Keep the verified slots of each block, after the blocks `drafted` [m] have been filled."""
-        cycle = replace(self, drafted=drafted)
-        if rows.index is None:
-            return replace(cycle.narrowed(rows.width), ragged=rows)
-        columns = rows.columns(self.verify_len)
+    def packed(self, layout: VerifyLayout, drafted: torch.Tensor | None) -> "Cycle":
+        """Keep the verified slots of each block, after the blocks `drafted` [m] have been filled.
+
+        None: all of them have.
+        """
+        cycle, verify_len = replace(self, layout=layout, drafted=drafted), layout.verify_len
+        if layout.is_rectangle and verify_len == self.verify_len:
+            return cycle
+        if layout.is_rectangle:
+            cache_loc = self.cache_loc.view(self.bs, -1)[:, :verify_len].flatten()
+            write_cols: Any = slice(0, verify_len)
+        else:
+            write_cols = layout.columns(self.verify_len)
+            cache_loc = self.cache_loc[write_cols]  # of rows that are nobody's, SGLang reads `write_cols`
         return replace(
             cycle,
-            tokens=self.tokens[:, : rows.width],
-            positions=self.positions[:, : rows.width],
-            cache_loc=self.cache_loc[columns],  # of rows that are nobody's, SGLang reads `write_cols`
-            write_cols=columns,
-            ragged=rows,
-        )
-
-    def narrowed(self, verify_len: int) -> "Cycle":
-        """Keep the first `verify_len` slots of each block."""
-        if verify_len == self.verify_len:
-            return self
-        return replace(
-            self,
             tokens=self.tokens[:, :verify_len],
             positions=self.positions[:, :verify_len],
-            cache_loc=self.cache_loc.view(self.bs, -1)[:, :verify_len].flatten(),
-            write_cols=slice(0, verify_len),
+            cache_loc=cache_loc,
+            write_cols=write_cols,
         )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
 class Requests(NamedTuple):
@@ -31,26 +31,33 @@ class Work(NamedTuple):
     num_tokens: int | None = None  # committed tokens of all requests; None: as many as at start-up
 
 
-class PlannedCycle(NamedTuple):
-    """Drafts and verified slots of a cycle, passed to `on_launched` and `on_accept_lens`."""
+class CyclePlan(NamedTuple):
+    """What a cycle drafts and verifies.
 
-    width: int  # most slots that a request verifies, the anchor included
-    lengths: np.ndarray | None = None  # drafted tokens that each request verifies. None: width - 1. [n]
-    copies: np.ndarray | None = None  # with `lengths`: which requests verify a copy instead. [n] bool
-    rows: VerifyRows | None = None  # with `lengths`: of the verify forward
+    It is chosen before anything is drafted: which slots are verified may not depend on drawn tokens. A copy
+    is not drawn, as the text determines it.
+    """
+
+    layout: VerifyLayout  # of the verify forward
+    draws: bool = False  # whether drafted tokens are drawn instead of the draft's argmax
+    # Requests that verify a copy instead of drafted tokens. None: all verify whole blocks, and a request's
+    # record decides whether it copies. [n] bool
+    copies: np.ndarray | None = None
     caps: np.ndarray | None = None  # most drafted tokens to accept per request. None: no limits. [n]
     matches: np.ndarray | None = None  # lengths that the choice knew of, 0 without a match. [n]
-    batch: Requests | None = None  # None: nothing is learned
+    requests: Requests | None = None  # None: nothing is learned
     work: Work | None = None  # None: its time is not learned from
 
-    def verified_drafts(self, num_requests: int) -> np.ndarray:
-        """Return how many drafted tokens could be accepted of each request. [n]"""
-        depth = np.full(num_requests, self.width - 1) if self.lengths is None else self.lengths
-        return depth if self.caps is None else np.minimum(self.caps, depth)
+    @property
+    def verify_len(self) -> int:
+        """Most slots that a request verifies, the anchor included."""
+        return self.layout.verify_len
 
-    def exceeds(self, caps: np.ndarray) -> bool:
-        """Tell whether a request verifies more than its cap."""
-        return bool((caps < (self.width - 1 if self.lengths is None else self.lengths)).any())
+    @property
+    def max_accept(self) -> np.ndarray:
+        """Drafted tokens of each request that could be accepted. [n]"""
+        verified = self.layout.num_draft_tokens
+        return verified if self.caps is None else np.minimum(self.caps, verified)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +86,21 @@ class CycleInFlight:
     """A launched cycle. The host learns its accept lengths when it lands.
 
     Attributes:
-        num_requests: requests of the cycle.
-        plan: choice of the verify length.
-        proposals: sources of the blocks, if copies are enabled.
+        plan: what it drafts and verifies.
+        proposals: sources of the blocks. None: no copies were looked up.
         has_landed: whether the host knows the accept lengths.
         previous: the cycle launched before, until it lands.
     """
 
-    num_requests: int
-    plan: PlannedCycle
-    proposals: Proposals | None
+    plan: CyclePlan
+    proposals: Proposals | None = None
     has_landed: bool = False
     previous: "CycleInFlight | None" = None
 
     @property
     def verify_len(self) -> int:
         """Tokens that the cycle adds to a request at most. It adds one at least."""
-        return self.plan.width
-
-    @property
-    def num_drafted(self) -> list[int]:
-        """Drafted tokens of each request that could be accepted."""
-        return self.plan.verified_drafts(self.num_requests).tolist()
+        return self.plan.verify_len
 
 
 class CyclesInFlight:
@@ -118,7 +118,7 @@ class CyclesInFlight:
     def land(self, accept_lens: Sequence[int]) -> CycleInFlight:
         """Remove and return the oldest cycle, whose accept lengths are now known."""
         cycle = self._cycles.popleft()
-        assert len(accept_lens) == cycle.num_requests, "SGLang reports every cycle once, in order"
+        assert len(accept_lens) == cycle.plan.layout.bs, "SGLang reports every cycle once, in order"
         cycle.has_landed = True
         if self._cycles:
             self._cycles[0].previous = None

@@ -18,7 +18,7 @@ from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.layout import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.prompts import on_device
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.targets.recurrent import TargetStates
@@ -69,14 +69,14 @@ def _is_watched(runner: Any) -> bool:
 
 
 def multimodal_positions(
-    runner: Any, batch: Any, rows: VerifyRows, positions: torch.Tensor
+    runner: Any, batch: Any, rows: VerifyLayout, positions: torch.Tensor
 ) -> torch.Tensor | None:
     """Return the M-RoPE positions [3, T] int64 of packed rows with positions [T] int64.
 
     None: SGLang computes them, or the target has none. SGLang computes them for blocks of one width. All rows
     follow the prompt, so the three are one: the row's position, and what the request's pictures add to it.
     """
-    if rows.lengths is None or not runner.model_config.model_is_mrope:
+    if rows.is_rectangle or not runner.model_config.model_is_mrope:
         return None
     media = batch.multimodal_inputs
     if any(inputs is not None for inputs in media):
@@ -93,7 +93,7 @@ def verify(
     Overwrites fields of the batch, which the scheduler restores after the step. The result has logits
     [T, vocab] and the aux hidden states of every row.
     """
-    rows = cycle.rows
+    rows = cycle.layout
     tokens = rows.pack(block.tokens)
     seq_lens_cpu = cycle.committed_host + cycle.verify_len
     batch.input_ids = tokens

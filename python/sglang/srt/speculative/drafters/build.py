@@ -16,10 +16,8 @@ from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.mask_token import read_mask_embedding
 from sglang_dflash.srt.models.packed_weights import run_row_checks
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
-from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.dflash_utils import check_target_model
 from sglang_dflash.srt.speculative.drafters.base import Drafter
-from sglang_dflash.srt.speculative.drafters.copies import CopyAhead, CopyStats
 from sglang_dflash.srt.speculative.drafters.dflash import DFlash2Drafter, DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
 from sglang_dflash.srt.speculative.parallel import DraftRanks
@@ -70,24 +68,16 @@ def drafter_class(draft_model: Any) -> type:
     return next(drafter for model, drafter in _DRAFTERS if isinstance(draft_model, model))
 
 
-def build_drafter(
-    draft_runner: Any, target_model: Any, block_size: int, ranks: DraftRanks, metrics: DFlashMetrics
-) -> tuple[Drafter, CopyAhead | None]:
-    """Build the drafter for a draft model, with everything around it that is enabled.
+def build_drafter(draft_runner: Any, target_model: Any, block_size: int, ranks: DraftRanks) -> Drafter:
+    """Build the drafter for a draft model.
 
-    Returns the outermost drafter, and the copying one if copies are enabled. Raises ValueError if the draft's
-    ranks cannot borrow the target's layers."""
+    Raises ValueError if the draft's ranks cannot borrow the target's layers."""
     ranks.check_target(target_model)
     drafter: Drafter = drafter_class(draft_runner.model)(draft_runner, target_model, block_size)
     model = draft_runner.model
     if DFlashOptions.DRAFT_HEAD_DTYPE.get() == "fp8" and (reason := model.use_fp8_head()) is not None:
         logger.warning("--speculative-draft-head-dtype fp8 is off: %s.", reason)
-    if ranks.layout.local_dp:
-        drafter = SubgroupDrafter(drafter, ranks.layout)
-    if not DFlashOptions.COPY_AHEAD.get():
-        return drafter, None
-    copies = CopyAhead(drafter, block_size, CopyStats(metrics))
-    return copies, copies
+    return SubgroupDrafter(drafter, ranks.layout) if ranks.layout.local_dp else drafter
 
 
 class SubgroupDrafter:

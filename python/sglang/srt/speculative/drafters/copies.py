@@ -24,7 +24,6 @@ from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.plan import Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device, packed_ranges
-from sglang_dflash.srt.speculative.drafters.base import Drafter
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +111,12 @@ class CopyStats:
         }
 
 
-class CopyAhead:
-    """A drafter around another one, which runs if a request copies nothing.
+class CopySource:
+    """The texts of running requests, and what follows in them after each request's last tokens.
 
     Texts are on the device: under overlap scheduling the host learns tokens a step late. They take 4 bytes
-    per row and position. A row is rewritten when a request takes it.
+    per row and position. A row is rewritten when a request takes it. A source without texts finds nothing:
+    that is a server without copies, and any server until start-up has measured its cycles.
 
     The draft's forward is skipped if all running requests copy. On a CPU that is read from the device.
     Elsewhere it is predicted from what the host knows (`CopyStats.all_copy`). P-EAGLE's forward also
@@ -126,45 +126,32 @@ class CopyAhead:
     what copies are worth while nothing is verified.
 
     Args:
-        drafter: the inner drafter.
         block_size: B.
         stats: counts outcomes by source.
 
     Attributes:
-        inner: the inner drafter.
         history: [rows, positions] int32, texts. -1: no token.
         knows_matches_on_host: whether the host reads from the device who copies. `allocate` sets it on a CPU.
+        proposals: sources of the latest cycle's blocks. None: there are no texts.
     """
 
-    def __init__(self, drafter: Drafter, block_size: int, stats: CopyStats):
-        self.inner = drafter
+    def __init__(self, block_size: int, stats: CopyStats):
         self._block_size = block_size
         self.stats = stats
         self.knows_matches_on_host = False
-        self._keys: torch.Tensor | None = None  # of the next cycle's matches
-        self._copied: torch.Tensor | None = None  # of the cycle under way
-        self._lengths: torch.Tensor | None = None  # likewise
-        self._was_drafted = True
+        self.proposals: Proposals | None = None
         self._has_texts = False
-        self.proposals = stats.proposals(None, False)
-        self.mask_token_id, self.num_draft_rows = drafter.mask_token_id, drafter.num_draft_rows
-        self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
-        self.defers_plain_cycles = drafter.defers_plain_cycles
-        self.draw, self.absorb, self.to_draft = drafter.draw, drafter.absorb, drafter.to_draft
-
-    def attach_pools(self, target_runner: Any) -> None:
-        self.inner.attach_pools(target_runner)
-
-    def allocate_texts(self, target_runner: Any) -> None:
-        """Allocate texts for the request table, when all graphs have their memory."""
-        rows, context_len = target_runner.req_to_token_pool.req_to_token.shape
-        self.allocate(
-            rows, context_len, target_runner.model_config.vocab_size, torch.device(target_runner.device)
-        )
+        self._keys: torch.Tensor | None = None  # of the next cycle's matches
+        self._found: torch.Tensor | None = None  # continuations of all matches of the cycle under way
+        self._copied: torch.Tensor | None = None  # likewise, of the requests that copy
+        self._lengths: torch.Tensor | None = None  # of the matches
 
     def allocate(self, rows: int, context_len: int, vocab_size: int, device: torch.device) -> None:
-        """Allocate texts for the rows of the request table, in a vocabulary of this size."""
-        self._vocab_size = vocab_size
+        """Allocate texts for the rows of the request table, in a vocabulary of this size.
+
+        Called when all graphs have their memory.
+        """
+        self._vocab_size, self._has_texts = vocab_size, True
         # A block's tokens are written behind its anchor, however many are accepted.
         self.history = torch.full(
             (rows, context_len + self._block_size + 1), -1, dtype=torch.int32, device=device
@@ -179,9 +166,10 @@ class CopyAhead:
         )
 
     def begin_prefill(self, prompts: Prompts) -> None:
-        """See `Drafter`. Writes the texts of new requests."""
+        """Write the texts of a prefill's requests."""
+        if not self._has_texts:
+            return
         self.stats.on_admission()
-        self._has_texts = True
         new = len(prompts.extend_lens) - prompts.num_running
         # The tokens of the prefill lack what the prefix cache had of a new request.
         cached = [
@@ -196,114 +184,100 @@ class CopyAhead:
         self._records[prompts.req_pool_indices[:new]] = self._start
         rows = _repeated(prompts.req_pool_indices, prompts.extend_lens, prompts.tokens.numel())
         self.history[rows, prompts.positions] = self._valid(prompts.tokens)
-        self.inner.begin_prefill(prompts)
 
-    def prefill(
-        self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
-    ) -> None:
-        ends = [prefix + new for prefix, new in zip(prompts.prefix_lens, prompts.extend_lens, strict=True)]
-        at = on_device(ends, torch.int64, next_tokens.device)
+    def end_prefill(self, prompts: Prompts, next_tokens: torch.Tensor) -> None:
+        """Append the target's token after each request's last one, [bs] int64."""
+        if not self._has_texts:
+            return
+        at = on_device(prompts.ends, torch.int64, next_tokens.device)
         self.history[prompts.req_pool_indices, at] = next_tokens.int()
-        self.inner.prefill(prompts, aux_hidden, cache_loc, next_tokens)
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
-        """See `Drafter`. Writes the texts of new requests."""
+        """Write the texts of requests that another server has prefilled."""
+        if not self._has_texts:
+            return
         self.stats.on_admission()
-        self._has_texts = True
         outputs = zip(requests.reqs, requests.output_ids, strict=True)
         self._write(requests.req_pool_indices, [[*req.origin_input_ids, *output] for req, output in outputs])
         self._records[requests.req_pool_indices] = self._start
-        self.inner.admit_prefilled(requests)
 
     def look_up(self, batch: Any) -> np.ndarray | None:
-        """Find the matches of the next cycle, before its width is chosen.
+        """Find the matches of the next cycle, before it is planned.
 
         Returns their lengths [bs], 0 without a match, if the host can read them. Else None.
         """
-        if not self._has_texts:  # cycles that measure at start-up
+        if not self._has_texts:
             return None
         known = batch.seq_lens_cpu
         longest = int((batch.spec_info.reserved_lens_cpu if known is None else known).max()) + 1
         self._keys = find_match(self.history, batch.req_pool_indices, batch.seq_lens, longest, RULE)
         return (self._keys.amax(dim=1) >> 32).numpy() if self.knows_matches_on_host else None
 
-    def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
-        """See `Drafter`. Copies what `look_up` found, if the request's record prefers copies."""
-        self._choose_copies(cycle)
-        if self._copied is None:
-            return self.inner.propose(cycle, sampling_info)
-        self._was_drafted = not self._needs_no_draft()
-        if self._was_drafted:
-            return overlay_copies(self.inner.propose(cycle, sampling_info), self._copied)
-        return self._without_draft(cycle, sampling_info)
-
-    def overlay(self, cycle: Cycle, block: DraftBlock, copies: np.ndarray, was_drafted: bool) -> DraftBlock:
-        """Put the copies of some requests into a block.
-
-        All that `look_up` found is compared with the output later.
+    def choose(self, batch: Any, copies: np.ndarray | None) -> None:
+        """Choose the requests that copy what `look_up` found.
 
         Args:
-            cycle: the blocks before drafting.
-            block: [bs, W], filled by the inner drafter for the others.
-            copies: [bs] bool, which requests copy, whatever their records.
-            was_drafted: whether the inner drafter's forward ran for any.
+            batch: the scheduler's.
+            copies: [bs] bool. None: each request's record of copies and drafts decides.
         """
-        self._copied = self._lengths = None
-        self._was_drafted = was_drafted
-        if self._keys is None:
-            return block
-        requests, width = cycle.req_pool_indices, block.tokens.shape[1]
-        self._copied, lengths = choose_copies(
-            self.history, self._no_records, requests, cycle.committed, self._keys, self._block_size, RULE
-        )
-        self._keys = None
-        is_copy = on_device(copies, torch.bool, block.tokens.device)
-        self._lengths = torch.where(is_copy, lengths, -lengths)
-        return overlay_copies(block, torch.where(is_copy[:, None], self._copied, -1)[:, :width])
-
-    def _choose_copies(self, cycle: Cycle) -> None:
-        self._copied = self._lengths = None
-        self._was_drafted = True
+        self._found = self._copied = self._lengths = None
         if self._keys is None:
             return
-        requests, width = cycle.req_pool_indices, cycle.verify_len
-        self._copied, self._lengths = choose_copies(
-            self.history, self._records, requests, cycle.committed, self._keys, width, RULE
+        records = self._records if copies is None else self._no_records
+        self._found, self._lengths = choose_copies(
+            self.history,
+            records,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            self._keys,
+            self._block_size,
+            RULE,
         )
         self._keys = None
+        self._copied = self._found
+        if copies is not None:
+            is_copy = on_device(copies, torch.bool, self._found.device)
+            self._lengths = torch.where(is_copy, self._lengths, -self._lengths)
+            self._copied = torch.where(is_copy[:, None], self._found, -1)
 
-    def _without_draft(self, cycle: Cycle, sampling_info: Any) -> DraftBlock:
-        """Fill the slots of requests that copy nothing with the anchor."""
-        tokens = cycle.tokens[:, :1].repeat(1, cycle.verify_len)
-        if self._copied is not None:
-            tokens = torch.where(self._copied >= 0, self._copied, tokens)
-        return DraftBlock(tokens, None if sampling_info is None else DraftProbs.one_hot(tokens[:, 1:]))
+    def needs_draft(self) -> bool:
+        """Tell whether a request of the cycle drafts, as far as the host knows."""
+        if self._lengths is None:
+            return True
+        return not ((self._lengths > 0).all() if self.knows_matches_on_host else self.stats.all_copy)
 
-    def _needs_no_draft(self) -> bool:
-        if not self.writes_context_apart or self._lengths is None:
-            return False
-        return bool((self._lengths > 0).all()) if self.knows_matches_on_host else self.stats.all_copy
+    def overlay(self, block: DraftBlock) -> DraftBlock:
+        """Put the chosen copies into a block [bs, W]."""
+        if self._copied is None:
+            return block
+        return overlay_copies(block, self._copied[:, : block.tokens.shape[1]])
 
-    def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
-        """See `Drafter`. Appends the output to the texts, and notes the sources in `proposals`."""
+    def record(self, cycle: Cycle, accepted: AcceptedBlocks, was_drafted: bool) -> None:
+        """Append a cycle's output to the texts, and note the sources in `proposals`.
+
+        Args:
+            cycle: the verified blocks.
+            accepted: the step's output.
+            was_drafted: whether the draft's forward ran for any request.
+        """
+        if not self._has_texts:
+            return
         lengths, right, is_own = self._lengths, None, cycle.drafted is not None
-        if self._has_texts:
-            append_tokens(
-                self.history,
-                self._records,
-                cycle.req_pool_indices,
-                cycle.committed,
-                accepted.tokens,
-                accepted.accept_len,
-                # With verify lengths of its own, a request's estimates replace its record.
-                torch.zeros_like(accepted.accept_len) if lengths is None or is_own else lengths,
-                self._was_drafted and not is_own,
-                RULE,
-            )
-        if is_own and lengths is not None and self._copied is not None:
-            right = _num_right(self._copied, accepted)
-        self.proposals = self.stats.proposals(lengths, self._was_drafted, right)
-        self.inner.commit(cycle, aux_hidden, accepted)
+        append_tokens(
+            self.history,
+            self._records,
+            cycle.req_pool_indices,
+            cycle.committed,
+            accepted.tokens,
+            accepted.accept_len,
+            # If the plan says who copies, estimates replace a request's record.
+            torch.zeros_like(accepted.accept_len) if lengths is None or is_own else lengths,
+            was_drafted and not is_own,
+            RULE,
+        )
+        if is_own and lengths is not None and self._found is not None:
+            right = _num_right(self._found, accepted)
+        self.proposals = self.stats.proposals(lengths, was_drafted, right)
 
     def _valid(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace ids that stand for an image by -1. int32."""
@@ -322,7 +296,7 @@ class CopyAhead:
 
 
 def overlay_copies(block: DraftBlock, copied: torch.Tensor) -> DraftBlock:
-    """Put copied tokens [bs, B] int64 into a drafted block; skip negative ids."""
+    """Put copied tokens [bs, W] int64 into a block; skip negative ids."""
     is_copied = copied >= 0
     tokens, probs = torch.where(is_copied, copied, block.tokens), block.probs
     if probs is not None:

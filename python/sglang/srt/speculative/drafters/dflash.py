@@ -122,7 +122,7 @@ class DFlashDrafter:
         if aux_hidden is None:
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
-        rows = ContextRows(aux_hidden, cycle.rows.pack(cycle.positions), cache_loc)
+        rows = ContextRows(aux_hidden, cycle.layout.pack(cycle.positions), cache_loc)
         if cycle.verify_len == 1 and self.defers_plain_cycles:
             if not self._deferred.has_room_for(cycle.req_pool_indices):
                 self._write_deferred()
@@ -130,7 +130,7 @@ class DFlashDrafter:
             return
         # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
         # spares writes on a GPU, if all blocks are alike. On a CPU selecting the others costs more.
-        skips = aux_hidden.is_cuda and cycle.rows.index is None
+        skips = aux_hidden.is_cuda and cycle.layout.is_rectangle
         self._write(rows, accepted.accept_len if skips else None)
 
     def _write_deferred(self) -> None:

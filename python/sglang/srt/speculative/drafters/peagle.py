@@ -237,7 +237,7 @@ class PEagleDrafter:
         self, cycle: Cycle, drafted: torch.Tensor, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks
     ) -> None:
         """Make verified tokens pending, after those of the requests `drafted` [m] have been run."""
-        requests, rows = cycle.req_pool_indices, cycle.rows
+        requests, rows = cycle.req_pool_indices, cycle.layout
         self._pending.count[requests[drafted]] = 0
         fused = self._absorbed if aux_hidden is None else self._model.fuse(aux_hidden)
         append_rows(requests, accepted.accept_len, accepted.tokens, fused, rows.slots, self._pending)
