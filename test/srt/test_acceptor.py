@@ -12,10 +12,11 @@ from support.sampling_parameters import VOCABULARY, sampling_info
 
 from sglang_dflash.kernels.ops.speculative.accept import RelayTables
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, SimulatedAcceptance, rejection_rule
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, SimulatedAcceptance
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_block_verification,
     accept_by_rejection,
+    rejection_rule,
 )
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout

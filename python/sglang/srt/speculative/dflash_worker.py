@@ -32,14 +32,10 @@ from sglang_dflash.srt.layers.attention.flashinfer_plans import (
     plans_blocks,
 )
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.acceptance.acceptor import (
-    Acceptor,
-    SimulatedAcceptance,
-    StepRelay,
-    rejection_rule,
-)
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, SimulatedAcceptance, StepRelay
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
+from sglang_dflash.srt.speculative.acceptance.rejection import rejection_rule
 from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.lengths import plans_within_bounds

@@ -1,7 +1,6 @@
 """Decide which drafted tokens of verified blocks become output."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +19,7 @@ from sglang_dflash.kernels.ops.speculative.accept import (
 )
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.acceptance.rejection import (
-    accept_by_block_verification,
-    accept_by_rejection,
-)
+from sglang_dflash.srt.speculative.acceptance.rejection import RejectionRule
 from sglang_dflash.srt.speculative.acceptance.target_sampling import (
     SamplingMasks,
     draw_target_tokens,
@@ -108,20 +104,6 @@ class SimulatedAcceptance:
         else:
             tokens = torch.full_like(tokens, FIXED_TOKEN_ID)
         return tokens.new_full((len(tokens),), commit - 1, dtype=torch.int32), tokens
-
-
-# `accept_by_rejection` or `accept_by_block_verification`.
-RejectionRule = Callable[
-    [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, torch.Tensor, VerifyLayout],
-    tuple[torch.Tensor, torch.Tensor],
-]
-
-
-def rejection_rule(spec: Any) -> RejectionRule | None:
-    """Choose the rule for drawn drafts. None: drafts are never drawn."""
-    if not spec.speculative_use_rejection_sampling:
-        return None
-    return accept_by_block_verification if spec.speculative_use_block_verification else accept_by_rejection
 
 
 class Acceptor:

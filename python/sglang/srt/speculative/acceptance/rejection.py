@@ -10,6 +10,9 @@ drafted token. Block verification also needs the mass shared with the target, to
 The draft's probabilities are subtracted in one row per request, for the final token. So a list of candidates
 is enough: 64 of them take 0.6 MB at bs 48, B 16. [bs, B - 1, V] float32 would take 440 MB for V = 152k."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from sglang_dflash.kernels.ops.speculative.rejection import walk_blocks_triton
@@ -197,3 +200,21 @@ def draw_final_tokens(
     final = draw_by_inverse_cdf(mass, final_uniforms)
     tokens = torch.cat([block[:, 1:], final[:, None]], dim=1).scatter_(1, accepted[:, None], final[:, None])
     return accept_len, tokens
+
+
+RejectionRule = Callable[
+    [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, torch.Tensor, VerifyLayout],
+    tuple[torch.Tensor, torch.Tensor],
+]
+# A new rule is a walk above, its kernel, and a row here.
+RULES: dict[str, RejectionRule] = {
+    "rejection": accept_by_rejection,
+    "block verification": accept_by_block_verification,
+}
+
+
+def rejection_rule(spec: Any) -> RejectionRule | None:
+    """Choose the rule for drawn drafts by SGLang's flags. None: drafts are never drawn."""
+    if not spec.speculative_use_rejection_sampling:
+        return None
+    return RULES["block verification" if spec.speculative_use_block_verification else "rejection"]
