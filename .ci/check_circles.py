@@ -3,7 +3,7 @@
 Usage: `python .ci/check_circles.py python/sglang [--late] [--rooms srt/speculative]`. Imports at module level
 count, except those under `if TYPE_CHECKING`. With `--late`, imports inside functions count too. With
 `--rooms`, the modules of each folder or file directly below the named folder count as one, and only imports
-between them are looked at. Prints each circle. Exit status 1 if there is one, unless `KNOWN` has all of it.
+between them are looked at. Prints each circle. Exit status 1 if there is one.
 """
 
 import argparse
@@ -13,11 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PACKAGE = "sglang_dflash"
-
-# Circles of rooms that are still there, by the folder of `--rooms`. These lists only get shorter.
-KNOWN = {
-    "srt/speculative": {"acceptance", "cycle", "dflash_info", "drafters", "scale_out", "targets", "width"},
-}
 
 Graph = dict[str, set[str]]
 
@@ -104,12 +99,10 @@ def main() -> int:
     if args.rooms is not None:
         graph = join_rooms(graph, args.rooms)
     circles = find_circles(graph)
-    known = KNOWN.get(args.rooms, set())
-    new = [circle for circle in circles if not {name.rpartition(".")[2] for name in circle} <= known]
     for circle in circles:
-        print(f"{'circle' if circle in new else 'known circle'} of imports: {', '.join(circle)}")
+        print(f"Circle of imports: {', '.join(circle)}")
     print(f"{len(graph)} {'modules' if args.rooms is None else 'rooms'}, {len(circles)} circles.")
-    return int(bool(new))
+    return int(bool(circles))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
+from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock
 
 
 class PhaseClock(CycleObserver):

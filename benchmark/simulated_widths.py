@@ -15,9 +15,9 @@ import numpy as np
 import roofline
 from gpu.shapes import QWEN3_8B, Pair
 
-from sglang_dflash.srt.speculative.width.chooser import LengthChooser
-from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.row_graphs import row_sizes
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import row_sizes
+from sglang_dflash.srt.speculative.width.estimates import CostTable
+from sglang_dflash.srt.speculative.width.policy import LengthChooser
 
 BATCHES = (1, 4, 16, 32, 64, 128, 256)
 WIDTHS = np.arange(1, 17)

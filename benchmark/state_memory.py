@@ -114,7 +114,7 @@ def _sizes(server: Server, folder: Path) -> Sizes:
         kv_bytes_per_token = create_memory_pool_configurator(configurator)._cell_size
         estimate = None
         if server.speculates and not server.is_built_in and not server_args.enable_linear_replayssm_spec:
-            from sglang_dflash.srt.speculative.targets.state_memory import find_state_memory
+            from sglang_dflash.srt.speculative.targets.recurrent import find_state_memory
 
             memory = find_state_memory(*_runners(configurator, config, kv_bytes_per_token), BLOCK)
             estimate = memory.running_with_replay()

@@ -172,7 +172,7 @@ from after_import import after_import  # noqa: E402
 
 after_import(
     {
-        "sglang_dflash.srt.speculative.width.adaptive": verify_in_turns,
+        "sglang_dflash.srt.speculative.width.controller": verify_in_turns,
         "sglang.srt.managers.scheduler": time_steps,
     }
 )

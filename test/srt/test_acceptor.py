@@ -12,15 +12,15 @@ from support.sampling_parameters import VOCABULARY, sampling_info
 
 from sglang_dflash.kernels.ops.speculative.accept import RelayTables
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, rejection_rule
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, SimulatedAcceptance
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_block_verification,
     accept_by_rejection,
+    rejection_rule,
 )
-from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
-from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.dflash_info import DraftBlock
+from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
+from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 WIDTH = 4
 SAMPLED, GREEDY = {"temperature": 1.0}, {"top_k": 1}
@@ -61,9 +61,9 @@ def batch_of(*requests: dict, **fields) -> SimpleNamespace:
     return SimpleNamespace(sampling_info=sampling_info(*requests), reqs=reqs, **defaults | fields)
 
 
-def cycle_of(rows: VerifyRows) -> SimpleNamespace:
-    slots = torch.arange(rows.bs * rows.width).view(rows.bs, rows.width)
-    return SimpleNamespace(rows=rows, committed=10 * torch.arange(1, rows.bs + 1), positions=100 + slots)
+def cycle_of(rows: VerifyLayout) -> SimpleNamespace:
+    slots = torch.arange(rows.bs * rows.verify_len).view(rows.bs, rows.verify_len)
+    return SimpleNamespace(layout=rows, committed=10 * torch.arange(1, rows.bs + 1), positions=100 + slots)
 
 
 def drawn_evenly(bs: int) -> DraftBlock:
@@ -85,7 +85,7 @@ class Rule:
 @pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block_verification])
 def test_drawn_blocks_are_verified_with_the_drafts_own_probabilities(rule):
     """A draft that equals the target is accepted whole; as one-hot, it would rarely be."""
-    block, rows = drawn_evenly(64), VerifyRows(64, WIDTH)
+    block, rows = drawn_evenly(64), VerifyLayout(64, WIDTH)
     acceptor = Acceptor(None, VOCABULARY, OneRank(), rule)
     torch.manual_seed(0)
     logits = torch.zeros(64 * WIDTH, VOCABULARY)
@@ -96,7 +96,7 @@ def test_drawn_blocks_are_verified_with_the_drafts_own_probabilities(rule):
 
 def test_arguments_of_the_rule():
     """Uniforms are independent of each other, and masks take a rectangle of probabilities."""
-    rule, rows = Rule(), VerifyRows(2, WIDTH, np.array([1, 3]))
+    rule, rows = Rule(), VerifyLayout(2, WIDTH, np.array([1, 3]))
     acceptor, masks = Acceptor(None, VOCABULARY, OneRank(), rule), SimpleNamespace(probs=None)
     block, logits = drawn_evenly(2), torch.randn(rows.num_rows, VOCABULARY)
     expected = logits.softmax(dim=-1)
@@ -148,7 +148,7 @@ def test_only_drawn_tokens_are_sent_to_other_ranks():
 def test_a_request_accepts_no_more_than_it_verifies(requests):
     """Every drafted token is the target's."""
     lengths = np.array([1, 3, 0])
-    rows, logits = VerifyRows(3, WIDTH, lengths), torch.zeros(7, VOCABULARY)
+    rows, logits = VerifyLayout(3, WIDTH, lengths), torch.zeros(7, VOCABULARY)
     logits[:, 5] = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0]) if SAMPLED in requests else 1.0
     block = DraftBlock(torch.full((3, WIDTH), 5))
     accepted = Acceptor(Sampler(), VOCABULARY, OneRank()).accept(
@@ -160,7 +160,7 @@ def test_a_request_accepts_no_more_than_it_verifies(requests):
 @pytest.mark.parametrize("has_masks", [False, True])
 def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks):
     """A mask tells what a greedy request was drawn from too, so its filter must stay."""
-    rows, sampler = VerifyRows(2, WIDTH, np.array([1, 3])), Sampler()
+    rows, sampler = VerifyLayout(2, WIDTH, np.array([1, 3])), Sampler()
     masks = SimpleNamespace(drawn=LogitsProcessorOutput(next_token_logits=None), sampler_fields=dict)
     cycle, logits = cycle_of(rows), torch.randn(rows.num_rows, VOCABULARY)
     block, batch = DraftBlock(torch.zeros(2, WIDTH, dtype=torch.int64)), batch_of(GREEDY, SAMPLED)
@@ -175,7 +175,7 @@ def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks):
 
 @pytest.mark.parametrize("is_drawn", [False, True])
 def test_logits_that_are_still_to_be_read_are_kept(is_drawn):
-    block, rows = drawn_evenly(2), VerifyRows(2, WIDTH)
+    block, rows = drawn_evenly(2), VerifyLayout(2, WIDTH)
     logits = torch.randn(2 * WIDTH, VOCABULARY)
     before, acceptor = logits.clone(), Acceptor(Sampler(), VOCABULARY, OneRank(), accept_by_rejection)
     batch = batch_of(SAMPLED, GREEDY, return_logprob=True)
@@ -195,7 +195,7 @@ def test_every_way_of_accepting_relays_lengths_and_bonus_tokens(how):
     caps = torch.tensor([0, 0], dtype=torch.int32) if how == "capped" else None
     accepted = acceptor.accept(
         batch_of(request, request, req_pool_indices=rows),
-        cycle_of(VerifyRows(2, WIDTH)),
+        cycle_of(VerifyLayout(2, WIDTH)),
         block if how == "drawn" else DraftBlock(block.tokens),
         torch.eye(VOCABULARY)[3].repeat(2 * WIDTH, 1),
         caps,
@@ -214,7 +214,7 @@ def test_simulated_blocks_end_no_request(is_drawn):
     request = SAMPLED if is_drawn else GREEDY
     accepted = acceptor.accept(
         batch_of(request, request),
-        cycle_of(VerifyRows(2, WIDTH)),
+        cycle_of(VerifyLayout(2, WIDTH)),
         block if is_drawn else DraftBlock(block.tokens),
         logits,
     )

@@ -12,17 +12,15 @@ import torch
 from support.server_patches.scheduled_lengths import scheduled
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
-from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
-from sglang_dflash.srt.speculative.width.backends import AnyRows
-from sglang_dflash.srt.speculative.width.chooser import LengthChooser
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight, Proposals
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
-from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.plan import FixedWidth, PlannedCycle
+from sglang_dflash.srt.speculative.width.controller import AdaptiveWidth, WholeBlocks
+from sglang_dflash.srt.speculative.width.estimates import MODES, CostTable
+from sglang_dflash.srt.speculative.width.measure import _seconds_overlapped, make_width
+from sglang_dflash.srt.speculative.width.policy import LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
-from sglang_dflash.srt.speculative.width.start_up import _seconds_overlapped, make_width
-from sglang_dflash.srt.speculative.width.survival import MODES
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -53,7 +51,7 @@ def test_whole_blocks_while_kv_slots_have_no_memory(monkeypatch, caplog):
     runner = SimpleNamespace(token_to_kv_pool=SimpleNamespace(post_capture_active=True))
     worker = SimpleNamespace(block_size=8, device="cuda", target_worker=SimpleNamespace(model_runner=runner))
     width = make_width(worker, None, None, has_copies=False)
-    assert isinstance(width, FixedWidth)
+    assert isinstance(width, WholeBlocks)
     assert "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING" in caplog.text
 
 
@@ -187,9 +185,9 @@ def adaptive(schedule=(), group=None, row=0.06, **more) -> AdaptiveWidth:
     return width
 
 
-def run(width: AdaptiveWidth, batch, cycles: int, kept, **options) -> list[PlannedCycle]:
+def run(width: AdaptiveWidth, batch, cycles: int, kept, **options) -> list[CyclePlan]:
     """Run cycles whose accept lengths arrive one late. kept: plan -> accept lengths."""
-    plans: list[PlannedCycle] = []
+    plans: list[CyclePlan] = []
     for _ in range(cycles):
         plans.append(width.choose(batch, False, **options))
         width.on_launched(plans[-1])
@@ -202,7 +200,7 @@ def test_a_useless_draft_ends_as_plain_decoding():
     width, batch = adaptive(), batch_of(*(request(row) for row in range(4)))
     width.begin_prefill(prompts_of(*batch.reqs))
     plans = run(width, batch, 120, lambda plan: [0] * 4)
-    chosen = [plan.width for plan in plans]
+    chosen = [plan.verify_len for plan in plans]
     assert chosen[0] > 1 and chosen[-40:].count(1) > 30
     report = width.report()
     assert report["width"] == chosen[-1] and sum(report["cycles_per_width"].values()) == 120
@@ -215,20 +213,26 @@ def test_each_request_gets_its_own_length():
     """The draft knows what the first two say, and nothing of the others."""
     width, batch = adaptive(row=0.25), batch_of(*(request(row) for row in range(4)))
     width.begin_prefill(prompts_of(*batch.reqs))
-    plans = run(width, batch, 120, lambda plan: np.where([1, 1, 0, 0], plan.lengths, 0))
-    lengths = np.stack([plan.lengths for plan in plans[-40:]])
+
+    def kept(plan):
+        return np.where([1, 1, 0, 0], plan.layout.num_draft_tokens, 0)
+
+    plans = run(width, batch, 120, kept)
+    lengths = np.stack([plan.layout.num_draft_tokens for plan in plans[-40:]])
     assert (lengths[:, :2] == 7).mean() > 0.9 and (lengths[:, 2:] == 0).mean() > 0.85
-    assert all(plan.width == plan.lengths.max() + 1 and not plan.copies.any() for plan in plans)
+    assert all(
+        plan.verify_len == plan.layout.num_draft_tokens.max() + 1 and not plan.copies.any() for plan in plans
+    )
 
 
 def test_no_more_is_verified_than_the_caps_let_through():
     width, batch = adaptive(), batch_of(request(0), request(1))
     caps = np.array([0, 2], dtype=np.int32)
     width.begin_prefill(prompts_of(*batch.reqs))
-    plans = run(width, batch, 40, lambda plan: plan.verified_drafts(2).tolist(), caps=caps)
-    assert all((plan.verified_drafts(2) <= caps).all() for plan in plans)
-    assert all((plan.lengths <= caps).all() for plan in plans)
-    assert sum(plan.width >= 3 for plan in plans) > 30
+    plans = run(width, batch, 40, lambda plan: plan.max_accept.tolist(), caps=caps)
+    assert all((plan.max_accept <= caps).all() for plan in plans)
+    assert all((plan.layout.num_draft_tokens <= caps).all() for plan in plans)
+    assert sum(plan.verify_len >= 3 for plan in plans) > 30
     assert (width.chooser.drafts.averages[0] > 0.7).all(), "kept up to a cap, which is no rejection"
 
 
@@ -236,16 +240,21 @@ def test_blocks_of_one_length_beside_a_custom_logit_processor():
     width = adaptive((7, 3, 1, 0))
     batch = batch_of(*(request(row) for row in range(4)), has_processor=True)
     plan = width.choose(batch, False, caps=np.array([0, 7, 7, 7], dtype=np.int32))
-    assert len(set(plan.lengths.tolist())) == 1 and plan.lengths[0] == plan.width - 1
-    assert plan.verified_drafts(4)[0] == 0
+    assert set(plan.layout.num_draft_tokens.tolist()) == {plan.verify_len - 1}
+    assert plan.max_accept[0] == 0
 
 
 def test_a_schedule_gives_neighbours_different_lengths():
     width, batch = adaptive((7, 3, 0, 1, 5)), batch_of(*(request(row) for row in range(3)))
-    lengths = np.stack([width.choose(batch, False).lengths for _ in range(5)])
+    lengths = np.stack([width.choose(batch, False).layout.num_draft_tokens for _ in range(5)])
     assert [sorted(column) for column in lengths.T] == [[0, 1, 3, 5, 7]] * 3
     alone, somewhere = adaptive((7, 3, 0)), batch_of(request(4))
-    assert [alone.choose(somewhere, False).lengths.tolist() for _ in range(4)] == [[7], [3], [0], [7]]
+    assert [alone.choose(somewhere, False).layout.num_draft_tokens.tolist() for _ in range(4)] == [
+        [7],
+        [3],
+        [0],
+        [7],
+    ]
 
 
 def test_accept_lengths_of_a_rows_previous_request_are_dropped():
@@ -262,13 +271,13 @@ def test_accept_lengths_of_a_rows_previous_request_are_dropped():
 def test_an_unchanged_batch_is_described_once():
     width, first, second = adaptive((7,)), request(0), request(1)
     batches = [
-        width.choose(batch_of(*reqs), False).batch
+        width.choose(batch_of(*reqs), False).requests
         for reqs in ([first, second], [first, second], [second], [second, first])
     ]
     assert batches[0] is batches[1] and len(set(map(id, batches))) == 3
     assert [batch.rows.tolist() for batch in batches[1:]] == [[0, 1], [1], [1, 0]]
     width.begin_prefill(prompts_of(request(1)))
-    assert width.choose(batch_of(second, first), False).batch is not batches[-1]
+    assert width.choose(batch_of(second, first), False).requests is not batches[-1]
 
 
 def test_running_requests_of_a_mixed_batch_are_not_new():
@@ -294,13 +303,13 @@ def test_copies_teach_their_own_estimate():
     width.begin_prefill(prompts_of(*batch.reqs))
     for _ in range(60):
         plan = width.choose(batch, False, matches=np.array([9, 12, 0]))
-        plan = plan._replace(width=8, lengths=np.array([7, 0, 7]))
+        plan = plan._replace(layout=VerifyLayout(3, 8, np.array([7, 0, 7])))
         width.on_accept_lens(plan, [7, 0, 2], proposals([9, -12, 0], [7, 0, 0]))
     copies, drafts = width.chooser.copies.averages[0], width.chooser.drafts.averages[0]
     assert copies[9] > 0.9 and copies[14] > 0.9 and copies[12] < 0.6
     assert drafts[1] > 0.9 and drafts[2] < 0.1, "of the third request's draft alone"
     plan = width.choose(batch, False, matches=np.array([9, 0, 0]))
-    assert plan.copies.tolist() == [True, False, False] and plan.lengths[0] == 7
+    assert plan.copies.tolist() == [True, False, False] and plan.layout.num_draft_tokens[0] == 7
     assert width.report()["copy_accept_probs"]["greedy"][9 - 3] > 0.9
 
 
@@ -312,12 +321,14 @@ def test_late_knowledge_teaches_what_may_be_a_match():
     for _ in range(60):
         plan = width.choose(batch, False)
         assert plan.matches.tolist() == [1, 1, 1]
-        plan = plan._replace(width=8, lengths=np.array([7, 7, 0]), copies=np.array([True, True, False]))
+        plan = plan._replace(
+            layout=VerifyLayout(3, 8, np.array([7, 7, 0])), copies=np.array([True, True, False])
+        )
         width.on_accept_lens(plan, [2, 0, 0], proposals([9, 0, 0], [2, 0, 0]))
     assert (width.chooser.drafts.averages == before).all(), "nothing was drafted"
     copies = width.chooser.copies.averages[0]
     assert 0.2 < copies[1] < 0.45, "a third of what may be a match is one"
-    plan = plan._replace(lengths=np.array([2, 7, 0]))
+    plan = plan._replace(layout=VerifyLayout(3, 8, np.array([2, 7, 0])))
     width.on_accept_lens(plan, [2, 0, 0], proposals([9, 0, -5], [7, 0, 1]))
     assert width.choose(batch, False).matches.tolist() == [16, 1, 6], "whole copies go on, used or not"
 
@@ -333,7 +344,7 @@ def test_modes():
     )
     width = adaptive((3,))
     for draws_drafts, sampled in ((False, "sampled"), (True, "drawn")):
-        modes = width.choose(batch, draws_drafts).batch.modes
+        modes = width.choose(batch, draws_drafts).requests.modes
         assert [MODES[mode] for mode in modes] == ["greedy", sampled, *["constrained"] * 4]
 
 
@@ -349,8 +360,8 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
     width = adaptive(group=group, log_every=1)
     plan = width.choose(batch_of(request(0), request(1)), False)
-    assert broadcasts == [(6, "host")] and plan.width == 4
-    assert plan.lengths.tolist() == [3, 3] and plan.copies.tolist() == [False, True]
+    assert broadcasts == [(6, "host")] and plan.verify_len == 4
+    assert plan.layout.num_draft_tokens.tolist() == [3, 3] and plan.copies.tolist() == [False, True]
     width.on_launched(plan)
     assert width.report()["measured_over_expected_time"] is None
 
@@ -407,18 +418,18 @@ def test_a_clock_on_the_host():
 
 
 def test_a_fixed_width_is_always_the_same():
-    width, batch = FixedWidth(8), batch_of(request(0))
+    width, batch = WholeBlocks(8), batch_of(request(0))
     width.begin_prefill(prompts_of(*batch.reqs))
     cycle = width.choose(batch, True)
     width.on_launched(cycle)
     width.on_accept_lens(cycle, [3])
-    assert cycle.width == 8 and width.report() == {}
+    assert cycle.verify_len == 8 and width.report() == {}
 
 
 def test_cycles_land_in_the_order_of_their_launch():
     cycles = CyclesInFlight()
     for num_requests, width in ((2, 8), (3, 1)):
-        cycles.launch(CycleInFlight(num_requests, PlannedCycle(width), None))
-    assert cycles.land([0, 7]).num_drafted == [7, 7]
+        cycles.launch(CycleInFlight(CyclePlan(whole_blocks(num_requests, width))))
+    assert cycles.land([0, 7]).plan.max_accept.tolist() == [7, 7]
     with pytest.raises(AssertionError, match="once, in order"):
         cycles.land([0, 0])

@@ -8,8 +8,8 @@ import torch
 from support.sampling_parameters import VOCABULARY
 
 from sglang_dflash.srt.speculative.acceptance import constraints
-from sglang_dflash.srt.speculative.acceptance.penalties import count_tokens_torch, penalize_block_torch
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.acceptance.constraints import count_tokens_torch, penalize_block_torch
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 BLOCK = torch.tensor([[1, 2, 2, 3], [4, 4, 4, 4]])
 LENGTHS = [None, np.array([1, 3])]
@@ -23,7 +23,7 @@ def batch_of(**fields) -> SimpleNamespace:
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["whole blocks", "own lengths"])
 def test_a_bias_is_its_requests_own(lengths):
-    rows = VerifyRows(2, 4, lengths)
+    rows = VerifyLayout(2, 4, lengths)
     bias = torch.randn(2, VOCABULARY)
     logits = torch.randn(rows.num_rows, VOCABULARY)
     wanted = logits + rows.pack(bias[:, None].expand(2, 4, VOCABULARY))
@@ -33,7 +33,7 @@ def test_a_bias_is_its_requests_own(lengths):
 
 def test_penalties_come_before_the_bias():
     """A repetition penalty scales logits, and SGLang does not scale the bias."""
-    rows, logits = VerifyRows(2, 4), torch.randn(8, VOCABULARY)
+    rows, logits = VerifyLayout(2, 4), torch.randn(8, VOCABULARY)
     wanted = 2 * logits + 1
     penalties = SimpleNamespace(penalize_block=lambda batch, block, logits, rows: logits.mul_(2))
     batch = batch_of(logit_bias=torch.ones(2, VOCABULARY), acc_additive_penalties=object())
@@ -44,7 +44,7 @@ def test_penalties_come_before_the_bias():
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["whole blocks", "own lengths"])
 def test_a_grammars_mask_is_its_slots_own(lengths, monkeypatch):
     """SGLang's mask has a row for each slot of a rectangle."""
-    rows, applied = VerifyRows(2, 4, lengths), []
+    rows, applied = VerifyLayout(2, 4, lengths), []
 
     class Mask(SimpleNamespace):
         def _replace(self, vocab_mask):
@@ -65,7 +65,7 @@ def test_a_grammars_mask_is_its_slots_own(lengths, monkeypatch):
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["whole blocks", "own lengths"])
 def test_penalties_of_each_slot_by_their_definition(lengths):
     """Slot k counts the block's tokens up to the k-th; a first token is counted already."""
-    rows = VerifyRows(2, 4, lengths)
+    rows = VerifyLayout(2, 4, lengths)
     counts = torch.zeros(3, VOCABULARY, dtype=torch.int32)
     counts[2, 1], counts[0, 4], counts[0, 7] = 1, 2, 1
     emitted, requests, prompt_lens = counts.clone(), torch.tensor([2, 0]), torch.tensor([[3], [9]])
@@ -95,7 +95,7 @@ def test_penalties_of_each_slot_by_their_definition(lengths):
             row += 1
     assert wanted.isinf().sum() == 2, "the minimum ends within the block"
     columns = frequency, presence, repetition, minimum, prompt_lens, stops
-    penalize_block_torch(logits, BLOCK, counts, requests, seq_lens, *columns, rows.starts, rows.limits)
+    penalize_block_torch(logits, BLOCK, counts, requests, seq_lens, *columns, rows.starts, rows.max_accept)
     torch.testing.assert_close(logits, wanted)
     assert torch.equal(counts, emitted)
     count_tokens_torch(counts, requests, BLOCK, torch.tensor([1, 3], dtype=torch.int32))

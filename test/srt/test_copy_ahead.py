@@ -14,9 +14,10 @@ from sglang_dflash.kernels.ops.speculative import copy_ahead
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.dflash_info import DraftBlock, Prompts, packed_ranges
-from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead
-from sglang_dflash.srt.speculative.drafters.copy_stats import WHOLE_CYCLES, CopyStats
+from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts, packed_ranges
+from sglang_dflash.srt.speculative.drafters.copies import WHOLE_CYCLES, CopySource, CopyStats
+from sglang_dflash.srt.speculative.drafters.sampling import draft_subset
 
 CPU = torch.device("cpu")
 
@@ -205,8 +206,7 @@ def test_a_short_match_gives_way_to_a_good_draft_and_a_long_one_does_not():
 class Drafted:
     """A drafter that proposes 900, 901, ..."""
 
-    mask_token_id, num_draft_rows, has_own_table, writes_context_apart = 999, 7, False, True
-    defers_plain_cycles = False
+    writes_context_apart = True
 
     def __init__(self, block_size: int = 4):
         self.block_size, self.forwards = block_size, 0
@@ -218,39 +218,18 @@ class Drafted:
         tokens[:, 0] = cycle.tokens[:, 0]
         return DraftBlock(tokens, self.probs)
 
-    def begin_prefill(self, prompts):
-        pass
-
-    def prefill(self, prompts, aux_hidden, cache_loc, next_tokens):
-        pass
-
-    def admit_prefilled(self, requests):
-        pass
-
-    def draw(self, *_):
-        pass
-
-    def to_draft(self, *_):
-        pass
-
-    def absorb(self, *_):
-        pass
-
-    def commit(self, cycle, aux_hidden, verdict):
-        pass
-
 
 SILENT = DFlashMetrics(3, None)
 
 
 class Simulation:
-    """Requests in the rows of a request table, as the worker reports them to a drafter."""
+    """Requests in the rows of a request table, as the worker reports them to the source of copies."""
 
     def __init__(self, **fields):
-        self.inner = Drafted()
-        vars(self.inner).update(fields)
-        self.drafter = CopyAhead(self.inner, block_size=4, stats=CopyStats(SILENT))
-        self.drafter.allocate(rows=6, context_len=100, vocab_size=950, device=CPU)
+        self.drafter = Drafted()
+        vars(self.drafter).update(fields)
+        self.copies = CopySource(block_size=4, stats=CopyStats(SILENT))
+        self.copies.allocate(rows=6, context_len=100, vocab_size=950, device=CPU)
         self.texts: dict[int, list[int]] = {}
 
     def prefill(
@@ -278,9 +257,8 @@ class Simulation:
             table_rows=np.array(rows),
             reqs=[SimpleNamespace(get_fill_ids=lambda row=row: self.texts[row][:]) for row in rows],
         )
-        self.drafter.begin_prefill(prompts)
-        next_tokens = torch.full((len(rows),), said)
-        self.drafter.prefill(prompts, None, None, next_tokens)
+        self.copies.begin_prefill(prompts)
+        self.copies.end_prefill(prompts, torch.full((len(rows),), said))
         for row in rows:
             self.texts[row].append(said)
 
@@ -292,21 +270,24 @@ class Simulation:
             bs=len(rows), verify_len=width, tokens=tokens, committed=lengths, committed_host=lengths,
             drafted=None, req_pool_indices=torch.tensor(rows),
         )  # fmt: skip
-        self.matches = self.drafter.look_up(
-            SimpleNamespace(
-                req_pool_indices=self.cycle.req_pool_indices, seq_lens=lengths, seq_lens_cpu=lengths
-            )
+        batch = SimpleNamespace(
+            req_pool_indices=self.cycle.req_pool_indices, seq_lens=lengths, seq_lens_cpu=lengths
         )
-        return self.drafter.propose(self.cycle, sampling_info)
+        self.matches = self.copies.look_up(batch)
+        self.copies.choose(batch, None)
+        self.was_drafted = not self.drafter.writes_context_apart or self.copies.needs_draft()
+        chosen = np.full(len(rows), self.was_drafted)
+        return self.copies.overlay(draft_subset(self.drafter, self.cycle, chosen, width, sampling_info, None))
 
     def commit(self, out_tokens: list[list[int]], kept: list[int], tells: bool = True) -> None:
         out = torch.tensor(out_tokens)
-        self.drafter.commit(self.cycle, None, accepted_blocks(torch.tensor(kept, dtype=torch.int32), out))
+        accepted = accepted_blocks(torch.tensor(kept, dtype=torch.int32), out)
+        self.copies.record(self.cycle, accepted, self.was_drafted)
         for row, tokens, count in zip(self.cycle.req_pool_indices.tolist(), out_tokens, kept):
             self.texts[row] += tokens[: count + 1]
         if tells:
             drafted = [self.cycle.verify_len - 1] * len(kept)
-            self.drafter.stats.on_accept_lens(self.drafter.proposals, kept, drafted)
+            self.copies.stats.on_accept_lens(self.copies.proposals, kept, drafted)
 
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -356,7 +337,7 @@ def test_an_arrival_from_another_server():
     played = Simulation()
     played.texts[3] = [*LONG, 9]
     req = SimpleNamespace(origin_input_ids=LONG[:-2])
-    played.drafter.admit_prefilled(
+    played.copies.admit_prefilled(
         SimpleNamespace(
             reqs=[req], req_pool_indices=torch.tensor([3]), output_ids=[[*LONG[-2:], 9]], lengths=[len(LONG)]
         )
@@ -387,35 +368,35 @@ def test_the_draft_is_left_out_where_all_copy():
     played.prefill({2: (LONG, 0), 4: (list(range(20, 40)), 0)}, said=9)
     played.propose(2, 4)
     played.propose(2)
-    assert played.inner.forwards == 1
+    assert played.drafter.forwards == 1
 
 
 def test_a_draft_that_writes_its_context_runs_every_time():
     played = Simulation(writes_context_apart=False)
     played.prefill({2: (LONG, 0)}, said=9)
     played.propose(2)
-    assert played.inner.forwards == 1
+    assert played.drafter.forwards == 1
 
 
 def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
     """The host's knowledge decides; a cycle that copies nothing then proposes its anchor."""
     played = Simulation()
-    played.drafter.knows_matches_on_host = False
+    played.copies.knows_matches_on_host = False
     loop = [*range(1, 9)] * 4
     played.prefill({2: (loop, 0)}, said=1)
     for _ in range(WHOLE_CYCLES):
         block = played.propose(2)
         following = block.tokens[0, 1:].tolist()
         played.commit([[*following, following[-1] % 8 + 1]], [3])
-    assert played.inner.forwards == WHOLE_CYCLES
+    assert played.drafter.forwards == WHOLE_CYCLES
     played.propose(2)
-    assert played.inner.forwards == WHOLE_CYCLES
+    assert played.drafter.forwards == WHOLE_CYCLES
     played.commit([[700, 444, 444, 444]], [0], tells=False)  # not known yet
-    unreported = played.drafter.proposals
+    unreported = played.copies.proposals
     assert played.propose(2).tokens.tolist() == [[700, 700, 700, 700]]
-    assert played.inner.forwards == WHOLE_CYCLES
+    assert played.drafter.forwards == WHOLE_CYCLES
     played.commit([[701, 444, 444, 444]], [0], tells=False)
-    played.drafter.stats.on_accept_lens(unreported, [0], [3])
+    played.copies.stats.on_accept_lens(unreported, [0], [3])
     assert played.propose(2).tokens.tolist() == [[701, 900, 901, 902]]
 
 

@@ -102,6 +102,6 @@ def test_the_draft_is_not_judged_by_copies():
     """What copies yield is no reason to draft, nor what drafts yield a reason to copy."""
     server = served("edit", 4, hit_rate=0.002)
     report = server.width.report()
-    assert server.drafter.stats.report()["cycles_without_draft"] > 50
+    assert server.source.stats.report()["cycles_without_draft"] > 50
     assert report["accept_probs"]["greedy"][0] < 0.2
     assert report["copy_accept_probs"]["greedy"][-1] > 0.9

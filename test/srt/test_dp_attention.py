@@ -29,13 +29,11 @@ from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples,
 from support.servers import FLOAT32, Reference
 
 from sglang_dflash.srt.arg_groups.support import dp_attention_findings
+from sglang_dflash.srt.speculative import parallel
+from sglang_dflash.srt.speculative.cycle.verify import disable_graphs_if_any_rank_idle
 from sglang_dflash.srt.speculative.drafters import build
-from sglang_dflash.srt.speculative.scale_out import dp_attention
-from sglang_dflash.srt.speculative.scale_out.dp_attention import (
-    DraftRanks,
-    SubgroupDrafter,
-    disable_graphs_if_any_rank_idle,
-)
+from sglang_dflash.srt.speculative.drafters.build import SubgroupDrafter
+from sglang_dflash.srt.speculative.parallel import DraftRanks
 
 DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head")
 DRAWN = ("--speculative-draft-sample-method", "probabilistic")
@@ -235,10 +233,10 @@ def test_no_rank_replays_a_graph_beside_an_idle_one(requests, may_replay):
 def test_an_idle_rank_takes_part_in_the_others_forward(in_prefill, monkeypatch):
     """It takes their number of rows per request, without sampling and without output."""
     forward = SimpleNamespace(original_global_num_tokens_cpu=[0, 3], can_run_decode_cuda_graph=True)
-    monkeypatch.setattr(dp_attention.ForwardBatch, "init_new", lambda batch, runner, **_: forward)
+    monkeypatch.setattr(parallel.ForwardBatch, "init_new", lambda batch, runner, **_: forward)
     target_worker = MagicMock(device="cpu")
     batch = SimpleNamespace(is_extend_in_batch=in_prefill, spec_info=None)
-    result = dp_attention.run_idle(batch, target_worker, block_size=8)
+    result = parallel.run_idle(batch, target_worker, block_size=8)
     target_worker.forward_batch_generation.assert_called_once_with(
         batch=None, forward_batch=forward, is_verify=True
     )
@@ -288,7 +286,7 @@ def test_a_drafter_on_fewer_ranks_runs_as_if_they_were_all(tp_group, monkeypatch
         entered.append(layout)
         yield
 
-    monkeypatch.setattr(dp_attention, "run_as_draft", context)
+    monkeypatch.setattr(build, "run_as_draft", context)
     monkeypatch.setattr(build, "drafter_class", lambda model: lambda *_: inner)
     monkeypatch.delenv("SGLANG_DFLASH_COPY_AHEAD", raising=False)
     own = ranks(tp_group)

@@ -12,7 +12,8 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from support.draft_cases import Case, FakePlan, lm_head
 
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend
-from sglang_dflash.srt.speculative.dflash_info import Cycle
+from sglang_dflash.srt.speculative.cycle.block import Cycle
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.window import WindowView
 
@@ -34,6 +35,7 @@ def cycle_of(case: Case, pools, width: int) -> Cycle:
         kv_loc_plan=FakePlan(slots),
         committed_host=lengths,
         can_run_cuda_graph=False,
+        layout=whole_blocks(len(LENGTHS), width),
     )
 
 

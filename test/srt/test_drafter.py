@@ -14,7 +14,8 @@ from support.draft_cases import Case, FakePlan, lm_head
 from support.sampling_parameters import sampling_parameters
 
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
-from sglang_dflash.srt.speculative.dflash_info import Cycle
+from sglang_dflash.srt.speculative.cycle.block import Cycle
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 
 
@@ -114,6 +115,7 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
             cache_loc=slots,
             kv_loc_plan=FakePlan(slots),
             can_run_cuda_graph=False,
+            layout=whole_blocks(len(batch), width),
         )
         info = sampling_parameters(
             **{name: [column[r] for r in batch] for name, column in parameters.items()}
@@ -181,6 +183,7 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
             cache_loc=slots,
             kv_loc_plan=FakePlan(slots),
             can_run_cuda_graph=False,
+            layout=whole_blocks(2, width),
         )
         tokens = drafter.propose(cycle).tokens
         expected = torch.zeros(2, width, dtype=torch.int64)
@@ -191,7 +194,7 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
             expected[request, 1:] = case.logits(hidden)[0 if from_anchor else 1 :].argmax(dim=-1)[: width - 1]
         assert torch.equal(tokens, expected)
 
-        cycle = cycle.narrowed(verify_len or width)
+        cycle = cycle.packed(whole_blocks(cycle.bs, verify_len or width), None)
         states = case.aux_hidden(2 * cycle.verify_len, seed=7).view(2, cycle.verify_len, -1)
         for request, n in enumerate(lengths):
             states[request, : kept[request] + 1] = aux_hidden[request][n : n + kept[request] + 1]
@@ -215,6 +218,7 @@ def commit_an_anchor(
         cache_loc=torch.tensor([slot]),
         kv_loc_plan=FakePlan(torch.tensor([slot])),
         can_run_cuda_graph=False,
+        layout=whole_blocks(1, 1),
     )
     drafter.commit(cycle, states, accepted_blocks(torch.zeros(1, dtype=torch.int32), cycle.tokens))
 
@@ -276,6 +280,7 @@ def test_blocks_are_written_outside_the_memory_of_graphs(kind, tmp_path):
             cache_loc=slots,
             kv_loc_plan=FakePlan(slots),
             can_run_cuda_graph=False,
+            layout=whole_blocks(2, width),
         )
         proposals.append(drafter.propose(cycle).tokens)
         assert proposals[-1][:, 0].tolist() == anchors

@@ -106,9 +106,9 @@ class Graph:
         """
         layout = None
         if counts is not None:
-            from sglang_dflash.srt.speculative.width.row_graphs import PreparedLayout  # imports SGLang
+            from sglang_dflash.srt.speculative.cycle.ragged_graphs import GraphLayout  # imports SGLang
 
-            layout = PreparedLayout.of(counts, sum(counts), "cpu")
+            layout = GraphLayout.from_counts(counts, sum(counts), "cpu")
         queries = counts or [WIDTH] * self.bs
         self.plan.prepare(
             SimpleNamespace(

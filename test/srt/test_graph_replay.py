@@ -8,7 +8,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.speculative.cycle import replay
+from sglang_dflash.srt.speculative.cycle import verify
 
 
 def target(**watchers) -> MagicMock:
@@ -28,15 +28,15 @@ def target(**watchers) -> MagicMock:
 @pytest.fixture
 def moe(monkeypatch) -> SimpleNamespace:
     options = SimpleNamespace(expert_distribution_recorder_mode=None, elastic_ep_backend=None)
-    monkeypatch.setattr(replay, "get_exec", lambda: SimpleNamespace(moe=options))
-    monkeypatch.setattr(replay, "get_global_experts_capturer", lambda: None)
-    monkeypatch.setattr(replay, "get_global_indexer_capturer", lambda: None)
+    monkeypatch.setattr(verify, "get_exec", lambda: SimpleNamespace(moe=options))
+    monkeypatch.setattr(verify, "get_global_experts_capturer", lambda: None)
+    monkeypatch.setattr(verify, "get_global_indexer_capturer", lambda: None)
     return options
 
 
 def replays_directly(worker: MagicMock, mode: ForwardMode = ForwardMode.TARGET_VERIFY) -> bool:
     """Run a verify forward, and tell whether its graph was replayed directly."""
-    result = replay.run_target(worker, SimpleNamespace(forward_mode=mode))
+    result = verify.run_target(worker, SimpleNamespace(forward_mode=mode))
     graphs = worker.model_runner.decode_cuda_graph_runner
     if worker.forward_batch_generation.called:
         assert graphs is None or not graphs.execute.called
@@ -70,7 +70,7 @@ def test_statistics_of_experts_are_kept(moe, name):
 
 @pytest.mark.parametrize("name", ["get_global_experts_capturer", "get_global_indexer_capturer"])
 def test_captures_are_returned(moe, monkeypatch, name):
-    monkeypatch.setattr(replay, name, object)
+    monkeypatch.setattr(verify, name, object)
     assert not replays_directly(target())
 
 
@@ -84,7 +84,7 @@ def test_a_plain_cycle_is_replayed_by_sglang(moe, monkeypatch):
     runner = target().model_runner
     runner.forward = MagicMock()
     batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY)
-    assert replay.run_draft(runner, batch) is runner.forward.return_value.logits_output
+    assert verify.run_draft(runner, batch) is runner.forward.return_value.logits_output
 
 
 def test_a_profiler_sees_spans(moe):

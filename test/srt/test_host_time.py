@@ -9,7 +9,7 @@ from sglang.srt.speculative import dflash_utils
 from support.rehearsal import faults, graphs, launches, stage, steps
 from triton.runtime.interpreter import InterpretedFunction
 
-from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
+from sglang_dflash.srt.speculative.acceptance.acceptor import SimulatedAcceptance
 
 
 def test_host_time_compares_rounds_with_the_built_ins():

@@ -9,14 +9,15 @@ from support.engine import start
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.attention.flashinfer_plans import backend_class, counts, plans_blocks
-from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
-from sglang_dflash.srt.speculative.cycle.known_lengths import (
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.cycle.lengths import (
     KnownLengthsMap,
     bounds_of,
     plans_within_bounds,
 )
-from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, Prompts
-from sglang_dflash.srt.speculative.width.plan import PlannedCycle
+from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts
+from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 
 ON_DEVICE = torch.tensor([5, 6, 7, 8])
 
@@ -35,7 +36,7 @@ def decode_batch(known: list | None, rows: list[int], committed: list[int]) -> S
 
 
 def launched(ring: CyclesInFlight, width: int, num_requests: int = 2) -> CycleInFlight:
-    return ring.launch(CycleInFlight(num_requests, PlannedCycle(width), None))
+    return ring.launch(CycleInFlight(CyclePlan(whole_blocks(num_requests, width))))
 
 
 @pytest.fixture

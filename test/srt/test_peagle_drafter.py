@@ -24,7 +24,9 @@ from support.sampling_parameters import sampling_parameters
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
-from sglang_dflash.srt.speculative.dflash_info import Cycle, Prompts
+from sglang_dflash.srt.speculative.cycle.block import Cycle
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
 
 CAPACITY = 64
@@ -230,6 +232,7 @@ class Simulation:
             cache_loc=self.table[self.pools.rows[chosen][:, None], positions].flatten().long(),
             kv_loc_plan=None,
             can_run_cuda_graph=False,
+            layout=whole_blocks(len(chosen), tokens.shape[1]),
         )
 
     def reference_logits(self, request: int) -> torch.Tensor:
@@ -253,7 +256,7 @@ class Simulation:
                 drafted = self.reference_logits(r).argmax(dim=-1)
                 expected += (drafted + self.d2t[drafted]).tolist()
             assert block[row].tolist() == expected, f"request {r} after {n} tokens"
-        cycle = cycle.narrowed(width)
+        cycle = cycle.packed(whole_blocks(cycle.bs, width), None)
         # Rejected slots get arbitrary states and tokens.
         verified = torch.randn(
             len(chosen), width, self.states.shape[-1], generator=torch.Generator().manual_seed(9)

@@ -14,8 +14,8 @@ from support.servers import FLOAT32, PLAIN_FLOAT32, WIDTHS_CHANGE
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
-from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests
+from sglang_dflash.srt.speculative.acceptance.constraints import Penalties
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests
 
 VOCAB = 12
 EOS, STOP = 3, 5

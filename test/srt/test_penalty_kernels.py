@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
-from sglang_dflash.srt.speculative.acceptance.penalties import count_tokens_torch, penalize_block_torch
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.acceptance.constraints import count_tokens_torch, penalize_block_torch
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 ROWS, VOCABULARY = 7, 1030  # two tiles, the second nearly empty
 
@@ -49,9 +49,9 @@ def test_penalize_block_equals_its_twin(seed, bs, width, has_stops, dtype, is_ra
     )
     arguments = *(argument.to(DEVICE) for argument in arguments), stops.to(DEVICE) if has_stops else None
     if is_ragged:
-        rows = VerifyRows(bs, width, torch.randint(width, (bs,), generator=rng).numpy(), DEVICE)
+        rows = VerifyLayout(bs, width, torch.randint(width, (bs,), generator=rng).numpy(), DEVICE)
         arguments, logits = (
-            (*arguments, rows.starts, rows.limits),
+            (*arguments, rows.starts, rows.max_accept),
             rows.pack(logits.to(DEVICE).view(bs, width, -1)),
         )
     # Rows need not be contiguous.

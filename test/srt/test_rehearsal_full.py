@@ -43,7 +43,7 @@ from support.rehearsal.stage import Scene
 from support.servers import patched
 from transformers import AutoModelForCausalLM
 
-from sglang_dflash.srt.speculative.width.row_graphs import row_sizes
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import row_sizes
 
 pytestmark = [pytest.mark.server, pytest.mark.rehearsal_full, on_cpu]
 

@@ -30,7 +30,7 @@ from support.rehearsal.stage import Scene
 from tokenizers import Tokenizer
 from vision_target import random_picture, write_vision_target
 
-from sglang_dflash.srt.speculative.width.row_graphs import row_sizes
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import row_sizes
 
 pytestmark = [pytest.mark.server, pytest.mark.rehearsal_full, on_cpu]
 

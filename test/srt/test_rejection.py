@@ -11,7 +11,7 @@ from support.rejection_batches import batches
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 RULES = [accept_by_rejection, accept_by_block_verification]
 SIZES = [(3, 2), (4, 3), (3, 4)]  # vocabulary, block size
@@ -47,7 +47,7 @@ def test_a_request_that_verifies_less_has_a_shorter_block(arguments, rule, seed)
     block, target_probs, draft, accept_uniforms, final_uniforms = arguments
     bs, width = block.shape
     lengths = np.random.default_rng(seed).integers(0, width, bs)
-    rows = VerifyRows(bs, width, lengths)
+    rows = VerifyLayout(bs, width, lengths)
     packed = rows.pack(target_probs)
     found = rule(block, packed, draft, accept_uniforms, final_uniforms, rows=rows)
     for i, length in enumerate(lengths):
@@ -80,7 +80,7 @@ def test_a_rejection_without_a_residual_draws_a_possible_token():
     nothing, weight = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.float64)
     for uniform in (0.0, 0.7):
         _, tokens = draw_final_tokens(
-            block, nothing, probs.repeat(2, 1), weight, draft, torch.tensor([uniform]), VerifyRows(1, 2)
+            block, nothing, probs.repeat(2, 1), weight, draft, torch.tensor([uniform]), VerifyLayout(1, 2)
         )
         assert tokens[0, 0] == (1 if uniform < 0.5 else 2)
 

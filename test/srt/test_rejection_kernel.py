@@ -15,13 +15,13 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
     walk_by_block_verification,
     walk_by_rejection,
 )
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
 def assert_same_verdict(arguments, block_verification: bool, lengths: np.ndarray | None = None) -> None:
     """Compare whole blocks, or blocks of which each request verifies `lengths` [bs] drafted tokens."""
     block, target_probs, draft, accept_uniforms, final_uniforms = arguments
-    rows = VerifyRows(*block.shape, lengths, DEVICE)
+    rows = VerifyLayout(*block.shape, lengths, DEVICE)
     target_probs = rows.pack(target_probs)
     twin = walk_by_block_verification if block_verification else walk_by_rejection
     want = twin(block, target_probs, draft, accept_uniforms, rows)
@@ -33,7 +33,7 @@ def assert_same_verdict(arguments, block_verification: bool, lengths: np.ndarray
         accept_uniforms.contiguous(),
         block_verification,
         rows.starts,
-        rows.limits,
+        rows.max_accept,
     )
     assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in want]
     verdicts = [

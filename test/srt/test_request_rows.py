@@ -6,8 +6,8 @@ import pytest
 import torch
 from sglang.srt.managers.scheduler import Scheduler
 
-from sglang_dflash.srt.speculative.targets import states
-from sglang_dflash.srt.speculative.targets.states import RecurrentStates
+from sglang_dflash.srt.speculative.targets import recurrent
+from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates
 
 
 class ForwardStream:
@@ -51,12 +51,12 @@ def test_a_late_commit_is_over_before_a_row_changes_hands(has_ring, monkeypatch)
         stream.launch(lambda: cursors.index_add_(0, batch.req_pool_indices, commit_lens.long()))
 
     mamba = SimpleNamespace(enable_linear_replayssm_spec=has_ring)
-    monkeypatch.setattr(states, "get_exec", lambda: SimpleNamespace(mamba=mamba))
-    monkeypatch.setattr(states, "commit_mamba_states_after_verify", advance)
-    recurrent = RecurrentStates(worker, block_size=8, max_requests=2)
+    monkeypatch.setattr(recurrent, "get_exec", lambda: SimpleNamespace(mamba=mamba))
+    monkeypatch.setattr(recurrent, "commit_mamba_states_after_verify", advance)
+    target_states = RecurrentStates(worker, block_size=8, max_requests=2)
     stream.launch(lambda: None)  # the verify forward, which reads the request table
     target.shared_read_done_event = event = stream.record()
-    recurrent.commit(SimpleNamespace(req_pool_indices=torch.tensor([1])), torch.tensor([3]))
+    target_states.commit(SimpleNamespace(req_pool_indices=torch.tensor([1])), torch.tensor([3]))
     assert (target.shared_read_done_event == event) == (not has_ring)
     Scheduler._apply_war_barrier(scheduler)
     cursors[1] = 0

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.plan import planned
-from sglang_dflash.srt.speculative.width.row_graphs import (
-    PreparedLayout,
+from sglang_dflash.srt.speculative.cycle.layout import GraphLayout, VerifyLayout
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
     RowBackends,
     reason_for_one_width,
     row_sizes,
     spread_rows,
 )
+from sglang_dflash.srt.speculative.width.controller import plan_lengths
+from sglang_dflash.srt.speculative.width.estimates import CostTable
 
 BLOCK = 8
 CASES = [(1, 1), (1, 8), (4, 8), (5, 16), (48, 8), (96, 16), (7, 3)]
@@ -52,14 +51,14 @@ def test_rows_without_a_padding_request_go_to_the_longest():
 
 
 def test_a_layout_of_all_requests_of_a_graph():
-    layout = PreparedLayout.of([3, 1, 2, 0], 6, "cpu")
+    layout = GraphLayout.from_counts([3, 1, 2, 0], 6, "cpu")
     assert layout.verify_lens.tolist() == [3, 1, 2, 0] and layout.graph_num_tokens == 6
     assert layout.qo_indptr_device.tolist() == [0, 3, 4, 6, 6]
     assert layout.extend_start_loc.tolist() == [0, 3, 4, 6]
     assert layout.padded_to_bucket(padded_bs=4) is layout
 
 
-def graphs(max_requests: int = 4, has_copies: bool = False) -> tuple[RowBackends, SimpleNamespace]:
+def graphs(max_requests: int = 4) -> tuple[RowBackends, SimpleNamespace]:
     """Make backends as they are after the capture, and their runner."""
     sizes = row_sizes(max_requests, BLOCK)
     packed = SimpleNamespace(
@@ -67,17 +66,17 @@ def graphs(max_requests: int = 4, has_copies: bool = False) -> tuple[RowBackends
     )
     made = RowBackends.__new__(RowBackends)
     made._runner, made._block_size, made._latest = SimpleNamespace(), BLOCK, None
-    made._is_whole, made._has_copies = True, has_copies
+    made._is_whole = True
     made._whole, made._packed, made.sizes = ("whole", "whole"), ("packed", packed), sizes
     return made, made._runner
 
 
 def test_rows_that_are_nobodys_repeat_the_first_and_write_nowhere():
     backends, runner = graphs()
-    width, rows = backends.follow(np.array([4, 0, 2]))
-    assert runner.attn_backend == "packed" and width == 5
-    assert rows.num_rows == rows.layout.graph_num_tokens == 10  # 9 are somebody's
-    blocks = torch.arange(3 * width).view(3, width)
+    rows = backends.follow(np.array([4, 0, 2]))
+    assert runner.attn_backend == "packed" and rows.verify_len == 5
+    assert rows.num_rows == rows.for_graph.graph_num_tokens == 10  # 9 are somebody's
+    blocks = torch.arange(15).view(3, 5)
     assert rows.pack(blocks).tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 0]
     assert rows.columns(BLOCK).tolist() == [0, 1, 2, 3, 4, 8, 16, 17, 18, -1]
     logits = torch.arange(10.0)[:, None]
@@ -89,49 +88,54 @@ def test_rows_that_are_nobodys_repeat_the_first_and_write_nowhere():
 
 def test_anchors_alone_are_padded_too():
     backends, _ = graphs(9)
-    _, rows = backends.follow(np.zeros(9, dtype=np.int64))
+    rows = backends.follow(np.zeros(9, dtype=np.int64))
     assert rows.num_rows == 9, "the largest batch has a graph of its own"
     backends, _ = graphs(16)
-    width, rows = backends.follow(np.zeros(9, dtype=np.int64))
-    assert (width, rows.num_rows) == (1, 10)
+    rows = backends.follow(np.zeros(9, dtype=np.int64))
+    assert (rows.verify_len, rows.num_rows) == (1, 10)
     assert rows.repeat(torch.arange(9)).tolist() == [*range(9), 0]
 
 
 def test_equal_lengths_are_padded_too():
     backends, _ = graphs()
-    width, rows = backends.follow(np.array([2, 2, 2]))
-    assert width == 3 and rows.layout.graph_num_tokens == 10 and rows.lengths.tolist() == [2, 2, 2]
-    width, rows = backends.follow(np.array([3, 3, 3]))
-    assert rows.lengths is None and rows.index is None and rows.layout.graph_num_tokens == 12
-    plan = planned(backends, np.array([3, 3, 3]), np.zeros(3, dtype=bool))
-    assert plan.lengths.tolist() == [3, 3, 3] and plan.rows.layout is not None
+    rows = backends.follow(np.array([2, 2, 2]))
+    assert (
+        rows.verify_len == 3
+        and rows.for_graph.graph_num_tokens == 10
+        and rows.num_draft_tokens.tolist() == [2, 2, 2]
+    )
+    rows = backends.follow(np.array([3, 3, 3]))
+    assert rows.is_rectangle and rows.for_graph.graph_num_tokens == 12
+    plan = plan_lengths(backends, np.array([3, 3, 3]), np.zeros(3, dtype=bool))
+    assert plan.layout.num_draft_tokens.tolist() == [3, 3, 3] and plan.layout.for_graph is not None
 
 
 @pytest.mark.parametrize(("lengths", "needs_rectangle"), [([7, 7, 7], False), ([3, 0, 1], True)])
 def test_whole_blocks_have_graphs_of_their_own(lengths, needs_rectangle):
     backends, runner = graphs()
     backends.follow(np.array([1, 0, 0]))
-    assert backends.follow(np.array(lengths), needs_rectangle) == (BLOCK, None)
+    rows = backends.follow(np.array(lengths), needs_rectangle)
+    assert rows.shape == (3, BLOCK) and rows.is_rectangle and rows.for_graph is None
     assert runner.decode_cuda_graph_runner == "whole"
 
 
 def test_whole_blocks_tell_who_copies():
-    backends, _ = graphs(has_copies=True)
-    plan = planned(backends, np.array([7, 7]), np.array([True, False]))
-    assert plan.width == BLOCK and plan.rows.layout is None and plan.rows.num_rows == 2 * BLOCK
-    assert plan.copies.tolist() == [True, False] and plan.lengths.tolist() == [7, 7]
+    backends, _ = graphs()
+    plan = plan_lengths(backends, np.array([7, 7]), np.array([True, False]))
+    assert plan.verify_len == BLOCK and plan.layout.for_graph is None and plan.layout.num_rows == 2 * BLOCK
+    assert plan.copies.tolist() == [True, False] and plan.layout.num_draft_tokens.tolist() == [7, 7]
 
 
 def test_a_batch_beyond_the_graphs_has_no_padding():
     backends, _ = graphs()
-    _, rows = backends.follow(np.array([4, 0, 2, 1, 1]))
-    assert rows.layout.graph_num_tokens == rows.num_rows == 13
-    assert rows.layout.verify_lens.tolist() == [5, 1, 3, 2, 2]
+    rows = backends.follow(np.array([4, 0, 2, 1, 1]))
+    assert rows.for_graph.graph_num_tokens == rows.num_rows == 13
+    assert rows.for_graph.verify_lens.tolist() == [5, 1, 3, 2, 2]
 
 
 def test_rows_of_rectangles_without_graphs_are_unchanged():
-    rows = VerifyRows(2, 3, np.array([2, 2]))
-    assert rows.lengths is None and rows.num_rows == 6
+    rows = VerifyLayout(2, 3, np.array([2, 2]))
+    assert rows.is_rectangle and rows.num_rows == 6
 
 
 def test_costs_are_those_of_the_next_size():

@@ -8,13 +8,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sglang_dflash.srt.speculative import warm_up
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_block_verification,
     accept_by_rejection,
 )
 from sglang_dflash.srt.speculative.acceptance.target_sampling import target_probs
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.drafters import prewarm
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 
 BS, WIDTH, VOCABULARY, HIDDEN = 48, 16, 151_936, 4096
@@ -77,7 +77,7 @@ def test_a_step_takes_less_than_a_gigabyte(rule, draft):
     with Peak() as peak:
         hidden = torch.zeros(BS, WIDTH - 1, HIDDEN, dtype=torch.bfloat16, device="meta")
         drafted, probs = draw_drafts(draft, hidden, info, DraftSampling())
-        rows = VerifyRows(BS, WIDTH)
+        rows = VerifyLayout(BS, WIDTH)
         target, _ = target_probs(logits, info, rows)
         block = torch.cat((drafted[:, :1], drafted), dim=1)
         uniforms = torch.rand(BS, WIDTH, device="meta")
@@ -90,12 +90,12 @@ def test_start_up_allocates_as_much_as_a_step(draft):
     config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCABULARY, dtype=torch.bfloat16)
     runner = SimpleNamespace(max_running_requests=BS, device=torch.device("meta"), model_config=config)
     with Peak() as at_start_up:
-        prewarm.prewarm_probabilistic_step(
+        warm_up.prewarm_probabilistic_step(
             lambda hidden, anchors, info: draw_drafts(draft, hidden, info, DraftSampling()), runner, WIDTH
         )
     logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")
     with Peak() as in_a_step:
-        target_probs(logits, sampling_info("meta"), VerifyRows(BS, WIDTH))
+        target_probs(logits, sampling_info("meta"), VerifyLayout(BS, WIDTH))
     assert in_a_step.bytes <= at_start_up.bytes < GIGABYTE
 
 
@@ -104,8 +104,8 @@ def test_slices_change_nothing(dtype, monkeypatch):
     """Compare one slice of all rows with many slices."""
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(3 * 4, 50, generator=rng).to(dtype)
-    whole, _ = target_probs(logits.clone(), sampling_info("cpu", 3), VerifyRows(3, 4))
+    whole, _ = target_probs(logits.clone(), sampling_info("cpu", 3), VerifyLayout(3, 4))
     monkeypatch.setattr("sglang_dflash.srt.speculative.acceptance.target_sampling.ELEMENTS_AT_ONCE", 100)
-    sliced, _ = target_probs(logits.clone(), sampling_info("cpu", 3), VerifyRows(3, 4))
+    sliced, _ = target_probs(logits.clone(), sampling_info("cpu", 3), VerifyLayout(3, 4))
     assert torch.equal(whole, sliced) and whole.shape == (12, 50)
     torch.testing.assert_close(whole.sum(dim=-1), torch.ones(12))

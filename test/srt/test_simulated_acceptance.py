@@ -5,7 +5,7 @@ import torch
 from sglang.srt.environ import envs
 from support.decisions import decide
 
-from sglang_dflash.srt.speculative.acceptance.simulated import FIXED_TOKEN_ID, SimulatedAcceptance
+from sglang_dflash.srt.speculative.acceptance.acceptor import FIXED_TOKEN_ID, SimulatedAcceptance
 
 BLOCK = torch.tensor([[7, 11, 12, 13], [8, 21, 22, 23]])
 TARGET_TOKENS = torch.tensor([[31, 32, 33, 34], [41, 42, 43, 44]])

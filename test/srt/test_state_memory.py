@@ -4,7 +4,7 @@ import pytest
 from gpu.shapes import QWEN3_8_27B
 from state_memory import REPLAY, Server, sizes
 
-from sglang_dflash.srt.speculative.targets.state_memory import StateMemory, cap_message
+from sglang_dflash.srt.speculative.targets.recurrent import StateMemory, cap_message
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from sglang.srt.speculative import spec_utils
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.sampling_parameters import VOCABULARY, sampling_info
 
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
-from sglang_dflash.srt.speculative.cycle.relay import StepRelay
-from sglang_dflash.srt.speculative.cycle.verify_rows import whole_blocks
-from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, DraftBlock
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, StepRelay
+from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 
 ROWS = 9
 
@@ -42,7 +42,7 @@ def accept(acceptor: Acceptor, rows: torch.Tensor):
     logits[torch.arange(6), torch.tensor([1, 2, 3, 1, 2, 3])] = 1.0
     cycle = SimpleNamespace(
         committed=torch.tensor([10, 20]),
-        rows=whole_blocks(2, 3),
+        layout=whole_blocks(2, 3),
         positions=torch.zeros(2, 3, dtype=torch.int64),
     )
     batch = SimpleNamespace(

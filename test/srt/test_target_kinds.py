@@ -13,7 +13,7 @@ from sglang_dflash.srt.speculative.targets.kinds import (
     configure_capture,
     target_kind,
 )
-from sglang_dflash.srt.speculative.targets.states import check_states_are_committed
+from sglang_dflash.srt.speculative.targets.recurrent import check_states_are_committed
 
 
 class Model:

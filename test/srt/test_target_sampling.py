@@ -16,18 +16,18 @@ from support.engine import start
 from support.sampling_parameters import TOP_K_ALL, VOCABULARY, sampling_info
 
 from sglang_dflash.srt.speculative.acceptance import target_sampling
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
 def draw_target_tokens(logits, info, positions, width, sampler):
     """Draw after every slot of whole blocks."""
-    rows = VerifyRows(len(logits) // width, width)
+    rows = VerifyLayout(len(logits) // width, width)
     return target_sampling.draw_target_tokens(logits, info, positions, rows, sampler)
 
 
 def target_probs(logits, info, width):
     """Compute the distributions after every slot of whole blocks."""
-    found, best = target_sampling.target_probs(logits, info, VerifyRows(len(logits) // width, width))
+    found, best = target_sampling.target_probs(logits, info, VerifyLayout(len(logits) // width, width))
     return found.view(*best.shape, -1), best
 
 
@@ -218,10 +218,10 @@ def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
 def test_rows_of_requests_with_lengths_of_their_own(sampler):
     """Packed rows are drawn as in whole blocks; slots past a request's rows repeat its last one."""
     width, bs, lengths = 4, 3, np.array([1, 3, 0])
-    rows = VerifyRows(bs, width, lengths)
+    rows = VerifyLayout(bs, width, lengths)
     assert rows.index.tolist() == [0, 1, 4, 5, 6, 7, 8] and rows.starts.tolist() == [0, 2, 6]
     assert rows.slots.tolist() == [[0, 1, 1, 1], [2, 3, 4, 5], [6, 6, 6, 6]]
-    assert rows.limits.tolist() == lengths.tolist() and rows.limits.dtype == torch.int32
+    assert rows.max_accept.tolist() == lengths.tolist() and rows.max_accept.dtype == torch.int32
     blocks = torch.arange(bs * width).view(bs, width)
     assert rows.pack(blocks).tolist() == rows.index.tolist()
     assert rows.unpack(rows.pack(blocks)).tolist() == [[0, 1, 1, 1], [4, 5, 6, 7], [8, 8, 8, 8]]
@@ -261,7 +261,7 @@ def test_target_probs_are_the_samplers():
     assert found.shape == (bs, width, VOCABULARY) and found.dtype == torch.float32
     assert found.data_ptr() == logits.data_ptr()  # in place
     rows = {
-        name: VerifyRows(bs, width).repeat(getattr(info, name))
+        name: VerifyLayout(bs, width).repeat(getattr(info, name))
         for name in ("temperatures", "top_ks", "top_ps", "min_ps")
     }
     _, weights, ids, _ = top_k_top_p_min_p_sampling_from_probs_torch(

@@ -20,8 +20,8 @@ from support.tensor_parallel_ranks import DFLASH2_NAMES, NAMES, WORLD, draft_blo
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.rejection import accept_by_rejection
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.dflash_info import DraftBlock
+from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,9 @@ def test_ranks_take_what_rank_0_chose(top_k):
     acceptor = Acceptor(Sampler(), VOCABULARY, sync, accept_by_rejection)
     batch = SimpleNamespace(sampling_info=sampling_info(*[{"top_k": top_k}] * 2), return_logprob=False)
     positions = torch.arange(6).view(2, width)
-    cycle = SimpleNamespace(positions=positions, rows=VerifyRows(2, width), committed=torch.tensor([7, 7]))
+    cycle = SimpleNamespace(
+        positions=positions, layout=VerifyLayout(2, width), committed=torch.tensor([7, 7])
+    )
     block = torch.zeros(2, width, dtype=torch.int64)
     accepted = acceptor.accept(batch, cycle, DraftBlock(block), logits.clone())
     assert sites == ["dflash-accept-greedy" if top_k == 1 else "dflash-accept-sample"]

@@ -9,9 +9,9 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.srt.layers.attention.triton_rows import take_layouts, takes_rows
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import GraphLayout, VerifyLayout
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import row_sizes, spread_rows
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang_dflash.srt.speculative.width.row_graphs import PreparedLayout, row_sizes, spread_rows
 
 BLOCK, SLOTS = 8, 6
 
@@ -42,7 +42,7 @@ def make_backend() -> TritonAttnBackend:
     return backend
 
 
-def forward_of(rows: VerifyRows, num_requests: int) -> SimpleNamespace:
+def forward_of(rows: VerifyLayout, num_requests: int) -> SimpleNamespace:
     """Return the fields of a forward batch that the preparation reads. Requests beyond `rows.bs` pad it."""
     tokens = torch.zeros(rows.num_rows, dtype=torch.int64)
     lengths = torch.ones(num_requests, dtype=torch.int64)
@@ -60,18 +60,18 @@ def forward_of(rows: VerifyRows, num_requests: int) -> SimpleNamespace:
     )
 
 
-def rows_in_graph(lengths: np.ndarray) -> tuple[VerifyRows, int]:
+def rows_in_graph(lengths: np.ndarray) -> tuple[VerifyLayout, int]:
     """Lay out drafted tokens to verify, [n], in the next larger graph; return the graph's requests too."""
     sizes = row_sizes(SLOTS, BLOCK)
     size = sizes[int(np.searchsorted(sizes, (lengths + 1).sum()))]
     slots = min(size, SLOTS)
     counts = spread_rows((lengths + 1).tolist(), size, slots, BLOCK)
-    layout = PreparedLayout.of(counts, size, "cpu")
+    layout = GraphLayout.from_counts(counts, size, "cpu")
     lengths = np.array(counts[: len(lengths)]) - 1
-    return VerifyRows(len(lengths), int(lengths.max()) + 1, lengths, layout=layout), slots
+    return VerifyLayout(len(lengths), int(lengths.max()) + 1, lengths, for_graph=layout), slots
 
 
-def assert_reads(found: torch.Tensor, rows: VerifyRows) -> None:
+def assert_reads(found: torch.Tensor, rows: VerifyLayout) -> None:
     """Compare each request's rows with the map by which the worker packs and reads them."""
     assert found[0] == 0 and found[-1] == rows.num_rows and (found.diff() >= 0).all()
     row = torch.arange(rows.num_rows)
@@ -98,8 +98,8 @@ def test_a_graph_reads_the_rows_of_its_layout(lengths):
     rows, slots = rows_in_graph(np.array(lengths))
     # A graph is captured with other lengths than it replays.
     counts = [rows.num_rows // slots + (i < rows.num_rows % slots) for i in range(slots)]
-    layout = PreparedLayout.of(counts, rows.num_rows, "cpu")
-    even = VerifyRows(slots, max(counts), np.array(counts) - 1, layout=layout)
+    layout = GraphLayout.from_counts(counts, rows.num_rows, "cpu")
+    even = VerifyLayout(slots, max(counts), np.array(counts) - 1, for_graph=layout)
     backend.init_forward_metadata_out_graph(forward_of(even, slots), in_capture=True)
     captured = backend.forward_metadata
     assert_reads(captured.qo_indptr, even)
@@ -120,8 +120,8 @@ def test_random_layouts():
 
 def test_without_a_graph():
     lengths, backend = np.array([4, 0, 7]), make_backend()
-    layout = PreparedLayout.of((lengths + 1).tolist(), 14, "cpu")
-    rows = VerifyRows(3, 8, lengths, layout=layout)
+    layout = GraphLayout.from_counts((lengths + 1).tolist(), 14, "cpu")
+    rows = VerifyLayout(3, 8, lengths, for_graph=layout)
     for name in ("attn_logits", "attn_lse"):
         setattr(backend, name, None)
     backend.init_forward_metadata(forward_of(rows, 3))
@@ -132,11 +132,11 @@ def test_without_a_graph():
 def test_the_neighbours_length_is_noticed():
     backend = make_backend()
     rows, slots = rows_in_graph(np.array([4, 0, 2]))
-    counts = list(rows.layout.counts)
+    counts = list(rows.for_graph.counts)
     forward = forward_of(rows, slots)
     backend.init_forward_metadata_out_graph(forward)
     assert_reads(backend.qo_indptr[: slots + 1], rows)
-    forward.spec_info.ragged_verify_layout = PreparedLayout.of(
+    forward.spec_info.ragged_verify_layout = GraphLayout.from_counts(
         [counts[1], counts[0], *counts[2:]], rows.num_rows, "cpu"
     )
     backend.init_forward_metadata_out_graph(forward)

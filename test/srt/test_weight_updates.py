@@ -37,8 +37,8 @@ from support.weight_updates import (
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
-from sglang_dflash.srt.speculative.targets import weight_updates
-from sglang_dflash.srt.speculative.targets.trial_load import without_writes
+from sglang_dflash.srt.speculative import weight_updates
+from sglang_dflash.srt.speculative.weight_updates import without_writes
 
 WAYS = ("tensors", "bucket", "distributed")
 GATE, DOWN = "layers.0.mlp.gate_proj.weight", "layers.1.mlp.down_proj.weight"

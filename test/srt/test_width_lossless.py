@@ -19,7 +19,7 @@ from support.decisions import (
 )
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 FALSE_ALARM = 1e-6
 REQUESTS, LENGTH, VOCABULARY, BLOCK = 60_000, 4, 2, 4
@@ -80,7 +80,7 @@ def draw_from_target(block, rows, anchor):
     """One-hot drafts: compare drafted tokens with a draw from the target."""
     draws = rows.unpack(torch.multinomial(rows.pack(TARGET[block]), 1).squeeze(1))
     found = accept_matching_prefix(block, draws)
-    limits = found.accept_len if rows.limits is None else rows.limits
+    limits = found.accept_len if rows.max_accept is None else rows.max_accept
     return decide(found.accept_len.minimum(limits), draws)
 
 
@@ -101,7 +101,7 @@ def sequences(choose_width, accept, copies: bool = False) -> torch.Tensor:
         widths = choose_width(cycle, anchor, accepted, drafted)
         block = torch.cat([anchor[:, None], drafted], dim=1)
         running = torch.nonzero(length < LENGTH).squeeze(1)
-        block, rows = block[running], VerifyRows(len(running), BLOCK, widths[running].numpy() - 1)
+        block, rows = block[running], VerifyLayout(len(running), BLOCK, widths[running].numpy() - 1)
         blocks = accept(block, rows, anchor[running])
         columns = length[running][:, None] + torch.arange(BLOCK)
         emitted[running[:, None], columns] = blocks.out_tokens
@@ -185,7 +185,7 @@ def mixed_sequences(rule, slots: int) -> torch.Tensor:
         lengths = torch.where(copies, 2 + 3 * tokens[:, 0] + accepted, (cycle + accepted) % BLOCK)
         lengths = lengths.minimum(torch.where(copies, slots - 1, BLOCK - 1))
         running = torch.nonzero(length < LENGTH).squeeze(1)
-        rows = VerifyRows(len(running), slots, lengths[running].numpy())
+        rows = VerifyLayout(len(running), slots, lengths[running].numpy())
         block = torch.cat([anchor[:, None], tokens], dim=1)[running]
         uniforms = torch.rand(len(running), slots)
         draft = DraftProbs(torch.arange(VOCABULARY).expand(len(running), slots - 1, -1), probs[running])

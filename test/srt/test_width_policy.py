@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from support.width_simulation import DEPTH, KINDS, LOADS, WIDTHS, Cost, Simulation
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
-from sglang_dflash.srt.speculative.width.chooser import LengthChooser
-from sglang_dflash.srt.speculative.width.costs import CostTable, Work
-from sglang_dflash.srt.speculative.width.policy import choose_lengths, choose_width
-from sglang_dflash.srt.speculative.width.survival import MODES, CopySurvival, DraftSurvival
+from sglang_dflash.srt.speculative.cycle.plan import Work
+from sglang_dflash.srt.speculative.width.estimates import MODES, CopySurvival, CostTable, DraftSurvival
+from sglang_dflash.srt.speculative.width.policy import LengthChooser, choose_lengths, choose_width
 
 GREEDY, SAMPLED = MODES.index("greedy"), MODES.index("sampled")
 

@@ -15,19 +15,22 @@ from support.sampling_parameters import VOCABULARY, sampling_info
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
-from sglang_dflash.srt.speculative.acceptance import caps as caps_module
+from sglang_dflash.srt.speculative import request_fields as caps_module
 from sglang_dflash.srt.speculative.acceptance import constraints
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
-from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
-from sglang_dflash.srt.speculative.cycle.verify import VerifyTail
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput, DraftBlock, packed_ranges
+from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
+from sglang_dflash.srt.speculative.cycle.prompts import packed_ranges
+from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import (
     check_kv_budget,
     has_room_for_draft_graphs,
 )
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
-from sglang_dflash.srt.speculative.width.plan import PlannedCycle
+from sglang_dflash.srt.speculative.drafters.context import VerifyTail
+from sglang_dflash.srt.speculative.drafters.copies import CopySource
+from sglang_dflash.srt.speculative.request_fields import requested_caps
 
 
 def worker(**fields) -> DFlashWorker:
@@ -65,11 +68,11 @@ def test_grammars_run_beside_verify(monkeypatch):
     acceptor.accept.side_effect = lambda *_: events.append("accept") or accepted
     made = worker(
         drafter=drafter, acceptor=acceptor, target_states=MagicMock(), verify_tail=MagicMock(),
-        penalties=MagicMock(),
+        penalties=MagicMock(), copies=CopySource(4, MagicMock()),
     )  # fmt: skip
     info = SimpleNamespace(logit_bias=None, is_all_greedy=True, has_custom_logit_processor=False)
     batch = MagicMock(has_grammar=True, sampling_info=info, return_logprob=False)
-    made.run_cycle(batch, PlannedCycle(4), draws=False)
+    made.run_cycle(batch, CyclePlan(whole_blocks(1, 4)))
     assert events == ["copy", "verify", "mask", "accept"]
 
 
@@ -144,7 +147,7 @@ def test_ranks_agree_on_a_verdict_in_one_broadcast(agrees):
     batch = SimpleNamespace(sampling_info=info, return_logprob=False)
     block = torch.zeros(2, 4, dtype=torch.int64)
     drawn = DraftBlock(block, DraftProbs.one_hot(block[:, 1:]))
-    cycle = SimpleNamespace(rows=VerifyRows(2, 4), committed=torch.tensor([5, 7]))
+    cycle = SimpleNamespace(layout=VerifyLayout(2, 4), committed=torch.tensor([5, 7]))
     agreed = acceptor.accept(batch, cycle, drawn, torch.zeros(8, VOCABULARY))
     want = theirs if agrees else mine
     for got, wanted in zip((agreed.accept_len, agreed.tokens, agreed.bonus), want, strict=True):
@@ -160,7 +163,7 @@ def test_a_cap_cuts_the_accepted_prefix_and_keeps_the_targets_token():
     info = sampling_info({"top_k": 1}, {"top_k": 1})
     batch = SimpleNamespace(sampling_info=info, return_logprob=False)
     cycle = SimpleNamespace(
-        positions=torch.arange(8).view(2, 4), rows=VerifyRows(2, 4), committed=torch.tensor([5, 7])
+        positions=torch.arange(8).view(2, 4), layout=VerifyLayout(2, 4), committed=torch.tensor([5, 7])
     )
     sync = SimpleNamespace(enabled=lambda site: False, sync=lambda site, values: values)
     acceptor = Acceptor(None, VOCABULARY, sync)

@@ -13,16 +13,16 @@ import torch
 from support.decisions import accept_matching_prefix
 
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.dflash_info import DraftBlock, Prompts, packed_ranges
-from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead
-from sglang_dflash.srt.speculative.drafters.copy_stats import CopyStats
-from sglang_dflash.srt.speculative.drafters.some import draft_for_some
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
-from sglang_dflash.srt.speculative.width.backends import AnyRows
-from sglang_dflash.srt.speculative.width.chooser import LengthChooser
+from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts, packed_ranges
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
+from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats
+from sglang_dflash.srt.speculative.drafters.sampling import draft_subset
 from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
-from sglang_dflash.srt.speculative.width.costs import CostTable
-from sglang_dflash.srt.speculative.width.plan import FixedWidth, PlannedCycle
+from sglang_dflash.srt.speculative.width.controller import AdaptiveWidth, WholeBlocks
+from sglang_dflash.srt.speculative.width.estimates import CostTable
+from sglang_dflash.srt.speculative.width.policy import LengthChooser
 
 BLOCK, VOCABULARY, ROWS = 8, 1000, 32
 WIDTHS = np.array([1, 2, 4, BLOCK])
@@ -158,11 +158,12 @@ class CopySimulation:
 
     def __post_init__(self):
         self.draft = OracleDraft(self.hit_rate, self.skips_draft)
-        self.drafter = CopyAhead(self.draft, BLOCK, CopyStats(DFlashMetrics(BLOCK - 1, None)))
-        self.drafter.allocate(ROWS, 2000, VOCABULARY, CPU)
-        self.drafter.knows_matches_on_host = self.lag == 0
+        self.source = CopySource(BLOCK, CopyStats(DFlashMetrics(BLOCK - 1, None)))
+        if self.copies:
+            self.source.allocate(ROWS, 2000, VOCABULARY, CPU)
+            self.source.knows_matches_on_host = self.lag == 0
         self.clock = _Clock(self.noise)
-        self.width = self._adaptive_width() if self.adaptive else FixedWidth(BLOCK)
+        self.width = self._adaptive_width() if self.adaptive else WholeBlocks(BLOCK)
         self.tokens = self.cycles = 0
 
     def _adaptive_width(self) -> AdaptiveWidth:
@@ -208,8 +209,8 @@ class CopySimulation:
             reqs=self.reqs,
         )
         self.width.begin_prefill(prompts)
-        self.drafter.begin_prefill(prompts)
-        self.drafter.prefill(prompts, None, None, torch.tensor([text.answer[0] for text in texts]))
+        self.source.begin_prefill(prompts)
+        self.source.end_prefill(prompts, torch.tensor([text.answer[0] for text in texts]))
         self.committed = {row: len(text.prompt) for row, text in enumerate(texts)}
 
     def _cycle(self, running: dict[int, Text]):
@@ -223,28 +224,27 @@ class CopySimulation:
             seq_lens_cpu=committed,
             sampling_info=SimpleNamespace(has_custom_logit_processor=False),
         )
-        matches = self.drafter.look_up(batch) if self.copies else None
-        plan = self.width.choose(batch, False, matches)
-        slots = BLOCK if plan.width > 1 else 1
+        plan = self.width.choose(batch, False, self.source.look_up(batch))
+        slots = BLOCK if plan.verify_len > 1 else 1
         tokens = torch.tensor([[self.draft.texts[row][n]] * slots for row, n in self._places(rows)])
         cycle = _Cycle(len(rows), slots, committed, batch.req_pool_indices, tokens)
-        block, drafted = self._propose(cycle, plan)
-        cycle.verify_len = plan.width
+        block, drafted = self._propose(batch, cycle, plan)
+        cycle.verify_len = plan.verify_len
         target = [
-            (self.draft.texts[row][n + 1 :] + [VOCABULARY] * slots)[: plan.width]
+            (self.draft.texts[row][n + 1 :] + [VOCABULARY] * slots)[: plan.verify_len]
             for row, n in self._places(rows)
         ]
-        lengths = torch.from_numpy(plan.verified_drafts(len(rows)))
+        lengths = torch.from_numpy(plan.max_accept)
         accepted = accept_matching_prefix(block.tokens, torch.tensor(target))
         accept_len = accepted.accept_len.minimum(lengths).int()
-        drafter = self.drafter if self.copies else self.draft
-        drafter.commit(cycle, None, SimpleNamespace(tokens=torch.tensor(target), accept_len=accept_len))
-        proposals = self.drafter.proposals if self.copies else None
+        output = SimpleNamespace(tokens=torch.tensor(target), accept_len=accept_len)
+        self.source.record(cycle, output, drafted > 0)
+        proposals = self.source.proposals
         self.clock.last(self.cost(len(rows), 1 + float(lengths.double().mean()), drafted / len(rows)))
         self.width.on_launched(plan)
         accepted = accepted._replace(accept_len=accept_len)
         accept_lens = accepted.accept_len.tolist()
-        self.chosen.append(plan.width)
+        self.chosen.append(plan.verify_len)
         self.cycles += len(rows)
         for row, kept in zip(rows, accept_lens, strict=True):
             left = len(self.draft.texts[row]) - 1 - self.committed[row]
@@ -255,28 +255,25 @@ class CopySimulation:
                 del running[row]
         return plan, accept_lens, proposals
 
-    def _propose(self, cycle: _Cycle, plan: PlannedCycle) -> tuple[DraftBlock, int]:
+    def _propose(self, batch, cycle: _Cycle, plan: CyclePlan) -> tuple[DraftBlock, int]:
         """Return blocks, and the number of requests that were drafted for, as the worker has them."""
-        before = self.draft.forwards
-        if plan.lengths is None:
-            drafter = self.drafter if self.copies else self.draft
-            block = drafter.propose(cycle).narrowed(plan.width)
-            return block, cycle.bs * (self.draft.forwards - before)
-        chosen = self.draft.to_draft(None, plan.lengths, (plan.lengths > 0) & ~plan.copies)
-        on_host = np.flatnonzero(chosen)
-        cycle.drafted = torch.from_numpy(on_host)
-        block = draft_for_some(self.draft, cycle, on_host, cycle.drafted, plan.width, None, None)
-        if self.copies:
-            block = self.drafter.overlay(cycle, block, plan.copies, bool(chosen.any()))
-        return block, int(chosen.sum())
+        self.source.choose(batch, plan.copies)
+        if plan.copies is None:
+            chosen = np.full(cycle.bs, not self.draft.writes_context_apart or self.source.needs_draft())
+        else:
+            verified = plan.layout.num_draft_tokens
+            chosen = self.draft.to_draft(None, verified, (verified > 0) & ~plan.copies)
+            cycle.drafted = torch.from_numpy(np.flatnonzero(chosen))
+        block = draft_subset(self.draft, cycle, chosen, plan.verify_len, None, None)
+        return self.source.overlay(block), int(chosen.sum())
 
     def _places(self, rows):
         return [(row, self.committed[row]) for row in rows]
 
     def _tell(self, plan, accept_lens, proposals) -> None:
         if proposals is not None:
-            drafted = plan.verified_drafts(len(accept_lens)).tolist()
-            self.drafter.stats.on_accept_lens(proposals, accept_lens, drafted)
+            drafted = plan.max_accept.tolist()
+            self.source.stats.on_accept_lens(proposals, accept_lens, drafted)
         self.width.on_accept_lens(plan, accept_lens, proposals)
 
     @property

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
-from sglang_dflash.srt.speculative.drafters import copy_stats
-from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.drafters import copies
+from sglang_dflash.srt.speculative.width.estimates import CostTable
 
 
 class Watch(CycleObserver):
@@ -23,8 +23,8 @@ class Watch(CycleObserver):
         """Register in the scheduler's process."""
         self.worker = scheduler.draft_worker
         self.worker.observers.append(self)
-        self.worker.drafter.knows_matches_on_host = False
-        copy_stats.WHOLE_CYCLES = 2  # sooner, and so more often wrongly
+        self.worker.copies.knows_matches_on_host = False
+        copies.WHOLE_CYCLES = 2  # sooner, and so more often wrongly
 
     def on_begun(self, batch):
         """Write the outcomes of the cycles known so far."""
@@ -37,7 +37,7 @@ class Watch(CycleObserver):
             known = [*req.origin_input_ids, *req.output_ids]  # under overlap a cycle behind
             assert len(known) <= length + 1 or req.finished()
             known = known[: length + 1]
-            text = self.worker.drafter.history[slot, : len(known)].tolist()
+            text = self.worker.copies.history[slot, : len(known)].tolist()
             assert text == known, f"request {req.rid}"
 
 
@@ -54,7 +54,7 @@ class KnownCosts(Watch):
     def __call__(self, scheduler) -> None:
         """Register in the scheduler's process."""
         super().__call__(scheduler)
-        self.worker.drafter.knows_matches_on_host = not self.late
+        self.worker.copies.knows_matches_on_host = not self.late
         if chooser := getattr(self.worker._width, "chooser", None):  # else whole blocks
             loads, widths = np.array([1, 64]), chooser.costs.widths
             verify = 1 + 0.01 * loads[:, None] * (widths - 1)

@@ -8,7 +8,7 @@ import torch
 from sglang_dflash.kernels.ops.speculative import accept
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks, complete_blocks_torch
 from sglang_dflash.srt.speculative.acceptance import rejection
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
 class Decision(NamedTuple):
@@ -26,10 +26,10 @@ def decide(accept_len: torch.Tensor, out_tokens: torch.Tensor) -> Decision:
 
 
 def _named(rule: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Decision]:
-    def run(block: Any, target_probs: Any, *args: Any, rows: VerifyRows | None = None) -> Decision:
+    def run(block: Any, target_probs: Any, *args: Any, rows: VerifyLayout | None = None) -> Decision:
         """Run the rule. target_probs: [T, V], or [bs, B, V] of whole blocks without `rows`."""
         flat = target_probs.flatten(0, -2)
-        return decide(*rule(block, flat, *args, rows or VerifyRows(*block.shape)))
+        return decide(*rule(block, flat, *args, rows or VerifyLayout(*block.shape)))
 
     run.__name__ = rule.__name__
     return run

@@ -22,8 +22,7 @@ from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
-from sglang_dflash.srt.speculative.targets.weight_update_requests import WeightUpdateRequests
-from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_updates
+from sglang_dflash.srt.speculative.weight_updates import WeightUpdateRequests, route_weight_updates
 
 DRAFTS = {
     "DFlash": (DFlashDraftModel, DRAFT),

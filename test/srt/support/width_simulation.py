@@ -9,8 +9,8 @@ from itertools import cycle
 
 import numpy as np
 
-from sglang_dflash.srt.speculative.width.chooser import LengthChooser
-from sglang_dflash.srt.speculative.width.costs import KNOWN, CostTable
+from sglang_dflash.srt.speculative.width.estimates import KNOWN, CostTable
+from sglang_dflash.srt.speculative.width.policy import LengthChooser
 
 WIDTHS = np.array([1, 2, 4, 8])
 LOADS = np.array([1, 2, 4, 8, 16, 32, 64])

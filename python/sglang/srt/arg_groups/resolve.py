@@ -34,7 +34,7 @@ from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKE
 from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
 from sglang_dflash.srt.speculative.targets.kinds import target_kind
-from sglang_dflash.srt.speculative.targets.states import check_states_are_committed
+from sglang_dflash.srt.speculative.targets.recurrent import check_states_are_committed
 
 logger = logging.getLogger(__name__)
 

@@ -52,13 +52,13 @@ class DFlashAlgorithm(CustomSpecAlgo):
 
     def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
         """Return a relay that knows bounds of lengths without the device."""
-        from sglang_dflash.srt.speculative.cycle.known_lengths import KnownLengthsMap
+        from sglang_dflash.srt.speculative.cycle.lengths import KnownLengthsMap
 
         return KnownLengthsMap(*args[:1], self, *args[1:], **kwargs)
 
     def build_disagg_draft_input(self, batch: Any, last_tokens_tensor: Any, future_map: Any) -> Any:
         """Carry requests that another server has prefilled into their first cycle."""
-        from sglang_dflash.srt.speculative.scale_out.disaggregation import build_disagg_draft_input
+        from sglang_dflash.srt.speculative.parallel import build_disagg_draft_input
 
         return build_disagg_draft_input(batch, last_tokens_tensor, future_map)
 

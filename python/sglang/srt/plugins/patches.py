@@ -225,7 +225,7 @@ AT_WORKER = (
         signature="(tp_worker, draft_worker, memory_saver_adapter, flush_cache, is_fully_idle, scheduler, "
         "metrics_collector)",
         why="an updater gets tensors without the selector they were sent with; an error ends the scheduler",
-        build=load_ours("srt.speculative.targets.weight_update_requests.WeightUpdateRequests"),
+        build=load_ours("srt.speculative.weight_updates.WeightUpdateRequests"),
     ),
     Patch(
         target="sglang.srt.managers.scheduler.validate_dflash_request",

@@ -61,3 +61,12 @@ def has_room_for_draft_graphs(tp_sync: Any, device: str, gpu_id: int) -> bool:
             DRAFT_GRAPHS_NEED_GB,
         )
     return free >= DRAFT_GRAPHS_NEED_GB
+
+
+def hold_request_rows(target_runner: Any) -> None:
+    """Let SGLang wait for the whole step before it gives a row of a request to another one.
+
+    SGLang otherwise rewrites rows as soon as the target's forward has read them. Call this after that
+    forward, before work that reads or writes a table of SGLang's by request row.
+    """
+    target_runner.shared_read_done_event = None

@@ -25,40 +25,37 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.attention.flashinfer_plans import (
     count_cycle_without_graph,
     counts,
     plans_blocks,
 )
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, rejection_rule
-from sglang_dflash.srt.speculative.acceptance.caps import requested_caps
-from sglang_dflash.srt.speculative.acceptance.constraints import constrain
-from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, SimulatedAcceptance, StepRelay
+from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
-from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
-from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
-from sglang_dflash.srt.speculative.cycle.in_flight import CycleInFlight, CyclesInFlight
-from sglang_dflash.srt.speculative.cycle.known_lengths import plans_within_bounds
+from sglang_dflash.srt.speculative.acceptance.rejection import rejection_rule
+from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
+from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.lengths import plans_within_bounds
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
-from sglang_dflash.srt.speculative.cycle.relay import StepRelay
-from sglang_dflash.srt.speculative.cycle.replay import hold_request_rows
-from sglang_dflash.srt.speculative.cycle.rows import RequestRows
-from sglang_dflash.srt.speculative.cycle.verify import VerifyTail, verify
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DFlashDraftInput, DraftBlock, Prompts, on_device
-from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget
+from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts, on_device
+from sglang_dflash.srt.speculative.cycle.verify import verify
+from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
+from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget, hold_request_rows
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
-from sglang_dflash.srt.speculative.drafters.prewarm import prewarm_probabilistic_step
-from sglang_dflash.srt.speculative.drafters.some import draft_for_some
+from sglang_dflash.srt.speculative.drafters.context import VerifyTail
+from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats
+from sglang_dflash.srt.speculative.drafters.sampling import draft_subset
+from sglang_dflash.srt.speculative.parallel import DraftRanks, arrivals, run_idle
 from sglang_dflash.srt.speculative.request_fields import end_requests_with_pool_of
-from sglang_dflash.srt.speculative.scale_out.disaggregation import arrivals
-from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, run_idle
-from sglang_dflash.srt.speculative.targets.state_memory import tell_if_states_cap_batch
-from sglang_dflash.srt.speculative.targets.states import make_target_states
-from sglang_dflash.srt.speculative.targets.weight_updates import route_weight_updates
-from sglang_dflash.srt.speculative.warm_up import runs_cycles_alone, warm_up
-from sglang_dflash.srt.speculative.width.plan import FixedWidth, PlannedCycle
-from sglang_dflash.srt.speculative.width.start_up import make_width
+from sglang_dflash.srt.speculative.targets.recurrent import make_target_states, tell_if_states_cap_batch
+from sglang_dflash.srt.speculative.warm_up import prewarm_probabilistic_step, runs_cycles_alone, warm_up
+from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
+from sglang_dflash.srt.speculative.width.controller import WholeBlocks, Width, plan_cycle
+from sglang_dflash.srt.speculative.width.measure import make_width
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +85,8 @@ class DFlashWorker(BaseSpecWorker):
         self._draft_worker = load_draft(server_args, gpu_id, nccl_port, target_worker, self.ranks)
         draft_runner = self._draft_worker.model_runner
         self.metrics = DFlashMetrics.from_server(self.block_size - 1)
-        self.drafter, self._copies = build_drafter(
-            draft_runner, target_runner.model, self.block_size, self.ranks, self.metrics
-        )
+        self.drafter = build_drafter(draft_runner, target_runner.model, self.block_size, self.ranks)
+        self.copies = CopySource(self.block_size, CopyStats(self.metrics))
         self.tp_sync = SpecTpSync(get_dp_tp_group())
         self.acceptor = Acceptor(
             target_runner.sampler,
@@ -101,7 +97,7 @@ class DFlashWorker(BaseSpecWorker):
             self.metrics,
             target_runner.model_config.context_len,
         )
-        self._width = FixedWidth(self.block_size)
+        self._width: Width = WholeBlocks(self.block_size)
         self._in_flight = CyclesInFlight()
         self.observers: list[CycleObserver] = []
         route_weight_updates(target_runner, draft_runner)
@@ -157,10 +153,14 @@ class DFlashWorker(BaseSpecWorker):
         with self.ranks.as_draft(), self._with_draft_rows():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
         target_runner = self._target_worker.model_runner
-        self._width = make_width(self, get_parallel().tp_group, self.metrics, self._copies is not None)
-        if self._copies is not None:
-            self._copies.allocate_texts(target_runner)
-        self._rows = RequestRows(self._width, self.drafter, self.penalties)
+        copies_text = bool(DFlashOptions.COPY_AHEAD.get())
+        self._width = make_width(self, get_parallel().tp_group, self.metrics, copies_text)
+        if copies_text:
+            rows, context_len = target_runner.req_to_token_pool.req_to_token.shape
+            vocab_size = target_runner.model_config.vocab_size
+            self.copies.allocate(rows, context_len, vocab_size, torch.device(target_runner.device))
+        # Each holds a table by request row, and is told about every request that takes one, in this order.
+        self._row_tables = (self._width, self.copies, self.drafter, self.penalties)
         self.observers = observers_from_environment()  # cycles that are measured above are nobody's
 
     def prewarm_sampling(self):
@@ -200,7 +200,7 @@ class DFlashWorker(BaseSpecWorker):
     @property
     def copy_report(self) -> dict[str, Any]:
         """Outcomes of copies, for `/server_info`."""
-        return self._copies.stats.report() if self._copies is not None else {}
+        return self.copies.stats.report() if DFlashOptions.COPY_AHEAD.get() else {}
 
     def weight_update_runners(self):
         """List the runners whose weights may be updated beside the target's."""
@@ -212,10 +212,10 @@ class DFlashWorker(BaseSpecWorker):
         if not accept_lens:
             return  # an idle rank
         cycle = self._in_flight.land(accept_lens)
-        num_drafted = cycle.num_drafted
-        self.metrics.count_verified(accept_lens, num_drafted)
-        if self._copies is not None and cycle.proposals is not None:
-            self._copies.stats.on_accept_lens(cycle.proposals, accept_lens, num_drafted)
+        max_accept = cycle.plan.max_accept.tolist()
+        self.metrics.count_verified(accept_lens, max_accept)
+        if cycle.proposals is not None:
+            self.copies.stats.on_accept_lens(cycle.proposals, accept_lens, max_accept)
         self._width.on_accept_lens(cycle.plan, accept_lens, cycle.proposals)
 
     # -- one step
@@ -239,7 +239,8 @@ class DFlashWorker(BaseSpecWorker):
         The draft's KV is written before this returns: the scheduler may then give the slots to the prefix
         cache."""
         prompts = Prompts.from_batch(batch)
-        self._rows.begin_prefill(prompts)
+        for table in self._row_tables:
+            table.begin_prefill(prompts)
         is_penalized = Penalties.are_requested(batch.sampling_info)
         if is_penalized:
             self.penalties.penalize_prefill(batch)
@@ -262,6 +263,7 @@ class DFlashWorker(BaseSpecWorker):
             self.penalties.count_prefill(batch, next_tokens)
         self._notify("on_prefilled", batch, prompts, aux_hidden)
         self.drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
+        self.copies.end_prefill(prompts, next_tokens)
         result.logits_output.hidden_states = None  # SGLang would copy them to the host
         result.next_draft_input = DFlashDraftInput(
             next_tokens, result.new_seq_lens, known_lens=[*prompts.ends]
@@ -272,28 +274,22 @@ class DFlashWorker(BaseSpecWorker):
         """Run one cycle for each request of the batch, at the verify length that pays."""
         self._notify("on_begun", batch)
         for requests in arrivals.take():
-            self._rows.admit_prefilled(requests)
-        caps = requested_caps(batch.reqs, self.block_size)
-        is_capped = caps is not None and bool(caps.min() < self.block_size - 1)
-        draws = self.acceptor.draws_drafts(batch.sampling_info, is_capped)
-        matches = self._copies.look_up(batch) if self._copies is not None else None
-        # Which slots are verified may not depend on drawn tokens, so it is chosen before anything is drafted.
-        # A copy is not drawn: the text determines it.
-        plan = self._width.choose(batch, draws, matches, caps)
-        verify_len = self.speculative_num_draft_tokens = plan.width
-        self._notify("on_length_chosen", batch, verify_len)
-        result = self.run_cycle(batch, plan, draws, on_publish, grammar_barrier)
+            for table in self._row_tables:
+                table.admit_prefilled(requests)
+        plan = plan_cycle(self._width, batch, self.block_size, self.acceptor, self.copies)
+        self.speculative_num_draft_tokens = plan.verify_len
+        self._notify("on_length_chosen", batch, plan.verify_len)
+        result = self.run_cycle(batch, plan, on_publish, grammar_barrier)
         if self._has_graph_plans and not result.can_run_cuda_graph:
             count_cycle_without_graph(len(batch.reqs))
-        proposals = self._copies.proposals if self._copies is not None else None
-        cycle = self._in_flight.launch(CycleInFlight(len(batch.reqs), plan, proposals))
-        if self._plans_within_bounds or verify_len == 1:
-            result.next_draft_input.known_lens = [cycle] * cycle.num_requests
+        cycle = self._in_flight.launch(CycleInFlight(plan, self.copies.proposals))
+        if self._plans_within_bounds or plan.verify_len == 1:
+            result.next_draft_input.known_lens = [cycle] * plan.layout.bs
         self._width.on_launched(plan)
         return result
 
     def run_cycle(
-        self, batch, plan: PlannedCycle, draws: bool, on_publish=None, grammar_barrier=None
+        self, batch, plan: CyclePlan, on_publish=None, grammar_barrier=None
     ) -> GenerationBatchResult:
         """Draft, verify, accept and commit. Start-up measures this too.
 
@@ -301,14 +297,11 @@ class DFlashWorker(BaseSpecWorker):
             batch: the scheduler's decode batch.
             plan: slots of each block to verify. The draft fills whole blocks, and runs for requests that
                 verify what it proposes.
-            draws: whether drafted tokens are drawn instead of the draft's argmax.
             on_publish: called with the new lengths as soon as they exist.
             grammar_barrier: SGLang's, waits until grammars are up to date.
         """
-        sampling_info = batch.sampling_info if draws else None
-        draft = self._draft if plan.rows is None else self._draft_for_some
-        cycle, block = draft(batch, plan, sampling_info)
-        rows = cycle.rows
+        cycle, block, was_drafted = self._draft(batch, plan)
+        layout = cycle.layout
         self._notify("on_drafted", batch, cycle, block)
         # The copy to the host starts before verify, so that grammars run beside it on the host.
         reads_chains = batch.has_grammar or need_tokens(batch.reqs)
@@ -317,11 +310,12 @@ class DFlashWorker(BaseSpecWorker):
         logits_output = target_out.logits_output
         logits = logits_output.next_token_logits
         self._notify("on_verified", batch, block, logits)
-        constrain(batch, block.tokens, logits, self.penalties, chains, grammar_barrier, rows)
-        has_caps = plan.caps is not None and plan.exceeds(plan.caps)
-        limits = on_device(plan.caps, torch.int32, self.device) if has_caps else None
-        masks = SamplingMasks.requested(batch.sampling_info, plan.width)
-        accepted = self.acceptor.accept(batch, cycle, block, logits, limits, masks)
+        constrain(batch, block.tokens, logits, self.penalties, chains, grammar_barrier, layout)
+        caps = None
+        if plan.caps is not None and (plan.caps < layout.num_draft_tokens).any():
+            caps = on_device(plan.caps, torch.int32, self.device)
+        masks = SamplingMasks.requested(batch.sampling_info, plan.verify_len)
+        accepted = self.acceptor.accept(batch, cycle, block, logits, caps, masks)
         if masks is not None:
             logits_output.sampling_mask_output = masks.output(accepted)
         if Penalties.are_requested(batch.sampling_info):
@@ -330,11 +324,14 @@ class DFlashWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(accepted.committed)
         if batch.return_logprob:
-            layout = {"chain_stride": rows.width} if rows.slots is None else {"accept_index": rows.slots}
-            compute_spec_logprobs(batch, logits_output, rows.pack(accepted.tokens), **layout)
+            places: dict[str, Any] = {"chain_stride": layout.verify_len}
+            if not layout.is_rectangle:
+                places = {"accept_index": layout.slots}
+            compute_spec_logprobs(batch, logits_output, layout.pack(accepted.tokens), **places)
         self._notify("on_accepted", batch, cycle, accepted)
         aux_hidden = self.verify_tail.states_to_commit(target_out)
         self.drafter.commit(cycle, aux_hidden, accepted)
+        self.copies.record(cycle, accepted, was_drafted)
         self._notify("on_committed", batch, cycle, aux_hidden, accepted)
         logits_output.hidden_states = None
         return GenerationBatchResult(
@@ -344,37 +341,34 @@ class DFlashWorker(BaseSpecWorker):
             next_draft_input=DFlashDraftInput(accepted.bonus, accepted.committed),
             new_seq_lens=accepted.committed,
             can_run_cuda_graph=target_out.can_run_cuda_graph,
-            speculative_num_draft_tokens=plan.width,
+            speculative_num_draft_tokens=plan.verify_len,
             routed_experts_output=target_out.routed_experts_output,
             indexer_topk_output=target_out.indexer_topk_output,
         )
 
-    def _draft(self, batch, plan: PlannedCycle, sampling_info: Any) -> tuple[Cycle, DraftBlock]:
-        """Draft whole blocks of all requests; with `sampling_info`, draw them."""
-        runner = self._target_worker.model_runner
-        cycle = Cycle.begin(batch, runner, self.drafter.mask_token_id, self.block_size)
-        block = self.drafter.propose(cycle, sampling_info)
-        self.acceptor.share_drawn_tokens(block)
-        return cycle, block
+    def _draft(self, batch, plan: CyclePlan) -> tuple[Cycle, DraftBlock, bool]:
+        """Fill the blocks of a cycle by draft and copies.
 
-    def _draft_for_some(self, batch, plan: PlannedCycle, sampling_info: Any) -> tuple[Cycle, DraftBlock]:
-        """Draft for requests that verify the draft's tokens, and copy for others."""
-        lengths = plan.lengths
-        runner = self._target_worker.model_runner
-        drafter = self.drafter if self._copies is None else self._copies.inner
-        assert lengths is not None and plan.copies is not None and plan.rows is not None
-        # Start-up plans without a batch, for the first rows of the table.
-        table_rows = np.arange(len(lengths)) if plan.batch is None else plan.batch.rows
-        chosen = drafter.to_draft(table_rows, lengths, (lengths > 0) & ~plan.copies)
-        num_slots = self.block_size if chosen.any() or plan.width > 1 else 1
+        Returns the cycle, with the rows to verify; its blocks; whether the draft's forward ran.
+        """
+        runner, drafter, num_slots = self._target_worker.model_runner, self.drafter, self.block_size
+        sampling_info = batch.sampling_info if plan.draws else None
+        self.copies.choose(batch, plan.copies)
+        if plan.copies is None:  # whole blocks of all requests
+            chosen = np.full(plan.layout.bs, not drafter.writes_context_apart or self.copies.needs_draft())
+        else:
+            # Start-up plans without requests, for the first rows of the table.
+            rows = np.arange(plan.layout.bs) if plan.requests is None else plan.requests.rows
+            verified = plan.layout.num_draft_tokens
+            chosen = drafter.to_draft(rows, verified, (verified > 0) & ~plan.copies)
+            num_slots = self.block_size if chosen.any() or plan.verify_len > 1 else 1
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
-        on_host = np.flatnonzero(chosen)
-        drafted = on_device(on_host, torch.int64, self.device)
-        block = draft_for_some(drafter, cycle, on_host, drafted, plan.width, sampling_info, runner)
-        if self._copies is not None:
-            block = self._copies.overlay(cycle, block, plan.copies, bool(len(on_host)))
+        block = draft_subset(drafter, cycle, chosen, plan.verify_len, sampling_info, runner)
+        block = self.copies.overlay(block)
         self.acceptor.share_drawn_tokens(block)
-        return cycle.packed(plan.rows, drafted), block
+        if plan.copies is not None:
+            cycle = cycle.packed(plan.layout, on_device(np.flatnonzero(chosen), torch.int64, self.device))
+        return cycle, block, bool(chosen.any())
 
     def _notify(self, stage: str, *args: Any) -> None:
         for observer in self.observers:

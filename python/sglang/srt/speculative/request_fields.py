@@ -11,12 +11,42 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from sglang.srt.runtime_context import get_exec, get_serving, get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.srt.configs.validation import shown
-from sglang_dflash.srt.speculative.acceptance.caps import check_cap
-from sglang_dflash.srt.speculative.acceptance.processors import guard
+from sglang_dflash.srt.speculative.acceptance.processors import guard, runs_per_slot
+
+# In a request's `custom_params`. SGLang passes these on from every endpoint.
+FIELD = "speculative_max_tokens"
+
+
+def check_cap(custom_params: Any) -> None:
+    """Raise ValueError unless the cap among a request's `custom_params`, if any, is a count."""
+    cap = custom_params.get(FIELD, 0) if isinstance(custom_params, dict) else 0
+    if not isinstance(cap, int) or isinstance(cap, bool) or cap < 0:
+        raise ValueError(f"custom_params: {FIELD} is a number of drafted tokens, 0 or more, not {cap!r:.60}.")
+
+
+def requested_caps(reqs: Sequence[Any], block_size: int) -> np.ndarray | None:
+    """Return the most drafted tokens that each request may accept in a cycle, [n] int32.
+
+    None if no request has a cap, which is the usual case. A request with a custom logit processor of the
+    user's own gets one token a cycle.
+    """
+    largest = block_size - 1
+    caps = [_cap(req, largest) for req in reqs]
+    return np.array(caps, dtype=np.int32) if min(caps) < largest else None
+
+
+def _cap(req: Any, largest: int) -> int:
+    processor = req.custom_logit_processor
+    if processor is not None and not runs_per_slot(processor):
+        return 0  # its logits may depend on all earlier tokens, and its state on every call
+    params = req.sampling_params.custom_params
+    return min(params.get(FIELD, largest), largest) if params else largest
+
 
 # Answers to one prompt. Each is a request of its own, and all of them are made at once.
 MAX_ANSWERS = 4096

@@ -1,18 +1,24 @@
-"""Cycles at start-up, which compile the kernels that run outside CUDA graphs.
+"""Cycles at start-up, which compile kernels outside CUDA graphs and allocate memory.
 
 Triton and FlashInfer compile a kernel when it is first launched. All requests would wait for it.
 """
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.runtime_context import get_disagg
 
-from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
-from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks
-from sglang_dflash.srt.speculative.width.plan import PlannedCycle
-from sglang_dflash.srt.speculative.width.start_up import make_batch
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
+from sglang_dflash.srt.speculative.acceptance.constraints import Penalties
+from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
+from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows, target_probs
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
+from sglang_dflash.srt.speculative.parallel import DraftRanks
+from sglang_dflash.srt.speculative.width.measure import make_batch
 
 _SAMPLED = dict(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1)
 
@@ -31,7 +37,8 @@ def warm_up(worker: Any) -> None:
     Args:
         worker: the `DFlashWorker`, before it serves.
     """
-    plan, penalties, observers = PlannedCycle(worker.block_size), worker.penalties, worker.observers
+    plan = CyclePlan(whole_blocks(1, worker.block_size))
+    penalties, observers = worker.penalties, worker.observers
     worker.observers = []
     # Its table of counts has a row per request and a column per token, which most servers never need.
     worker.penalties = Penalties(1, worker.target_worker.model_runner.model_config.vocab_size, worker.device)
@@ -42,5 +49,51 @@ def warm_up(worker: Any) -> None:
             batch.reqs[0].sampling_params.min_new_tokens = min_new_tokens
         caps = None if cap is None else np.array([cap])
         draws = worker.acceptor.draws_drafts(batch.sampling_info)
-        worker.run_cycle(batch, plan._replace(caps=caps), draws)
+        worker.run_cycle(batch, plan._replace(caps=caps, draws=draws))
     worker.penalties, worker.observers = penalties, observers
+
+
+@torch.no_grad()
+def prewarm_probabilistic_step(
+    draw: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, DraftProbs]],
+    target_runner: Any,
+    block_size: int,
+) -> None:
+    """Run a step of bs sampled requests without the two models, on zeros, with every filter.
+
+    Its memory then belongs to PyTorch's allocator. If it is too much for the GPU, the server fails now and
+    not under load. The verify logits are not part of it: they exist anyway.
+
+    Args:
+        draw: `Drafter.draw`.
+        target_runner: gives the number of requests, and the type and size of hidden states.
+        block_size: B.
+    """
+    bs, device = target_runner.max_running_requests, target_runner.device
+    config = target_runner.model_config
+    vocab_size = config.vocab_size
+    info = SimpleNamespace(
+        temperatures=torch.ones(bs, 1, device=device),
+        top_ps=torch.full((bs,), 0.9, device=device),
+        top_ks=torch.full((bs,), 50, dtype=torch.int32, device=device),
+        min_ps=torch.zeros(bs, device=device),
+        sampling_seed=None,
+        need_top_k_sampling=True,
+        need_top_p_sampling=True,
+        need_min_p_sampling=True,
+        max_top_k=None,
+    )
+    hidden = torch.zeros(bs, block_size - 1, config.hidden_size, dtype=config.dtype, device=device)
+    anchors = torch.zeros(bs, dtype=torch.int64, device=device)
+    drafted, draft = draw(hidden, anchors, info)
+    # As many requests as fit into one slice of logits stand for all of them.
+    at_once = min(bs, -(-slices_of_rows(bs * block_size, vocab_size)[0].stop // block_size))
+    some = {name: value[:at_once] if torch.is_tensor(value) else value for name, value in vars(info).items()}
+    logits = torch.zeros(at_once * block_size, vocab_size, device=device)
+    target_probs(logits, SimpleNamespace(**some), VerifyLayout(at_once, block_size))
+    # Every row of the target is the same memory. The rows that are drawn from take their own.
+    target = torch.zeros(1, vocab_size, device=device).expand(bs * block_size, -1)
+    zeros = torch.zeros(bs, device=device)
+    block = torch.cat((anchors[:, None], drafted), dim=1)
+    weight, rows = torch.ones_like(zeros, dtype=torch.float64), VerifyLayout(bs, block_size)
+    draw_final_tokens(block, zeros.int(), target, weight, draft, zeros, rows)

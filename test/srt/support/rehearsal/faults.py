@@ -19,7 +19,7 @@ def _is_planted(name: str) -> bool:
 
 def _wrong_host_length() -> None:
     """Make the host believe that every request is one token shorter."""
-    from sglang_dflash.srt.speculative.dflash_info import Cycle
+    from sglang_dflash.srt.speculative.cycle.block import Cycle
 
     begin = Cycle.begin.__func__
 
@@ -34,7 +34,7 @@ def _wrong_host_length() -> None:
 
 def _stale_states() -> None:
     """Build the draft's context from the aux hidden states of an earlier step."""
-    from sglang_dflash.srt.speculative.cycle.verify import VerifyTail
+    from sglang_dflash.srt.speculative.drafters.context import VerifyTail
 
     to_commit, first = VerifyTail.states_to_commit, {}
 
@@ -107,7 +107,7 @@ def _late_read() -> None:
 def _new_kernel() -> None:
     """Launch a kernel in a decode step that start-up has not launched."""
     from sglang_dflash.kernels.ops.speculative.block import pack_blocks_triton
-    from sglang_dflash.srt.speculative.dflash_info import Cycle
+    from sglang_dflash.srt.speculative.cycle.block import Cycle
 
     begin = Cycle.begin.__func__
 

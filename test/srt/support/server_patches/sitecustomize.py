@@ -83,7 +83,7 @@ def broken_logits(module) -> None:
 
     class BreakLogits(CycleObserver):
         def on_drafted(self, batch, cycle, block):
-            self.rows = cycle.rows
+            self.rows = cycle.layout
 
         def on_verified(self, batch, block, logits):
             wanted = [(req.sampling_params.custom_params or {}).get("logit", 0) for req in batch.reqs]
@@ -235,14 +235,14 @@ def more_recurrent_targets(module) -> None:
 
 # name -> module -> what to do to it
 PATCHES = {
-    "known_costs": {"sglang_dflash.srt.speculative.width.start_up": known_costs},
+    "known_costs": {"sglang_dflash.srt.speculative.width.measure": known_costs},
     "scheduled_lengths": {
         "sglang_dflash.srt.speculative.width.settings": read_schedule,
-        "sglang_dflash.srt.speculative.width.adaptive": follow_schedule,
+        "sglang_dflash.srt.speculative.width.controller": follow_schedule,
     },
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
-    "eager_copies": {"sglang_dflash.srt.speculative.drafters.copy_ahead": eager_copies},
+    "eager_copies": {"sglang_dflash.srt.speculative.drafters.copies": eager_copies},
     "leaked_slot": {"sglang_dflash.srt.speculative.dflash_worker": leaked_slot},
     "dropped_accept": {"sglang_dflash.srt.speculative.acceptance.acceptor": dropped_accept},
     "swapped_request": {"sglang_dflash.srt.speculative.acceptance.acceptor": swapped_request},

@@ -1,4 +1,4 @@
-"""Penalties and token counts as kernels; the twins are in `acceptance/penalties.py`."""
+"""Penalties and token counts as kernels; the twins are in `acceptance/constraints.py`."""
 
 import torch
 import triton

@@ -156,7 +156,7 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         if mode.is_target_verify():
             ragged = getattr(forward_batch.spec_info, "ragged", None)
             if ragged is not None:
-                return self._by_count(requests, lengths, torch.from_numpy(ragged.lengths + 1))
+                return self._by_count(requests, lengths, torch.from_numpy(ragged.num_draft_tokens + 1))
             width = forward_batch.spec_info.num_tokens_per_req
             return self._by_length(requests, lengths + width, width)
         if mode.is_decode():

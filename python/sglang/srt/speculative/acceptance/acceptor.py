@@ -1,10 +1,13 @@
 """Decide which drafted tokens of verified blocks become output."""
 
-from collections.abc import Callable
+import logging
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
+from sglang.srt.managers import overlap_utils
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
+from sglang.srt.speculative.spec_utils import sample_simulated_acc_len
 
 from sglang_dflash.kernels.ops.speculative.accept import (
     NO_LIMIT,
@@ -16,33 +19,91 @@ from sglang_dflash.kernels.ops.speculative.accept import (
 )
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.acceptance.rejection import (
-    accept_by_block_verification,
-    accept_by_rejection,
-)
-from sglang_dflash.srt.speculative.acceptance.sampling_masks import SamplingMasks
-from sglang_dflash.srt.speculative.acceptance.simulated import SimulatedAcceptance
+from sglang_dflash.srt.speculative.acceptance.rejection import RejectionRule
 from sglang_dflash.srt.speculative.acceptance.target_sampling import (
+    SamplingMasks,
     draw_target_tokens,
     filters_of_sampled,
     target_probs,
 )
-from sglang_dflash.srt.speculative.cycle.relay import StepRelay
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
-# `accept_by_rejection` or `accept_by_block_verification`.
-RejectionRule = Callable[
-    [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, torch.Tensor, VerifyRows],
-    tuple[torch.Tensor, torch.Tensor],
-]
+logger = logging.getLogger(__name__)
 
 
-def rejection_rule(spec: Any) -> RejectionRule | None:
-    """Choose the rule for drawn drafts. None: drafts are never drawn."""
-    if not spec.speculative_use_rejection_sampling:
-        return None
-    return accept_by_block_verification if spec.speculative_use_block_verification else accept_by_rejection
+class StepRelay:
+    """Tables that are offered to SGLang before it makes its own.
+
+    SGLang takes the tables under overlap scheduling. Release 0.5.22 cannot. The tables have as many rows as
+    the request table.
+    """
+
+    def __init__(self, num_rows: int, device: Any):
+        self._buffers: Any = None
+        if hasattr(overlap_utils, "FutureRelayBuffers"):
+            self._buffers = overlap_utils.FutureRelayBuffers(req_pool_size=num_rows, device=device)
+            overlap_utils.offer_future_relay_buffers(self._buffers)
+
+    def tables(self, rows: torch.Tensor) -> RelayTables | None:
+        """Return the tables to write, for requests in these rows [bs] int64. None: SGLang copies.
+
+        Tables that SGLang has not taken, or not yet, are written as well, and not read.
+        """
+        if self._buffers is None:
+            return None
+        return RelayTables(rows, self._buffers.new_seq_lens, self._buffers.output_tokens)
+
+    def on_written(self, accepted: AcceptedBlocks) -> None:
+        """Tell SGLang not to copy these lengths and tokens: they are in the tables."""
+        self._buffers.published_seq_lens, self._buffers.published_bonus = accepted.committed, accepted.bonus
+
+
+# The id that every other SGLang worker writes if no real token is requested.
+FIXED_TOKEN_ID = 100
+
+
+class SimulatedAcceptance:
+    """Accept lengths drawn without the target.
+
+    Args:
+        accept_length: average tokens a cycle, the bonus token included.
+        method: SGLang's, see `sample_simulated_acc_len`.
+        real_tokens: whether drafted tokens are emitted, or a fixed one.
+    """
+
+    def __init__(self, accept_length: float, method: str, real_tokens: bool):
+        self._accept_length, self._method, self._real_tokens = accept_length, method, real_tokens
+
+    @classmethod
+    def from_environment(cls) -> "SimulatedAcceptance | None":
+        """Read SGLang's variables. None: off. SGLang has validated the token mode."""
+        accept_length = envs.SGLANG_SIMULATE_ACC_LEN.get()
+        if accept_length <= 0:
+            return None
+        logger.warning(
+            "SGLANG_SIMULATE_ACC_LEN=%s: accept lengths are simulated, and the output is not the target's.",
+            accept_length,
+        )
+        real_tokens = envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "real-draft-token"
+        return cls(accept_length, envs.SGLANG_SIMULATE_ACC_METHOD.get(), real_tokens)
+
+    def override(self, tokens: torch.Tensor, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw one accept length for all requests.
+
+        Args:
+            tokens: [bs, B] int64, the target's tokens.
+            block: [bs, B] int64, the drafted block.
+
+        Returns:
+            Accepted drafted tokens [bs] int32, and output tokens [bs, B] int64.
+        """
+        commit = sample_simulated_acc_len(self._accept_length, self._method, block.shape[1])
+        if self._real_tokens:
+            tokens = torch.cat((block[:, 1:commit], tokens[:, commit - 1 :]), dim=1)
+        else:
+            tokens = torch.full_like(tokens, FIXED_TOKEN_ID)
+        return tokens.new_full((len(tokens),), commit - 1, dtype=torch.int32), tokens
 
 
 class Acceptor:
@@ -148,11 +209,11 @@ class Acceptor:
         if block.probs is not None:
             assert caps is None, "drawn blocks have no caps"
             accept_len, tokens, max_logits = self._reject(
-                sampling_info, block.tokens, block.probs, logits, cycle.rows, masks
+                sampling_info, block.tokens, block.probs, logits, cycle.layout, masks
             )
         else:
             tokens, max_logits = self._target_tokens(sampling_info, cycle, logits, masks)
-            caps = cycle.rows.limits if caps is None else caps
+            caps = cycle.layout.max_accept if caps is None else caps
             if self._simulated is None:
                 if caps is None:
                     return accept_greedy(block.tokens, tokens, max_logits, *rest)
@@ -167,7 +228,7 @@ class Acceptor:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run `draw_target_tokens`, with rank 0's tokens."""
         tokens, max_logits = draw_target_tokens(
-            logits, sampling_info, cycle.rows.pack(cycle.positions), cycle.rows, self._sampler, masks
+            logits, sampling_info, cycle.layout.pack(cycle.positions), cycle.layout, self._sampler, masks
         )
         greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         return self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens), max_logits
@@ -178,7 +239,7 @@ class Acceptor:
         tokens: torch.Tensor,
         draft: DraftProbs,
         logits: torch.Tensor,
-        rows: VerifyRows,
+        rows: VerifyLayout,
         masks: SamplingMasks | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the rejection rule. Returns accept lengths, output tokens and the largest logits."""

@@ -1,13 +1,219 @@
-"""Apply penalties, logit bias, grammars and custom logit processors to logits."""
+"""Apply penalties, logit bias, grammars and custom logit processors to verify logits.
 
+SGLang sums a request's penalties once per step, which without speculation is once per token. In a block
+each position must include the drafted tokens before it, and in the end only output tokens count. So the
+counts are kept here, on the device, and replace SGLang's own.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
-from sglang_dflash.srt.speculative.acceptance.penalties import Penalties
+from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
+from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
 from sglang_dflash.srt.speculative.acceptance.processors import apply_processors
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """Penalties of bs requests, in columns [bs, 1]: float32, and int64 for the lengths.
+
+    `stop_logits` is [bs, vocab] float32, -inf at the tokens that end a request. It is None if no request has
+    a minimum length.
+    """
+
+    frequency: torch.Tensor
+    presence: torch.Tensor
+    repetition: torch.Tensor
+    min_new_tokens: torch.Tensor
+    prompt_lens: torch.Tensor
+    stop_logits: torch.Tensor | None
+
+    @classmethod
+    def from_requests(cls, reqs: Sequence[Any], vocab_size: int, device: torch.device) -> "_Terms":
+        """Copy the penalties of SGLang's requests to the device."""
+        params = [req.sampling_params for req in reqs]
+        min_new_tokens = [p.min_new_tokens for p in params]
+        stop_logits = None
+        if any(min_new_tokens):
+            stop_logits = torch.zeros(len(reqs), vocab_size, device=device)
+            at = _indices([_stop_ids(req) for req in reqs], device)
+            stop_logits.index_put_(at, stop_logits.new_full((), -torch.inf))
+        penalties = [
+            [p.frequency_penalty for p in params],
+            [p.presence_penalty for p in params],
+            [p.repetition_penalty for p in params],
+        ]
+        lengths = [min_new_tokens, [len(req.origin_input_ids) for req in reqs]]
+        frequency, presence, repetition = on_device(penalties, torch.float32, device)[..., None]
+        minimum, prompt_lens = on_device(lengths, torch.int64, device)[..., None]
+        return cls(frequency, presence, repetition, minimum, prompt_lens, stop_logits)
+
+    def additive(self, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Compute what is added to logits [bs, vocab].
+
+        Args:
+            counts: [bs, vocab], how often each request has emitted each token.
+            lengths: [bs], tokens of each request, the prompt included.
+        """
+        total = -self.frequency * counts - self.presence * (counts > 0)
+        if self.stop_logits is not None:
+            is_short = lengths[:, None] - self.prompt_lens < self.min_new_tokens
+            total = total + torch.where(is_short, self.stop_logits, 0.0)
+        return total
+
+    def scaling(self, counts: torch.Tensor) -> torch.Tensor:
+        """Compute the factor [bs, vocab] that divides positive logits and multiplies others."""
+        return torch.where(counts > 0, self.repetition, 1.0)
+
+
+def _stop_ids(req: Any) -> set[int]:
+    """Collect the tokens that end a request, as SGLang's own minimum length does."""
+    ids = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
+    if req.tokenizer is not None:
+        ids |= set(req.tokenizer.additional_stop_token_ids or ()) | {req.tokenizer.eos_token_id}
+    return ids - {None}
+
+
+def _is_penalized(req: Any) -> bool:
+    params = req.sampling_params
+    if params.frequency_penalty or params.presence_penalty or params.min_new_tokens:
+        return True
+    return params.repetition_penalty != 1.0
+
+
+def _indices(tokens: Sequence[Iterable[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index every token of every row: (rows, token ids), int64."""
+    pairs = [(row, token) for row, ids in enumerate(tokens) for token in ids]
+    rows, ids = ([pair[i] for pair in pairs] for i in (0, 1))
+    return on_device(rows, torch.int64, device), on_device(ids, torch.int64, device)
+
+
+class Penalties:
+    """Counts of the tokens that each running request has emitted.
+
+    The counts are [pool_size, vocab] int32 on the device, a row per slot of SGLang's request pool. They are
+    allocated when the first request has a penalty (30 MB for 48 requests and 152k tokens). Batches are the
+    scheduler's forward-only copies."""
+
+    def __init__(self, pool_size: int, vocab_size: int, device: torch.device):
+        self._shape = pool_size, vocab_size
+        self._device = device
+        self._allocated: torch.Tensor | None = None
+
+    @staticmethod
+    def are_requested(sampling_info: Any) -> bool:
+        """Tell whether a request of the batch has a penalty. SGLang has then summed its own."""
+        return sampling_info.acc_additive_penalties is not None
+
+    @property
+    def _counts(self) -> torch.Tensor:
+        if self._allocated is None:
+            self._allocated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        return self._allocated
+
+    def begin_prefill(self, prompts: Prompts) -> None:
+        """Count the tokens that new requests emitted before they were retracted."""
+        self._recount(
+            prompts.new_reqs, prompts.req_pool_indices, [req.output_ids for req in prompts.new_reqs]
+        )
+
+    def admit_prefilled(self, requests: PrefilledRequests) -> None:
+        """Count the tokens that requests emitted on another server."""
+        self._recount(requests.reqs, requests.req_pool_indices, requests.output_ids)
+
+    def _recount(self, reqs: Sequence[Any], rows: torch.Tensor, output_ids: Sequence[Sequence[int]]) -> None:
+        """Reset the counts of new requests, whose rows come first."""
+        if not any(map(_is_penalized, reqs)):
+            return
+        rows = rows[: len(reqs)]
+        counts = torch.zeros(len(reqs), self._shape[1], dtype=torch.int32, device=self._device)
+        counts.index_put_(_indices(output_ids, self._device), counts.new_ones(()), accumulate=True)
+        self._counts[rows] = counts
+
+    def penalize_prefill(self, batch: Any) -> None:
+        """Replace SGLang's penalties for each request's next token, before the target's forward."""
+        terms = _Terms.from_requests(batch.reqs, self._shape[1], self._device)
+        counts = self._counts[batch.req_pool_indices]
+        batch.sampling_info.acc_additive_penalties = terms.additive(counts, batch.seq_lens)
+        batch.sampling_info.acc_scaling_penalties = terms.scaling(counts)
+
+    def count_prefill(self, batch: Any, next_tokens: torch.Tensor) -> None:
+        """Count the tokens that a prefill has emitted, [bs] int64."""
+        self._count(batch, next_tokens[:, None], torch.zeros_like(next_tokens, dtype=torch.int32))
+
+    def penalize_block(
+        self, batch: Any, block: torch.Tensor, logits: torch.Tensor, rows: VerifyLayout | None = None
+    ) -> None:
+        """Penalize the logits of a block, in place.
+
+        One launch on CUDA. Elsewhere position by position, as [bs, B, vocab] counts would not fit beside the
+        logits of a large vocabulary.
+
+        Args:
+            batch: the scheduler's.
+            block: [bs, B] int64, drafted after its first column.
+            logits: [T, vocab] of the verified rows.
+            rows: verified slots. None: all of them.
+        """
+        terms = _Terms.from_requests(batch.reqs, self._shape[1], self._device)
+        run = penalize_block_triton if logits.is_cuda else penalize_block_torch
+        columns = (getattr(terms, field.name) for field in fields(terms))
+        ragged = () if rows is None else (rows.starts, rows.max_accept)
+        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *columns, *ragged)
+
+    def count_block(self, batch: Any, accepted: AcceptedBlocks) -> None:
+        """Count the output of a block."""
+        self._count(batch, accepted.tokens, accepted.accept_len)
+
+    def _count(self, batch: Any, tokens: torch.Tensor, accept_len: torch.Tensor) -> None:
+        run = count_tokens_triton if tokens.is_cuda else count_tokens_torch
+        run(self._counts, batch.req_pool_indices, tokens, accept_len)
+
+
+def penalize_block_torch(
+    logits,
+    block,
+    counts,
+    requests,
+    seq_lens,
+    frequency,
+    presence,
+    repetition,
+    min_new_tokens,
+    prompt_lens,
+    stop_logits,
+    starts=None,
+    limits=None,
+) -> None:
+    """Run `penalize_block_triton` in PyTorch, on any device."""
+    bs, block_size = block.shape
+    terms = _Terms(frequency, presence, repetition, min_new_tokens, prompt_lens, stop_logits)
+    counts, one = counts[requests], counts.new_ones((bs, 1))
+    if starts is None:
+        starts = torch.arange(bs, device=block.device) * block_size
+    for k in range(block_size):
+        if k > 0:
+            counts.scatter_add_(1, block[:, k : k + 1], one)
+        # Requests that do not verify this slot look at their last row, and leave it alone.
+        row = starts + (k if limits is None else limits.clamp(max=k))
+        old = logits[row]
+        # The block's first token, at position seq_lens, has been emitted too.
+        new = (old + terms.additive(counts, seq_lens + 1 + k)).to(old.dtype)
+        scaling = terms.scaling(counts)
+        new = torch.where(new > 0, new / scaling, new * scaling).to(old.dtype)
+        logits[row] = new if limits is None else torch.where((k <= limits)[:, None], new, old)
+
+
+def count_tokens_torch(counts, requests, tokens, accept_len) -> None:
+    """Run `count_tokens_triton` in PyTorch, on any device."""
+    is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
+    counts[requests] = counts[requests].scatter_add_(1, tokens, is_output.int())
 
 
 def constrain(
@@ -17,7 +223,7 @@ def constrain(
     penalties: Penalties,
     chains: GrammarTree | None,
     grammar_barrier: Any,
-    rows: VerifyRows | None = None,
+    rows: VerifyLayout | None = None,
 ) -> None:
     """Apply all that shapes a request's logits to the verify logits, in place.
 
@@ -32,12 +238,12 @@ def constrain(
         grammar_barrier: SGLang's, waits until the grammars are up to date.
         rows: verified slots. None: all of them. With custom logit processors, all requests verify as many.
     """
-    rows = rows or VerifyRows(*block.shape)
+    rows = rows or VerifyLayout(*block.shape)
     info = batch.sampling_info
     if Penalties.are_requested(info):
         penalties.penalize_block(batch, block, logits, rows)
     if info.logit_bias is not None:
-        if rows.slots is None:
+        if rows.is_rectangle:
             logits.view(*block.shape, -1).add_(info.logit_bias[:, None])
         else:
             logits.add_(rows.repeat(info.logit_bias))
@@ -51,7 +257,7 @@ def constrain(
             barrier=grammar_barrier,
         )
         if mask is not None:
-            if rows.index is not None:
+            if not rows.is_rectangle:
                 mask = mask._replace(vocab_mask=mask.vocab_mask[rows.index])
             mask.apply(logits)
     if info.has_custom_logit_processor:

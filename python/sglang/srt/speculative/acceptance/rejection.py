@@ -10,11 +10,14 @@ drafted token. Block verification also needs the mass shared with the target, to
 The draft's probabilities are subtracted in one row per request, for the final token. So a list of candidates
 is enough: 64 of them take 0.6 MB at bs 48, B 16. [bs, B - 1, V] float32 would take 440 MB for V = 152k."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from sglang_dflash.kernels.ops.speculative.rejection import walk_blocks_triton
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
 def accept_by_rejection(
@@ -23,7 +26,7 @@ def accept_by_rejection(
     draft: DraftProbs,
     accept_uniforms: torch.Tensor,
     final_uniforms: torch.Tensor,
-    rows: VerifyRows,
+    rows: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept by standard rejection.
 
@@ -55,7 +58,7 @@ def accept_by_block_verification(
     draft: DraftProbs,
     accept_uniforms: torch.Tensor,
     final_uniforms: torch.Tensor,
-    rows: VerifyRows,
+    rows: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept by block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2).
 
@@ -85,7 +88,7 @@ def _accept(
             accept_uniforms.contiguous(),
             by_block,
             rows.starts,
-            rows.limits,
+            rows.max_accept,
         )
     else:
         accept_len, weight = walk(block, target_probs, draft, accept_uniforms, rows)
@@ -97,7 +100,7 @@ def walk_by_rejection(
     target_probs: torch.Tensor,
     draft: DraftProbs,
     accept_uniforms: torch.Tensor,
-    rows: VerifyRows,
+    rows: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept drafted tokens one by one.
 
@@ -106,15 +109,15 @@ def walk_by_rejection(
     drafted = block[:, 1:]
     # A product instead of u < p / q, so that q may be zero.
     is_accepted = accept_uniforms.double() * draft.of(drafted) < _probs_of(drafted, target_probs, rows)
-    if rows.limits is not None:
-        is_accepted &= torch.arange(drafted.shape[1], device=block.device) < rows.limits[:, None]
+    if rows.max_accept is not None:
+        is_accepted &= torch.arange(drafted.shape[1], device=block.device) < rows.max_accept[:, None]
     accept_len = is_accepted.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
     return accept_len, torch.ones_like(accept_len, dtype=torch.float64)
 
 
-def _probs_of(drafted: torch.Tensor, target_probs: torch.Tensor, rows: VerifyRows) -> torch.Tensor:
+def _probs_of(drafted: torch.Tensor, target_probs: torch.Tensor, rows: VerifyLayout) -> torch.Tensor:
     """Look up the target's probability of each drafted token. [bs, B - 1]"""
-    if rows.slots is not None:
+    if not rows.is_rectangle:
         return target_probs[rows.slots[:, :-1], drafted]
     return (
         target_probs.view(*rows.shape, target_probs.shape[-1])[:, :-1]
@@ -128,7 +131,7 @@ def walk_by_block_verification(
     target_probs: torch.Tensor,
     draft: DraftProbs,
     accept_uniforms: torch.Tensor,
-    rows: VerifyRows,
+    rows: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the longest accepted prefix of each block.
 
@@ -146,12 +149,12 @@ def walk_by_block_verification(
         if length < width - 1:
             target = target_probs[rows.of(length)[:, None], draft.ids[:, length]]
             shared = torch.minimum(prefix_weight[:, None] * target, draft.probs[:, length]).sum(dim=1)
-            if rows.limits is not None:
-                shared = torch.where(length < rows.limits, shared, 0)
+            if rows.max_accept is not None:
+                shared = torch.where(length < rows.max_accept, shared, 0)
         # A product: if w is 1 and p equals q, both sides are zero, and a later length is accepted.
         accepted = accept_uniforms[:, length - 1].double() * (1 - shared) < prefix_weight - shared
-        if rows.limits is not None:
-            accepted &= length <= rows.limits
+        if rows.max_accept is not None:
+            accepted &= length <= rows.max_accept
         accept_len = torch.where(accepted, length, accept_len)
         weight = torch.where(accepted, prefix_weight, weight)
     return accept_len, weight
@@ -164,7 +167,7 @@ def draw_final_tokens(
     weight: torch.Tensor,
     draft: DraftProbs,
     final_uniforms: torch.Tensor,
-    rows: VerifyRows,
+    rows: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the last token from max(0, weight * p - q), or from p after a whole block.
 
@@ -180,13 +183,13 @@ def draw_final_tokens(
     bs, block_size = block.shape
     requests = torch.arange(bs, device=block.device)
     accepted = accept_len.long()
-    if rows.slots is None:
+    if rows.is_rectangle:
         mass = target_probs.view(bs, block_size, target_probs.shape[-1])[requests, accepted]
     else:
         mass = target_probs[rows.slots[requests, accepted]]
     if block_size > 1:
         slot = accepted.clamp(max=block_size - 2)
-        last = block_size - 1 if rows.limits is None else rows.limits
+        last = block_size - 1 if rows.max_accept is None else rows.max_accept
         is_rejection = (accepted < last)[:, None]
         drawn_from = torch.where(is_rejection, draft.probs[requests, slot], 0)
         weighted = weight.to(mass.dtype)[:, None] * mass
@@ -197,3 +200,21 @@ def draw_final_tokens(
     final = draw_by_inverse_cdf(mass, final_uniforms)
     tokens = torch.cat([block[:, 1:], final[:, None]], dim=1).scatter_(1, accepted[:, None], final[:, None])
     return accept_len, tokens
+
+
+RejectionRule = Callable[
+    [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, torch.Tensor, VerifyLayout],
+    tuple[torch.Tensor, torch.Tensor],
+]
+# A new rule is a walk above, its kernel, and a row here.
+RULES: dict[str, RejectionRule] = {
+    "rejection": accept_by_rejection,
+    "block verification": accept_by_block_verification,
+}
+
+
+def rejection_rule(spec: Any) -> RejectionRule | None:
+    """Choose the rule for drawn drafts by SGLang's flags. None: drafts are never drawn."""
+    if not spec.speculative_use_rejection_sampling:
+        return None
+    return RULES["block verification" if spec.speculative_use_block_verification else "rejection"]

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     import torch
 
     from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
-    from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock, Prompts
+    from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+    from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 
 
 class CycleObserver:
@@ -39,7 +40,7 @@ class CycleObserver:
     def on_verified(self, batch: Any, block: "DraftBlock", logits: "torch.Tensor") -> None:
         """Note the target's logits [T, vocab], which may be overwritten.
 
-        Penalties and grammars are applied afterwards. The T rows are those of `cycle.rows`, as `on_drafted`
+        Penalties and grammars are applied afterwards. The T rows are those of `cycle.layout`, as `on_drafted`
         got it: requests may verify different numbers of slots.
         """
 
@@ -54,7 +55,7 @@ class CycleObserver:
         Args:
             batch: the scheduler's.
             cycle: the step's blocks.
-            aux_hidden: [T, num_aux * hidden], states of `cycle.rows`. None: the CUDA graph absorbed them.
+            aux_hidden: [T, num_aux * hidden], states of `cycle.layout`. None: the CUDA graph absorbed them.
             accepted: the step's output.
         """
 

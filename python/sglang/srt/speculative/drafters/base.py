@@ -7,7 +7,8 @@ import torch
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock, PrefilledRequests, Prompts
+from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 
 
 class Drafter(Protocol):

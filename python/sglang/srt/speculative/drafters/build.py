@@ -1,11 +1,13 @@
 """Assemble the drafter of a server."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.runtime_context import get_spec
 
+from sglang_dflash.srt.compat import run_as_draft
 from sglang_dflash.srt.configs.draft_tensors import EMBEDDING, HEAD, vocabulary_problems
 from sglang_dflash.srt.configs.validation import DraftConfigError
 from sglang_dflash.srt.environ import DFlashOptions
@@ -14,15 +16,11 @@ from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.mask_token import read_mask_embedding
 from sglang_dflash.srt.models.packed_weights import run_row_checks
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
-from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.dflash_utils import check_target_model
 from sglang_dflash.srt.speculative.drafters.base import Drafter
-from sglang_dflash.srt.speculative.drafters.copy_ahead import CopyAhead
-from sglang_dflash.srt.speculative.drafters.copy_stats import CopyStats
-from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
-from sglang_dflash.srt.speculative.drafters.dflash2 import DFlash2Drafter
+from sglang_dflash.srt.speculative.drafters.dflash import DFlash2Drafter, DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
-from sglang_dflash.srt.speculative.scale_out.dp_attention import DraftRanks, SubgroupDrafter
+from sglang_dflash.srt.speculative.parallel import DraftRanks
 
 logger = logging.getLogger(__name__)
 
@@ -70,21 +68,40 @@ def drafter_class(draft_model: Any) -> type:
     return next(drafter for model, drafter in _DRAFTERS if isinstance(draft_model, model))
 
 
-def build_drafter(
-    draft_runner: Any, target_model: Any, block_size: int, ranks: DraftRanks, metrics: DFlashMetrics
-) -> tuple[Drafter, CopyAhead | None]:
-    """Build the drafter for a draft model, with everything around it that is enabled.
+def build_drafter(draft_runner: Any, target_model: Any, block_size: int, ranks: DraftRanks) -> Drafter:
+    """Build the drafter for a draft model.
 
-    Returns the outermost drafter, and the copying one if copies are enabled. Raises ValueError if the draft's
-    ranks cannot borrow the target's layers."""
+    Raises ValueError if the draft's ranks cannot borrow the target's layers."""
     ranks.check_target(target_model)
     drafter: Drafter = drafter_class(draft_runner.model)(draft_runner, target_model, block_size)
     model = draft_runner.model
     if DFlashOptions.DRAFT_HEAD_DTYPE.get() == "fp8" and (reason := model.use_fp8_head()) is not None:
         logger.warning("--speculative-draft-head-dtype fp8 is off: %s.", reason)
-    if ranks.layout.local_dp:
-        drafter = SubgroupDrafter(drafter, ranks.layout)
-    if not DFlashOptions.COPY_AHEAD.get():
-        return drafter, None
-    copies = CopyAhead(drafter, block_size, CopyStats(metrics))
-    return copies, copies
+    return SubgroupDrafter(drafter, ranks.layout) if ranks.layout.local_dp else drafter
+
+
+class SubgroupDrafter:
+    """A drafter on fewer ranks than the target, which to its layers are all ranks.
+
+    The part inside the target's graphs (`absorb`) exchanges nothing, and needs no context.
+    """
+
+    def __init__(self, drafter: Drafter, layout: Any):
+        self._drafter, self._layout = drafter, layout
+        self.mask_token_id, self.num_draft_rows = drafter.mask_token_id, drafter.num_draft_rows
+        self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
+        self.defers_plain_cycles = drafter.defers_plain_cycles
+        self.attach_pools, self.absorb, self.draw = drafter.attach_pools, drafter.absorb, drafter.draw
+        self.to_draft = drafter.to_draft
+        self.begin_prefill = self._on_own_ranks(drafter.begin_prefill)
+        self.prefill = self._on_own_ranks(drafter.prefill)
+        self.admit_prefilled = self._on_own_ranks(drafter.admit_prefilled)
+        self.propose = self._on_own_ranks(drafter.propose)
+        self.commit = self._on_own_ranks(drafter.commit)
+
+    def _on_own_ranks(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with run_as_draft(self._layout):
+                return method(*args, **kwargs)
+
+        return run

@@ -1,4 +1,4 @@
-"""The DFlash drafter (arXiv 2602.06036): one non-causal forward fills a block."""
+"""The DFlash drafter (arXiv 2602.06036), and DFlash2's: one non-causal forward fills a block."""
 
 from typing import Any
 
@@ -9,18 +9,16 @@ from sglang.srt.runtime_context import get_disagg, get_memory, get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
+from sglang_dflash.srt.layers.candidate_selector import Candidates
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
-from sglang_dflash.srt.speculative.cycle.replay import run_draft
-from sglang_dflash.srt.speculative.dflash_info import (
-    Cycle,
-    DFlashVerifyInput,
-    DraftBlock,
-    PrefilledRequests,
-    Prompts,
-)
-from sglang_dflash.srt.speculative.drafters.deferred_context import ContextRows, DeferredContext
-from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
+from sglang_dflash.srt.models.dflash2 import DFlash2Output
+from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
+from sglang_dflash.srt.speculative.cycle.verify import run_draft
+from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang_dflash.srt.speculative.drafters.context import ContextRows, DeferredContext
+from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts, selector_draw
 from sglang_dflash.srt.speculative.drafters.window import DraftView, FullView, WindowView
 
 # Cycles without drafts whose context is written together.
@@ -124,7 +122,7 @@ class DFlashDrafter:
         if aux_hidden is None:
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
-        rows = ContextRows(aux_hidden, cycle.rows.pack(cycle.positions), cache_loc)
+        rows = ContextRows(aux_hidden, cycle.layout.pack(cycle.positions), cache_loc)
         if cycle.verify_len == 1 and self.defers_plain_cycles:
             if not self._deferred.has_room_for(cycle.req_pool_indices):
                 self._write_deferred()
@@ -132,7 +130,7 @@ class DFlashDrafter:
             return
         # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
         # spares writes on a GPU, if all blocks are alike. On a CPU selecting the others costs more.
-        skips = aux_hidden.is_cuda and cycle.rows.index is None
+        skips = aux_hidden.is_cuda and cycle.layout.is_rectangle
         self._write(rows, accepted.accept_len if skips else None)
 
     def _write_deferred(self) -> None:
@@ -171,3 +169,28 @@ class DFlashDrafter:
         )
         plan.bind(forward_batch, self._runner.kv_index_translator, cols=columns)
         return run_draft(self._runner, forward_batch)
+
+
+class DFlash2Drafter(DFlashDrafter):
+    """Drafts by walks through candidates.
+
+    The best path is part of the model's forward and its CUDA graph. A drawn path begins after the forward,
+    from the same candidates."""
+
+    def _draw_output(
+        self, cycle: Cycle, output: DFlash2Output, sampling_info: Any
+    ) -> tuple[torch.Tensor, DraftProbs]:
+        return self._walk(output.candidates(cycle.bs), cycle.tokens[:, 0], sampling_info)
+
+    def draw(
+        self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
+    ) -> tuple[torch.Tensor, DraftProbs]:
+        return self._walk(self._model.candidates(hidden), anchors, sampling_info)
+
+    def _walk(
+        self, candidates: Candidates, anchors: torch.Tensor, sampling_info: Any
+    ) -> tuple[torch.Tensor, DraftProbs]:
+        draw = selector_draw(sampling_info, self._sampling, self._block_size - 1)
+        tokens, probs = self._model.candidate_selector.walk(candidates, anchors, draw)
+        assert probs is not None, "a drawn walk has probabilities"
+        return tokens, probs

@@ -53,15 +53,11 @@ from sglang_dflash.kernels.ops.speculative.peagle_rows import (
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
-from sglang_dflash.srt.speculative.cycle.replay import hold_request_rows, run_draft
-from sglang_dflash.srt.speculative.dflash_info import (
-    Cycle,
-    DFlashVerifyInput,
-    DraftBlock,
-    PrefilledRequests,
-    Prompts,
-    packed_ranges,
-)
+from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, packed_ranges
+from sglang_dflash.srt.speculative.cycle.verify import run_draft
+from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang_dflash.srt.speculative.dflash_utils import hold_request_rows
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 
 
@@ -241,7 +237,7 @@ class PEagleDrafter:
         self, cycle: Cycle, drafted: torch.Tensor, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks
     ) -> None:
         """Make verified tokens pending, after those of the requests `drafted` [m] have been run."""
-        requests, rows = cycle.req_pool_indices, cycle.rows
+        requests, rows = cycle.req_pool_indices, cycle.layout
         self._pending.count[requests[drafted]] = 0
         fused = self._absorbed if aux_hidden is None else self._model.fuse(aux_hidden)
         append_rows(requests, accepted.accept_len, accepted.tokens, fused, rows.slots, self._pending)

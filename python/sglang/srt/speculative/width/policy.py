@@ -12,7 +12,13 @@ requests that are drafted for, are compared by tokens per second. Equal lengths 
 ones cost more than their rows.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
+
+from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
+from sglang_dflash.srt.speculative.cycle.plan import Work
+from sglang_dflash.srt.speculative.width.estimates import KNOWN, CopySurvival, CostTable, DraftSurvival
 
 # Numbers of requests to draft for, as shares of all.
 _SHARES = np.linspace(0, 1, 9)
@@ -78,3 +84,158 @@ def choose_width(
     seconds = verify[n * (widths - 1)] + np.where(widths > 1, draft, 0.0)
     best = int(np.argmax(tokens / seconds))
     return int(widths[best]), float(tokens[best]), float(seconds[best])
+
+
+# A decision holds for so many cycles of an unchanged batch, if no copies come and go.
+_HOLD = 4
+
+
+class Choice(NamedTuple):
+    """A decision for n requests, and what it expects."""
+
+    lengths: np.ndarray  # drafted tokens to verify. [n]
+    copies: np.ndarray  # which requests verify a copy instead. [n] bool
+    tokens: float  # committed by the cycle, of all requests
+    seconds: float
+
+
+class LengthChooser:
+    """Chooses verify lengths from costs and from what was accepted.
+
+    Args:
+        costs: of a cycle. Its widths are the candidates, and the largest is the most a request verifies.
+        num_rows: of the request table.
+        probe_share: share of the time that probes may cost.
+        skips_draft: whether a copy may be verified without running the draft.
+
+    Attributes:
+        drafts: what is known of the acceptance of drafted tokens.
+        copies: what is known of the acceptance of copied tokens.
+        depth: K, most drafted tokens to verify of a request.
+        num_probes: blocks or cycles that were verified to learn.
+    """
+
+    def __init__(
+        self,
+        costs: CostTable,
+        num_rows: int,
+        probe_share: float = 0.005,
+        skips_draft: bool = True,
+    ):
+        self.costs, self.depth = costs, int(costs.widths[-1]) - 1
+        self.drafts, self.copies = DraftSurvival(num_rows, self.depth), CopySurvival(self.depth)
+        self._num_rows, self._probe_share, self._skips_draft = num_rows, probe_share, skips_draft
+        self._held: tuple[Any, Choice] | None = None  # the latest choice, and what it was for
+        self._held_for = self._turn = self.num_probes = 0
+        self._credit = 0.0  # seconds that probes may cost
+
+    def choose(
+        self,
+        key: Any,
+        rows: np.ndarray,
+        modes: np.ndarray,
+        num_tokens: int | None = None,
+        matches: np.ndarray | None = None,
+        caps: np.ndarray | None = None,
+    ) -> Choice:
+        """Return the held choice, a new one, or a probe.
+
+        Args:
+            key: of the batch. A decision holds while it is the same.
+            rows: of the request table. [n]
+            modes: of `MODES`. [n]
+            num_tokens: committed tokens of all requests; None: as many as costs were measured with.
+            matches: lengths of the requests' matches, 0 without one, or `UNKNOWN_MATCH`. None: there are no
+                copies. [n]
+            caps: most drafted tokens that each request may accept. None: no limits. [n]
+        """
+        has_matches = matches is not None and bool((matches >= RULE.shortest).any())
+        for_what = key, None if caps is None else caps.tolist()
+        self._held_for += 1
+        if has_matches or self._held is None or self._held_for >= _HOLD or self._held[0] != for_what:
+            costs = self.seconds(len(rows), num_tokens)
+            choice = self._decide(rows, modes, costs, matches, caps)
+            self._held = None if has_matches else (for_what, choice)
+            self._credit += self._probe_share * self._held_for * choice.seconds
+            self._held_for = 0
+            choice = self._probe(choice, rows, num_tokens, caps)
+        else:
+            choice = self._held[1]
+        return choice
+
+    def seconds(self, num_requests: int, num_tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return seconds of verifying 0 .. n K tokens, and of drafting for 0 .. n requests."""
+        return self.costs.verify(num_requests, num_tokens), self.costs.draft(num_requests)
+
+    def _decide(
+        self,
+        rows: np.ndarray,
+        modes: np.ndarray,
+        costs: tuple[np.ndarray, np.ndarray],
+        matches: np.ndarray | None,
+        caps: np.ndarray | None,
+    ) -> Choice:
+        (verify, draft), n = costs, len(rows)
+        survival, copies = self.drafts.of(rows, modes), np.zeros(n, dtype=bool)
+        copied = np.zeros_like(survival)
+        if matches is not None:
+            copied = self.copies.of(modes, matches)
+        if caps is not None:
+            beyond = np.arange(self.depth) >= caps[:, None]
+            survival, copied = np.where(beyond, 0.0, survival), np.where(beyond, 0.0, copied)
+        if matches is not None:
+            # What the draft of a request costs, in tokens of a cycle at this price.
+            price = draft[-1] / verify[0] if self._skips_draft else 0.0
+            worth, drafted = copied.sum(axis=1), survival.sum(axis=1)
+            copies = (worth > 0) & (worth >= drafted - price)
+            survival = np.where(copies[:, None], copied, survival)
+        is_free = copies & self._skips_draft
+        uneven = self.costs.uneven(n)
+        lengths, tokens, seconds = choose_lengths(survival, is_free, verify, draft, uneven)
+        return Choice(lengths, copies & (lengths > 0), tokens, seconds)
+
+    def work(self, choice: Choice, num_tokens: int | None = None) -> Work:
+        """Return what a cycle of this choice does, with these committed tokens of all requests."""
+        lengths, is_drafted = choice.lengths, choice.lengths > 0
+        if self._skips_draft:
+            is_drafted = is_drafted & ~choice.copies
+        is_uneven = bool((lengths != lengths[0]).any())
+        return Work(len(lengths), int(lengths.sum()), int(is_drafted.sum()), is_uneven, num_tokens)
+
+    def _probe(
+        self, choice: Choice, rows: np.ndarray, num_tokens: int | None, caps: np.ndarray | None
+    ) -> Choice:
+        """Return the choice or, to learn what it costs and brings, something else.
+
+        While their costs are not known, that is the narrowest cycle or the widest one. Later the narrowest
+        takes turns with a whole block of one more request, as far as `probe_share` of the time pays.
+        """
+        n = len(rows)
+        most = np.full(n, self.depth) if caps is None else np.minimum(caps, self.depth)
+        is_short = (choice.lengths < most) & ~choice.copies
+        narrowest = np.minimum(most, self.costs.widths[0] - 1)
+        widest = np.where(is_short, most, choice.lengths)
+        distance = np.where(is_short, (rows - self._turn) % self._num_rows, self._num_rows)
+        wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
+        kinds = [choice._replace(lengths=lengths) for lengths in (narrowest, widest)]
+        tries = [self.costs.tries(self.work(kind)) for kind in kinds]
+        is_new, is_turn = min(tries) < KNOWN, bool(self.num_probes % 2) or not is_short.any()
+        if is_new:
+            probe = kinds[int(np.argmin(tries))]
+        elif is_turn and (choice.lengths > narrowest).any():
+            probe = kinds[0]
+        else:
+            probe = kinds[1]._replace(lengths=wider)
+        if not self._probe_share or (probe.lengths == choice.lengths).all():
+            return choice
+        seconds = self.costs.expected(self.work(probe, num_tokens))
+        tokens = n if probe is kinds[0] else choice.tokens  # at least
+        price = 0.0 if is_new else max(seconds - choice.seconds * tokens / choice.tokens, 0.0)
+        self._credit = min(self._credit, max(price, 3 * choice.seconds))
+        if self._credit < price:
+            return choice
+        self._credit -= price
+        self.num_probes += 1
+        if probe.lengths is wider:
+            self._turn = int(rows[(wider > choice.lengths).argmax()]) + 1
+        return probe._replace(seconds=seconds)

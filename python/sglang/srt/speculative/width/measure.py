@@ -1,4 +1,4 @@
-"""Start of `--speculative-adaptive`: backends, graphs and measured costs per width."""
+"""Start of `--speculative-adaptive`: backends, graphs and measured costs per verify length."""
 
 import functools
 import logging
@@ -20,17 +20,21 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend, full_attention
 from sglang_dflash.srt.layers.attention.gated_delta_rows import verifies_packed_rows
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
+    AnyRows,
+    RowBackends,
+    captured_sizes,
+    reason_for_one_width,
+)
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
-from sglang_dflash.srt.speculative.width.backends import AnyRows, captured_sizes
-from sglang_dflash.srt.speculative.width.chooser import LengthChooser
 from sglang_dflash.srt.speculative.width.clock import CycleClock
-from sglang_dflash.srt.speculative.width.costs import KNOWN, CostTable
-from sglang_dflash.srt.speculative.width.plan import Backends, FixedWidth, planned
-from sglang_dflash.srt.speculative.width.row_graphs import RowBackends, reason_for_one_width
+from sglang_dflash.srt.speculative.width.controller import AdaptiveWidth, Backends, WholeBlocks, plan_lengths
+from sglang_dflash.srt.speculative.width.estimates import KNOWN, CostTable
+from sglang_dflash.srt.speculative.width.policy import LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
+
 
 _CONTEXT = 128  # committed tokens of a request in the measurement
 _REPEATS = 5
@@ -45,7 +49,7 @@ _FEW_REQUESTS = 8
 _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}
 
 
-def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> AdaptiveWidth | FixedWidth:
+def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> AdaptiveWidth | WholeBlocks:
     """Choose verify lengths by the server's options: measured and adaptive, or whole blocks.
 
     `worker` is the `DFlashWorker`, whose runners have their pools, backends and graphs. `has_copies` says
@@ -53,22 +57,22 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     """
     settings, block_size = AdaptiveSettings.from_environment(), worker.block_size
     if settings is None or (widths := settings.widths(block_size, worker.device)) == (block_size,):
-        return FixedWidth(block_size)
+        return WholeBlocks(block_size)
     runner = worker.target_worker.model_runner
     if getattr(runner.token_to_kv_pool, "post_capture_active", False):
         logger.info(
             "DFLASH verifies whole blocks: with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING the KV slots have no "
             "memory yet when cycles of other lengths would be measured."
         )
-        return FixedWidth(block_size)
+        return WholeBlocks(block_size)
     if not serves_own_lengths(runner):
-        return FixedWidth(block_size)
+        return WholeBlocks(block_size)
     is_recurrent = mambaish_config(runner.model_config) is not None
     backends: Backends
     if runner.decode_cuda_graph_runner is None:
         backends = AnyRows(has_layouts=is_recurrent)
     else:
-        backends = RowBackends(runner, block_size, has_copies)
+        backends = RowBackends(runner, block_size)
     skips_draft = worker.drafter.writes_context_apart
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
     costs = _measure(worker, backends, widths, budget)
@@ -268,8 +272,8 @@ class _CycleTimer:
             lengths = np.full(n, width - 1)
             if is_half:
                 lengths[1::2] = 0
-            plan = planned(self._backends, lengths, np.zeros(n, dtype=bool))
-            run = functools.partial(self._worker.run_cycle, plan=plan, draws=False)
+            plan = plan_lengths(self._backends, lengths, np.zeros(n, dtype=bool))
+            run = functools.partial(self._worker.run_cycle, plan=plan)
             timed = _OVERLAPPED_CYCLES if self._worker.device == "cuda" else 1
             batches = [make_batch(self._worker, n, context) for _ in range(1 + timed)]
             seconds.append(_seconds_overlapped(self._worker, run, batches))

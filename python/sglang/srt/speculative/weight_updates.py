@@ -7,19 +7,74 @@ stay.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
 from sglang.srt.runtime_context import get_parallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
 from sglang_dflash.srt.configs.flat_peagle import ARCHITECTURES
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.models.packed_weights import model_layer
-from sglang_dflash.srt.speculative.targets.trial_load import without_writes
+
+
+class _WithoutWrites(TorchDispatchMode):
+    """Skips operators that write to a model's tensors, and checks the shapes of copies."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        tensors = [*model.parameters(), *model.buffers()]
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for parameter, argument in zip(func._schema.arguments, args, strict=False):
+            if parameter.alias_info is None or not parameter.alias_info.is_write:
+                continue
+            written = argument if isinstance(argument, list | tuple) else [argument]
+            if any(self._is_kept(tensor) for tensor in written):
+                if func is torch.ops.aten.copy_.default:
+                    args[1].expand(argument.shape)
+                return argument if func._schema.returns else None
+        return func(*args, **(kwargs or {}))
+
+    def _is_kept(self, tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in self._storages
+
+
+@contextmanager
+def without_writes(model: torch.nn.Module) -> Iterator[None]:
+    """Keep a model's parameters and buffers as they are while a loader runs.
+
+    Some loaders (DeepSeek's) copy in threads, which a dispatch mode does not reach. They run in this thread.
+    """
+    loader, submit = threading.get_ident(), ThreadPoolExecutor.submit
+
+    def run_here(pool: ThreadPoolExecutor, function: Any, /, *args: Any, **kwargs: Any) -> Future:
+        if threading.get_ident() != loader:
+            return submit(pool, function, *args, **kwargs)
+        future: Future = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    ThreadPoolExecutor.submit = run_here  # type: ignore[method-assign, assignment]
+    try:
+        with _WithoutWrites(model):
+            yield
+    finally:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+
 
 Weights = Iterable[tuple[str, Any]]
 
@@ -256,3 +311,42 @@ class RoutedUpdater:
                 load(self, own)
         finally:
             self._has_written = has_written  # a loader of the user's own may call `_load`
+
+
+class WeightUpdateRequests(SchedulerWeightUpdaterManager):
+    """SGLang's entry of update requests into the scheduler, which its errors would end.
+
+    A payload may be unreadable or too short for the ranks, or a selector unknown.
+    """
+
+    def _select_runners(self, selector: str = "all") -> Any:
+        runners = super()._select_runners(selector)
+        for _, runner in runners:
+            if isinstance(runner.weight_updater, RoutedUpdater):
+                runner.weight_updater.selector = selector
+        return runners
+
+    def update_weights_from_tensor(self, recv_req: Any) -> Any:
+        return self._answered(super().update_weights_from_tensor, recv_req)
+
+    def update_weights_from_distributed(self, recv_req: Any) -> Any:
+        return self._answered(super().update_weights_from_distributed, recv_req)
+
+    def begin_weight_update(self, recv_req: Any) -> Any:
+        return self._answered(super().begin_weight_update, recv_req)
+
+    def end_weight_update(self, recv_req: Any) -> Any:
+        return self._answered(super().end_weight_update, recv_req)
+
+    def _answered(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+        """Run an update, and answer an error as a failure.
+
+        Ranks without one are in the next call of `first_problem`, and then in SGLang's barrier.
+        """
+        try:
+            return update(recv_req)
+        except Exception as error:
+            message = f"No weight update, the old weights stay: {first_problem(described(error))}"
+            torch.distributed.barrier(group=self.tp_cpu_group)
+            answer = getattr(io_struct, type(recv_req).__name__.replace("ReqInput", "ReqOutput"))
+            return answer(success=False, message=message)

@@ -12,13 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks
 from sglang_dflash.srt.layers.attention.triton_rows import take_layouts, takes_rows
-from sglang_dflash.srt.speculative.cycle.prompts import on_device
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows, whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import GraphLayout, VerifyLayout, whole_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -50,30 +47,6 @@ def spread_rows(counts: Sequence[int], num_rows: int, num_slots: int, block_size
     return spread
 
 
-class PreparedLayout(RaggedVerifyLayout, frozen=True):  # type: ignore[call-arg]
-    """A layout of all S requests of a graph, made on the host, where it keeps the `counts`."""
-
-    counts: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, counts: Sequence[int], num_rows: int, device: Any) -> "PreparedLayout":
-        """Copy `counts`, rows of each request, to the device without waiting."""
-        ends = np.cumsum(counts)
-        numbers = on_device([*counts, 0, *ends.tolist()], torch.int32, device)
-        lengths, bounds = numbers[: len(counts)], numbers[len(counts) :]
-        return cls(
-            verify_lens=lengths,
-            graph_num_tokens=num_rows,
-            extend_start_loc=bounds[:-1],
-            qo_indptr_device=bounds,
-            counts=tuple(counts),
-        )
-
-    def padded_to_bucket(self, *, padded_bs: int, cap: int | None = None) -> "PreparedLayout":
-        """Return itself: it has the requests that pad a batch."""
-        return self
-
-
 @functools.cache
 def _row_graph_runner() -> type:
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
@@ -100,10 +73,10 @@ def _row_graph_runner() -> type:
             self.capture_bs = row_sizes(self.max_requests, self.block_size)
             return self.capture_bs
 
-        def _capture_ragged_verify_layout(self, num_tokens: int) -> PreparedLayout:
+        def _capture_ragged_verify_layout(self, num_tokens: int) -> GraphLayout:
             slots = self._ragged_capture_slots(num_tokens)
             counts = [num_tokens // slots + (i < num_tokens % slots) for i in range(slots)]
-            return PreparedLayout.of(counts, num_tokens, self.device)
+            return GraphLayout.from_counts(counts, num_tokens, self.device)
 
         def _stage_ragged_verify_layout(self, ragged_layout: Any, graph_size_key: int) -> None:
             """Do nothing: graphs read what the backend prepares, not the layout."""
@@ -130,14 +103,10 @@ def reason_for_one_width(runner: Any, attention: Any) -> str | None:
 
 
 class RowBackends:
-    """A backend and graphs for whole blocks, and a pair for all other rows.
+    """A backend and graphs for whole blocks, and a pair for all other rows."""
 
-    `has_copies` says whether a request may copy instead of being drafted for. Whole blocks then have rows as
-    well.
-    """
-
-    def __init__(self, runner: Any, block_size: int, has_copies: bool = False):
-        self._runner, self._block_size, self._has_copies = runner, block_size, has_copies
+    def __init__(self, runner: Any, block_size: int):
+        self._runner, self._block_size = runner, block_size
         self._whole = runner.attn_backend, runner.decode_cuda_graph_runner
         backend = runner._get_attention_backend(init_new_workspace=False)
         # Of FlashInfer's, our plan takes the layout; of a hybrid backend, both halves must say so.
@@ -148,14 +117,13 @@ class RowBackends:
         graphs = _row_graph_runner()(runner, backend, max(self._whole[1].capture_bs), block_size)
         self._packed = backend, graphs
         self.sizes, self._is_whole = graphs.capture_bs, True
-        self._latest: tuple[bytes, VerifyRows] | None = None
+        self._latest: tuple[bytes, VerifyLayout] | None = None
         logger.info("DFLASH: made graphs of %d to %d rows.", self.sizes[0], self.sizes[-1])
 
-    def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> tuple[int, VerifyRows | None]:
+    def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
         """Have the target verify so many drafted tokens of each request, [n], from now on.
 
-        Returns the width and the rows, the same object while the lengths stay. None: whole blocks that are
-        all drafted.
+        Returns the layout, the same object while the lengths stay.
         """
         is_whole = needs_rectangle or bool((lengths == self._block_size - 1).all())
         if is_whole != self._is_whole:  # else the runner keeps its own: SGLang may have captured it anew
@@ -163,15 +131,13 @@ class RowBackends:
             self._runner.attn_backend, self._runner.decode_cuda_graph_runner = pair
             self._is_whole = is_whole
         if is_whole:
-            rows = whole_blocks(len(lengths), self._block_size) if self._has_copies else None
-            return self._block_size, rows
+            return whole_blocks(len(lengths), self._block_size)
         key = lengths.tobytes()
         if self._latest is None or self._latest[0] != key:
             self._latest = key, self._lay_out(lengths)
-        rows = self._latest[1]
-        return rows.width, rows
+        return self._latest[1]
 
-    def _lay_out(self, lengths: np.ndarray) -> VerifyRows:
+    def _lay_out(self, lengths: np.ndarray) -> VerifyLayout:
         graphs, counts = self._packed[1], (lengths + 1).tolist()
         num_rows = sum(counts)
         if len(counts) <= graphs.max_requests:
@@ -179,5 +145,34 @@ class RowBackends:
             slots = graphs._ragged_capture_slots(num_rows)
             counts = spread_rows(counts, num_rows, slots, self._block_size)
             lengths = np.array(counts[: len(lengths)]) - 1
-        layout = PreparedLayout.of(counts, num_rows, graphs.device)
-        return VerifyRows(len(lengths), int(lengths.max()) + 1, lengths, graphs.device, layout)
+        for_graph = GraphLayout.from_counts(counts, num_rows, graphs.device)
+        return VerifyLayout(len(lengths), int(lengths.max()) + 1, lengths, graphs.device, for_graph)
+
+
+def captured_sizes(runner: Any) -> list[int]:
+    """Return the batch sizes of the runner's CUDA graphs, ascending, if any."""
+    return sorted(getattr(runner.decode_cuda_graph_runner, "capture_bs", None) or [])
+
+
+class AnyRows:
+    """A backend without graphs, which takes any rows of each request.
+
+    `has_layouts` says whether the target's layers read SGLang's layout of the rows.
+    """
+
+    def __init__(self, has_layouts: bool = False):
+        self._has_layouts = has_layouts
+
+    def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
+        """Return the layout of a cycle that verifies `lengths` drafted tokens, [n].
+
+        With `needs_rectangle`, all requests verify as many as the one that verifies most.
+        """
+        verify_len = int(lengths.max()) + 1
+        if needs_rectangle:
+            lengths = np.full_like(lengths, verify_len - 1)
+        for_graph = None
+        if self._has_layouts and not (lengths == verify_len - 1).all():
+            counts = (lengths + 1).tolist()
+            for_graph = GraphLayout.from_counts(counts, sum(counts), "cpu")
+        return VerifyLayout(len(lengths), verify_len, lengths, for_graph=for_graph)

@@ -1,26 +1,78 @@
-"""DP attention: each rank of a model has its own requests, and all run its MLPs together.
+"""Several ranks and servers: DP attention, and prefill on another server.
 
-The target's layers exchange rows between all ranks. So every rank takes part in every forward of the target,
-with no rows if it has no requests. The draft is on the ranks that share requests (one, unless attention is
-tensor parallel too). It exchanges nothing with others, and a rank without requests does not run it.
+DP attention: each rank of a model has its own requests, and all run its MLPs together. The target's layers
+exchange rows between all ranks. So every rank takes part in every forward of the target, with no rows if it
+has no requests. The draft is on the ranks that share requests (one, unless attention is tensor parallel too).
+It exchanges nothing with others, and a rank without requests does not run it. SGLang gives all ranks the same
+kind of step: while one prefills, ranks with nothing to prefill are idle.
 
-SGLang gives all ranks the same kind of step: while one prefills, ranks with nothing to prefill are idle."""
+Prefill/decode disaggregation: SGLang moves the draft's KV with the target's, slot by slot, as both pools have
+the same slots. Other state of a request comes from a prefill, which does not happen here. So a request is
+noted when SGLang admits it, and the worker takes it in before its first cycle.
+"""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.speculative.spec_utils import draft_pp_context
 
 from sglang_dflash.srt.compat import resolve_draft_layout, run_as_draft
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, table_rows
+from sglang_dflash.srt.speculative.cycle.verify import disable_graphs_if_any_rank_idle
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import has_room_for_draft_graphs
-from sglang_dflash.srt.speculative.drafters.base import Drafter
+
+
+class Arrivals:
+    """Requests noted on the scheduler's stream, and taken on the forward's.
+
+    Until a running forward is over, a row of the request table may still belong to its former owner.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[PrefilledRequests] = []
+
+    def note(self, requests: PrefilledRequests) -> None:
+        """Append requests that were admitted together."""
+        self._noted.append(requests)
+
+    def take(self) -> list[PrefilledRequests]:
+        """Remove and return all."""
+        noted, self._noted = self._noted, []
+        return noted
+
+
+# A process has one worker.
+arrivals = Arrivals()
+
+
+def build_disagg_draft_input(
+    batch: Any, last_tokens_tensor: torch.Tensor, future_map: Any
+) -> DFlashDraftInput:
+    """Carry the requests of a "prebuilt" batch into their first cycle."""
+    arrivals.note(
+        PrefilledRequests(
+            reqs=list(batch.reqs),
+            req_pool_indices=batch.req_pool_indices,
+            table_rows=table_rows(batch),
+            lengths=batch.seq_lens_cpu.tolist(),
+            bonus_tokens=last_tokens_tensor,
+            output_ids=[list(req.output_ids) for req in batch.reqs],
+        )
+    )
+    draft_input = DFlashDraftInput(last_tokens_tensor, batch.seq_lens, known_lens=batch.seq_lens_cpu.tolist())
+    if batch.enable_overlap:
+        draft_input.future_indices = batch.req_pool_indices
+        future_map.publish(batch.req_pool_indices, batch.seq_lens)
+        future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last_tokens_tensor))
+    return draft_input
 
 
 class DraftRanks:
@@ -57,49 +109,12 @@ class DraftRanks:
                 )
 
 
-class SubgroupDrafter:
-    """A drafter on fewer ranks than the target, which to its layers are all ranks.
-
-    The part inside the target's graphs (`absorb`) exchanges nothing, and needs no context.
-    """
-
-    def __init__(self, drafter: Drafter, layout: Any):
-        self._drafter, self._layout = drafter, layout
-        self.mask_token_id, self.num_draft_rows = drafter.mask_token_id, drafter.num_draft_rows
-        self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
-        self.defers_plain_cycles = drafter.defers_plain_cycles
-        self.attach_pools, self.absorb, self.draw = drafter.attach_pools, drafter.absorb, drafter.draw
-        self.to_draft = drafter.to_draft
-        self.begin_prefill = self._on_own_ranks(drafter.begin_prefill)
-        self.prefill = self._on_own_ranks(drafter.prefill)
-        self.admit_prefilled = self._on_own_ranks(drafter.admit_prefilled)
-        self.propose = self._on_own_ranks(drafter.propose)
-        self.commit = self._on_own_ranks(drafter.commit)
-
-    def _on_own_ranks(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with run_as_draft(self._layout):
-                return method(*args, **kwargs)
-
-        return run
-
-
-def disable_graphs_if_any_rank_idle(forward_batch: ForwardBatch) -> None:
-    """Keep all ranks from replaying a CUDA graph of the target if one of them is idle.
-
-    A graph's rows are padded and an idle rank's are not, so each would look for the other's rows elsewhere.
-    """
-    requests = forward_batch.original_global_num_tokens_cpu
-    if requests is not None and 0 in requests:
-        forward_batch.can_run_decode_cuda_graph = False
-
-
 def run_idle(batch: Any, target_worker: Any, block_size: int) -> GenerationBatchResult:
     """Take part in the target's forward, prefill or verify, on a rank without requests."""
     nothing = torch.empty((0,), dtype=torch.int64, device=target_worker.device)
     if not batch.is_extend_in_batch:
         # SGLang reads from it how many rows each request of the other ranks has.
-        batch.spec_info = DFlashVerifyInput.for_target(VerifyRows(0, block_size), nothing, nothing)
+        batch.spec_info = DFlashVerifyInput.for_target(VerifyLayout(0, block_size), nothing, nothing)
     forward_batch = ForwardBatch.init_new(
         batch,
         target_worker.model_runner,

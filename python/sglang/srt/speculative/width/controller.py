@@ -13,17 +13,77 @@ import numpy as np
 import torch
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
-from sglang_dflash.srt.speculative.cycle.prompts import table_rows
-from sglang_dflash.srt.speculative.dflash_info import PrefilledRequests, Prompts
-from sglang_dflash.srt.speculative.drafters.copy_stats import Proposals
-from sglang_dflash.srt.speculative.width.chooser import Choice, LengthChooser
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.cycle.plan import CyclePlan, Proposals, Requests
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, table_rows
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows, RowBackends
+from sglang_dflash.srt.speculative.drafters.copies import CopySource
+from sglang_dflash.srt.speculative.request_fields import requested_caps
 from sglang_dflash.srt.speculative.width.clock import CycleClock
-from sglang_dflash.srt.speculative.width.plan import Backends, PlannedCycle, Requests, planned
-from sglang_dflash.srt.speculative.width.survival import MODES, UNKNOWN_MATCH
+from sglang_dflash.srt.speculative.width.estimates import MODES, UNKNOWN_MATCH
+from sglang_dflash.srt.speculative.width.policy import Choice, LengthChooser
 
 logger = logging.getLogger(__name__)
 
+Backends = AnyRows | RowBackends
 _GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
+
+
+def plan_cycle(
+    width: "Width", batch: Any, block_size: int, acceptor: Acceptor, copies: CopySource
+) -> CyclePlan:
+    """Plan the next cycle of a decode batch."""
+    caps = requested_caps(batch.reqs, block_size)
+    is_capped = caps is not None and bool(caps.min() < block_size - 1)
+    draws = acceptor.draws_drafts(batch.sampling_info, is_capped)
+    return width.choose(batch, draws, copies.look_up(batch), caps)
+
+
+def plan_lengths(
+    backends: Backends, lengths: np.ndarray, copies: np.ndarray, needs_rectangle: bool = False
+) -> CyclePlan:
+    """Have the backends verify `lengths` drafted tokens, and plan the cycle that does.
+
+    With `needs_rectangle`, all requests must verify equally many tokens.
+    """
+    layout = backends.follow(lengths, needs_rectangle)
+    return CyclePlan(layout, copies=copies & (layout.num_draft_tokens > 0))
+
+
+class WholeBlocks:
+    """Verifies the whole block in every cycle, and learns nothing."""
+
+    def __init__(self, block_size: int):
+        self._block_size = block_size
+
+    def begin_prefill(self, prompts: Prompts) -> None:
+        """Do nothing."""
+
+    def admit_prefilled(self, requests: PrefilledRequests) -> None:
+        """Do nothing."""
+
+    def choose(
+        self,
+        batch: Any,
+        draws: bool,
+        matches: np.ndarray | None = None,
+        caps: np.ndarray | None = None,
+    ) -> CyclePlan:
+        """Plan whole blocks."""
+        return CyclePlan(whole_blocks(len(batch.reqs), self._block_size), draws, caps=caps)
+
+    def on_launched(self, plan: CyclePlan) -> None:
+        """Do nothing."""
+
+    def on_accept_lens(
+        self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals | None = None
+    ) -> None:
+        """Do nothing."""
+
+    def report(self) -> dict:
+        """Return nothing for /server_info."""
+        return {}
 
 
 class AdaptiveWidth:
@@ -82,32 +142,31 @@ class AdaptiveWidth:
     def choose(
         self,
         batch: Any,
-        draws_drafts: bool,
+        draws: bool,
         matches: np.ndarray | None = None,
         caps: np.ndarray | None = None,
-    ) -> PlannedCycle:
+    ) -> CyclePlan:
         """Choose what the next cycle drafts and verifies.
 
         Args:
             batch: the scheduler's.
-            draws_drafts: whether drafted tokens are drawn.
+            draws: whether drafted tokens are drawn.
             matches: lengths of the requests' matches, if copies are on and the host knows them. [n]
             caps: most drafted tokens that each request may accept. None: no limits. [n]
         """
         self._learn_timings()
-        self._batch = requests = self._describe(batch, draws_drafts)
+        self._batch = requests = self._describe(batch, draws)
         # As of a cycle or two ago; the batch's own lengths may not be on the host.
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
         if matches is None and self._has_copies:
             matches = self._expected_matches[requests.rows]
         needs_equal = _needs_equal_lengths(batch.sampling_info)
         choice = self._agree(requests, num_tokens, matches, caps)
-        plan = planned(self._backends, choice.lengths, choice.copies, needs_equal)
-        lengths = np.full(len(requests.rows), plan.width - 1) if plan.lengths is None else plan.lengths
-        choice = choice._replace(lengths=lengths)
+        plan = plan_lengths(self._backends, choice.lengths, choice.copies, needs_equal)
+        choice = choice._replace(lengths=plan.layout.num_draft_tokens)
         work = self.chooser.work(choice, num_tokens)
-        plan = plan._replace(caps=caps, matches=matches, batch=requests, work=work)
-        self._count(plan.width, choice)
+        plan = plan._replace(draws=draws, caps=caps, matches=matches, requests=requests, work=work)
+        self._count(plan.verify_len, choice)
         self._clock.start()
         return plan
 
@@ -161,9 +220,9 @@ class AdaptiveWidth:
     def _choose(self, batch: Requests, num_tokens: int, *limits: np.ndarray | None) -> Choice:
         return self.chooser.choose(batch.key, batch.rows, batch.modes, num_tokens, *limits)
 
-    def on_launched(self, cycle: PlannedCycle) -> None:
+    def on_launched(self, plan: CyclePlan) -> None:
         """Stop timing."""
-        self._clock.stop(cycle.work)
+        self._clock.stop(plan.work)
 
     def _learn_timings(self) -> None:
         for work, seconds, gap in self._clock.finished():
@@ -174,24 +233,24 @@ class AdaptiveWidth:
             self.chooser.costs.observe(work, seconds + gap)
 
     def on_accept_lens(
-        self, cycle: PlannedCycle, accept_lens: Sequence[int], proposals: Proposals | None = None
+        self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals | None = None
     ) -> None:
         """Learn from the accepted drafted tokens of each request.
 
         `proposals` are the sources of the blocks, on the host, if copies are on.
         """
-        batch, accepted = cycle.batch, np.asarray(accept_lens)
+        batch, accepted = plan.requests, np.asarray(accept_lens)
         assert batch is not None
-        rows, modes, verified = batch.rows, batch.modes, cycle.verified_drafts(len(accepted))
+        rows, modes, verified = batch.rows, batch.modes, plan.max_accept
         same: Any = slice(None)
         if batch.key[2] != self._num_prefills:
             same = self._row_generation[rows] == batch.generations
             rows, modes, accepted, verified = rows[same], modes[same], accepted[same], verified[same]
         if proposals is not None and proposals.lengths is not None:
-            assert proposals.right is not None and cycle.matches is not None and cycle.copies is not None
+            assert proposals.right is not None and plan.matches is not None and plan.copies is not None
             lengths, right = proposals.lengths.numpy()[same], proposals.right.numpy()[same]
-            self._learn_copies(rows, modes, cycle.matches[same], lengths, right, accepted)
-            verified = np.where((lengths <= 0) & ~cycle.copies[same], verified, 0)
+            self._learn_copies(rows, modes, plan.matches[same], lengths, right, accepted)
+            verified = np.where((lengths <= 0) & ~plan.copies[same], verified, 0)
         self.chooser.drafts.learn(rows, modes, verified, accepted)
 
     def _learn_copies(
@@ -267,3 +326,6 @@ def _needs_equal_lengths(sampling_info: Any) -> bool:
     """Return True if custom logit processors or sampling masks read whole blocks."""
     returns_masks = getattr(sampling_info, "sampling_mask_batch_indices", None) is not None
     return sampling_info.has_custom_logit_processor or returns_masks
+
+
+Width = WholeBlocks | AdaptiveWidth

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative import dflash_info
-from sglang_dflash.srt.speculative.cycle.verify_rows import VerifyRows
-from sglang_dflash.srt.speculative.dflash_info import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.drafters.some import draft_for_some
-from sglang_dflash.srt.speculative.width.adaptive import AdaptiveWidth
-from sglang_dflash.srt.speculative.width.backends import AnyRows
-from sglang_dflash.srt.speculative.width.chooser import LengthChooser
+from sglang_dflash.srt.speculative.cycle import block as blocks
+from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
+from sglang_dflash.srt.speculative.drafters.sampling import draft_subset
 from sglang_dflash.srt.speculative.width.clock import CycleClock
-from sglang_dflash.srt.speculative.width.costs import CostTable
+from sglang_dflash.srt.speculative.width.controller import AdaptiveWidth
+from sglang_dflash.srt.speculative.width.estimates import CostTable
+from sglang_dflash.srt.speculative.width.policy import LengthChooser
 
 BLOCK, ROW = 4, 400
 
@@ -100,31 +101,33 @@ def test_drafts_and_copies_share_a_batch(seed, n, draws):
     width, committed = int(lengths.max()) + 1, torch.from_numpy(rng.integers(5, 60, n))
     table = torch.from_numpy(rng.permutation(n * 64).reshape(n, 64).astype(np.int32))
     anchors = torch.arange(1, n + 1)
-    tokens, positions, cache_loc = dflash_info.prepare_block(
+    tokens, positions, cache_loc = blocks.prepare_block(
         anchors, committed, torch.arange(n), table, 999, BLOCK
     )
     translator = SimpleNamespace(plan=lambda write_virtual, **_: write_virtual)
-    cycle = Cycle(n, torch.arange(n), committed, committed, tokens, positions, cache_loc, cache_loc, False)
-    on_host = np.flatnonzero((lengths > 0) & ~copies)
-    chosen = torch.from_numpy(on_host)
+    layout = whole_blocks(n, BLOCK)
+    cycle = Cycle(
+        n, torch.arange(n), committed, committed, tokens, positions, cache_loc, cache_loc, False, layout
+    )
+    is_drafted = (lengths > 0) & ~copies
+    chosen = torch.from_numpy(np.flatnonzero(is_drafted))
     drafter, info = Counting(draws), None
     if draws:
         some = torch.zeros(n)
         info = _Sampling(some, some, some, some)
-    block = draft_for_some(
-        drafter, cycle, on_host, chosen, width, info, SimpleNamespace(kv_index_translator=translator)
+    block = draft_subset(
+        drafter, cycle, is_drafted, width, info, SimpleNamespace(kv_index_translator=translator)
     )
     assert block.tokens.shape == (n, width) and drafter.seen == anchors[chosen].tolist()
     if block.probs is not None:
         assert block.probs.ids.shape[:2] == (n, width - 1)
         assert (block.probs.of(block.tokens[:, 1:]) == 1).all()
-    rows = VerifyRows(n, width, lengths)
+    rows = VerifyLayout(n, width, lengths)
     packed = cycle.packed(rows, chosen)
     want_tokens, want_positions, want_slots = [], [], []
     for i in range(n):
         for k in range(lengths[i] + 1):
-            is_drafted = k > 0 and i in chosen.tolist()
-            want_tokens.append(100 * (i + 1) + k if is_drafted else i + 1)
+            want_tokens.append(100 * (i + 1) + k if k > 0 and is_drafted[i] else i + 1)
             want_positions.append(int(committed[i]) + k)
             want_slots.append(int(table[i, min(int(committed[i]) + k, 63)]))
     assert rows.pack(block.tokens).flatten().tolist() == want_tokens
@@ -156,6 +159,7 @@ def test_custom_logit_processors_read_whole_blocks(has_processor):
     )
     plan = width.choose(batch, False, np.array([16, 0]))
     if has_processor:
-        assert plan.lengths.tolist() == [BLOCK - 1] * 2
+        assert plan.layout.num_draft_tokens.tolist() == [BLOCK - 1] * 2
     else:
-        assert plan.lengths.tolist() == [BLOCK - 1, 0] and plan.copies.tolist() == [True, False]
+        assert plan.layout.num_draft_tokens.tolist() == [BLOCK - 1, 0]
+        assert plan.copies.tolist() == [True, False]

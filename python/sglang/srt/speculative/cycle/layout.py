@@ -1,0 +1,141 @@
+"""Rows of a verify forward: the first slots of each request's block, packed."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
+from sglang_dflash.srt.speculative.cycle.prompts import on_device
+
+
+class VerifyLayout:
+    """Map between blocks [bs, W] and the packed rows [T] of their verify forward.
+
+    A request verifies its anchor and L_i drafted tokens. Its L_i + 1 rows follow each other, and W is the
+    largest L_i + 1. Values per slot stay rectangles. A slot past a request's rows repeats its last row's
+    value, and `max_accept` keeps acceptance from reading it. In a rectangle all verify W slots: rows are the
+    flattened blocks, and no map is needed. A CUDA graph may have further rows, which are not read: they
+    repeat the first one, and their KV goes to SGLang's padding slot.
+
+    Args:
+        bs: number of requests.
+        verify_len: W.
+        num_draft_tokens: [bs] on the host, L_i. None: W - 1 for every request.
+        device: of the maps.
+        for_graph: SGLang's layout of the rows, for backends that read it on a GPU.
+
+    Attributes:
+        is_rectangle: whether every request verifies W slots, and no graph has further rows.
+        max_accept: [bs] int32, L_i on the device. None in a rectangle.
+        slots: [bs, W] int64, row of each slot. Not in a rectangle.
+        index: [T] int64, slot of each row among the flattened [bs, W]. Not in a rectangle.
+    """
+
+    def __init__(
+        self,
+        bs: int,
+        verify_len: int,
+        num_draft_tokens: np.ndarray | None = None,
+        device: Any = "cpu",
+        for_graph: Any = None,
+    ):
+        self.bs, self.verify_len, self.for_graph = bs, verify_len, for_graph
+        if num_draft_tokens is None:
+            num_draft_tokens = np.full(bs, verify_len - 1)
+        self.num_draft_tokens = num_draft_tokens
+        self.is_rectangle = bool((num_draft_tokens == verify_len - 1).all())
+        if for_graph is not None and for_graph.graph_num_tokens != bs * verify_len:
+            self.is_rectangle = False
+        self._columns: tuple[int, torch.Tensor] | None = None
+        self.max_accept: torch.Tensor | None = None
+        if self.is_rectangle:
+            return
+        column, counts = np.arange(verify_len), num_draft_tokens[:, None]
+        starts = np.cumsum(num_draft_tokens + 1) - num_draft_tokens - 1
+        index = np.flatnonzero(column <= counts)
+        self._padding = 0 if for_graph is None else for_graph.graph_num_tokens - len(index)
+        self.max_accept = on_device(num_draft_tokens, torch.int32, device)
+        self.slots = on_device(starts[:, None] + np.minimum(column, counts), torch.int64, device)
+        self.index = on_device(np.pad(index, (0, self._padding)), torch.int64, device)
+
+    def columns(self, block_size: int) -> torch.Tensor:
+        """Return the slot of each row among flattened blocks of this size, [T] int64.
+
+        Rows that no request has get -1. Not for a rectangle.
+        """
+        if self._columns is None or self._columns[0] != block_size:
+            held = np.arange(block_size) <= self.num_draft_tokens[:, None]
+            columns = np.pad(np.flatnonzero(held), (0, self._padding), constant_values=-1)
+            self._columns = block_size, on_device(columns, torch.int64, self.index.device)
+        return self._columns[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """bs and W."""
+        return self.bs, self.verify_len
+
+    @property
+    def starts(self) -> torch.Tensor | None:
+        """First row of each request, [bs] int64. None in a rectangle."""
+        return None if self.is_rectangle else self.slots[:, 0].contiguous()
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.bs * self.verify_len if self.is_rectangle else self.index.numel()
+
+    def pack(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Take the rows of values per slot: [bs, W, ...] -> [T, ...]."""
+        flat = blocks.flatten(0, 1)
+        return flat if self.is_rectangle else flat[self.index]
+
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
+        """Give each slot the value of its row: [T, ...] -> [bs, W, ...]."""
+        return rows.view(*self.shape, *rows.shape[1:]) if self.is_rectangle else rows[self.slots]
+
+    def repeat(self, per_request: Any) -> Any:
+        """Give each row its request's value: [bs, ...] -> [T, ...]. None stays None."""
+        if per_request is None:
+            return None
+        if not self.is_rectangle:
+            return per_request[self.index // self.verify_len]
+        return per_request if self.verify_len == 1 else per_request.repeat_interleave(self.verify_len, dim=0)
+
+    def of(self, column: int) -> torch.Tensor:
+        """Return the row of one slot of each request. [bs] int64"""
+        return (
+            torch.arange(self.bs) * self.verify_len + column if self.is_rectangle else self.slots[:, column]
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def whole_blocks(bs: int, verify_len: int) -> VerifyLayout:
+    """Return the layout of blocks that are verified whole. A cycle asks several times."""
+    return VerifyLayout(bs, verify_len)
+
+
+class GraphLayout(RaggedVerifyLayout, frozen=True):  # type: ignore[call-arg]
+    """A layout of all S requests of a graph, made on the host, where it keeps the `counts`."""
+
+    counts: tuple[int, ...] = ()
+
+    @classmethod
+    def from_counts(cls, counts: Sequence[int], num_rows: int, device: Any) -> "GraphLayout":
+        """Copy `counts`, rows of each request, to the device without waiting."""
+        ends = np.cumsum(counts)
+        numbers = on_device([*counts, 0, *ends.tolist()], torch.int32, device)
+        lengths, bounds = numbers[: len(counts)], numbers[len(counts) :]
+        return cls(
+            verify_lens=lengths,
+            graph_num_tokens=num_rows,
+            extend_start_loc=bounds[:-1],
+            qo_indptr_device=bounds,
+            counts=tuple(counts),
+        )
+
+    def padded_to_bucket(self, *, padded_bs: int, cap: int | None = None) -> "GraphLayout":
+        """Return itself: it has the requests that pad a batch."""
+        return self

@@ -1,0 +1,125 @@
+"""What a cycle drafts and verifies, and the cycles whose outcome the host does not know yet."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+
+
+class Requests(NamedTuple):
+    """The requests of a cycle, which hardly ever change from one cycle to the next."""
+
+    # Without a prefill, equal rows hold equal requests.
+    key: tuple[list[int], bool, int]  # rows, whether drafts are drawn, number of prefills so far
+    rows: np.ndarray  # of the request table. [n]
+    generations: np.ndarray  # which request each row held. [n]
+    modes: np.ndarray  # of `MODES`. [n]
+
+
+class Work(NamedTuple):
+    """Work of a cycle."""
+
+    requests: int  # that it decodes
+    verified: int  # drafted tokens in all
+    drafted_for: int  # requests that the draft serves
+    is_uneven: bool = False  # whether requests verify different numbers
+    num_tokens: int | None = None  # committed tokens of all requests; None: as many as at start-up
+
+
+class CyclePlan(NamedTuple):
+    """What a cycle drafts and verifies.
+
+    It is chosen before anything is drafted: which slots are verified may not depend on drawn tokens. A copy
+    is not drawn, as the text determines it.
+    """
+
+    layout: VerifyLayout  # of the verify forward
+    draws: bool = False  # whether drafted tokens are drawn instead of the draft's argmax
+    # Requests that verify a copy instead of drafted tokens. None: all verify whole blocks, and a request's
+    # record decides whether it copies. [n] bool
+    copies: np.ndarray | None = None
+    caps: np.ndarray | None = None  # most drafted tokens to accept per request. None: no limits. [n]
+    matches: np.ndarray | None = None  # lengths that the choice knew of, 0 without a match. [n]
+    requests: Requests | None = None  # None: nothing is learned
+    work: Work | None = None  # None: its time is not learned from
+
+    @property
+    def verify_len(self) -> int:
+        """Most slots that a request verifies, the anchor included."""
+        return self.layout.verify_len
+
+    @property
+    def max_accept(self) -> np.ndarray:
+        """Drafted tokens of each request that could be accepted. [n]"""
+        verified = self.layout.num_draft_tokens
+        return verified if self.caps is None else np.minimum(self.caps, verified)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """Sources of the blocks of one cycle.
+
+    Attributes:
+        lengths: [bs] int32 on the host, lengths of the requests' matches. 0: none. Negative: passed over for
+            the draft. None: no lookup.
+        transferred: end of the transfer of `lengths` and `right` to the host.
+        was_drafted: whether the draft ran.
+        admissions: prefills and arrivals before the cycle.
+        right: [bs] int64 on the host, tokens of each match's continuation that were the target's, used or
+            not. None: not compared.
+    """
+
+    lengths: torch.Tensor | None
+    transferred: torch.Event | None
+    was_drafted: bool
+    admissions: int
+    right: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class CycleInFlight:
+    """A launched cycle. The host learns its accept lengths when it lands.
+
+    Attributes:
+        plan: what it drafts and verifies.
+        proposals: sources of the blocks. None: no copies were looked up.
+        has_landed: whether the host knows the accept lengths.
+        previous: the cycle launched before, until it lands.
+    """
+
+    plan: CyclePlan
+    proposals: Proposals | None = None
+    has_landed: bool = False
+    previous: "CycleInFlight | None" = None
+
+    @property
+    def verify_len(self) -> int:
+        """Tokens that the cycle adds to a request at most. It adds one at least."""
+        return self.plan.verify_len
+
+
+class CyclesInFlight:
+    """Launched cycles, oldest first. SGLang reports the accept lengths of each once, in order."""
+
+    def __init__(self) -> None:
+        self._cycles: deque[CycleInFlight] = deque()
+
+    def launch(self, cycle: CycleInFlight) -> CycleInFlight:
+        """Append a cycle, and return it."""
+        cycle.previous = self._cycles[-1] if self._cycles else None
+        self._cycles.append(cycle)
+        return cycle
+
+    def land(self, accept_lens: Sequence[int]) -> CycleInFlight:
+        """Remove and return the oldest cycle, whose accept lengths are now known."""
+        cycle = self._cycles.popleft()
+        assert len(accept_lens) == cycle.plan.layout.bs, "SGLang reports every cycle once, in order"
+        cycle.has_landed = True
+        if self._cycles:
+            self._cycles[0].previous = None
+        return cycle

@@ -1,0 +1,322 @@
+"""`--speculative-copy-ahead`: propose copies of a request's own text.
+
+A copy is what followed the request's last tokens earlier in its prompt or output.
+
+Per request and cycle the proposal is such a copy, or the draft's block. The choice depends on the request's
+text and on earlier copies in it, never on the draft's tokens. So it is lossless for sampled requests: a
+copied token has probability 1, whatever the draft method.
+
+The feature is not called n-gram: SGLang has an algorithm and flags of that name, which draft from a store
+that all requests share."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
+from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE, append_tokens, choose_copies, find_match
+from sglang_dflash.srt.layers.draft_probs import DraftProbs
+from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
+from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.plan import Proposals
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device, packed_ranges
+
+logger = logging.getLogger(__name__)
+
+DRAFT, COPY = "draft", "copy"
+# Cycles in a row in which every request accepted a whole copied block, after which the next cycle skips the
+# draft. Under overlap scheduling the last one or two are not known yet: a copy that ends in them costs its
+# request about a cycle, and a draft forward is about a sixth of one (benchmark/ROOFLINE.md). A copy that has
+# gone on for so long is likely to go on for as long again.
+WHOLE_CYCLES = 8
+
+
+class CopyStats:
+    """Counts blocks, proposed and accepted tokens by source, here and in the metrics."""
+
+    def __init__(self, metrics: DFlashMetrics):
+        self._metrics = metrics
+        self._admissions = 0
+        self._whole = 0
+        self._cycles = self._without_draft = 0
+        self._blocks: Counter[str] = Counter()
+        self._proposed: Counter[str] = Counter()
+        self._accepted: Counter[str] = Counter()
+
+    @property
+    def all_copy(self) -> bool:
+        """True if, as far as the host knows, every running request is inside a copy."""
+        return self._whole >= WHOLE_CYCLES
+
+    def on_admission(self) -> None:
+        """Note new requests: older cycles are no longer about all of them."""
+        self._admissions += 1
+        self._whole = 0
+
+    def proposals(
+        self, lengths: torch.Tensor | None, was_drafted: bool, right: torch.Tensor | None = None
+    ) -> Proposals:
+        """Record a cycle that begins. Arguments are those of `Proposals`, on the device."""
+        transferred = None
+        if lengths is not None and lengths.is_cuda:
+            transferred = torch.get_device_module(lengths.device).Event()
+            lengths = lengths.to("cpu", non_blocking=True)
+            right = None if right is None else right.to("cpu", non_blocking=True)
+            transferred.record()
+        return Proposals(lengths, transferred, was_drafted, self._admissions, right)
+
+    def on_accept_lens(
+        self, cycle: Proposals, accept_lens: Sequence[int], num_drafted: Sequence[int]
+    ) -> None:
+        """Count the accepted ones of `num_drafted` proposed tokens of each request."""
+        self._cycles += 1
+        if cycle.lengths is None:
+            self._whole = 0
+            return
+        if cycle.transferred is not None:
+            cycle.transferred.synchronize()  # over already: SGLang has waited for later work
+        if not any(num_drafted):
+            self._whole = 0
+            return
+        self._without_draft += not cycle.was_drafted
+        is_copied = [length > 0 for length in cycle.lengths.tolist()]
+        for source in (COPY, DRAFT):
+            # If nothing was drafted, the tokens beside copies have no source.
+            blocks = [
+                (kept, drafted)
+                for kept, drafted, copied in zip(accept_lens, num_drafted, is_copied, strict=True)
+                if drafted and copied == (source == COPY) and (copied or cycle.was_drafted)
+            ]
+            accepted, proposed = (sum(block[i] for block in blocks) for i in (0, 1))
+            self._blocks[source] += len(blocks)
+            self._proposed[source] += proposed
+            self._accepted[source] += accepted
+            self._metrics.count_source(source, len(blocks), proposed, accepted)
+        self._metrics.count_undrafted(not cycle.was_drafted)
+        is_whole = all(is_copied) and list(accept_lens) == list(num_drafted)
+        self._whole = self._whole + 1 if is_whole and cycle.admissions == self._admissions else 0
+
+    def report(self) -> dict[str, Any]:
+        """Return plain numbers for /server_info."""
+        return {
+            "cycles": self._cycles,
+            "cycles_without_draft": self._without_draft,
+            "blocks": dict(self._blocks),
+            "proposed_tokens": dict(self._proposed),
+            "accepted_tokens": dict(self._accepted),
+        }
+
+
+class CopySource:
+    """The texts of running requests, and what follows in them after each request's last tokens.
+
+    Texts are on the device: under overlap scheduling the host learns tokens a step late. They take 4 bytes
+    per row and position. A row is rewritten when a request takes it. A source without texts finds nothing:
+    that is a server without copies, and any server until start-up has measured its cycles.
+
+    The draft's forward is skipped if all running requests copy. On a CPU that is read from the device.
+    Elsewhere it is predicted from what the host knows (`CopyStats.all_copy`). P-EAGLE's forward also
+    writes context, and runs every time.
+
+    Matches are looked up in plain cycles too. Compared with the tokens that the target then emits, they show
+    what copies are worth while nothing is verified.
+
+    Args:
+        block_size: B.
+        stats: counts outcomes by source.
+
+    Attributes:
+        history: [rows, positions] int32, texts. -1: no token.
+        knows_matches_on_host: whether the host reads from the device who copies. `allocate` sets it on a CPU.
+        proposals: sources of the latest cycle's blocks. None: there are no texts.
+    """
+
+    def __init__(self, block_size: int, stats: CopyStats):
+        self._block_size = block_size
+        self.stats = stats
+        self.knows_matches_on_host = False
+        self.proposals: Proposals | None = None
+        self._has_texts = False
+        self._keys: torch.Tensor | None = None  # of the next cycle's matches
+        self._found: torch.Tensor | None = None  # continuations of all matches of the cycle under way
+        self._copied: torch.Tensor | None = None  # likewise, of the requests that copy
+        self._lengths: torch.Tensor | None = None  # of the matches
+
+    def allocate(self, rows: int, context_len: int, vocab_size: int, device: torch.device) -> None:
+        """Allocate texts for the rows of the request table, in a vocabulary of this size.
+
+        Called when all graphs have their memory.
+        """
+        self._vocab_size, self._has_texts = vocab_size, True
+        # A block's tokens are written behind its anchor, however many are accepted.
+        self.history = torch.full(
+            (rows, context_len + self._block_size + 1), -1, dtype=torch.int32, device=device
+        )
+        self._start = torch.tensor([RULE.copies_start, RULE.drafts_start]).to(device)
+        self._records = self._start.repeat(rows, 1)
+        # By these, a copy is never worse than the draft.
+        self._no_records = torch.zeros_like(self._records)
+        self.knows_matches_on_host = device.type == "cpu"
+        logger.info(
+            "DFLASH copy-ahead: texts of %d requests take %.1f MB.", rows, self.history.numel() * 4 / 1e6
+        )
+
+    def begin_prefill(self, prompts: Prompts) -> None:
+        """Write the texts of a prefill's requests."""
+        if not self._has_texts:
+            return
+        self.stats.on_admission()
+        new = len(prompts.extend_lens) - prompts.num_running
+        # The tokens of the prefill lack what the prefix cache had of a new request.
+        cached = [
+            0 if is_continued else length
+            for is_continued, length in zip(prompts.is_continued, prompts.prefix_lens, strict=True)
+        ]
+        texts = [
+            req.get_fill_ids()[:n] if n else ()
+            for req, n in zip(prompts.reqs[:new], cached[:new], strict=True)
+        ]
+        self._write(prompts.req_pool_indices[:new], texts)
+        self._records[prompts.req_pool_indices[:new]] = self._start
+        rows = _repeated(prompts.req_pool_indices, prompts.extend_lens, prompts.tokens.numel())
+        self.history[rows, prompts.positions] = self._valid(prompts.tokens)
+
+    def end_prefill(self, prompts: Prompts, next_tokens: torch.Tensor) -> None:
+        """Append the target's token after each request's last one, [bs] int64."""
+        if not self._has_texts:
+            return
+        at = on_device(prompts.ends, torch.int64, next_tokens.device)
+        self.history[prompts.req_pool_indices, at] = next_tokens.int()
+
+    def admit_prefilled(self, requests: PrefilledRequests) -> None:
+        """Write the texts of requests that another server has prefilled."""
+        if not self._has_texts:
+            return
+        self.stats.on_admission()
+        outputs = zip(requests.reqs, requests.output_ids, strict=True)
+        self._write(requests.req_pool_indices, [[*req.origin_input_ids, *output] for req, output in outputs])
+        self._records[requests.req_pool_indices] = self._start
+
+    def look_up(self, batch: Any) -> np.ndarray | None:
+        """Find the matches of the next cycle, before it is planned.
+
+        Returns their lengths [bs], 0 without a match, if the host can read them. Else None.
+        """
+        if not self._has_texts:
+            return None
+        known = batch.seq_lens_cpu
+        longest = int((batch.spec_info.reserved_lens_cpu if known is None else known).max()) + 1
+        self._keys = find_match(self.history, batch.req_pool_indices, batch.seq_lens, longest, RULE)
+        return (self._keys.amax(dim=1) >> 32).numpy() if self.knows_matches_on_host else None
+
+    def choose(self, batch: Any, copies: np.ndarray | None) -> None:
+        """Choose the requests that copy what `look_up` found.
+
+        Args:
+            batch: the scheduler's.
+            copies: [bs] bool. None: each request's record of copies and drafts decides.
+        """
+        self._found = self._copied = self._lengths = None
+        if self._keys is None:
+            return
+        records = self._records if copies is None else self._no_records
+        self._found, self._lengths = choose_copies(
+            self.history,
+            records,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            self._keys,
+            self._block_size,
+            RULE,
+        )
+        self._keys = None
+        self._copied = self._found
+        if copies is not None:
+            is_copy = on_device(copies, torch.bool, self._found.device)
+            self._lengths = torch.where(is_copy, self._lengths, -self._lengths)
+            self._copied = torch.where(is_copy[:, None], self._found, -1)
+
+    def needs_draft(self) -> bool:
+        """Tell whether a request of the cycle drafts, as far as the host knows."""
+        if self._lengths is None:
+            return True
+        return not ((self._lengths > 0).all() if self.knows_matches_on_host else self.stats.all_copy)
+
+    def overlay(self, block: DraftBlock) -> DraftBlock:
+        """Put the chosen copies into a block [bs, W]."""
+        if self._copied is None:
+            return block
+        return overlay_copies(block, self._copied[:, : block.tokens.shape[1]])
+
+    def record(self, cycle: Cycle, accepted: AcceptedBlocks, was_drafted: bool) -> None:
+        """Append a cycle's output to the texts, and note the sources in `proposals`.
+
+        Args:
+            cycle: the verified blocks.
+            accepted: the step's output.
+            was_drafted: whether the draft's forward ran for any request.
+        """
+        if not self._has_texts:
+            return
+        lengths, right, is_own = self._lengths, None, cycle.drafted is not None
+        append_tokens(
+            self.history,
+            self._records,
+            cycle.req_pool_indices,
+            cycle.committed,
+            accepted.tokens,
+            accepted.accept_len,
+            # If the plan says who copies, estimates replace a request's record.
+            torch.zeros_like(accepted.accept_len) if lengths is None or is_own else lengths,
+            was_drafted and not is_own,
+            RULE,
+        )
+        if is_own and lengths is not None and self._found is not None:
+            right = _num_right(self._found, accepted)
+        self.proposals = self.stats.proposals(lengths, was_drafted, right)
+
+    def _valid(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Replace ids that stand for an image by -1. int32."""
+        return torch.where((tokens >= 0) & (tokens < self._vocab_size), tokens, -1).int()
+
+    def _write(self, rows: torch.Tensor, texts: Sequence[Sequence[int]]) -> None:
+        """Write texts from the host into rows, from position 0 on."""
+        counts = [len(text) for text in texts]
+        if not any(counts):
+            return
+        tokens = on_device(
+            np.concatenate([np.asarray(t, dtype=np.int64) for t in texts]), torch.int64, rows.device
+        )
+        positions = packed_ranges([0] * len(counts), counts, rows.device)
+        self.history[_repeated(rows, counts, tokens.numel()), positions] = self._valid(tokens)
+
+
+def overlay_copies(block: DraftBlock, copied: torch.Tensor) -> DraftBlock:
+    """Put copied tokens [bs, W] int64 into a block; skip negative ids."""
+    is_copied = copied >= 0
+    tokens, probs = torch.where(is_copied, copied, block.tokens), block.probs
+    if probs is not None:
+        is_first = torch.arange(probs.ids.shape[2], device=tokens.device) == 0
+        is_certain = is_copied[:, 1:, None]
+        probs = DraftProbs(
+            torch.where(is_certain & is_first, tokens[:, 1:, None], probs.ids),
+            torch.where(is_certain, is_first.to(probs.probs.dtype), probs.probs),
+        )
+    return DraftBlock(tokens, probs)
+
+
+def _num_right(copied: torch.Tensor, accepted: AcceptedBlocks) -> torch.Tensor:
+    """Count the copied tokens [bs, B] up to the first that is not the output's. [bs] int64"""
+    width = min(copied.shape[1] - 1, accepted.tokens.shape[1])
+    is_right = copied[:, 1 : width + 1] == accepted.tokens[:, :width]
+    is_right &= torch.arange(width, device=copied.device) <= accepted.accept_len[:, None]
+    return is_right.cumprod(dim=1).sum(dim=1)
+
+
+def _repeated(rows: torch.Tensor, counts: Sequence[int], total: int) -> torch.Tensor:
+    """Repeat each row once per token: [total] int64."""
+    return rows.repeat_interleave(on_device(counts, torch.int64, rows.device), output_size=total)
