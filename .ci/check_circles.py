@@ -100,7 +100,7 @@ def main() -> int:
         graph = join_rooms(graph, args.rooms)
     circles = find_circles(graph)
     for circle in circles:
-        print(f"Circle of imports: {', '.join(circle)}")
+        print(f"circle of imports: {', '.join(circle)}")
     print(f"{len(graph)} {'modules' if args.rooms is None else 'rooms'}, {len(circles)} circles.")
     return int(bool(circles))
 
