@@ -6,7 +6,7 @@ If SGLang has a field for a flag, it is written there; otherwise the flag writes
 import argparse
 from typing import Any
 
-from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
+from sglang_dflash.srt.configs.quantization import PACKED
 from sglang_dflash.srt.environ import DFlashOptions
 
 SAMPLE_METHODS = ("greedy", "probabilistic")

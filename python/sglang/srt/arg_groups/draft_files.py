@@ -1,8 +1,13 @@
 """Checks of a draft checkpoint's files in the main process, before SGLang reads them.
 
 A fault ends the start with an error that names the checkpoint, the file and the fault.
+
+A draft has its file's quantization, and is dequantized at load unless the flag
+`--speculative-draft-model-quantization` is `packed`. The target's `--quantization`, which SGLang gives to a
+draft without such a flag, says nothing about it.
 """
 
+import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -20,9 +25,11 @@ from sglang_dflash.srt.configs.draft_tensors import (
     vocabulary_problems,
 )
 from sglang_dflash.srt.configs.layer_fields import assumed_values, is_int
-from sglang_dflash.srt.configs.packed_tensors import INTEGERS, Header
-from sglang_dflash.srt.configs.weight_files import stored_tensors, weight_files
+from sglang_dflash.srt.configs.quantization import PACKED, DraftQuantization
+from sglang_dflash.srt.configs.weight_files import INTEGERS, Header, stored_tensors, weight_files
 from sglang_dflash.srt.environ import DFlashOptions
+
+logger = logging.getLogger(__name__)
 
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 
@@ -112,3 +119,41 @@ def size_problems(hf_config: Any) -> list[str]:
     if head_dim < 2 or head_dim % 2:
         return [f"head_dim is {head_dim}: RoPE turns pairs"]
     return []
+
+
+def check_draft_quantization(args: Any, quantization: DraftQuantization | None) -> None:
+    """Raise ValueError if the flag names another quantization than the file's."""
+    if problem := flag_problem(args, quantization):
+        raise ValueError(problem)
+
+
+def flag_problem(args: Any, quantization: DraftQuantization | None) -> str | None:
+    """Say how the flag contradicts the file.
+
+    Args:
+        args: the server's; SGLang has turned "unquant", which fits every file, into None.
+        quantization: the file's; None if it is dense.
+    """
+    named = args.speculative_draft_model_quantization
+    if named is None or not args._speculative_draft_quantization_explicitly_set:
+        return None
+    flag = f"--speculative-draft-model-quantization {named}"
+    if quantization is None:
+        return f"{flag} is not served for a draft that is not quantized: leave it out."
+    if named not in (PACKED, *quantization.names):
+        return (
+            f"{flag}: the draft is quantized by {quantization.method}. Leave the flag out, or give {PACKED}."
+        )
+    return None
+
+
+def settle_draft_quantization(args: Any) -> None:
+    """Pass a flag that fits the file on to the processes that load the draft."""
+    DFlashOptions.DRAFT_PACKED.clear()
+    named = args.speculative_draft_model_quantization
+    if named is not None and not args._speculative_draft_quantization_explicitly_set:
+        logger.info("DFLASH: --quantization %s is the target's; the draft stays as it is saved.", named)
+    elif named == PACKED and args.device == "cpu":
+        logger.warning("DFLASH dequantizes the draft: a CPU has no kernels for packed layers.")
+    elif named == PACKED:
+        DFlashOptions.DRAFT_PACKED.set(1)

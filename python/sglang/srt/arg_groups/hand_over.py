@@ -9,7 +9,6 @@ import copy
 import logging
 from typing import Any
 
-from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
 from sglang_dflash.srt.arg_groups.not_served import (
     chose_attention,
     dp_attention_findings,
@@ -19,6 +18,7 @@ from sglang_dflash.srt.arg_groups.not_served import (
 )
 from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.not_served import NotServed
+from sglang_dflash.srt.configs.quantization import PACKED
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.implementation import Implementation

@@ -3,15 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_dflash.srt.configs.draft_quantization import (
-    DraftQuantization,
-    OtherMethodError,
-    find_quantization,
-    read_quantization,
-)
 from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES, draft_findings
 from sglang_dflash.srt.configs.not_served import NotServed
 from sglang_dflash.srt.configs.peagle_config import config_class, is_draft
+from sglang_dflash.srt.configs.quantization import OtherMethodError, checkpoint_quantization
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 
 
@@ -33,14 +28,6 @@ def checkpoint_findings(
         where = "" if is_other else "quantization_config: "
         found.append(NotServed(where + str(error).rstrip("."), builtin_reads and is_other))
     return found
-
-
-def checkpoint_quantization(
-    config: Mapping[str, Any], checkpoint: str, revision: str | None = None
-) -> DraftQuantization | None:
-    """Read the quantization of a checkpoint's files. Raises ValueError if it is not served."""
-    raw = find_quantization(config, checkpoint, revision)
-    return read_quantization(raw) if raw else None
 
 
 def is_dflash_draft(config: Mapping[str, Any]) -> bool:

@@ -4,10 +4,10 @@ import functools
 import os
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_dflash.srt.configs.config_file import read_object
-from sglang_dflash.srt.configs.packed_tensors import Header
 
 INDEX = "model.safetensors.index.json"
 # Kinds of files, of which SGLang loads the first that is there.
@@ -29,6 +29,26 @@ _DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+
+INTEGERS = ("I64", "I32")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A tensor's element type by safetensors' name, its shape, and the file that holds it.
+
+    `values` are the entries of `weight_shape`, if they were read.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str = ""
+    values: tuple[int, ...] | None = None
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}: " if self.file else ""
+
 
 # A tensor's name in its file, its header, and a function that reads it, until the next one is taken.
 Stored = tuple[str, Header, Callable[[], Any]]

@@ -25,7 +25,7 @@ from sglang_dflash.srt.doctor.readings import (
     other_readings,
 )
 from sglang_dflash.srt.doctor.static_checks import Pair
-from sglang_dflash.srt.layers.dequantize import dequantize
+from sglang_dflash.srt.layers.dequantize import take_packed_modules
 
 # The evidence rests on sampled texts, for variety (a small target's greedy text repeats itself), and on short
 # greedy continuations that branch off them, because drafts are trained on greedy text.
@@ -282,20 +282,18 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
         loaded = load_file(file, device=str(target.device))
         tensors |= {canonical_name(name): tensor for name, tensor in loaded.items()}
     weights = {}
-    for name, scheme in pair.packed_modules().schemes.items():
-        own = [key for key in tensors if key.rpartition(".")[0] == name and not key.endswith(".bias")]
-        parts = {key.rpartition(".")[2]: tensors.pop(key) for key in own}
+    for module in take_packed_modules(tensors, pair.packed_modules()):
         try:
-            weight = dequantize(parts, scheme, *pair.expected_tensors()[f"{name}.weight"])
+            weight = module.dequantize(target.device)
         except ValueError as error:
-            raise BadInput(f"{pair.draft.name}: {name}.{error}") from error
-        weights[f"{name}.weight"] = weight.to(embedding.dtype)
+            raise BadInput(f"{pair.draft.name}: {error}") from error
+        weights[f"{module.name}.weight"] = weight.to(embedding.dtype)
     for name, tensor in tensors.items():
         weights[name] = tensor.to(embedding.dtype) if tensor.is_floating_point() else tensor
     if not config.has_own_vocabulary:
         weights.pop("d2t", None)
-    module = target.get_input_embeddings()
-    scale = float(getattr(module, "embed_scale", 1.0))  # Gemma's modules multiply what they look up
+    # Gemma's modules multiply what they look up.
+    scale = float(getattr(target.get_input_embeddings(), "embed_scale", 1.0))
     return plain_draft(config, pair.parsed.hf_config, weights, embedding, head, scale)
 
 

@@ -19,11 +19,10 @@ from sglang_dflash.srt.configs.draft_config import (
     spread_target_layer_ids,
 )
 from sglang_dflash.srt.configs.draft_formats import flat_config
-from sglang_dflash.srt.configs.draft_quantization import find_quantization, quantization_of
 from sglang_dflash.srt.configs.draft_tensors import (
     VOCABULARY_MAPS,
+    Unpacked,
     examine_headers,
-    expected_tensors,
     has_checked_values,
     is_ignored,
     value_problems,
@@ -31,9 +30,8 @@ from sglang_dflash.srt.configs.draft_tensors import (
 )
 from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES
 from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle
-from sglang_dflash.srt.configs.layer_fields import Shapes
-from sglang_dflash.srt.configs.packed_tensors import Header, Unpacked
 from sglang_dflash.srt.configs.peagle_config import ALIASES, read_draft_config
+from sglang_dflash.srt.configs.quantization import find_quantization, quantization_of
 from sglang_dflash.srt.configs.speculators_format import (
     is_speculators_config,
     served_types,
@@ -44,6 +42,7 @@ from sglang_dflash.srt.configs.target_fit import (
     depth_problem,
     vocabulary_difference,
 )
+from sglang_dflash.srt.configs.weight_files import Header
 from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
 from sglang_dflash.srt.doctor.findings import Finding, fault, note
 from sglang_dflash.srt.models.mask_token import find_mask_token
@@ -135,10 +134,6 @@ class Pair:
             self.config_faults = [fault(problem, _config_advice(problem), True) for problem in error.problems]
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             self.config_faults = [fault(f"config.json is not a Qwen3 draft's: {error}", FETCH_AGAIN, True)]
-
-    def expected_tensors(self) -> Shapes:
-        """Return the shapes of all tensors that the draft may have, unpacked."""
-        return expected_tensors(self.parsed.hf_config, self.parsed.config)[0]
 
     def packed_modules(self) -> Unpacked:
         """Return the tensors as a dense draft would have them, with their faults."""

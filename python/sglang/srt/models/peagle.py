@@ -20,7 +20,7 @@ from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer
-from sglang_dflash.srt.models.packed_weights import packed_layers_of
+from sglang_dflash.srt.models.quantized_linear import packed_layers_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def resolve_speculative_decoding(server_args: Any, previous: Any) -> None:
     """Wrap the step that resolves speculative decoding: DFLASH's arguments follow our rules."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
-    from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
+    from sglang_dflash.srt.configs.quantization import PACKED
     from sglang_dflash.srt.environ import DFlashOptions
 
     DFlashOptions.FALLBACK.clear()

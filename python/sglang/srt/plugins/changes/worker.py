@@ -10,7 +10,7 @@ AT_WORKER = (
         feature="quantized drafts",
         signature="(self)",
         why="we dequantize packed drafts ourselves; SGLang has no kernel for some, and none on a CPU",
-        build=made_by("srt.models.packed_weights.hiding_draft_quantization"),
+        build=made_by("srt.models.quantized_linear.hiding_draft_quantization"),
     ),
     Change(
         target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",

@@ -12,8 +12,8 @@ from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.mask_token import read_mask_embedding
-from sglang_dflash.srt.models.packed_weights import run_row_checks
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
+from sglang_dflash.srt.models.quantized_linear import run_row_checks
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.dflash_utils import check_target_model
 from sglang_dflash.srt.speculative.drafters.base import Drafter

@@ -18,7 +18,7 @@ from sglang_dflash.srt.configs.config_file import read_config
 from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
 from sglang_dflash.srt.configs.flat_peagle import ARCHITECTURES
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
-from sglang_dflash.srt.models.packed_weights import model_layer
+from sglang_dflash.srt.models.quantized_linear import model_layer
 from sglang_dflash.srt.speculative.targets.trial_load import without_writes
 
 Weights = Iterable[tuple[str, Any]]

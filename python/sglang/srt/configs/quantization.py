@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 MODELOPT_FILE = "hf_quant_config.json"
 # The attribute of a draft's config, in SGLang's hands, that holds the raw object.
 ATTRIBUTE = "draft_quantization"
+PACKED = "packed"  # a value of --speculative-draft-model-quantization that only ours has
 
 Shape = tuple[int, ...]
 Layout = Literal["packed", "int8", "fp8", "nvfp4", "mxfp4", "modelopt-nvfp4", "modelopt-fp8"]
@@ -202,6 +203,14 @@ def find_quantization(config: Mapping[str, Any], checkpoint: str, revision: str 
         return None if path is None else read_object(path)
     except ValueError as error:
         raise DraftConfigError(checkpoint, [str(error)]) from error
+
+
+def checkpoint_quantization(
+    config: Mapping[str, Any], checkpoint: str, revision: str | None = None
+) -> DraftQuantization | None:
+    """Read a checkpoint's quantization. Raises ValueError if it is not served."""
+    raw = find_quantization(config, checkpoint, revision)
+    return read_quantization(raw) if raw else None
 
 
 def quantization_of(hf_config: Any, checkpoint: str = "draft") -> DraftQuantization | None:
