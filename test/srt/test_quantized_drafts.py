@@ -19,8 +19,9 @@ from sglang_dflash.srt.arg_groups.draft_files import (
     check_draft_tensors,
     settle_draft_quantization,
 )
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
+from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.quantization import Scheme, quantization_of
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.dequantize import PackedModule

@@ -21,15 +21,14 @@ from sglang_dflash.srt.arg_groups.draft_files import check_draft_quantization, s
 from sglang_dflash.srt.arg_groups.hand_over import find_not_served, hand_over_if_not_served
 from sglang_dflash.srt.arg_groups.not_served import CPU_ATTENTION_BACKEND, draft_attention_findings
 from sglang_dflash.srt.arg_groups.plain_cycle import resolve_plain_cycle
-from sglang_dflash.srt.configs.config_file import read_config
+from sglang_dflash.srt.configs.checkpoint import read_config, read_mask_embedding
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.not_served import NotServed
-from sglang_dflash.srt.configs.peagle_config import read_draft_config
+from sglang_dflash.srt.configs.draft_kinds import read_draft_config
 from sglang_dflash.srt.configs.quantization import quantization_of
-from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, differences
+from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, differences, find_mask_token
+from sglang_dflash.srt.configs.unsupported import NotServed
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.ranks import prepare_ranks
-from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
 from sglang_dflash.srt.speculative.targets.kinds import target_kind
 from sglang_dflash.srt.speculative.targets.states import check_states_are_committed

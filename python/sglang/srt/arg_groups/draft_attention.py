@@ -3,13 +3,13 @@
 import logging
 from typing import Any
 
-from sglang_dflash.srt.configs.attention_backends import (
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.configs.target_fit import (
     COUNT_WINDOW_FROM_ANCHOR,
     COUNT_WINDOW_FROM_QUERY,
     DRAFT_ATTENTION_BACKENDS,
     PAGED_BACKENDS,
 )
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,15 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from sglang_dflash.srt.configs.config_file import find_config, read_config, read_object
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError
+from sglang_dflash.srt.configs.checkpoint import (
+    INTEGERS,
+    Header,
+    find_file,
+    read_config,
+    read_object,
+    tensors_of,
+)
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import flat_config
 from sglang_dflash.srt.configs.draft_tensors import (
     VOCABULARY_MAPS,
@@ -24,9 +31,8 @@ from sglang_dflash.srt.configs.draft_tensors import (
     value_problems,
     vocabulary_problems,
 )
-from sglang_dflash.srt.configs.layer_fields import assumed_values, is_int
+from sglang_dflash.srt.configs.fields import DraftConfigError, assumed_values, is_int
 from sglang_dflash.srt.configs.quantization import PACKED, DraftQuantization
-from sglang_dflash.srt.configs.weight_files import INTEGERS, Header, stored_tensors, weight_files
 from sglang_dflash.srt.environ import DFlashOptions
 
 logger = logging.getLogger(__name__)
@@ -36,7 +42,7 @@ _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 def check_draft_config(checkpoint: str, revision: str | None = None) -> None:
     """Raise ValueError unless config.json describes a draft of ours."""
-    path = find_config(checkpoint, revision)
+    path = find_file(checkpoint, revision)
     if path is None:
         return  # SGLang has other formats, or reports it
     try:
@@ -71,8 +77,7 @@ def check_draft_tensors(
     The loader checks a hub id, whose files need not be here yet. `target_tokens` is the size of the target's
     vocabulary, or None if it is the draft's.
     """
-    folder = os.path.expanduser(checkpoint)
-    if not os.path.isdir(folder):
+    if not os.path.isdir(os.path.expanduser(checkpoint)):
         return
     problems = size_problems(hf_config)
     if problems:
@@ -80,19 +85,18 @@ def check_draft_tensors(
     headers: dict[str, Header] = {}
     maps: dict[str, Any] = {}
     try:
-        for file in weight_files(folder):
-            for full_name, header, read in stored_tensors(os.path.join(folder, file)):
-                name = canonical_name(full_name)
-                if name in headers:
-                    other = headers[name].file
-                    problems.append(f"{file}: {full_name} stands for {name}, which is in {other} too")
-                if name.endswith(".weight_shape") and header.shape == (2,) and header.dtype in INTEGERS:
-                    header = replace(header, values=tuple(read().tolist()))
-                headers[name] = header
-                if name in VOCABULARY_MAPS and header.dtype in (*INTEGERS, "BOOL"):
-                    maps[name] = read()
-                elif not is_ignored(name) and has_checked_values(name, header.shape):
-                    problems += [f"{header.where}{problem}" for problem in value_problems(name, read())]
+        for full_name, header, read in tensors_of(checkpoint):
+            name = canonical_name(full_name)
+            if name in headers:
+                other = headers[name].file
+                problems.append(f"{header.file}: {full_name} stands for {name}, which is in {other} too")
+            if name.endswith(".weight_shape") and header.shape == (2,) and header.dtype in INTEGERS:
+                header = replace(header, values=tuple(read().tolist()))
+            headers[name] = header
+            if name in VOCABULARY_MAPS and header.dtype in (*INTEGERS, "BOOL"):
+                maps[name] = read()
+            elif not is_ignored(name) and has_checked_values(name, header.shape):
+                problems += [f"{header.where}{problem}" for problem in value_problems(name, read())]
     except ValueError as error:
         raise DraftConfigError(checkpoint, [*problems, str(error)]) from error
     tokens = draft.vocab_size if target_tokens is None else target_tokens

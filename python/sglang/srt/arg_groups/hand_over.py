@@ -16,10 +16,10 @@ from sglang_dflash.srt.arg_groups.not_served import (
     flag_findings,
     target_attention_findings,
 )
-from sglang_dflash.srt.configs.config_file import read_config
-from sglang_dflash.srt.configs.not_served import NotServed
+from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.quantization import PACKED
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
+from sglang_dflash.srt.configs.unsupported import NotServed
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.implementation import Implementation
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_attention import suited_backends
 from sglang_dflash.srt.arg_groups.draft_files import flag_problem
-from sglang_dflash.srt.configs.attention_backends import DRAFT_ATTENTION_BACKENDS
-from sglang_dflash.srt.configs.config_file import read_config
+from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.layer_fields import is_int
-from sglang_dflash.srt.configs.not_served import NotServed
+from sglang_dflash.srt.configs.draft_formats import checkpoint_findings, is_dflash_draft
+from sglang_dflash.srt.configs.fields import is_int
 from sglang_dflash.srt.configs.quantization import checkpoint_quantization
-from sglang_dflash.srt.configs.served_checkpoints import checkpoint_findings, is_dflash_draft
+from sglang_dflash.srt.configs.target_fit import DRAFT_ATTENTION_BACKENDS
+from sglang_dflash.srt.configs.unsupported import NotServed
 
 # Backends that verify a chain by their causal flag, without a mask.
 TARGET_ATTENTION_BACKENDS = (*DRAFT_ATTENTION_BACKENDS, "trtllm_mha", "trtllm_mla")

@@ -12,12 +12,11 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from sglang_dflash.srt.configs.draft_config import names_sliding_layers
 from sglang_dflash.srt.configs.draft_formats import flat_config
+from sglang_dflash.srt.configs.draft_kinds import ALIASES, is_draft
+from sglang_dflash.srt.configs.fields import MAX_SIZE, DraftConfigError, shown
 from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle
-from sglang_dflash.srt.configs.layer_fields import MAX_SIZE
-from sglang_dflash.srt.configs.peagle_config import ALIASES, is_draft
 from sglang_dflash.srt.configs.quantization import ATTRIBUTE, find_quantization
 from sglang_dflash.srt.configs.speculators_format import served_types, speculators_type
-from sglang_dflash.srt.configs.validation import DraftConfigError, shown
 from sglang_dflash.srt.environ import DFlashOptions
 
 

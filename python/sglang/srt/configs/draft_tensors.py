@@ -4,10 +4,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_dflash.srt.configs.checkpoint import FLOATS, INTEGERS, Header
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.layer_fields import Shapes
-from sglang_dflash.srt.configs.quantization import FLOATS, DraftQuantization, Scheme, quantization_of
-from sglang_dflash.srt.configs.weight_files import INTEGERS, Header
+from sglang_dflash.srt.configs.fields import Shapes
+from sglang_dflash.srt.configs.quantization import DraftQuantization, Scheme, quantization_of
 
 # Last parts of the names of a packed module's tensors. A dense one has `weight` alone.
 _PACKED_PARTS = (

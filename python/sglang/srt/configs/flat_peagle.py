@@ -7,10 +7,9 @@ AWS's reader for Neuron (gpt-oss), NeMo AutoModel's `LlamaEagle3DraftModel`.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from sglang_dflash.srt.configs.layer_fields import is_int
-from sglang_dflash.srt.configs.peagle_config import default_layer_inputs
-from sglang_dflash.srt.configs.validation import DraftConfigError, shown
-from sglang_dflash.srt.configs.weight_files import tensor_shapes
+from sglang_dflash.srt.configs.checkpoint import tensor_shapes
+from sglang_dflash.srt.configs.draft_kinds import default_layer_inputs
+from sglang_dflash.srt.configs.fields import DraftConfigError, is_int, shown
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",

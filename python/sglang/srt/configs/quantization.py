@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sglang_dflash.srt.configs.config_file import find_config, read_object
-from sglang_dflash.srt.configs.validation import DraftConfigError, shown
+from sglang_dflash.srt.configs.checkpoint import FLOATS, find_file, read_object
+from sglang_dflash.srt.configs.fields import DraftConfigError, shown
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ Shape = tuple[int, ...]
 Layout = Literal["packed", "int8", "fp8", "nvfp4", "mxfp4", "modelopt-nvfp4", "modelopt-fp8"]
 
 # Element types by safetensors' names.
-FLOATS = ("BF16", "F16", "F32", "F64")
 _FP8 = ("F8_E4M3",)
 _MXFP4_SCALES = ("U8", "F8_E8M0")
 
@@ -198,7 +197,7 @@ def find_quantization(config: Mapping[str, Any], checkpoint: str, revision: str 
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
             return config[key]
-    path = find_config(checkpoint, revision, MODELOPT_FILE)
+    path = find_file(checkpoint, revision, MODELOPT_FILE)
     try:
         return None if path is None else read_object(path)
     except ValueError as error:

@@ -18,8 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from sglang_dflash.srt.configs.peagle_config import PEAGLE_ARCHITECTURE, default_layer_inputs
-from sglang_dflash.srt.configs.validation import (
+from sglang_dflash.srt.configs.checkpoint import tensor_shapes
+from sglang_dflash.srt.configs.draft_kinds import PEAGLE_ARCHITECTURE, default_layer_inputs
+from sglang_dflash.srt.configs.fields import (
     MAX_LAYERS,
     DraftConfigError,
     LayerIds,
@@ -28,7 +29,6 @@ from sglang_dflash.srt.configs.validation import (
     problems_of,
     shown,
 )
-from sglang_dflash.srt.configs.weight_files import tensor_shapes
 
 # Types the library can train and we cannot serve. SGLang reads none of the library's files.
 _SERVED_ELSEWHERE = ("eagle3", "dspark", "mtp")

@@ -1,10 +1,18 @@
-"""A draft beside its target: what has to fit, and what may differ."""
+"""A draft beside its target and its attention backend: what has to fit, and what may differ."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, listed_ids
-from sglang_dflash.srt.configs.validation import DraftConfigError
+from sglang_dflash.srt.configs.fields import DraftConfigError
+
+# Backends that run draft blocks, in order of preference if the target's own does not suit the draft.
+DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
+# Backends that read whole pages of the KV cache.
+PAGED_BACKENDS = ("fa3", "fa4")
+# In a verify forward, FlashInfer cuts a sliding layer's keys once per block, the others once per query.
+COUNT_WINDOW_FROM_ANCHOR = ("flashinfer",)
+COUNT_WINDOW_FROM_QUERY = ("triton", "fa3", "fa4")
 
 # Targets whose last layer SGLang captures. Others have no next layer, at whose input it would.
 _CAPTURES_LAST_LAYER = (
@@ -47,6 +55,30 @@ def check_draft_fits_target(
     problems += [f"target_layer_ids {problem}"] if problem else []
     if problems:
         raise DraftConfigError(checkpoint, problems)
+
+
+def find_mask_token(
+    draft: DFlashDraftConfig, tokenizer: Any, checkpoint: str = "draft", target_tokens: int | None = None
+) -> int:
+    """Return the id of `draft.mask_token` in the target's tokenizer.
+
+    A token that the tokenizer lacks gets the id after its last, as z-lab's code adds it. `target_tokens` is
+    the size of the target's vocabulary, or None if it is the draft's.
+
+    Raises:
+        DraftConfigError: the embedding has no such row, or there is no tokenizer.
+    """
+    rows = target_tokens or draft.vocab_size
+    name = f"dflash_config.mask_token {draft.mask_token!r}"
+    if tokenizer is None:
+        raise DraftConfigError(
+            checkpoint, [f"{name}: there is no tokenizer to look it up in, give mask_token_id"]
+        )
+    found = tokenizer.get_vocab().get(draft.mask_token, len(tokenizer))
+    if found >= rows:
+        full = f"its embedding of {rows} rows has none to spare"
+        raise DraftConfigError(checkpoint, [f"{name} is not in the target's tokenizer, and {full}"])
+    return found
 
 
 def differences(draft: DFlashDraftConfig, target_text_config: Any, context_len: int) -> list[str]:

@@ -1,6 +1,6 @@
 """The implementation of DFLASH that would serve a draft, by its checkpoint alone."""
 
-from sglang_dflash.srt.configs.served_checkpoints import checkpoint_findings
+from sglang_dflash.srt.configs.draft_formats import checkpoint_findings
 from sglang_dflash.srt.doctor.checkpoint import Checkpoint
 
 

@@ -278,8 +278,8 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
     embedding = target.get_input_embeddings().weight.detach()
     head = target.get_output_embeddings().weight.detach()
     tensors: dict[str, torch.Tensor] = {}
-    for file in sorted({tensor.file for tensor in pair.draft.tensors.values()}):
-        loaded = load_file(file, device=str(target.device))
+    for file in sorted({header.file for header in pair.draft.tensors.values()}):
+        loaded = load_file(pair.draft.folder / file, device=str(target.device))
         tensors |= {canonical_name(name): tensor for name, tensor in loaded.items()}
     weights = {}
     for module in take_packed_modules(tensors, pair.packed_modules()):

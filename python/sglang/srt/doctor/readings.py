@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
+from sglang_dflash.srt.configs.draft_kinds import PEagleDraftConfig
 from sglang_dflash.srt.doctor.plain_drafts import PlainDFlash2, PlainDraft
 
 # A draft that has seen little of a text is over-confident on it, and any blur of its input then looks like an

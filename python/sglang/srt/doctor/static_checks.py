@@ -12,13 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES
-from sglang_dflash.srt.configs.draft_config import (
-    DFlashDraftConfig,
-    DraftConfigError,
-    spread_target_layer_ids,
-)
+from sglang_dflash.srt.configs.checkpoint import FLOATS, Header
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, spread_target_layer_ids
 from sglang_dflash.srt.configs.draft_formats import flat_config
+from sglang_dflash.srt.configs.draft_kinds import ALIASES, DFLASH2_ARCHITECTURES, read_draft_config
 from sglang_dflash.srt.configs.draft_tensors import (
     VOCABULARY_MAPS,
     Unpacked,
@@ -28,9 +25,8 @@ from sglang_dflash.srt.configs.draft_tensors import (
     value_problems,
     vocabulary_problems,
 )
-from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES
+from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle
-from sglang_dflash.srt.configs.peagle_config import ALIASES, read_draft_config
 from sglang_dflash.srt.configs.quantization import find_quantization, quantization_of
 from sglang_dflash.srt.configs.speculators_format import (
     is_speculators_config,
@@ -40,17 +36,16 @@ from sglang_dflash.srt.configs.speculators_format import (
 from sglang_dflash.srt.configs.target_fit import (
     check_draft_fits_target,
     depth_problem,
+    find_mask_token,
     vocabulary_difference,
 )
-from sglang_dflash.srt.configs.weight_files import Header
+from sglang_dflash.srt.configs.unsupported import BUILTIN_ARCHITECTURES
 from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
 from sglang_dflash.srt.doctor.findings import Finding, fault, note
-from sglang_dflash.srt.models.mask_token import find_mask_token
 
 FETCH_AGAIN = "Fetch the draft again, or take one whose tensors and config.json belong together"
 OTHER_TARGET = "Serve the target that the draft was trained for, or a draft that was trained for this one"
 _OR_OTHER_TARGET = OTHER_TARGET[0].lower() + OTHER_TARGET[1:]
-_FLOATS = ("BF16", "F16", "F32", "F64")
 _BLOCK_DRAFTS = {"DFlashDraftModel", *DFLASH2_ARCHITECTURES, *ALIASES}
 _SAMPLED_ROWS = 64
 _SAME_ROWS = 0.9  # cosine; a frozen head gives 1, rows of other tokens about 0
@@ -186,7 +181,7 @@ def _check_tensors(pair: Pair) -> Iterator[Finding]:
 
 def _quantised_tensors(checkpoint: Checkpoint) -> list[str]:
     tensors = checkpoint.tensors.items()
-    return [name for name, t in tensors if t.dtype not in _FLOATS and name not in VOCABULARY_MAPS]
+    return [name for name, t in tensors if t.dtype not in FLOATS and name not in VOCABULARY_MAPS]
 
 
 def _check_quantisation(pair: Pair) -> Iterator[Finding]:
@@ -347,7 +342,7 @@ def _check_rope(pair: Pair) -> Iterator[Finding]:
 
 def _check_dtypes(pair: Pair) -> Iterator[Finding]:
     tensors = pair.draft.tensors.items()
-    dtypes = sorted({t.dtype for name, t in tensors if t.dtype in _FLOATS and not is_ignored(name)})
+    dtypes = sorted({t.dtype for name, t in tensors if t.dtype in FLOATS and not is_ignored(name)})
     if len(dtypes) > 1:
         problem = f"the draft's tensors are of several types ({', '.join(dtypes)})"
         yield note(problem, "SGLang serves them all in one --dtype")
@@ -377,7 +372,7 @@ def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 def _is_readable(checkpoint: Checkpoint, name: str) -> bool:
     if name not in checkpoint.tensors or name in checkpoint.truncated:
         return False
-    return checkpoint.tensors[name].dtype in _FLOATS or name in VOCABULARY_MAPS
+    return checkpoint.tensors[name].dtype in FLOATS or name in VOCABULARY_MAPS
 
 
 def _rope_theta(config: dict[str, Any]) -> float | None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
+from sglang_dflash.srt.configs.checkpoint import header_of
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_tensors import (
     canonical_name,
@@ -24,8 +25,7 @@ from sglang_dflash.srt.configs.draft_tensors import (
     is_ignored,
     value_problems,
 )
-from sglang_dflash.srt.configs.validation import shown
-from sglang_dflash.srt.configs.weight_files import header_of
+from sglang_dflash.srt.configs.fields import shown
 from sglang_dflash.srt.layers.dequantize import (
     PackedModule,
     Parts,

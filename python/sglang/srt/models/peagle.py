@@ -15,8 +15,8 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.utils import add_prefix
 from torch import nn
 
+from sglang_dflash.srt.configs.draft_kinds import PEagleDraftConfig
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
-from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer

@@ -14,7 +14,7 @@ import msgspec
 from sglang.srt.runtime_context import get_exec, get_serving, get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.srt.configs.validation import shown
+from sglang_dflash.srt.configs.fields import shown
 from sglang_dflash.srt.speculative.acceptance.caps import check_cap
 from sglang_dflash.srt.speculative.acceptance.processors import guard
 

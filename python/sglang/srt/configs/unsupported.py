@@ -1,4 +1,4 @@
-"""Drafts published as DFlash whose fields change the mathematics.
+"""What our implementation does not serve; here by fields that change a draft's mathematics.
 
 Read as a plain draft, such a checkpoint would silently draft nonsense. Every such field is named, with
 whether SGLang's built-in DFLASH runs it. Other unknown fields of `dflash_config` are named in a warning, as
@@ -7,12 +7,11 @@ they may be the trainer's notes.
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, get_args
 
-from sglang_dflash.srt.configs.layer_fields import RopeKind
-from sglang_dflash.srt.configs.not_served import NotServed
-from sglang_dflash.srt.configs.validation import shown
+from sglang_dflash.srt.configs.fields import RopeKind, shown
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +41,21 @@ _REFUSED = {
 _BUILTIN_LACKS = ("markov_", "selector_")
 # Other models of drafts that the built-in runs under DFLASH.
 BUILTIN_ARCHITECTURES = ("DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel")
+
+
+@dataclass(frozen=True, slots=True)
+class NotServed:
+    """One reason why our implementation cannot run a server.
+
+    Attributes:
+        what: the field, flag or device, and what is not supported.
+        builtin_serves: whether SGLang's built-in DFLASH runs such a server.
+        lost: what the built-in is known to do worse here, if anything.
+    """
+
+    what: str
+    builtin_serves: bool = False
+    lost: str = ""
 
 
 def variant_problems(config: Any, nested: Mapping[str, Any], served: Collection[str]) -> list[str]:
