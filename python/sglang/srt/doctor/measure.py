@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
-from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
-from sglang_dflash.srt.doctor.copies import blocks_with_copies
-from sglang_dflash.srt.doctor.findings import Finding, fault, note
+from sglang_dflash.srt.doctor.inputs import BadInput, Checkpoint
+from sglang_dflash.srt.doctor.pair import Finding, Pair, fault, note
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft, plain_draft
 from sglang_dflash.srt.doctor.readings import (
     AS_CONFIGURED,
@@ -20,11 +19,11 @@ from sglang_dflash.srt.doctor.readings import (
     Reading,
     Text,
     blocks,
+    blocks_with_copies,
     compare,
     draft_everywhere,
     other_readings,
 )
-from sglang_dflash.srt.doctor.static_checks import Pair
 from sglang_dflash.srt.layers.dequantize import take_packed_modules
 
 # The evidence rests on sampled texts, for variety (a small target's greedy text repeats itself), and on short

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_dflash.srt.doctor.checkpoint import BadInput
-from sglang_dflash.srt.doctor.findings import Finding, fault, note
+from sglang_dflash.srt.doctor.inputs import BadInput
 from sglang_dflash.srt.doctor.measure import Acceptance, Observed, load_draft
+from sglang_dflash.srt.doctor.pair import Finding, Pair, fault, note
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft
 from sglang_dflash.srt.doctor.readings import (
     AS_CONFIGURED,
@@ -18,7 +18,6 @@ from sglang_dflash.srt.doctor.readings import (
     compare,
     draft_everywhere,
 )
-from sglang_dflash.srt.doctor.static_checks import Pair
 
 # Relative error of a weight: 0.11 is usual for four bits, 0.03 for eight. Another draft's weights give 1.4.
 _ANOTHER, _LARGE = 0.3, {"4": 0.22, "8": 0.06}

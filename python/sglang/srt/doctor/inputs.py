@@ -1,5 +1,6 @@
-"""The files of a checkpoint: config.json, tokenizer, card and safetensors headers."""
+"""What the doctor reads: a checkpoint's config.json, tokenizer, card and tensors, and prompts."""
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -132,3 +133,31 @@ def _read_json(path: Path, checkpoint: str) -> dict[str, Any]:
         return read_object(str(path))
     except ValueError as error:
         raise BadInput(f"{checkpoint}: {error}") from error
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines, each with `text` or with chat `messages`. Raises BadInput."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)
+        except ValueError as error:
+            raise BadInput(f"{path}:{number}: not JSON ({error})") from error
+        if not isinstance(prompt, dict) or not (
+            isinstance(prompt.get("text"), str) or isinstance(prompt.get("messages"), list)
+        ):
+            raise BadInput(f'{path}:{number}: a prompt is an object with "text", or with "messages"')
+        prompts.append(prompt)
+    if not prompts:
+        raise BadInput(f"{path}: no prompts in it")
+    return prompts
+
+
+# Code to continue, and questions, for which the chat template is used if the target has one.
+PROMPTS = read_prompts(Path(__file__).with_name("prompts.jsonl"))
