@@ -87,8 +87,8 @@ def examine_headers(
     """Compare the headers of a checkpoint's tensors with those that its config requires.
 
     Returns the tensors as a dense checkpoint would have them, without ignored ones. Its problems name every
-    tensor that is missing or of another type or shape; and unknown ones, if there are problems. Of an update
-    nothing need be there, and any module may be dense.
+    tensor that is missing or of another type or shape, and then unknown ones too. Of an update nothing need
+    be there, and any module may be dense.
     """
     expected, required = expected_tensors(hf_config, draft)
     read = {
@@ -121,15 +121,15 @@ def _unpack_headers(
     `headers` are the file's, by name without `model.`. `expected` are the shapes of a dense checkpoint, by
     name. With `may_be_dense`, any module may come as a plain weight.
     """
-    found = Unpacked()
-    modules: dict[str, dict[str, Header]] = {}
+    found, modules = Unpacked(), dict[str, dict[str, Header]]()
     for name, header in headers.items():
         module, _, part = name.rpartition(".")
         modules.setdefault(module, {})[part] = header
     for module, parts in modules.items():
-        shape = expected.get(f"{module}.weight")
-        is_linear = shape is not None and len(shape) == 2
-        if shape is not None and is_linear and _is_packed(parts):
+        shape, weight = expected.get(f"{module}.weight", ()), parts.get("weight")
+        is_linear = len(shape) == 2
+        is_packed = any(part in _PACKED_PARTS for part in parts) or weight and weight.dtype in _PACKED_TYPES
+        if is_linear and is_packed:
             _unpack_module(quantization, module, parts, shape, found)
             continue
         dense = {f"{module}.{part}" if module else part: header for part, header in parts.items()}
@@ -139,28 +139,18 @@ def _unpack_headers(
                 continue
             wanted = INTEGERS if name == "d2t" else FLOATS
             if header.dtype not in wanted:
-                listed = ", ".join(wanted)
-                found.problems.append(f"{header.where}{name} is {header.dtype}, expected one of {listed}")
+                kind = f"{header.dtype}, expected one of {', '.join(wanted)}"
+                found.problems.append(f"{header.where}{name} is {kind}")
             found.shapes[name] = header.shape
-        scheme = quantization.scheme_of(module) if quantization and _is_packable(module) else None
-        if scheme is not None and is_linear and "weight" in parts and not may_be_dense:
+        # The projections that every writer packs unless told otherwise.
+        in_layer = module.startswith("layers.") and (".self_attn." in module or ".mlp." in module)
+        scheme = quantization.scheme_of(module) if quantization and (module == "fc" or in_layer) else None
+        if scheme is not None and is_linear and weight is not None and not may_be_dense:
+            dense_name = f"{weight.where}{module}.weight"
             found.problems.append(
-                f"{parts['weight'].where}{module}.weight is dense, but the quantization config names it "
-                f"({scheme.name})"
+                f"{dense_name} is dense, but the quantization config names it ({scheme.name})"
             )
     return found
-
-
-def _is_packed(parts: Mapping[str, Header]) -> bool:
-    weight = parts.get("weight")
-    return (
-        any(part in _PACKED_PARTS for part in parts) or weight is not None and weight.dtype in _PACKED_TYPES
-    )
-
-
-def _is_packable(module: str) -> bool:
-    """Return True for the projections that every writer packs unless told otherwise."""
-    return module == "fc" or module.startswith("layers.") and (".self_attn." in module or ".mlp." in module)
 
 
 def _unpack_module(
@@ -237,7 +227,7 @@ def d2t_problems(
     Args:
         d2t: A tensor [draft_vocab_size] of integers, the offsets from draft ids to target ids. They must all
             be zero if the draft has the target's vocabulary.
-        draft: Its config.
+        draft: The draft's config.
         t2d: A tensor [vocab_size], true for each target id that the draft has; None if the file has none.
         target_tokens: Size of the target's vocabulary; None if it is the draft's.
     """

@@ -95,19 +95,11 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[N
             findings.append(NotServed(f"{field} is of kind {shown(kind)}, which is not supported", True))
         if any(isinstance(value, Mapping) for value in rope.values()):
             findings.append(NotServed(f"{field} by layer type: one embedding serves all layers", True))
-    return findings + _missing_findings(config, nested)
-
-
-def _missing_findings(config: Mapping[str, Any], nested: Mapping[str, Any]) -> list[NotServed]:
-    """Find missing fields for which only the built-in has defaults."""
-
-    def has(name: str) -> bool:
-        return nested.get(name) is not None or config.get(name) is not None
-
-    if has("target_layer_ids") or has("num_target_layers"):
-        return []
-    what = "target_layer_ids is missing, and so is num_target_layers, over which to spread layers"
-    return [NotServed(what, True, "the built-in spreads layers over the target it finds")]
+    names = "target_layer_ids", "num_target_layers"
+    if all(fields.get(name) is None for fields in (nested, config) for name in names):
+        what = "target_layer_ids is missing, and so is num_target_layers, over which to spread layers"
+        findings.append(NotServed(what, True, "the built-in spreads layers over the target it finds"))
+    return findings
 
 
 def _variant_findings(
@@ -118,7 +110,9 @@ def _variant_findings(
     nested = {name: value for name, value in nested.items() if name not in served}
     for where, fields in (("dflash_config.", nested), ("", vars(config))):
         for name, value in fields.items():
-            start = next((start for start in _REFUSED if _is_named(name, start)), None)
+            # A name that ends in "_" stands for all that begin with it.
+            starts = (s for s in _REFUSED if name == s or s.endswith("_") and str(name).startswith(s))
+            start = next(starts, None)
             if start is not None and value:
                 what = f"{where}{name} is {shown(value)}: {_REFUSED[start]} is not supported"
                 findings.append(NotServed(what, start not in _BUILTIN_LACKS))
@@ -126,10 +120,6 @@ def _variant_findings(
                 unread.append(name)
     findings += [NotServed(problem, True) for problem in _rope_problems(config)]
     return findings, unread
-
-
-def _is_named(name: Any, start: str) -> bool:
-    return isinstance(name, str) and (name.startswith(start) if start.endswith("_") else name == start)
 
 
 def _rope_problems(config: Any) -> list[str]:

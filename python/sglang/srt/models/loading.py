@@ -15,7 +15,6 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
 from sglang_dflash.srt.configs.checkpoint import header_of
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_tensors import (
     canonical_name,
     d2t_problems,
@@ -43,8 +42,6 @@ from sglang_dflash.srt.models.quantized_linear import (
 )
 
 logger = logging.getLogger(__name__)
-
-FUSION = "fc.weight"
 
 
 def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -95,12 +92,16 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     for name in found.unknown:
         del tensors[name]
     expected, _ = expected_tensors(config, model.draft)
+    ids = model.draft.target_layer_ids
+    is_ascending = list(ids) == sorted(ids)
     packed = take_packed_modules(tensors, found)
     _make_room_for_vocabulary(model, {*tensors, *(f"{module.name}.weight" for module in packed)})
 
     def fitted(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name == FUSION:
-            tensor = _in_captured_order(tensor, model.draft)
+        if name == "fc.weight" and not is_ascending:
+            # Its columns, as SGLang captures layers: in ascending order.
+            places = sorted(range(len(ids)), key=ids.__getitem__)
+            tensor = torch.cat([tensor.chunk(len(ids), dim=1)[place] for place in places], dim=1)
         elif name in expected and tensor.shape[0] > expected[name][0]:
             tensor = tensor[: expected[name][0]]  # padding
         return _padded(name, tensor, missing_width)
@@ -115,24 +116,11 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         return weight
 
     fusion = model.packed_layers.layers.get("fc") if model.packed_layers is not None else None
-    if fusion is not None and fusion.kernel is not None and not _is_in_captured_order(model.draft):
+    if fusion is not None and fusion.kernel is not None and not is_ascending:
         fusion.make_dense("its target layers do not ascend")
     model.row_checks = load_packed_modules(model, packed, load_dense)
     model.was_loaded = True
     return {name for name, _ in model.named_parameters()}
-
-
-def _is_in_captured_order(draft: DFlashDraftConfig) -> bool:
-    return list(draft.target_layer_ids) == sorted(draft.target_layer_ids)
-
-
-def _in_captured_order(weight: torch.Tensor, draft: DFlashDraftConfig) -> torch.Tensor:
-    """Reorder the columns of `fc` [hidden, aux_width] as SGLang captures layers: ascending."""
-    if _is_in_captured_order(draft):
-        return weight
-    ids = draft.target_layer_ids
-    order = sorted(range(len(ids)), key=ids.__getitem__)
-    return torch.cat([weight.chunk(len(ids), dim=1)[place] for place in order], dim=1)
 
 
 def _load(model: Any, name: str, tensor: torch.Tensor) -> None:
@@ -221,7 +209,8 @@ def load_packed_modules(
             if parts is None:
                 weight = load_dense(module, weight)
             else:
-                _load_parts(model, module, parts[module.name])
+                for part, tensor in parts[module.name].items():
+                    _load(model, f"{module.name}.{part}", tensor)
                 _keep_context_rows(model, module, weight)
             check = row_check(model, module, weight, layer if parts is not None else None)
             checks += [] if check is None else [check]
@@ -244,13 +233,6 @@ def _parameters(layer: PackedLayer, modules: Sequence[PackedModule]) -> dict[str
         return found
     layer.make_dense(reason)
     return None
-
-
-def _load_parts(model: Any, module: PackedModule, parts: Parts) -> None:
-    name, shard = model_layer(module.name)
-    for part, tensor in parts.items():
-        parameter: Any = model.get_parameter(f"{name}.{part}")
-        parameter.weight_loader(parameter, tensor, *(() if shard is None else (shard,)))
 
 
 def _keep_context_rows(model: Any, module: PackedModule, weight: torch.Tensor) -> None:
