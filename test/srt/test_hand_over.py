@@ -671,7 +671,6 @@ VERDICTS = {
     ("configs/speculators_format.py", "_check_block"): [BY_NAME + "a speculators file"],
     ("configs/speculators_format.py", "_check_norms"): [BY_NAME + "a speculators file"],
     ("configs/speculators_format.py", "_Draft._check_algorithm"): [BY_NAME + "a speculators file"],
-    ("configs/speculators_format.py", "_Draft.flatten"): [BY_NAME + "an abstract method"],
     ("configs/speculators_format.py", "verifier_of"): [BY_NAME + "a speculators file"],
     ("configs/speculators_format.py", "_read"): [BY_NAME + "a speculators file"] * 2,
     ("models/block_draft.py", "BlockDraftModel.prepare_mask"): [BROKEN + "mask_embedding.pt"] * 2,

@@ -74,7 +74,6 @@ class DFlash2DraftConfig(DFlashDraftConfig):
     selector_vocab_size: Annotated[Positive | None, AfterValidator(_check_selected_vocabulary)] = None
 
     def required_tensors(self, hf_config: Any) -> Shapes:
-        """Return the tensors a checkpoint must hold and their shapes, the vocabulary's aside."""
         codebook = (self.vocab_size, self.selector_rank)
         return super().required_tensors(hf_config) | {
             "candidate_selector.hidden_projection.weight": (self.selector_rank, self.hidden_size),
@@ -83,7 +82,6 @@ class DFlash2DraftConfig(DFlashDraftConfig):
         }
 
     def layer_tensors(self, hf_config: Any, layer: int) -> Shapes:
-        """Return the tensors of one layer and their shapes."""
         shapes = super().layer_tensors(hf_config, layer)
         if taps := self.conv_kernel_size:
             groups = self.hidden_size // self.conv_group_size
@@ -149,7 +147,6 @@ class PEagleDraftConfig(DFlashDraftConfig):
             )
 
     def required_tensors(self, hf_config: Any) -> Shapes:
-        """Return the tensors a checkpoint must hold and their shapes, the vocabulary's aside."""
         hidden, num_aux = self.hidden_size, len(self.target_layer_ids)
         shapes = super().required_tensors(hf_config) | {"mask_hidden": (1, 1, num_aux * hidden)}
         del shapes["hidden_norm.weight"]
@@ -160,15 +157,10 @@ class PEagleDraftConfig(DFlashDraftConfig):
         return shapes
 
     def layer_tensors(self, hf_config: Any, layer: int) -> Shapes:
-        """Return the tensors of one layer and their shapes.
-
-        The first layer reads the token's embedding and the fused state side by side.
-        """
-        hidden = self.hidden_size
-        if layer > 0:
-            return layer_shapes(hf_config, input_size=hidden, has_qk_norm=self.qk_norm)
-        shapes = layer_shapes(hf_config, input_size=2 * hidden, has_qk_norm=self.qk_norm)
-        return shapes | {"hidden_norm.weight": (hidden,)}
+        # The first layer reads the token's embedding and the fused state side by side.
+        inputs = 1 if layer else 2
+        shapes = layer_shapes(hf_config, inputs * self.hidden_size, has_qk_norm=self.qk_norm)
+        return shapes if layer else shapes | {"hidden_norm.weight": (self.hidden_size,)}
 
 
 # NeMo AutoModel's names of formats that are z-lab's otherwise.

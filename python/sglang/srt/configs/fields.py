@@ -225,14 +225,10 @@ def layer_problems(config: Mapping[str, Any], where: str = "") -> list[str]:
 
 def assumed_values(config: Mapping[str, Any]) -> list[str]:
     """Say which values of a draft's layers are missing, and what transformers assumes."""
-    places = [config, *(config.get(name) or {} for name in _ROPES)]
-    missing = {
-        "rope_theta": all(fields.get("rope_theta") is None for fields in places),
-        "rms_norm_eps": config.get("rms_norm_eps") is None,
-        "head_dim": config.get("head_dim") is None,
-        "num_key_value_heads": config.get("num_key_value_heads") is None,
-    }
-    return [f"{name} is missing, {_ASSUMED[name]} is assumed" for name in missing if missing[name]]
+    ropes = [config.get(name) or {} for name in _ROPES]
+    places = {"rope_theta": [config, *ropes]}
+    missing = (name for name in _ASSUMED if all(p.get(name) is None for p in places.get(name, [config])))
+    return [f"{name} is missing, {_ASSUMED[name]} is assumed" for name in missing]
 
 
 def layer_shapes(config: Any, input_size: int, has_qk_norm: bool = True) -> Shapes:
