@@ -1,4 +1,4 @@
-"""The files of a checkpoint, read without a model: config.json, tensors, the mask token's embedding."""
+"""The files of a checkpoint, read without a model: config.json, tensors, mask embedding."""
 
 import functools
 import json

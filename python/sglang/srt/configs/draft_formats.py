@@ -1,4 +1,4 @@
-"""The formats of draft checkpoints: each converted to one flat config, and what ours does not serve."""
+"""The formats of draft checkpoints, each converted to one flat config or refused."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Configs of DFlash2 and P-EAGLE drafts, and the choice of a config's class by its architecture.
+"""Configs of DFlash2 and P-EAGLE drafts, and the class of a config by its architecture.
 
 DFlash2 is z-lab's `DFlash2DraftModel`: a DFlash draft with convolutions and a candidate selector, by four
 more entries in `dflash_config`, `conv_kernel_size`, `conv_group_size`, `selector_rank` and `selector_top_k`.

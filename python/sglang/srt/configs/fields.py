@@ -1,4 +1,4 @@
-"""Field types and error messages that the configs share, and the fields of a draft's layers.
+"""Field types and messages that the configs share, and the fields of a draft's layers.
 
 transformers, SGLang and the layers read these fields as well, each with its own assumptions. A value that
 does not meet them fails somewhere deep. The ranges here are accepted by all of them.

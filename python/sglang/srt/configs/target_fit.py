@@ -1,4 +1,4 @@
-"""A draft beside its target and its attention backend: what has to fit, and what may differ."""
+"""A draft, its target and its attention backend: what has to fit, and what may differ."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,8 @@
-"""What our implementation does not serve; here by fields that change a draft's mathematics.
+"""Drafts published as DFlash that our implementation does not serve, by their fields.
 
-Read as a plain draft, such a checkpoint would silently draft nonsense. Every such field is named, with
-whether SGLang's built-in DFLASH runs it. Other unknown fields of `dflash_config` are named in a warning, as
-they may be the trainer's notes.
+Read as a plain draft, a checkpoint with such fields would silently draft nonsense. Every such field is named,
+with whether SGLang's built-in DFLASH runs it. Other unknown fields of `dflash_config` are named in a warning,
+as they may be the trainer's notes.
 """
 
 import logging

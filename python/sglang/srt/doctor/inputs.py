@@ -1,4 +1,4 @@
-"""What the doctor reads: a checkpoint's config.json, tokenizer, card and tensors, and prompts."""
+"""Inputs of the doctor: a checkpoint's config.json, tokenizer, card, tensors; prompts."""
 
 import json
 import os

@@ -1,6 +1,7 @@
-"""The doctor's findings as text, as JSON, and as one HTML page by the template page.html.jinja.
+"""The doctor's findings as text, as JSON, and as one HTML page.
 
-The page has no script, loads nothing from elsewhere, is well-formed XML, light and dark.
+The page, by the template page.html.jinja, has no script, loads nothing from elsewhere, and is well-formed
+XML, light and dark.
 """
 
 import re
