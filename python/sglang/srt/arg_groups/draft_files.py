@@ -27,7 +27,6 @@ from sglang_dflash.srt.configs.draft_tensors import (
     canonical_name,
     examine_headers,
     has_checked_values,
-    is_ignored,
     value_problems,
     vocabulary_problems,
 )
@@ -95,7 +94,7 @@ def check_draft_tensors(
             headers[name] = header
             if name in VOCABULARY_MAPS and header.dtype in (*INTEGERS, "BOOL"):
                 maps[name] = read()
-            elif not is_ignored(name) and has_checked_values(name, header.shape):
+            elif has_checked_values(name, header.shape):
                 problems += [f"{header.where}{problem}" for problem in value_problems(name, read())]
     except ValueError as error:
         raise DraftConfigError(checkpoint, [*problems, str(error)]) from error

@@ -281,8 +281,8 @@ def vocabulary_problems(
 
 
 def has_checked_values(name: str, shape: tuple[int, ...]) -> bool:
-    """Return True for a tensor that is small enough to be read before the model is loaded."""
-    return len(shape) == 1 or name.rpartition(".")[2] in _SCALES
+    """Return True for a tensor that is small enough to be read before the model is."""
+    return not is_ignored(name) and (len(shape) == 1 or name.rpartition(".")[2] in _SCALES)
 
 
 def value_problems(name: str, tensor: Any) -> list[str]:

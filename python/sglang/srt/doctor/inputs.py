@@ -40,6 +40,10 @@ class Checkpoint:
             folder = _download(path, with_tensors)
         return cls(folder, path, _read_json(folder / "config.json", path))
 
+    @property
+    def has_tensors(self) -> bool:
+        return any(self.folder.glob("*.safetensors"))
+
     @cached_property
     def tensors(self) -> dict[str, Header]:
         """Header of every tensor, by our name of it. Raises BadInput."""

@@ -256,8 +256,7 @@ def _load_target(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> tup
 
     logging.disable_progress_bar()
     # A hub id is loaded by its name: so far only its descriptions have been fetched.
-    has_tensors = any(checkpoint.folder.glob("*.safetensors"))
-    source = str(checkpoint.folder) if has_tensors else checkpoint.name
+    source = str(checkpoint.folder) if checkpoint.has_tensors else checkpoint.name
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
         target = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval().to(device)

@@ -61,8 +61,7 @@ def _check_tensors(pair: Pair) -> Iterator[Finding]:
         problem = f"tensors that are not read: {', '.join(found.unknown)}"
         yield fault(problem, "If the draft was trained with them, it is of another format")
     for name, tensor in pair.draft.tensors.items():
-        is_checked = has_checked_values(name, tensor.shape) and not is_ignored(name)
-        if is_checked and _is_readable(pair.draft, name):
+        if has_checked_values(name, tensor.shape) and _is_readable(pair.draft, name):
             for problem in value_problems(name, _read(pair.draft, name)):
                 yield fault(f"tensor {problem}", FETCH_AGAIN, is_fatal=True)
 
@@ -88,7 +87,7 @@ def _check_quantisation(pair: Pair) -> Iterator[Finding]:
         "the target is quantised",
         "The draft was trained on the unquantised target's states, so some acceptance is lost",
     )
-    if "lm_head.weight" not in pair.draft.tensors and _has_tensors(pair.target):
+    if "lm_head.weight" not in pair.draft.tensors and pair.target.has_tensors:
         heads = [name for name in _quantised_tensors(pair.target) if "lm_head." in name]
         if heads:
             yield note(
@@ -240,13 +239,9 @@ def _check_dtypes(pair: Pair) -> Iterator[Finding]:
         yield note("the draft is float16, the target bfloat16", advice)
 
 
-def _has_tensors(checkpoint: Checkpoint) -> bool:
-    return any(checkpoint.folder.glob("*.safetensors"))
-
-
 def _target_head(pair: Pair) -> str | None:
     """Return the name of the target's head; None if its tensors are not on this machine."""
-    for end in ("lm_head.weight", "embed_tokens.weight") if _has_tensors(pair.target) else ():
+    for end in ("lm_head.weight", "embed_tokens.weight") if pair.target.has_tensors else ():
         for name in pair.target.tensors:
             if name == end or name.endswith(f".{end}"):
                 return name
