@@ -637,7 +637,7 @@ VERDICTS = {
         BROKEN + "other sizes, no such layer, or a last one that SGLang does not capture"
     ],
     ("configs/draft_kinds.py", "_check_ascending"): [BY_NAME + "P-EAGLE"] * 2,
-    ("configs/draft_config_parser.py", "_read_checked"): [BROKEN + "transformers cannot read it"],
+    ("configs/draft_config_parser.py", "DraftConfigParser.parse"): [BROKEN + "transformers cannot read it"],
     ("arg_groups/draft_files.py", "check_draft_quantization"): [HANDED + "a draft to quantize"],
     # The launcher reads the quantization first (`not_served.py`), and hands over other libraries' files.
     ("configs/quantization.py", "_block"): [BROKEN + "a malformed quantization"],
