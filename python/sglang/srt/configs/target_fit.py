@@ -51,8 +51,14 @@ def check_draft_fits_target(
         problems.append(f"hc_mult is {draft.aux_streams}, but the target's residual has {streams} streams")
     # A looped target has each layer several times, and counts them all.
     depth = target_text_config.num_hidden_layers * (getattr(target_text_config, "num_loops", None) or 1)
-    problem = _target_layer_problem(draft.target_layer_ids, depth, architectures)
-    problems += [f"target_layer_ids {problem}"] if problem else []
+    ids = draft.target_layer_ids
+    if max(ids) >= depth:
+        problems.append(f"target_layer_ids {listed_ids(ids)} leave the target's {depth} layers")
+    elif max(ids) == depth - 1 and next(iter(architectures), None) not in _CAPTURES_LAST_LAYER:
+        problems.append(
+            f"target_layer_ids {listed_ids(ids)} name the last layer: SGLang captures a layer's output at "
+            "the input of the next one, and the last layer has none"
+        )
     if problems:
         raise DraftConfigError(checkpoint, problems)
 
@@ -109,18 +115,3 @@ def depth_problem(draft: DFlashDraftConfig, target_text_config: Any) -> str | No
     if trained in (None, depth):
         return None
     return f"num_target_layers is {trained}, but the target's num_hidden_layers is {depth}"
-
-
-def _target_layer_problem(ids: Sequence[int], depth: int, architectures: Sequence[str]) -> str | None:
-    """Say why these layer outputs cannot be captured.
-
-    On most targets SGLang captures a layer's output as the next layer's input.
-    """
-    if max(ids) >= depth:
-        return f"{listed_ids(ids)} leave the target's {depth} layers"
-    if max(ids) == depth - 1 and next(iter(architectures), None) not in _CAPTURES_LAST_LAYER:
-        return (
-            f"{listed_ids(ids)} name the last layer: SGLang captures a layer's output at the input of the "
-            "next one, and the last layer has none"
-        )
-    return None

@@ -63,18 +63,15 @@ def measure_cost(pair: Pair, unquantized: Pair, observed: Observed) -> Quantizat
         raise BadInput(f"{unquantized.draft.name}: its config is another one than {pair.draft.name}'s")
     draft, before = load_draft(pair, observed.target), load_draft(unquantized, observed.target)
 
-    def with_quantized(modules: list[str]) -> tuple[Acceptance, list[Drafts]]:
-        own = {f"{module}.weight": draft.weights[f"{module}.weight"] for module in modules}
-        reading = Reading("", changes={"weights": {**before.weights, **own}})
-        return _measured(before, observed, reading)
-
     reference, drafts = _measured(before, observed, AS_CONFIGURED)
     groups: dict[str, list[str]] = {}
     for module in sorted(schemes, key=_place):
         groups.setdefault(_layer(module), []).append(module)
     layers = []
     for name, modules in groups.items():
-        acceptance, found = with_quantized(modules)
+        own = {f"{module}.weight": draft.weights[f"{module}.weight"] for module in modules}
+        reading = Reading("", changes={"weights": {**before.weights, **own}})
+        acceptance, found = _measured(before, observed, reading)
         errors = {module: _weight_error(draft, before, module) for module in modules}
         names = tuple(sorted({schemes[module].name for module in modules}))
         layers.append(LayerCost(name, names, errors, acceptance, compare(drafts, found)))

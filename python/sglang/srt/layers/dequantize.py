@@ -70,7 +70,10 @@ def dequantize(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, col
         values = torch.tensor(_E2M1, dtype=torch.float32, device=packed.device)
         weight = values[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()]
     if not scheme.is_symmetric:
-        weight = weight - _spread(_zero_point(parts, scheme, rows), shape, scheme, order)
+        zero = parts["weight_zero_point"]
+        if scheme.layout == "packed":  # along rows, unlike the weight
+            zero = _unpack_integers(zero.t().contiguous(), scheme.bits, rows).t()
+        weight = weight - _spread(zero.float(), shape, scheme, order)
     return weight * _spread(scale, shape, scheme, order)
 
 
@@ -98,13 +101,6 @@ def _global_scale(parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     if not torch.isfinite(scale).all() or not (scale > 0).all():
         raise ValueError(f"{name} is {scale.item()}, which must be positive and finite")
     return scale
-
-
-def _zero_point(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int) -> torch.Tensor:
-    zero = parts["weight_zero_point"]
-    if scheme.layout == "packed":  # along rows, unlike the weight
-        zero = _unpack_integers(zero.t().contiguous(), scheme.bits, rows).t()
-    return zero.float()
 
 
 def _unpack_integers(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
