@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
-from sglang_dflash.srt.doctor.findings import FAULT
+from sglang_dflash.srt.doctor.inputs import PROMPTS, BadInput, Checkpoint, read_prompts
+from sglang_dflash.srt.doctor.pair import FAULT, Pair
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,13 +62,11 @@ def _examine(args: argparse.Namespace) -> int:
     before = None if args.unquantized is None else Checkpoint.open(args.unquantized, with_tensors=True)
     if args.html is not None:
         _check_writable(args.html)
-    from sglang_dflash.srt.doctor.prompts import PROMPTS, read_prompts
-
     prompts = PROMPTS if args.prompts is None else read_prompts(args.prompts)
-    from sglang_dflash.srt.doctor import report, static_checks
+    from sglang_dflash.srt.doctor import quantization, report, static_checks
 
     say = partial(print, file=sys.stderr if args.json else sys.stdout)
-    pair = static_checks.Pair(target, draft)
+    pair = Pair(target, draft)
     found = static_checks.findings(pair)
     say(report.heading(pair), end="\n\n")
     for finding in found:
@@ -77,23 +75,19 @@ def _examine(args: argparse.Namespace) -> int:
     if args.measure and any(finding.is_fatal for finding in found):
         say("Not measured: the draft cannot be loaded as it is.")
     elif args.measure:
-        before_pair = None if before is None else static_checks.Pair(target, before)
+        before_pair = None if before is None else Pair(target, before)
         measured, cost, more = _measure(args, pair, before_pair, prompts)
         found += more
         say(report.figures(measured), end="\n\n")
         if cost is not None:
-            from sglang_dflash.srt.doctor import quantization
-
             say(quantization.text(cost), end="\n\n")
         for finding in more:
             say(finding)
     faults = sum(finding.level == FAULT for finding in found)
     say(f"{faults} fault{'s' * (faults > 1)} found." if faults else "No fault found.")
     if args.html is not None:
-        from sglang_dflash.srt.doctor.page import page
-
         try:
-            args.html.write_text(page(pair, found, measured, cost), encoding="utf-8")
+            args.html.write_text(report.page(pair, found, measured, cost), encoding="utf-8")
         except OSError as error:
             raise BadInput(f"{args.html}: {error.strerror or error}") from error
         say(f"Written to {args.html}.")

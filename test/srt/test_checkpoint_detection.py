@@ -10,7 +10,7 @@ from sglang.srt.server_args import ServerArgs
 from support.checkpoint_fields import GOOD, GOOD_PEAGLE
 
 from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model, locate_verifier
-from sglang_dflash.srt.configs.draft_config import DraftConfigError
+from sglang_dflash.srt.configs.fields import DraftConfigError
 
 
 def write_checkpoint(tmp_path: Path, good: dict) -> Path:

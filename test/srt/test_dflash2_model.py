@@ -15,7 +15,7 @@ from serving import DFLASH2_DRAFT, ROOT
 from support.dflash2_cases import VARIANTS, DFlash2Case, dflash2_config, random_dflash2_weights
 from support.engine import build, read_config
 
-from sglang_dflash.srt.layers.candidate_selector import Candidates, Draw
+from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, Draw
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 
 LOGITS_TOLERANCE = 1e-4

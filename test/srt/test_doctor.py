@@ -18,13 +18,18 @@ from support.packed_drafts import write_packed
 from support.reference_dflash2 import ReferenceDFlash2
 
 from sglang_dflash import doctor
-from sglang_dflash.srt.doctor import copies, measure, quantization, static_checks
-from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
-from sglang_dflash.srt.doctor.page import page
+from sglang_dflash.srt.doctor import measure, quantization, static_checks
+from sglang_dflash.srt.doctor.inputs import PROMPTS, BadInput, Checkpoint
+from sglang_dflash.srt.doctor.pair import Pair
 from sglang_dflash.srt.doctor.plain_drafts import plain_draft
-from sglang_dflash.srt.doctor.prompts import PROMPTS
-from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere, other_readings
-from sglang_dflash.srt.doctor.report import as_json
+from sglang_dflash.srt.doctor.readings import (
+    AS_CONFIGURED,
+    blocks,
+    blocks_with_copies,
+    draft_everywhere,
+    other_readings,
+)
+from sglang_dflash.srt.doctor.report import as_json, page
 
 BUNDLED = (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT, DFLASH2_DRAFT)
 
@@ -320,8 +325,8 @@ def few(observed: measure.Observed) -> measure.Observed:
     return replace(observed, texts=observed.texts[::3], branches=observed.branches[::6])
 
 
-def measured_pair(draft: Path, observed) -> tuple[static_checks.Pair, measure.Measurement]:
-    pair = static_checks.Pair(
+def measured_pair(draft: Path, observed) -> tuple[Pair, measure.Measurement]:
+    pair = Pair(
         Checkpoint.open(str(TARGET), with_tensors=False), Checkpoint.open(str(draft), with_tensors=True)
     )
     return pair, measure.measure(pair, observed)
@@ -445,7 +450,7 @@ def test_layer_ids_one_too_low_show_with_a_selector(observed, tmp_path):
 )
 def test_the_plain_drafts_are_the_librarys(golden, checkpoint, observed):
     """Logits of one block equal those of the speculators library's own model."""
-    pair = static_checks.Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(checkpoint), True))
+    pair = Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(checkpoint), True))
     draft = measure.load_draft(pair, observed.target)
     data = np.load(Path(__file__).parent / "golden" / golden / "block_logits.npz")
     count = sum(name.startswith("prompt_") for name in data)
@@ -463,7 +468,7 @@ def test_the_plain_drafts_are_the_librarys(golden, checkpoint, observed):
 
 def test_the_plain_dflash2_draft_accepts_what_the_reference_does(observed):
     """Blocks of some cycles equal those of the float64 reference, token by token."""
-    pair = static_checks.Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(DFLASH2_DRAFT), True))
+    pair = Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(DFLASH2_DRAFT), True))
     draft = measure.load_draft(pair, observed.target)
     reference = ReferenceDFlash2(read_config(DFLASH2_DRAFT), load_file(DFLASH2_DRAFT / "model.safetensors"))
     embedding = observed.target.get_input_embeddings().weight.detach()
@@ -481,7 +486,7 @@ def test_the_plain_dflash2_draft_accepts_what_the_reference_does(observed):
 
 
 def accept_length(folder: Path, observed) -> float:
-    pair = static_checks.Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
+    pair = Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
     assert not [f for f in static_checks.findings(pair) if f.level == "fault"]
     draft = measure.load_draft(pair, observed.target)
     found = [blocks(text, draft_everywhere(draft, text, AS_CONFIGURED)) for text in observed.texts]
@@ -501,8 +506,8 @@ def test_acceptance_of_a_quantised_draft(scheme, lost, observed, dense_length, t
     assert length > (1 - lost) * dense_length, (length, dense_length)
 
 
-def open_pair(folder: Path) -> static_checks.Pair:
-    return static_checks.Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
+def open_pair(folder: Path) -> Pair:
+    return Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
 
 
 def test_what_each_layer_lost(observed, tmp_path):
@@ -555,7 +560,7 @@ def test_the_scale_of_embeddings(configured, scale, other, tmp_path):
     """The server's law for a target whose module scales embeddings, and the other one as a reading."""
     nested = {} if configured is None else {"dflash_config": {"input_embedding_scale": configured}}
     folder = make_draft(tmp_path / "draft", **nested)
-    pair = static_checks.Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
+    pair = Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
     table, parsed = torch.ones(4, 256), pair.parsed
     draft = plain_draft(parsed.config, parsed.hf_config, {}, table, table, 3.0)
     assert torch.equal(draft._embed(torch.tensor([1])), table[:1] * scale)
@@ -655,7 +660,7 @@ def test_the_program(tmp_path, capsys):
 def test_copies_are_shown_as_such(bundled):
     """The text is the same; its repeated part is copied, in no more blocks than were drafted."""
     pair, found = bundled
-    with_copies = replace(found, copies=list(map(copies.blocks_with_copies, found.texts, found.drafts)))
+    with_copies = replace(found, copies=list(map(blocks_with_copies, found.texts, found.drafts)))
     root = ElementTree.fromstring(page(pair, [], with_copies))
     shown = ["".join(pre.itertext()) for pre in root.iter("pre")]
     assert shown == [found.decode(answer.tokens.tolist()) for answer in found.texts]

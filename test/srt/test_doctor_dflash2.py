@@ -6,7 +6,7 @@ from support.dflash2_cases import VARIANTS, dflash2_config, random_dflash2_weigh
 from support.reference_dflash2 import ReferenceDFlash2
 from transformers import Qwen3Config
 
-from sglang_dflash.srt.configs.peagle_config import read_draft_config
+from sglang_dflash.srt.configs.draft_kinds import read_draft_config
 from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_dflash.srt.arg_groups.support import choose_draft_attention
-from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
+from sglang_dflash.srt.configs.draft_kinds import PEagleDraftConfig
 
 FULL = {"has_sliding_layers": False, "shifts_request_table": False}
 SLIDING = FULL | {"has_sliding_layers": True, "sliding_window": 2048}

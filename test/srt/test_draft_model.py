@@ -14,9 +14,9 @@ from support.draft_cases import VARIANTS, YARN, Case, random_weights
 from support.engine import build, read_config
 from support.reference_dflash import ReferenceDFlash, rope_frequencies
 
+from sglang_dflash.srt.configs.checkpoint import MaskEmbedding
 from sglang_dflash.srt.models.block_draft import BlockDraftModel
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
-from sglang_dflash.srt.models.mask_token import MaskEmbedding
 
 LOGITS_TOLERANCE = 1e-4
 KV_TOLERANCE = 1e-5

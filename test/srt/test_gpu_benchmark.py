@@ -30,7 +30,7 @@ from support.engine import read_config
 
 from sglang_dflash.srt.arg_groups.resolve import load_and_check_configs
 from sglang_dflash.srt.arg_groups.support import suited_backends
-from sglang_dflash.srt.configs.peagle_config import read_draft_config
+from sglang_dflash.srt.configs.draft_kinds import read_draft_config
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative import dflash_worker
 

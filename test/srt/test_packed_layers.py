@@ -25,13 +25,13 @@ from support.packed_drafts import SCHEMES, pack, pack_for_modelopt, pack_plain_f
 from support.packed_kernels import use_stand_ins
 
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
-from sglang_dflash.srt.configs.draft_quantization import DraftQuantization, Group, Scheme
+from sglang_dflash.srt.configs.quantization import DraftQuantization, Group, Scheme
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.layers.dequantize import dequantize
-from sglang_dflash.srt.layers.packed_linear import Kernel, PackedLayers, choose_kernel
-from sglang_dflash.srt.models import packed_weights
+from sglang_dflash.srt.layers.dequantize import PackedModule, dequantize
+from sglang_dflash.srt.models import quantized_linear
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
-from sglang_dflash.srt.models.packed_weights import PackedModule, load_packed_modules, run_row_checks
+from sglang_dflash.srt.models.loading import load_packed_modules
+from sglang_dflash.srt.models.quantized_linear import Kernel, PackedLayers, choose_kernel, run_row_checks
 
 WEIGHTS = load_file(DRAFT / "model.safetensors")
 SMALL = {name: tensor for name, tensor in WEIGHTS.items() if "layers." not in name or "layers.0." in name}
@@ -136,7 +136,7 @@ WRONG += [(name, fault, "fc") for name in ("W8A16", "FP8_BLOCK") for fault in FA
 @pytest.mark.parametrize("name, fault, module", WRONG)
 def test_a_wrong_kernel_is_refused_by_the_layers_name(name, fault, module, tmp_path, monkeypatch):
     tensors, quantization, _ = packed(name)
-    model_layer, _ = packed_weights.model_layer(module)
+    model_layer, _ = quantized_linear.model_layer(module)
     use_stand_ins(monkeypatch, ADA, {SHAPES[module]: FAULTS[fault]})
     model = build_draft(tmp_path / "draft", tensors, quantization)
     with pytest.raises(ValueError, match=rf"- {module} \(.*\) differs by") as caught:
@@ -144,7 +144,7 @@ def test_a_wrong_kernel_is_refused_by_the_layers_name(name, fault, module, tmp_p
     text = str(caught.value)
     assert "Without --speculative-draft-model-quantization packed, all layers are dequantized" in text
     named = [line for line in text.splitlines() if " differs by " in line]
-    assert all(packed_weights.model_layer(line.split()[1])[0] == model_layer for line in named)
+    assert all(quantized_linear.model_layer(line.split()[1])[0] == model_layer for line in named)
 
 
 def test_a_kernel_that_raises_is_refused_by_the_layers_name(tmp_path, monkeypatch):
@@ -299,7 +299,7 @@ def test_the_shares_of_two_ranks(name, rank, monkeypatch):
     """Heads, KV heads that both ranks have in common, and inputs, through SGLang's own loaders."""
     start()
     use_stand_ins(monkeypatch, ADA)
-    for module in (linear, packed_weights):
+    for module in (linear, quantized_linear):
         monkeypatch.setattr(module, "get_group_rank_size", lambda group: (rank, 2))
     generator = torch.Generator().manual_seed(0)
     rows = {"q_proj": 256, "k_proj": 32, "v_proj": 32, "o_proj": 128}
@@ -308,7 +308,7 @@ def test_the_shares_of_two_ranks(name, rank, monkeypatch):
         for part, count in rows.items()
     }
     tensors, quantization, _ = packed(name, dense)
-    scheme = packed_weights.quantization_of(SimpleNamespace(draft_quantization=quantization))
+    scheme = quantized_linear.quantization_of(SimpleNamespace(draft_quantization=quantization))
     scheme = scheme.scheme_of("layers.0.self_attn.q_proj")
     layers = PackedLayers(DraftQuantization("", (), (Group(("Linear",), scheme),)), ADA)
     attention = torch.nn.Module()

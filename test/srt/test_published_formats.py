@@ -30,9 +30,9 @@ from support.servers import PLAIN_FLOAT32
 from transformers import AutoModelForCausalLM
 
 from sglang_dflash.srt.doctor import measure
-from sglang_dflash.srt.doctor.checkpoint import Checkpoint
+from sglang_dflash.srt.doctor.inputs import Checkpoint
+from sglang_dflash.srt.doctor.pair import Pair
 from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere
-from sglang_dflash.srt.doctor.static_checks import Pair
 
 pytestmark = pytest.mark.server
 GOLDEN = Path(__file__).parent / "golden" / "tiny-speculators"

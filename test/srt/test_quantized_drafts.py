@@ -14,18 +14,20 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from support.engine import build, start
 from support.packed_drafts import SCHEMES, pack, pack_for_modelopt, pack_plain_fp8, write
 
-from sglang_dflash.srt.arg_groups.draft_files import check_draft_tensors
-from sglang_dflash.srt.arg_groups.draft_quantization import (
+from sglang_dflash.srt.arg_groups.draft_files import (
     check_draft_quantization,
+    check_draft_tensors,
     settle_draft_quantization,
 )
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, DraftConfigError
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
-from sglang_dflash.srt.configs.draft_quantization import Scheme, quantization_of
+from sglang_dflash.srt.configs.fields import DraftConfigError
+from sglang_dflash.srt.configs.quantization import Scheme, quantization_of
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.models import packed_weights
+from sglang_dflash.srt.layers.dequantize import PackedModule
+from sglang_dflash.srt.models import quantized_linear
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
-from sglang_dflash.srt.models.packed_weights import PackedModule, row_check, run_row_checks
+from sglang_dflash.srt.models.quantized_linear import row_check, run_row_checks
 
 WEIGHTS = load_file(DRAFT / "model.safetensors")
 # One layer, so that each format takes little time.
@@ -136,7 +138,7 @@ def test_a_layer_that_loads_wrong_ends_the_start(fault, name, checked, tmp_path)
 def test_the_check_of_a_rank(rank, monkeypatch):
     """Each rank checks its share: of heads, KV heads that two ranks have in common, and inputs."""
     start()
-    for module in (linear, packed_weights):
+    for module in (linear, quantized_linear):
         monkeypatch.setattr(module, "get_group_rank_size", lambda group: (rank, 2))
     generator = torch.Generator().manual_seed(rank)
     scheme = Scheme("packed", 4, "group", 128)

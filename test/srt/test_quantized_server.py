@@ -10,9 +10,9 @@ from support.servers import FLOAT32
 from transformers import AutoModelForCausalLM
 
 from sglang_dflash.srt.doctor import measure
-from sglang_dflash.srt.doctor.checkpoint import Checkpoint
+from sglang_dflash.srt.doctor.inputs import Checkpoint
+from sglang_dflash.srt.doctor.pair import Pair
 from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere
-from sglang_dflash.srt.doctor.static_checks import Pair
 
 pytestmark = pytest.mark.server
 RUNS = DRAFT.parents[1] / "test" / "srt" / "golden" / "tiny-speculators" / "accepted.json"

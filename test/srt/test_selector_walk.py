@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative import selector_walk as kernels
-from sglang_dflash.srt.layers.candidate_selector import Candidates, Draw, slot_probs, walk, walk_torch
+from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, Draw
+from sglang_dflash.srt.layers.candidate_selector import slot_probs, walk, walk_torch
 
 NO_LIMIT = 1 << 30  # SGLang's value for top_k = -1
 

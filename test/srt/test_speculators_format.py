@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support.checkpoint_fields import GOOD, GOOD_DFLASH2, GOOD_PEAGLE, changed
 
-from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
-from sglang_dflash.srt.configs.draft_config import DraftConfigError
-from sglang_dflash.srt.configs.peagle_config import read_draft_config
+from sglang_dflash.srt.configs.draft_kinds import DFlash2DraftConfig, read_draft_config
+from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.speculators_format import (
     normalize,
     served_types,

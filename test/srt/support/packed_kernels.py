@@ -14,7 +14,7 @@ from sglang.srt.layers.quantization.compressed_tensors import schemes
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.fp8_head import quantize_rows
-from sglang_dflash.srt.models import packed_weights
+from sglang_dflash.srt.models import quantized_linear
 
 Parts = dict[str, torch.Tensor]
 # A change of a layer's parameters before they are multiplied, as a wrong kernel or loader would make it.
@@ -115,5 +115,5 @@ def use_stand_ins(monkeypatch, capability: tuple[int, int] | None, faults: dict 
     for name, stand_in in STAND_INS.items():
         monkeypatch.setattr(schemes, name, stand_in)
     monkeypatch.setattr(_StandIn, "faults", faults or {})
-    monkeypatch.setattr(packed_weights, "device_capability", lambda: capability)
+    monkeypatch.setattr(quantized_linear, "device_capability", lambda: capability)
     monkeypatch.setenv(DFlashOptions.DRAFT_PACKED.variable, "1")

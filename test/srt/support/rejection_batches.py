@@ -5,7 +5,7 @@ import torch
 from hypothesis import strategies as st
 from support.enumeration import LAST, as_shuffled_list
 
-from sglang_dflash.srt.speculative.acceptance.rejection import draw_by_inverse_cdf
+from sglang_dflash.srt.layers.draft_probs import draw_by_inverse_cdf
 
 
 def random_probs(rng, *shape: int, peaked: float) -> torch.Tensor:

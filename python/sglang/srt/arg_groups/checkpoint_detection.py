@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
-from sglang_dflash.srt.configs.config_file import read_config
+from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle, names_its_layers
 from sglang_dflash.srt.configs.speculators_format import served_types, speculators_type, verifier_of
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions

@@ -9,7 +9,6 @@ import copy
 import logging
 from typing import Any
 
-from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
 from sglang_dflash.srt.arg_groups.support import (
     chose_attention,
     dp_attention_findings,
@@ -17,9 +16,10 @@ from sglang_dflash.srt.arg_groups.support import (
     flag_findings,
     target_attention_findings,
 )
-from sglang_dflash.srt.configs.config_file import read_config
-from sglang_dflash.srt.configs.not_served import Unsupported
+from sglang_dflash.srt.configs.checkpoint import read_config
+from sglang_dflash.srt.configs.quantization import PACKED
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
+from sglang_dflash.srt.configs.unsupported import Unsupported
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.server_info import Implementation
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
+from sglang_dflash.srt.configs.quantization import PACKED
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions, Option
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings, EagleSettingsError
 

@@ -11,10 +11,7 @@ import os
 from typing import Any
 
 from sglang_dflash.srt.arg_groups import draft_files
-from sglang_dflash.srt.arg_groups.draft_quantization import (
-    check_draft_quantization,
-    settle_draft_quantization,
-)
+from sglang_dflash.srt.arg_groups.draft_files import check_draft_quantization, settle_draft_quantization
 from sglang_dflash.srt.arg_groups.fallback import fall_back_if_unsupported, find_unsupported
 from sglang_dflash.srt.arg_groups.options import (
     read_adaptive_flags,
@@ -23,15 +20,14 @@ from sglang_dflash.srt.arg_groups.options import (
     simulates_acceptance,
 )
 from sglang_dflash.srt.arg_groups.support import choose_draft_attention, draft_attention_findings, flag_of
-from sglang_dflash.srt.configs.config_file import read_config
+from sglang_dflash.srt.configs.checkpoint import read_config, read_mask_embedding
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_quantization import quantization_of
-from sglang_dflash.srt.configs.not_served import Unsupported
-from sglang_dflash.srt.configs.peagle_config import read_draft_config
-from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, differences
+from sglang_dflash.srt.configs.draft_kinds import read_draft_config
+from sglang_dflash.srt.configs.quantization import quantization_of
+from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, differences, find_mask_token
+from sglang_dflash.srt.configs.unsupported import Unsupported
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
-from sglang_dflash.srt.models.mask_token import find_mask_token, read_mask_embedding
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
 from sglang_dflash.srt.speculative.targets.kinds import target_kind
 from sglang_dflash.srt.speculative.targets.recurrent import check_states_are_committed

@@ -4,22 +4,19 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_dflash.srt.arg_groups.draft_quantization import flag_problem
-from sglang_dflash.srt.configs.attention_backends import (
+from sglang_dflash.srt.arg_groups.draft_files import flag_problem
+from sglang_dflash.srt.configs.checkpoint import read_config
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.configs.draft_formats import checkpoint_findings, is_dflash_draft
+from sglang_dflash.srt.configs.fields import is_int
+from sglang_dflash.srt.configs.quantization import checkpoint_quantization
+from sglang_dflash.srt.configs.target_fit import (
     COUNT_WINDOW_FROM_ANCHOR,
     COUNT_WINDOW_FROM_QUERY,
     DRAFT_ATTENTION_BACKENDS,
     PAGED_BACKENDS,
 )
-from sglang_dflash.srt.configs.config_file import read_config
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.layer_fields import is_int
-from sglang_dflash.srt.configs.not_served import Unsupported
-from sglang_dflash.srt.configs.served_checkpoints import (
-    checkpoint_findings,
-    checkpoint_quantization,
-    is_dflash_draft,
-)
+from sglang_dflash.srt.configs.unsupported import Unsupported
 from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)

@@ -10,18 +10,19 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, WrapValidator
 
-from sglang_dflash.srt.configs.draft_variants import variant_problems
-from sglang_dflash.srt.configs.layer_fields import Shapes, layer_shapes
-from sglang_dflash.srt.configs.validation import (
+from sglang_dflash.srt.configs.fields import (
     MAX_LAYERS,
     DraftConfigError,
     LayerIds,
     NumLayers,
     Positive,
+    Shapes,
     StrictModel,
+    layer_shapes,
     problems_of,
     shown,
 )
+from sglang_dflash.srt.configs.unsupported import variant_problems
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"

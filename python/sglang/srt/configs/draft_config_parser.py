@@ -5,6 +5,7 @@ which rejects a config without a top-level `model_type`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
@@ -12,12 +13,11 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from sglang_dflash.srt.configs.draft_config import names_sliding_layers
 from sglang_dflash.srt.configs.draft_formats import flat_config
-from sglang_dflash.srt.configs.draft_quantization import ATTRIBUTE, find_quantization
+from sglang_dflash.srt.configs.draft_kinds import ALIASES, is_draft
+from sglang_dflash.srt.configs.fields import MAX_SIZE, DraftConfigError, shown
 from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle
-from sglang_dflash.srt.configs.layer_fields import MAX_SIZE
-from sglang_dflash.srt.configs.peagle_config import ALIASES, is_draft
+from sglang_dflash.srt.configs.quantization import ATTRIBUTE, find_quantization
 from sglang_dflash.srt.configs.speculators_format import served_types, speculators_type
-from sglang_dflash.srt.configs.validation import DraftConfigError, shown
 from sglang_dflash.srt.environ import DFlashOptions
 
 
@@ -37,43 +37,28 @@ class DraftConfigParser(HfModelConfigParser):
             config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
         except OSError:
             config = {}  # no config.json: SGLang has other formats, or reports it
-        checkpoint, read = str(model), super().parse
+        checkpoint, plain = str(model), partial(super().parse, model, trust_remote_code, revision, **kwargs)
+        read: Callable[[], Any]
         if speculators_type(config) in served_types() or is_flat_peagle(config, checkpoint):
             flat = flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
-            draft = _read_checked(
-                checkpoint,
-                flat["model_type"],
-                lambda: Qwen3Config.from_dict(flat, name_or_path=checkpoint),
-            )
+            model_type = flat["model_type"]
+            read = partial(Qwen3Config.from_dict, flat, name_or_path=checkpoint)
         elif is_draft(config.get("architectures")):
-            draft = _read_checked(
-                checkpoint,
-                config.get("model_type"),
-                lambda: read(model, trust_remote_code, revision, **kwargs),
-            )
-            if names_sliding_layers(config.get("layer_types")):
-                draft.sliding_window = config.get("sliding_window")  # whatever use_sliding_window says
+            model_type, read = config.get("model_type"), plain
         else:
-            return read(model, trust_remote_code, revision, **kwargs)
+            return plain()
+        try:
+            draft = read()
+        except Exception as error:  # any kind: transformers and SGLang have fields that are not checked here
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            kind = f"config.json, model_type {shown(model_type)}"
+            problem = f"{kind}, cannot be read by transformers: {reason}"
+            raise DraftConfigError(checkpoint, [problem]) from error
+        if read is plain and names_sliding_layers(config.get("layer_types")):
+            draft.sliding_window = config.get("sliding_window")  # whatever use_sliding_window says
         draft.architectures = [ALIASES.get(name, name) for name in draft.architectures or ()]
         # SGLang refuses a draft that is shorter than its target, by the first field that names a length. The
         # draft's own field stays as it is.
         draft.max_sequence_length = MAX_SIZE
         setattr(draft, ATTRIBUTE, find_quantization(config, checkpoint, revision))
         return draft
-
-
-def _read_checked(checkpoint: str, model_type: Any, read: Callable[[], PretrainedConfig]) -> PretrainedConfig:
-    """Call `read`, code of transformers' and SGLang's.
-
-    Both have fields beyond the ones that are checked here, and raise any kind of error for a wrong
-    one.
-    """
-    try:
-        return read()
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        problem = (
-            f"config.json, model_type {shown(model_type)}, cannot be read by transformers: {reason[:500]}"
-        )
-        raise DraftConfigError(checkpoint, [problem]) from error

@@ -1,14 +1,15 @@
-"""The formats of draft checkpoints, each converted to one flat config."""
+"""The formats of draft checkpoints, each converted to one flat config or refused."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from sglang_dflash.srt.configs.draft_config import names_sliding_layers
+from sglang_dflash.srt.configs.draft_kinds import check_architectures, config_class, is_draft
+from sglang_dflash.srt.configs.fields import DraftConfigError, layer_problems
 from sglang_dflash.srt.configs.flat_peagle import flatten_peagle, is_flat_peagle
-from sglang_dflash.srt.configs.layer_fields import layer_problems
-from sglang_dflash.srt.configs.peagle_config import check_architectures
+from sglang_dflash.srt.configs.quantization import OtherMethodError, checkpoint_quantization
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config, normalize
-from sglang_dflash.srt.configs.validation import DraftConfigError
+from sglang_dflash.srt.configs.unsupported import BUILTIN_ARCHITECTURES, Unsupported, draft_findings
 
 
 def flat_config(
@@ -39,3 +40,33 @@ def flat_config(
     if problems := layer_problems(flat, where):
         raise DraftConfigError(checkpoint, problems)
     return flat
+
+
+def checkpoint_findings(
+    config: Mapping[str, Any], checkpoint: str, revision: str | None = None
+) -> list[Unsupported]:
+    """List what ours does not serve of a checkpoint. Flags and devices may add reasons.
+
+    Faults that make a config invalid are left to the class that reads it, but for those of a quantization:
+    the built-in would load such a file, and draft noise.
+    """
+    builtin_reads = is_dflash_draft(config)
+    architectures = config.get("architectures")
+    found = draft_findings(config, config_class(architectures).nested_fields()) if builtin_reads else []
+    try:
+        checkpoint_quantization(config, checkpoint, revision)
+    except ValueError as error:
+        is_other = isinstance(error, OtherMethodError)
+        where = "" if is_other else "quantization_config: "
+        found.append(Unsupported(where + str(error).rstrip("."), builtin_reads and is_other))
+    return found
+
+
+def is_dflash_draft(config: Mapping[str, Any]) -> bool:
+    """Return True for a draft in z-lab's format, which the built-in may read as well."""
+    architectures = config.get("architectures")
+    if is_speculators_config(config):
+        return False
+    return is_draft(architectures) or (
+        isinstance(architectures, list) and architectures[:1] in [[name] for name in BUILTIN_ARCHITECTURES]
+    )

@@ -1,13 +1,30 @@
 """Comparison of a draft checkpoint's tensors with those its config requires."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_dflash.srt.configs.checkpoint import FLOATS, INTEGERS, Header
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_quantization import quantization_of
-from sglang_dflash.srt.configs.layer_fields import Shapes
-from sglang_dflash.srt.configs.packed_tensors import Header, Unpacked, unpack_headers
+from sglang_dflash.srt.configs.fields import Shapes
+from sglang_dflash.srt.configs.quantization import DraftQuantization, Scheme, quantization_of
 
+# Last parts of the names of a packed module's tensors. A dense one has `weight` alone.
+_PACKED_PARTS = (
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "input_scale",
+    "input_global_scale",
+    "k_scale",
+    "v_scale",
+)
+_PACKED_TYPES = ("I8", "U8", "I32", "F8_E4M3", "F8_E5M2")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 # A row for each target id. Rows beyond the vocabulary are padding.
 _ROWS_BY_ID = (
@@ -43,6 +60,23 @@ def is_ignored(name: str) -> bool:
     return name in IGNORED_TENSORS or "rotary_emb." in name
 
 
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A checkpoint's tensors as a dense one would have them.
+
+    Attributes:
+        shapes: by name.
+        schemes: of each packed module.
+        problems: one line each. If there are any, the other fields are partial.
+        unknown: names of tensors that the draft does not have.
+    """
+
+    shapes: Shapes = field(default_factory=dict)
+    schemes: dict[str, Scheme] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+
 def examine_headers(
     hf_config: Any,
     draft: DFlashDraftConfig,
@@ -53,8 +87,8 @@ def examine_headers(
     """Compare the headers of a checkpoint's tensors with those that its config requires.
 
     Returns the tensors as a dense checkpoint would have them, without ignored ones. Its problems name every
-    tensor that is missing or of another type or shape; and unknown ones, if there are problems. Of an update
-    nothing need be there, and any module may be dense.
+    tensor that is missing or of another type or shape, and then unknown ones too. Of an update nothing need
+    be there, and any module may be dense.
     """
     expected, required = expected_tensors(hf_config, draft)
     read = {
@@ -62,7 +96,7 @@ def examine_headers(
         for name, header in headers.items()
         if not is_ignored(name) and (name != "d2t" or draft.has_own_vocabulary)
     }
-    found = unpack_headers(quantization_of(hf_config, checkpoint), read, expected, may_be_dense=is_update)
+    found = _unpack_headers(quantization_of(hf_config, checkpoint), read, expected, may_be_dense=is_update)
     if not found.problems:
         if not is_update:
             found.problems.extend(f"{name}: missing" for name in sorted(required - set(found.shapes)))
@@ -74,6 +108,93 @@ def examine_headers(
     if found.problems:
         found.problems.extend(f"{name}: this draft has no such tensor" for name in found.unknown)
     return found
+
+
+def _unpack_headers(
+    quantization: DraftQuantization | None,
+    headers: Mapping[str, Header],
+    expected: Shapes,
+    may_be_dense: bool = False,
+) -> Unpacked:
+    """Check all element types, and the shapes of packed modules.
+
+    `headers` are the file's, by name without `model.`. `expected` are the shapes of a dense checkpoint, by
+    name. With `may_be_dense`, any module may come as a plain weight.
+    """
+    found, modules = Unpacked(), dict[str, dict[str, Header]]()
+    for name, header in headers.items():
+        module, _, part = name.rpartition(".")
+        modules.setdefault(module, {})[part] = header
+    for module, parts in modules.items():
+        shape, weight = expected.get(f"{module}.weight", ()), parts.get("weight")
+        is_linear = len(shape) == 2
+        is_packed = any(part in _PACKED_PARTS for part in parts) or weight and weight.dtype in _PACKED_TYPES
+        if is_linear and is_packed:
+            _unpack_module(quantization, module, parts, shape, found)
+            continue
+        dense = {f"{module}.{part}" if module else part: header for part, header in parts.items()}
+        for name, header in dense.items():
+            if name not in expected:
+                found.unknown.append(name)
+                continue
+            wanted = INTEGERS if name == "d2t" else FLOATS
+            if header.dtype not in wanted:
+                kind = f"{header.dtype}, expected one of {', '.join(wanted)}"
+                found.problems.append(f"{header.where}{name} is {kind}")
+            found.shapes[name] = header.shape
+        # The projections that every writer packs unless told otherwise.
+        in_layer = module.startswith("layers.") and (".self_attn." in module or ".mlp." in module)
+        scheme = quantization.scheme_of(module) if quantization and (module == "fc" or in_layer) else None
+        if scheme is not None and is_linear and weight is not None and not may_be_dense:
+            dense_name = f"{weight.where}{module}.weight"
+            found.problems.append(
+                f"{dense_name} is dense, but the quantization config names it ({scheme.name})"
+            )
+    return found
+
+
+def _unpack_module(
+    quantization: DraftQuantization | None,
+    module: str,
+    parts: Mapping[str, Header],
+    shape: tuple[int, ...],
+    found: Unpacked,
+) -> None:
+    scheme = None if quantization is None else quantization.scheme_of(module)
+    if scheme is None:
+        part = next((p for p in parts if p in _PACKED_PARTS), "weight")
+        found.problems.append(
+            f"{parts[part].where}{module}.{part} ({parts[part].dtype}): the config names no quantization "
+            "for it in its quantization_config"
+        )
+        return
+    rows, columns = shape
+    problem = scheme.shape_problem(rows, columns)
+    if problem is not None:
+        found.problems.append(f"{module} ({scheme.name}): {problem}")
+        return
+    known = scheme.parts(rows, columns) if (rows and columns) else {}
+    where = next(iter(parts.values())).where
+    before = len(found.problems)
+    for part, header in parts.items():
+        name = f"{header.where}{module}.{part}"
+        if part == "bias":
+            found.shapes[f"{module}.bias"] = header.shape
+        elif part not in known:
+            found.problems.append(f"{name}: {scheme.name} has no such tensor")
+        elif header.dtype not in known[part].dtypes:
+            listed = ", ".join(known[part].dtypes)
+            found.problems.append(f"{name} is {header.dtype}, expected {listed} of {scheme.name}")
+        elif header.shape not in known[part].shapes:
+            listed = " or ".join(dict.fromkeys(map(str, known[part].shapes)))
+            found.problems.append(f"{name} is {header.shape}, expected {listed} of {scheme.name}")
+        elif header.values not in (None, shape):
+            found.problems.append(f"{name} holds {header.values}, expected {shape}")
+    missing = (name for name, part in known.items() if part.is_required and name not in parts)
+    found.problems.extend(f"{where}{module}.{name}: missing, {scheme.name} needs it" for name in missing)
+    if len(found.problems) == before:
+        found.schemes[module] = scheme
+        found.shapes[f"{module}.weight"] = shape
 
 
 def _fits(name: str, shape: tuple[int, ...], expected: tuple[int, ...], draft: DFlashDraftConfig) -> bool:
@@ -106,7 +227,7 @@ def d2t_problems(
     Args:
         d2t: A tensor [draft_vocab_size] of integers, the offsets from draft ids to target ids. They must all
             be zero if the draft has the target's vocabulary.
-        draft: Its config.
+        draft: The draft's config.
         t2d: A tensor [vocab_size], true for each target id that the draft has; None if the file has none.
         target_tokens: Size of the target's vocabulary; None if it is the draft's.
     """
@@ -160,8 +281,8 @@ def vocabulary_problems(
 
 
 def has_checked_values(name: str, shape: tuple[int, ...]) -> bool:
-    """Return True for a tensor that is small enough to be read before the model is loaded."""
-    return len(shape) == 1 or name.rpartition(".")[2] in _SCALES
+    """Return True for a tensor that is small enough to be read before the model is."""
+    return not is_ignored(name) and (len(shape) == 1 or name.rpartition(".")[2] in _SCALES)
 
 
 def value_problems(name: str, tensor: Any) -> list[str]:

@@ -4,13 +4,12 @@ What makes one of them a P-EAGLE draft is the tensor `mask_hidden`, and a mask t
 AWS's reader for Neuron (gpt-oss), NeMo AutoModel's `LlamaEagle3DraftModel`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from sglang_dflash.srt.configs.layer_fields import is_int
-from sglang_dflash.srt.configs.peagle_config import default_layer_inputs
-from sglang_dflash.srt.configs.validation import DraftConfigError, shown
-from sglang_dflash.srt.configs.weight_files import tensor_shapes
+from sglang_dflash.srt.configs.checkpoint import tensor_shapes
+from sglang_dflash.srt.configs.draft_kinds import default_layer_inputs
+from sglang_dflash.srt.configs.fields import DraftConfigError, is_int, shown
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -111,7 +110,7 @@ def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: in
             "norm_before_fc": option("norm_before_fc"),
             "fc_norm": option("fc_norm"),
             # `model_type` says nothing: the config is a copy of the target's.
-            "qk_norm": _has_qk_norm(tensor_shapes(checkpoint)),
+            "qk_norm": any(name.endswith(".q_norm.weight") for name in tensor_shapes(checkpoint) or ()),
         },
     }
 
@@ -140,7 +139,3 @@ def _mask_token(config: Mapping[str, Any], problems: list[str]) -> int | None:
     elif not found and not problems:
         problems.append("mask_token_id is missing")
     return next(iter(found.values()), None)
-
-
-def _has_qk_norm(tensors: Collection[str] | None) -> bool:
-    return any(name.endswith(".q_norm.weight") for name in tensors or ())

@@ -18,8 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from sglang_dflash.srt.configs.peagle_config import PEAGLE_ARCHITECTURE, default_layer_inputs
-from sglang_dflash.srt.configs.validation import (
+from sglang_dflash.srt.configs.checkpoint import tensor_shapes
+from sglang_dflash.srt.configs.draft_kinds import PEAGLE_ARCHITECTURE, default_layer_inputs
+from sglang_dflash.srt.configs.fields import (
     MAX_LAYERS,
     DraftConfigError,
     LayerIds,
@@ -28,7 +29,6 @@ from sglang_dflash.srt.configs.validation import (
     problems_of,
     shown,
 )
-from sglang_dflash.srt.configs.weight_files import tensor_shapes
 
 # Types the library can train and we cannot serve. SGLang reads none of the library's files.
 _SERVED_ELSEWHERE = ("eagle3", "dspark", "mtp")
@@ -155,11 +155,13 @@ class _Draft(_Object):
             raise ValueError(f"has algorithm {value.algorithm!r}, but speculators_model_type is {cls.kind!r}")
         return value
 
+    def entries(self) -> dict[str, Any]:
+        """Return the entries of `dflash_config` that only this kind has."""
+        return {}
+
     def flatten(self, layers: Mapping[str, Any]) -> dict[str, Any]:
         """Return a flat Qwen3 config with a `dflash_config`, from the layers as the file has them."""
-        raise NotImplementedError
-
-    def _flatten(self, layers: Mapping[str, Any], block_size: int, **entries: Any) -> dict[str, Any]:
+        tokens = self.speculators_config.speculative_tokens
         rope = self.transformer_layer_config.rope_parameters
         return {
             **layers,
@@ -167,15 +169,16 @@ class _Draft(_Object):
             "model_type": "qwen3",
             "tie_word_embeddings": False,
             "architectures": [self.architecture],
-            "block_size": block_size,
+            # P-EAGLE's is the newest token, and as many drafted ones as the draft was trained for.
+            "block_size": getattr(self, "block_size", tokens + 1),
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
                 "draft_vocab_size": self.draft_vocab_size,
-                "speculative_tokens": self.speculators_config.speculative_tokens,
+                "speculative_tokens": tokens,
                 "target_layer_ids": speculators_ids_to_layer_outputs(self.layer_inputs),
                 # The library copies the target's table into a plain embedding, which scales nothing.
                 "input_embedding_scale": 1.0,
-                **entries,
+                **self.entries(),
             },
         }
 
@@ -189,14 +192,12 @@ class _DFlash(_Draft):
     block_size: Annotated[Positive, AfterValidator(_check_block)]
     layer_inputs: LayerInputs = Field(alias="aux_hidden_state_layer_ids")
 
-    def flatten(self, layers: Mapping[str, Any]) -> dict[str, Any]:
-        return self._flatten(
-            layers,
-            self.block_size,
-            sample_from_anchor=self.sample_from_anchor,
-            sliding_is_causal=not self.sliding_window_non_causal,
-            window_from_anchor=True,
-        )
+    def entries(self) -> dict[str, Any]:
+        return {
+            "sample_from_anchor": self.sample_from_anchor,
+            "sliding_is_causal": not self.sliding_window_non_causal,
+            "window_from_anchor": True,
+        }
 
 
 def _check_taps(value: int, info: ValidationInfo) -> int:
@@ -218,11 +219,9 @@ class _DFlash2(_DFlash):
     selector_rank: Positive
     selector_top_k: Positive
 
-    def flatten(self, layers: Mapping[str, Any]) -> dict[str, Any]:
-        flat = super().flatten(layers)
+    def entries(self) -> dict[str, Any]:
         options = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        flat["dflash_config"] |= {name: getattr(self, name) for name in options}
-        return flat
+        return super().entries() | {name: getattr(self, name) for name in options}
 
 
 class _PEagle(_Draft):
@@ -240,16 +239,10 @@ class _PEagle(_Draft):
     fc_norm: Annotated[bool, AfterValidator(_check_norms)] = False
     layer_inputs: LayerInputs = Field(alias="eagle_aux_hidden_state_layer_ids")
 
-    def flatten(self, layers: Mapping[str, Any]) -> dict[str, Any]:
-        return self._flatten(
-            layers,
-            # The verified block: the newest token, and as many drafted ones as the draft was trained for.
-            self.speculators_config.speculative_tokens + 1,
-            norm_before_residual=self.norm_before_residual,
-            norm_before_fc=self.norm_before_fc,
-            fc_norm=self.fc_norm,
-            qk_norm=self.transformer_layer_config.model_type == "qwen3",
-        )
+    def entries(self) -> dict[str, Any]:
+        norms = ("norm_before_residual", "norm_before_fc", "fc_norm")
+        has_qk_norm = self.transformer_layer_config.model_type == "qwen3"
+        return {"qk_norm": has_qk_norm, **{name: getattr(self, name) for name in norms}}
 
 
 _DRAFTS: dict[str, type[_Draft]] = {draft.kind: draft for draft in (_DFlash, _DFlash2, _PEagle)}

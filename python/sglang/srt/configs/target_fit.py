@@ -1,10 +1,18 @@
-"""A draft beside its target: what has to fit, and what may differ."""
+"""A draft, its target and its attention backend: what has to fit, and what may differ."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, listed_ids
-from sglang_dflash.srt.configs.validation import DraftConfigError
+from sglang_dflash.srt.configs.fields import DraftConfigError
+
+# Backends that run draft blocks, in order of preference if the target's own does not suit the draft.
+DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
+# Backends that read whole pages of the KV cache.
+PAGED_BACKENDS = ("fa3", "fa4")
+# In a verify forward, FlashInfer cuts a sliding layer's keys once per block, the others once per query.
+COUNT_WINDOW_FROM_ANCHOR = ("flashinfer",)
+COUNT_WINDOW_FROM_QUERY = ("triton", "fa3", "fa4")
 
 # Targets whose last layer SGLang captures. Others have no next layer, at whose input it would.
 _CAPTURES_LAST_LAYER = (
@@ -43,10 +51,40 @@ def check_draft_fits_target(
         problems.append(f"hc_mult is {draft.aux_streams}, but the target's residual has {streams} streams")
     # A looped target has each layer several times, and counts them all.
     depth = target_text_config.num_hidden_layers * (getattr(target_text_config, "num_loops", None) or 1)
-    problem = _target_layer_problem(draft.target_layer_ids, depth, architectures)
-    problems += [f"target_layer_ids {problem}"] if problem else []
+    ids = draft.target_layer_ids
+    if max(ids) >= depth:
+        problems.append(f"target_layer_ids {listed_ids(ids)} leave the target's {depth} layers")
+    elif max(ids) == depth - 1 and next(iter(architectures), None) not in _CAPTURES_LAST_LAYER:
+        problems.append(
+            f"target_layer_ids {listed_ids(ids)} name the last layer: SGLang captures a layer's output at "
+            "the input of the next one, and the last layer has none"
+        )
     if problems:
         raise DraftConfigError(checkpoint, problems)
+
+
+def find_mask_token(
+    draft: DFlashDraftConfig, tokenizer: Any, checkpoint: str = "draft", target_tokens: int | None = None
+) -> int:
+    """Return the id of `draft.mask_token` in the target's tokenizer.
+
+    A token that the tokenizer lacks gets the id after its last, as z-lab's code adds it. `target_tokens` is
+    the size of the target's vocabulary, or None if it is the draft's.
+
+    Raises:
+        DraftConfigError: the embedding has no such row, or there is no tokenizer.
+    """
+    rows = target_tokens or draft.vocab_size
+    name = f"dflash_config.mask_token {draft.mask_token!r}"
+    if tokenizer is None:
+        raise DraftConfigError(
+            checkpoint, [f"{name}: there is no tokenizer to look it up in, give mask_token_id"]
+        )
+    found = tokenizer.get_vocab().get(draft.mask_token, len(tokenizer))
+    if found >= rows:
+        full = f"its embedding of {rows} rows has none to spare"
+        raise DraftConfigError(checkpoint, [f"{name} is not in the target's tokenizer, and {full}"])
+    return found
 
 
 def differences(draft: DFlashDraftConfig, target_text_config: Any, context_len: int) -> list[str]:
@@ -77,18 +115,3 @@ def depth_problem(draft: DFlashDraftConfig, target_text_config: Any) -> str | No
     if trained in (None, depth):
         return None
     return f"num_target_layers is {trained}, but the target's num_hidden_layers is {depth}"
-
-
-def _target_layer_problem(ids: Sequence[int], depth: int, architectures: Sequence[str]) -> str | None:
-    """Say why these layer outputs cannot be captured.
-
-    On most targets SGLang captures a layer's output as the next layer's input.
-    """
-    if max(ids) >= depth:
-        return f"{listed_ids(ids)} leave the target's {depth} layers"
-    if max(ids) == depth - 1 and next(iter(architectures), None) not in _CAPTURES_LAST_LAYER:
-        return (
-            f"{listed_ids(ids)} name the last layer: SGLang captures a layer's output at the input of the "
-            "next one, and the last layer has none"
-        )
-    return None

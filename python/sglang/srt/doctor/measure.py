@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
-from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
-from sglang_dflash.srt.doctor.copies import blocks_with_copies
-from sglang_dflash.srt.doctor.findings import Finding, fault, note
+from sglang_dflash.srt.doctor.inputs import BadInput, Checkpoint
+from sglang_dflash.srt.doctor.pair import Finding, Pair, fault, note
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft, plain_draft
 from sglang_dflash.srt.doctor.readings import (
     AS_CONFIGURED,
@@ -20,12 +19,12 @@ from sglang_dflash.srt.doctor.readings import (
     Reading,
     Text,
     blocks,
+    blocks_with_copies,
     compare,
     draft_everywhere,
     other_readings,
 )
-from sglang_dflash.srt.doctor.static_checks import Pair
-from sglang_dflash.srt.layers.dequantize import dequantize
+from sglang_dflash.srt.layers.dequantize import take_packed_modules
 
 # The evidence rests on sampled texts, for variety (a small target's greedy text repeats itself), and on short
 # greedy continuations that branch off them, because drafts are trained on greedy text.
@@ -257,8 +256,7 @@ def _load_target(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> tup
 
     logging.disable_progress_bar()
     # A hub id is loaded by its name: so far only its descriptions have been fetched.
-    has_tensors = any(checkpoint.folder.glob("*.safetensors"))
-    source = str(checkpoint.folder) if has_tensors else checkpoint.name
+    source = str(checkpoint.folder) if checkpoint.has_tensors else checkpoint.name
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
         target = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval().to(device)
@@ -278,24 +276,22 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
     embedding = target.get_input_embeddings().weight.detach()
     head = target.get_output_embeddings().weight.detach()
     tensors: dict[str, torch.Tensor] = {}
-    for file in sorted({tensor.file for tensor in pair.draft.tensors.values()}):
-        loaded = load_file(file, device=str(target.device))
+    for file in sorted({header.file for header in pair.draft.tensors.values()}):
+        loaded = load_file(pair.draft.folder / file, device=str(target.device))
         tensors |= {canonical_name(name): tensor for name, tensor in loaded.items()}
     weights = {}
-    for name, scheme in pair.packed_modules().schemes.items():
-        own = [key for key in tensors if key.rpartition(".")[0] == name and not key.endswith(".bias")]
-        parts = {key.rpartition(".")[2]: tensors.pop(key) for key in own}
+    for module in take_packed_modules(tensors, pair.packed_modules()):
         try:
-            weight = dequantize(parts, scheme, *pair.expected_tensors()[f"{name}.weight"])
+            weight = module.dequantize(target.device)
         except ValueError as error:
-            raise BadInput(f"{pair.draft.name}: {name}.{error}") from error
-        weights[f"{name}.weight"] = weight.to(embedding.dtype)
+            raise BadInput(f"{pair.draft.name}: {error}") from error
+        weights[f"{module.name}.weight"] = weight.to(embedding.dtype)
     for name, tensor in tensors.items():
         weights[name] = tensor.to(embedding.dtype) if tensor.is_floating_point() else tensor
     if not config.has_own_vocabulary:
         weights.pop("d2t", None)
-    module = target.get_input_embeddings()
-    scale = float(getattr(module, "embed_scale", 1.0))  # Gemma's modules multiply what they look up
+    # Gemma's modules multiply what they look up.
+    scale = float(getattr(target.get_input_embeddings(), "embed_scale", 1.0))
     return plain_draft(config, pair.parsed.hf_config, weights, embedding, head, scale)
 
 

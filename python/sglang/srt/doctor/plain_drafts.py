@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig
-from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
+from sglang_dflash.srt.configs.draft_kinds import DFlash2DraftConfig, PEagleDraftConfig
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_dflash.srt.doctor.checkpoint import BadInput
-from sglang_dflash.srt.doctor.findings import Finding, fault, note
+from sglang_dflash.srt.doctor.inputs import BadInput
 from sglang_dflash.srt.doctor.measure import Acceptance, Observed, load_draft
+from sglang_dflash.srt.doctor.pair import Finding, Pair, fault, note
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft
 from sglang_dflash.srt.doctor.readings import (
     AS_CONFIGURED,
@@ -18,7 +18,6 @@ from sglang_dflash.srt.doctor.readings import (
     compare,
     draft_everywhere,
 )
-from sglang_dflash.srt.doctor.static_checks import Pair
 
 # Relative error of a weight: 0.11 is usual for four bits, 0.03 for eight. Another draft's weights give 1.4.
 _ANOTHER, _LARGE = 0.3, {"4": 0.22, "8": 0.06}
@@ -64,18 +63,15 @@ def measure_cost(pair: Pair, unquantized: Pair, observed: Observed) -> Quantizat
         raise BadInput(f"{unquantized.draft.name}: its config is another one than {pair.draft.name}'s")
     draft, before = load_draft(pair, observed.target), load_draft(unquantized, observed.target)
 
-    def with_quantized(modules: list[str]) -> tuple[Acceptance, list[Drafts]]:
-        own = {f"{module}.weight": draft.weights[f"{module}.weight"] for module in modules}
-        reading = Reading("", changes={"weights": {**before.weights, **own}})
-        return _measured(before, observed, reading)
-
     reference, drafts = _measured(before, observed, AS_CONFIGURED)
     groups: dict[str, list[str]] = {}
     for module in sorted(schemes, key=_place):
         groups.setdefault(_layer(module), []).append(module)
     layers = []
     for name, modules in groups.items():
-        acceptance, found = with_quantized(modules)
+        own = {f"{module}.weight": draft.weights[f"{module}.weight"] for module in modules}
+        reading = Reading("", changes={"weights": {**before.weights, **own}})
+        acceptance, found = _measured(before, observed, reading)
         errors = {module: _weight_error(draft, before, module) for module in modules}
         names = tuple(sorted({schemes[module].name for module in modules}))
         layers.append(LayerCost(name, names, errors, acceptance, compare(drafts, found)))

@@ -1,17 +1,26 @@
-"""The doctor's findings as text and as JSON."""
+"""The doctor's findings as text, as JSON, and as one HTML page.
 
-from collections.abc import Sequence
+The page, by the template page.html.jinja, has no script, loads nothing from elsewhere, and is well-formed
+XML, light and dark.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from sglang_dflash.srt.configs.draft_formats import checkpoint_findings
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
-from sglang_dflash.srt.doctor.findings import FAULT, Finding
-from sglang_dflash.srt.doctor.implementation import implementation
-from sglang_dflash.srt.doctor.static_checks import Pair
+from sglang_dflash.srt.doctor.inputs import Checkpoint
+from sglang_dflash.srt.doctor.measure import Measurement, Outcome
+from sglang_dflash.srt.doctor.pair import FAULT, Finding, Pair
+from sglang_dflash.srt.doctor.quantization import COLUMNS, QuantizationCost, table
+from sglang_dflash.srt.doctor.readings import blocks
 
-if TYPE_CHECKING:  # measure.py needs torch and transformers' models, the static checks do not
-    from sglang_dflash.srt.doctor.measure import Measurement, Outcome
-    from sglang_dflash.srt.doctor.quantization import QuantizationCost
+_NO_XML = re.compile("[^\n\t -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def heading(pair: Pair) -> str:
@@ -22,6 +31,18 @@ def heading(pair: Pair) -> str:
     draft = describe_draft(pair)
     lines = f"target  {pair.target.name}: {kind}, {size}", f"draft   {pair.draft.name}: {draft}"
     return "\n".join((*lines, f"served by {implementation(pair.draft)}"))
+
+
+def implementation(draft: Checkpoint) -> str:
+    """Name the implementation that serves a draft, and why it is not ours."""
+    found = checkpoint_findings(draft.config, str(draft.folder))
+    if not found:
+        return "sglang-dflash, if no flag or device says otherwise"
+    reasons = "; ".join(finding.what for finding in found)
+    if not all(finding.builtin_supports for finding in found):
+        return f"nobody: {reasons}"
+    lost = "".join(f"; {finding.drawback}" for finding in found if finding.drawback)
+    return f"SGLang's built-in DFLASH, on a GPU alone, because {reasons}{lost}"
 
 
 def describe_draft(pair: Pair) -> str:
@@ -40,7 +61,7 @@ def describe_draft(pair: Pair) -> str:
     )
 
 
-def figures(measured: "Measurement") -> str:
+def figures(measured: Measurement) -> str:
     """Format what was measured, as two small tables."""
     configured, expected, copied = measured.configured, measured.expected, measured.with_copies
     card = f" (its card says {expected.accept_length:.2f}, on the card's prompts)" if expected else ""
@@ -72,12 +93,12 @@ def figures(measured: "Measurement") -> str:
     return "\n".join(lines)
 
 
-def readings(measured: "Measurement") -> list[tuple[str, str, str]]:
+def readings(measured: Measurement) -> list[tuple[str, str, str]]:
     """Return rows of text: what the checkpoint was read with, accept length, likelihood."""
     return [(o.reading.label, f"{o.acceptance.length:.2f}", _likelihood(o)) for o in measured.outcomes]
 
 
-def _likelihood(outcome: "Outcome") -> str:
+def _likelihood(outcome: Outcome) -> str:
     """Compare a reading with the checkpoint as configured, in words."""
     if outcome.is_configured:
         return "(the reference)"
@@ -100,8 +121,8 @@ def _row(shares: tuple[float, ...]) -> str:
 def as_json(
     pair: Pair,
     found: Sequence[Finding],
-    measured: "Measurement | None" = None,
-    cost: "QuantizationCost | None" = None,
+    measured: Measurement | None = None,
+    cost: QuantizationCost | None = None,
 ) -> dict[str, Any]:
     """Return the whole report as JSON's types; what was not measured is None."""
     report: dict[str, Any] = {
@@ -129,3 +150,43 @@ def as_json(
             "left_out": [reading.label for reading in measured.left_out],
         }
     return report
+
+
+def page(
+    pair: Pair, found: Sequence[Finding], measured: Measurement | None, cost: QuantizationCost | None = None
+) -> str:
+    """Return the page; `measured` and `cost` are None if they were not measured."""
+    folder = FileSystemLoader(Path(__file__).parent)
+    made = Environment(loader=folder, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    made.globals |= dict(describe_draft=describe_draft, answers=_answers, readings=readings)
+    made.globals |= dict(COLUMNS=COLUMNS, cost_rows=table)
+    template = made.get_template("page.html.jinja")
+    return _NO_XML.sub("\ufffd", template.render(pair=pair, found=found, measured=measured, cost=cost))
+
+
+def _answers(measured: Measurement) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """Yield each answer: the prompt, and (CSS class, text, remark) of each token after it."""
+    found = measured.copies or map(blocks, measured.texts, measured.drafts)
+    for text, own_blocks in zip(measured.texts, found, strict=True):
+        tokens, start = text.tokens.tolist(), text.prompt_length
+        pieces = measured.pieces(tokens, start)
+        spans = [("first", pieces[0], "the target's, from the prompt's own forward")]
+        for block in own_blocks:
+            source, proposal = ("copied", "copy") if block.is_copied else ("drafted", "draft")
+            bonus = block.anchor + block.accepted + 1
+            for k, piece in enumerate(pieces[block.anchor + 1 - start : bonus - start], 1):
+                kind = "a c" if block.is_copied else f"a p{k}"
+                spans.append((kind, piece, f"{source} token {k} of its block, kept"))
+            if bonus >= len(tokens):
+                continue
+            before, wrong = tokens[:bonus], block.tokens[block.accepted :]
+            kind, remark = "b", "bonus token after a block kept whole"
+            if rejected := [measured.pieces([*before, token], bonus)[0] for token in wrong]:
+                rest = f", then {_quoted(''.join(rejected[1:]))}" if rejected[1:] else ""
+                kind, remark = "b r", f"bonus token; {proposal}, rejected: {_quoted(rejected[0])}{rest}"
+            spans.append((kind, pieces[bonus - start], remark))
+        yield measured.decode(tokens[:start]), spans
+
+
+def _quoted(text: str) -> str:
+    return "“" + text.replace("\n", "⏎") + "”"

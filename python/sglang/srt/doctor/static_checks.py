@@ -5,151 +5,36 @@ Reads no tensor but d2t, t2d and a few rows of both heads.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from sglang_dflash.srt.configs.dflash2_config import DFLASH2_ARCHITECTURES
-from sglang_dflash.srt.configs.draft_config import (
-    DFlashDraftConfig,
-    DraftConfigError,
-    spread_target_layer_ids,
-)
-from sglang_dflash.srt.configs.draft_formats import flat_config
-from sglang_dflash.srt.configs.draft_quantization import find_quantization, quantization_of
+from sglang_dflash.srt.configs.checkpoint import FLOATS
+from sglang_dflash.srt.configs.draft_config import spread_target_layer_ids
 from sglang_dflash.srt.configs.draft_tensors import (
     VOCABULARY_MAPS,
-    examine_headers,
-    expected_tensors,
     has_checked_values,
     is_ignored,
     value_problems,
     vocabulary_problems,
 )
-from sglang_dflash.srt.configs.draft_variants import BUILTIN_ARCHITECTURES
-from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle
-from sglang_dflash.srt.configs.layer_fields import Shapes
-from sglang_dflash.srt.configs.packed_tensors import Header, Unpacked
-from sglang_dflash.srt.configs.peagle_config import ALIASES, read_draft_config
-from sglang_dflash.srt.configs.speculators_format import (
-    is_speculators_config,
-    served_types,
-    speculators_type,
+from sglang_dflash.srt.configs.speculators_format import is_speculators_config
+from sglang_dflash.srt.configs.target_fit import depth_problem, vocabulary_difference
+from sglang_dflash.srt.doctor.inputs import Checkpoint
+from sglang_dflash.srt.doctor.pair import (
+    FETCH_AGAIN,
+    OR_OTHER_TARGET,
+    OTHER_TARGET,
+    Finding,
+    Pair,
+    config_advice,
+    fault,
+    note,
 )
-from sglang_dflash.srt.configs.target_fit import (
-    check_draft_fits_target,
-    depth_problem,
-    vocabulary_difference,
-)
-from sglang_dflash.srt.doctor.checkpoint import BadInput, Checkpoint
-from sglang_dflash.srt.doctor.findings import Finding, fault, note
-from sglang_dflash.srt.models.mask_token import find_mask_token
 
-FETCH_AGAIN = "Fetch the draft again, or take one whose tensors and config.json belong together"
-OTHER_TARGET = "Serve the target that the draft was trained for, or a draft that was trained for this one"
-_OR_OTHER_TARGET = OTHER_TARGET[0].lower() + OTHER_TARGET[1:]
-_FLOATS = ("BF16", "F16", "F32", "F64")
-_BLOCK_DRAFTS = {"DFlashDraftModel", *DFLASH2_ARCHITECTURES, *ALIASES}
 _SAMPLED_ROWS = 64
 _SAME_ROWS = 0.9  # cosine; a frozen head gives 1, rows of other tokens about 0
-# Advice for a problem of the config, by words of its message; the first match counts.
-_CONFIG_ADVICE = (
-    (
-        "name the last layer",
-        "If these ids come from a speculators checkpoint, which counts inputs, subtract one from each",
-    ),
-    ("leave the target's", OTHER_TARGET),
-    ("names layer 0 or less", "If these ids come from a z-lab config, which counts outputs, add one to each"),
-    ("ascending", "Put the ids in ascending order, and the columns of fc.weight with them"),
-    ("outside the vocabulary", "Set the id of the token that the draft was trained with as mask"),
-    ("but the target's", OTHER_TARGET),
-)
-
-
-def read_flat(draft: Checkpoint, target_layers: int | None = None) -> dict[str, Any]:
-    """Return the draft's flat Qwen3 config. Raise BadInput or DraftConfigError without one.
-
-    `target_layers` is the target's depth, for a draft that does not name the layers it reads.
-    """
-    config = draft.config
-    kind, architectures = speculators_type(config), config.get("architectures")
-    if is_speculators_config(config) and kind not in served_types():
-        raise BadInput(f"{draft.name}: a draft of kind {kind!r}; DFlash and P-EAGLE are examined here")
-    is_ours = is_speculators_config(config) or is_flat_peagle(config, str(draft.folder))
-    if not is_ours and not _BLOCK_DRAFTS.intersection(architectures or ()):
-        other = f"{draft.name}: neither a DFlash nor a P-EAGLE draft, its architectures are {architectures}"
-        if set(BUILTIN_ARCHITECTURES).intersection(architectures or ()):
-            other += ". SGLang's built-in DFLASH serves it on a GPU"
-        raise BadInput(other)
-    return flat_config(config, str(draft.folder), target_layers)
-
-
-def text_config(target: Checkpoint) -> SimpleNamespace:
-    """Return the config of the target's language model. Raises BadInput if there is none."""
-    architectures = target.config.get("architectures") or ()
-    if is_speculators_config(target.config) or _BLOCK_DRAFTS.intersection(architectures):
-        raise BadInput(f"{target.name}: is a draft; --model-path is the target")
-    text = target.config.get("text_config") or target.config
-    missing = [name for name in ("hidden_size", "vocab_size", "num_hidden_layers") if name not in text]
-    if missing:
-        raise BadInput(f"{target.name}: its config.json has no {', '.join(missing)}: not a language model's")
-    return SimpleNamespace(**text)
-
-
-@dataclass(frozen=True)
-class ParsedDraft:
-    """A draft's config, its flat Qwen3 config, and the id of its mask token."""
-
-    config: DFlashDraftConfig
-    hf_config: Any
-    mask_token_id: int
-
-
-class Pair:
-    """A draft and its target; `parsed_draft` is None for a config that cannot be parsed."""
-
-    def __init__(self, target: Checkpoint, draft: Checkpoint):
-        from transformers import Qwen3Config
-
-        self.target, self.draft = target, draft
-        self.text_config = text_config(target)
-        self.parsed_draft: ParsedDraft | None = None
-        self.config_faults: list[Finding] = []
-        try:
-            hf_config = Qwen3Config(**read_flat(draft, self.text_config.num_hidden_layers))
-            hf_config.draft_quantization = find_quantization(draft.config, str(draft.folder))
-            quantization_of(hf_config, draft.name)  # report its faults
-            config = read_draft_config(hf_config, draft.name)
-            mask = config.mask_token_id
-            if mask is None:
-                mask = find_mask_token(config, target.tokenizer, draft.name)
-                config = config.model_copy(update={"mask_token_id": mask})
-            self.parsed_draft = ParsedDraft(config, hf_config, mask)
-            check_draft_fits_target(
-                config, self.text_config, draft.name, target.config.get("architectures") or ()
-            )
-        except DraftConfigError as error:
-            self.config_faults = [fault(problem, _config_advice(problem), True) for problem in error.problems]
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            self.config_faults = [fault(f"config.json is not a Qwen3 draft's: {error}", FETCH_AGAIN, True)]
-
-    def expected_tensors(self) -> Shapes:
-        """Return the shapes of all tensors that the draft may have, unpacked."""
-        return expected_tensors(self.parsed.hf_config, self.parsed.config)[0]
-
-    def packed_modules(self) -> Unpacked:
-        """Return the tensors as a dense draft would have them, with their faults."""
-        headers = {name: Header(tensor.dtype, tensor.shape) for name, tensor in self.draft.tensors.items()}
-        return examine_headers(self.parsed.hf_config, self.parsed.config, headers)
-
-    @property
-    def parsed(self) -> ParsedDraft:
-        """The parsed draft, for callers that know of no fatal finding."""
-        assert self.parsed_draft is not None
-        return self.parsed_draft
 
 
 def findings(pair: Pair) -> list[Finding]:
@@ -161,13 +46,6 @@ def findings(pair: Pair) -> list[Finding]:
         found += [*_check_vocabulary(pair), *_check_head(pair), *_check_mask_token(pair)]
         found += [*_check_layer_ids(pair), *_check_rope(pair), *_check_dtypes(pair)]
     return sorted(found, key=lambda finding: finding.level)
-
-
-def _config_advice(problem: str) -> str:
-    if "missing" in problem and "num_target_layers" not in problem:
-        return FETCH_AGAIN
-    matches = (advice for words, advice in _CONFIG_ADVICE if words in problem)
-    return next(matches, "Correct it in the draft's config.json")
 
 
 def _check_tensors(pair: Pair) -> Iterator[Finding]:
@@ -183,15 +61,14 @@ def _check_tensors(pair: Pair) -> Iterator[Finding]:
         problem = f"tensors that are not read: {', '.join(found.unknown)}"
         yield fault(problem, "If the draft was trained with them, it is of another format")
     for name, tensor in pair.draft.tensors.items():
-        is_checked = has_checked_values(name, tensor.shape) and not is_ignored(name)
-        if is_checked and _is_readable(pair.draft, name):
+        if has_checked_values(name, tensor.shape) and _is_readable(pair.draft, name):
             for problem in value_problems(name, _read(pair.draft, name)):
                 yield fault(f"tensor {problem}", FETCH_AGAIN, is_fatal=True)
 
 
 def _quantised_tensors(checkpoint: Checkpoint) -> list[str]:
     tensors = checkpoint.tensors.items()
-    return [name for name, t in tensors if t.dtype not in _FLOATS and name not in VOCABULARY_MAPS]
+    return [name for name, t in tensors if t.dtype not in FLOATS and name not in VOCABULARY_MAPS]
 
 
 def _check_quantisation(pair: Pair) -> Iterator[Finding]:
@@ -210,7 +87,7 @@ def _check_quantisation(pair: Pair) -> Iterator[Finding]:
         "the target is quantised",
         "The draft was trained on the unquantised target's states, so some acceptance is lost",
     )
-    if "lm_head.weight" not in pair.draft.tensors and _has_tensors(pair.target):
+    if "lm_head.weight" not in pair.draft.tensors and pair.target.has_tensors:
         heads = [name for name in _quantised_tensors(pair.target) if "lm_head." in name]
         if heads:
             yield note(
@@ -233,7 +110,7 @@ def _check_provenance(pair: Pair) -> Iterator[Finding]:
     if isinstance(name, str) and name.rstrip("/").rsplit("/", 1)[-1].lower() not in folder:
         yield note(
             f"the draft names {name!r} as its target, this one is {pair.target.name!r}",
-            f"If it is not the same model under another name, {_OR_OTHER_TARGET}",
+            f"If it is not the same model under another name, {OR_OTHER_TARGET}",
         )
     if speculators is not None:
         return
@@ -253,7 +130,7 @@ def _check_vocabulary(pair: Pair) -> Iterator[Finding]:
     problems = vocabulary_problems(config, tokens, pair.draft.tensors, d2t, t2d)
     yield from (fault(problem, FETCH_AGAIN, is_fatal=True) for problem in problems)
     if difference := vocabulary_difference(config, pair.text_config):
-        yield fault(difference, f"Unless only rows were added or cut off, {_OR_OTHER_TARGET}")
+        yield fault(difference, f"Unless only rows were added or cut off, {OR_OTHER_TARGET}")
     if problems or d2t is None or not config.has_own_vocabulary:
         return
     ids = (d2t.long() + torch.arange(len(d2t))).numpy()
@@ -290,7 +167,7 @@ def _check_head(pair: Pair) -> Iterator[Finding]:
         yield fault(
             f"the rows of the draft's head are not those of the target's tokens{mapped} it is another "
             f"target's (cosine {cosine:.2f}, a frozen head's is 1)",
-            f"{FETCH_AGAIN}; or {_OR_OTHER_TARGET}",
+            f"{FETCH_AGAIN}; or {OR_OTHER_TARGET}",
         )
 
 
@@ -321,7 +198,7 @@ def _check_layer_ids(pair: Pair) -> Iterator[Finding]:
     config, depth = pair.parsed.config, pair.text_config.num_hidden_layers
     ids = config.target_layer_ids
     if problem := depth_problem(config, pair.text_config):
-        yield fault(problem, _config_advice(problem))
+        yield fault(problem, config_advice(problem))
     if len(ids) < 2 or depth < 4 or config.num_target_layers not in (None, depth):
         return
     shift, sign, other, advice = 1, "plus", "the speculators library's", "subtract one from each"
@@ -352,7 +229,7 @@ def _check_rope(pair: Pair) -> Iterator[Finding]:
 
 def _check_dtypes(pair: Pair) -> Iterator[Finding]:
     tensors = pair.draft.tensors.items()
-    dtypes = sorted({t.dtype for name, t in tensors if t.dtype in _FLOATS and not is_ignored(name)})
+    dtypes = sorted({t.dtype for name, t in tensors if t.dtype in FLOATS and not is_ignored(name)})
     if len(dtypes) > 1:
         problem = f"the draft's tensors are of several types ({', '.join(dtypes)})"
         yield note(problem, "SGLang serves them all in one --dtype")
@@ -362,13 +239,9 @@ def _check_dtypes(pair: Pair) -> Iterator[Finding]:
         yield note("the draft is float16, the target bfloat16", advice)
 
 
-def _has_tensors(checkpoint: Checkpoint) -> bool:
-    return any(checkpoint.folder.glob("*.safetensors"))
-
-
 def _target_head(pair: Pair) -> str | None:
     """Return the name of the target's head; None if its tensors are not on this machine."""
-    for end in ("lm_head.weight", "embed_tokens.weight") if _has_tensors(pair.target) else ():
+    for end in ("lm_head.weight", "embed_tokens.weight") if pair.target.has_tensors else ():
         for name in pair.target.tensors:
             if name == end or name.endswith(f".{end}"):
                 return name
@@ -382,7 +255,7 @@ def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 def _is_readable(checkpoint: Checkpoint, name: str) -> bool:
     if name not in checkpoint.tensors or name in checkpoint.truncated:
         return False
-    return checkpoint.tensors[name].dtype in _FLOATS or name in VOCABULARY_MAPS
+    return checkpoint.tensors[name].dtype in FLOATS or name in VOCABULARY_MAPS
 
 
 def _rope_theta(config: dict[str, Any]) -> float | None:

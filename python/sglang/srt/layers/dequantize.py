@@ -1,13 +1,47 @@
-"""Dequantization of linear layers, in the layouts of `configs/draft_quantization.py`."""
+"""A packed module's tensors: as a weight in float32, or as the parameters of a kernel."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from sglang_dflash.srt.configs.draft_quantization import Scheme
+from sglang_dflash.srt.configs.draft_tensors import Unpacked
+from sglang_dflash.srt.configs.quantization import Scheme
+
+Parts = dict[str, torch.Tensor]
 
 # Values of the 4-bit float E2M1 by its bits, the sign first.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True)
+class PackedModule:
+    """A module's tensors by the last part of their names, and the shape of its weight."""
+
+    name: str
+    scheme: Scheme
+    rows: int
+    columns: int
+    parts: Parts
+
+    def dequantize(self, device: torch.device) -> torch.Tensor:
+        """Return the weight [rows, columns] in float32. Raises ValueError naming the tensor."""
+        parts = {name: tensor.to(device) for name, tensor in self.parts.items()}
+        try:
+            return dequantize(parts, self.scheme, self.rows, self.columns)
+        except ValueError as error:
+            raise ValueError(f"{self.name}.{error}") from error
+
+
+def take_packed_modules(tensors: MutableMapping[str, torch.Tensor], found: Unpacked) -> list[PackedModule]:
+    """Remove the tensors of packed modules, their biases aside."""
+    modules = []
+    for name, scheme in found.schemes.items():
+        own = [key for key in tensors if key.rpartition(".")[0] == name and not key.endswith(".bias")]
+        parts = {key.rpartition(".")[2]: tensors.pop(key) for key in own}
+        rows, columns = found.shapes[f"{name}.weight"]
+        modules.append(PackedModule(name, scheme, rows, columns, parts))
+    return modules
 
 
 def dequantize(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, columns: int) -> torch.Tensor:
@@ -36,7 +70,10 @@ def dequantize(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, col
         values = torch.tensor(_E2M1, dtype=torch.float32, device=packed.device)
         weight = values[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()]
     if not scheme.is_symmetric:
-        weight = weight - _spread(_zero_point(parts, scheme, rows), shape, scheme, order)
+        zero = parts["weight_zero_point"]
+        if scheme.layout == "packed":  # along rows, unlike the weight
+            zero = _unpack_integers(zero.t().contiguous(), scheme.bits, rows).t()
+        weight = weight - _spread(zero.float(), shape, scheme, order)
     return weight * _spread(scale, shape, scheme, order)
 
 
@@ -66,13 +103,6 @@ def _global_scale(parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     return scale
 
 
-def _zero_point(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int) -> torch.Tensor:
-    zero = parts["weight_zero_point"]
-    if scheme.layout == "packed":  # along rows, unlike the weight
-        zero = _unpack_integers(zero.t().contiguous(), scheme.bits, rows).t()
-    return zero.float()
-
-
 def _unpack_integers(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     """Unpack words [n, w] int32 to signed integers [n, width], from the lowest bits on."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
@@ -97,3 +127,45 @@ def _spread(
     if scheme.strategy == "block" or scheme.layout == "modelopt-fp8":
         return scale.repeat_interleave(scheme.block[1], 1)[:, :columns]  # blocks of one row
     return scale.repeat_interleave(scheme.group, 1)
+
+
+def parameter_parts(parts: Mapping[str, torch.Tensor], scheme: Scheme, layout: str, rows: int) -> Parts:
+    """Return a module's tensors as the parameters of a kernel's layout take them.
+
+    `parts` are the file's tensors, by the last part of their names. `rows` is the number of rows of the
+    weight.
+
+    Raises:
+        ValueError: the tensors do not fit the layout. The message says why.
+    """
+    if layout == "packed":
+        names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+        return {name: parts[name] for name in names if name in parts}
+    if layout == "nvfp4":
+        packed, divisor = parts.get("weight_packed", parts.get("weight")), parts.get("weight_global_scale")
+        if divisor is None:  # ModelOpt's is the factor
+            divisor = 1 / parts["weight_scale_2"].float()
+        assert packed is not None
+        return {
+            "weight_packed": packed,
+            "weight_scale": parts["weight_scale"],
+            "weight_global_scale": divisor.reshape(1),
+        }
+    scale = parts[scheme.scale].float()
+    scale = scale[:, 0, :, 0] if scale.ndim == 4 else scale  # ModelOpt's blocks
+    are_blocks = scale.ndim == 2 and (scale.shape[1] > 1 or scale.shape[0] not in (1, rows))
+    if layout == "fp8 rows":
+        if are_blocks:
+            raise ValueError("its scales are of blocks, though its config names none")
+        return {"weight": parts["weight"], "weight_scale": scale.reshape(-1, 1).expand(rows, 1)}
+    if scale.ndim != 2:
+        raise ValueError("its scales are not of blocks, though its config names blocks")
+    return {"weight": parts["weight"], "weight_scale": scale}
+
+
+def fusion_problem(modules: Sequence[Parts]) -> str | None:
+    """Say why modules, as parameters of one layer, cannot be fused, or return None."""
+    scales = [parts["weight_global_scale"] for parts in modules if "weight_global_scale" in parts]
+    if any(not torch.equal(scale, scales[0]) for scale in scales):
+        return "the modules that it fuses have different global scales, and the kernel takes one"
+    return None

@@ -23,42 +23,43 @@ def quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (values.float() / scale).to(DTYPE), scale
 
 
-def reason_against(module: nn.Module, name: str = "the head") -> str | None:
-    """Say why a head or linear layer cannot be copied, or return None."""
-    weight = getattr(module, "weight", None)
+def reason_against(head: nn.Module) -> str | None:
+    """Say why a head cannot be copied, or return None."""
+    weight = getattr(head, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        return f"{name} has no plain weight ({type(module).__name__})"
+        return f"the head has no plain weight ({type(head).__name__})"
     if weight.element_size() < 2:
-        return f"{name} is quantized already ({weight.dtype})"
+        return f"the head is quantized already ({weight.dtype})"
     if weight.is_cuda:
         capability = torch.cuda.get_device_capability(weight.device)
         if capability < _MIN_CAPABILITY:
-            return "FP8 needs compute capability {}.{}, this GPU has {}.{}".format(
-                *_MIN_CAPABILITY, *capability
-            )
+            needed = "FP8 needs compute capability {}.{}, this GPU has {}.{}"
+            return needed.format(*_MIN_CAPABILITY, *capability)
         if any(size % _ALIGNMENT for size in weight.shape):
-            return f"{name} is {tuple(weight.shape)}, and FP8 needs multiples of {_ALIGNMENT}"
+            return f"the head is {tuple(weight.shape)}, and FP8 needs multiples of {_ALIGNMENT}"
     return None
 
 
-class Fp8Copy:
-    """FP8 copy of the weight [n, k] of a module, with one scale per row.
+class Fp8Head:
+    """Logits of a head from an FP8 copy of its weight, one scale per row and one per token.
 
     A CPU has no FP8 product. There the copy is kept in the weight's dtype, which holds every E4M3 value.
 
     Args:
-        module: its weight is copied. There must be no `reason_against` it.
+        head: an LM head or an embedding with weight [vocab, hidden]. There must be no `reason_against` it.
 
     Attributes:
-        weight: [n, k], the copy.
-        scale: [n, 1] float32.
+        weight: [vocab, hidden], the copy.
+        scale: [vocab, 1] float32.
     """
 
-    def __init__(self, module: nn.Module):
-        self._source: Any = module
-        source: Any = module.weight
+    def __init__(self, head: nn.Module):
+        self._source: Any = head
+        source: Any = head.weight
         self.weight = torch.empty_like(source, dtype=DTYPE if source.is_cuda else None, requires_grad=False)
         self.scale = torch.empty(source.shape[0], 1, dtype=torch.float32, device=source.device)
+        self.shard_indices = getattr(head, "shard_indices", None)
+        self.org_vocab_size = getattr(head, "org_vocab_size", None)
         self.refresh()
 
     @torch.no_grad()
@@ -71,29 +72,12 @@ class Fp8Copy:
             weight.copy_(quantized)
             scale.copy_(own_scale)
 
-    def emulated_product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows [m, k] by the copy, both rounded to FP8, on a CPU: [m, n]."""
-        quantized, row_scale = quantize_rows(rows)
-        product = F.linear(quantized.to(rows.dtype), self.weight.to(rows.dtype))
-        return (product.float() * row_scale * self.scale.t()).to(rows.dtype)
-
-
-class Fp8Head(Fp8Copy):
-    """Logits of a head from an FP8 copy of its weight, one scale per row and one per token.
-
-    The head is an LM head or an embedding with weight [vocab, hidden].
-    """
-
-    def __init__(self, head: nn.Module):
-        super().__init__(head)
-        self.shard_indices = getattr(head, "shard_indices", None)
-        self.org_vocab_size = getattr(head, "org_vocab_size", None)
-
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [n, vocab] of hidden [n, hidden], in the dtype of `hidden`."""
-        if not hidden.is_cuda:
-            return self.emulated_product(hidden)
         rows, row_scale = quantize_rows(hidden)
+        if not hidden.is_cuda:
+            product = F.linear(rows.to(hidden.dtype), self.weight.to(hidden.dtype))
+            return (product.float() * row_scale * self.scale.t()).to(hidden.dtype)
         logits = torch._scaled_mm(
             rows, self.weight.t(), scale_a=row_scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16
         )

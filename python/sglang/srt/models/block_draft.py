@@ -15,13 +15,13 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
 from torch import nn
 
+from sglang_dflash.srt.configs.checkpoint import MASK_EMBEDDING_FILE, MaskEmbedding
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.configs.target_fit import find_mask_token
 from sglang_dflash.srt.layers.fp8_head import Fp8Head, reason_against
-from sglang_dflash.srt.layers.packed_linear import PackedLayers
 from sglang_dflash.srt.layers.vocab_argmax import full_logits
-from sglang_dflash.srt.models.dflash_weights import load_checkpoint
-from sglang_dflash.srt.models.mask_token import MASK_EMBEDDING_FILE, MaskEmbedding, find_mask_token
-from sglang_dflash.srt.models.packed_weights import RowCheck
+from sglang_dflash.srt.models.loading import load_checkpoint
+from sglang_dflash.srt.models.quantized_linear import PackedLayers, RowCheck
 
 
 @dataclass

@@ -32,7 +32,7 @@ from sglang_dflash.srt.compat import table_qk_norm_rope_
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
-from sglang_dflash.srt.models.packed_weights import packed_layers_of
+from sglang_dflash.srt.models.quantized_linear import packed_layers_of
 
 _TARGET_ROPE_FIELDS = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 

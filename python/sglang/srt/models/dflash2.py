@@ -14,8 +14,9 @@ from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_dflash.kernels.ops.speculative.block_conv import block_conv
-from sglang_dflash.srt.configs.dflash2_config import DFlash2DraftConfig
-from sglang_dflash.srt.layers.candidate_selector import Candidates, Draw, walk
+from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, Draw
+from sglang_dflash.srt.configs.draft_kinds import DFlash2DraftConfig
+from sglang_dflash.srt.layers.candidate_selector import walk
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.layers.vocab_argmax import largest_logits
 from sglang_dflash.srt.models.block_draft import DraftOutput

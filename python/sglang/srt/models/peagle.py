@@ -15,12 +15,12 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.utils import add_prefix
 from torch import nn
 
+from sglang_dflash.srt.configs.draft_kinds import PEagleDraftConfig
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
-from sglang_dflash.srt.configs.peagle_config import PEagleDraftConfig
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer
-from sglang_dflash.srt.models.packed_weights import packed_layers_of
+from sglang_dflash.srt.models.quantized_linear import packed_layers_of
 
 
 @dataclass(frozen=True, slots=True)

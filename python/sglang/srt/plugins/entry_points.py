@@ -135,7 +135,7 @@ def resolve_speculative_decoding(server_args: Any, previous: Any) -> None:
     """Wrap the step that resolves speculative decoding, and apply our rules to DFLASH."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
-    from sglang_dflash.srt.arg_groups.draft_quantization import PACKED
+    from sglang_dflash.srt.configs.quantization import PACKED
 
     DFlashOptions.FALLBACK.clear()
     args = resolving_view(server_args)

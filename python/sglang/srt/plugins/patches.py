@@ -177,7 +177,7 @@ AT_WORKER = (
         feature="quantized drafts",
         signature="(self)",
         why="we dequantize packed drafts ourselves; SGLang has no kernel for some, and none on a CPU",
-        build=call_ours("srt.models.packed_weights.hiding_draft_quantization"),
+        build=call_ours("srt.models.quantized_linear.hiding_draft_quantization"),
     ),
     Patch(
         target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",

@@ -15,7 +15,7 @@ import numpy as np
 from sglang.srt.runtime_context import get_exec, get_serving, get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.srt.configs.validation import shown
+from sglang_dflash.srt.configs.fields import shown
 from sglang_dflash.srt.speculative.acceptance.processors import guard, runs_per_slot
 
 # In a request's `custom_params`. SGLang passes these on from every endpoint.

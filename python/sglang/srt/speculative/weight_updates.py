@@ -20,11 +20,11 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Loc
 from sglang.srt.runtime_context import get_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_dflash.srt.configs.config_file import read_config
+from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
 from sglang_dflash.srt.configs.flat_peagle import ARCHITECTURES
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
-from sglang_dflash.srt.models.packed_weights import model_layer
+from sglang_dflash.srt.models.quantized_linear import model_layer
 
 
 class _WithoutWrites(TorchDispatchMode):

@@ -8,14 +8,14 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.runtime_context import get_spec
 
 from sglang_dflash.srt.compat import run_as_draft
+from sglang_dflash.srt.configs.checkpoint import read_mask_embedding
 from sglang_dflash.srt.configs.draft_tensors import EMBEDDING, HEAD, vocabulary_problems
-from sglang_dflash.srt.configs.validation import DraftConfigError
+from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
-from sglang_dflash.srt.models.mask_token import read_mask_embedding
-from sglang_dflash.srt.models.packed_weights import run_row_checks
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
+from sglang_dflash.srt.models.quantized_linear import run_row_checks
 from sglang_dflash.srt.speculative.dflash_utils import check_target_model
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.drafters.dflash import DFlash2Drafter, DFlashDrafter

@@ -9,7 +9,7 @@ from sglang.srt.runtime_context import get_disagg, get_memory, get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
-from sglang_dflash.srt.layers.candidate_selector import Candidates
+from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.dflash2 import DFlash2Output

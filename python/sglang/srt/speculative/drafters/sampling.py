@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from sglang.srt.utils.async_probe import maybe_warn_nan
 
+from sglang_dflash.kernels.ops.speculative.selector_walk import Draw
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.layers.candidate_selector import Draw
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock

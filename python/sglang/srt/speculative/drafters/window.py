@@ -9,7 +9,7 @@ import torch
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 
 from sglang_dflash.kernels.ops.speculative.window import prepare_window
-from sglang_dflash.srt.configs.attention_backends import PAGED_BACKENDS
+from sglang_dflash.srt.configs.target_fit import PAGED_BACKENDS
 from sglang_dflash.srt.speculative.cycle.block import Cycle
 
 

@@ -1,8 +1,12 @@
-"""Loading of a draft checkpoint's tensors, which `configs/draft_tensors.py` lists."""
+"""Loading of a draft checkpoint's tensors, which `configs/draft_tensors.py` lists.
+
+Packed modules are dequantized, or loaded as their kernels take them.
+"""
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +14,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_quantization import Scheme
+from sglang_dflash.srt.configs.checkpoint import header_of
 from sglang_dflash.srt.configs.draft_tensors import (
     canonical_name,
     d2t_problems,
@@ -21,13 +24,24 @@ from sglang_dflash.srt.configs.draft_tensors import (
     is_ignored,
     value_problems,
 )
-from sglang_dflash.srt.configs.validation import shown
-from sglang_dflash.srt.configs.weight_files import header_of
-from sglang_dflash.srt.models.packed_weights import SHARDS, PackedModule, load_packed_modules
+from sglang_dflash.srt.configs.fields import shown
+from sglang_dflash.srt.layers.dequantize import (
+    PackedModule,
+    Parts,
+    fusion_problem,
+    parameter_parts,
+    take_packed_modules,
+)
+from sglang_dflash.srt.models.quantized_linear import (
+    SHARDS,
+    PackedLayer,
+    RowCheck,
+    model_layer,
+    rank_share,
+    row_check,
+)
 
 logger = logging.getLogger(__name__)
-
-FUSION = "fc.weight"
 
 
 def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -78,12 +92,16 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     for name in found.unknown:
         del tensors[name]
     expected, _ = expected_tensors(config, model.draft)
-    packed = _take_packed_modules(tensors, found.schemes, found.shapes)
+    ids = model.draft.target_layer_ids
+    is_ascending = list(ids) == sorted(ids)
+    packed = take_packed_modules(tensors, found)
     _make_room_for_vocabulary(model, {*tensors, *(f"{module.name}.weight" for module in packed)})
 
     def fitted(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name == FUSION:
-            tensor = _in_captured_order(tensor, model.draft)
+        if name == "fc.weight" and not is_ascending:
+            # Its columns, as SGLang captures layers: in ascending order.
+            places = sorted(range(len(ids)), key=ids.__getitem__)
+            tensor = torch.cat([tensor.chunk(len(ids), dim=1)[place] for place in places], dim=1)
         elif name in expected and tensor.shape[0] > expected[name][0]:
             tensor = tensor[: expected[name][0]]  # padding
         return _padded(name, tensor, missing_width)
@@ -98,37 +116,11 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         return weight
 
     fusion = model.packed_layers.layers.get("fc") if model.packed_layers is not None else None
-    if fusion is not None and fusion.kernel is not None and not _is_in_captured_order(model.draft):
+    if fusion is not None and fusion.kernel is not None and not is_ascending:
         fusion.make_dense("its target layers do not ascend")
     model.row_checks = load_packed_modules(model, packed, load_dense)
     model.was_loaded = True
     return {name for name, _ in model.named_parameters()}
-
-
-def _is_in_captured_order(draft: DFlashDraftConfig) -> bool:
-    return list(draft.target_layer_ids) == sorted(draft.target_layer_ids)
-
-
-def _in_captured_order(weight: torch.Tensor, draft: DFlashDraftConfig) -> torch.Tensor:
-    """Reorder the columns of `fc` [hidden, aux_width] as SGLang captures layers: ascending."""
-    if _is_in_captured_order(draft):
-        return weight
-    ids = draft.target_layer_ids
-    order = sorted(range(len(ids)), key=ids.__getitem__)
-    return torch.cat([weight.chunk(len(ids), dim=1)[place] for place in order], dim=1)
-
-
-def _take_packed_modules(
-    tensors: dict[str, torch.Tensor], schemes: dict[str, Scheme], shapes: dict[str, Any]
-) -> list[PackedModule]:
-    """Remove the tensors of packed modules, their biases aside."""
-    found = []
-    for name, scheme in schemes.items():
-        rows, columns = shapes[f"{name}.weight"]
-        own = [key for key in tensors if key.rpartition(".")[0] == name and not key.endswith(".bias")]
-        parts = {key.rpartition(".")[2]: tensors.pop(key) for key in own}
-        found.append(PackedModule(name, scheme, rows, columns, parts))
-    return found
 
 
 def _load(model: Any, name: str, tensor: torch.Tensor) -> None:
@@ -190,3 +182,94 @@ def _make_room_for_vocabulary(model, tensors: set[str]) -> None:
         model.embed_tokens = VocabParallelEmbedding(draft.vocab_size, hidden_size).to(like.device, like.dtype)
     if "lm_head.weight" in tensors and model.lm_head is None:
         model.lm_head = ParallelLMHead(draft.draft_vocab_size, hidden_size).to(like.device, like.dtype)
+
+
+def load_packed_modules(
+    model: Any,
+    packed: Sequence[PackedModule],
+    load_dense: Callable[[PackedModule, torch.Tensor], torch.Tensor],
+) -> list[RowCheck]:
+    """Load packed modules, one layer of the model at a time. Return their checks.
+
+    `load_dense` loads a module's weight [rows, columns] float32, and returns it as it was loaded.
+    """
+    by_layer: dict[str, list[PackedModule]] = {}
+    for module in packed:
+        by_layer.setdefault(model_layer(module.name)[0], []).append(module)
+    checks = []
+    layers = model.packed_layers.layers if model.packed_layers is not None else {}
+    for name, modules in by_layer.items():
+        layer = layers.get(name)
+        parts = _parameters(layer, modules) if layer is not None and layer.kernel is not None else None
+        for module in modules:
+            try:
+                weight = module.dequantize(model.norm.weight.device)
+            except ValueError as error:
+                raise ValueError(f"DFLASH draft weights: {error}") from error
+            if parts is None:
+                weight = load_dense(module, weight)
+            else:
+                for part, tensor in parts[module.name].items():
+                    _load(model, f"{module.name}.{part}", tensor)
+                _keep_context_rows(model, module, weight)
+            check = row_check(model, module, weight, layer if parts is not None else None)
+            checks += [] if check is None else [check]
+    _report(packed, list(layers.values()))
+    return checks
+
+
+def _parameters(layer: PackedLayer, modules: Sequence[PackedModule]) -> dict[str, Parts] | None:
+    """Return the parameters of each module of a layer, or make it dense: None."""
+    assert layer.kernel is not None
+    try:
+        found = {
+            module.name: parameter_parts(module.parts, module.scheme, layer.kernel.layout, module.rows)
+            for module in modules
+        }
+        reason = fusion_problem(list(found.values()))
+    except ValueError as error:
+        found, reason = {}, str(error)
+    if reason is None:
+        return found
+    layer.make_dense(reason)
+    return None
+
+
+def _keep_context_rows(model: Any, module: PackedModule, weight: torch.Tensor) -> None:
+    """Keep this rank's K or V rows, which multiply the context."""
+    name, shard = model_layer(module.name)
+    if shard not in ("k", "v") or not model.needs_context_rows:
+        return
+    layer = model.get_submodule(name)
+    rows, _ = rank_share(layer, str(shard), weight.shape[0])
+    attention = model.get_submodule(name.rpartition(".")[0])
+    attention.context_rows[str(shard)] = weight[rows].to(layer.params_dtype)
+
+
+def _report(packed: Sequence[PackedModule], layers: Sequence[PackedLayer]) -> None:
+    """Log what runs packed, and in one warning what does not and why."""
+    if not packed:
+        return
+    schemes = ", ".join(sorted({module.scheme.name for module in packed}))
+    if not layers:
+        logger.info("DFLASH draft: %d quantized layers (%s) are dequantized.", len(packed), schemes)
+        return
+    kernels = Counter(layer.kernel.name for layer in layers if layer.kernel is not None)
+    if kernels:
+        listed = ", ".join(f"{count} on {name}" for name, count in kernels.items())
+        logger.info("DFLASH draft: quantized layers (%s) run packed: %s.", schemes, listed)
+    reasons: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.kernel is None:
+            reasons.setdefault(layer.reason, []).append(layer.name)
+    if not reasons:
+        return
+    dense = {name for names in reasons.values() for name in names}
+    size = sum(2 * m.rows * m.columns for m in packed if model_layer(m.name)[0] in dense) / 1e9
+    listed = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items())
+    logger.warning(
+        "DFLASH draft: %d quantized layers are dequantized, to %.2f GB on all ranks. %s.",
+        len(dense),
+        size,
+        listed,
+    )

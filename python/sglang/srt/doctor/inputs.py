@@ -1,4 +1,4 @@
-"""The files of a checkpoint: config.json, tokenizer, card and safetensors headers."""
+"""Inputs of the doctor: a checkpoint's config.json, tokenizer, card, tensors; prompts."""
 
 import json
 import os
@@ -10,32 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from sglang_dflash.srt.configs.config_file import read_object
+from sglang_dflash.srt.configs.checkpoint import Header, read_object, read_rows, safetensors_headers
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
 
 # Files that describe a checkpoint, without its tensors.
 _DESCRIPTIONS = ("*.json", "*.md", "*.jinja")
-# safetensors' element types -> NumPy's; bfloat16, which NumPy lacks, is read as the upper half of a float32.
-_NUMPY = {"I64": "<i8", "I32": "<i4", "BOOL": "?", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
-_MAX_HEADER = 100_000_000  # safetensors' own limit
 
 
 class BadInput(Exception):
     """Input that cannot be examined; the message is the one line that the user sees."""
-
-
-@dataclass(frozen=True)
-class TensorHeader:
-    """One entry of a safetensors file.
-
-    `start` and `end` are bytes from the beginning of the file; a truncated file ends before `end`.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -57,15 +40,29 @@ class Checkpoint:
             folder = _download(path, with_tensors)
         return cls(folder, path, _read_json(folder / "config.json", path))
 
+    @property
+    def has_tensors(self) -> bool:
+        return any(self.folder.glob("*.safetensors"))
+
     @cached_property
-    def tensors(self) -> dict[str, TensorHeader]:
+    def tensors(self) -> dict[str, Header]:
         """Header of every tensor, by our name of it. Raises BadInput."""
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise BadInput(f"{self.name}: no safetensors file there")
-        found: dict[str, TensorHeader] = {}
+        found: dict[str, Header] = {}
         for file in files:
-            found |= self._read_headers(file)
+            try:
+                own = {
+                    canonical_name(name): header for name, header in safetensors_headers(str(file)).items()
+                }
+                size = file.stat().st_size
+            except OSError as error:
+                raise BadInput(f"{file}: {error.strerror or error}") from error
+            except ValueError as error:
+                raise BadInput(f"{file}: {error}") from error
+            self.truncated.extend(name for name, header in own.items() if header.end > size)
+            found |= own
         return found
 
     @cached_property
@@ -85,35 +82,10 @@ class Checkpoint:
     def read(self, name: str, rows: Any = slice(None)) -> np.ndarray:
         """Read rows of a tensor, floats as float32. Raises BadInput for an unknown element type."""
         header = self.tensors[name]
-        if header.dtype not in _NUMPY:
-            raise BadInput(f"{header.file}: {name} is {header.dtype}, which cannot be read here")
-        mapped = np.memmap(header.file, _NUMPY[header.dtype], "r", header.start, header.shape or (1,))
-        values = np.ascontiguousarray(mapped[rows])
-        if header.dtype == "BF16":
-            return (values.astype("<u4") << 16).view("<f4")
-        return values.astype(np.float32) if header.dtype.startswith("F") else values
-
-    def _read_headers(self, file: Path) -> dict[str, TensorHeader]:
         try:
-            size = file.stat().st_size
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                if length > min(_MAX_HEADER, size):
-                    raise BadInput(f"{file}: not a safetensors file, or cut off inside its header")
-                header = json.loads(stream.read(length))
-            found = {}
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                start, end = (8 + length + offset for offset in entry["data_offsets"])
-                tensor = TensorHeader(file, entry["dtype"], tuple(entry["shape"]), start, end)
-                found[canonical_name(name)] = tensor
-        except OSError as error:
-            raise BadInput(f"{file}: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadInput(f"{file}: its safetensors header cannot be read ({error})") from error
-        self.truncated.extend(name for name, tensor in found.items() if tensor.end > size)
-        return found
+            return read_rows(str(self.folder / header.file), header, rows)
+        except ValueError as error:
+            raise BadInput(f"{self.folder / header.file}: {name} {error}") from error
 
 
 class Tokenizer:
@@ -165,3 +137,31 @@ def _read_json(path: Path, checkpoint: str) -> dict[str, Any]:
         return read_object(str(path))
     except ValueError as error:
         raise BadInput(f"{checkpoint}: {error}") from error
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines, each with `text` or with chat `messages`. Raises BadInput."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)
+        except ValueError as error:
+            raise BadInput(f"{path}:{number}: not JSON ({error})") from error
+        if not isinstance(prompt, dict) or not (
+            isinstance(prompt.get("text"), str) or isinstance(prompt.get("messages"), list)
+        ):
+            raise BadInput(f'{path}:{number}: a prompt is an object with "text", or with "messages"')
+        prompts.append(prompt)
+    if not prompts:
+        raise BadInput(f"{path}: no prompts in it")
+    return prompts
+
+
+# Code to continue, and questions, for which the chat template is used if the target has one.
+PROMPTS = read_prompts(Path(__file__).with_name("prompts.jsonl"))

@@ -1,32 +1,29 @@
 """Quantized draft checkpoints: which modules are packed, and in which tensors.
 
 Read from `quantization_config`, `compression_config` or `hf_quant_config.json`, as the compressed-tensors
-library, ModelOpt and plain FP8 exports (`quant_method` "fp8") write them. The KV cache has the target's type:
-what a file says of it, or of activations, is not read.
+library, ModelOpt and plain FP8 exports (`quant_method` "fp8") write them. What a file says of activations, or
+of the KV cache, which has the target's type, is not read.
 """
 
 import fnmatch
-import logging
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sglang_dflash.srt.configs.config_file import find_config, read_object
-from sglang_dflash.srt.configs.validation import DraftConfigError, shown
-
-logger = logging.getLogger(__name__)
+from sglang_dflash.srt.configs.checkpoint import FLOATS, find_file, read_object
+from sglang_dflash.srt.configs.fields import DraftConfigError, shown
 
 MODELOPT_FILE = "hf_quant_config.json"
 # The attribute of a draft's config, in SGLang's hands, that holds the raw object.
 ATTRIBUTE = "draft_quantization"
+PACKED = "packed"  # a value of --speculative-draft-model-quantization that only ours has
 
 Shape = tuple[int, ...]
 Layout = Literal["packed", "int8", "fp8", "nvfp4", "mxfp4", "modelopt-nvfp4", "modelopt-fp8"]
 
 # Element types by safetensors' names.
-FLOATS = ("BF16", "F16", "F32", "F64")
 _FP8 = ("F8_E4M3",)
 _MXFP4_SCALES = ("U8", "F8_E8M0")
 
@@ -82,10 +79,8 @@ class Scheme:
         """Return the tensors of a weight of this shape, by the last part of their names."""
         scales = self._scale_shapes(rows, columns)
         one = ((1,), ())
-        unread = {
-            name: Part((*FLOATS, *_FP8), (*one, *scales), False)
-            for name in ("input_scale", "input_global_scale", "k_scale", "v_scale")
-        }
+        halves = Part(("U8",), ((rows, columns // 2),))
+        found: dict[str, Part]
         if self.layout == "packed":
             words = math.ceil(columns * self.bits / 32)
             found = {
@@ -98,40 +93,27 @@ class Scheme:
                 found["weight_zero_point"] = Part(("I32",), ((zero_rows, *scales[0][1:]),))
             if self.has_order:
                 found["weight_g_idx"] = Part(("I32", "I64"), ((columns,),))
-            return found | unread
-        if self.layout in ("int8", "fp8", "modelopt-fp8"):
-            found = {
-                "weight": Part(("I8",) if self.layout == "int8" else _FP8, ((rows, columns),)),
-                self.scale: Part(FLOATS, scales),
-            }
+        elif self.layout in ("int8", "fp8", "modelopt-fp8"):
+            stored = ("I8",) if self.layout == "int8" else _FP8
+            found = {"weight": Part(stored, ((rows, columns),)), self.scale: Part(FLOATS, scales)}
             if not self.is_symmetric:
                 found["weight_zero_point"] = Part(("I8",), scales)
-            return found | unread
-        halves = Part(("U8",), ((rows, columns // 2),))
-        if self.layout == "modelopt-nvfp4":
-            found = {
-                "weight": halves,
-                "weight_scale": Part(_FP8, scales),
-                "weight_scale_2": Part(("F32",), one),
-            }
-        elif self.layout == "nvfp4":
-            found = {"weight_packed": halves, "weight_scale": Part(_FP8, scales)}
-            found["weight_global_scale"] = Part(("F32",), one)
-        else:
+        elif self.layout == "mxfp4":
             found = {"weight_packed": halves, "weight_scale": Part(_MXFP4_SCALES, scales)}
-        return found | unread
+        else:  # ModelOpt's own names differ
+            weight, factor = "weight_packed", "weight_global_scale"
+            if self.layout == "modelopt-nvfp4":
+                weight, factor = "weight", "weight_scale_2"
+            found = {weight: halves, "weight_scale": Part(_FP8, scales), factor: Part(("F32",), one)}
+        unread = Part((*FLOATS, *_FP8), (*one, *scales), is_required=False)
+        names = "input_scale", "input_global_scale", "k_scale", "v_scale"
+        return found | dict.fromkeys(names, unread)
 
     def _scale_shapes(self, rows: int, columns: int) -> tuple[Shape, ...]:
         row_blocks, column_blocks = math.ceil(rows / self.block[0]), math.ceil(columns / self.block[1])
         if self.layout == "modelopt-fp8":
-            return (
-                (),
-                (1,),
-                (rows,),
-                (rows, 1),
-                (row_blocks, 1, column_blocks, 1),
-                (row_blocks, column_blocks),
-            )
+            blocks = (row_blocks, 1, column_blocks, 1), (row_blocks, column_blocks)
+            return ((), (1,), (rows,), (rows, 1), *blocks)
         return {
             "tensor": ((1,), ()),
             "channel": ((rows, 1), (rows,)),
@@ -197,11 +179,19 @@ def find_quantization(config: Mapping[str, Any], checkpoint: str, revision: str 
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
             return config[key]
-    path = find_config(checkpoint, revision, MODELOPT_FILE)
+    path = find_file(checkpoint, revision, MODELOPT_FILE)
     try:
         return None if path is None else read_object(path)
     except ValueError as error:
         raise DraftConfigError(checkpoint, [str(error)]) from error
+
+
+def checkpoint_quantization(
+    config: Mapping[str, Any], checkpoint: str, revision: str | None = None
+) -> DraftQuantization | None:
+    """Read a checkpoint's quantization. Raises ValueError if it is not served."""
+    raw = find_quantization(config, checkpoint, revision)
+    return read_quantization(raw) if raw else None
 
 
 def quantization_of(hf_config: Any, checkpoint: str = "draft") -> DraftQuantization | None:
@@ -259,9 +249,8 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
         return None
     if not isinstance(weights, dict):
         raise ValueError(f"has weights {shown(weights)}, which must be an object")
-    bits: Any
-    group: Any
-    bits, kind, strategy, group = (weights.get(k) for k in ("num_bits", "type", "strategy", "group_size"))
+    fields: Any = (weights.get(name) for name in ("num_bits", "type", "strategy", "group_size"))
+    bits, kind, strategy, group = fields
     if strategy is None:
         strategy = "group" if group else "tensor"
     known: dict[Any, str] = {
@@ -315,10 +304,8 @@ def _read_fp8(raw: Mapping[str, Any]) -> DraftQuantization:
         block = _block(raw["weight_block_size"], "weight_block_size")
         scheme = Scheme("fp8", 8, "block", block=block, scale="weight_scale_inv")
     fields = ("ignored_layers", "modules_to_not_convert")
-    ignore = [name for field in fields for name in _names(raw.get(field), field)]
-    return DraftQuantization(
-        "fp8", ("fp8",), (Group(("Linear",), scheme),), tuple(ignore), ignores_prefixes=True
-    )
+    ignore = tuple(name for field in fields for name in _names(raw.get(field), field))
+    return DraftQuantization("fp8", ("fp8",), (Group(("Linear",), scheme),), ignore, ignores_prefixes=True)
 
 
 # ModelOpt's quant_algo -> layout

@@ -1,18 +1,17 @@
-"""Drafts published as DFlash whose fields change the mathematics.
+"""Drafts published as DFlash that our implementation does not serve, by their fields.
 
-Read as a plain draft, such a checkpoint would silently draft nonsense. Every such field is named, with
-whether SGLang's built-in DFLASH runs it. Other unknown fields of `dflash_config` are named in a warning, as
-they may be the trainer's notes.
+Read as a plain draft, a checkpoint with such fields would silently draft nonsense. Every such field is named,
+with whether SGLang's built-in DFLASH runs it. Other unknown fields of `dflash_config` are named in a warning,
+as they may be the trainer's notes.
 """
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, get_args
 
-from sglang_dflash.srt.configs.layer_fields import RopeKind
-from sglang_dflash.srt.configs.not_served import Unsupported
-from sglang_dflash.srt.configs.validation import shown
+from sglang_dflash.srt.configs.fields import RopeKind, shown
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +41,21 @@ _REFUSED = {
 _BUILTIN_LACKS = ("markov_", "selector_")
 # Other models of drafts that the built-in runs under DFLASH.
 BUILTIN_ARCHITECTURES = ("DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel")
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """One reason why our implementation cannot run a server.
+
+    Attributes:
+        what: the field, flag or device, and what is not supported.
+        builtin_supports: whether SGLang's built-in DFLASH runs such a server.
+        drawback: what the built-in is known to do worse here, if anything.
+    """
+
+    what: str
+    builtin_supports: bool = False
+    drawback: str = ""
 
 
 def variant_problems(config: Any, nested: Mapping[str, Any], served: Collection[str]) -> list[str]:
@@ -81,19 +95,11 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[U
             findings.append(Unsupported(f"{field} is of kind {shown(kind)}, which is not supported", True))
         if any(isinstance(value, Mapping) for value in rope.values()):
             findings.append(Unsupported(f"{field} by layer type: one embedding serves all layers", True))
-    return findings + _missing_findings(config, nested)
-
-
-def _missing_findings(config: Mapping[str, Any], nested: Mapping[str, Any]) -> list[Unsupported]:
-    """Find missing fields for which only the built-in has defaults."""
-
-    def has(name: str) -> bool:
-        return nested.get(name) is not None or config.get(name) is not None
-
-    if has("target_layer_ids") or has("num_target_layers"):
-        return []
-    what = "target_layer_ids is missing, and so is num_target_layers, over which to spread layers"
-    return [Unsupported(what, True, "the built-in spreads layers over the target it finds")]
+    names = "target_layer_ids", "num_target_layers"
+    if all(fields.get(name) is None for fields in (nested, config) for name in names):
+        what = "target_layer_ids is missing, and so is num_target_layers, over which to spread layers"
+        findings.append(Unsupported(what, True, "the built-in spreads layers over the target it finds"))
+    return findings
 
 
 def _variant_findings(
@@ -104,7 +110,9 @@ def _variant_findings(
     nested = {name: value for name, value in nested.items() if name not in served}
     for where, fields in (("dflash_config.", nested), ("", vars(config))):
         for name, value in fields.items():
-            start = next((start for start in _REFUSED if _is_named(name, start)), None)
+            # A name that ends in "_" stands for all that begin with it.
+            starts = (s for s in _REFUSED if name == s or s.endswith("_") and str(name).startswith(s))
+            start = next(starts, None)
             if start is not None and value:
                 what = f"{where}{name} is {shown(value)}: {_REFUSED[start]} is not supported"
                 findings.append(Unsupported(what, start not in _BUILTIN_LACKS))
@@ -112,10 +120,6 @@ def _variant_findings(
                 unread.append(name)
     findings += [Unsupported(problem, True) for problem in _rope_problems(config)]
     return findings, unread
-
-
-def _is_named(name: Any, start: str) -> bool:
-    return isinstance(name, str) and (name.startswith(start) if start.endswith("_") else name == start)
 
 
 def _rope_problems(config: Any) -> list[str]:

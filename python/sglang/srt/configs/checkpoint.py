@@ -1,0 +1,260 @@
+"""The files of a checkpoint, read without a model: config.json, tensors, mask embedding."""
+
+import functools
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang_dflash.srt.configs.fields import DraftConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+INDEX = "model.safetensors.index.json"
+MASK_EMBEDDING_FILE = "mask_embedding.pt"
+# Kinds of files, of which SGLang loads the first that is there.
+_KINDS = (".safetensors", ".bin", ".pt")
+# Files of other things that SGLang leaves out.
+_NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+_MAX_HEADER = 100_000_000  # safetensors' own limit
+# Element types by PyTorch's names, in safetensors' words.
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int64": "I64",
+    "int32": "I32",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+# Element types that can be read by rows; bfloat16, which NumPy lacks, is the upper half of a float32.
+_NUMPY = {"I64": "<i8", "I32": "<i4", "BOOL": "?", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
+
+FLOATS = ("BF16", "F16", "F32", "F64")
+INTEGERS = ("I64", "I32")
+
+
+def find_file(checkpoint: str, revision: str | None = None, name: str = "config.json") -> str | None:
+    """Return the path of a file in a directory or hub repository, or None."""
+    from transformers.utils import cached_file
+
+    if os.path.isfile(checkpoint) or "://" in checkpoint:
+        return None
+    folder = os.path.expanduser(checkpoint)
+    local = os.path.join(folder, name)
+    if os.path.isdir(folder):
+        return local if os.path.isfile(local) else None
+    try:
+        return cached_file(checkpoint, name, revision=revision)
+    except OSError:
+        return None
+
+
+def read_object(path: str) -> dict[str, Any]:
+    """Read a JSON object. Raises ValueError, in one line, for a file without one."""
+    name = os.path.basename(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must hold an object, this is a {type(value).__name__}")
+    return value
+
+
+def read_config(checkpoint: str | None, revision: str | None) -> dict[str, Any] | None:
+    """Read a checkpoint's config.json, or None if it cannot be read, which others report."""
+    path = None if checkpoint is None else find_file(checkpoint, revision)
+    try:
+        return None if path is None else read_object(path)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A tensor in a file.
+
+    Attributes:
+        dtype: element type by safetensors' name.
+        file: the name of the file.
+        values: the entries of `weight_shape`, if they were read.
+        start: bytes from the beginning of a safetensors file.
+        end: as `start`; a file that was cut off ends before it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str = ""
+    values: tuple[int, ...] | None = None
+    start: int = 0
+    end: int = 0
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}: " if self.file else ""
+
+
+def header_of(tensor: Any, file: str = "") -> Header:
+    """Return the header that a tensor of PyTorch would have in a file."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Header(_DTYPES.get(dtype, dtype), tuple(tensor.shape), file)
+
+
+def safetensors_headers(path: str) -> dict[str, Header]:
+    """Read the header of a safetensors file, whose tensors may be cut off.
+
+    Raises:
+        ValueError: the header cannot be read. The message does not name the file.
+    """
+    file, size = os.path.basename(path), os.path.getsize(path)
+    with open(path, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(_MAX_HEADER, size):
+            raise ValueError("not a safetensors file, or cut off inside its header")
+        text = stream.read(length)
+    found = {}
+    try:
+        for name, entry in json.loads(text).items():
+            if name != "__metadata__":
+                start, end = (8 + length + offset for offset in entry["data_offsets"])
+                found[name] = Header(entry["dtype"], tuple(entry["shape"]), file, None, start, end)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its safetensors header cannot be read ({error})") from error
+    return found
+
+
+def read_rows(path: str, header: Header, rows: Any = slice(None)) -> "np.ndarray":
+    """Read rows of a tensor in a safetensors file, floats as float32."""
+    import numpy as np
+
+    if header.dtype not in _NUMPY:
+        raise ValueError(f"is {header.dtype}, which cannot be read here")
+    mapped = np.memmap(path, _NUMPY[header.dtype], "r", header.start, header.shape or (1,))
+    values = np.ascontiguousarray(mapped[rows])
+    if header.dtype == "BF16":
+        return (values.astype("<u4") << 16).view("<f4")
+    return values.astype(np.float32) if header.dtype.startswith("F") else values
+
+
+# A tensor's name in its file, its header, and a function that reads it, until the next one is taken.
+Stored = tuple[str, Header, Callable[[], Any]]
+
+
+def stored_tensors(path: str) -> Iterator[Stored]:
+    """Yield the tensors of a file. Raises ValueError, in one line, if it has none."""
+    file = os.path.basename(path)
+    yield from _safetensors(path, file) if file.endswith(_KINDS[0]) else _pickled(path, file)
+
+
+def _safetensors(path: str, file: str) -> Iterator[Stored]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        opened = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is no safetensors file: {error}") from error
+    headers = safetensors_headers(path)
+    with opened:
+        for name in opened.keys():
+            yield name, headers[name], functools.partial(opened.get_tensor, name)
+
+
+def _pickled(path: str, file: str) -> Iterator[Stored]:
+    import torch
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # PyTorch raises nearly anything
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{file} is no file of PyTorch's tensors: {reason[0]}") from error
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ValueError(f"{file} must hold tensors by name")
+    for name, tensor in state.items():
+        yield name, header_of(tensor, file), functools.partial(state.__getitem__, name)
+
+
+def weight_files(folder: str) -> list[str]:
+    """Return the names of the files that SGLang loads. Raises ValueError if there are none."""
+    found = sorted(os.listdir(folder))
+    for kind in _KINDS:
+        names = [name for name in found if name.endswith(kind) and name not in _NO_WEIGHTS]
+        if names == ["consolidated.safetensors", "model.safetensors"] and INDEX not in found:
+            return names[1:]
+        if names:
+            return names if kind != _KINDS[0] or INDEX not in found else _indexed(folder, names)
+    raise ValueError(f"no weights are there: no file *{', *'.join(_KINDS)}")
+
+
+def _indexed(folder: str, names: list[str]) -> list[str]:
+    listed = read_object(os.path.join(folder, INDEX)).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise ValueError(f"{INDEX}: weight_map must map tensors to files")
+    files = set(listed.values())
+    if missing := sorted(files - set(names)):
+        raise ValueError(f"{INDEX} lists {', '.join(missing)}, which is not there")
+    return sorted(files)
+
+
+def tensors_of(checkpoint: str) -> Iterator[Stored]:
+    """Yield a local checkpoint's tensors. Raises ValueError, in one line, if SGLang cannot."""
+    folder = os.path.expanduser(checkpoint)
+    for file in weight_files(folder):
+        yield from stored_tensors(os.path.join(folder, file))
+
+
+def tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]] | None:
+    """Return shapes by name without `model.`, or None.
+
+    `check_draft_tensors` reports why they cannot be read.
+    """
+    try:
+        return {name.removeprefix("model."): header.shape for name, header, _ in tensors_of(checkpoint)}
+    except (ValueError, OSError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class MaskEmbedding:
+    """Embedding [hidden] of a mask token, on the CPU, in the saved dtype."""
+
+    token_id: int
+    vector: "torch.Tensor"
+
+
+def read_mask_embedding(checkpoint: str, revision: str | None = None) -> MaskEmbedding | None:
+    """Read `mask_embedding.pt` of a folder or hub id; raise DraftConfigError if unusable."""
+    import torch
+    from transformers.utils import cached_file
+
+    path = cached_file(
+        checkpoint,
+        MASK_EMBEDDING_FILE,
+        revision=revision,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if path is None:
+        return None
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    saved = loaded if isinstance(loaded, dict) else {}
+    if not isinstance(saved.get("embedding"), torch.Tensor) or "mask_token_id" not in saved:
+        problem = f"{MASK_EMBEDDING_FILE} does not hold an embedding and its mask_token_id"
+        raise DraftConfigError(checkpoint, [problem])
+    if saved.get("per_position"):
+        problem = f"{MASK_EMBEDDING_FILE} has an embedding per position, which is not supported"
+        raise DraftConfigError(checkpoint, [problem])
+    return MaskEmbedding(int(saved["mask_token_id"]), saved["embedding"].flatten())

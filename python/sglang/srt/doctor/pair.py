@@ -1,0 +1,143 @@
+"""A draft and its target as the doctor examines them, and what it finds, with advice."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_dflash.srt.configs.checkpoint import Header
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.configs.draft_formats import flat_config
+from sglang_dflash.srt.configs.draft_kinds import ALIASES, DFLASH2_ARCHITECTURES, read_draft_config
+from sglang_dflash.srt.configs.draft_tensors import Unpacked, examine_headers
+from sglang_dflash.srt.configs.fields import DraftConfigError
+from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle
+from sglang_dflash.srt.configs.quantization import find_quantization, quantization_of
+from sglang_dflash.srt.configs.speculators_format import is_speculators_config, served_types, speculators_type
+from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, find_mask_token
+from sglang_dflash.srt.configs.unsupported import BUILTIN_ARCHITECTURES
+from sglang_dflash.srt.doctor.inputs import BadInput, Checkpoint
+
+FAULT, NOTE = "fault", "note"
+FETCH_AGAIN = "Fetch the draft again, or take one whose tensors and config.json belong together"
+OTHER_TARGET = "Serve the target that the draft was trained for, or a draft that was trained for this one"
+OR_OTHER_TARGET = OTHER_TARGET[0].lower() + OTHER_TARGET[1:]
+_BLOCK_DRAFTS = {"DFlashDraftModel", *DFLASH2_ARCHITECTURES, *ALIASES}
+# Advice for a problem of the config, by words of its message; the first match counts.
+_CONFIG_ADVICE = (
+    (
+        "name the last layer",
+        "If these ids come from a speculators checkpoint, which counts inputs, subtract one from each",
+    ),
+    ("leave the target's", OTHER_TARGET),
+    ("names layer 0 or less", "If these ids come from a z-lab config, which counts outputs, add one to each"),
+    ("ascending", "Put the ids in ascending order, and the columns of fc.weight with them"),
+    ("outside the vocabulary", "Set the id of the token that the draft was trained with as mask"),
+    ("but the target's", OTHER_TARGET),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding; problem and advice have no full stop."""
+
+    level: str  # FAULT makes the doctor exit with 1; NOTE may be intended
+    problem: str
+    advice: str
+    is_fatal: bool = False  # whether the draft cannot even be loaded
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.problem}. {self.advice}"
+
+
+def fault(problem: str, advice: str, is_fatal: bool = False) -> Finding:
+    return Finding(FAULT, problem, advice, is_fatal)
+
+
+def note(problem: str, advice: str) -> Finding:
+    return Finding(NOTE, problem, advice)
+
+
+def read_flat(draft: Checkpoint, target_layers: int | None = None) -> dict[str, Any]:
+    """Return the draft's flat Qwen3 config. Raise BadInput or DraftConfigError without one.
+
+    `target_layers` is the target's depth, for a draft that does not name the layers it reads.
+    """
+    config = draft.config
+    kind, architectures = speculators_type(config), config.get("architectures")
+    if is_speculators_config(config) and kind not in served_types():
+        raise BadInput(f"{draft.name}: a draft of kind {kind!r}; DFlash and P-EAGLE are examined here")
+    is_ours = is_speculators_config(config) or is_flat_peagle(config, str(draft.folder))
+    if not is_ours and not _BLOCK_DRAFTS.intersection(architectures or ()):
+        other = f"{draft.name}: neither a DFlash nor a P-EAGLE draft, its architectures are {architectures}"
+        if set(BUILTIN_ARCHITECTURES).intersection(architectures or ()):
+            other += ". SGLang's built-in DFLASH serves it on a GPU"
+        raise BadInput(other)
+    return flat_config(config, str(draft.folder), target_layers)
+
+
+def text_config(target: Checkpoint) -> SimpleNamespace:
+    """Return the config of the target's language model. Raises BadInput if there is none."""
+    architectures = target.config.get("architectures") or ()
+    if is_speculators_config(target.config) or _BLOCK_DRAFTS.intersection(architectures):
+        raise BadInput(f"{target.name}: is a draft; --model-path is the target")
+    text = target.config.get("text_config") or target.config
+    missing = [name for name in ("hidden_size", "vocab_size", "num_hidden_layers") if name not in text]
+    if missing:
+        raise BadInput(f"{target.name}: its config.json has no {', '.join(missing)}: not a language model's")
+    return SimpleNamespace(**text)
+
+
+@dataclass(frozen=True)
+class ParsedDraft:
+    """A draft's config, its flat Qwen3 config, and the id of its mask token."""
+
+    config: DFlashDraftConfig
+    hf_config: Any
+    mask_token_id: int
+
+
+class Pair:
+    """A draft and its target; `parsed_draft` is None for a config that cannot be parsed."""
+
+    def __init__(self, target: Checkpoint, draft: Checkpoint):
+        from transformers import Qwen3Config
+
+        self.target, self.draft = target, draft
+        self.text_config = text_config(target)
+        self.parsed_draft: ParsedDraft | None = None
+        self.config_faults: list[Finding] = []
+        try:
+            hf_config = Qwen3Config(**read_flat(draft, self.text_config.num_hidden_layers))
+            hf_config.draft_quantization = find_quantization(draft.config, str(draft.folder))
+            quantization_of(hf_config, draft.name)  # report its faults
+            config = read_draft_config(hf_config, draft.name)
+            mask = config.mask_token_id
+            if mask is None:
+                mask = find_mask_token(config, target.tokenizer, draft.name)
+                config = config.model_copy(update={"mask_token_id": mask})
+            self.parsed_draft = ParsedDraft(config, hf_config, mask)
+            check_draft_fits_target(
+                config, self.text_config, draft.name, target.config.get("architectures") or ()
+            )
+        except DraftConfigError as error:
+            self.config_faults = [fault(problem, config_advice(problem), True) for problem in error.problems]
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            self.config_faults = [fault(f"config.json is not a Qwen3 draft's: {error}", FETCH_AGAIN, True)]
+
+    def packed_modules(self) -> Unpacked:
+        """Return the tensors as a dense draft would have them, with their faults."""
+        headers = {name: Header(tensor.dtype, tensor.shape) for name, tensor in self.draft.tensors.items()}
+        return examine_headers(self.parsed.hf_config, self.parsed.config, headers)
+
+    @property
+    def parsed(self) -> ParsedDraft:
+        """The parsed draft, for callers that know of no fatal finding."""
+        assert self.parsed_draft is not None
+        return self.parsed_draft
+
+
+def config_advice(problem: str) -> str:
+    if "missing" in problem and "num_target_layers" not in problem:
+        return FETCH_AGAIN
+    matches = (advice for words, advice in _CONFIG_ADVICE if words in problem)
+    return next(matches, "Correct it in the draft's config.json")
