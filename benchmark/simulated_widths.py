@@ -64,8 +64,8 @@ def costs_on(pair: Pair, gpu: roofline.Gpu, sizes: Sequence[int] | None = None) 
 
 def best_common(costs: CostTable, accept_probs: np.ndarray) -> float:
     """Return tokens/s of the best width for all, with acceptance known. accept_probs: [n, K]"""
-    n, survival = len(accept_probs), accept_probs.cumprod(axis=1)
-    tokens = n + np.array([survival[:, : width - 1].sum() for width in COMMON])
+    n, prefix_accept_prob = len(accept_probs), accept_probs.cumprod(axis=1)
+    tokens = n + np.array([prefix_accept_prob[:, : width - 1].sum() for width in COMMON])
     seconds = costs.verify(n)[n * (COMMON - 1)] + costs.draft(n)[-1] * (COMMON > 1)
     return float((tokens / seconds).max())
 
@@ -81,7 +81,7 @@ def gain(costs: CostTable, exact: CostTable, n: int, mix: tuple[str, ...], seed:
     """
     rng = np.random.default_rng(seed)
     accept_probs = np.stack([ACCEPTANCE[mix[i % len(mix)]] for i in range(n)])
-    survival = accept_probs.cumprod(axis=1)
+    prefix_accept_prob = accept_probs.cumprod(axis=1)
     chooser = LengthChooser(costs, n)
     verify, draft = costs.verify(n), costs.draft(n)
     rows, modes = np.arange(n), np.zeros(n, dtype=int)
@@ -89,7 +89,7 @@ def gain(costs: CostTable, exact: CostTable, n: int, mix: tuple[str, ...], seed:
     tokens = seconds = 0.0
     for cycle in range(CYCLES):
         lengths = chooser.choose(born.sum(), rows, modes).lengths
-        hits = (rng.random(survival.shape) < accept_probs).cumprod(axis=1).sum(axis=1)
+        hits = (rng.random(prefix_accept_prob.shape) < accept_probs).cumprod(axis=1).sum(axis=1)
         kept = np.minimum(hits, lengths)
         late.append((lengths, kept, born.copy()))
         if len(late) > LAG:
@@ -97,7 +97,7 @@ def gain(costs: CostTable, exact: CostTable, n: int, mix: tuple[str, ...], seed:
             [same] = np.nonzero(whose == born)
             chooser.drafts.learn(same, modes[same], verified[same], accepted[same])
         if cycle >= WARM:
-            tokens += n + np.where(np.arange(DEPTH) < lengths[:, None], survival, 0.0).sum()
+            tokens += n + np.where(np.arange(DEPTH) < lengths[:, None], prefix_accept_prob, 0.0).sum()
             seconds += verify[lengths.sum()] + draft[(lengths > 0).sum()]
         said += kept + 1
         [ended] = np.nonzero(said >= ANSWER)

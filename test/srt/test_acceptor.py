@@ -137,9 +137,9 @@ def test_only_drawn_tokens_are_sent_to_other_ranks():
     """All ranks draft the same argmax."""
     block, sync = drawn_evenly(2), OneRank()
     acceptor = Acceptor(None, VOCABULARY, sync, accept_by_rejection)
-    acceptor.share_drawn_tokens(DraftBlock(block.tokens))
+    acceptor.broadcast_drafts(DraftBlock(block.tokens))
     assert not sync.sent
-    acceptor.share_drawn_tokens(block)
+    acceptor.broadcast_drafts(block)
     [(site, tokens)] = sync.sent
     assert site is SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE and tokens is block.tokens
 

@@ -264,7 +264,7 @@ def test_accept_lengths_of_a_rows_previous_request_are_dropped():
     # Under overlap scheduling, before the old one's last cycle is known.
     width.begin_prefill(prompts_of(*new.reqs))
     width.on_accept_lens(plans[-1], [0])
-    found = width.chooser.drafts.of(np.array([3, 5]), np.array([0, 0]))
+    found = width.chooser.drafts.prefix_accept_probs(np.array([3, 5]), np.array([0, 0]))
     assert (found[0] == found[1]).all()
 
 
@@ -287,7 +287,7 @@ def test_running_requests_of_a_mixed_batch_are_not_new():
     width.on_launched(plan)
     width.begin_prefill(prompts_of(request(2)))
     width.on_accept_lens(plan, [0])
-    known, new = width.chooser.drafts.of(np.array([1, 2]), np.array([0, 0]))
+    known, new = width.chooser.drafts.prefix_accept_probs(np.array([1, 2]), np.array([0, 0]))
     assert known[0] < new[0]
 
 

@@ -288,10 +288,9 @@ def test_a_drafter_on_fewer_ranks_runs_as_if_they_were_all(tp_group, monkeypatch
 
     monkeypatch.setattr(build, "run_as_draft", context)
     monkeypatch.setattr(build, "drafter_class", lambda model: lambda *_: inner)
-    monkeypatch.delenv("SGLANG_DFLASH_COPY_AHEAD", raising=False)
     own = ranks(tp_group)
-    drafter, copies = build.build_drafter(MagicMock(), target(object(), object()), 4, own, MagicMock())
-    assert copies is None and drafter.num_draft_rows == 7
+    drafter = build.build_drafter(MagicMock(), target(object(), object()), 4, own)
+    assert drafter.num_draft_rows == 7
     assert isinstance(drafter, SubgroupDrafter) == (tp_group is not None)
     for method in ("begin_prefill", "prefill", "admit_prefilled", "propose", "commit"):
         getattr(drafter, method)("argument")

@@ -121,7 +121,7 @@ def test_drafts_and_copies_share_a_batch(seed, n, draws):
     assert block.tokens.shape == (n, width) and drafter.seen == anchors[chosen].tolist()
     if block.probs is not None:
         assert block.probs.ids.shape[:2] == (n, width - 1)
-        assert (block.probs.of(block.tokens[:, 1:]) == 1).all()
+        assert (block.probs.prob_of(block.tokens[:, 1:]) == 1).all()
     rows = VerifyLayout(n, width, lengths)
     packed = cycle.packed(rows, chosen)
     want_tokens, want_positions, want_slots = [], [], []

@@ -193,7 +193,7 @@ def test_a_handed_over_record_is_the_one_of_plain_sglang(name, tmp_path, caplog)
     speculative_hook.handle_speculative_decoding(stock)
     with caplog.at_level(logging.WARNING, "sglang_dflash"):
         ours = resolve(record_of(draft, **arguments))
-    decision = Implementation.of(ours)
+    decision = Implementation.from_server_args(ours)
     assert decision.is_builtin and any(words in reason for reason in decision.because), decision
     assert contents(ours) == contents(stock)
     [warning] = [record for record in caplog.records if record.name.startswith("sglang_dflash")]
@@ -234,7 +234,7 @@ def test_the_flag_of_strict():
 
 def test_ours_serves_whatever_it_can():
     record = resolve(record_of())
-    assert not Implementation.of(record).is_builtin
+    assert not Implementation.from_server_args(record).is_builtin
     assert resolving_view(record).speculative_num_draft_tokens == 8
 
 
@@ -310,10 +310,10 @@ def test_a_refusal_names_both_reasons(name, tmp_path):
 
 def test_children_learn_the_decision():
     record = pickle.loads(pickle.dumps(resolve(record_of(attn_cp_size=2))))
-    report = Implementation.of(record).report()
+    report = Implementation.from_server_args(record).report()
     assert report["name"] == "sglang" and "--attn-cp-size" in report["because"][0]
     assert json.loads(json.dumps(report))["lost"]
-    assert Implementation.of(record_of()).report()["name"] == "sglang-dflash"
+    assert Implementation.from_server_args(record_of()).report()["name"] == "sglang-dflash"
 
 
 def targets_of(table) -> dict:
@@ -387,7 +387,7 @@ IGNORED = [
 def test_flags_that_plain_sglang_overrides_get_a_warning(field, value, words, caplog):
     record = resolve(record_of(**{field: value}))
     args = resolving_view(record)
-    assert not Implementation.of(record).is_builtin
+    assert not Implementation.from_server_args(record).is_builtin
     assert (args.speculative_num_steps, args.speculative_eagle_topk) == (1, 1)
     [warning] = [text.getMessage() for text in caplog.records if "DFLASH ignores" in text.getMessage()]
     assert words in warning
@@ -426,7 +426,7 @@ def test_what_would_spoil_the_prefix_cache_of_recurrent_states_is_adjusted(
     given, field, served, words, caplog
 ):
     record = resolve(record_of(HYBRID_DRAFT, model_path=str(HYBRID_TARGET), **given))
-    assert not Implementation.of(record).is_builtin
+    assert not Implementation.from_server_args(record).is_builtin
     assert getattr(resolving_view(record), field) == served
     assert words is None or words in caplog.text
 
@@ -442,7 +442,7 @@ def test_widths_of_eagle_get_a_warning(tmp_path, caplog):
 
 @pytest.mark.parametrize("arguments", [{"enable_lora": True}, {"enable_hierarchical_cache": True}])
 def test_served_by_ours(arguments):
-    assert not Implementation.of(resolve(record_of(**arguments))).is_builtin
+    assert not Implementation.from_server_args(resolve(record_of(**arguments))).is_builtin
 
 
 # name -> (changes to the draft's config, text of the warning)
@@ -460,7 +460,7 @@ def test_checkpoints_that_plain_sglang_takes_are_served(name, tmp_path, caplog, 
     if name == "no mask token":  # the bundled target's embedding has no row to spare for it
         monkeypatch.setattr("sglang_dflash.srt.arg_groups.resolve.find_mask_token", lambda *_: 3)
     record = resolve(record_of(make_draft(tmp_path / "draft", base=DRAFT, **changes)))
-    assert not Implementation.of(record).is_builtin
+    assert not Implementation.from_server_args(record).is_builtin
     assert words in caplog.text
     if name == "no block size":
         assert resolving_view(record).speculative_num_draft_tokens == 16

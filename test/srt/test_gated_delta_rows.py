@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.srt.hardware_backend.cpu import gated_delta_rule
-from sglang_dflash.srt.layers.attention.gated_delta_rows import RowMap, verifying_packed_rows
+from sglang_dflash.srt.layers.attention.gated_delta_rows import map_rows, verifying_packed_rows
 
 BLOCK, HEADS, DIM, WINDOW = 4, 2, 16, 3
 CHANNELS = 3 * HEADS * DIM
@@ -30,12 +30,11 @@ def test_the_map_names_each_row_once():
         counts = random.integers(0, BLOCK + 1, random.integers(1, 9))
         counts[random.integers(len(counts))] = BLOCK
         total, starts = int(counts.sum()), starts_of(counts)
-        found = RowMap.of(starts, total, BLOCK)
-        rows = torch.arange(total)
-        assert found.rows.shape == (len(counts), BLOCK) and found.rows.max() < total
-        assert torch.equal(found.rows.flatten()[found.slots], rows)
+        rows_of_slots, slots_of_rows = map_rows(starts, total, BLOCK)
+        assert rows_of_slots.shape == (len(counts), BLOCK) and rows_of_slots.max() < total
+        assert torch.equal(rows_of_slots.flatten()[slots_of_rows], torch.arange(total))
         for i, count in enumerate(counts.tolist()):
-            assert found.rows[i, :count].tolist() == list(range(starts[i], starts[i + 1]))
+            assert rows_of_slots[i, :count].tolist() == list(range(starts[i], starts[i + 1]))
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_every_product_of_a_rotation_is_rounded(arch, compiled):
 
 def test_a_pool_at_odd_addresses_is_written_in_narrower_steps(monkeypatch, compiled):
     """The alignment promised to the compiler is the pool's own."""
-    of = context_kv.KVPoolPointers.of
+    of = context_kv.KVPoolPointers.from_pools
 
     def of_shifted(*sides):
         return of(*([torch.zeros(b.numel() + 1, dtype=BF16)[1:].view(b.shape) for b in s] for s in sides))

@@ -448,7 +448,7 @@ class Context:
     def written_by(self, write, **options) -> torch.Tensor:
         """Return the pool's contents, float32 [layers, 2, slots, heads, head_dim]."""
         buffers = torch.full(self.pool_shape, torch.nan).to(self.kv.device, self.pool_dtype)
-        pool = KVPoolPointers.of(list(buffers[:, 0]), list(buffers[:, 1]))
+        pool = KVPoolPointers.from_pools(list(buffers[:, 0]), list(buffers[:, 1]))
         write(self.kv, self.weight, EPS, self.table, self.positions, self.cache_loc, pool, **options)
         return buffers.float()
 
@@ -527,7 +527,7 @@ def test_a_large_pool_equals_its_twin():
     context.cache_loc = torch.tensor([2, 1], device=DEVICE)
     memory, stride = torch.empty(2**31 + 4096, dtype=torch.uint8, device=DEVICE), 2**30 + 128
     k, v = (memory.as_strided((3, 2, 64), (stride, 64, 1), start) for start in (0, 1024))
-    pool = KVPoolPointers.of([k], [v], torch.float8_e5m2)
+    pool = KVPoolPointers.from_pools([k], [v], torch.float8_e5m2)
     arguments = (context.kv, context.weight, EPS, context.table, context.positions, context.cache_loc, pool)
     contents = []
     for write in (context_kv.write_context_kv_triton, context_kv.write_context_kv_torch):
@@ -580,7 +580,7 @@ def test_the_twin_stores_what_the_model_and_sglang_do(kv_dtype, pool_dtype):
         MHATokenToKVPool(context.pool_shape[2], 4, pool_dtype, 2, 80, 3, "cpu", enable_memory_saver=False)
         for _ in range(2)
     )
-    pool = KVPoolPointers.of(got.k_buffer, got.v_buffer, pool_dtype)
+    pool = KVPoolPointers.from_pools(got.k_buffer, got.v_buffer, pool_dtype)
     context_kv.write_context_kv(
         context.kv, context.weight, EPS, context.table, context.positions, context.cache_loc, pool
     )
@@ -623,7 +623,7 @@ BYTES = pool_buffers(dtype=torch.uint8)
 )
 def test_pools_the_kernel_cannot_write_are_refused(k_buffers, v_buffers, dtype, message):
     with pytest.raises(ValueError, match=message):
-        KVPoolPointers.of(k_buffers, v_buffers, dtype)
+        KVPoolPointers.from_pools(k_buffers, v_buffers, dtype)
 
 
 def test_alignment_is_what_all_buffers_have():
@@ -632,8 +632,8 @@ def test_alignment_is_what_all_buffers_have():
     def at(element: int) -> torch.Tensor:
         return memory[element : element + 256].view(2, 2, 64)
 
-    assert KVPoolPointers.of([at(0)], [at(512)]).slot_alignment == 16
-    assert KVPoolPointers.of([at(0)], [at(514)]).slot_alignment == 4
+    assert KVPoolPointers.from_pools([at(0)], [at(512)]).slot_alignment == 16
+    assert KVPoolPointers.from_pools([at(0)], [at(514)]).slot_alignment == 4
 
 
 # -- on the device itself
@@ -647,7 +647,7 @@ def test_no_kernel_synchronises_with_the_host():
     committed = random_commit(0, 3, 16, 16, 64, "cuda")
     context = Context(0, 48, 5, 8, 128, torch.bfloat16, torch.bfloat16, torch.float32, "cuda")
     buffers = torch.full(context.pool_shape, torch.nan, device="cuda", dtype=torch.bfloat16)
-    pool = KVPoolPointers.of(list(buffers[:, 0]), list(buffers[:, 1]))
+    pool = KVPoolPointers.from_pools(list(buffers[:, 0]), list(buffers[:, 1]))
     arguments = (context.kv, context.weight, EPS, context.table, context.positions, context.cache_loc, pool)
 
     def cycle():

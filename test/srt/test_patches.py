@@ -238,7 +238,7 @@ def test_a_later_sglang_is_served_with_one_warning(as_another_sglang, caplog):
     assert not any(compatibility.leave_to_sglang(record) for _ in range(2))
     [line] = [entry.getMessage() for entry in caplog.records]
     assert "0.5.99" in line and f"Off on this SGLang: {OPTIONAL.feature}." in line
-    assert not Implementation.of(record).is_builtin
+    assert not Implementation.from_server_args(record).is_builtin
 
 
 def test_without_a_required_target_the_built_in_serves(as_another_sglang, caplog):
@@ -305,7 +305,7 @@ def test_the_record_of_arguments_carries_the_decision(as_another_sglang):
     as_another_sglang("0.5.99", EXAMPLE)
     args = ServerArgs(model_path="none")
     assert compatibility.leave_to_sglang(args)
-    assert Implementation.of(pickle.loads(pickle.dumps(args))).is_builtin
+    assert Implementation.from_server_args(pickle.loads(pickle.dumps(args))).is_builtin
 
 
 IMPORTED_BEFORE = """

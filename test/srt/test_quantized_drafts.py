@@ -15,9 +15,9 @@ from support.engine import build, start
 from support.packed_drafts import SCHEMES, pack, pack_for_modelopt, pack_plain_fp8, write
 
 from sglang_dflash.srt.arg_groups.draft_files import (
+    apply_draft_quantization,
     check_draft_quantization,
     check_draft_tensors,
-    settle_draft_quantization,
 )
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
@@ -349,7 +349,7 @@ def test_what_the_flag_does(tmp_path, monkeypatch, caplog):
 
     def settled(*args):
         monkeypatch.setenv(option.variable, "1")
-        settle_draft_quantization(flag(*args))
+        apply_draft_quantization(flag(*args))
         return option.get()
 
     assert not settled(None, False)

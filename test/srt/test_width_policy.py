@@ -10,7 +10,7 @@ from support.width_simulation import DEPTH, KINDS, LOADS, WIDTHS, Cost, Simulati
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.speculative.cycle.plan import Work
-from sglang_dflash.srt.speculative.width.estimates import MODES, CopySurvival, CostTable, DraftSurvival
+from sglang_dflash.srt.speculative.width.estimates import MODES, AcceptanceEstimate, CopyEstimate, CostTable
 from sglang_dflash.srt.speculative.width.policy import LengthChooser, choose_lengths, choose_width
 
 GREEDY, SAMPLED = MODES.index("greedy"), MODES.index("sampled")
@@ -24,59 +24,63 @@ def ints(*values: int) -> np.ndarray:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_lengths_are_the_best_of_all(seed, n, depth, is_draft_lump):
+def test_lengths_are_the_best_of_all(seed, n, max_draft_tokens, is_draft_lump):
     """Costs are staircases. With a price of each drafted request the choice is near the best."""
     rng = np.random.default_rng(seed)
-    survival = rng.random((n, depth)).cumprod(axis=1)
+    prefix_accept_prob = rng.random((n, max_draft_tokens)).cumprod(axis=1)
     steps = np.sort(rng.random(4)) + 0.5
-    verify = steps[np.arange(n * depth + 1) * 4 // (n * depth + 1)]
+    verify = steps[np.arange(n * max_draft_tokens + 1) * 4 // (n * max_draft_tokens + 1)]
     each = 0.0 if is_draft_lump else 0.1 * rng.random()
     draft = 0.2 * rng.random() + each * np.arange(n + 1)
     draft[0] = 0.0
-    is_free, uneven = rng.random(n) < 0.3, max(0.0, rng.random() - 0.5)
+    is_free, ragged_overhead = rng.random(n) < 0.3, max(0.0, rng.random() - 0.5)
 
     def speed(lengths):
         lengths = np.array(lengths)
-        tokens = n + sum(survival[i, :length].sum() for i, length in enumerate(lengths))
+        tokens = n + sum(prefix_accept_prob[i, :length].sum() for i, length in enumerate(lengths))
         seconds = verify[lengths.sum()] + draft[((lengths > 0) & ~is_free).sum()]
-        return tokens / (seconds + uneven * bool((lengths != lengths[0]).any()))
+        return tokens / (seconds + ragged_overhead * bool((lengths != lengths[0]).any()))
 
-    lengths, tokens, seconds = choose_lengths(survival, is_free, verify, draft, uneven)
-    best = max(map(speed, itertools.product(range(depth + 1), repeat=n)))
+    lengths, tokens, seconds = choose_lengths(prefix_accept_prob, is_free, verify, draft, ragged_overhead)
+    best = max(map(speed, itertools.product(range(max_draft_tokens + 1), repeat=n)))
     assert speed(lengths) >= (1 - 1e-9 if is_draft_lump else 0.9) * best
-    assert tokens == pytest.approx(n + sum(survival[i, :length].sum() for i, length in enumerate(lengths)))
+    assert tokens == pytest.approx(
+        n + sum(prefix_accept_prob[i, :length].sum() for i, length in enumerate(lengths))
+    )
     assert seconds >= verify[lengths.sum()]
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6))
 def test_alike_requests_are_never_slower_than_with_the_best_width(seed, n):
     rng = np.random.default_rng(seed)
-    survival = np.tile(rng.random(DEPTH).cumprod(), (n, 1))
+    prefix_accept_prob = np.tile(rng.random(DEPTH).cumprod(), (n, 1))
     verify = 1 + np.cumsum(rng.random(n * DEPTH + 1))
     draft = np.where(np.arange(n + 1) > 0, rng.random(), 0.0)
-    _, tokens, seconds = choose_lengths(survival, np.zeros(n, dtype=bool), verify, draft)
-    width, common, common_seconds = choose_width(survival, np.arange(1, DEPTH + 2), verify, draft[-1])
+    _, tokens, seconds = choose_lengths(prefix_accept_prob, np.zeros(n, dtype=bool), verify, draft)
+    width, common, common_seconds = choose_width(
+        prefix_accept_prob, np.arange(1, DEPTH + 2), verify, draft[-1]
+    )
     assert tokens / seconds >= common / common_seconds * (1 - 1e-9)
     speeds = [
-        (n + survival[:, : w - 1].sum()) / (verify[n * (w - 1)] + draft[-1] * (w > 1))
+        (n + prefix_accept_prob[:, : w - 1].sum()) / (verify[n * (w - 1)] + draft[-1] * (w > 1))
         for w in range(1, DEPTH + 2)
     ]
     assert common / common_seconds == pytest.approx(max(speeds)) and speeds[width - 1] == max(speeds)
 
 
 def test_nothing_is_verified_that_cannot_pay():
-    survival = np.full((3, DEPTH), 0.01).cumprod(axis=1)
+    prefix_accept_prob = np.full((3, DEPTH), 0.01).cumprod(axis=1)
     verify, draft = 1 + 0.1 * np.arange(3 * DEPTH + 1), ints(0, 1, 1, 1) * 0.3
-    lengths, tokens, seconds = choose_lengths(survival, np.zeros(3, dtype=bool), verify, draft)
+    lengths, tokens, seconds = choose_lengths(prefix_accept_prob, np.zeros(3, dtype=bool), verify, draft)
     assert lengths.tolist() == [0, 0, 0] and (tokens, seconds) == (3.0, 1.0)
-    assert choose_width(survival, WIDTHS, verify, 0.3) == (1, 3.0, 1.0)
+    assert choose_width(prefix_accept_prob, WIDTHS, verify, 0.3) == (1, 3.0, 1.0)
 
 
 def test_a_copy_is_verified_without_the_draft():
     """Another request's draft would cost more than it brings."""
-    survival = np.stack([np.full(DEPTH, 0.95).cumprod(), np.full(DEPTH, 0.3).cumprod()])
+    prefix_accept_prob = np.stack([np.full(DEPTH, 0.95).cumprod(), np.full(DEPTH, 0.3).cumprod()])
     verify, draft = 1 + 0.02 * np.arange(2 * DEPTH + 1), np.array([0.0, 1.0, 1.5])
-    lengths, _, seconds = choose_lengths(survival, np.array([True, False]), verify, draft)
+    lengths, _, seconds = choose_lengths(prefix_accept_prob, np.array([True, False]), verify, draft)
     assert lengths.tolist() == [DEPTH, 0] and seconds == pytest.approx(1 + 0.02 * DEPTH)
 
 
@@ -109,12 +113,12 @@ def test_costs_beyond_what_was_measured_and_of_padded_forwards():
 
 
 def test_unequal_lengths_cost_what_was_measured_beyond_their_rows():
-    cost = Cost(uneven=0.3)
+    cost = Cost(ragged_overhead=0.3)
     half = np.array([cost.cycle(np.where(np.arange(n) % 2, 0, DEPTH)) for n in LOADS])
     costs = table(cost, half=half)
-    assert costs.uneven(1) == pytest.approx(0.0) and costs.uneven(6) == pytest.approx(0.3)
-    assert table(cost, half=half - 1.0).uneven(6) == 0.0, "a cycle that took less is noise"
-    assert table(cost).uneven(6) == 0.0
+    assert costs.ragged_overhead(1) == pytest.approx(0.0) and costs.ragged_overhead(6) == pytest.approx(0.3)
+    assert table(cost, half=half - 1.0).ragged_overhead(6) == 0.0, "a cycle that took less is noise"
+    assert table(cost).ragged_overhead(6) == 0.0
 
 
 def test_a_peak_of_the_measurement_is_noise():
@@ -146,22 +150,24 @@ def test_served_cycles_correct_what_start_up_measured(pace):
 
 
 def test_survival_of_a_request_is_shrunk_to_its_modes_average():
-    estimate = DraftSurvival(8, DEPTH)
-    start = estimate.of(ints(0), ints(GREEDY))
+    estimate = AcceptanceEstimate(8, DEPTH)
+    start = estimate.prefix_accept_probs(ints(0), ints(GREEDY))
     assert (np.diff(start[0]) < 0).all() and start[0, 0] == pytest.approx(0.7)
     for _ in range(60):
         estimate.learn(ints(0, 1, 2), np.zeros(3, dtype=int), ints(7, 7, 7), ints(7, 7, 0))
-    good, bad, new = estimate.of(ints(0, 2, 5), np.zeros(3, dtype=int))[:, 0]
+    good, bad, new = estimate.prefix_accept_probs(ints(0, 2, 5), np.zeros(3, dtype=int))[:, 0]
     assert bad < 0.25 < new < 0.75 < good
-    assert estimate.of(ints(0), ints(SAMPLED))[0, 0] > 0.7, "its own labels count in every mode"
-    assert (estimate.of(ints(5), ints(SAMPLED)) == start).all(), "modes are learned apart"
+    assert estimate.prefix_accept_probs(ints(0), ints(SAMPLED))[0, 0] > 0.7, (
+        "its own labels count in every mode"
+    )
+    assert (estimate.prefix_accept_probs(ints(5), ints(SAMPLED)) == start).all(), "modes are learned apart"
     estimate.reset(ints(0))
-    assert estimate.of(ints(0), ints(GREEDY))[0, 0] == pytest.approx(new)
+    assert estimate.prefix_accept_probs(ints(0), ints(GREEDY))[0, 0] == pytest.approx(new)
 
 
 def test_what_was_not_verified_teaches_nothing():
     """Kept to the end of what was verified, or not verified at all."""
-    estimate = DraftSurvival(8, DEPTH)
+    estimate = AcceptanceEstimate(8, DEPTH)
     before = estimate.averages
     for _ in range(20):
         estimate.learn(ints(0, 1), ints(0, 0), ints(2, 0), ints(2, 0))
@@ -172,7 +178,7 @@ def test_what_was_not_verified_teaches_nothing():
 
 def test_every_compared_token_of_a_copy_is_a_label_at_its_own_length():
     """A match of 14 whose third token is wrong, and one of 5 of which one token was compared."""
-    estimate = CopySurvival(DEPTH)
+    estimate = CopyEstimate(DEPTH)
     before = estimate.averages
     for _ in range(80):
         estimate.learn(ints(GREEDY, GREEDY), ints(14, 5), ints(3, 1), ints(2, 1))
@@ -180,8 +186,11 @@ def test_every_compared_token_of_a_copy_is_a_label_at_its_own_length():
     assert after[14] > 0.95 and after[15] > 0.95 and after[RULE.longest] < 0.1 and after[5] > 0.95
     assert (after[:5] == before[GREEDY, :5]).all()
     assert (estimate.averages[SAMPLED] == before[SAMPLED]).all()
-    survival = estimate.of(ints(GREEDY, GREEDY), ints(14, 0))
-    assert survival[0, :2] == pytest.approx((after[14:16]).cumprod()) and (survival[1] == 0).all()
+    prefix_accept_prob = estimate.prefix_accept_probs(ints(GREEDY, GREEDY), ints(14, 0))
+    assert (
+        prefix_accept_prob[0, :2] == pytest.approx((after[14:16]).cumprod())
+        and (prefix_accept_prob[1] == 0).all()
+    )
 
 
 # -- on simulated servers
@@ -191,7 +200,7 @@ COSTS = {
     "stairs": Cost(row=0.01, step=8, each=0.0),
     "dear draft": Cost(row=0.002, draft=0.2, each=0.05),
     "rows are free": Cost(row=0.0005, each=0.001),
-    "unequal lengths cost": Cost(row=0.005, uneven=0.2),
+    "unequal lengths cost": Cost(row=0.005, ragged_overhead=0.2),
     "busy": Cost(request=0.1, row=0.06, draft=0.3, each=0.05),
 }
 MIXES = ("strong", "usual", "weak", "random", "strong weak", "strong random", "strong usual weak random")
@@ -209,7 +218,7 @@ def test_never_much_slower_than_the_best_width_for_all(n, mix, cost):
 @pytest.mark.parametrize(
     "what, cost",
     [
-        ("uneven", COSTS["unequal lengths cost"]),
+        ("ragged_overhead", COSTS["unequal lengths cost"]),
         ("read", Cost(row=0.02, draft=0.6, read=1e-5)),
     ],
 )
@@ -301,7 +310,7 @@ def test_a_decision_holds_for_an_unchanged_batch_without_copies():
 
 
 def test_copies_are_used_beside_a_useless_draft():
-    """They compete with their own survival, and need no draft."""
+    """They compete with their own prefix_accept_prob, and need no draft."""
     chooser = LengthChooser(table(), 8)
     rows, modes = np.arange(4), np.zeros(4, dtype=int)
     for _ in range(100):

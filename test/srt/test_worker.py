@@ -110,9 +110,9 @@ def test_the_verify_graph_absorbs_the_commit(one_naming):
     batch = SimpleNamespace(positions=object(), out_cache_loc=object(), batch_size=2)
     for hook in target.capture_tail_hooks:
         hook(target.decode_cuda_graph_runner, output, batch, 6)
-    assert len(drafter.absorb.mock_calls) == one_naming
+    assert len(drafter.write_context_in_graph.mock_calls) == one_naming
     if one_naming:
-        absorbed, *where = drafter.absorb.call_args.args
+        absorbed, *where = drafter.write_context_in_graph.call_args.args
         assert torch.equal(absorbed, states[:6]) and where == [batch.positions, batch.out_cache_loc]
     assert (tail.states_to_commit(by_graph) is None) == one_naming
     assert tail.states_to_commit(eager) is states
@@ -132,7 +132,7 @@ def test_the_graph_of_plain_cycles_leaves_deferred_context_to_the_commit(defers,
     [hook] = runner.capture_tail_hooks
     hook(runner.decode_cuda_graph_runner, output, MagicMock(batch_size=6), 6)
     target_out = SimpleNamespace(logits_output=output, can_run_cuda_graph=True)
-    assert (drafter.absorb.mock_calls == []) == defers
+    assert (drafter.write_context_in_graph.mock_calls == []) == defers
     assert (tail.states_to_commit(target_out) is output.hidden_states) == defers
 
 

@@ -85,7 +85,7 @@ class OracleDraft:
     def begin_prefill(self, *_):
         """Do nothing."""
 
-    prefill = admit_prefilled = draw = absorb = commit = begin_prefill
+    prefill = admit_prefilled = draw = write_context_in_graph = commit = begin_prefill
 
     def to_draft(self, rows, lengths, wanted):
         """Run for every verified block if only the forward writes context."""

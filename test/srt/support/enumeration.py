@@ -189,7 +189,7 @@ def is_valid(block: torch.Tensor, target_probs: torch.Tensor, draft: DraftProbs)
 
     Distributions sum to 1 (within 1e-3), and every drafted token could have been drawn.
     """
-    valid = (draft.of(block[:, 1:]) > 0).all(dim=1)
+    valid = (draft.prob_of(block[:, 1:]) > 0).all(dim=1)
     for probs in (target_probs, draft.probs):
         sums_to_one = (probs.sum(dim=2) - 1).abs() < 1e-3  # false for NaN
         valid &= sums_to_one.all(dim=1) & (probs >= 0).flatten(1).all(dim=1)

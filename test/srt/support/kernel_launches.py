@@ -138,7 +138,7 @@ def launch_write_context_kv(head_dim: int, pool_dtype: torch.dtype, prefill: boo
     weight = torch.ones(layers, head_dim, dtype=torch.bfloat16)
     ints = torch.zeros(rows, dtype=torch.int64)
     buffers = [torch.zeros(rows, heads, head_dim).to(pool_dtype) for _ in range(2 * layers)]
-    pool = context_kv.KVPoolPointers.of(buffers[:layers], buffers[layers:])
+    pool = context_kv.KVPoolPointers.from_pools(buffers[:layers], buffers[layers:])
     accept_len = None if prefill else torch.zeros(bs, dtype=torch.int32)
     context_kv.write_context_kv_triton(
         kv, weight, 1e-6, torch.zeros(64, head_dim), ints, ints, pool, accept_len, width

@@ -29,8 +29,8 @@ class Cost:
     """Seconds of a cycle. A plain step of one request takes 1.
 
     request, row: of each request and each drafted row that is verified. step: rows that are free until they
-    fill so many. draft, each: of a draft forward, and of each request it serves. uneven: further seconds of a
-    cycle whose lengths differ. read: of each committed token. gap: from a cycle to the next.
+    fill so many. draft, each: of a draft forward, and of each request it serves. ragged_overhead:
+    further seconds of a     cycle whose lengths differ. read: of each committed token. gap: from a cycle to the next.
     """
 
     request: float = 0.02
@@ -38,7 +38,7 @@ class Cost:
     step: int = 1
     draft: float = 0.1
     each: float = 0.02
-    uneven: float = 0.0
+    ragged_overhead: float = 0.0
     read: float = 0.0
     gap: float = 0.0
 
@@ -52,14 +52,14 @@ class Cost:
         """Return the seconds of a cycle, without the gap. context: committed tokens of each request."""
         seconds = self.verify(len(lengths), int(lengths.sum())) + self.draft_for(int((lengths > 0).sum()))
         seconds += self.read * len(lengths) * context
-        return seconds + self.uneven * bool((lengths != lengths[0]).any())
+        return seconds + self.ragged_overhead * bool((lengths != lengths[0]).any())
 
 
 def best_uniform(cost: Cost, accept_probs: np.ndarray, context: int = 0) -> float:
     """Return the tokens per second of the best common width. accept_probs: [n, K]"""
-    n, survival = len(accept_probs), accept_probs.cumprod(axis=1)
+    n, prefix_accept_prob = len(accept_probs), accept_probs.cumprod(axis=1)
     return max(
-        (n + survival[:, : w - 1].sum()) / (cost.cycle(np.full(n, w - 1), context) + cost.gap)
+        (n + prefix_accept_prob[:, : w - 1].sum()) / (cost.cycle(np.full(n, w - 1), context) + cost.gap)
         for w in WIDTHS.tolist()
     )
 
@@ -104,7 +104,7 @@ class Simulation:
         draft = np.array([self.cost.draft_for(int(n)) for n in LOADS]) * self.wrong.get("draft", 1.0)
         every_other = [np.where(np.arange(n) % 2, 0, DEPTH) for n in LOADS]
         half = np.array([self.cost.cycle(lengths) for lengths in every_other])
-        half = None if self.ignored == "uneven" else half
+        half = None if self.ignored == "ragged_overhead" else half
         read = 0.0 if self.ignored == "read" else self.cost.read
         self.costs = CostTable(
             LOADS, WIDTHS, verify * wrong, draft, reads=read, half=half, tries=KNOWN * self.is_steady
@@ -116,13 +116,13 @@ class Simulation:
         """Run so many cycles of n requests; totals leave out the first ones, with expected tokens."""
         rows, modes, kinds = np.arange(n), np.zeros(n, dtype=int), cycle(self.kinds)
         self.accept_probs = np.stack([KINDS[next(kinds)] for _ in rows])
-        survival = self.accept_probs.cumprod(axis=1)
+        prefix_accept_prob = self.accept_probs.cumprod(axis=1)
         said, born, late = self.rng.integers(0, 256, n), np.zeros(n, dtype=int), []
         self.chosen, self.tokens, self.seconds = [], 0.0, 0.0
         for number in range(cycles):
             choice = self.chooser.choose(born.sum(), rows, modes, n * self.context, caps=caps)
             lengths = choice.lengths
-            hits = (self.rng.random(survival.shape) < self.accept_probs).cumprod(axis=1).sum(axis=1)
+            hits = (self.rng.random(prefix_accept_prob.shape) < self.accept_probs).cumprod(axis=1).sum(axis=1)
             kept = np.minimum(hits, lengths)
             seconds = self.cost.cycle(lengths, self.context)
             measured = (seconds + self.cost.gap) * np.exp(self.noise * self.rng.normal()) * self.pace(number)
@@ -135,7 +135,9 @@ class Simulation:
                 self.chooser.drafts.learn(same, modes[same], verified[same], accepted[same])
             if number >= warm:
                 self.chosen.append(lengths)
-                self.tokens += n + np.where(np.arange(DEPTH) < lengths[:, None], survival, 0.0).sum()
+                self.tokens += (
+                    n + np.where(np.arange(DEPTH) < lengths[:, None], prefix_accept_prob, 0.0).sum()
+                )
                 self.seconds += seconds + self.cost.gap
             said += kept + 1
             [ended] = np.nonzero(said >= 256)

@@ -150,7 +150,7 @@ def flag_problem(args: Any, quantization: DraftQuantization | None) -> str | Non
     return None
 
 
-def settle_draft_quantization(args: Any) -> None:
+def apply_draft_quantization(args: Any) -> None:
     """Pass a flag that fits the file on to the processes that load the draft."""
     DFlashOptions.DRAFT_PACKED.clear()
     named = args.speculative_draft_model_quantization

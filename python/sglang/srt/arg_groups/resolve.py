@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from sglang_dflash.srt.arg_groups import draft_files
-from sglang_dflash.srt.arg_groups.draft_files import check_draft_quantization, settle_draft_quantization
+from sglang_dflash.srt.arg_groups.draft_files import apply_draft_quantization, check_draft_quantization
 from sglang_dflash.srt.arg_groups.fallback import fall_back_if_unsupported, find_unsupported
 from sglang_dflash.srt.arg_groups.options import (
     read_adaptive_flags,
@@ -139,7 +139,7 @@ def resolve_arguments(server_args: Any) -> None:
             args.page_size,
         )
         adjusted["enable_mixed_chunk"] = False
-    settle_draft_quantization(args)
+    apply_draft_quantization(args)
     adjusted |= resolve_plain_cycle(args)
     declare_resolution(
         server_args,

@@ -301,7 +301,7 @@ class DFlashDraftModel(BlockDraftModel):
             kind = type(kv_pool).__name__
             raise ValueError(f"DFLASH cannot write its draft's context into a KV pool of type {kind}")
         self._kv_pool = kv_pool
-        self._kv_pointers = KVPoolPointers.of(kv_pool.k_buffer, kv_pool.v_buffer, kv_pool.dtype)
+        self._kv_pointers = KVPoolPointers.from_pools(kv_pool.k_buffer, kv_pool.v_buffer, kv_pool.dtype)
 
     @torch.no_grad()
     def stack_kv_weights(self) -> None:

@@ -46,7 +46,7 @@ class Implementation:
         return cls("sglang", version("sglang"), because, lost)
 
     @classmethod
-    def of(cls, server_args: Any) -> "Implementation":
+    def from_server_args(cls, server_args: Any) -> "Implementation":
         """Return the decision on a record. Without one, our DFLASH serves."""
         return getattr(server_args, _ATTRIBUTE, None) or cls()
 
@@ -109,6 +109,8 @@ def adding_implementation() -> Callable[[Any, dict], None]:
     @functools.wraps(original)
     def add_speculative(self, state):
         original(self, state)
-        state["speculative_implementation"] = Implementation.of(self.scheduler.server_args).report()
+        state["speculative_implementation"] = Implementation.from_server_args(
+            self.scheduler.server_args
+        ).report()
 
     return add_speculative

@@ -60,7 +60,7 @@ def leave_to_sglang(server_args: Any) -> bool:
     reason = why_off()
     if reason is None:
         return False
-    if not Implementation.of(server_args).is_builtin:
+    if not Implementation.from_server_args(server_args).is_builtin:
         what = f"SGLang {installed_version()}, which sglang-dflash {__version__} does not fit"
         fall_back_on_unsupported_sglang(server_args, f"{what} ({reason}; {HELP.rstrip('.')})")
     return True

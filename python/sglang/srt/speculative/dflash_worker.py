@@ -51,7 +51,7 @@ from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats
 from sglang_dflash.srt.speculative.drafters.sampling import draft_subset
 from sglang_dflash.srt.speculative.parallel import DraftRanks, arrivals, run_idle
 from sglang_dflash.srt.speculative.request_fields import end_requests_with_pool_of
-from sglang_dflash.srt.speculative.targets.recurrent import make_target_states, tell_if_states_cap_batch
+from sglang_dflash.srt.speculative.targets.recurrent import log_if_states_cap_batch, make_target_states
 from sglang_dflash.srt.speculative.warm_up import prewarm_probabilistic_step, runs_cycles_alone, warm_up
 from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
 from sglang_dflash.srt.speculative.width.controller import WholeBlocks, Width, plan_cycle
@@ -131,7 +131,7 @@ class DFlashWorker(BaseSpecWorker):
             super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
         target_runner = self._target_worker.model_runner
         check_kv_budget(target_runner, self._draft_worker.model_runner)
-        tell_if_states_cap_batch(target_runner, self._draft_worker.model_runner, self.block_size)
+        log_if_states_cap_batch(target_runner, self._draft_worker.model_runner, self.block_size)
         self.drafter.attach_pools(target_runner)
         end_requests_with_pool_of(target_runner)
         self.verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
@@ -365,7 +365,7 @@ class DFlashWorker(BaseSpecWorker):
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
         block = draft_subset(drafter, cycle, chosen, plan.verify_len, sampling_info, runner)
         block = self.copies.overlay(block)
-        self.acceptor.share_drawn_tokens(block)
+        self.acceptor.broadcast_drafts(block)
         if plan.copies is not None:
             cycle = cycle.packed(plan.layout, on_device(np.flatnonzero(chosen), torch.int64, self.device))
         return cycle, block, bool(chosen.any())

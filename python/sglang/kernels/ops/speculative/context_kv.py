@@ -46,7 +46,7 @@ class KVPoolPointers:
     slot_alignment: int
 
     @classmethod
-    def of(
+    def from_pools(
         cls,
         k_buffers: Sequence[torch.Tensor],
         v_buffers: Sequence[torch.Tensor],

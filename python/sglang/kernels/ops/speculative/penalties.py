@@ -20,7 +20,7 @@ def penalize_block_triton(
     prompt_lens: torch.Tensor,
     stop_logits: torch.Tensor | None,
     starts: torch.Tensor | None = None,
-    limits: torch.Tensor | None = None,
+    max_accept: torch.Tensor | None = None,
 ) -> None:
     """Penalise logits in place, each row for the tokens its request emitted up to it.
 
@@ -38,9 +38,9 @@ def penalize_block_triton(
         min_new_tokens: [bs] int64.
         prompt_lens: [bs] int64.
         stop_logits: [bs, vocab] float32, added while a request is too short to end. None: no request is.
-        starts: [bs] int64, row of each request's anchor. None, with `limits`: T is bs * B, and every request
+        starts: [bs] int64, row of each request's anchor. None, like `max_accept`: T is bs * B, each request
             verifies its block.
-        limits: [bs] int32, verified drafted tokens. None, with `starts`.
+        max_accept: [bs] int32, verified drafted tokens. None, with `starts`.
     """
     per_request = block, requests, seq_lens, frequency, presence, repetition, min_new_tokens, prompt_lens
     assert all(tensor.is_contiguous() for tensor in (*per_request, counts)) and logits.stride(1) == 1
@@ -48,7 +48,7 @@ def penalize_block_triton(
     is_ragged = starts is not None
     assert logits.shape[1] == vocabulary and (is_ragged or logits.shape[0] == bs * width)
     stops = counts if stop_logits is None else stop_logits.contiguous()  # `counts` is not read
-    ragged = (starts, limits) if is_ragged else (requests, requests)  # not read
+    ragged = (starts, max_accept) if is_ragged else (requests, requests)  # not read
     tensors = logits, counts, *per_request, stops, *ragged
     sizes = logits.stride(0), vocabulary, width
     if bs:
@@ -80,7 +80,7 @@ def penalize_block_kernel(
     prompt_lens,
     stop_logits,
     starts,
-    limits,
+    max_accept,
     logits_stride,
     vocabulary,
     width,
@@ -104,7 +104,7 @@ def penalize_block_kernel(
     block += number * width
     if IS_RAGGED:
         logits += tl.load(starts + number) * logits_stride
-        end = tl.load(limits + number) + 1
+        end = tl.load(max_accept + number) + 1
     else:
         logits += number * width * logits_stride
         end = width

@@ -13,18 +13,19 @@ def walk_blocks_triton(
     accept_uniforms: torch.Tensor,
     block_verification: bool,
     starts: torch.Tensor | None = None,
-    limits: torch.Tensor | None = None,
+    max_accept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return accept_len [bs] int32 and weight [bs] float64, as `draw_final_tokens` takes them.
 
     One program per request, no host synchronisation. Reads 12 bytes per drafted slot and candidate. Block
     verification reads these twice, and the target's probability of each candidate once. Arguments are
-    contiguous, and as for `accept_by_rejection` except for `starts` and `limits`: `starts` [bs] int64 is the
-    row of `target_probs` of each request's anchor, `limits` [bs] int32 the verified drafted tokens. If both
-    are None, every request verifies its block. `draft_ids` and `draft_probs` are the fields of `DraftProbs`.
+    contiguous, and as for `accept_by_rejection` except for `starts` and `max_accept`: `starts` [bs] int64 is
+    the row of `target_probs` of each request's anchor, `max_accept` [bs] int32 the verified drafted tokens. If
+    both are None, every request verifies its block. `draft_ids` and `draft_probs` are the fields of
+    `DraftProbs`.
     """
-    is_ragged = starts is not None and limits is not None
-    ragged = (block, block) if starts is None or limits is None else (starts, limits)  # or not read
+    is_ragged = starts is not None and max_accept is not None
+    ragged = (block, block) if starts is None or max_accept is None else (starts, max_accept)  # or not read
     tensors = block, target_probs, draft_ids, draft_probs, accept_uniforms, *ragged
     assert all(tensor.is_contiguous() for tensor in tensors)
     (bs, width), candidates = block.shape, draft_ids.shape[2]
@@ -48,7 +49,7 @@ def walk_blocks_kernel(
     draft_probs,
     accept_uniforms,
     starts,
-    limits,
+    max_accept,
     accept_len,
     weight,
     width,
@@ -63,7 +64,7 @@ def walk_blocks_kernel(
     block += request * width
     if IS_RAGGED:
         target_probs += tl.load(starts + request) * vocabulary
-        end = tl.load(limits + request) + 1
+        end = tl.load(max_accept + request) + 1
     else:
         target_probs += request * width * vocabulary
         end = width

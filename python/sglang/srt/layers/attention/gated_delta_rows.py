@@ -6,34 +6,29 @@ S: requests, those that pad a CUDA graph included. W: slots of a block. T: packe
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 
-class RowMap(NamedTuple):
-    """Map between packed rows and blocks.
+def map_rows(starts: torch.Tensor, num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Map between packed rows and blocks, without a host read: a CUDA graph can record it.
 
-    Attributes:
-        rows: [S, W] int64, row of each slot. Slots past a request's rows have its last row.
-        slots: [T] int64, slot of each row among the flattened blocks.
+    Args:
+        starts: [S + 1] int32, the first row of each request. Its last entry is `num_rows`.
+        num_rows: T.
+        width: W.
+
+    Returns:
+        Row of each slot [S, W] int64, where slots past a request's rows have its last row; slot of each row
+        among the flattened blocks [T] int64.
     """
-
-    rows: torch.Tensor
-    slots: torch.Tensor
-
-    @classmethod
-    def of(cls, starts: torch.Tensor, num_rows: int, width: int) -> "RowMap":
-        """Build the map without a host read, so that a CUDA graph can record it.
-
-        `starts` is [S + 1] int32, the first row of each request. Its last entry is `num_rows`.
-        """
-        first, lengths = starts[:-1].long(), starts.diff().long()
-        column = torch.arange(width, device=starts.device)
-        rows = first[:, None] + torch.minimum(column, (lengths[:, None] - 1).clamp(min=0))
-        row = torch.arange(num_rows, device=starts.device)
-        request = torch.searchsorted(starts[1:].long(), row, right=True)
-        return cls(rows.clamp(max=num_rows - 1), request * width + row - first[request])
+    first, lengths = starts[:-1].long(), starts.diff().long()
+    column = torch.arange(width, device=starts.device)
+    rows = first[:, None] + torch.minimum(column, (lengths[:, None] - 1).clamp(min=0))
+    row = torch.arange(num_rows, device=starts.device)
+    request = torch.searchsorted(starts[1:].long(), row, right=True)
+    return rows.clamp(max=num_rows - 1), request * width + row - first[request]
 
 
 def verifying_packed_rows() -> Callable[..., Any]:
@@ -67,13 +62,13 @@ def verifying_packed_rows() -> Callable[..., Any]:
         starts = self.forward_metadata.query_start_loc
         num_requests, block_size = starts.shape[0] - 1, cache.intermediate_ssm.shape[1]
         if layer.layer_id == min(pool.mamba_map):  # a graph records the map once, for all layers
-            self.row_map = RowMap.of(starts, num_rows, block_size)
+            self.rows_of_slots, self.slots_of_rows = map_rows(starts, num_rows, block_size)
         states = self.forward_metadata.mamba_cache_indices[:num_requests]
         scratch = select_verify_intermediate_state_indices(
             self.verify_intermediate_state_indices, forward_batch.req_pool_indices, states >= 0, pool.size
         )[:num_requests]
         convolved = gdn_backend.causal_conv1d_update(
-            mixed_qkv[self.row_map.rows].transpose(1, 2),
+            mixed_qkv[self.rows_of_slots].transpose(1, 2),
             cache.conv[0],
             layer.conv_weights,
             layer.bias,
@@ -82,7 +77,7 @@ def verifying_packed_rows() -> Callable[..., Any]:
             intermediate_conv_window=cache.intermediate_conv_window[0],
             intermediate_state_indices=scratch,
         )
-        packed = convolved.transpose(1, 2).flatten(0, 1)[self.row_map.slots]
+        packed = convolved.transpose(1, 2).flatten(0, 1)[self.slots_of_rows]
         query, key, value = packed.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
         return self.kernel_dispatcher.tree_verify_kernel.target_verify(  # Triton's, also beside FlashInfer's
             A_log=layer.A_log,

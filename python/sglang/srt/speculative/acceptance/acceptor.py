@@ -161,7 +161,7 @@ class Acceptor:
             self._metrics.count_fallback(reason, blocks=len(sampling_info))
         return False
 
-    def share_drawn_tokens(self, block: DraftBlock) -> None:
+    def broadcast_drafts(self, block: DraftBlock) -> None:
         """Overwrite drawn tokens with rank 0's."""
         if block.is_drawn:
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, block.tokens)
@@ -250,9 +250,11 @@ class Acceptor:
             masks.probs = rows.unpack(probs)
         uniforms = torch.rand(bs, verify_len, device=logits.device)
         accept_len, tokens = self._rule(tokens, probs, draft, uniforms[:, 1:], uniforms[:, 0], rows)
-        return *self._agree(accept_len, tokens), max_logits
+        return *self._broadcast_decision(accept_len, tokens), max_logits
 
-    def _agree(self, accept_len: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _broadcast_decision(
+        self, accept_len: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return rank 0's decision, sent in one broadcast."""
         site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         if not self._tp_sync.enabled(site):

@@ -189,7 +189,7 @@ def penalize_block_torch(
     prompt_lens,
     stop_logits,
     starts=None,
-    limits=None,
+    max_accept=None,
 ) -> None:
     """Run `penalize_block_triton` in PyTorch, on any device."""
     bs, block_size = block.shape
@@ -201,13 +201,13 @@ def penalize_block_torch(
         if k > 0:
             counts.scatter_add_(1, block[:, k : k + 1], one)
         # Requests that do not verify this slot look at their last row, and leave it alone.
-        row = starts + (k if limits is None else limits.clamp(max=k))
+        row = starts + (k if max_accept is None else max_accept.clamp(max=k))
         old = logits[row]
         # The block's first token, at position seq_lens, has been emitted too.
         new = (old + terms.additive(counts, seq_lens + 1 + k)).to(old.dtype)
         scaling = terms.scaling(counts)
         new = torch.where(new > 0, new / scaling, new * scaling).to(old.dtype)
-        logits[row] = new if limits is None else torch.where((k <= limits)[:, None], new, old)
+        logits[row] = new if max_accept is None else torch.where((k <= max_accept)[:, None], new, old)
 
 
 def count_tokens_torch(counts, requests, tokens, accept_len) -> None:

@@ -108,7 +108,7 @@ def walk_by_rejection(
     """
     drafted = block[:, 1:]
     # A product instead of u < p / q, so that q may be zero.
-    is_accepted = accept_uniforms.double() * draft.of(drafted) < _probs_of(drafted, target_probs, rows)
+    is_accepted = accept_uniforms.double() * draft.prob_of(drafted) < _probs_of(drafted, target_probs, rows)
     if rows.max_accept is not None:
         is_accepted &= torch.arange(drafted.shape[1], device=block.device) < rows.max_accept[:, None]
     accept_len = is_accepted.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
@@ -139,7 +139,7 @@ def walk_by_block_verification(
     """
     width = block.shape[1]
     drafted = block[:, 1:]
-    ratios = _probs_of(drafted, target_probs, rows) / draft.of(drafted).double()
+    ratios = _probs_of(drafted, target_probs, rows) / draft.prob_of(drafted).double()
     accept_len = torch.zeros(len(block), dtype=torch.int32, device=block.device)
     prefix_weight = weight = torch.ones_like(accept_len, dtype=torch.float64)
     for length in range(1, width):
@@ -147,7 +147,7 @@ def walk_by_block_verification(
         # The sum of min(w * p, q), to which only candidates add. r is w - shared, r + 1 - w is 1 - shared.
         shared = torch.zeros_like(prefix_weight)
         if length < width - 1:
-            target = target_probs[rows.of(length)[:, None], draft.ids[:, length]]
+            target = target_probs[rows.row_of(length)[:, None], draft.ids[:, length]]
             shared = torch.minimum(prefix_weight[:, None] * target, draft.probs[:, length]).sum(dim=1)
             if rows.max_accept is not None:
                 shared = torch.where(length < rows.max_accept, shared, 0)

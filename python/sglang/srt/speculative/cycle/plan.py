@@ -27,7 +27,7 @@ class Work(NamedTuple):
     requests: int  # that it decodes
     verified: int  # drafted tokens in all
     drafted_for: int  # requests that the draft serves
-    is_uneven: bool = False  # whether requests verify different numbers
+    is_ragged: bool = False  # whether requests verify different numbers
     num_tokens: int | None = None  # committed tokens of all requests; None: as many as at start-up
 
 

@@ -21,7 +21,7 @@ class Drafter(Protocol):
         writes_context_apart: whether context is written without the draft's forward, which a cycle may then
             skip.
         defers_plain_cycles: whether `commit` keeps the context of cycles that verify the anchor alone, to
-            write it later. Their graphs then absorb nothing.
+            write it later. Their graphs then write_context_in_graph nothing.
     """
 
     mask_token_id: int
@@ -84,7 +84,9 @@ class Drafter(Protocol):
             Tokens [bs, B - 1] int64, and the distributions they come from.
         """
 
-    def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
+    def write_context_in_graph(
+        self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor
+    ) -> None:
         """Do the part of `commit` that needs no acceptance, at the end of a verify graph.
 
         Args:

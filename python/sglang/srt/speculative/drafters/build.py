@@ -83,7 +83,7 @@ def build_drafter(draft_runner: Any, target_model: Any, block_size: int, ranks: 
 class SubgroupDrafter:
     """A drafter on fewer ranks than the target, which to its layers are all ranks.
 
-    The part inside the target's graphs (`absorb`) exchanges nothing, and needs no context.
+    The part inside the target's graphs (`write_context_in_graph`) exchanges nothing, and needs no context.
     """
 
     def __init__(self, drafter: Drafter, layout: Any):
@@ -91,7 +91,11 @@ class SubgroupDrafter:
         self.mask_token_id, self.num_draft_rows = drafter.mask_token_id, drafter.num_draft_rows
         self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
         self.defers_plain_cycles = drafter.defers_plain_cycles
-        self.attach_pools, self.absorb, self.draw = drafter.attach_pools, drafter.absorb, drafter.draw
+        self.attach_pools, self.write_context_in_graph, self.draw = (
+            drafter.attach_pools,
+            drafter.write_context_in_graph,
+            drafter.draw,
+        )
         self.to_draft = drafter.to_draft
         self.begin_prefill = self._on_own_ranks(drafter.begin_prefill)
         self.prefill = self._on_own_ranks(drafter.prefill)

@@ -91,7 +91,7 @@ class VerifyTail:
         is_plain = num_tokens == forward_batch.batch_size and not graph_runner.ragged_verify_mode
         if is_plain and self._drafter.defers_plain_cycles:
             return
-        self._drafter.absorb(
+        self._drafter.write_context_in_graph(
             out.hidden_states[:num_tokens], forward_batch.positions, forward_batch.out_cache_loc
         )
         self._graph_runners.add(graph_runner)

@@ -69,17 +69,15 @@ class CopyStats:
             transferred.record()
         return Proposals(lengths, transferred, was_drafted, self._admissions, right)
 
-    def on_accept_lens(
-        self, cycle: Proposals, accept_lens: Sequence[int], num_drafted: Sequence[int]
-    ) -> None:
-        """Count the accepted ones of `num_drafted` proposed tokens of each request."""
+    def on_accept_lens(self, cycle: Proposals, accept_lens: Sequence[int], max_accept: Sequence[int]) -> None:
+        """Count the accepted ones of `max_accept` proposed tokens of each request."""
         self._cycles += 1
         if cycle.lengths is None:
             self._whole = 0
             return
         if cycle.transferred is not None:
             cycle.transferred.synchronize()  # over already: SGLang has waited for later work
-        if not any(num_drafted):
+        if not any(max_accept):
             self._whole = 0
             return
         self._without_draft += not cycle.was_drafted
@@ -88,7 +86,7 @@ class CopyStats:
             # If nothing was drafted, the tokens beside copies have no source.
             blocks = [
                 (kept, drafted)
-                for kept, drafted, copied in zip(accept_lens, num_drafted, is_copied, strict=True)
+                for kept, drafted, copied in zip(accept_lens, max_accept, is_copied, strict=True)
                 if drafted and copied == (source == COPY) and (copied or cycle.was_drafted)
             ]
             accepted, proposed = (sum(block[i] for block in blocks) for i in (0, 1))
@@ -97,7 +95,7 @@ class CopyStats:
             self._accepted[source] += accepted
             self._metrics.count_source(source, len(blocks), proposed, accepted)
         self._metrics.count_undrafted(not cycle.was_drafted)
-        is_whole = all(is_copied) and list(accept_lens) == list(num_drafted)
+        is_whole = all(is_copied) and list(accept_lens) == list(max_accept)
         self._whole = self._whole + 1 if is_whole and cycle.admissions == self._admissions else 0
 
     def report(self) -> dict[str, Any]:

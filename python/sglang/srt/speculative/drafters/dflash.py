@@ -113,7 +113,9 @@ class DFlashDrafter:
     ) -> tuple[torch.Tensor, DraftProbs]:
         return draw_drafts(self._model, hidden, sampling_info, self._sampling)
 
-    def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
+    def write_context_in_graph(
+        self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor
+    ) -> None:
         self._write(ContextRows(aux_hidden, positions, cache_loc))
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:

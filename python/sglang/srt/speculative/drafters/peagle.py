@@ -130,7 +130,7 @@ class PEagleDrafter:
             count=torch.ones(rows, dtype=torch.int64, device=weight.device),
         )
         # Fused states from a verify graph.
-        self._absorbed = weight.new_zeros(rows * block_size, weight.numel())
+        self._fused_in_graph = weight.new_zeros(rows * block_size, weight.numel())
         # Upper bounds of `count`, known on the host.
         self._most_pending = np.ones(rows, dtype=np.int64)
         self._model.allocate_blocks(rows, self.num_draft_rows, self._drafted)
@@ -211,9 +211,11 @@ class PEagleDrafter:
     ) -> tuple[torch.Tensor, DraftProbs]:
         return draw_drafts(self._model, hidden, sampling_info, self._sampling)
 
-    def absorb(self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
+    def write_context_in_graph(
+        self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor
+    ) -> None:
         if self._drafted:
-            self._absorbed[: aux_hidden.shape[0]] = self._model.fuse(aux_hidden)
+            self._fused_in_graph[: aux_hidden.shape[0]] = self._model.fuse(aux_hidden)
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
         if not self._drafted:
@@ -228,7 +230,7 @@ class PEagleDrafter:
             self._pending.count[requests] = most_pending = 0
         # Column k holds the token after block position k and the state of that position. The count excludes
         # columns beyond the accepted ones.
-        fused = self._absorbed[:rows] if aux_hidden is None else self._model.fuse(aux_hidden)
+        fused = self._fused_in_graph[:rows] if aux_hidden is None else self._model.fuse(aux_hidden)
         commit_rows(requests, accepted.accept_len, accepted.tokens, fused, self._pending)
         # Every running request takes part in every cycle.
         self._most_pending[:] = most_pending + 1 if cycle.verify_len == 1 else cycle.verify_len
@@ -239,7 +241,7 @@ class PEagleDrafter:
         """Make verified tokens pending, after those of the requests `drafted` [m] have been run."""
         requests, rows = cycle.req_pool_indices, cycle.layout
         self._pending.count[requests[drafted]] = 0
-        fused = self._absorbed if aux_hidden is None else self._model.fuse(aux_hidden)
+        fused = self._fused_in_graph if aux_hidden is None else self._model.fuse(aux_hidden)
         append_rows(requests, accepted.accept_len, accepted.tokens, fused, rows.slots, self._pending)
 
     def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -171,7 +171,7 @@ def find_state_memory(target_runner: Any, draft_runner: Any, block_size: int) ->
     )
 
 
-def tell_if_states_cap_batch(target_runner: Any, draft_runner: Any, block_size: int) -> None:
+def log_if_states_cap_batch(target_runner: Any, draft_runner: Any, block_size: int) -> None:
     """Log which flags let more requests run at once, if recurrent states are what limits them."""
     if get_exec().mamba.enable_linear_replayssm_spec or get_disagg().disaggregation_mode == "prefill":
         return

@@ -8,11 +8,13 @@ import torch
 
 
 class CycleTiming(NamedTuple):
-    """A finished cycle and the gap before it."""
+    """A finished cycle and the idle_gap before it."""
 
     work: Any  # as `stop` was told
     seconds: float
-    gap: float | None  # seconds since the end of the previous cycle; None if something else ran in between
+    idle_gap: (
+        float | None
+    )  # seconds since the end of the previous cycle; None if something else ran in between
 
 
 class CycleClock:
@@ -52,12 +54,12 @@ class CycleClock:
         timings = []
         while self._pending and (not self._is_cuda or self._pending[0][-1].query()):
             work, previous, start, end = self._pending.popleft()
-            gap = None if previous is None else self._between(previous, start)
+            idle_gap = None if previous is None else self._between(previous, start)
             seconds = self._between(start, end)
             if self._is_cuda:
-                # The next cycle's gap begins with `end`, so that one is free a cycle later.
+                # The next cycle's idle_gap begins with `end`, so that one is free a cycle later.
                 self._free_events += [start] if previous is None else [start, previous]
-            timings.append(CycleTiming(work, seconds, gap))
+            timings.append(CycleTiming(work, seconds, idle_gap))
         return timings
 
     def _between(self, start: Any, end: Any) -> float:

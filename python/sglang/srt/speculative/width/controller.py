@@ -161,7 +161,7 @@ class AdaptiveWidth:
         if matches is None and self._has_copies:
             matches = self._expected_matches[requests.rows]
         needs_equal = _needs_equal_lengths(batch.sampling_info)
-        choice = self._agree(requests, num_tokens, matches, caps)
+        choice = self._broadcast_choice(requests, num_tokens, matches, caps)
         plan = plan_lengths(self._backends, choice.lengths, choice.copies, needs_equal)
         choice = choice._replace(lengths=plan.layout.num_draft_tokens)
         work = self.chooser.work(choice, num_tokens)
@@ -198,7 +198,7 @@ class AdaptiveWidth:
         modes = np.array([_mode(req, draws_drafts) for req in batch.reqs])
         return Requests(key, rows, self._row_generation[rows], modes)
 
-    def _agree(self, batch: Requests, num_tokens: int, *limits: np.ndarray | None) -> Choice:
+    def _broadcast_choice(self, batch: Requests, num_tokens: int, *limits: np.ndarray | None) -> Choice:
         """Return rank 0's choice. Others may differ, and ranks that disagree hang.
 
         `limits` are matches and caps, as of `choose`.
@@ -225,12 +225,12 @@ class AdaptiveWidth:
         self._clock.stop(plan.work)
 
     def _learn_timings(self) -> None:
-        for work, seconds, gap in self._clock.finished():
-            if work is None or gap is None:
+        for work, seconds, idle_gap in self._clock.finished():
+            if work is None or idle_gap is None:
                 continue
-            self._measured += seconds + gap
+            self._measured += seconds + idle_gap
             self._expected += self.chooser.costs.expected(work)
-            self.chooser.costs.observe(work, seconds + gap)
+            self.chooser.costs.observe(work, seconds + idle_gap)
 
     def on_accept_lens(
         self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals | None = None
@@ -272,7 +272,7 @@ class AdaptiveWidth:
             right: as in `Proposals`. [n]
             accepted: drafted or copied tokens that were accepted. [n]
         """
-        seen = np.minimum(np.minimum(right, accepted) + 1, self.chooser.depth)
+        seen = np.minimum(np.minimum(right, accepted) + 1, self.chooser.max_draft_tokens)
         goes_on = right > accepted
         longer = np.minimum(np.abs(lengths) + right, RULE.longest)
         self._expected_matches[rows] = np.where(goes_on, longer, UNKNOWN_MATCH)

@@ -60,17 +60,19 @@ class _Averages:
         self.kept = _MEMORY**seen * self.kept + kept
 
 
-class DraftSurvival:
+class AcceptanceEstimate:
     """s_ik of drafted tokens: each request's own labels, shrunk to the average of its mode.
 
-    The labels have `num_rows` rows, as the request table, and `depth` columns: K, the drafted tokens of a
-    block.
+    The labels have `num_rows` rows, as the request table, and `max_draft_tokens` columns.
     """
 
-    def __init__(self, num_rows: int, depth: int):
-        self._averages = _Averages(depth, {0: _DRAFT_PRIOR})
-        self._seen, self._kept = np.zeros((num_rows, depth)), np.zeros((num_rows, depth))
-        self._steps = np.arange(depth)
+    def __init__(self, num_rows: int, max_draft_tokens: int):
+        self._averages = _Averages(max_draft_tokens, {0: _DRAFT_PRIOR})
+        self._seen, self._kept = (
+            np.zeros((num_rows, max_draft_tokens)),
+            np.zeros((num_rows, max_draft_tokens)),
+        )
+        self._steps = np.arange(max_draft_tokens)
 
     @property
     def averages(self) -> np.ndarray:
@@ -81,7 +83,7 @@ class DraftSurvival:
         """Start new requests in these rows."""
         self._seen[rows] = self._kept[rows] = 0.0
 
-    def of(self, rows: np.ndarray, modes: np.ndarray) -> np.ndarray:
+    def prefix_accept_probs(self, rows: np.ndarray, modes: np.ndarray) -> np.ndarray:
         """Return s_ik [n, K] of the next cycle, for requests in these rows [n] with modes [n]."""
         averages = self._averages.get()[modes]
         own = (self._kept[rows] + _OWN_WEIGHT * averages) / (self._seen[rows] + _OWN_WEIGHT)
@@ -105,25 +107,25 @@ class DraftSurvival:
         self._averages.learn(cells[seen], kept[seen])
 
 
-class CopySurvival:
+class CopyEstimate:
     """s_ik of copied tokens, by mode and length of the match.
 
     Each accepted token makes the match longer by one. So one probability per length says how long copies
-    last. Matches of `RULE.longest` tokens or more share a probability. `depth` is the most copied tokens of a
-    request.
+    last. Matches of `RULE.longest` tokens or more share a probability. `max_draft_tokens` is the most that a request
+    copies.
     """
 
-    def __init__(self, depth: int):
+    def __init__(self, max_draft_tokens: int):
         self._averages = _Averages(RULE.longest + 1, {0: _UNKNOWN_PRIOR, RULE.shortest: _COPY_PRIOR})
-        self._steps = np.arange(depth)
+        self._steps = np.arange(max_draft_tokens)
 
     @property
     def averages(self) -> np.ndarray:
         """Probability that a copied token is accepted. [modes, longest + 1]"""
         return self._averages.get()
 
-    def of(self, modes: np.ndarray, matches: np.ndarray) -> np.ndarray:
-        """Return s_ik [n, depth] of k = 1 .. depth, 0 without a match, for modes and matches [n]."""
+    def prefix_accept_probs(self, modes: np.ndarray, matches: np.ndarray) -> np.ndarray:
+        """Return s_ik [n, max_draft_tokens], 0 without a match, for modes and matches [n]."""
         lengths = np.minimum(matches[:, None] + self._steps, RULE.longest)
         return self._averages.get()[modes[:, None], lengths].cumprod(axis=1) * (matches > 0)[:, None]
 
@@ -145,7 +147,7 @@ class CopySurvival:
 
 KNOWN = 8  # cycles after which an entry is known
 _NEIGHBOURS = 7  # cycles before and after one that tell how fast the machine is
-_MOST = np.log(2)  # what one cycle says of an entry, in logarithms: half or twice at most
+_MOST = np.log(2)  # what one cycle says of an entry, in logarithms: mixed_sample or twice at most
 _LEAST_RATE = 0.05  # at which a cycle is believed after many
 
 
@@ -169,8 +171,8 @@ class CostTable:
         reads: seconds per committed token beyond `context`.
         context: committed tokens per request in the measurement.
         sizes: rows that a verify is padded to, ascending. None: it is not, or to whole requests.
-        half: seconds of a cycle in which every other request, the first included, has a whole block and
-            the rest verify nothing. [L] None: unequal lengths cost no more than their rows.
+        mixed_sample: seconds of a cycle in which every other request, the first included, has a whole block
+            and the rest verify nothing. [L] None: unequal lengths cost no more than their rows.
         tries: served cycles that each load's measurement counts for. [L]
     """
 
@@ -184,7 +186,7 @@ class CostTable:
         reads: float = 0.0,
         context: int = 0,
         sizes: Sequence[int] | None = None,
-        half: np.ndarray | None = None,
+        mixed_sample: np.ndarray | None = None,
         tries: np.ndarray | float = KNOWN,
     ):
         self.loads, self.widths, self._padded = np.asarray(loads), np.asarray(widths), padded
@@ -193,7 +195,7 @@ class CostTable:
         verify, draft = (_lowered(np.array(table, dtype=float)) for table in (verify, draft))
         self._entries = np.concatenate((verify.ravel(), draft, np.zeros(num_loads), [reads]))
         self._verify = self._entries[: verify.size].reshape(num_loads, num_widths)
-        self._draft, self._uneven = self._entries[verify.size : -1].reshape(2, num_loads)
+        self._draft, self._ragged_overhead = self._entries[verify.size : -1].reshape(2, num_loads)
         of_loads = np.broadcast_to(np.asarray(tries, dtype=float), num_loads)
         self._tries = np.concatenate((of_loads.repeat(num_widths), of_loads, of_loads, [KNOWN]))
         self._recent: deque[tuple[np.ndarray, float]] = deque(maxlen=2 * _NEIGHBOURS + 1)
@@ -201,7 +203,7 @@ class CostTable:
         for i, n in enumerate(self.loads):
             whole = (n + 1) // 2
             of_rows = self.verify(n)[whole * (self.widths[-1] - 1)] + self.draft(n)[whole]
-            self._uneven[i] = 0.0 if half is None else max(0.0, half[i] - of_rows)
+            self._ragged_overhead[i] = 0.0 if mixed_sample is None else max(0.0, mixed_sample[i] - of_rows)
 
     def _at(self, requests: np.ndarray | int, table: np.ndarray) -> np.ndarray:
         """Read a table [L, ..] between loads. Beyond the last load time grows in proportion."""
@@ -237,9 +239,9 @@ class CostTable:
         seconds[0] = 0.0
         return seconds
 
-    def uneven(self, num_requests: int) -> float:
+    def ragged_overhead(self, num_requests: int) -> float:
         """Return the further seconds of a cycle whose lengths differ."""
-        return float(self._at(num_requests, self._uneven))
+        return float(self._at(num_requests, self._ragged_overhead))
 
     def _weights(self, work: Work) -> np.ndarray:
         """Return how much of each entry a cycle takes."""
@@ -251,7 +253,7 @@ class CostTable:
         by_load, drafts = self._at(n, loads), self._at(work.drafted_for, loads) * (work.drafted_for > 0)
         by_width = _read(widths, np.interp(row, n * (self.widths - 1), np.arange(len(widths))))
         verify = np.outer(by_load, by_width).ravel()
-        return np.concatenate((verify, drafts, by_load * work.is_uneven, [further]))
+        return np.concatenate((verify, drafts, by_load * work.is_ragged, [further]))
 
     def expected(self, work: Work) -> float:
         """Return the seconds of a cycle."""

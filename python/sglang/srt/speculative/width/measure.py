@@ -147,7 +147,7 @@ def _measure(worker: Any, backends: Backends, widths: tuple[int, ...], budget: f
         (1e3 * verify[:measured]).round(2).tolist(),
         (1e3 * draft[:measured]).round(2).tolist(),
         1e6 * reads,
-        [round(1e3 * costs.uneven(n), 2) for n in loads[:measured]],
+        [round(1e3 * costs.ragged_overhead(n), 2) for n in loads[:measured]],
     )
     return costs
 

@@ -18,14 +18,18 @@ import numpy as np
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.speculative.cycle.plan import Work
-from sglang_dflash.srt.speculative.width.estimates import KNOWN, CopySurvival, CostTable, DraftSurvival
+from sglang_dflash.srt.speculative.width.estimates import KNOWN, AcceptanceEstimate, CopyEstimate, CostTable
 
 # Numbers of requests to draft for, as shares of all.
 _SHARES = np.linspace(0, 1, 9)
 
 
 def choose_lengths(
-    survival: np.ndarray, is_free: np.ndarray, verify: np.ndarray, draft: np.ndarray, uneven: float = 0.0
+    prefix_accept_prob: np.ndarray,
+    is_free: np.ndarray,
+    verify: np.ndarray,
+    draft: np.ndarray,
+    ragged_overhead: float = 0.0,
 ) -> tuple[np.ndarray, float, float]:
     """Choose how many drafted tokens of each request to verify.
 
@@ -33,29 +37,31 @@ def choose_lengths(
     slots.
 
     Args:
-        survival: s_ik, 0 for slots that must not be verified. [n, K]
+        prefix_accept_prob: s_ik, 0 for slots that must not be verified. [n, K]
         is_free: requests whose blocks take no draft forward. [n] bool
         verify: seconds of a verify with j drafted tokens in all, j = 0 .. n K.
         draft: seconds of drafting for m requests, m = 0 .. n.
-        uneven: further seconds of a cycle whose lengths differ.
+        ragged_overhead: further seconds of a cycle whose lengths differ.
 
     Returns:
         Lengths L_i [n]; tokens that the cycle is expected to commit; its seconds.
     """
-    n, depth = survival.shape
-    order = np.argsort(-survival, axis=None, kind="stable")  # equals by position, not by request
-    slots, request = survival.ravel()[order], order // depth
+    n, max_draft_tokens = prefix_accept_prob.shape
+    order = np.argsort(-prefix_accept_prob, axis=None, kind="stable")  # equals by position, not by request
+    slots, request = prefix_accept_prob.ravel()[order], order // max_draft_tokens
     num_free = int(is_free.sum())
     sizes = np.unique(np.rint(_SHARES * (n - num_free)).astype(int))
-    all_may = int((survival > 0).all(axis=0).sum())  # s falls along a request
+    all_may = int((prefix_accept_prob > 0).all(axis=0).sum())  # s falls along a request
     widths = np.arange(1, all_may + 2)
-    width, tokens_of_all, seconds_of_all = choose_width(survival, widths, verify, float(draft[n - num_free]))
-    worth = survival.sum(axis=1) + np.where(is_free, depth, 0)
+    width, tokens_of_all, seconds_of_all = choose_width(
+        prefix_accept_prob, widths, verify, float(draft[n - num_free])
+    )
+    worth = prefix_accept_prob.sum(axis=1) + np.where(is_free, max_draft_tokens, 0)
     rank = np.empty(n, dtype=int)
     rank[np.argsort(-worth, kind="stable")] = np.arange(n)
     taken = (rank[request] < num_free + sizes[:, None]) & (slots > 0)
     tokens = n + (slots * taken).cumsum(axis=1)
-    seconds = verify[taken.cumsum(axis=1)] + draft[sizes][:, None] + uneven
+    seconds = verify[taken.cumsum(axis=1)] + draft[sizes][:, None] + ragged_overhead
     row, last = np.unravel_index(np.argmax(tokens / seconds), tokens.shape)
     if tokens[row, last] * seconds_of_all <= tokens_of_all * seconds[row, last] * (1 + 1e-9):
         return np.full(n, width - 1), tokens_of_all, seconds_of_all
@@ -64,14 +70,14 @@ def choose_lengths(
 
 
 def choose_width(
-    survival: np.ndarray, widths: np.ndarray, verify: np.ndarray, draft: float
+    prefix_accept_prob: np.ndarray, widths: np.ndarray, verify: np.ndarray, draft: float
 ) -> tuple[int, float, float]:
     """Choose one number of slots for all requests, the anchor included.
 
     The same rule with equal lengths.
 
     Args:
-        survival: s_ik. [n, K]
+        prefix_accept_prob: s_ik. [n, K]
         widths: candidates, ascending. [W]
         verify: seconds of a verify with j drafted tokens in all, j = 0 .. n K.
         draft: seconds of drafting for all.
@@ -79,8 +85,8 @@ def choose_width(
     Returns:
         The width; tokens that the cycle is expected to commit; its seconds.
     """
-    n = len(survival)
-    tokens = np.concatenate(([float(n)], survival.sum(axis=0))).cumsum()[widths - 1]
+    n = len(prefix_accept_prob)
+    tokens = np.concatenate(([float(n)], prefix_accept_prob.sum(axis=0))).cumsum()[widths - 1]
     seconds = verify[n * (widths - 1)] + np.where(widths > 1, draft, 0.0)
     best = int(np.argmax(tokens / seconds))
     return int(widths[best]), float(tokens[best]), float(seconds[best])
@@ -111,7 +117,7 @@ class LengthChooser:
     Attributes:
         drafts: what is known of the acceptance of drafted tokens.
         copies: what is known of the acceptance of copied tokens.
-        depth: K, most drafted tokens to verify of a request.
+        max_draft_tokens: K, most drafted tokens to verify of a request.
         num_probes: blocks or cycles that were verified to learn.
     """
 
@@ -122,8 +128,11 @@ class LengthChooser:
         probe_share: float = 0.005,
         skips_draft: bool = True,
     ):
-        self.costs, self.depth = costs, int(costs.widths[-1]) - 1
-        self.drafts, self.copies = DraftSurvival(num_rows, self.depth), CopySurvival(self.depth)
+        self.costs, self.max_draft_tokens = costs, int(costs.widths[-1]) - 1
+        self.drafts, self.copies = (
+            AcceptanceEstimate(num_rows, self.max_draft_tokens),
+            CopyEstimate(self.max_draft_tokens),
+        )
         self._num_rows, self._probe_share, self._skips_draft = num_rows, probe_share, skips_draft
         self._held: tuple[Any, Choice] | None = None  # the latest choice, and what it was for
         self._held_for = self._turn = self.num_probes = 0
@@ -176,22 +185,25 @@ class LengthChooser:
         caps: np.ndarray | None,
     ) -> Choice:
         (verify, draft), n = costs, len(rows)
-        survival, copies = self.drafts.of(rows, modes), np.zeros(n, dtype=bool)
-        copied = np.zeros_like(survival)
+        prefix_accept_prob, copies = self.drafts.prefix_accept_probs(rows, modes), np.zeros(n, dtype=bool)
+        copied = np.zeros_like(prefix_accept_prob)
         if matches is not None:
-            copied = self.copies.of(modes, matches)
+            copied = self.copies.prefix_accept_probs(modes, matches)
         if caps is not None:
-            beyond = np.arange(self.depth) >= caps[:, None]
-            survival, copied = np.where(beyond, 0.0, survival), np.where(beyond, 0.0, copied)
+            beyond = np.arange(self.max_draft_tokens) >= caps[:, None]
+            prefix_accept_prob, copied = (
+                np.where(beyond, 0.0, prefix_accept_prob),
+                np.where(beyond, 0.0, copied),
+            )
         if matches is not None:
             # What the draft of a request costs, in tokens of a cycle at this price.
             price = draft[-1] / verify[0] if self._skips_draft else 0.0
-            worth, drafted = copied.sum(axis=1), survival.sum(axis=1)
+            worth, drafted = copied.sum(axis=1), prefix_accept_prob.sum(axis=1)
             copies = (worth > 0) & (worth >= drafted - price)
-            survival = np.where(copies[:, None], copied, survival)
+            prefix_accept_prob = np.where(copies[:, None], copied, prefix_accept_prob)
         is_free = copies & self._skips_draft
-        uneven = self.costs.uneven(n)
-        lengths, tokens, seconds = choose_lengths(survival, is_free, verify, draft, uneven)
+        ragged_overhead = self.costs.ragged_overhead(n)
+        lengths, tokens, seconds = choose_lengths(prefix_accept_prob, is_free, verify, draft, ragged_overhead)
         return Choice(lengths, copies & (lengths > 0), tokens, seconds)
 
     def work(self, choice: Choice, num_tokens: int | None = None) -> Work:
@@ -199,8 +211,8 @@ class LengthChooser:
         lengths, is_drafted = choice.lengths, choice.lengths > 0
         if self._skips_draft:
             is_drafted = is_drafted & ~choice.copies
-        is_uneven = bool((lengths != lengths[0]).any())
-        return Work(len(lengths), int(lengths.sum()), int(is_drafted.sum()), is_uneven, num_tokens)
+        is_ragged = bool((lengths != lengths[0]).any())
+        return Work(len(lengths), int(lengths.sum()), int(is_drafted.sum()), is_ragged, num_tokens)
 
     def _probe(
         self, choice: Choice, rows: np.ndarray, num_tokens: int | None, caps: np.ndarray | None
@@ -211,7 +223,7 @@ class LengthChooser:
         takes turns with a whole block of one more request, as far as `probe_share` of the time pays.
         """
         n = len(rows)
-        most = np.full(n, self.depth) if caps is None else np.minimum(caps, self.depth)
+        most = np.full(n, self.max_draft_tokens) if caps is None else np.minimum(caps, self.max_draft_tokens)
         is_short = (choice.lengths < most) & ~choice.copies
         narrowest = np.minimum(most, self.costs.widths[0] - 1)
         widest = np.where(is_short, most, choice.lengths)
