@@ -30,7 +30,7 @@ class Cost:
 
     request, row: of each request and each drafted row that is verified. step: rows that are free until they
     fill so many. draft, each: of a draft forward, and of each request it serves. ragged_overhead:
-    further seconds of a     cycle whose lengths differ. read: of each committed token. gap: from a cycle to the next.
+    further seconds of a cycle whose lengths differ. read: of each committed token. gap: to the next cycle.
     """
 
     request: float = 0.02

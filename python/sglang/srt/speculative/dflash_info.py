@@ -175,7 +175,7 @@ class DFlashVerifyInput(SpecInput):
         positions: torch.Tensor,
         spread: list[int] | None = None,
     ) -> "DFlashVerifyInput":
-        """Describe a verify forward of this layout, with these tokens and positions, both [T] int64."""
+        """Describe a verify forward of a layout: tokens and positions are [T] int64."""
         return cls(
             layout.verify_len,
             CaptureHiddenMode.FULL,

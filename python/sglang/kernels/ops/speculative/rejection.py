@@ -19,9 +19,9 @@ def walk_blocks_triton(
 
     One program per request, no host synchronisation. Reads 12 bytes per drafted slot and candidate. Block
     verification reads these twice, and the target's probability of each candidate once. Arguments are
-    contiguous, and as for `accept_by_rejection` except for `starts` and `max_accept`: `starts` [bs] int64 is
-    the row of `target_probs` of each request's anchor, `max_accept` [bs] int32 the verified drafted tokens. If
-    both are None, every request verifies its block. `draft_ids` and `draft_probs` are the fields of
+    contiguous, and as for `accept_by_rejection` except for two. `starts` [bs] int64 is the row of
+    `target_probs` of each request's anchor, `max_accept` [bs] int32 the verified drafted tokens. If both are
+    None, every request verifies its block. `draft_ids` and `draft_probs` are the fields of
     `DraftProbs`.
     """
     is_ragged = starts is not None and max_accept is not None

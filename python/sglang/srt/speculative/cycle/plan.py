@@ -1,4 +1,4 @@
-"""What a cycle drafts and verifies, and the cycles whose outcome the host does not know yet."""
+"""Plans of cycles, and launched cycles whose outcome the host does not know yet."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Work(NamedTuple):
 
 
 class CyclePlan(NamedTuple):
-    """What a cycle drafts and verifies.
+    """Plan of a cycle: the tokens that it drafts and verifies.
 
     It is chosen before anything is drafted: which slots are verified may not depend on drawn tokens. A copy
     is not drawn, as the text determines it.

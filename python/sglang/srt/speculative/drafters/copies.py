@@ -110,7 +110,7 @@ class CopyStats:
 
 
 class CopySource:
-    """The texts of running requests, and what follows in them after each request's last tokens.
+    """Texts of running requests, and copies of their own text as drafted tokens.
 
     Texts are on the device: under overlap scheduling the host learns tokens a step late. They take 4 bytes
     per row and position. A row is rewritten when a request takes it. A source without texts finds nothing:

@@ -1,4 +1,4 @@
-"""The DFlash drafter (arXiv 2602.06036), and DFlash2's: one non-causal forward fills a block."""
+"""The drafters of DFlash (arXiv 2602.06036) and DFlash2: one forward fills a block."""
 
 from typing import Any
 

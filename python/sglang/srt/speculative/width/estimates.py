@@ -111,8 +111,8 @@ class CopyEstimate:
     """s_ik of copied tokens, by mode and length of the match.
 
     Each accepted token makes the match longer by one. So one probability per length says how long copies
-    last. Matches of `RULE.longest` tokens or more share a probability. `max_draft_tokens` is the most that a request
-    copies.
+    last. Matches of `RULE.longest` tokens or more share a probability. A request copies at most
+    `max_draft_tokens`.
     """
 
     def __init__(self, max_draft_tokens: int):

@@ -1,4 +1,4 @@
-"""Start of `--speculative-adaptive`: backends, graphs and measured costs per verify length."""
+"""Start of `--speculative-adaptive`: backends, graphs, and costs of verify lengths."""
 
 import functools
 import logging
