@@ -19,7 +19,7 @@ from sglang_dflash.srt.speculative.cycle.verify import run_draft
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.drafters.context import ContextRows, DeferredContext
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts, selector_draw
-from sglang_dflash.srt.speculative.drafters.window import DraftView, FullView, WindowView
+from sglang_dflash.srt.speculative.drafters.window import FullView, WindowView
 
 # Cycles without drafts whose context is written together.
 _DEFERRED_CYCLES = 8
@@ -42,7 +42,7 @@ class DFlashDrafter:
         # If the anchor's row drafts too, the last position needs no row.
         self.num_draft_rows = block_size - 1 + self._model.draft.num_idle_rows
         self.has_own_table = get_spec().speculative_draft_window_size is not None
-        self.view: DraftView = FullView()
+        self.view = FullView()
         self._block_input = DFlashVerifyInput(
             draft_token_num=self.num_draft_rows, capture_hidden_mode=CaptureHiddenMode.NULL
         )

@@ -3,7 +3,7 @@
 The draft reads through its own request table, rewritten before each block, over the KV slots it shares with
 the target. Nothing before the window is read. Keys keep the positions they were rotated at."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
@@ -13,8 +13,8 @@ from sglang_dflash.srt.configs.target_fit import PAGED_BACKENDS
 from sglang_dflash.srt.speculative.cycle.block import Cycle
 
 
-class DraftView(Protocol):
-    """Part of the committed tokens that a block forward of the draft reads."""
+class FullView:
+    """All committed tokens, read through the target's request table."""
 
     def read(self, cycle: Cycle) -> tuple[torch.Tensor, torch.Tensor, KVLocPlan]:
         """Prepare the read of a cycle's blocks.
@@ -24,16 +24,10 @@ class DraftView(Protocol):
             The host's are upper bounds. They exceed the others by the cycle's spread at most, unless windows
             start at page boundaries.
         """
-
-
-class FullView:
-    """All committed tokens, through the target's request table."""
-
-    def read(self, cycle: Cycle) -> tuple[torch.Tensor, torch.Tensor, KVLocPlan]:
         return cycle.committed, cycle.committed_host, cycle.kv_loc_plan
 
 
-class WindowView:
+class WindowView(FullView):
     """The last `size` committed tokens, and up to a page more with paged backends."""
 
     def __init__(

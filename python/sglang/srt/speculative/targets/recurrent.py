@@ -12,7 +12,7 @@ own DFLASH refuses it for GatedDeltaNet; the commit of `RecurrentStates` serves 
 import logging
 import pkgutil
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -24,8 +24,11 @@ from sglang_dflash.srt.speculative.dflash_utils import hold_request_rows
 logger = logging.getLogger(__name__)
 
 
-class TargetStates(Protocol):
-    """Called by the worker around each verify forward."""
+class TargetStates:
+    """State of a target with attention alone: verify writes to KV slots only.
+
+    The worker calls both methods around each verify forward.
+    """
 
     def begin_verify(self, batch: Any) -> None:
         """Prepare the scheduler's batch before the forward batch is made."""
@@ -39,17 +42,7 @@ class TargetStates(Protocol):
         """
 
 
-class NoStates:
-    """A target with attention alone: verify writes to KV slots only."""
-
-    def begin_verify(self, batch: Any) -> None:
-        """See `TargetStates`."""
-
-    def commit(self, batch: Any, commit_lens: torch.Tensor) -> None:
-        """See `TargetStates`."""
-
-
-class RecurrentStates:
+class RecurrentStates(TargetStates):
     """A target with recurrent states.
 
     SGLang keeps them in request slots and, on a grid of positions, for the prefix cache.
@@ -94,7 +87,7 @@ def make_target_states(target_worker: Any, block_size: int) -> TargetStates:
     """Choose the class for a target, once pools and attention backends exist."""
     runner = target_worker.model_runner
     if mambaish_config(runner.model_config) is None:
-        return NoStates()
+        return TargetStates()
     return RecurrentStates(target_worker, block_size, runner.req_to_token_pool.size)
 
 

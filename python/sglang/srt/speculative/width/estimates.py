@@ -1,4 +1,4 @@
-"""What the policy knows: how likely tokens are accepted, and how long cycles take. Numpy.
+"""Estimates for the policy: how likely tokens are accepted, and how long cycles take.
 
 A verified block labels its drafted tokens: 1 if accepted, 0 for the first that was not, none after it. The
 draft's own confidence would say more, but too late: lengths are chosen before there is a draft.
