@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dflash.srt.speculative.cycle.layout import GraphLayout, VerifyLayout
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
+    GraphLayout,
     RowBackends,
     reason_for_one_width,
     row_sizes,

@@ -1,12 +1,10 @@
 """Rows of a verify forward: the first slots of each request's block, packed."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.srt.speculative.cycle.prompts import on_device
 
@@ -115,27 +113,3 @@ class VerifyLayout:
 def whole_blocks(bs: int, verify_len: int) -> VerifyLayout:
     """Return the layout of blocks that are verified whole. A cycle asks several times."""
     return VerifyLayout(bs, verify_len)
-
-
-class GraphLayout(RaggedVerifyLayout, frozen=True):  # type: ignore[call-arg]
-    """A layout of all S requests of a graph, made on the host, where it keeps the `counts`."""
-
-    counts: tuple[int, ...] = ()
-
-    @classmethod
-    def from_counts(cls, counts: Sequence[int], num_rows: int, device: Any) -> "GraphLayout":
-        """Copy `counts`, rows of each request, to the device without waiting."""
-        ends = np.cumsum(counts)
-        numbers = on_device([*counts, 0, *ends.tolist()], torch.int32, device)
-        lengths, bounds = numbers[: len(counts)], numbers[len(counts) :]
-        return cls(
-            verify_lens=lengths,
-            graph_num_tokens=num_rows,
-            extend_start_loc=bounds[:-1],
-            qo_indptr_device=bounds,
-            counts=tuple(counts),
-        )
-
-    def padded_to_bucket(self, *, padded_bs: int, cap: int | None = None) -> "GraphLayout":
-        """Return itself: it has the requests that pad a batch."""
-        return self

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks
 from sglang_dflash.srt.layers.attention.triton_rows import take_layouts, takes_rows
-from sglang_dflash.srt.speculative.cycle.layout import GraphLayout, VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.cycle.prompts import on_device
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,30 @@ def spread_rows(counts: Sequence[int], num_rows: int, num_slots: int, block_size
         left -= more
     assert left == 0, f"{left} of {num_rows} rows have no request"
     return spread
+
+
+class GraphLayout(RaggedVerifyLayout, frozen=True):  # type: ignore[call-arg]
+    """A layout of all S requests of a graph, made on the host, where it keeps the `counts`."""
+
+    counts: tuple[int, ...] = ()
+
+    @classmethod
+    def from_counts(cls, counts: Sequence[int], num_rows: int, device: Any) -> "GraphLayout":
+        """Copy `counts`, rows of each request, to the device without waiting."""
+        ends = np.cumsum(counts)
+        numbers = on_device([*counts, 0, *ends.tolist()], torch.int32, device)
+        lengths, bounds = numbers[: len(counts)], numbers[len(counts) :]
+        return cls(
+            verify_lens=lengths,
+            graph_num_tokens=num_rows,
+            extend_start_loc=bounds[:-1],
+            qo_indptr_device=bounds,
+            counts=tuple(counts),
+        )
+
+    def padded_to_bucket(self, *, padded_bs: int, cap: int | None = None) -> "GraphLayout":
+        """Return itself: it has the requests that pad a batch."""
+        return self
 
 
 @functools.cache
