@@ -22,7 +22,6 @@ from sglang.srt.arg_groups.model_override_base import resolved_view, resolving_v
 from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.speculative.spec_registry import get_spec
 from support.drafts import REMOVE, make_draft
 from support.packed_drafts import write_packed
 
@@ -54,8 +53,7 @@ def options(monkeypatch) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> None:
     """Register our algorithm, unless another file's tests have loaded the plugin."""
-    if get_spec(algorithm.NAME) is None:
-        algorithm.register()
+    algorithm.register()
 
 
 def record_of(draft=DRAFT, **arguments) -> ServerArgs:

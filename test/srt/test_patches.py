@@ -15,7 +15,6 @@ import sglang  # noqa: F401  loads our platform plugin before any of SGLang's mo
 from serving import ROOT
 from sglang.srt.arg_groups import model_override_base
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.speculative.spec_registry import get_spec
 from support.servers import run_to_end
 
 from sglang_dflash.srt.environ import DFlashOptions
@@ -77,8 +76,7 @@ def test_how_many_and_where():
 
 
 def test_our_algorithm_is_found_by_the_served_name_and_answers_as_the_built_in():
-    if get_spec(algorithm.NAME) is None:
-        algorithm.register()
+    algorithm.register()
     served = pickle.loads(pickle.dumps(algorithm.ServedName("DFLASH")))
     assert served == "DFLASH" and json.dumps(served) == '"DFLASH"'
     ours, theirs = SpeculativeAlgorithm.from_string(served), SpeculativeAlgorithm.from_string("DFLASH")

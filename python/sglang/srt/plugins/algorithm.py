@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from sglang_dflash.srt.plugins import patch, patches
 
@@ -76,7 +76,12 @@ for _name in vars(SpeculativeAlgorithm):
 
 
 def register() -> None:
-    """Register the algorithm under its own name, and as PEAGLE, which SGLang does not have."""
+    """Register the algorithm under its own name, and as PEAGLE, which SGLang does not have.
+
+    A second call in a process does nothing.
+    """
+    if get_spec(NAME) is not None:
+        return
     for name in (NAME, "PEAGLE"):
         SpeculativeAlgorithm.register(name, supports_overlap=True, spec_class=DFlashAlgorithm)(
             lambda args: None
