@@ -19,6 +19,28 @@ from sglang_dflash.srt.doctor.pair import FAULT, Pair
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Examine a draft as the command does, and print what is found.
+
+    Args:
+        arguments: the command's words. None: those of this process.
+
+    Returns:
+        The exit status.
+
+    Example:
+        The bundled pair, from the repository's root::
+
+            >>> from sglang_dflash import doctor
+            >>> pair = ["--model-path", "models/tiny-qwen3-code", "--draft", "models/tiny-qwen3-code-dflash"]
+            >>> status = doctor.main(pair)
+            target  models/tiny-qwen3-code: Qwen3ForCausalLM, 12 layers, hidden size 256, 2048 tokens
+            draft   models/tiny-qwen3-code-dflash: DFlash (z-lab format), 3 layers, ...
+            served by sglang-dflash, if no flag or device says otherwise
+            <BLANKLINE>
+            No fault found.
+            >>> status
+            0
+    """
     args = _parse(arguments)
     try:
         return _examine(args)

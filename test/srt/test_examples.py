@@ -1,20 +1,33 @@
-"""The examples, run as a user runs them.
+"""The examples, run as a user runs them: those of `examples/`, and those in docstrings.
 
-`offline_engine.py` starts an engine of its own: test_stock_sglang.py.
+`offline_engine.py` starts a separate engine: test_stock_sglang.py.
 """
 
+import ast
+import doctest
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from serving import PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, Server, dflash_arguments
+from support.decisions import accepted_blocks
 from support.servers import FLOAT32, MEASURED_COSTS
 
+from sglang_dflash import doctor
 from sglang_dflash.srt.hardware_backend.cpu import runtime
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
+from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
+from sglang_dflash.srt.speculative.request_fields import requested_caps
 
 EXAMPLES = ROOT / "examples"
 # The block size of all three bundled drafts, anchor included.
@@ -42,6 +55,45 @@ def test_every_example_is_tested_and_short():
     table = (EXAMPLES / "README.md").read_text()
     assert not [name for name in files if f"| `{name}` |" not in table]
     assert not [name for name in files if len((EXAMPLES / name).read_text().splitlines()) > 60]
+
+
+def example_of(documented: object) -> str:
+    """Return the code of a docstring's example: the indented lines that follow each `::`."""
+    _, heading, text = inspect.getdoc(documented).partition("\nExample:\n")
+    assert heading, documented
+    code = re.findall(r"::\n\n((?: {8}.*\n|\n)+)", f"{text}\n")
+    return textwrap.dedent("".join(code))
+
+
+@pytest.mark.parametrize("documented", [doctor.main, requested_caps])
+def test_a_docstrings_session_prints_what_it_shows(documented, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    session = doctest.DocTestParser().get_doctest(example_of(documented), {}, documented.__name__, None, 0)
+    assert session.examples
+    printed: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    assert not runner.run(session, out=printed.append).failed, "".join(printed)
+
+
+def test_the_observer_of_the_docstring_runs(tmp_path, monkeypatch, capsys):
+    """Its module is loaded as a server does it, and told of a cycle by the worker."""
+    code = example_of(CycleObserver)
+    (made,) = [node.name for node in ast.parse(code).body if isinstance(node, ast.ClassDef)]
+    (tmp_path / "kept_tokens.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"kept_tokens:{made}"
+    assert f"SGLANG_DFLASH_OBSERVERS={name}" in CycleObserver.__doc__
+    monkeypatch.setenv("SGLANG_DFLASH_OBSERVERS", name)
+    worker = SimpleNamespace(observers=observers_from_environment())
+    layout = VerifyLayout(2, 8, np.array([7, 4]))
+    accepted = accepted_blocks(torch.tensor([7, 0], dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int64))
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid="a"), SimpleNamespace(rid="b")])
+    DFlashWorker._notify(worker, "on_begun", batch)
+    DFlashWorker._notify(worker, "on_accepted", batch, SimpleNamespace(layout=layout), accepted)
+    assert capsys.readouterr().out.splitlines() == [
+        "a: 7 of 7 drafted tokens accepted",
+        "b: 0 of 4 drafted tokens accepted",
+    ]
 
 
 @pytest.fixture(scope="module")

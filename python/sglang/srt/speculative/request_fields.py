@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_dflash.srt.configs.fields import shown
 from sglang_dflash.srt.speculative.acceptance.processors import guard, runs_per_slot
 
-# In a request's `custom_params`. SGLang passes these on from every endpoint.
+# In a request's `custom_params`. SGLang passes these on from every endpoint. `requested_caps` has an example.
 FIELD = "speculative_max_tokens"
 
 
@@ -34,6 +34,26 @@ def requested_caps(reqs: Sequence[Any], block_size: int) -> np.ndarray | None:
 
     None if no request has a cap, which is the usual case. A request with a custom logit processor of the
     user's own gets one token a cycle.
+
+    Example:
+        The body of a `/generate` request with a cap, and one without, on a server with blocks of 8::
+
+            >>> from types import SimpleNamespace
+            >>> from sglang.srt.sampling.sampling_params import SamplingParams
+            >>> from sglang_dflash.srt.speculative.request_fields import check_cap, requested_caps
+            >>> capped = {"sampling_params": {"custom_params": {"speculative_max_tokens": 2}}}
+            >>> plain = {"sampling_params": {}}
+            >>> check_cap(capped["sampling_params"]["custom_params"])
+            >>> params = [SamplingParams(**body["sampling_params"]) for body in (capped, plain)]
+            >>> reqs = [SimpleNamespace(sampling_params=p, custom_logit_processor=None) for p in params]
+            >>> requested_caps(reqs, block_size=8)
+            array([2, 7], dtype=int32)
+
+        A cap that is no count is answered with HTTP 400::
+
+            >>> check_cap({"speculative_max_tokens": -1})
+            Traceback (most recent call last):
+            ValueError: custom_params: speculative_max_tokens is a number of drafted tokens, 0 or more, ...
     """
     largest = block_size - 1
     caps = [_cap(req, largest) for req in reqs]
@@ -48,7 +68,7 @@ def _cap(req: Any, largest: int) -> int:
     return min(params.get(FIELD, largest), largest) if params else largest
 
 
-# Answers to one prompt. Each is a request of its own, and all of them are made at once.
+# Answers to one prompt. Each becomes a separate request, and all of them are made at once.
 MAX_ANSWERS = 4096
 INT64 = 2**63
 # The sampler keeps `top_k` in 32 bits. Above the vocabulary it keeps every token anyway.

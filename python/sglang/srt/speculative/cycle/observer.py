@@ -20,7 +20,21 @@ class CycleObserver:
     """Called by the worker at each stage of a step. A subclass overrides the stages it needs.
 
     `batch` is the scheduler's, with its requests in `batch.reqs`. Tensors are valid during the call only: the
-    next forward may overwrite them."""
+    next forward may overwrite them.
+
+    Example:
+        A file `kept_tokens.py` on the Python path. With `SGLANG_DFLASH_OBSERVERS=kept_tokens:KeptTokens` the
+        scheduler prints a line per request and cycle. On a GPU `tolist` waits for the cycle::
+
+            from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
+
+
+            class KeptTokens(CycleObserver):
+                def on_accepted(self, batch, cycle, accepted):
+                    kept, verified = accepted.accept_len.tolist(), cycle.layout.num_draft_tokens
+                    for req, num_kept, num_verified in zip(batch.reqs, kept, verified, strict=True):
+                        print(f"{req.rid}: {num_kept} of {num_verified} drafted tokens accepted")
+    """
 
     def on_prefilled(self, batch: Any, prompts: "Prompts", aux_hidden: "torch.Tensor") -> None:
         """Note a prefill, with the target's captured states [n, num_aux * hidden]."""
