@@ -7,7 +7,7 @@ WORKERS ?= 2
 # Any Python from 3.11 on; override with `make PYTHON=...`.
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
 
-# The SGLang to install. Another than the default gets an environment of its own: `make test SGLANG=0.5.22`.
+# The SGLang to install. Another than the default gets a separate environment: `make test SGLANG=0.5.22`.
 SGLANG ?= 0.5.23
 # Requirements of SGLang to replace, if an index lacks them: `OVERRIDE=cuda-tile==1.6.0`. pip cannot do that, uv can.
 OVERRIDE ?=
@@ -34,7 +34,7 @@ endif
 # The default pair repeats its prompt and itself: copies take its accept length on HumanEval from 1.9 to 3.4.
 COPIES := $(if $(TARGET)$(DRAFT),,--speculative-copy-ahead)
 
-# Two workers, each with servers of its own and one PyTorch thread; a file stays with one worker.
+# Two workers, each with separate servers and one PyTorch thread; a file stays with one worker.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: serve model try-model test test-fast test-core lint bench clean

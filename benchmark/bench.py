@@ -356,7 +356,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sampled-concurrency", type=int, nargs="+", default=[4], help="with a temperature above 0"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of each cell; each has prompts of its own")
+    parser.add_argument("--rounds", type=int, default=3, help="of each cell; each has other prompts")
     parser.add_argument(
         "--requests-per-slot",
         type=int,

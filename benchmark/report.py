@@ -133,7 +133,7 @@ def acceptance_table(loads) -> str:
 
 
 def phase_table(loads) -> str:
-    """Format milliseconds per greedy cycle; cycles of all prompts and rounds count alike."""
+    """Format milliseconds per greedy cycle; cycles of all prompts and rounds count equally."""
     timed = [load for load in loads if load.phase_ms and not load.temperature]
     rows = [
         "| server | requests | " + " | ".join(PHASES) + " |",

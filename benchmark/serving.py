@@ -111,8 +111,8 @@ def serve(
 ) -> Iterator[Server]:
     """Run `PYTHON LAUNCHER ARGUMENTS` until the block ends.
 
-    `start` is another way to start LAUNCHER ARGUMENTS with these settings and this log, in a session of its
-    own. Raises ServerDied if the server never gets ready.
+    `start` is another way to start LAUNCHER ARGUMENTS with these settings and this log, in a separate
+    session. Raises ServerDied if the server never gets ready.
     """
     port = free_port()
     command = [*launcher, "--port", str(port), *map(str, arguments)]
@@ -130,7 +130,7 @@ def serve(
 def start_cold(
     command: Sequence[str], env: dict[str, str], log: BinaryIO, python: str = sys.executable
 ) -> subprocess.Popen:
-    """Start an interpreter that runs COMMAND in a session of its own."""
+    """Start an interpreter that runs COMMAND in a separate session."""
     env = {**os.environ, **env}
     return subprocess.Popen(
         [python, *command], stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True

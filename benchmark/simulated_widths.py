@@ -23,7 +23,7 @@ BATCHES = (1, 4, 16, 32, 64, 128, 256)
 WIDTHS = np.arange(1, 17)
 COMMON = np.array([1, 2, 4, 8, 16])  # widths for all, to compare with
 DEPTH = int(WIDTHS[-1]) - 1
-SIZES = row_sizes(BATCHES[-1], DEPTH + 1)  # rows of the graphs for lengths of their own
+SIZES = row_sizes(BATCHES[-1], DEPTH + 1)  # rows of the graphs for separate lengths
 CONTEXT = 1024
 LAUNCHES = 0.3e-3  # seconds of a cycle that no roofline counts; a guess, to be replaced by a measurement
 CYCLES, WARM, LAG, ANSWER = 260, 100, 2, 256
@@ -73,7 +73,7 @@ def best_common(costs: CostTable, accept_probs: np.ndarray) -> float:
 def gain(costs: CostTable, exact: CostTable, n: int, mix: tuple[str, ...], seed: int = 0) -> float:
     """Return the policy's tokens/s over those of the best width for all.
 
-    A verify with lengths of their own is padded to the next graph (`costs`), one with a width for all is not
+    A verify with separate lengths is padded to the next graph (`costs`), one with a width for all is not
     (`exact`).
 
     It learns, two cycles late, from answers of `ANSWER` tokens, after which a new request takes the row. The
@@ -122,7 +122,7 @@ def page(pair: Pair = QWEN3_8B, gpu: roofline.Gpu = roofline.H200) -> str:
 By `python benchmark/simulated_widths.py --gpu {gpu.name.split()[0]}`: {pair.name} at context {CONTEXT},
 blocks of {DEPTH + 1}. Costs are those of `benchmark/roofline.py` at 80 % of the bandwidth and 65 % of the
 arithmetic, plus {1e3 * LAUNCHES:.1f} ms a cycle for launches (a guess). Acceptance is given. Nothing was
-measured on a GPU. Forwards with lengths of their own are padded to the next of {len(SIZES)} graphs,
+measured on a GPU. Forwards with separate lengths are padded to the next of {len(SIZES)} graphs,
 widths for all are not.
 
 Tokens per second of the real policy, which learns, over those of the best width for all, which knows the

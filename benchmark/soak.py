@@ -200,7 +200,7 @@ class Resources:
 
 
 def _processes(session: int) -> list[int]:
-    """List all processes of a server, which has a session of its own."""
+    """List all processes of a server, which has a separate session."""
     found = []
     for entry in Path("/proc").iterdir():
         try:

@@ -73,7 +73,7 @@ class Sizes:
 
 
 def sizes(server: Server, folder: Path) -> Sizes:
-    """Ask SGLang in a process of its own, as a process has one configuration."""
+    """Ask SGLang in a separate process, as a process has one configuration."""
     if server.is_built_in:
         with (
             mock.patch.dict(os.environ, SGLANG_PLUGINS="none"),

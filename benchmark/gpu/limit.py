@@ -46,7 +46,7 @@ class TimeLimit:
         if self._guarded is not None:
             process, with_signal = self._guarded
             if process.poll() is None:
-                # A server's process leads a group of its own, with its children in it.
+                # A server's process leads a separate group, with its children in it.
                 leads = os.getpgid(process.pid) == process.pid
                 (os.killpg if leads else os.kill)(process.pid, with_signal)
         raise OutOfTime

@@ -17,7 +17,7 @@ def summarize(trace: dict, step: str) -> dict:
       graph_idle_us, host_gap_us: idle time between kernels of one launch (a CUDA graph), and between
         launches, when the GPU waits for the host.
       gaps: the longest gaps between launches, {"name": the GPU's work before and after, "times", "us"}.
-      kernels: the GPU's work that takes longest, alike. calls: the host's most frequent calls.
+      kernels: the GPU's work that takes longest, likewise. calls: the host's most frequent calls.
     Raises ValueError if the trace does not hold two such forwards with GPU work.
     """
     events = sorted((e for e in trace["traceEvents"] if e.get("ph") == "X"), key=lambda e: e["ts"])

@@ -1,7 +1,7 @@
 """Train a draft for a tiny target with the `speculators` package's own model.
 
 DFlash or P-EAGLE, shaped as by that package's command line: Qwen3 layers, all sliding (so a
-DFlash block is causal inside), a reduced draft vocabulary. Runs in an environment of its own (README.md); the
+DFlash block is causal inside), a reduced draft vocabulary. Runs in a separate environment (README.md); the
 serving environment never needs the library.
 
     python train_speculators_draft.py dflash WORK_DIR TARGET_DIR OUTPUT_DIR --warm-start DFLASH_DRAFT_DIR

@@ -45,7 +45,7 @@ def test_the_ranks_of_a_draft(layouts, is_shared):
 
 @pytest.mark.parametrize("group", ["two ranks", None])
 def test_the_placement_of_a_draft(group, monkeypatch):
-    """SGLang 0.5.22 is told whether the draft has ranks of its own, later releases which ones."""
+    """SGLang 0.5.22 is told whether the draft has separate ranks, later releases which ones."""
     told = []
     monkeypatch.setattr(
         compat, "draft_tp_context", lambda layout: told.append(layout) or contextlib.nullcontext()

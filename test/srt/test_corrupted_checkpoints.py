@@ -356,7 +356,7 @@ def test_a_draft_may_be_shorter_than_its_target(name, targets, tmp_path):
 @pytest.mark.parametrize(
     "changes", [{"group_size": "32"}, {"group_size": 0}, {"group_size": -1}, {"num_bits": 3}, None]
 )
-def test_a_malformed_quantization_is_not_handed_over(changes):
+def test_a_malformed_quantization_does_not_fall_back(changes):
     """The built-in would draft noise. Only another library's file is left to it."""
     config = copy.deepcopy(checkpoint("quantized")[0])
     groups = config["quantization_config"]["config_groups"]

@@ -258,7 +258,7 @@ def test_modes_and_options(mode, lengths, widths, options):
 
 
 def test_latent_keys():
-    """MLA as SGLang's models write_context_in_graph it: one latent per token is the key of every head.
+    """MLA as SGLang's models absorb it: one latent per token is the key of every head.
 
     Its first part is the value.
     """

@@ -120,7 +120,7 @@ def test_tensors_of_another_shape_are_named(tmp_path):
 def test_sglangs_own_model_says_the_same(name, tmp_path):
     """Hidden states, candidates and both kinds of walk, float32 on both sides.
 
-    SGLang's class runs in a process of its own.
+    SGLang's class runs in a separate process.
     """
     case = make(name, tmp_path)
     tokens, contexts, ours = case.run_blocks([17, 3, 11])

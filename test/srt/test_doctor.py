@@ -482,7 +482,7 @@ def test_the_plain_dflash2_draft_accepts_what_the_reference_does(observed):
             hidden = reference.block_hidden(embedding[ids], context)[1:]
             assert block.tokens == reference.greedy_path(hidden, embedding, tokens[block.anchor])
             lengths.append(block.accepted + 1)
-    assert len(set(lengths)) > 1, lengths  # not all alike, or little is compared
+    assert len(set(lengths)) > 1, lengths  # not all equal, or little is compared
 
 
 def accept_length(folder: Path, observed) -> float:

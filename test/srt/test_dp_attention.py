@@ -1,6 +1,6 @@
 """DP attention (`--enable-dp-attention --enable-dp-lm-head`) on two ranks over loopback.
 
-Ranks have requests of their own and run the target's MLPs together. Neither the rank of a request nor the
+Ranks have separate requests and run the target's MLPs together. Neither the rank of a request nor the
 other rank's work may show in its answer or its cycles.
 """
 

@@ -424,7 +424,7 @@ def test_spread_of_layer_ids(shape):
 
 
 def test_the_engine_spreads_alike():
-    """SGLang and we must spread missing layer ids alike.
+    """SGLang and we must spread missing layer ids in the same way.
 
     SGLang resolves them itself when it tells the target what to capture. Ties between two layers are
     decided by floating point, so the formulas must match to the last bit.

@@ -1,4 +1,4 @@
-"""The decision who serves: ours, SGLang's built-in DFLASH, or nobody; and a verdict on every refusal.
+"""The decision who serves: ours, SGLang's built-in DFLASH, or none; and a verdict on every refusal.
 
 Records are resolved by SGLang's own step, as in the launcher, for a pretended GPU. What is compared is the
 whole record.
@@ -95,7 +95,7 @@ LONGROPE = {
     "factor": 2.0,
 }
 # name -> (changes to the bundled draft's config, arguments, text in the reason)
-HANDED_OVER = {
+FALLBACKS = {
     "context parallelism": ({}, {"attn_cp_size": 2}, "--attn-cp-size"),
     "decode context parallelism": ({}, {"dcp_size": 2}, "--dcp-size"),
     "unified memory": ({}, {"enable_unified_memory": True}, "--enable-unified-memory"),
@@ -167,25 +167,25 @@ HANDED_OVER = {
 
 
 # On CPUs ours refuses these by name. In no process may the reading of a config be what ends the start.
-UNREADABLE = [name for name, (changes, _, _) in HANDED_OVER.items() if changes]
+UNREADABLE = [name for name, (changes, _, _) in FALLBACKS.items() if changes]
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_the_parser_judges_no_draft_that_is_handed_over(name, tmp_path):
-    draft = make_draft(tmp_path / "draft", base=DRAFT, **HANDED_OVER[name][0])
+def test_the_parser_judges_no_draft_that_falls_back(name, tmp_path):
+    draft = make_draft(tmp_path / "draft", base=DRAFT, **FALLBACKS[name][0])
     config = DraftConfigParser().parse(str(draft), trust_remote_code=False)
     assert config.architectures
 
 
 IS_0_5_22 = sglang.__version__.startswith("0.5.22")
 BUILTIN_LACKS_DP = IS_0_5_22  # its DFLASH refuses DP attention
-NEED_DP = [name for name in HANDED_OVER if "DP attention" in name] if BUILTIN_LACKS_DP else []
+NEED_DP = [name for name in FALLBACKS if "DP attention" in name] if BUILTIN_LACKS_DP else []
 NEW_FLAGS = ["megakernels", "monokernels"] if IS_0_5_22 else []
 
 
-@pytest.mark.parametrize("name", [name for name in HANDED_OVER if name not in NEED_DP + NEW_FLAGS])
-def test_a_handed_over_record_is_the_one_of_plain_sglang(name, tmp_path, caplog):
-    changes, arguments, words = HANDED_OVER[name]
+@pytest.mark.parametrize("name", [name for name in FALLBACKS if name not in NEED_DP + NEW_FLAGS])
+def test_the_record_of_a_fallback_is_the_one_of_plain_sglang(name, tmp_path, caplog):
+    changes, arguments, words = FALLBACKS[name]
     draft = make_draft(tmp_path / "draft", base=DRAFT, **changes) if changes else DRAFT
     stock = record_of(draft, **arguments)
     speculative_hook.handle_speculative_decoding(stock)
@@ -201,7 +201,7 @@ def test_a_handed_over_record_is_the_one_of_plain_sglang(name, tmp_path, caplog)
 
 @pytest.mark.parametrize("name", ["context parallelism", "Domino"])
 def test_strict_refuses_instead(name, tmp_path, monkeypatch):
-    changes, arguments, words = HANDED_OVER[name]
+    changes, arguments, words = FALLBACKS[name]
     draft = make_draft(tmp_path / "draft", base=DRAFT, **changes) if changes else DRAFT
     monkeypatch.setenv(DFlashOptions.STRICT.variable, "1")
     with pytest.raises(ValueError, match="--speculative-dflash-strict forbids it") as refused:
@@ -209,7 +209,7 @@ def test_strict_refuses_instead(name, tmp_path, monkeypatch):
     assert words in str(refused.value)
 
 
-def test_http_workers_without_a_door_are_handed_over(monkeypatch):
+def test_http_workers_without_an_interface_fall_back(monkeypatch):
     """SGLang 0.5.22 names no application for its HTTP workers, which load no plugin."""
     from sglang.srt.environ import Envs
 
@@ -253,7 +253,7 @@ def test_what_only_ours_has_is_not_dropped_silently(option, value, flag, monkeyp
     assert flag in str(refused.value)
 
 
-def test_a_speculators_draft_is_not_handed_over():
+def test_a_speculators_draft_does_not_fall_back():
     with pytest.raises(ValueError, match="(?s)--attn-cp-size.*a reader of speculators checkpoints"):
         resolve(record_of(SPECULATORS_DRAFT, attn_cp_size=2))
 
@@ -288,7 +288,7 @@ REFUSED_BY_BOTH = {
     ),
 }
 
-REFUSED_BY_BOTH |= {name: (*HANDED_OVER[name], "does not support dp attention") for name in NEED_DP}
+REFUSED_BY_BOTH |= {name: (*FALLBACKS[name], "does not support dp attention") for name in NEED_DP}
 if BUILTIN_LACKS_DP:
     for name in ("DP attention without a whole head", "context and DP attention"):
         REFUSED_BY_BOTH[name] = (*REFUSED_BY_BOTH[name][:3], "does not support dp attention")
@@ -321,7 +321,7 @@ def targets_of(table) -> dict:
 @pytest.mark.parametrize(
     "arguments", [{"attn_cp_size": 2}, {"attn_cp_size": 2, "disaggregation_mode": "decode"}]
 )
-def test_a_scheduler_of_a_handed_over_server_runs_plain_sglang(arguments, monkeypatch):
+def test_a_scheduler_of_a_fallback_runs_plain_sglang(arguments, monkeypatch):
     """Only the report in /server_info is ours."""
     record = resolve(record_of(**arguments))
     installed = []
@@ -336,7 +336,7 @@ def test_a_scheduler_of_a_handed_over_server_runs_plain_sglang(arguments, monkey
     assert report.name == "_add_speculative"
 
 
-def test_the_next_server_of_a_process_is_not_a_handed_over_one():
+def test_the_next_server_of_a_process_is_no_fallback():
     resolve(record_of(attn_cp_size=2))
     assert DFlashOptions.FALLBACK.get()
     resolve(record_of())
@@ -583,7 +583,7 @@ def test_targets_whose_embedding_is_split_are_known_in_the_launcher():
 BROKEN = "broken: "  # no implementation loads such a checkpoint, or it would draft noise
 BY_NAME = "by name: "  # requested by a flag or a format that only ours has
 BY_BOTH = "both: "  # a name in REFUSED_BY_BOTH: the built-in's validators ran on the same arguments
-HANDED = "handed over: "  # a name in HANDED_OVER: this refusal is left for a CPU and for strict servers
+FALLBACK = "falls back: "  # a name in FALLBACKS: this refusal is left for a CPU and for strict servers
 
 # (file, function) -> a verdict for each `raise`, in order
 VERDICTS = {
@@ -622,7 +622,7 @@ VERDICTS = {
         BROKEN + "no such row of the embedding",
     ],
     ("configs/draft_config.py", "_check_target_layers"): [
-        HANDED + "no target layers",
+        FALLBACK + "no target layers",
         BROKEN + "a negative id",
         BROKEN + "a layer twice, which SGLang captures once",
     ],
@@ -632,15 +632,15 @@ VERDICTS = {
         BROKEN + "a window of the query alone",
     ],
     ("configs/draft_config.py", "_check_speculative_tokens"): [BY_NAME + "a field of speculators"],
-    ("configs/draft_config.py", "DFlashDraftConfig.parse"): [HANDED + "sinks"],
+    ("configs/draft_config.py", "DFlashDraftConfig.parse"): [FALLBACK + "sinks"],
     ("configs/draft_config.py", "spread_target_layer_ids"): [BROKEN + "a target that is too shallow"],
     ("configs/target_fit.py", "check_draft_fits_target"): [
         BROKEN + "other sizes, no such layer, or a last one that SGLang does not capture"
     ],
     ("configs/draft_kinds.py", "_check_ascending"): [BY_NAME + "P-EAGLE"] * 2,
     ("configs/draft_config_parser.py", "DraftConfigParser.parse"): [BROKEN + "transformers cannot read it"],
-    ("arg_groups/draft_files.py", "check_draft_quantization"): [HANDED + "a draft to quantize"],
-    # The launcher reads the quantization first (`support.py`), and hands over other libraries' files.
+    ("arg_groups/draft_files.py", "check_draft_quantization"): [FALLBACK + "a draft to quantize"],
+    # The launcher reads the quantization first (`support.py`), and falls back for other libraries' files.
     ("configs/quantization.py", "_block"): [BROKEN + "a malformed quantization"],
     ("configs/quantization.py", "_compressed_scheme"): [BROKEN + "a malformed quantization"] * 5,
     ("configs/quantization.py", "_read_fp8"): [BROKEN + "a malformed quantization"],
@@ -649,10 +649,10 @@ VERDICTS = {
     ("configs/quantization.py", "_read_compressed_tensors"): [BROKEN + "a malformed quantization"] * 4,
     ("configs/quantization.py", "_read_modelopt"): [BROKEN + "a malformed quantization"],
     ("configs/quantization.py", "find_quantization"): [BROKEN + "hf_quant_config.json is no JSON"],
-    ("configs/quantization.py", "quantization_of"): [HANDED + "a draft of another quantization"],
+    ("configs/quantization.py", "quantization_of"): [FALLBACK + "a draft of another quantization"],
     ("configs/quantization.py", "read_quantization"): [
         BROKEN + "a malformed quantization",
-        HANDED + "a draft of another quantization",
+        FALLBACK + "a draft of another quantization",
     ],
     ("configs/flat_peagle.py", "flatten_peagle"): [BY_NAME + "P-EAGLE"],
     ("configs/speculators_format.py", "_check_taps"): [BY_NAME + "a speculators file"],
@@ -660,12 +660,12 @@ VERDICTS = {
     ("models/quantized_linear.py", "_ChoosingMethod.apply"): [BY_NAME + "an abstract method"],
     ("models/quantized_linear.py", "run_row_checks"): [BROKEN + "layers that were loaded wrongly"],
     ("configs/fields.py", "_check_dtype"): [BROKEN + "no type"],
-    ("configs/fields.py", "_plain"): [HANDED + "RoPE by layer type"],
+    ("configs/fields.py", "_plain"): [FALLBACK + "RoPE by layer type"],
     ("configs/fields.py", "_check_table"): [BROKEN + "a garbled number of positions"],
     ("configs/fields.py", "_check_theta"): [BROKEN + "no base", BROKEN + "two bases"],
     ("configs/fields.py", "_check_one_rope"): [BROKEN + "two rotary embeddings"],
     ("configs/draft_kinds.py", "PEagleDraftConfig.check_arguments"): [BY_NAME + "P-EAGLE"],
-    ("configs/draft_kinds.py", "check_architectures"): [BROKEN + "no names", HANDED + "Laguna"],
+    ("configs/draft_kinds.py", "check_architectures"): [BROKEN + "no names", FALLBACK + "Laguna"],
     ("configs/speculators_format.py", "_choose_rope"): [BY_NAME + "a speculators file"],
     ("configs/speculators_format.py", "_check_layer_inputs"): [BY_NAME + "a speculators file"],
     ("configs/speculators_format.py", "_check_width"): [BY_NAME + "a speculators file"],
@@ -677,10 +677,10 @@ VERDICTS = {
     ("models/block_draft.py", "BlockDraftModel.prepare_mask"): [BROKEN + "mask_embedding.pt"] * 2,
     ("models/dflash.py", "DFlashAttention.__init__"): [
         BY_BOTH + "heads that cannot be split",
-        HANDED + "another RoPE",
+        FALLBACK + "another RoPE",
     ],
-    ("models/dflash.py", "DFlashAttention.context_kv_weight"): [HANDED + "a draft to quantize"],
-    ("models/dflash.py", "DFlashDraftModel.use_pool"): [HANDED + "unified memory"],
+    ("models/dflash.py", "DFlashAttention.context_kv_weight"): [FALLBACK + "a draft to quantize"],
+    ("models/dflash.py", "DFlashDraftModel.use_pool"): [FALLBACK + "unified memory"],
     ("models/loading.py", "load_checkpoint"): [
         BROKEN + "an update that packed layers cannot take",
         BROKEN + "wrong tensors",
@@ -736,8 +736,8 @@ def test_no_row_of_the_page_ends_a_start_that_the_built_in_serves():
 
 def test_verdicts_name_what_is_tested_here():
     for verdict in [verdict for verdicts in VERDICTS.values() for verdict in verdicts]:
-        if verdict.startswith(HANDED):
-            assert verdict.removeprefix(HANDED) in HANDED_OVER
+        if verdict.startswith(FALLBACK):
+            assert verdict.removeprefix(FALLBACK) in FALLBACKS
         elif verdict.startswith(BY_BOTH):
             assert verdict.removeprefix(BY_BOTH) in {*REFUSED_BY_BOTH, *REFUSED_LATER}
         else:

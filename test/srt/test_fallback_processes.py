@@ -92,13 +92,13 @@ def serve(**more):
     return [*workers, *(name for name in differing(before) if name not in loaded)]
 
 
-handed_over = serve(attn_cp_size=2, disaggregation_mode="decode")
-answer = {"loaded": loaded, "handed over": handed_over, "ours": serve(), "known": list(before)}
+fallback = serve(attn_cp_size=2, disaggregation_mode="decode")
+answer = {"loaded": loaded, "fallback": fallback, "ours": serve(), "known": list(before)}
 print("ANSWER", json.dumps(answer))
 """
 
 
-def test_a_handed_over_server_has_sglangs_own_functions():
+def test_a_fallback_has_sglangs_own_functions():
     program = PATCHED.replace("=TARGET", f"={str(TARGET)!r}").replace("=DRAFT", f"={str(DRAFT)!r}")
     done = run_to_end("-c", program)
     [answer] = [line for line in done.output.splitlines() if line.startswith("ANSWER ")] or [done.output]
@@ -108,7 +108,7 @@ def test_a_handed_over_server_has_sglangs_own_functions():
     changed = {name for name in found["loaded"] if "resolution_hooks" not in name}
     assert changed == wanted
     [report] = patches.AT_FALLBACK
-    worker, *changed = found["handed over"]
+    worker, *changed = found["fallback"]
     assert worker == "sglang.srt.speculative.dflash_worker_v2"
     assert changed == [report.target]
     worker, *changed = found["ours"]  # control: the same program finds what ours changes

@@ -47,7 +47,7 @@ def hit_on_the_device(server, request: dict) -> dict:
     A request after one that is on the device finds the last token there as well, and takes over its KV.
     """
     ids = request["input_ids"]
-    # A key of their own keeps these requests' KV apart from the others'.
+    # A separate key keeps these requests' KV apart from the others'.
     server.generate(
         input_ids=ids[:-1], sampling_params={"temperature": 0, "max_new_tokens": 1}, extra_key="alone"
     )
@@ -58,7 +58,7 @@ def hit_on_the_device(server, request: dict) -> dict:
 def test_equal_prompts_of_one_batch(requests):
     """The second one gets the first one's slots after its prefill, and others write to its own.
 
-    P-EAGLE's drafter reads through a table of its own, which must follow.
+    P-EAGLE's drafter reads through a separate table, which must follow.
     """
     prompts = [tuple(request["input_ids"]) for request in requests]
     others = [Job(other, 8, step=2 * number) for number, other in enumerate(prompts[4:], 1)]

@@ -73,7 +73,7 @@ def random_case(rng: random.Random) -> Case:
 
 
 def ragged_case(rng: random.Random) -> Case:
-    """Draw a batch whose requests have numbers of queries of their own. Padding lanes may have none."""
+    """Draw a batch whose requests have different numbers of queries. Padding lanes may have none."""
     case = random_case(rng)
     num_padding = case.most.count(1 + case.width)
     counts = [rng.randint(1, case.width) for _ in case.most[num_padding:]]

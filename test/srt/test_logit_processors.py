@@ -62,7 +62,7 @@ class Thinking(ThinkingBudgetLogitProcessor):
 
 
 class Counting(CustomLogitProcessor):
-    """Force a token from a call of its own on: state in the object."""
+    """Force a token from one call on: state in the object."""
 
     def __init__(self):
         self.calls = 0

@@ -128,7 +128,7 @@ def test_base_and_adapters_in_one_batch(folders, merged):
         assert_same_ids(got, expected)
     pairs = list(zip(answers[0], answers[1], strict=True))
     assert sum(one.output_ids != other.output_ids for one, other in pairs) >= 4, "the adapters change little"
-    # Other prompts of the same adapter may begin alike.
+    # Other prompts of the same adapter may have the same beginning.
     cached = [other.cached_tokens for _, other in pairs]
     assert max(cached) < 10, f"another adapter's prefix came from the cache: {cached}"
     assert [answer.output_ids for answer in answers[2]] == [answer.output_ids for answer in answers[1]]

@@ -1,4 +1,4 @@
-"""Verify lengths of its own for each request, in every cycle: the output is the target's.
+"""Separate verify lengths for each request, in every cycle: the output is the target's.
 
 The schedule gives each row of the request table another length than its neighbours, and another one in the
 next cycle: none, some, whole blocks, and pauses. Copies are four times as long, beyond a block.

@@ -1,6 +1,6 @@
 """A target with sliding layers, rehearsed with CUDA graphs: `make test ARGS="-m rehearsal_full"`.
 
-gpt-oss: every other layer has a window and KV slots of its own, and attention has sinks.
+gpt-oss: every other layer has a window and separate KV slots, and attention has sinks.
 """
 
 from pathlib import Path

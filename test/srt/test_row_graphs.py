@@ -90,7 +90,7 @@ def test_rows_that_are_nobodys_repeat_the_first_and_write_nowhere():
 def test_anchors_alone_are_padded_too():
     backends, _ = graphs(9)
     rows = backends.follow(np.zeros(9, dtype=np.int64))
-    assert rows.num_rows == 9, "the largest batch has a graph of its own"
+    assert rows.num_rows == 9, "the largest batch has a separate graph"
     backends, _ = graphs(16)
     rows = backends.follow(np.zeros(9, dtype=np.int64))
     assert (rows.verify_len, rows.num_rows) == (1, 10)

@@ -121,7 +121,7 @@ def test_some_tensors_of_the_target(selector, way, pair):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind, names", [(kind, PARTS[kind]) for kind in DRAFTS])
 def test_some_tensors_of_the_draft(kind, names, way, pairs):
-    """Each in an update of its own; what is made of the weights follows, where CUDA graphs read it."""
+    """Each in a separate update; what is made of the weights follows, where CUDA graphs read it."""
     pair, tensors = pairs(kind), tensors_of(DRAFTS[kind][1])
     target, before = state(pair.target), state(pair.draft)
     places = {name: one.data_ptr() for name, one in pair.draft.named_buffers()}

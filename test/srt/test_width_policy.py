@@ -143,7 +143,7 @@ def test_served_cycles_correct_what_start_up_measured(pace):
     for _ in range(100):
         wrong.observe(plain, 5 * right.expected(plain))
     after = wrong.expected(whole) / wrong.expected(plain)
-    assert after == pytest.approx(before, rel=0.05), "a slower machine changes all costs alike"
+    assert after == pytest.approx(before, rel=0.05), "a slower machine changes all costs by one factor"
 
 
 # -- estimates

@@ -70,7 +70,7 @@ def build(model_class: type, hf_config, weights: Iterable[tuple[str, torch.Tenso
 class Pools:
     """Request table, KV pool and attention backend: a ModelRunner without its model.
 
-    Every request gets slots of its own for `capacity` tokens: whole pages, in random order. Unwritten slots
+    Every request gets separate slots for `capacity` tokens: whole pages, in random order. Unwritten slots
     hold NaN, so that reading one spoils the result. Slot 0 is SGLang's padding slot, which a request may
     read and mask.
     """

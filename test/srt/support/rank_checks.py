@@ -37,7 +37,7 @@ def cycles(answers: list[dict]) -> int:
 def check_samples(server: Server, reference: Reference, prompts: list[list[int]]) -> None:
     """Check that all ranks emit the same tokens, which follow the target's sampler.
 
-    Each rank has a generator of its own.
+    Each rank has a separate generator.
     """
     sampling = {"temperature": 1.0, "top_k": 4, "top_p": 0.82, "max_new_tokens": 32, "ignore_eos": True}
     answers = server.generate_many([{"input_ids": ids, "sampling_params": sampling} for ids in prompts], 12)

@@ -95,7 +95,7 @@ def run(
     with what the process printed.
 
     prepare: called in the process with its scheduler, before anything runs; pickled. A request's id is its
-    job's number. is_cold: in an interpreter of its own, which reads the whole environment. timeout: seconds
+    job's number. is_cold: in a separate interpreter, which reads the whole environment. timeout: seconds
     after which the process is killed.
     """
     from support.servers import KNOWN_COSTS, run_to_end  # of the tests' process alone

@@ -136,7 +136,7 @@ class Servers:
         Args:
             *arguments: The server's command line, without --model-path.
             environment: Variables on top of ENVIRONMENT.
-            is_cold: Start it in an interpreter of its own, if the test is about the server's processes.
+            is_cold: Start it in a separate interpreter, if the test is about the server's processes.
         """
         wanted = tuple(map(str, arguments)), environment, is_cold
         if self._configuration != wanted or self._server.process.poll() is not None:

@@ -1,6 +1,6 @@
 """SGLang's own DFlash2 draft on the blocks of a DFlash2Case: `stock_dflash2.py IN OUT`.
 
-It runs in a process of its own. Only its model class is SGLang's: the pools, and the attention over them,
+It runs in a separate process. Only its model class is SGLang's: the pools, and the attention over them,
 are the unit tests'. Its compiled functions run uncompiled (the caller sets TORCHDYNAMO_DISABLE). Context
 keys and values come from its own methods for them.
 """

@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel draft, without a server, in a process of its own."""
+"""One rank of a tensor-parallel draft, without a server, in a separate process."""
 
 from pathlib import Path
 from types import SimpleNamespace

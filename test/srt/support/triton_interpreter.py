@@ -1,6 +1,6 @@
 """Comparison of a Triton kernel with its twin, compiled on a GPU or interpreted.
 
-Triton decides at its import whether it interprets, so a process of its own runs the interpreted
+Triton decides at its import whether it interprets, so a separate process runs the interpreted
 comparisons.
 """
 

@@ -8,7 +8,7 @@ is in the state of a fresh process after its imports.
 
 SGLang's processes watch their parents, so a fork has to be its client's child. The fork server forks a
 process that forks the requested one and ends. The orphan goes to its nearest ancestor that adopts orphans
-(`PR_SET_CHILD_SUBREAPER`), which is the client. A server's main process has a fork server of its own, forked
+(`PR_SET_CHILD_SUBREAPER`), which is the client. A server's main process has a separate fork server, forked
 from the first one.
 
 Settings that SGLang reads at import, such as the number of OpenMP threads, are the fork server's. A test that
@@ -107,7 +107,7 @@ class ForkServer:
         return cls(ours)
 
     def run_main(self, argv: Sequence[str], environment: dict[str, str], log: BinaryIO) -> ForkedProcess:
-        """Run `python ARGV` (-m MODULE ... or -c CODE) in a session of its own, output to `log`."""
+        """Run `python ARGV` (-m MODULE ... or -c CODE) in a separate session, output to `log`."""
         job = "main", (list(argv), {**os.environ, **environment}, os.getcwd())
         return ForkedProcess(self.fork(pickle.dumps(job), [log.fileno()]))
 

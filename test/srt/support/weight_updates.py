@@ -116,7 +116,7 @@ class Pair:
         return self.requests.end_weight_update(io_struct.EndWeightUpdateReqInput())
 
     def send(self, tensors: Tensors, selector: str = "all", way: str = "tensors") -> tuple[bool, str]:
-        """Send tensors in one of SGLang's ways, in a session of its own."""
+        """Send tensors in one of SGLang's ways, in a separate session."""
         assert self.begin(selector).success
         if way == "distributed":
             answer = self.send_received(tensors, selector)

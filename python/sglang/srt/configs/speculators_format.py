@@ -146,7 +146,7 @@ class _Draft(_Object):
     speculators_config: _Speculators
     transformer_layer_config: _Layers
     target_hidden_size: Annotated[int | None, AfterValidator(_check_width)] = None
-    layer_inputs: LayerInputs  # each kind has a name of its own for it
+    layer_inputs: LayerInputs  # each kind has another name for it
 
     @field_validator("speculators_config")
     @classmethod

@@ -21,7 +21,7 @@ from sglang_dflash.srt.doctor.plain_drafts import PlainDFlash2, PlainDraft
 # improvement. So each reading is compared at the temperature that suits it best.
 TEMPERATURES = (0.8, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5)
 _ANCHORS_AT_ONCE = 32
-_CLUSTER = 24  # neighbouring positions are alike; this many count as one observation
+_CLUSTER = 24  # neighbouring positions are correlated; this many count as one observation
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Readi
         problem = "the draft fits better with the target's layers in reversed order"
         advice = "Reverse the column blocks of fc.weight: SGLang passes the lowest layer first"
         found.append(Reading("target layers reversed", problem, advice, reversed_states=True))
-    # The first layer of P-EAGLE has a shape of its own.
+    # The first layer of P-EAGLE has another shape.
     first, depth = int(isinstance(draft.draft, PEagleDraftConfig)), draft.draft.num_hidden_layers
     order = (*range(first), *range(depth - 1, first - 1, -1))
     if order != tuple(range(depth)):

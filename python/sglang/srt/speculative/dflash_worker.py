@@ -161,7 +161,8 @@ class DFlashWorker(BaseSpecWorker):
             self.copies.allocate(rows, context_len, vocab_size, torch.device(target_runner.device))
         # Each holds a table by request row, and is told about every request that takes one, in this order.
         self._row_tables = (self._width, self.copies, self.drafter, self.penalties)
-        self.observers = observers_from_environment()  # cycles that are measured above are nobody's
+        # Observers see no cycle that is measured above: it belongs to no request.
+        self.observers = observers_from_environment()
 
     def prewarm_sampling(self):
         """Allocate the memory of cycles and compile their kernels, once all graphs exist."""

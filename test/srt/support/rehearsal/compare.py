@@ -24,7 +24,7 @@ UPDATE = "REHEARSAL_UPDATE"  # set it to write the lists instead of comparing wi
 def greedy_requests(count: int = 5, tokens: int = 32, **sampling) -> list[dict]:
     prompts = [prompt["text"] for prompt in heldout_prompts() if 8 <= prompt["num_tokens"] <= 120][:count]
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling}
-    # A copy for each: callers give requests parameters of their own.
+    # A copy for each: callers change the parameters of single requests.
     return [{"text": prompt, "sampling_params": {**sampling}} for prompt in prompts]
 
 

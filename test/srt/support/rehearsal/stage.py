@@ -121,7 +121,7 @@ def set_the_stage(algorithm) -> None:
 
 
 def pretend_support(speculative_hook) -> None:
-    """Let SGLang's own DFLASH accept the CPU, if a server is to be handed over to it."""
+    """Let SGLang's own DFLASH accept the CPU, if a server is to fall back to it."""
     if Scene.from_environment().is_fallback:
         speculative_hook.current_platform = built_in.PlatformWithDFlash(speculative_hook.current_platform)
 

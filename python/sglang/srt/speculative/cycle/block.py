@@ -138,7 +138,8 @@ class Cycle:
             write_cols: Any = slice(0, verify_len)
         else:
             write_cols = layout.columns(self.verify_len)
-            cache_loc = self.cache_loc[write_cols]  # of rows that are nobody's, SGLang reads `write_cols`
+            # For rows that no request has, SGLang reads `write_cols` alone.
+            cache_loc = self.cache_loc[write_cols]
         return replace(
             cycle,
             tokens=self.tokens[:, :verify_len],

@@ -21,7 +21,7 @@ class Drafter(Protocol):
         writes_context_apart: whether context is written without the draft's forward, which a cycle may then
             skip.
         defers_plain_cycles: whether `commit` keeps the context of cycles that verify the anchor alone, to
-            write it later. Their graphs then write_context_in_graph nothing.
+            write it later. Their graphs then write no context.
     """
 
     mask_token_id: int

@@ -131,7 +131,7 @@ class DFlashDrafter:
             self._deferred.add(cycle.req_pool_indices, rows)
             return
         # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
-        # spares writes on a GPU, if all blocks are alike. On a CPU selecting the others costs more.
+        # spares writes on a GPU, if all blocks have one length. On a CPU selecting the others costs more.
         skips = aux_hidden.is_cuda and cycle.layout.is_rectangle
         self._write(rows, accepted.accept_len if skips else None)
 

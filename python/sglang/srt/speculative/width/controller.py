@@ -89,8 +89,6 @@ class WholeBlocks:
 class AdaptiveWidth:
     """Verifies as many drafted tokens in each cycle as pay off.
 
-    Attributes:
-
     Args:
         chooser: the policy.
         backends: the target's.
