@@ -1,7 +1,9 @@
-"""`.ci/check_circles.py`, which `make lint` runs."""
+"""`.ci/check_circles.py`, which `make lint` runs, and the picture of the import contracts."""
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,13 @@ def test_rooms_import_each_other_in_a_circle_although_no_modules_do(tmp_path):
 @pytest.mark.parametrize("options", [("--late",), ("--late", "--rooms", "srt/speculative")])
 def test_the_package(options):
     assert check(ROOT / "python" / "sglang", *options).returncode == 0
+
+
+def test_the_picture_of_the_rooms_is_the_contract():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    outer, rooms, speculative = (contract["layers"] for contract in contracts)
+    at = rooms.index("speculative") + 1
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    [picture] = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    lines = [re.sub(r"\.py|/", "", line).strip() for line in picture.splitlines()]
+    assert lines == [*outer[:-1], *rooms[:at], *speculative, *rooms[at:], outer[-1]]
