@@ -1,4 +1,4 @@
-"""Types of a speculative cycle, and the two inputs that SGLang carries and plans with.
+"""Terms of a speculative cycle, and the two inputs that SGLang carries and plans with.
 
 - anchor: slot 0 of a block, which holds the bonus token.
 - bonus token: the newest token of a request, chosen by the target and without KV.
