@@ -239,12 +239,13 @@ class Simulation:
         text, states = self.texts[request, : self.lengths[request] + 1].tolist(), self.states[request]
         return self.reference.step(text, states, self.width - 1, self.unknown[request])
 
-    def cycle(self, kept: dict[int, int], width: int | None = None) -> None:
+    def cycle(self, kept: dict[int, int], width: int | None = None, is_planned: bool = False) -> None:
         """Run one decode step and check the drafted tokens against the reference.
 
         Args:
             kept: Accepted drafted tokens per request.
             width: Slots that the step verifies, by default all.
+            is_planned: Whether the step names the requests that it drafted for, as with adaptive lengths.
         """
         chosen, width = list(kept), self.width if width is None else width
         cycle = self.begin_cycle(chosen, 1 if width == 1 else self.width)
@@ -256,7 +257,8 @@ class Simulation:
                 drafted = self.reference_logits(r).argmax(dim=-1)
                 expected += (drafted + self.d2t[drafted]).tolist()
             assert block[row].tolist() == expected, f"request {r} after {n} tokens"
-        cycle = cycle.packed(whole_blocks(cycle.bs, width), None)
+        drafted = torch.arange(cycle.bs) if is_planned else None
+        cycle = cycle.packed(whole_blocks(cycle.bs, width), drafted)
         # Rejected slots get arbitrary states and tokens.
         verified = torch.randn(
             len(chosen), width, self.states.shape[-1], generator=torch.Generator().manual_seed(9)
@@ -283,8 +285,8 @@ def test_reference_behind_a_texts_keys_and_values(tmp_path):
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 5, 8])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_cycles_after_a_prefill(block_size, page_size, tmp_path):
+@pytest.mark.parametrize(("page_size", "is_planned"), [(1, False), (16, False), (1, True)])
+def test_cycles_after_a_prefill(block_size, page_size, is_planned, tmp_path):
     """Vary text lengths and accepted lengths.
 
     Texts have one token, fewer than a block, or more than the window. None, some or all tokens are accepted.
@@ -299,7 +301,7 @@ def test_cycles_after_a_prefill(block_size, page_size, tmp_path):
         (most, 0, most, 0),
         (0, 0, 0, 0),
     ):
-        simulation.cycle(dict(enumerate(kept)))
+        simulation.cycle(dict(enumerate(kept)), is_planned=is_planned)
 
 
 @pytest.mark.parametrize("block_size", [2, 5])

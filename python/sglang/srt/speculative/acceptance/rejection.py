@@ -49,7 +49,9 @@ def accept_by_rejection(
         rows: verified slots, chosen before any of these draws. A chain that is kept to its last verified slot
             counts as a whole block.
     """
-    return _accept(walk_by_rejection, block, target_probs, draft, accept_uniforms, final_uniforms, rows)
+    return _accept(
+        walk_by_rejection, False, block, target_probs, draft, accept_uniforms, final_uniforms, rows
+    )
 
 
 def accept_by_block_verification(
@@ -72,14 +74,13 @@ def accept_by_block_verification(
     Arguments are those of `accept_by_rejection`.
     """
     walk = walk_by_block_verification
-    return _accept(walk, block, target_probs, draft, accept_uniforms, final_uniforms, rows)
+    return _accept(walk, True, block, target_probs, draft, accept_uniforms, final_uniforms, rows)
 
 
 def _accept(
-    walk, block, target_probs, draft, accept_uniforms, final_uniforms, rows
+    walk, by_block, block, target_probs, draft, accept_uniforms, final_uniforms, rows
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if block.is_cuda:
-        by_block = walk is walk_by_block_verification
         accept_len, weight = walk_blocks_triton(
             block,
             target_probs,

@@ -242,7 +242,8 @@ class PEagleDrafter:
         requests, rows = cycle.req_pool_indices, cycle.layout
         self._pending.count[requests[drafted]] = 0
         fused = self._fused_in_graph if aux_hidden is None else self._model.fuse(aux_hidden)
-        append_rows(requests, accepted.accept_len, accepted.tokens, fused, rows.slots, self._pending)
+        slots = None if rows.is_rectangle else rows.slots
+        append_rows(requests, accepted.accept_len, accepted.tokens, fused, slots, self._pending)
 
     def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """See `Drafter`. A request has room for a block's rows, and pending ones wait there too.
