@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.draft_probs import one_hot
 
-from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative import dflash_info
 from sglang_dflash.srt.speculative.cycle import block as blocks
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
@@ -89,7 +89,7 @@ class Counting:
         self.seen = cycle.tokens[:, 0].tolist()
         tokens = 100 * cycle.tokens[:, :1] + torch.arange(BLOCK)
         tokens[:, 0] = cycle.tokens[:, 0]
-        return DraftBlock(tokens, DraftProbs.one_hot(tokens[:, 1:]) if self.draws else None)
+        return DraftBlock(tokens, one_hot(tokens[:, 1:]) if self.draws else None)
 
 
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 6), draws=st.booleans())

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.decisions import Decision, accept_by_block_verification, accept_by_rejection
+from support.draft_probs import one_hot
 from support.enumeration import Case, as_shuffled_list, deviation, output_law, random_case, sequence_law
 from support.rejection_batches import batches
 
@@ -35,7 +36,7 @@ def test_any_draft_may_be_declared_one_hot(kind, rule):
     """Sampled drafts declared as certain still give the target's distribution."""
 
     def declared_one_hot(block, target_probs, draft, *uniforms):
-        return rule(block, target_probs, DraftProbs.one_hot(block[:, 1:]), *uniforms)
+        return rule(block, target_probs, one_hot(block[:, 1:]), *uniforms)
 
     case = random_case(7, 3, 3, kind)
     assert deviation(declared_one_hot, case) < 1e-9
@@ -68,7 +69,7 @@ def test_a_request_that_verifies_less_has_a_shorter_block(arguments, rule, seed)
 def test_a_uniform_of_zero_accepts_no_impossible_token(rule):
     """The draft proposes a token that the target excludes, and then one that it may take."""
     target_probs = torch.tensor([[[1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]])
-    block, draft = torch.tensor([[0, 1, 0]]), DraftProbs.one_hot(torch.tensor([[1, 0]]))
+    block, draft = torch.tensor([[0, 1, 0]]), one_hot(torch.tensor([[1, 0]]))
     verdict = rule(block, target_probs, draft, torch.zeros(1, 2), torch.zeros(1))
     assert (verdict.accept_len.item(), verdict.bonus.item()) == (0, 0)
 

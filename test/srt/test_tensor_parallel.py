@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.draft_cases import BASE
+from support.draft_probs import one_hot
 from support.engine import start
 from support.sampling_parameters import VOCABULARY, sampling_info
 from support.servers import run_to_end
 from support.tensor_parallel_ranks import DFLASH2_NAMES, NAMES, WORLD, draft_block
 
-from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.rejection import accept_by_rejection
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
@@ -81,7 +81,7 @@ def test_ranks_take_what_rank_0_chose(top_k):
     accepted = acceptor.accept(batch, cycle, DraftBlock(block), logits.clone())
     assert sites == ["dflash-accept-greedy" if top_k == 1 else "dflash-accept-sample"]
     assert (accepted.tokens == 2).all()
-    drawn = DraftBlock(block, DraftProbs.one_hot(block[:, 1:]))
+    drawn = DraftBlock(block, one_hot(block[:, 1:]))
     accepted = acceptor.accept(batch, cycle, drawn, logits)
     assert all((decided == 2).all() for decided in (accepted.accept_len, accepted.tokens, accepted.bonus))
 

@@ -17,6 +17,7 @@ from support.decisions import (
     accept_matching_prefix,
     decide,
 )
+from support.draft_probs import one_hot
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
@@ -149,7 +150,7 @@ def certain(rule):
 
     def accept(block, rows, anchor):
         uniforms = torch.rand(len(block), BLOCK)
-        probs = DraftProbs.one_hot(block[:, 1:])
+        probs = one_hot(block[:, 1:])
         return rule(block, rows.pack(TARGET[block]), probs, uniforms[:, 1:], uniforms[:, 0], rows=rows)
 
     return accept

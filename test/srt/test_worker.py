@@ -9,10 +9,10 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from support.decisions import Decision, accepted_blocks, decide
+from support.draft_probs import one_hot
 from support.engine import start
 from support.sampling_parameters import VOCABULARY, sampling_info
 
-from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
 from sglang_dflash.srt.speculative import request_fields as caps_module
@@ -146,7 +146,7 @@ def test_ranks_agree_on_a_verdict_in_one_broadcast(agrees):
     info = sampling_info({"temperature": 0.7}, {"temperature": 0.7})
     batch = SimpleNamespace(sampling_info=info, return_logprob=False)
     block = torch.zeros(2, 4, dtype=torch.int64)
-    drawn = DraftBlock(block, DraftProbs.one_hot(block[:, 1:]))
+    drawn = DraftBlock(block, one_hot(block[:, 1:]))
     cycle = SimpleNamespace(layout=VerifyLayout(2, 4), committed=torch.tensor([5, 7]))
     agreed = acceptor.accept(batch, cycle, drawn, torch.zeros(8, VOCABULARY))
     want = theirs if agrees else mine

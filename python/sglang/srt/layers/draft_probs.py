@@ -19,11 +19,6 @@ class DraftProbs:
     ids: torch.Tensor
     probs: torch.Tensor
 
-    @classmethod
-    def one_hot(cls, drafted: torch.Tensor) -> "DraftProbs":
-        """Give each of the tokens drafted [bs, B - 1], chosen without sampling, probability 1."""
-        return cls(drafted[..., None], torch.ones_like(drafted[..., None], dtype=torch.float32))
-
     def prob_of(self, drafted: torch.Tensor) -> torch.Tensor:
         """Look up the probability that each token of drafted [bs, B - 1] had, [bs, B - 1]."""
         return torch.where(self.ids == drafted[..., None], self.probs, 0).sum(dim=-1)

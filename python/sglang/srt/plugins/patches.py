@@ -205,7 +205,7 @@ AT_WORKER = (
         feature="mixed chunks in a full KV pool",
         signature="(self, chunk_limit)",
         why="SGLang ends the scheduler if a prompt's next chunk finds too few KV slots",
-        build=call_ours("srt.mem_cache.prefill_budget.letting_chunks_wait"),
+        build=call_ours("srt.speculative.dflash_utils.letting_chunks_wait"),
     ),
     Patch(
         target="sglang.srt.managers.schedule_batch.Req.update_finish_state",

@@ -17,9 +17,8 @@ from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.cycle.verify import run_draft
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang_dflash.srt.speculative.drafters.context import ContextRows, DeferredContext
+from sglang_dflash.srt.speculative.drafters.context import ContextRows, DeferredContext, FullView, WindowView
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts, selector_draw
-from sglang_dflash.srt.speculative.drafters.window import FullView, WindowView
 
 # Cycles without drafts whose context is written together.
 _DEFERRED_CYCLES = 8
