@@ -398,8 +398,8 @@ def test_a_clock_on_a_gpu_records_its_events_again(monkeypatch):
             clock.start()
             clock.stop(1.0)
         first, second = clock.finished()
-        assert first.seconds == second.seconds == second.gap == 1.0
-        assert first.gap == (1.0 if cycle else None)
+        assert first.seconds == second.seconds == second.idle_gap == 1.0
+        assert first.idle_gap == (1.0 if cycle else None)
     assert Event.made == before + 5, "two cycles and the end of the one before"
 
 
@@ -409,12 +409,12 @@ def test_a_clock_on_the_host():
         clock.start()
         clock.stop(work)
     first, second = clock.finished()
-    assert (first.work, first.gap) == ("this", None)
-    assert second.gap >= 0 and second.work is None
+    assert (first.work, first.idle_gap) == ("this", None)
+    assert second.idle_gap >= 0 and second.work is None
     clock.interrupt()
     clock.start()
     clock.stop()
-    assert clock.finished()[0].gap is None and clock.finished() == []
+    assert clock.finished()[0].idle_gap is None and clock.finished() == []
 
 
 def test_a_fixed_width_is_always_the_same():

@@ -89,7 +89,7 @@ def test_a_pool_at_odd_addresses_is_written_in_narrower_steps(monkeypatch, compi
     def of_shifted(*sides):
         return of(*([torch.zeros(b.numel() + 1, dtype=BF16)[1:].view(b.shape) for b in s] for s in sides))
 
-    monkeypatch.setattr(context_kv.KVPoolPointers, "of", of_shifted)
+    monkeypatch.setattr(context_kv.KVPoolPointers, "from_pools", of_shifted)
     ptx, _ = compiled("write_context_kv, dim 128", 90)
     assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.b16"}
 

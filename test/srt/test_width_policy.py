@@ -115,9 +115,9 @@ def test_costs_beyond_what_was_measured_and_of_padded_forwards():
 def test_unequal_lengths_cost_what_was_measured_beyond_their_rows():
     cost = Cost(ragged_overhead=0.3)
     half = np.array([cost.cycle(np.where(np.arange(n) % 2, 0, DEPTH)) for n in LOADS])
-    costs = table(cost, half=half)
+    costs = table(cost, mixed_sample=half)
     assert costs.ragged_overhead(1) == pytest.approx(0.0) and costs.ragged_overhead(6) == pytest.approx(0.3)
-    assert table(cost, half=half - 1.0).ragged_overhead(6) == 0.0, "a cycle that took less is noise"
+    assert table(cost, mixed_sample=half - 1.0).ragged_overhead(6) == 0.0, "a cycle that took less is noise"
     assert table(cost).ragged_overhead(6) == 0.0
 
 

@@ -107,7 +107,7 @@ class Simulation:
         half = None if self.ignored == "ragged_overhead" else half
         read = 0.0 if self.ignored == "read" else self.cost.read
         self.costs = CostTable(
-            LOADS, WIDTHS, verify * wrong, draft, reads=read, half=half, tries=KNOWN * self.is_steady
+            LOADS, WIDTHS, verify * wrong, draft, reads=read, mixed_sample=half, tries=KNOWN * self.is_steady
         )
         self.chooser = LengthChooser(self.costs, 64)
         self.tokens = self.seconds = 0.0
