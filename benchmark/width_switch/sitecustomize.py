@@ -78,7 +78,9 @@ def verify_in_turns(module) -> None:
         copies = module.np.zeros(n, dtype=bool)
         if matches is not None and depth:
             copied = self.chooser.copies.prefix_accept_probs(requests.modes, matches)[:, :depth].sum(axis=1)
-            drafted = self.chooser.drafts.prefix_accept_probs(requests.rows, requests.modes)[:, :depth].sum(axis=1)
+            drafted = self.chooser.drafts.prefix_accept_probs(requests.rows, requests.modes)[:, :depth].sum(
+                axis=1
+            )
             copies = copied > drafted
         # No seconds are expected, so none are learned from.
         return module.Choice(module.np.full(n, depth), copies, 0.0, 0.0)
