@@ -276,8 +276,10 @@ class Simulation:
         self.matches = self.copies.look_up(batch)
         self.copies.choose(batch, None)
         self.was_drafted = not self.drafter.writes_context_apart or self.copies.needs_draft()
-        chosen = np.full(len(rows), self.was_drafted)
-        return self.copies.overlay(draft_subset(self.drafter, self.cycle, chosen, width, sampling_info, None))
+        on_host = np.arange(len(rows) if self.was_drafted else 0)
+        return self.copies.overlay(
+            draft_subset(self.drafter, self.cycle, on_host, None, width, sampling_info, None)
+        )
 
     def commit(self, out_tokens: list[list[int]], kept: list[int], tells: bool = True) -> None:
         out = torch.tensor(out_tokens)

@@ -116,7 +116,13 @@ def test_drafts_and_copies_share_a_batch(seed, n, draws):
         some = torch.zeros(n)
         info = _Sampling(some, some, some, some)
     block = draft_subset(
-        drafter, cycle, is_drafted, width, info, SimpleNamespace(kv_index_translator=translator)
+        drafter,
+        cycle,
+        np.flatnonzero(is_drafted),
+        chosen,
+        width,
+        info,
+        SimpleNamespace(kv_index_translator=translator),
     )
     assert block.tokens.shape == (n, width) and drafter.seen == anchors[chosen].tolist()
     if block.probs is not None:

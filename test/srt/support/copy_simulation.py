@@ -259,13 +259,14 @@ class CopySimulation:
         """Return blocks, and the number of requests that were drafted for, as the worker has them."""
         self.source.choose(batch, plan.copies)
         if plan.copies is None:
-            chosen = np.full(cycle.bs, not self.draft.writes_context_apart or self.source.needs_draft())
+            runs_draft = not self.draft.writes_context_apart or self.source.needs_draft()
+            on_host = np.arange(cycle.bs if runs_draft else 0)
         else:
             verified = plan.layout.num_draft_tokens
-            chosen = self.draft.to_draft(None, verified, (verified > 0) & ~plan.copies)
-            cycle.drafted = torch.from_numpy(np.flatnonzero(chosen))
-        block = draft_subset(self.draft, cycle, chosen, plan.verify_len, None, None)
-        return self.source.overlay(block), int(chosen.sum())
+            on_host = np.flatnonzero(self.draft.to_draft(None, verified, (verified > 0) & ~plan.copies))
+            cycle.drafted = torch.from_numpy(on_host)
+        block = draft_subset(self.draft, cycle, on_host, cycle.drafted, plan.verify_len, None, None)
+        return self.source.overlay(block), len(on_host)
 
     def _places(self, rows):
         return [(row, self.committed[row]) for row in rows]

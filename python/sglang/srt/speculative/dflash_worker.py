@@ -356,20 +356,22 @@ class DFlashWorker(BaseSpecWorker):
         sampling_info = batch.sampling_info if plan.draws else None
         self.copies.choose(batch, plan.copies)
         if plan.copies is None:  # whole blocks of all requests
-            chosen = np.full(plan.layout.bs, not drafter.writes_context_apart or self.copies.needs_draft())
+            runs_draft = not drafter.writes_context_apart or self.copies.needs_draft()
+            on_host, drafted = np.arange(plan.layout.bs if runs_draft else 0), None
         else:
             # Start-up plans without requests, for the first rows of the table.
             rows = np.arange(plan.layout.bs) if plan.requests is None else plan.requests.rows
             verified = plan.layout.num_draft_tokens
-            chosen = drafter.to_draft(rows, verified, (verified > 0) & ~plan.copies)
-            num_slots = self.block_size if chosen.any() or plan.verify_len > 1 else 1
+            on_host = np.flatnonzero(drafter.to_draft(rows, verified, (verified > 0) & ~plan.copies))
+            drafted = on_device(on_host, torch.int64, self.device)
+            num_slots = self.block_size if len(on_host) or plan.verify_len > 1 else 1
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
-        block = draft_subset(drafter, cycle, chosen, plan.verify_len, sampling_info, runner)
+        block = draft_subset(drafter, cycle, on_host, drafted, plan.verify_len, sampling_info, runner)
         block = self.copies.overlay(block)
         self.acceptor.broadcast_drafts(block)
-        if plan.copies is not None:
-            cycle = cycle.packed(plan.layout, on_device(np.flatnonzero(chosen), torch.int64, self.device))
-        return cycle, block, bool(chosen.any())
+        if drafted is not None:
+            cycle = cycle.packed(plan.layout, drafted)
+        return cycle, block, bool(len(on_host))
 
     def _notify(self, stage: str, *args: Any) -> None:
         for observer in self.observers:

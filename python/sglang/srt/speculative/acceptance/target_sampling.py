@@ -73,8 +73,8 @@ class SamplingMasks:
         return per_slot.view(-1, self._block_size, *per_slot.shape[1:])
 
 
-# Fields of SamplingBatchInfo with one row per request that shape the target's distribution.
-_PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps")
+# Fields of SamplingBatchInfo with one row per request that shape a distribution.
+PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps")
 
 
 def filters_of_sampled(batch: Any) -> Any:
@@ -131,7 +131,7 @@ def draw_target_tokens(
         max_logits, tokens = logits.max(dim=-1)
         return rows.unpack(tokens), rows.unpack(max_logits)
     max_logits, most_likely = replace_broken_rows(logits)
-    per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in (*_PER_REQUEST, "sampling_seed")}
+    per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in (*PER_REQUEST, "sampling_seed")}
     output = LogitsProcessorOutput(next_token_logits=logits)
     if masks is not None:
         output, per_row = masks.drawn, per_row | masks.sampler_fields()
@@ -170,7 +170,7 @@ def target_probs(
         the probabilities have no meaning (`replace_broken_rows`).
     """
     max_logits, most_likely = replace_broken_rows(logits)
-    per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in _PER_REQUEST}
+    per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in PER_REQUEST}
     per_row["most_likely"] = most_likely
     probs = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
     for some in slices_of_rows(*logits.shape):

@@ -150,8 +150,7 @@ class PEagleDrafter:
         if not self._drafted:
             return
         requests = prompts.req_pool_indices
-        ends = (prefix + new for prefix, new in zip(prompts.prefix_lens, prompts.extend_lens, strict=True))
-        longest = max(ends) - 1
+        longest = max(prompts.ends) - 1
         self._table[requests, :longest] = self._source[requests, 1 : longest + 1]
         if prompts.num_running:
             # The prefill adds one row to a running request. Its pending rows run first.

@@ -11,9 +11,8 @@ from sglang.srt.utils.async_probe import maybe_warn_nan
 from sglang_dflash.kernels.ops.speculative.selector_walk import Draw
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
-from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows
+from sglang_dflash.srt.speculative.acceptance.target_sampling import PER_REQUEST, slices_of_rows
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.prompts import on_device
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 
 
@@ -137,14 +136,11 @@ def draw_drafts(
     )
 
 
-# Fields of SamplingBatchInfo that drafting reads.
-_PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps")
-
-
 def draft_subset(
     drafter: Drafter,
     cycle: Cycle,
-    chosen: np.ndarray,
+    on_host: np.ndarray,
+    drafted: torch.Tensor | None,
     verify_len: int,
     sampling_info: Any,
     target_runner: Any,
@@ -156,32 +152,32 @@ def draft_subset(
     Args:
         drafter: fills blocks.
         cycle: all requests of the batch, whole blocks.
-        chosen: [bs] bool, requests to draft for.
+        on_host: [m] int64, requests to draft for.
+        drafted: the same on the device. None: they are all requests or none.
         verify_len: slots of the result, a block at most.
         sampling_info: SGLang's, for all requests. If given, tokens are drawn.
         target_runner: plans the slots of the chosen requests.
     """
-    if chosen.all():
+    if len(on_host) == cycle.bs:
         return drafter.propose(cycle, sampling_info if verify_len > 1 else None).narrowed(verify_len)
     tokens = cycle.tokens[:, :1].repeat(1, verify_len)
-    if not chosen.any():
+    if not len(on_host):
         return DraftBlock(tokens)
-    on_host = np.flatnonzero(chosen)
-    some = on_device(on_host, torch.int64, tokens.device)
+    assert drafted is not None
     if sampling_info is not None and verify_len > 1:
-        per_request = {name: getattr(sampling_info, name)[some] for name in _PER_REQUEST}
+        per_request = {name: getattr(sampling_info, name)[drafted] for name in PER_REQUEST}
         sampling_info = dataclasses.replace(sampling_info, **per_request)
     else:
         sampling_info = None
-    cycle = cycle.of_requests(on_host, some, target_runner)
+    cycle = cycle.of_requests(on_host, drafted, target_runner)
     block = drafter.propose(cycle, sampling_info).narrowed(verify_len)
     probs = block.probs
-    tokens[some] = block.tokens
+    tokens[drafted] = block.tokens
     if probs is not None:
         # A token that was not drawn has probability 1.
         ids = tokens[:, 1:, None].repeat(1, 1, probs.ids.shape[2])
         certain = torch.zeros_like(ids, dtype=probs.probs.dtype)
         certain[..., 0] = 1.0
-        ids[some], certain[some] = probs.ids, probs.probs
+        ids[drafted], certain[drafted] = probs.ids, probs.probs
         probs = DraftProbs(ids, certain)
     return DraftBlock(tokens, probs)
