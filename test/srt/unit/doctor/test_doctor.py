@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET
+from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET
 from support.drafts import make_draft, read_config
 from support.packed_drafts import write_packed
 from support.reference_dflash2 import ReferenceDFlash2
@@ -452,7 +452,7 @@ def test_the_plain_drafts_are_the_librarys(golden, checkpoint, observed):
     """Logits of one block equal those of the speculators library's own model."""
     pair = Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(checkpoint), True))
     draft = measure.load_draft(pair, observed.target)
-    data = np.load(Path(__file__).parent / "golden" / golden / "block_logits.npz")
+    data = np.load(ROOT / "test" / "srt" / "golden" / golden / "block_logits.npz")
     count = sum(name.startswith("prompt_") for name in data)
     assert count
     for i in range(count):

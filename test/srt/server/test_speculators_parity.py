@@ -11,13 +11,12 @@ step by step.
 import itertools
 import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import PEAGLE_DRAFT, SPECULATORS_DRAFT, TARGET, WHOLE_BLOCKS
+from serving import PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, WHOLE_BLOCKS
 from support.engine import Pools, build
 from support.servers import FLOAT32
 from support.streaming import stream
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 
-GOLDEN = Path(__file__).parent / "golden" / "tiny-speculators"
+GOLDEN = ROOT / "test" / "srt" / "golden" / "tiny-speculators"
 TOLERANCE = 1e-4
 SHIFTED = 100 * TOLERANCE
 

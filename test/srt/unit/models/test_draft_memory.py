@@ -1,10 +1,9 @@
 """Memory of the published Qwen3.8-27B draft's shape, packed and dequantized, on the meta device."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+from serving import ROOT
 from support.engine import start
 from support.packed_drafts import IGNORED
 from support.packed_kernels import use_stand_ins
@@ -12,7 +11,7 @@ from transformers import Qwen3Config
 
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 
-DOCS = Path(__file__).parents[2] / "docs" / "quantized-drafts.md"
+DOCS = ROOT / "docs" / "quantized-drafts.md"
 LAYERS, KV_HEADS, HEAD_DIM, HIDDEN = 5, 8, 128, 5120
 SHAPE = dict(
     architectures=["DFlash2DraftModel"],

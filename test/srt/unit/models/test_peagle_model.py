@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import PEAGLE_DRAFT, TARGET
+from serving import PEAGLE_DRAFT, ROOT, TARGET
 from support.engine import Pools, build
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +21,7 @@ from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.models.peagle import PEagleDraftModel, PEagleRows
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleVerifyInput
 
-GOLDEN = Path(__file__).parent / "golden" / "tiny-peagle"
+GOLDEN = ROOT / "test" / "srt" / "golden" / "tiny-peagle"
 TOLERANCE = 1e-4
 SHIFTED = 100 * TOLERANCE
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving import DRAFT, PEAGLE_DRAFT, TARGET, ServerDied, dflash_arguments, serve
+from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, ServerDied, dflash_arguments, serve
 from support.drafts import REMOVE, make_draft, read_config
 from support.servers import ENVIRONMENT, Ended, run_to_end, warm_start
 from transformers import Lfm2Config
@@ -63,7 +63,7 @@ BAD_DRAFTS: dict[str, tuple[dict, tuple[str, ...]]] = {
     ),
 }
 
-TOO_WIDE = str(Path(__file__).parent / "golden" / "adaptive-too-wide.json")
+TOO_WIDE = str(ROOT / "test" / "srt" / "golden" / "adaptive-too-wide.json")
 
 DP_ATTENTION = ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"]
 

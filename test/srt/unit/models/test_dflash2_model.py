@@ -7,7 +7,6 @@ in test_draft_model.py.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -137,7 +136,7 @@ def test_sglangs_own_model_says_the_same(name, tmp_path):
         "temperatures": torch.tensor([0.7, 1.0, 1.3]),
     }
     torch.save(given, tmp_path / "given.pt")
-    script = Path(__file__).parent / "support" / "stock_dflash2.py"
+    script = ROOT / "test" / "srt" / "support" / "stock_dflash2.py"
     paths = os.pathsep.join(
         [str(script.parents[1]), str(ROOT / "benchmark"), os.environ.get("PYTHONPATH", "")]
     )

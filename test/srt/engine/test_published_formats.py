@@ -17,6 +17,7 @@ from serving import (
     DFLASH2_DRAFT,
     DRAFT,
     PEAGLE_DRAFT,
+    ROOT,
     SPECULATORS_DRAFT,
     TARGET,
     WHOLE_BLOCKS,
@@ -35,7 +36,7 @@ from sglang_dflash.srt.doctor.pair import Pair
 from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere
 
 pytestmark = pytest.mark.server
-GOLDEN = Path(__file__).parent / "golden" / "tiny-speculators"
+GOLDEN = ROOT / "test" / "srt" / "golden" / "tiny-speculators"
 NEW_TOKENS = 48
 # Least of the unquantized draft's accept length that is kept.
 EIGHT_BITS, FOUR_BITS = 0.97, 0.90

@@ -1,13 +1,12 @@
 """All comparisons of Triton kernels with their twins, in one interpreter process."""
 
-from pathlib import Path
-
 import pytest
+from serving import ROOT
 from support.core_files import CORE
 from support.triton_interpreter import INTERPRETED, run_comparisons
 
-FOLDER = Path(__file__).parent
-FILES = [path for path in sorted(FOLDER.glob("test_*.py")) if "@against_twin" in path.read_text()]
+FOLDER = ROOT / "test" / "srt" / "unit"
+FILES = [path for path in sorted(FOLDER.rglob("test_*.py")) if "@against_twin" in path.read_text()]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")

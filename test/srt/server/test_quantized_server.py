@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from serving import DRAFT, TARGET, WHOLE_BLOCKS, dflash_arguments
+from serving import DRAFT, ROOT, TARGET, WHOLE_BLOCKS, dflash_arguments
 from support.packed_drafts import write_packed
 from support.servers import FLOAT32
 from transformers import AutoModelForCausalLM
@@ -15,7 +15,7 @@ from sglang_dflash.srt.doctor.pair import Pair
 from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere
 
 pytestmark = pytest.mark.server
-RUNS = DRAFT.parents[1] / "test" / "srt" / "golden" / "tiny-speculators" / "accepted.json"
+RUNS = ROOT / "test" / "srt" / "golden" / "tiny-speculators" / "accepted.json"
 NEW_TOKENS = 40
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 import dill
 import pytest
 import torch
-from serving import DRAFT, TARGET, dflash_arguments, heldout_prompts, serve
+from serving import DRAFT, ROOT, TARGET, dflash_arguments, heldout_prompts, serve
 from support.parity import assert_same
 from support.servers import COUNTED, run_to_end
-
-ROOT = Path(__file__).resolve().parents[2]
 
 LOOK = """
 import json
