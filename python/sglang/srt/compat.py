@@ -1,6 +1,6 @@
 """Names that differ between the supported releases of SGLang.
 
-No other file imports a name that one of them lacks. `docs/updating-sglang.md` has the procedure.
+No other file imports a name that one of them lacks. `docs/dev/updating-sglang.md` has the procedure.
 """
 
 from contextlib import AbstractContextManager

@@ -13,6 +13,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "dev").glob("*.md")),
     ROOT / "examples" / "README.md",
 ]
 SCRIPTS = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".sh"))

@@ -22,7 +22,7 @@ from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 logger = logging.getLogger(__name__)
 
-HELP = "docs/updating-sglang.md says what to do."
+HELP = "docs/dev/updating-sglang.md says what to do."
 
 
 class Mismatch(Exception):

@@ -9,7 +9,7 @@
 | `AT_CPU_ATTENTION` | when our CPU attention is built | with DFLASH, or if SGLang's cannot run a target |
 
 Tests walk the tables; `patch.py` checks and applies them. `tools/sglang_diff` compares them with any SGLang,
-installed or not. The procedure for a new SGLang is in docs/updating-sglang.md.
+installed or not. The procedure for a new SGLang is in docs/dev/updating-sglang.md.
 
 SGLang's `HookRegistry` does not make the patches: it logs a hook that fails, and the server runs without it.
 """

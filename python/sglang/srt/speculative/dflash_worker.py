@@ -2,7 +2,7 @@
 
 A cycle is draft -> verify -> accept -> commit.
 
-Follows SGLang's contract for speculative workers, version 2 (docs/contracts.md), and keeps no state per
+Follows SGLang's contract for speculative workers, version 2 (docs/dev/contracts.md), and keeps no state per
 request. The bonus token and the length cross a cycle in `DFlashDraftInput`, which SGLang relays.
 
 At the start of a decode step with n committed tokens, target and draft have KV for positions 0..n-1 in the

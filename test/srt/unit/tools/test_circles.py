@@ -72,7 +72,7 @@ def test_the_picture_of_the_rooms_is_the_contract():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     outer, rooms, speculative = (contract["layers"] for contract in contracts)
     at = rooms.index("speculative") + 1
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "dev" / "architecture.md").read_text()
     [picture] = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     lines = [re.sub(r"\.py|/", "", line).strip() for line in picture.splitlines()]
     assert lines == [*outer[:-1], *rooms[:at], *speculative, *rooms[at:], outer[-1]]

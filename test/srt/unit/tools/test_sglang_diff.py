@@ -187,7 +187,7 @@ def test_a_patch_for_older_releases_is_not_looked_for_in_later_ones(version, is_
     assert (f"schedule_batch.{name}" in capsys.readouterr().out) == is_listed
 
 
-PAGE = ROOT / "docs" / "updating-sglang.md"
+PAGE = ROOT / "docs" / "dev" / "updating-sglang.md"
 
 
 def test_the_documented_table_is_the_commands_output(capsys):
