@@ -68,6 +68,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/python .ci/check_docstrings.py python
 	@! grep -rnE '(from|import) test_' test/srt --include='*.py' || { echo "Move what tests share to test/srt/support/."; exit 1; }
+	$(BIN)/python tools/limits.py --check
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_circles.py python/sglang --late
 	$(BIN)/python .ci/check_circles.py python/sglang --late --rooms srt/speculative

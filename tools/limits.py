@@ -1,0 +1,343 @@
+"""Write docs/limits.md from the tables and rules that the plugin itself follows.
+
+    python tools/limits.py            # prints the page
+    python tools/limits.py --write    # writes it
+    python tools/limits.py --check    # exit status 1 if the page is another one; part of `make lint`
+
+Rules without a table are asked: they get arguments or a request that they refuse, and their own words go to
+the page.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+from unittest.mock import patch
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_dflash.srt.arg_groups import fallback, options, resolve, support
+from sglang_dflash.srt.configs import fields, target_fit, unsupported
+from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.hardware_backend.cpu import arguments as cpu
+from sglang_dflash.srt.speculative import request_fields
+from sglang_dflash.srt.speculative.targets import kinds
+
+PAGE = Path(__file__).parents[1] / "docs" / "limits.md"
+INTRODUCTION = """# Limits
+
+What ends the start, falls back to SGLang's built-in DFLASH, is changed, or is answered with HTTP 400. What
+works is in [compatibility](compatibility.md). `python tools/limits.py` writes this page from the code.
+
+- **refused**: the start ends, or the request gets HTTP 400. The message names the cause.
+- **falls back**: the built-in runs the whole server, unchanged, and one warning says why
+  ([who serves](migrating.md#who-serves)). On a CPU refused, as the built-in refuses CPUs.
+"""
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def names(values: Iterable[str]) -> str:
+    """Return values as inline code, separated by commas."""
+    return ", ".join(f"`{value}`" for value in values)
+
+
+def findings_table(found: Iterable[unsupported.Unsupported]) -> str:
+    """Return what is not served, what happens here, and what the built-in does."""
+    return table(
+        ("what", "here", "built-in"),
+        [
+            (
+                finding.what,
+                "falls back" if finding.builtin_supports else "refused",
+                f"served{finding.drawback and f'; {finding.drawback}'}"
+                if finding.builtin_supports
+                else "refused",
+            )
+            for finding in found
+        ],
+    )
+
+
+def flags() -> str:
+    """List flags and devices."""
+    served = dict(
+        speculative_draft_window_size=None, device="cuda", attention_backend=None, tokenizer_worker_num=1
+    )
+    changes = [{field: "another"} for field, *_ in support._FLAGS]
+    changes += [{"speculative_draft_window_size": 0}, {"device": "npu"}]
+    changes += [{"device": "cpu", "attention_backend": "flashinfer"}]
+    found = [finding for change in changes for finding in ask(support.flag_findings, served | change)]
+    backends = support.target_attention_findings("cuda", "another", is_chosen=True)
+    heads = support._split_problem(
+        SimpleNamespace(tp_size=4, attn_dp_size=1), {"num_attention_heads": 6, "num_key_value_heads": 3}
+    )
+    return findings_table([*found, *backends, unsupported.Unsupported(f"for example {heads}")])
+
+
+def ask(rule: Callable[[Any], Any], arguments: dict[str, Any]) -> Any:
+    """Return what a rule says of these server arguments."""
+    return rule(SimpleNamespace(**arguments))
+
+
+def dp_attention() -> str:
+    """List what does not go with DP attention."""
+    served = dict(
+        attn_dp_size=2,
+        tp_size=4,
+        enable_dp_lm_head=True,
+        enable_mixed_chunk=False,
+        disaggregation_mode="null",
+        device="cuda",
+        model_path=None,
+        revision=None,
+    )
+    changes: list[dict[str, Any]] = [
+        {"enable_dp_lm_head": False},
+        {"enable_mixed_chunk": True},
+        {"disaggregation_mode": "decode"},
+        {"device": "cpu"},
+    ]
+    found = [finding for change in changes for finding in ask(support.dp_attention_findings, served | change)]
+    with patch.dict(os.environ, SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION="1"):
+        found += ask(support.dp_attention_findings, served)
+    with patch.object(support, "read_config", lambda *_: {"architectures": support.SPLIT_EMBEDDINGS}):
+        of_target = ask(support.dp_attention_findings, served)
+    return (
+        findings_table([*found, *of_target])
+        + f"\n\nThe last row is also that of {names(support.SPLIT_EMBEDDINGS[1:])}."
+    )
+
+
+def ignored_flags() -> str:
+    """List flags that have no effect."""
+    rows = [(f"`{support.flag_of(field)}`", reason) for field, _, reason in resolve._IGNORED_FLAGS]
+    return table(("flag", "why it is ignored"), rows)
+
+
+def whole_blocks() -> str:
+    """List settings with which adaptive width verifies whole blocks."""
+    served = dict(
+        enable_linear_replayssm_spec=False,
+        attn_dp_size=1,
+        enable_lora=False,
+        lora_paths=None,
+        device="cuda",
+    )
+    said = []
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"enable_linear_replayssm_spec": True}, ""),
+        ({"attn_dp_size": 2}, ""),
+        ({"enable_lora": True}, ""),
+        ({}, "4"),
+    )
+    for change, simulated in changes:
+        environment = {DFlashOptions.ADAPTIVE.variable: "{}", "SGLANG_SIMULATE_ACC_LEN": simulated}
+        args = SimpleNamespace(**served | change)
+        with patch.dict(os.environ, environment), patch.object(options.logger, "warning") as warning:
+            options.resolve_adaptive(args, 8, is_recurrent=True)
+        said.append(f"- {warning.call_args.args[1]}")
+    return "\n".join(said)
+
+
+def draft_fields() -> str:
+    """List the fields of a draft's config that another model has."""
+    by_meaning: dict[tuple[str, bool], list[str]] = {}
+    for field, meaning in unsupported._REFUSED.items():
+        is_served = field not in unsupported._BUILTIN_LACKS
+        by_meaning.setdefault((meaning, is_served), []).append(f"{field}*" if field.endswith("_") else field)
+    rows = [
+        (names(found), meaning.rstrip(","), "falls back" if by else "refused", "served" if by else "refused")
+        for (meaning, by), found in by_meaning.items()
+    ]
+    others = names(unsupported.BUILTIN_ARCHITECTURES)
+    kinds_of_rope = names(get_args(fields.RopeKind))
+    return (
+        table(("field", "stands for", "here", "built-in"), rows)
+        + f"\n\nThe architectures {others} fall back too, and a RoPE of another kind than {kinds_of_rope}."
+    )
+
+
+def attention() -> str:
+    """List attention backends of target and draft on CUDA."""
+    backends = dict.fromkeys((*support.TARGET_ATTENTION_BACKENDS, *target_fit.DRAFT_ATTENTION_BACKENDS))
+    rows = []
+    for backend in backends:
+        limits = []
+        if backend in target_fit.COUNT_WINDOW_FROM_ANCHOR:
+            limits.append("not for windows counted from the query (z-lab, P-EAGLE)")
+        if backend in target_fit.COUNT_WINDOW_FROM_QUERY:
+            limits.append("not for windows counted from the anchor (`speculators` DFlash)")
+        if backend in target_fit.PAGED_BACKENDS:
+            limits.append("P-EAGLE: pages of one slot")
+        drafts = "; ".join(limits) if backend in target_fit.DRAFT_ATTENTION_BACKENDS else "on another backend"
+        rows.append((f"`{backend}`", drafts))
+    return table(("target verifies on", "draft"), rows)
+
+
+def targets() -> str:
+    """List the targets by what is known of them."""
+    wrong = [f"`{name}` (SGLang captures {why})" for name, why in kinds._CAPTURES_WRONG_STATES.items()]
+    return "\n".join(
+        (
+            f"- Compared with Hugging Face's states: {names(kinds.VERIFIED_TARGETS)}.",
+            f"- Refused: {', '.join(wrong)}, and classes whose hidden states SGLang does not capture.",
+            "- Any other class: served with a warning.",
+            f"- A draft may read the last layer of {names(target_fit._CAPTURES_LAST_LAYER)}; of others it is "
+            "refused, as SGLang does not capture it.",
+        )
+    )
+
+
+def on_a_cpu() -> str:
+    """List what a CPU does not serve, and its caps."""
+    features = [f"- Refused: {name}." for *_, name in cpu.FEATURES]
+    return "\n".join(
+        (
+            *features,
+            "- Refused: targets with recurrent layers other than "
+            f"{names(cpu.RECURRENT_TARGETS)} (types of text models).",
+            f"- Attention runs on `{cpu.CPU_ATTENTION_BACKEND}`.",
+            f"- Without `--mem-fraction-static`: {cpu.CPU_MAX_TOTAL_TOKENS:,} tokens of KV and "
+            f"{cpu.CPU_MAX_RECURRENT_STATES} recurrent states, unless given.",
+        )
+    )
+
+
+def requests() -> str:
+    """List what a request is refused for, in the words of its HTTP 400."""
+    rows = [(f"`{field}`", said) for field, said in (*_of_the_front_end(), *_of_the_scheduler())]
+    return table(("field", "HTTP 400"), rows)
+
+
+def _of_the_front_end() -> Iterable[tuple[str, str]]:
+    for field, value in (("n", request_fields.MAX_ANSWERS + 1), ("stop_regex", "("), ("temperature", "hot")):
+        try:
+            request_fields._check_sampling({field: value})
+        except ValueError as error:
+            yield field, str(error)
+
+
+def _of_the_scheduler() -> Iterable[tuple[str, str]]:
+    model = SimpleNamespace(vocab_size=1000, hidden_size=64)
+    served = dict(
+        return_hidden_states=False,
+        token_ids_logprob=None,
+        top_logprobs_num=0,
+        logprob_start_len=-1,
+        input_embeds=None,
+    )
+    bad: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+        ("return_hidden_states", {"return_hidden_states": True}, {}),
+        ("min_p", {}, {"min_p": 0.1}),
+        ("regex", {}, {"regex": "a"}),
+        ("custom_params", {}, {"custom_params": {request_fields.FIELD: -1}}),
+        ("stop_token_ids", {}, {"stop_token_ids": [1000]}),
+        ("top_k", {}, {"top_k": request_fields.MAX_TOP_K + 1}),
+        ("top_logprobs_num", {"top_logprobs_num": 1001}, {}),
+        ("logprob_start_len", {"logprob_start_len": -2}, {}),
+        ("input_embeds", {"input_embeds": [[0.0]]}, {}),
+    )
+    execution = SimpleNamespace(
+        deterministic=SimpleNamespace(enable_deterministic_inference=True),
+        kernel=SimpleNamespace(grammar_backend="outlines"),
+    )
+    with patch.object(request_fields, "get_exec", lambda: execution):
+        for field, of_request, sampling in bad:
+            params = SamplingParams(**sampling)
+            request = SimpleNamespace(**served | of_request, sampling_params=params)
+            said = request_fields.find_problem(request, model)
+            assert said is not None, field
+            yield field, said
+
+
+def fallback_rules() -> str:
+    """List what forbids the fallback, and what it loses."""
+    requested: dict[str, Any] = {
+        "COPY_AHEAD": 1,
+        "DRAFT_SAMPLE_METHOD": "probabilistic",
+        "DRAFT_TEMPERATURE_SCALE": 0.5,
+        "DRAFT_SAMPLED_SLOTS": 1,
+        "DRAFT_HEAD_DTYPE": "fp8",
+    }
+    environment = {getattr(DFlashOptions, name).variable: str(value) for name, value in requested.items()}
+    with patch.dict(os.environ, environment):
+        forbidding = [text.split()[2].rstrip(",") for text in fallback._forbidding_options()]
+    return (
+        f"The start ends instead of falling back if one of {names(forbidding)} or "
+        f"`--speculative-draft-model-quantization {fallback.PACKED}` is given, with a `speculators` or "
+        "P-EAGLE checkpoint, with `--speculative-dflash-strict`, and if the built-in refuses too.\n\n"
+        f"A server that falls back has no {', no '.join(fallback.BUILTIN_LACKS)}."
+    )
+
+
+def plain_cycle() -> str:
+    """List what the plain cycle switches off."""
+    parts = [*options._OFF_IN_PLAIN_CYCLE, *options._EXTRA, "ReplaySSM"]
+    return (
+        f"`{DFlashOptions.PLAIN_CYCLE.variable}=1` switches these off, on a CPU too, whatever the flags say: "
+        f"{', '.join(parts)}. Set it first if something goes wrong: if the fault stays, none of them is its "
+        "cause. One line of the log lists them."
+    )
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "Flags and devices": flags,
+    "DP attention": dp_attention,
+    "The fallback": fallback_rules,
+    "Flags without an effect": ignored_flags,
+    "Adaptive width verifies whole blocks": whole_blocks,
+    "The plain cycle": plain_cycle,
+    "Fields of a draft": draft_fields,
+    "Attention backends on CUDA": attention,
+    "Targets": targets,
+    "On a CPU": on_a_cpu,
+    "Requests": requests,
+}
+LEADS = {
+    "DP attention": "Served with `--enable-dp-lm-head`, all drafts and recurrent states. Not served:",
+    "Flags without an effect": "A warning names them.",
+    "Adaptive width verifies whole blocks": "A warning says so if it was requested and is:",
+    "Requests": "A request whose logits contain NaN or infinity ends alone (`NaN happened`). Examples "
+    "of what is refused, on a target of 1,000 tokens, with deterministic inference and outlines:",
+    "Fields of a draft": "A draft whose config has one of these is another model:",
+}
+
+
+def page() -> str:
+    """Return the whole page."""
+    parts = [INTRODUCTION]
+    for title, write in SECTIONS.items():
+        lead = f"{LEADS[title]}\n\n" if title in LEADS else ""
+        parts.append(f"## {title}\n\n{lead}{write()}\n")
+    return "\n".join(parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write docs/limits.md")
+    parser.add_argument("--check", action="store_true", help="compare docs/limits.md with the code")
+    args = parser.parse_args(arguments)
+    text = page()
+    if args.check:
+        if PAGE.read_text() == text:
+            return 0
+        print("docs/limits.md is not what the code says: run python tools/limits.py --write", file=sys.stderr)
+        return 1
+    if args.write:
+        PAGE.write_text(text)
+    else:
+        print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
