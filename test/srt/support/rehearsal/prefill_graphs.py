@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 # The first sizes of SGLang's own list, which ends far beyond the prompts of a rehearsal.
 SIZES = (4, 8, 16, 32, 64, 128, 256)
+# An operator's kernel lives as long as the library object that registered it.
+_LIBRARY = torch.library.Library("sglang", "FRAGMENT")
 
 
 class Segment:
@@ -40,6 +42,7 @@ def install() -> None:
     from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.runtime_context import get_exec
 
+    _give_attention_a_cpu_kernel()
     prefill = get_exec().graph.cuda_graph_config.prefill
     prefill.backend, prefill.bs = Backend.BREAKABLE, list(SIZES)
     runner.get_or_create_global_graph_capture_stream = lambda: None
@@ -59,3 +62,17 @@ def install() -> None:
         return replay(self, shape_key, *args, **kwargs)
 
     backend.BreakableCudaGraphBackend.replay = replay_anew
+
+
+def _give_attention_a_cpu_kernel() -> None:
+    """Let SGLang 0.5.22 call attention on CPU tensors: its operator exists for CUDA alone, 0.5.23 has none."""
+    from sglang.srt.layers import radix_attention
+
+    attend = getattr(radix_attention, "_unified_attention_with_output_impl", None)
+    if attend is None:
+        return
+
+    def run(*args: Any, use_mha_companion: bool = False, **kwargs: Any) -> None:
+        attend(*args, use_mha_companion, False, **kwargs)
+
+    _LIBRARY.impl("unified_attention_with_output", run, "CPU")
