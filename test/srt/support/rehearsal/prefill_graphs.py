@@ -65,7 +65,7 @@ def install() -> None:
 
 
 def _give_attention_a_cpu_kernel() -> None:
-    """Let SGLang 0.5.22 call attention on CPU tensors: its operator exists for CUDA alone, 0.5.23 has none."""
+    """Let SGLang 0.5.22 call attention on CPU tensors: 0.5.23 has no such operator."""
     from sglang.srt.layers import radix_attention
 
     attend = getattr(radix_attention, "_unified_attention_with_output_impl", None)
