@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sglang_dflash.srt.hardware_backend.cpu.packing import plain_weight
+
 DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(DTYPE).max
 _ALIGNMENT = 16  # of both sizes of the weight, in torch._scaled_mm
@@ -66,7 +68,9 @@ class Fp8Head:
     def refresh(self) -> None:
         """Copy the weight again after an update, in place, as CUDA graphs read the copy."""
         rows = max(1, _SLICE // self.weight.shape[1])
-        parts = (tensor.split(rows) for tensor in (self._source.weight.detach(), self.weight, self.scale))
+        parts = (
+            tensor.split(rows) for tensor in (plain_weight(self._source).detach(), self.weight, self.scale)
+        )
         for source, weight, scale in zip(*parts, strict=True):
             quantized, own_scale = quantize_rows(source)
             weight.copy_(quantized)

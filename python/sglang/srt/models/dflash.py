@@ -30,6 +30,7 @@ from sglang_dflash.kernels.ops.speculative.context_kv import (
 )
 from sglang_dflash.srt.compat import table_qk_norm_rope_
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig
+from sglang_dflash.srt.hardware_backend.cpu.packing import plain_weight
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 from sglang_dflash.srt.models.quantized_linear import packed_layers_of
@@ -158,7 +159,7 @@ class DFlashAttention(nn.Module):
         if not isinstance(self.qkv_proj.quant_method, UnquantizedLinearMethod):
             method = type(self.qkv_proj.quant_method).__name__
             raise ValueError(f"DFLASH draft: K and V rows of a packed qkv_proj ({method}) are gone")
-        return self.qkv_proj.weight[self.q_size :], bias
+        return plain_weight(self.qkv_proj)[self.q_size :], bias
 
 
 class DFlashDecoderLayer(nn.Module):

@@ -24,6 +24,7 @@ from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
 from sglang_dflash.srt.configs.flat_peagle import ARCHITECTURES
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
+from sglang_dflash.srt.hardware_backend.cpu.packing import unpacked
 from sglang_dflash.srt.models.quantized_linear import model_layer
 
 
@@ -252,7 +253,8 @@ class RoutedUpdater:
         self._problem, self._has_tried, self._has_written = None, False, False
         self._selector, self._draft.takes_parts = selector or self.selector, not is_whole
         try:
-            is_done, message = update()
+            with unpacked(self._model, self._draft):  # the target's update tries the draft's tensors too
+                is_done, message = update()
             problem = None if is_done else message
         except Exception as error:  # a broken checkpoint can raise anything
             problem = described(error)

@@ -1,0 +1,149 @@
+"""Weights of a CPU server in oneDNN's own layout, where the CPU multiplies bfloat16.
+
+A product with a plain weight reorders it in every call. A packed weight is reordered once. Attention and MLP
+layers keep the packed copy alone: until it is unpacked, their parameter has its shape but no values, and a
+reader that does not know gets NaN. Other layers, whose weight models read directly, keep both copies. So does
+a head that is tied to the embedding, which looks up rows.
+
+SGLang unpacks and packs again around a weight update through `restore_weights_before_loading` and
+`process_weights_after_loading`, as it does for quantized weights.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.runtime_context import get_lora
+from torch import nn
+
+from sglang_dflash.srt.hardware_backend.cpu.speedups import multiplies_bfloat16
+
+# Rows that oneDNN chooses the layout for. It serves any number of rows.
+_ROWS = 8
+# Models read the weights of replicated layers directly, a router's for example.
+_PACKED = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
+
+
+class _Packed:
+    """Part of a method that multiplies with a packed weight. Each layer has its own method.
+
+    Args:
+        keeps_plain: Whether the layer's parameter keeps its values.
+
+    Attributes:
+        weight: The packed weight. None: the layer is unpacked.
+    """
+
+    def __init__(self, keeps_plain: bool):
+        self._keeps_plain = keeps_plain
+        self.weight: torch.Tensor | None = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the weight."""
+        if self.weight is not None and not self._keeps_plain:
+            return
+        plain = layer.weight.data
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(plain, _ROWS)
+        if not self._keeps_plain:
+            layer.weight.data = plain.new_full((1, 1), torch.nan).expand(plain.shape)
+
+    def restore_weights_before_loading(self, layer: Any) -> None:
+        """Unpack the weight; until it is packed again, the plain one is multiplied."""
+        layer.weight.data = self.plain(layer)
+        self.weight = None
+
+    def plain(self, layer: Any) -> torch.Tensor:
+        """Return the plain weight."""
+        is_gone = self.weight is not None and not self._keeps_plain
+        return self.weight.to_dense() if is_gone else layer.weight.data  # type: ignore[union-attr]
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.weight is None:
+            return torch.nn.functional.linear(x, layer.weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(x.to(torch.bfloat16), self.weight, bias, "none", [], "")
+
+
+class PackedLinearMethod(_Packed, UnquantizedLinearMethod):
+    """SGLang's method of plain layers, with a packed weight."""
+
+
+class PackedHeadMethod(_Packed, UnquantizedEmbeddingMethod):
+    """SGLang's method of plain heads and embeddings, with a packed weight for logits."""
+
+
+def pack(model: nn.Module) -> None:
+    """Pack the plain bfloat16 weights of a loaded model's layers and head.
+
+    A server with LoRA adapters keeps all weights plain, and so does a CPU that cannot multiply bfloat16.
+    """
+    if get_lora().enable_lora or not multiplies_bfloat16():
+        return
+    heads = {id(module.lm_head) for module in model.modules() if hasattr(module, "lm_head")}
+    if any(_computes_logits_otherwise(module) for module in model.modules()):
+        heads.clear()
+    readers = Counter(_storage(one) for _, one in model.named_parameters(remove_duplicate=False))
+    for module in model.modules():
+        method = _method(module, is_head=id(module) in heads)
+        if method is None or not _is_packable(module.weight):
+            continue
+        is_read = readers[_storage(module.weight)] > 1 or type(module) is ReplicatedLinear
+        module.quant_method = method(keeps_plain=is_read)
+        module.quant_method.process_weights_after_loading(module)
+
+
+def _method(module: Any, is_head: bool) -> Any:
+    """Return the class of a plain layer's method; None for other modules."""
+    kind = type(getattr(module, "quant_method", None))
+    if kind is UnquantizedLinearMethod and type(module) in _PACKED:
+        return PackedLinearMethod
+    return PackedHeadMethod if kind is UnquantizedEmbeddingMethod and is_head else None
+
+
+def _is_packable(weight: torch.Tensor) -> bool:
+    """Tell whether a weight is a bfloat16 matrix, and not a view of another tensor."""
+    is_matrix = weight.dtype == torch.bfloat16 and weight.dim() == 2
+    return is_matrix and weight.untyped_storage().nbytes() == weight.nbytes
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _computes_logits_otherwise(module: Any) -> bool:
+    """Tell whether a LogitsProcessor multiplies with the head's weight in another dtype."""
+    is_processor = isinstance(module, LogitsProcessor)
+    return is_processor and bool(module.use_fp32_lm_head or module.rl_on_policy_target)
+
+
+def is_packed(layer: Any) -> bool:
+    """Tell whether a layer multiplies with a packed weight."""
+    method = getattr(layer, "quant_method", None)
+    return isinstance(method, _Packed) and method.weight is not None
+
+
+def plain_weight(layer: Any) -> torch.Tensor:
+    """Return a layer's weight, unpacked if it is packed."""
+    return layer.quant_method.plain(layer) if is_packed(layer) else layer.weight
+
+
+@contextmanager
+def unpacked(*models: nn.Module) -> Iterator[None]:
+    """Hold the models' weights plain, to be written. Weights that are plain before stay so."""
+    layers = [layer for model in models for layer in model.modules() if is_packed(layer)]
+    for layer in layers:
+        layer.quant_method.restore_weights_before_loading(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.quant_method.process_weights_after_loading(layer)
