@@ -157,6 +157,7 @@ def test_what_a_cpu_has_no_kernels_for_is_refused():
     def check(config, name="AnyForCausalLM", **arguments):
         config.architectures = [name]
         off = {"disaggregation_mode": "null", "enable_hierarchical_cache": False}
+        off |= {"enable_torch_compile": False, "speculative_algorithm": None}
         model_config = SimpleNamespace(
             hf_config=config, linear_attn_registry_result=None, is_draft_model=False
         )
@@ -171,3 +172,6 @@ def test_what_a_cpu_has_no_kernels_for_is_refused():
     for arguments in ({"disaggregation_mode": "decode"}, {"enable_hierarchical_cache": True}):
         with pytest.raises(ValueError, match="on a CPU: .*--" + next(iter(arguments)).split("_")[0]):
             check(Qwen3Config(), **arguments)
+    check(Qwen3Config(), enable_torch_compile=True)
+    with pytest.raises(ValueError, match="--enable-torch-compile: on a CPU, .* without a draft only"):
+        check(Qwen3Config(), enable_torch_compile=True, speculative_algorithm="dflash")

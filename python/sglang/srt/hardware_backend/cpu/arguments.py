@@ -93,6 +93,8 @@ def check_runs_on_cpu(args: Any, model_config: Any) -> None:
     is_recurrent = mambaish_config(model_config) is not None
     if is_recurrent and config.get_text_config().model_type not in RECURRENT_TARGETS:
         found.append(f"{config.architectures[0]}, because of its recurrent layers")
+    if args.enable_torch_compile and (args.speculative_algorithm or "").upper() == "DFLASH":
+        raise ValueError("--enable-torch-compile: on a CPU, SGLang compiles servers without a draft only.")
     if found:
         raise ValueError(
             f"Not served on a CPU: {'; '.join(found)}. SGLang runs that with kernels for GPUs alone, with a "

@@ -92,6 +92,7 @@ def pack(model: nn.Module) -> None:
     if any(_computes_logits_otherwise(module) for module in model.modules()):
         heads.clear()
     readers = Counter(_storage(one) for _, one in model.named_parameters(remove_duplicate=False))
+    module: Any
     for module in model.modules():
         method = _method(module, is_head=id(module) in heads)
         if method is None or not _is_packable(module.weight):
@@ -139,7 +140,7 @@ def plain_weight(layer: Any) -> torch.Tensor:
 @contextmanager
 def unpacked(*models: nn.Module) -> Iterator[None]:
     """Hold the models' weights plain, to be written. Weights that are plain before stay so."""
-    layers = [layer for model in models for layer in model.modules() if is_packed(layer)]
+    layers: list[Any] = [layer for model in models for layer in model.modules() if is_packed(layer)]
     for layer in layers:
         layer.quant_method.restore_weights_before_loading(layer)
     try:

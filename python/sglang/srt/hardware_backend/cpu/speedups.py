@@ -51,23 +51,28 @@ def multiplies_bfloat16() -> bool:
 
 
 def fused_rms_norm():
-    """Build an `RMSNorm.forward_native` that calls PyTorch's own operator."""
+    """Build an `RMSNorm.forward_native` that calls PyTorch's own operator, in float32 as SGLang does."""
     from sglang.srt.layers.layernorm import RMSNorm
 
     original = inspect.unwrap(RMSNorm.forward_native)
 
     @functools.wraps(original)
     def forward_native(self, x, residual=None, post_residual_addition=None, quant_linear=None):
-        is_float32 = x.dtype == self.weight.dtype == torch.float32 and self.override_orig_dtype is None
-        if not is_float32 or self.variance_size_override is not None or x.shape[-1] != self.hidden_size:
+        dtype = x.dtype
+        is_plain = self.override_orig_dtype is None and self.variance_size_override is None
+        is_plain = is_plain and dtype == self.weight.dtype and x.shape[-1] == self.hidden_size
+        if dtype == torch.bfloat16:
+            is_plain = is_plain and not self.cast_x_before_out_mul and not self.fp32_residual
+        if not is_plain or dtype not in (torch.float32, torch.bfloat16):
             return original(self, x, residual, post_residual_addition, quant_linear)
-        x = x.contiguous()
+        x = x.contiguous().float()
         if residual is not None:
             x = x + residual
             if post_residual_addition is not None:
                 x = x + post_residual_addition
-        normed = torch.nn.functional.rms_norm(x, (self.hidden_size,), self.weight, self.variance_epsilon)
-        return normed if residual is None else (normed, x)
+        weight = self.weight.float()
+        normed = torch.nn.functional.rms_norm(x, weight.shape, weight, self.variance_epsilon).to(dtype)
+        return normed if residual is None else (normed, x.to(dtype))
 
     return forward_native
 
