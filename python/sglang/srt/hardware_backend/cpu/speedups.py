@@ -51,7 +51,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def fused_rms_norm():
-    """Build an `RMSNorm.forward_native` that calls PyTorch's own operator, in float32 as SGLang does."""
+    """Build an `RMSNorm.forward_native` that calls PyTorch's operator in float32."""
     from sglang.srt.layers.layernorm import RMSNorm
 
     original = inspect.unwrap(RMSNorm.forward_native)

@@ -40,9 +40,9 @@ _CONTEXT = 128  # committed tokens of a request in the measurement
 _REPEATS = 5
 _STEADY = 1.2  # samples of a quiet machine, over the least of them
 _OVERLAPPED_CYCLES = 2  # timed together on a GPU
-# Seconds after which each load is measured once and the larger ones are left out. Ignored with several ranks:
-# one rank cannot decide that alone.
-_BUDGET_S = 8.0
+# Seconds that the cycles may take; larger loads are left out. The reads of contexts come on top. Ignored with
+# several ranks: one rank cannot decide that alone.
+_BUDGET_S = {"cpu": 1.8, "cuda": 8.0}
 # The cost of a committed token is measured with few requests of long contexts, so many tokens in all that it
 # shows.
 _FEW_REQUESTS = 8
@@ -74,7 +74,7 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
     else:
         backends = RowBackends(runner, block_size)
     skips_draft = worker.drafter.writes_context_apart
-    budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S
+    budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S[worker.device]
     costs = _measure(worker, backends, widths, budget)
     backends.follow(np.array([block_size - 1]))
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
@@ -218,9 +218,9 @@ class _CycleTimer:
         samples: list[list[np.ndarray]] = []  # of each load, [repeats][2, cycles]
         with self._own_kv_slots(loads[-1], context):
             for n in loads:
-                self._time_cycles(cycles, n, context)  # warms up
+                start = time.perf_counter()
                 samples.append([self._time_cycles(cycles, n, context)])
-                if time.perf_counter() >= deadline:
+                if 2 * time.perf_counter() - start >= deadline:  # a larger load takes at least as long
                     break
             for n, of_load in [*zip(loads, samples, strict=False)] * (_REPEATS - 1):
                 if time.perf_counter() >= deadline:
@@ -248,12 +248,11 @@ class _CycleTimer:
         added: list[float] = []  # seconds of all widths together
         cycles = [_TimedCycle(width) for width in self._widths]
         with self._own_kv_slots(n, longer):
-            for repeat in range(1 + _REPEATS):
+            for _ in range(_REPEATS):
                 short, long = (self._time_cycles(cycles, n, length)[0].sum() for length in (context, longer))
-                if repeat > 0:  # the first warms up
-                    added.append(float(long - short))
-                    if time.perf_counter() >= deadline:
-                        break
+                added.append(float(long - short))
+                if time.perf_counter() >= deadline:
+                    break
         draft_pool = self._worker.draft_worker.model_runner.token_to_kv_pool
         draft_share = draft_pool.mem_usage / self.runner.token_to_kv_pool.mem_usage
         reads = len(self._widths) + draft_share * sum(width > 1 for width in self._widths)
