@@ -5,6 +5,7 @@
     python benchmark/bench.py --check     # float32 answers equal those without speculation, on every prompt
     python benchmark/bench.py --target T --draft D --prompts humaneval mine=FILE --concurrency 1 8
     python benchmark/bench.py --draft D1 D2                     # drafts side by side
+    python benchmark/bench.py --peers     # also transformers, and llama.cpp and vLLM if they are installed
     python benchmark/bench.py --peer-env SGLANG_PLUGINS=none    # also SGLang's built-in DFLASH (needs a GPU)
 
 All servers run at the same time and are measured in turn, A B C A B C. A ratio is of two runs of the same
@@ -30,6 +31,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import check
+import peers
 import prompt_sets
 import report
 import torch
@@ -53,6 +55,11 @@ RESULTS = ROOT / "benchmark" / "results"
 TINY_PAIRS = (TARGET, DRAFT), (HYBRID_TARGET, HYBRID_DRAFT)
 LEAST_REQUESTS = 4  # of a run
 TOKENS_PER_REQUEST = 1024  # room for a prompt and its answer in a server's KV pool
+# Servers without speculation: stock SGLang, and on a CPU our attention and layers.
+PLAIN = {
+    "none": (report.NO_SPECULATION, {}),
+    "none-ours": (report.NO_SPECULATION + report.OUR_LAYERS, {"SGLANG_DFLASH_CPU_LAYERS": "1"}),
+}
 COPY_AHEAD, ADAPTIVE_WIDTH = "--speculative-copy-ahead", "--speculative-adaptive"
 SPECULATIVE = {
     "whole": (report.WHOLE_BLOCKS, ("--no-speculative-adaptive",)),
@@ -149,6 +156,7 @@ class Variant:
         python: Its interpreter.
         phase_file: The file that its phase times are written to, if they are.
         skips: Sets of prompts that it is not measured on.
+        is_greedy: Whether it is measured at temperature 0 only.
     """
 
     name: str
@@ -157,6 +165,7 @@ class Variant:
     python: str = sys.executable
     phase_file: Path | None = None
     skips: tuple[str, ...] = ()
+    is_greedy: bool = False
 
     def serve(self) -> contextlib.AbstractContextManager[Server]:
         return serve(*self.arguments, env=self.env, python=self.python)
@@ -193,7 +202,7 @@ def _chosen_sets(args: argparse.Namespace, target: str) -> list[PromptSet]:
 def plan(
     args: argparse.Namespace, target: str, drafts: Sequence[str], sets: Sequence[PromptSet], scratch: Path
 ) -> list[Variant]:
-    """Return the servers to measure, the one without speculation first."""
+    """Return the servers to measure, those without speculation first."""
     common = ["--model-path", target, "--dtype", "float32" if args.check else args.dtype]
     # All servers are up at once: an idle one must sleep. On a CPU the default pool of each would be large.
     common += ["--sleep-on-idle", "--random-seed", "1"]
@@ -202,7 +211,8 @@ def plan(
         common += ["--max-total-tokens", str(pool)]
     common += shlex.split(args.server_args)
     threads = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
-    variants = [Variant(report.NO_SPECULATION, tuple(common), threads)] if "none" in args.servers else []
+    plain = [PLAIN[key] for key in PLAIN if key in args.servers]
+    variants = [Variant(name, tuple(common), {**threads, **env}) for name, env in plain]
     for draft in drafts:
         for key in (key for key in SPECULATIVE if key in args.servers):
             name, flags = SPECULATIVE[key]
@@ -238,17 +248,20 @@ def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str
     """Measure all servers of one target in turn, and write the results after each cell."""
     started = time.perf_counter()
     sets, maker, loads = _chosen_sets(args, target), RequestMaker(target), []
+    others = peers.find(target, args.dtype, args.threads, args.gguf) if args.peers else []
     heading = _heading(args, target, drafts, sets)
+    heading["versions"] |= {peer.name: peer.version for peer in others}
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        variants = plan(args, target, drafts, sets, scratch)
+        variants = [*plan(args, target, drafts, sets, scratch), *others]
         servers = [(variant, stack.enter_context(variant.serve())) for variant in variants]
         for variant, server in servers:
             bodies = [maker.body(prompt, sets[0].sampling(0)) for prompt in sets[0].slice(0, 4)]
             measure(server, bodies, 4, variant.name)  # warm up
         for chosen in sets:
-            measured = [(variant, server) for variant, server in servers if chosen.name not in variant.skips]
+            of_set = [(variant, server) for variant, server in servers if chosen.name not in variant.skips]
             for temperature, concurrency in cells(args):
+                measured = [pair for pair in of_set if not (temperature and pair[0].is_greedy)]
                 count = max(LEAST_REQUESTS, concurrency * args.requests_per_slot)
                 for number in range(args.rounds):
                     where = {"prompts": chosen.name, "temperature": temperature, "round": number}
@@ -349,7 +362,10 @@ def _parse_arguments() -> argparse.Namespace:
         "with text or messages; default: the first three, and the last one for a tiny target",
     )
     parser.add_argument(
-        "--servers", nargs="+", choices=("none", *SPECULATIVE), default=["none", *SPECULATIVE]
+        "--servers",
+        nargs="+",
+        choices=(*PLAIN, *SPECULATIVE),
+        default=["none", *([] if torch.cuda.is_available() else ["none-ours"]), *SPECULATIVE],
     )
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
@@ -371,6 +387,8 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--peer-python", help="its interpreter, if another one")
     parser.add_argument("--peer-args", default="", help="its additional flags")
+    parser.add_argument("--peers", action="store_true", help="measure other engines too (peers.py)")
+    parser.add_argument("--gguf", type=Path, help="the target for llama.cpp; default: one beside its weights")
     parser.add_argument("--name", default="bench", help="of the files in benchmark/results/")
     parser.add_argument("--quick", action="store_true", help="a smoke test: one round of short answers")
     parser.add_argument(

@@ -19,6 +19,7 @@ from acceptance import Acceptance
 PHASES = ("prepare", "draft", "verify", "accept", "commit", "rest")
 NO_SPECULATION, WHOLE_BLOCKS, ADAPTIVE = "no speculation", "whole blocks", "adaptive"
 COPIES = ", copies"  # at the end of a server's name
+OUR_LAYERS = ", our layers"
 
 
 def cell(load) -> tuple[str, float, int]:
@@ -31,13 +32,22 @@ def in_cell(loads, where: tuple, server: str) -> list:
     return sorted((x for x in loads if cell(x) == where and x.server == server), key=lambda x: x.round)
 
 
-def ratios(loads, where: tuple, server: str, base: str = NO_SPECULATION) -> list[float]:
-    """Return output tokens/s relative to `base`, one ratio for each round that both served."""
-    ours, theirs = ({x.round: x for x in in_cell(loads, where, name)} for name in (server, base))
-    return [
-        ours[number].tokens_per_second / theirs[number].tokens_per_second
-        for number in sorted(ours.keys() & theirs.keys())
-    ]
+def is_plain(server: str) -> bool:
+    """Tell whether a server runs SGLang without speculation."""
+    return server.startswith(NO_SPECULATION)
+
+
+def ratios(loads, where: tuple, server: str) -> list[float]:
+    """Return output tokens/s relative to the faster server without speculation, by round.
+
+    Rounds that one of the two did not serve are left out.
+    """
+    plain: dict[int, float] = {}
+    for load in loads:
+        if cell(load) == where and is_plain(load.server):
+            plain[load.round] = max(plain.get(load.round, 0.0), load.tokens_per_second)
+    runs = in_cell(loads, where, server)
+    return [run.tokens_per_second / plain[run.round] for run in runs if run.round in plain]
 
 
 def half_range(values: Sequence[float]) -> float:
@@ -53,7 +63,7 @@ def formatted(values: Sequence[float]) -> str:
 def line(load, loads) -> str:
     """Format one run; the ratio is that of its round."""
     same_round = [x for x in loads if x.round == load.round]
-    found = ratios(same_round, cell(load), load.server) if load.server != NO_SPECULATION else []
+    found = ratios(same_round, cell(load), load.server) if not is_plain(load.server) else []
     ratio = f"{found[0]:5.2f}x" if found else " " * 6
     accept = f"accept length {load.accept_length:.2f}" if load.acceptance else ""
     where = f"{load.prompts} T={load.temperature:g} x{load.concurrency}"
@@ -80,7 +90,7 @@ def table(loads) -> str:
         values = []
         for server in servers:
             runs = in_cell(loads, where, server)
-            found = ratios(loads, where, server) if server != NO_SPECULATION else []
+            found = ratios(loads, where, server) if not is_plain(server) else []
             speed = f"{statistics.median(x.tokens_per_second for x in runs):.0f}" if runs else "–"
             values.append(f"{speed} ({formatted(found)})" if found else speed)
         prompts, temperature, concurrency = where
@@ -170,17 +180,22 @@ def readme_table(loads) -> str:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for prompts, suffix in itertools.product(dict.fromkeys(load.prompts for load in loads), ("", COPIES)):
-        servers = [NO_SPECULATION, WHOLE_BLOCKS + suffix, ADAPTIVE + suffix]
+        servers = [WHOLE_BLOCKS + suffix, ADAPTIVE + suffix]
         for where in (where for where in cells(loads) if where[0] == prompts):
+            plain = [in_cell(loads, where, server) for server in names(loads) if is_plain(server)]
             runs = [in_cell(loads, where, server) for server in servers]
-            if not all(runs):
+            if not any(plain) or not all(runs):
                 continue
-            speeds = [f"{statistics.median(x.tokens_per_second for x in of):.0f}" for of in runs]
-            found = [formatted(ratios(loads, where, server)) for server in servers[1:]]
-            values = [speeds[0], *(f"{s} ({r})" for s, r in zip(speeds[1:], found))]
+            found = [formatted(ratios(loads, where, server)) for server in servers]
+            values = [f"{max(map(_speed, filter(None, plain))):.0f}"]
+            values += [f"{_speed(of):.0f} ({ratio})" for of, ratio in zip(runs, found)]
             values.append(f"{lengths[prompts, WHOLE_BLOCKS + suffix]:.2f}")
             rows.append(f"| {prompts}{suffix} | {where[2]} | " + " | ".join(values) + " |")
     return "\n".join(rows) + "\n"
+
+
+def _speed(runs: Sequence) -> float:
+    return statistics.median(run.tokens_per_second for run in runs)
 
 
 def markdown(heading: dict, loads, stem: str) -> str:
@@ -198,8 +213,8 @@ def markdown(heading: dict, loads, stem: str) -> str:
         *([heading["remark"]] if heading["remark"] else []),
         "## Tokens per second",
         f"All servers are up and are measured in turn, in {heading['rounds']} rounds a cell. In brackets: "
-        "relative to no speculation in the same round, median and half the range. An answer ends at the "
-        f"target's stop token or at a limit of new tokens: {limits}.{ignored}",
+        "relative to the faster server without speculation in the same round, median and half the range. An "
+        f"answer ends at the target's stop token or at a limit of new tokens: {limits}.{ignored}",
         table(loads),
         f"![tokens per second and acceptance]({stem}.png)",
         "## Accept length and acceptance per position",

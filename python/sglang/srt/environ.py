@@ -91,6 +91,8 @@ class DFlashOptions:
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
     # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.
     ADAPTIVE: Option[str | None] = Option("SGLANG_DFLASH_ADAPTIVE", None, str, is_extra=True)
+    # Our attention and layers on a CPU for servers without a draft too, as the benchmark's baseline.
+    CPU_LAYERS = _switch("SGLANG_DFLASH_CPU_LAYERS")
     # Compare FlashInfer's chunk counts with the device's lengths; a difference ends the server.
     CHECK_PLANS = _switch("SGLANG_DFLASH_CHECK_PLANS")
     # SGLang's built-in DFLASH serves: from the main process to its children, which report it.

@@ -120,7 +120,8 @@ def served_by(monkeypatch, answer) -> list:
         options = [argument for argument in arguments if argument.startswith("--")]
         kind = "whole" if "--no-speculative-adaptive" in options else "adaptive"
         kind += "-copies" * ("--speculative-copy-ahead" in options)
-        yield FakeServer(kind if "--speculative-algorithm" in options else "none", answer)
+        plain = "none-ours" if "SGLANG_DFLASH_CPU_LAYERS" in env else "none"
+        yield FakeServer(kind if "--speculative-algorithm" in options else plain, answer)
 
     monkeypatch.setattr(bench, "serve", serve)
     return FakeServer.sent
@@ -128,7 +129,7 @@ def served_by(monkeypatch, answer) -> list:
 
 def answer(name: str, body: dict, ids=(7, 8, 9), reason="stop") -> dict:
     meta = {"completion_tokens": len(ids), "finish_reason": {"type": reason}}
-    if name != "none":
+    if not name.startswith("none"):
         meta["spec_correct_drafts_histogram"] = [1, 0, 1]
     if body.get("return_logprob"):
         meta["output_top_logprobs"] = [[(-0.1, 1, None), (-2.0, 2, None)] for _ in ids]
@@ -143,6 +144,7 @@ def own_prompts(tmp_path, count: int = 40) -> str:
 
 def started(monkeypatch, tmp_path, *flags: str) -> int:
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(bench, "version", lambda name: f"{name}'s version")
     monkeypatch.setattr(sys, "argv", ["bench.py", "--target", "t", "--draft", "d", *flags])
     return bench.main()
@@ -152,14 +154,17 @@ def test_servers_take_turns_with_the_same_prompts(monkeypatch, tmp_path):
     sent = served_by(monkeypatch, answer)
     flags = ("--rounds", "2", "--concurrency", "1", "4", "--temperature", "0", "1", "--name", "x.y")
     assert started(monkeypatch, tmp_path, "--prompts", own_prompts(tmp_path), *flags) == 0
-    order = ["none", "whole", "adaptive", "whole-copies", "adaptive-copies"]
+    order = ["none", "none-ours", "whole", "adaptive", "whole-copies", "adaptive-copies"]
     assert [name for name, *_ in sent] == order + 6 * order  # the first ones warm up
     runs = sent[len(order) :]
     for first in range(0, len(runs), len(order)):
         assert all(run[1:] == runs[first][1:] for run in runs[first : first + len(order)])
-    cells = [(len(bodies), at, bodies[0]["sampling_params"]["temperature"]) for _, bodies, at in runs[::5]]
+    cells = [
+        (len(bodies), at, bodies[0]["sampling_params"]["temperature"])
+        for _, bodies, at in runs[:: len(order)]
+    ]
     assert cells == [(4, 1, 0)] * 2 + [(8, 4, 0)] * 2 + [(8, 4, 1)] * 2
-    assert runs[0][1][0]["text"] == "prompt 0" and runs[5][1][0]["text"] == "prompt 4"
+    assert runs[0][1][0]["text"] == "prompt 0" and runs[len(order)][1][0]["text"] == "prompt 4"
     loads = json.loads((tmp_path / "x.y.json").read_text())["loads"]
     assert len(loads) == len(runs) and {load["round"] for load in loads} == {0, 1}
     assert "| own | 0 | 4 |" in (tmp_path / "x.y.md").read_text()
@@ -170,14 +175,16 @@ def test_a_server_is_measured_on_what_it_is_for(tmp_path):
     monkey = ["bench.py", "--target", "t", "--draft", "d"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", monkey)
+        patch.setattr(bench.torch.cuda, "is_available", lambda: False)
         args = bench._parse_arguments()
     sets = [prompt_sets.load(name) for name in CHAT_SETS]
     plan = bench.plan(args, "t", ["d"], sets, tmp_path)
-    names = ["no speculation", "whole blocks", "adaptive", "whole blocks, copies", "adaptive, copies"]
+    names = ["no speculation", "no speculation, our layers", "whole blocks", "adaptive"]
+    names += ["whole blocks, copies", "adaptive, copies"]
     for chosen in CHAT_SETS:
         assert [v.name for v in plan if chosen not in v.skips] == names
     heldout = [prompt_sets.load("heldout")]
-    assert [v.name for v in bench.plan(args, "t", ["d"], heldout, tmp_path)] == names[:3]
+    assert [v.name for v in bench.plan(args, "t", ["d"], heldout, tmp_path)] == names[:4]
 
 
 def load(server: str, seconds: float, number: int = 0, tokens: int = 100, **more) -> Load:
@@ -201,6 +208,23 @@ def test_a_ratio_is_of_the_same_round():
     assert report.ratios(loads, ("chat", 0.0, 16), "adaptive") == []
     assert "| chat | 0 | 16 | 10 | – |" in report.table(loads)
     assert "2.50x" in report.line(loads[3], loads)
+
+
+def test_a_ratio_is_to_the_faster_server_without_speculation():
+    """In each round, whichever that is; neither has a ratio itself."""
+    loads = [
+        load("no speculation", 10, 0),
+        load("no speculation, our layers", 5, 0),
+        load("adaptive", 2.5, 0, accepted=[1]),
+        load("no speculation", 4, 1),
+        load("no speculation, our layers", 8, 1),
+        load("adaptive", 2, 1, accepted=[1]),
+        load("whole blocks", 2, 1, accepted=[1]),
+    ]
+    assert report.ratios(loads, ("chat", 0.0, 4), "adaptive") == [2.0, 2.0]
+    assert "| chat | 0 | 4 | 18 | 16 | 45 (2.00x ±0.00) | 50 (2.00x) |" in report.table(loads)
+    assert "| chat | 4 | 18 | 50 (2.00x) | 45 (2.00x ±0.00) |" in report.readme_table(loads)
+    assert "x" not in report.line(loads[1], loads).split("tokens/s")[1]
 
 
 def test_answers_that_the_target_ended_count_apart():

@@ -21,6 +21,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 from torch.nn.functional import scaled_dot_product_attention
 
+from sglang_dflash.srt.environ import DFlashOptions
+
 # Up to this many queries per request, repeating a mask is cheaper than repeating KV.
 _BLOCK = 64
 # Fixed cost of a segment, as a number of keys (of one request, 8 queries) that take as long.
@@ -321,10 +323,10 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
 def is_needed(runner) -> bool:
     """Return whether a model runner needs our backend instead of SGLang's.
 
-    It does with DFLASH, and for what SGLang's cannot do or gets wrong: MLA, capped logits, sinks, window
+    It does with DFLASH, if it is asked for (`CPU_LAYERS`), and for what SGLang's cannot do or gets wrong: MLA, capped logits, sinks, window
     layers with their own slots, and padded batches, as DP attention has them.
     """
-    if runner.spec_algorithm.is_dflash() or runner.use_mla_backend:
+    if DFlashOptions.CPU_LAYERS.get() or runner.spec_algorithm.is_dflash() or runner.use_mla_backend:
         return True
     if isinstance(runner.token_to_kv_pool, SWAKVPool) or get_parallel().attn_dp_enabled:
         return True
