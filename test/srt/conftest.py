@@ -21,21 +21,19 @@ from support.servers import PLAIN_FLOAT32, Reference, Servers, plain_target  # n
 
 # Files that take minutes, longest first: the workers of `make test` start them in this order.
 LONGEST = (
-    "test_lossless.py",
     "test_real_model.py",
-    "test_acceptance_profiles.py",
+    "test_lossless.py",
     "test_sampled_requests.py",
-    "test_seeds.py",
     "test_dflash.py",
     "test_sampled_sequences.py",
-    "test_disaggregation.py",
+    "test_seeds.py",
     "test_lossless_hybrid.py",
     "test_penalties.py",
     "test_target_families.py",
-    "test_ranks.py",
-    "test_startup_errors.py",
     "test_rehearsal.py",
     "test_stock_sglang.py",
+    "test_lossless_http.py",
+    "test_startup_errors.py",
     "test_doctor.py",
     "test_copy_ahead_scheduled.py",
 )

@@ -38,6 +38,7 @@ from support.streaming import stream
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.long,
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
 ]
 
@@ -109,10 +110,7 @@ def prompts() -> list[list[int]]:
     return some_prompts()[:24]
 
 
-@pytest.mark.parametrize(
-    "draft",
-    [pytest.param(DRAFT, id="dflash"), pytest.param(PEAGLE_DRAFT, id="peagle", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
     requests = [greedy(ids) for ids in prompts]
     requests += [greedy(ids, ignore_eos=False, **GRAMMARS[i % 2]) for i, ids in enumerate(prompts[:6])]
@@ -150,7 +148,6 @@ def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
 TIGHT = ("--max-total-tokens", "896", "--num-reserved-decode-tokens", "4")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_a_decode_server_retracts(draft, servers, reference, prompts):
     """The KV of target and draft goes to host memory and comes back to other slots.
@@ -173,7 +170,6 @@ def test_a_decode_server_retracts(draft, servers, reference, prompts):
         check_idle(pair.decode)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_a_decode_server_verifies_what_is_worth_it(draft, servers, reference, prompts):
     """Widths change, down to none, while requests are retracted.
@@ -191,7 +187,6 @@ def test_a_decode_server_verifies_what_is_worth_it(draft, servers, reference, pr
         assert set(state["speculative_width"]["blocks_per_length"]) == {"0", "1", "3", "7"}
 
 
-@pytest.mark.long
 def test_recurrent_states_arrive_whole(servers, prompts):
     """A target with recurrent states: every request has the cycles that it has on one server.
 
@@ -218,7 +213,6 @@ def test_recurrent_states_arrive_whole(servers, prompts):
         check_dead_peer(pair, prompts)
 
 
-@pytest.mark.long
 def test_recurrent_states_of_retracted_requests_come_back(servers, prompts):
     """Without overlap scheduling they go to host memory with the tokens that they belong to."""
     flags = dflash_arguments(HYBRID_DRAFT)
@@ -256,7 +250,6 @@ def retractions(answers: list[dict]) -> int:
     return sum(answer["meta_info"]["num_retractions"] for answer in answers)
 
 
-@pytest.mark.long
 def test_a_prefill_server_without_a_draft(servers, reference, prompts):
     """Plain SGLang computes the prompts; their missing draft KV costs acceptance only."""
     requests = [greedy(ids) for ids in prompts[:12]]
@@ -289,7 +282,6 @@ def routed(pair: Pair) -> Iterator[Server]:
         yield router
 
 
-@pytest.mark.long
 @pytest.mark.skipif(
     importlib.util.find_spec("sglang_router") is None,
     reason="not installed: pip install --no-deps sglang-router==0.3.2",

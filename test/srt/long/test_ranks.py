@@ -53,8 +53,10 @@ def wider_draft(folder: Path) -> Path:
     return make_draft(folder, widen, intermediate_size=inner + 32)
 
 
+# In the normal lane unit/models/test_tensor_parallel.py has drafts and targets on two ranks.
 @pytest.mark.server
-@pytest.mark.parametrize("kind", ["DFlash", pytest.param("P-EAGLE", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["DFlash", "P-EAGLE"])
 def test_two_ranks_answer_as_one(kind, servers, reference, prompts, tmp_path):
     requests = requests_of(prompts)
     penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]

@@ -171,12 +171,10 @@ def test_our_own_lengths_are_over_all_blocks(monkeypatch, tmp_path):
     assert server.concurrencies == [96] and expected["accept_length"] < 5
 
 
+# test_dflash.py has a part of the prompts; test_lossless_hybrid.py compares every cycle of the hybrid pair.
 @pytest.mark.server
-@pytest.mark.parametrize(
-    "profile",
-    # Every cycle of the others is compared elsewhere: test_lossless_hybrid.py, test_speculators_parity.py.
-    [pytest.param(name, marks=() if name == "tiny-dflash" else pytest.mark.long) for name in BUNDLED],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("profile", BUNDLED)
 def test_a_bundled_draft(profile, servers):
     """Measure a draft; the harness starts the first one's server by itself."""
     servers.close()

@@ -71,7 +71,12 @@ DRAFTING = {
 }
 
 
-@pytest.fixture(scope="module", params=DRAFTING)
+# The speculators draft draws by the same rule as DFlash's, with more options. test_sampled_sequences.py has
+# DFlash's draws in the normal lane.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(d, marks=[pytest.mark.long] * (d == "probabilistic")) for d in DRAFTING],
+)
 def server(request, servers) -> Server:
     return servers.get(*FLOAT32, *DRAFTING[request.param], environment=UNCOUNTED | patched("masks_of_draws"))
 

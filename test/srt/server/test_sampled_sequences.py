@@ -93,7 +93,11 @@ def start(servers, checkpoints: Path, drafting: str, environment: dict[str, str]
     return servers.get(*arguments, environment=environment)
 
 
-@pytest.mark.parametrize("drafting", DRAFTING)
+# "probabilistic" is a part of the rows in which widths change, or tokens are copied.
+@pytest.mark.parametrize(
+    "drafting",
+    [pytest.param(d, marks=[pytest.mark.long] * (d == "probabilistic")) for d in DRAFTING],
+)
 def test_sequences_have_the_targets_probabilities(drafting, servers, checkpoints, expected):
     # Without this patch texts of eight tokens would have too few matches.
     eager = patched("eager_copies") if "copy ahead" in drafting else {}

@@ -195,7 +195,24 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+# unit/configs/test_draft_config.py has the messages of the other drafts. unit/arg_groups/ has those of flags:
+# test_fallback.py, and test_options.py for the sample method.
+DRAFTS_IN_EVERY_RUN = {
+    "draft: two faults",
+    "draft: hidden size",
+    "draft: layer id out of range",
+    "draft: fewer layers than fc reads",
+    "draft: another kind of draft",
+}
+LONG_FLAGS = {"flags: DP attention alone", "flags: two-batch overlap", "flags: draft sample method"}
+
+
+def case(name: str):
+    is_long = name in LONG_FLAGS or name.startswith("draft: ") and name not in DRAFTS_IN_EVERY_RUN
+    return pytest.param(name, marks=[pytest.mark.long] * is_long)
+
+
+@pytest.mark.parametrize("name", map(case, NAMES))
 def test_a_bad_start_ends_with_a_message(name, commands):
     arguments, words = commands[name]
     refused = Refused(launch(arguments), words)

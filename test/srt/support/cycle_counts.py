@@ -1,6 +1,6 @@
 """Cycles that the requests of each test took, recorded to compare two releases of SGLang.
 
-    python -m pytest --record-cycles FILE test/srt/server/test_lossless.py
+    python -m pytest --record-cycles FILE test/srt/engine/test_lossless.py
     python test/srt/support/cycle_counts.py FILE OTHER_FILE
 
 Equal outputs say nothing about the draft: a draft that sees wrong KV only takes more cycles.

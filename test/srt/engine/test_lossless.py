@@ -1,0 +1,239 @@
+"""Greedy output equals the target's own for any draft and scheduler setting.
+
+In float32 only the order of additions differs between speculation and plain decoding, by about 1e-6 in a
+logit. So no mismatch is tolerated before a near tie: the first position whose best two tokens are closer than
+that in the reference. To test another draft or setting, add a row to CONFIGURATIONS.
+server/test_lossless_http.py has the proofs that need HTTP.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from serving import (
+    DFLASH2_DRAFT,
+    DRAFT,
+    PEAGLE_DRAFT,
+    SPECULATORS_DRAFT,
+    TARGET,
+    WHOLE_BLOCKS,
+    dflash_arguments,
+)
+from support.drafts import always_wrong, random_draft
+from support.families import VOCAB, write_draft, write_peagle_draft, write_target
+from support.parity import FLOAT32_TIE, undecided_from
+from support.scheduled import Answer, Job, Oracle, run
+from support.servers import COPIES, FLOAT32, WIDTHS_CHANGE
+from support.target_answers import requests_from_prompts, target_answers
+from tokenizers import Tokenizer
+
+pytestmark = pytest.mark.server
+
+# Allowed share of different cycles in float32: near ties of the draft may fall either way. Wrong draft KV
+# costs far more.
+NEARLY_SAME = 0.01
+EVERY = 9
+MIXED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk")
+PAGES = ("--page-size", "16")
+
+
+def fixed(draft: Path) -> Callable[[Path], Path]:
+    return lambda folder: draft
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A setting under test.
+
+    Attributes:
+        name: The name of the test case.
+        arguments: SGLang's flags.
+        offset: First prompt. Every ninth one follows, so that the rows together have every prompt.
+        draft: Makes the draft in a folder.
+        accept_length: Bounds on tokens per cycle, bonus included.
+        is_long: Only with -m long, because another row shows the same.
+        is_comparable: Of the same prompts as `default_cycles`, without mixed batches or another block size.
+            The cycles of a request are then those of the default setting.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    offset: int = 0
+    draft: Callable[[Path], Path] = fixed(DRAFT)
+    accept_length: tuple[float, float] = (1.0, 16.0)
+    is_long: bool = False
+    is_comparable: bool = False
+
+    def case(self):
+        return pytest.param(self, id=self.name, marks=[pytest.mark.long] * self.is_long)
+
+
+CONFIGURATIONS = (
+    Configuration("chunked-prefill", (WHOLE_BLOCKS, "--chunked-prefill-size", "64"), is_comparable=True),
+    Configuration("page-16", (WHOLE_BLOCKS, *PAGES), is_comparable=True),
+    Configuration(
+        "page-16-draft-window-24",
+        (*PAGES, "--speculative-draft-window-size", "24"),
+        offset=1,
+        accept_length=(1.5, 8.0),
+    ),
+    Configuration("speculators", (), 2, fixed(SPECULATORS_DRAFT), (1.8, 8.0)),
+    Configuration("dflash2-mixed-batches", MIXED, 3, fixed(DFLASH2_DRAFT), (2.2, 8.0)),
+    # The next row has this draft; rows of other drafts have the default pages and batches.
+    Configuration("peagle", (WHOLE_BLOCKS,), 4, fixed(PEAGLE_DRAFT), (2.2, 8.0), is_long=True),
+    Configuration("peagle-page-16-mixed-batches", (*PAGES, *MIXED), 4, fixed(PEAGLE_DRAFT), (2.2, 8.0)),
+    Configuration(
+        "peagle-3-tokens-no-overlap",
+        ("--speculative-num-draft-tokens", "4", "--disable-overlap-schedule"),
+        5,
+        fixed(PEAGLE_DRAFT),
+        (1.6, 4.0),
+    ),
+    Configuration("block-16-mixed-batches", ("--speculative-num-draft-tokens", "16", *MIXED), 6),
+    Configuration(
+        "block-2-no-overlap",
+        ("--speculative-dflash-block-size", "2", "--disable-overlap-schedule"),
+        offset=7,
+        accept_length=(1.0, 2.0),
+    ),
+    Configuration("block-1", ("--speculative-num-draft-tokens", "1"), 8, accept_length=(1.0, 1.0)),
+    Configuration("widths-change", (*WIDTHS_CHANGE, *PAGES, *MIXED), 1, accept_length=(1.3, 8.0)),
+    # engine/test_own_lengths.py has changing lengths of P-EAGLE, with copies.
+    Configuration(
+        "peagle-widths-change", (*WIDTHS_CHANGE, *MIXED), 2, fixed(PEAGLE_DRAFT), (1.3, 8.0), is_long=True
+    ),
+    Configuration("copy-ahead", (*COPIES, *PAGES, *MIXED), 3, accept_length=(2.2, 8.0)),
+    Configuration(
+        "peagle-copy-ahead-widths-change",
+        (*COPIES, *WIDTHS_CHANGE, "--chunked-prefill-size", "64"),
+        5,
+        fixed(PEAGLE_DRAFT),
+        (1.3, 8.0),
+    ),
+    # "always-wrong" accepts as little.
+    Configuration("random-draft", (), 7, random_draft, (1.0, 1.3), is_long=True),
+    Configuration("always-wrong", (), 8, always_wrong, (1.0, 1.01)),
+)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    """Return greedy requests of every held-out prompt."""
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    jobs = []
+    for request in requests_from_prompts():
+        ids = request.get("input_ids") or tokenizer.encode(request["text"]).ids
+        sampling = request["sampling_params"]
+        jobs.append(Job(tuple(ids), sampling["max_new_tokens"], ignore_eos=sampling["ignore_eos"]))
+    assert len(jobs) >= 200
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def answers_alone() -> list[dict]:
+    """Return the answers of the target alone to `jobs`."""
+    return target_answers()
+
+
+def assert_the_targets(jobs: Sequence[Job], answers: Sequence[Answer], wanted: Sequence[dict]) -> None:
+    """Assert that no token or finish reason differs from the target's own before a near tie."""
+    for job, answer, want in zip(jobs, answers, wanted, strict=True):
+        decided = undecided_from(want)
+        ids = want["output_ids"]
+        assert list(answer.output_ids[:decided]) == ids[:decided], job
+        if decided is None:
+            reason = want["meta_info"]["finish_reason"]["type"]
+            assert (answer.finish_reason == "FINISH_LENGTH") == (reason == "length"), (answer, want)
+
+
+def serve_twice(configuration: Configuration, jobs: Sequence[Job], folder: Path) -> list[list[Answer]]:
+    """Return the answers to jobs, and those to every third job, whose prompt is in the prefix cache."""
+    jobs = [replace(job, step=number // 2) for number, job in enumerate(jobs)]
+    draft = configuration.draft(folder / "draft")
+    arguments = ["--model-path", TARGET, *FLOAT32, *dflash_arguments(draft), *configuration.arguments]
+    return run(arguments, [jobs, jobs[::3]])
+
+
+@pytest.fixture(scope="module")
+def default_cycles(jobs, tmp_path_factory) -> int:
+    """Return the cycles of the default setting."""
+    default = Configuration("default", (WHOLE_BLOCKS,))
+    answers = serve_twice(default, jobs[::EVERY], tmp_path_factory.mktemp("default"))
+    return sum(len(answer.accepted) for answer in sum(answers, []))
+
+
+@pytest.mark.parametrize("configuration", [c.case() for c in CONFIGURATIONS])
+def test_float32_output_is_the_targets(configuration, jobs, answers_alone, request, tmp_path):
+    """Send requests twice: the second pass reads KV from the prefix cache.
+
+    Wrong draft KV cannot change the output, but it makes the draft guess worse. So equal cycles show that the
+    draft's KV is right after chunked prefill and with pages.
+    """
+    chosen, expected = (each[configuration.offset :: EVERY] for each in (jobs, answers_alone))
+    cold, warm = serve_twice(configuration, chosen, tmp_path)
+
+    assert_the_targets(chosen, cold, expected)
+    assert_the_targets(chosen[::3], warm, expected[::3])
+    kept = [count for answer in cold for count in answer.accepted]
+    low, high = configuration.accept_length
+    assert low <= sum(kept) / len(kept) + 1 <= high
+    # SGLang always computes the last prompt token, and shares whole pages only.
+    page = 16 if "--page-size" in configuration.arguments else 1
+    for job, answer in zip(chosen[::3], warm):
+        reusable = (len(job.input_ids) - 1) // page * page
+        assert answer.cached_tokens >= reusable, f"no prefix-cache hit: {answer} for {job}"
+    if configuration.is_comparable:
+        cycles = sum(len(answer.accepted) for answer in (*cold, *warm))
+        expected_cycles = request.getfixturevalue("default_cycles")
+        assert abs(cycles - expected_cycles) <= NEARLY_SAME * expected_cycles
+
+
+def test_retracted_requests_resume_as_the_target_would(jobs, answers_alone):
+    """A pool of a third of the needed size retracts requests."""
+    numbers = range(100, 180, 5)
+    chosen = [jobs[i] for i in numbers]
+    needed = sum(len(job.input_ids) + job.max_new_tokens for job in chosen)
+    arguments = ["--model-path", TARGET, *FLOAT32, *dflash_arguments(), "--max-total-tokens", needed // 3]
+    # Told that answers are short, the scheduler admits more than the pool holds.
+    [answers] = run(arguments, [chosen], environment={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"})
+    assert_the_targets(chosen, answers, [answers_alone[i] for i in numbers])
+    assert sum(answer.retractions for answer in answers) > 0, "nothing was retracted"
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "write"),
+    [
+        ("llama", 8, write_draft),
+        ("llama3", 16, write_draft),
+        pytest.param("llama", 16, write_draft, marks=pytest.mark.long),
+        pytest.param("llama3", 8, write_peagle_draft, marks=pytest.mark.long),
+    ],
+    ids=["llama-8", "llama3-16", "llama-16", "llama3-peagle-8"],
+)
+def test_float32_output_of_a_llama_is_the_targets(name, block, write, tmp_path):
+    """Serve a random Llama, of which the bundled pairs have none, with the widths that a user gets.
+
+    Every third request has the random draft's own tokens. An oracle drafts for the others.
+    """
+    target, draft = write_target(name, tmp_path / "target").path, write(tmp_path / "draft")
+    generator = random.Random(block)
+    jobs = [
+        Job(tuple(generator.randrange(8, VOCAB) for _ in range(length)), 48, step=step, logprobs=True)
+        for step, length in enumerate((3, 16, 17, 31, 40, 64, 90, 120, 150))
+    ]
+    jobs += [Job((*jobs[-1].input_ids[:100], 9, 10), 48, step=40, logprobs=True)]  # a cached prefix
+    plain = ["--model-path", target, *FLOAT32, "--skip-tokenizer-init"]
+    [wanted] = run(plain, [jobs])
+    oracle = Oracle([[*a.output_ids, *[5] * block] if i % 3 else None for i, a in enumerate(wanted)])
+    [found] = run([*plain, *dflash_arguments(draft), "--speculative-num-draft-tokens", block], [jobs], oracle)
+    compared = 0
+    for job, answer, want in zip(jobs, found, wanted, strict=True):
+        end = next((i for i, gap in enumerate(want.gaps) if gap < FLOAT32_TIE), len(want.output_ids))
+        assert len(answer.output_ids) == 48 and answer.output_ids[:end] == want.output_ids[:end], job
+        compared += end
+    assert compared > 0.8 * 48 * len(jobs), "the target hardly decides between tokens"
+    assert found[-1].cached_tokens == 100
+    kept = [count for i, answer in enumerate(found) if i % 3 for count in answer.accepted]
+    assert sum(kept) > len(kept), "the oracle's drafts were not accepted"
